@@ -1,0 +1,38 @@
+"""The errors a user can cause; each names the value that was wrong and the choices."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class WorkbenchError(ValueError):
+    """Something the user asked for cannot be done; the message says what would work."""
+
+
+class UnknownName(WorkbenchError):
+    """A name that is not in its vocabulary; the message lists the nearest that are."""
+
+    def __init__(self, kind: str, name: object, choices: Iterable[str]) -> None:
+        self.kind, self.name, self.choices = kind, name, sorted(choices)
+        super().__init__(f"unknown {kind} {name!r}; {suggest(str(name), self.choices)}")
+
+
+class BadData(WorkbenchError):
+    """Text, tokens or documents that cannot be used as asked."""
+
+
+class BadCheckpoint(WorkbenchError):
+    """A run or checkpoint whose files are missing, damaged or contradictory."""
+
+
+class ArchitectureAssumed(UserWarning):
+    """A checkpoint does not say which architecture it holds, so one was assumed."""
+
+
+def suggest(name: str, choices: list[str]) -> str:
+    """The nearest choices to `name` in words, or all of them where few or none are near."""
+    near = difflib.get_close_matches(name, choices, n=4, cutoff=0.5)
+    if near:
+        return f"did you mean {', '.join(near)}?"
+    return f"choose from {', '.join(choices[:60]) or '(nothing)'}"
