@@ -1,0 +1,164 @@
+"""Frozen settings of models and of training, and the presets; unknown keys are refused with the nearest names.
+
+Sizes `2m`, `82m`, `180m` and `468m` and the recipe are those of Zhou et al. (2024), Value Residual Learning;
+`tiny` and `mini` are scaled down to a laptop's minutes and a small GPU's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from workbench.errors import UnknownName, WorkbenchError
+
+
+def _known(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
+    fields = [field.name for field in dataclasses.fields(cls)]
+    for key in values:
+        if key not in fields:
+            raise UnknownName(kind, key, fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder, keys as in TransformerLens.
+
+    `n_key_value_heads` defaults to `n_heads`. Raises `WorkbenchError` for shapes that cannot be built.
+    """
+
+    n_layers: int
+    d_model: int
+    n_heads: int
+    d_mlp: int
+    d_vocab: int
+    n_ctx: int
+    n_key_value_heads: int = 0
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not self.n_key_value_heads:
+            object.__setattr__(self, "n_key_value_heads", self.n_heads)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int | float) or value <= 0 or (field.type == "int" and value != int(value)):
+                raise WorkbenchError(f"{field.name}={value!r}: must be a positive {field.type}")
+        if self.d_model % self.n_heads or self.d_head % 2:
+            even = [h for h in range(1, self.d_model // 2 + 1) if self.d_model % (2 * h) == 0]
+            raise WorkbenchError(
+                f"n_heads={self.n_heads} does not cut d_model={self.d_model} into even heads; choose from {even}"
+            )
+        if self.n_heads % self.n_key_value_heads:
+            fit = [g for g in range(1, self.n_heads + 1) if self.n_heads % g == 0]
+            raise WorkbenchError(
+                f"n_key_value_heads={self.n_key_value_heads} does not divide n_heads={self.n_heads}; choose from {fit}"
+            )
+
+    @property
+    def d_head(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def d_key_value(self) -> int:
+        """Width of all key-value heads together."""
+        return self.d_head * self.n_key_value_heads
+
+    @classmethod
+    def of(cls, preset_or_config: str | ModelConfig | Mapping[str, Any]) -> ModelConfig:
+        """A config from a preset's name, a mapping of config keys, or itself."""
+        if isinstance(preset_or_config, ModelConfig):
+            return preset_or_config
+        if isinstance(preset_or_config, str):
+            if preset_or_config not in PRESETS:
+                raise UnknownName("preset", preset_or_config, PRESETS)
+            return PRESETS[preset_or_config].model
+        _known(cls, "config key", preset_or_config)
+        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        if missing := [key for key in required if key not in preset_or_config]:
+            raise WorkbenchError(f"config lacks {', '.join(missing)}")
+        return cls(**preset_or_config)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some keys changed."""
+        _known(type(self), "config key", changes)
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The recipe: AdamW (0.9, 0.95), decay of matrices only, clipping, warm-up then cosine to a tenth.
+
+    `batch` sequences of `T` tokens a step over all processes; `warmup` and `steps` in steps; `log_every` steps between
+    telemetry rows, `save_every` between resume points; `checkpoints` per doubling of the step (plus step 0 and the last).
+    """
+
+    steps: int
+    batch: int
+    T: int
+    lr: float = 6e-4
+    lr_final: float = 0.1
+    warmup: int = 120
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0
+    log_every: int = 10
+    validate_every: int = 100
+    validation_sequences: int = 32
+    save_every: int = 100
+    checkpoints: int = 1
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "T", "lr", "log_every", "validate_every", "save_every", "checkpoints"):
+            if getattr(self, name) <= 0:
+                raise WorkbenchError(f"{name}={getattr(self, name)!r}: must be positive")
+        if self.warmup < 0 or self.T < 2:
+            raise WorkbenchError(f"warmup={self.warmup}, T={self.T}: a sequence needs 2 tokens, warm-up 0 steps or more")
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some keys changed."""
+        _known(type(self), "training key", changes)
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """A config from a mapping, unknown keys refused."""
+        _known(cls, "training key", values)
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model size with the training that suits it."""
+
+    model: ModelConfig
+    train: TrainConfig
+
+
+def _published(n_layers: int, n_heads: int, d_model: int) -> Preset:
+    model = ModelConfig(
+        n_layers=n_layers, d_model=d_model, n_heads=n_heads, d_mlp=d_model * 7 // 2, d_vocab=50_277, n_ctx=2048
+    )
+    return Preset(model, TrainConfig(steps=10_000, batch=1024, T=2048, validate_every=1000, save_every=500, bf16=True))
+
+
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset(
+        ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=512, n_ctx=2048),
+        TrainConfig(steps=300, batch=8, T=128, lr=3e-3, warmup=30, validate_every=50, save_every=50),
+    ),
+    "mini": Preset(
+        ModelConfig(n_layers=8, d_model=256, n_heads=8, d_mlp=704, d_vocab=2048, n_ctx=2048),
+        TrainConfig(steps=4000, batch=64, T=512, lr=2e-3, warmup=120, validate_every=200, save_every=500),
+    ),
+    "2m": _published(4, 2, 16),
+    "82m": _published(8, 8, 512),
+    "180m": _published(12, 12, 768),
+    "468m": _published(24, 16, 1024),
+}

@@ -1,0 +1,75 @@
+"""DenseFormer: each block reads a learned weighted average of all earlier block outputs.
+
+Y_i = sum over j <= i of alpha_ij X_j, X_0 the embedding, X_i = Block_i(Y_{i-1}); the final norm reads Y_L.
+
+Source: Pagliardini, Mohtashami, Fleuret, Jaggi (NeurIPS 2024), DenseFormer. As in their package: after block i (from 0)
+an average stands where (i + 1) mod period = 0, over the outputs whose index has the residue (i + 1) mod dilation,
+the block's own weight last; elsewhere the output passes unchanged but is kept. The weights are unconstrained.
+Seam: stream. Parameters: `dwa.alphas.<block>.weight` [1, sources], own weight 1 and the others 0 at the start, which is
+the vanilla decoder exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.config import ModelConfig
+from workbench.errors import WorkbenchError
+from workbench.models.shortcut import Shortcut
+
+
+class DenseFormer(Shortcut):
+    """Depth-weighted averages after the blocks."""
+
+    prefix = "dwa"
+
+    def __init__(self, config: ModelConfig, *, dilation: int = 1, period: int = 1) -> None:
+        super().__init__(config)
+        if dilation < 1 or period < 1 or period > config.n_layers:
+            raise WorkbenchError(
+                f"dilation={dilation}, period={period}: dilation from 1, period from 1 to n_layers={config.n_layers}"
+            )
+        self.dilation, self.period = dilation, period
+        self.alphas = nn.ModuleDict()
+        for layer in range(period - 1, config.n_layers, period):
+            alpha = nn.Linear(len(self.averaged(layer)), 1, bias=False)
+            with torch.no_grad():
+                alpha.weight.zero_()[0, -1] = 1.0
+            self.alphas[str(layer)] = alpha
+
+    def averaged(self, layer: int) -> range:
+        """Indices into the history (0 = embedding) that the average after `layer` reads."""
+        return range((layer + 1) % self.dilation, layer + 2, self.dilation)
+
+    def stream_weights(self, layer: int) -> Tensor | None:
+        return self.alphas[str(layer)].weight[0] if str(layer) in self.alphas else None
+
+    def stream(self, layer: int, history: Sequence[Tensor], weights: Tensor) -> Tensor:
+        total = history[self.averaged(layer)[0]] * weights[0]
+        for weight, index in zip(weights[1:], self.averaged(layer)[1:], strict=True):
+            total = torch.addcmul(total, history[index], weight)
+        return total
+
+    def coefficients(self) -> dict[str, list[float]]:
+        """`alpha_<j>`: weight of history entry j after each block, NaN where it is not averaged."""
+        rows = {f"alpha_{j}": [float("nan")] * self.config.n_layers for j in range(self.config.n_layers + 1)}
+        for name, alpha in self.alphas.items():
+            for index, value in zip(self.averaged(int(name)), alpha.weight[0].tolist(), strict=True):
+                rows[f"alpha_{index}"][int(name)] = value
+        return rows
+
+    @classmethod
+    def options_for(cls, shapes: Mapping[str, Sequence[int]], config: ModelConfig) -> dict[str, Any]:
+        layers = sorted(int(name.split(".")[1]) for name in shapes if name.startswith("alphas."))
+        if not layers:
+            return {}
+        period = layers[0] + 1
+        for dilation in range(1, config.n_layers + 2):
+            fit = cls(config, dilation=dilation, period=period) if period <= config.n_layers else None
+            if fit and {n: list(t.shape) for n, t in fit.named_parameters()} == {n: list(s) for n, s in shapes.items()}:
+                return {"dilation": dilation, "period": period}
+        return {}

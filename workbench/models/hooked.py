@@ -1,0 +1,309 @@
+"""Running a model with hooks: caches, gradients of activations, one lock, and what TransformerLens' tools ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import Slice
+
+from workbench.config import ModelConfig
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.names import QUADRATIC, STATISTICS, position_axis
+
+NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+def hooked(point: HookPoint) -> bool:
+    """Whether anything listens at a hook point."""
+    return bool(point._forward_hooks or point._backward_hooks)
+
+
+def at(point: HookPoint, tensor: Tensor) -> Tensor:
+    """A tensor as it leaves a hook point; without hooks the point is not even called."""
+    return point(tensor) if point._forward_hooks or point._backward_hooks else tensor
+
+
+def keep(module: nn.Module) -> None:
+    """Let attribute lookups find a module's children without `nn.Module.__getattr__`, three times faster.
+
+    `nn.Module.__setattr__` drops such an entry when a child is replaced, so the two never disagree.
+    """
+    module.__dict__.update({name: child for name, child in module._modules.items() if isinstance(child, nn.Module)})
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) -> Tensor:
+    """Cross-entropy of each next token in nats: the mean, or [batch, pos - 1]; float32 or better inside."""
+    wide = logits[:, :-1].float() if logits.dtype in (torch.float16, torch.bfloat16) else logits[:, :-1]
+    loss = F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none" if per_token else "mean")
+    return loss.unflatten(0, (tokens.shape[0], -1)) if per_token else loss
+
+
+class RebuiltPatterns(dict[Any, Tensor]):
+    """Cached activations; scores and patterns are rebuilt from rotated queries and keys when they are named."""
+
+    def __missing__(self, key: Any) -> Tensor:
+        if key not in self:
+            raise KeyError(key)
+        stem, point = key.rsplit(".", 1)
+        q, k = self[f"{stem}.hook_rot_q"], self[f"{stem}.hook_rot_k"]
+        k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
+        scores = torch.einsum("...qhd,...khd->...hqk", q, k) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(torch.ones_like(scores[..., :, :], dtype=torch.bool).triu(1), float("-inf"))
+        return scores if point == "hook_attn_scores" else scores.float().softmax(-1).to(q.dtype)
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        stem, _, point = str(key).rpartition(".")
+        return point in QUADRATIC and {f"{stem}.hook_rot_q", f"{stem}.hook_rot_k"} <= self.keys()
+
+
+class Cache(ActivationCache):
+    """TransformerLens' ActivationCache whose patterns cost nothing until they are named."""
+
+    def to(self, device: str | torch.device) -> Cache:
+        """The same cache with its tensors on a device."""
+        self.cache_dict = RebuiltPatterns({name: value.to(device) for name, value in self.cache_dict.items()})
+        return self
+
+
+class HookedModel(HookedRootModule):
+    """A hooked decoder on token ids or text. One thread at a time runs it: hooks are state of the module.
+
+    Subclasses define `logits(tokens)` and call `setup()` last.
+    """
+
+    embed: nn.Embedding
+    unembed: nn.Linear
+    ln_final: nn.Module
+
+    def __init__(self, config: ModelConfig, architecture: str) -> None:
+        super().__init__()
+        self.config, self.architecture = config, architecture
+        self.options: dict[str, Any] = {}
+        self.assumed = False  # whether the architecture was assumed on loading
+        self.source: dict[str, Any] = {}  # where the weights come from, set on loading
+        self.tokenizer: Any = None
+        self.lock = threading.RLock()
+        self.cfg = TransformerBridgeConfig(
+            d_model=config.d_model,
+            d_head=config.d_head,
+            n_layers=config.n_layers,
+            n_ctx=config.n_ctx,
+            n_heads=config.n_heads,
+            n_key_value_heads=config.n_key_value_heads,
+            d_mlp=config.d_mlp,
+            d_vocab=config.d_vocab,
+            act_fn="silu",
+            gated_mlp=True,
+            normalization_type="RMS",
+            final_rms=True,
+            eps=config.rms_norm_eps,
+            rotary_base=config.rope_theta,
+            default_prepend_bos=False,
+        )
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Token ids [batch, pos] -> logits [batch, pos, d_vocab]."""
+        raise NotImplementedError
+
+    def forward(
+        self, tokens: Tensor | str | Sequence[str], return_type: str | None = "logits", *, loss_per_token: bool = False
+    ) -> Any:
+        """Run on ids [batch, pos] (or [pos]) or text; return_type: logits, loss (mean nats), both, or None.
+
+        Raises `BadData` for empty or too long input, `UnknownName` for another return_type.
+        """
+        if return_type not in ("logits", "loss", "both", None):
+            raise UnknownName("return_type", return_type, ["logits", "loss", "both"])
+        ids = self.to_tokens(tokens)
+        if torch.compiler.is_compiling():
+            logits = self.logits(ids)
+        else:
+            try:
+                with self.lock:
+                    logits = self.logits(ids)
+            except IndexError:  # from the embedding
+                self._refuse_ids(ids)
+                raise
+        if return_type in ("logits", None):
+            return logits if return_type else None
+        loss = next_token_loss(logits, ids, per_token=loss_per_token)
+        return loss if return_type == "loss" else (logits, loss)
+
+    def _refuse_ids(self, ids: Tensor) -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.config.d_vocab:
+            raise BadData(f"token ids {low}..{high} leave the vocabulary 0..{self.config.d_vocab - 1}")
+
+    def to_tokens(self, text: Any, prepend_bos: bool | None = None) -> Tensor:
+        """Token ids [batch, pos] on the model's device, from text, a list of equally long texts, or ids."""
+        ids = text
+        if isinstance(text, str) or (isinstance(text, list | tuple) and text and isinstance(text[0], str)):
+            if self.tokenizer is None:
+                raise BadData("this model came without a tokenizer: give token ids instead of text")
+            rows = [self.tokenizer.encode(t) for t in ([text] if isinstance(text, str) else text)]
+            if prepend_bos:
+                rows = [[self.tokenizer.bos_id, *row] for row in rows]
+            if len({len(row) for row in rows}) > 1:
+                raise BadData(f"texts of unequal length {sorted({len(r) for r in rows})} in tokens: run them one by one")
+            ids = torch.tensor(rows, dtype=torch.long)
+        ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+        ids = ids[None] if ids.ndim == 1 else ids
+        if ids.ndim != 2 or ids.numel() == 0 or ids.is_floating_point():
+            raise BadData(f"tokens of shape {tuple(ids.shape)}, {ids.dtype}: needs whole numbers [batch, pos], not empty")
+        if ids.shape[1] > self.config.n_ctx:
+            raise BadData(f"{ids.shape[1]} tokens exceed the model's context of n_ctx={self.config.n_ctx}: shorten the text")
+        return ids.to(self.embed.weight.device, torch.long)
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[HookedModel]:
+        """TransformerLens' `hooks`, holding the model's lock for as long as they stand."""
+        with self.lock, super().hooks(*args, **kwargs):
+            yield self
+
+    def hook_names(self, names: NamesFilter) -> list[str]:
+        """Hook points a filter selects (a name, names, a function, None for all); unknown names are refused."""
+        if callable(names):
+            return [name for name in self.hook_dict if names(name)]
+        if names is None:
+            return list(self.hook_dict)
+        chosen = [names] if isinstance(names, str) else list(names)
+        for name in chosen:
+            if name not in self.hook_dict:
+                raise UnknownName("hook", name, self.hook_dict)
+        return chosen
+
+    def run_with_cache(self, *args: Any, names_filter: NamesFilter = None, **kwargs: Any) -> tuple[Any, Cache]:
+        """(output, ActivationCache) of a run; options as in TransformerLens.
+
+        Without a filter everything is cached, but scores and patterns are rebuilt only when they are named.
+        Raises `UnknownName` for a hook that does not exist.
+        """
+        if len(args) > 1:
+            raise WorkbenchError("run_with_cache takes the tokens by position and the rest by name")
+        names = self.hook_names(names_filter)
+        if names_filter is None and kwargs.get("pos_slice") is None:
+            names = [n for n in names if not n.endswith(QUADRATIC) or hooked(self.hook_dict[n])]
+        with self.lock:
+            out, cache = super().run_with_cache(*map(self.to_tokens, args), names_filter=names, **kwargs)
+        return out, Cache(cache, self, has_batch_dim=not kwargs.get("remove_batch_dim", False))
+
+    def get_caching_hooks(
+        self,
+        names_filter: Any = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: Any = None,
+    ) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
+        """As in TransformerLens, with the position axis taken from our vocabulary instead of a name's ending."""
+        cache = RebuiltPatterns() if cache is None else cache
+        cut = Slice.unwrap(pos_slice)
+
+        def save(tensor: Tensor, hook: HookPoint, suffix: str = "") -> None:
+            axis = position_axis(str(hook.name))
+            value = tensor.detach() if device is None else tensor.detach().to(device)
+            if axis is not None:
+                value = value[0] if remove_batch_dim else value
+                value = cut.apply(value, dim=axis)
+            cache[f"{hook.name}{suffix}"] = value
+
+        names = self.hook_names(names_filter)
+        forward = [(name, save) for name in names]
+        readable = [n for n in names if n.rsplit("hook_", 1)[-1] not in STATISTICS]
+        return cache, forward, [(n, partial(save, suffix="_grad")) for n in readable] if incl_bwd else []
+
+    def run_with_grads(
+        self, tokens: Any, names: NamesFilter, loss_fn: LossFn | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Loss, activations and the loss's gradient with respect to each, at the named hook points.
+
+        The gradient at a point is that of what leaves it there alone: a `first.hook_v` counts one layer's branch. Parameter
+        gradients stay untouched and parameters may be frozen. `loss_fn(logits, tokens)` defaults to the mean next-token
+        loss in nats. Streamed statistics carry no gradient and are refused.
+        """
+        chosen = self.hook_names(names)
+        if inert := [n for n in chosen if n.rsplit("hook_", 1)[-1] in STATISTICS]:
+            raise WorkbenchError(f"{inert[0]} carries no gradient; name q, k, v, z, scores or pattern instead")
+        ids, captured = self.to_tokens(tokens), {}
+
+        def leaf(tensor: Tensor, hook: HookPoint) -> Tensor:
+            return tensor.detach().requires_grad_()
+
+        def capture(tensor: Tensor, hook: HookPoint) -> Tensor:
+            branch = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+            captured[str(hook.name)] = branch
+            return branch
+
+        with torch.enable_grad(), self.hooks([("hook_embed", leaf), *((n, capture) for n in chosen)]):
+            logits = self.logits(ids)
+            loss = (loss_fn or next_token_loss)(logits, ids)
+            found = torch.autograd.grad(loss, list(captured.values()), allow_unused=True) if captured else ()
+        grads = {
+            name: torch.zeros_like(value) if grad is None else grad
+            for (name, value), grad in zip(captured.items(), found, strict=True)
+        }
+        return loss.detach(), {name: value.detach() for name, value in captured.items()}, grads
+
+    # ---- what TransformerLens' tools read ----------------------------------------------------------------------------
+
+    @property
+    def W_E(self) -> Tensor:  # noqa: N802
+        """[d_vocab, d_model]."""
+        return self.embed.weight
+
+    @property
+    def W_U(self) -> Tensor:  # noqa: N802
+        """[d_model, d_vocab]."""
+        return self.unembed.weight.T
+
+    @property
+    def b_U(self) -> Tensor:  # noqa: N802
+        """[d_vocab], zeros: the head has no bias."""
+        return self.unembed.weight.new_zeros(self.config.d_vocab)
+
+    def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
+        """Direction of the normalised stream, before the final gain, that raises each token's logit: [..., d_model]."""
+        ids = torch.as_tensor(tokens, device=self.unembed.weight.device)
+        return self.unembed.weight[ids] * self.ln_final.weight
+
+    def to_str_tokens(self, text: Any, prepend_bos: bool | None = None) -> list[str]:
+        """Legible tokens of one text or one row of ids; numbers where there is no tokenizer."""
+        ids = self.to_tokens(text, prepend_bos)[0].tolist()
+        return self.tokenizer.token_strings(ids) if self.tokenizer else [str(i) for i in ids]
+
+    def to_string(self, tokens: Any) -> str:
+        """Text of one row of ids."""
+        ids = self.to_tokens(tokens)[0].tolist()
+        return self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
+
+    def to_single_token(self, text: str) -> int:
+        """Id of a text that is one token; raises `BadData` where it is several."""
+        ids = self.to_tokens(text)[0].tolist()
+        if len(ids) != 1:
+            raise BadData(f"{text!r} is {len(ids)} tokens, not one")
+        return ids[0]
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.RLock()

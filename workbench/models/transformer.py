@@ -1,0 +1,314 @@
+"""The published Llama-style decoder, top to bottom, on which every architecture is composed.
+
+    x = RMSNorm(H_{n-1});  A_n = softmax(rope(Q) rope(K)^T / sqrt(d_head) + causal mask);  H' = H_{n-1} + (A_n V_n) W_O
+    H_n = H' + W_down(silu(W_gate y) * (W_up y)),  y = RMSNorm(H');  logits = W_head RMSNorm(H_L)
+
+Source: the baseline of Zhou et al. (2024), Value Residual Learning; rotary positions in half-split form. No bias, no
+dropout, untied head. Attention is fused unless a hook asks for scores or pattern; hook points without hooks cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from workbench.config import ModelConfig
+from workbench.errors import WorkbenchError
+from workbench.files import digest
+from workbench.kernels.attention import attention_statistics, statistics_of
+from workbench.models.hooked import HookedModel, at, hooked, keep
+from workbench.models.shortcut import Projection, Shortcut, mix, overrides
+from workbench.names import STATISTICS
+
+Memory = dict[tuple[str, int], Tensor]  # what later layers read: (q, k or v, layer) -> tensor
+_PROJ = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+_HOOK = {"q": "hook_q", "k": "hook_k", "v": "hook_v"}
+
+
+class RMSNorm(nn.Module):
+    """g x / sqrt(mean(x^2) + eps), statistics in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+        self.hook_scale = HookPoint()  # [batch, pos, 1], the divisor
+        self.hook_normalized = HookPoint()  # [batch, pos, d_model], before the gain
+        keep(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        if not (hooked(self.hook_scale) or hooked(self.hook_normalized)):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        scale = at(self.hook_scale, (wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
+        return at(self.hook_normalized, (wide / scale).to(x.dtype)) * self.weight
+
+
+class Rotary(nn.Module):
+    """Rotary positions: x cos + rot(x) sin with rot([a; b]) = [-b; a] over the two halves of a head."""
+
+    def __init__(self, d_head: int, n_ctx: int, theta: float) -> None:
+        super().__init__()
+        self.d_head, self.n_ctx, self.theta = d_head, n_ctx, theta
+        self.tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines, each [length, 1, d_head], computed once in float32 for a device and dtype."""
+        key = (like.device, like.dtype)
+        if key not in self.tables:
+            exponent = torch.arange(0, self.d_head, 2, device=like.device).float() / self.d_head
+            angle = torch.outer(torch.arange(self.n_ctx, device=like.device).float(), 1.0 / self.theta**exponent)
+            sin = torch.cat((-angle.sin(), angle.sin()), -1)
+            self.tables[key] = (torch.cat((angle, angle), -1).cos()[:, None].to(like.dtype), sin[:, None].to(like.dtype))
+        cos, sin = self.tables[key]
+        return cos[:length], sin[:length]
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """[batch, pos, head, d_head] turned by its position; the sign of rot() is in the sines."""
+    return x * turn[0] + x.roll(x.shape[-1] // 2, -1) * turn[1]  # unfused: rounds as the published code does
+
+
+class Branch(nn.Module):
+    """A tensor on its way into a layer's mix: `own`, `first`, or `source.<j>`."""
+
+    def __init__(self, projections: Sequence[str]) -> None:
+        super().__init__()
+        for name in projections:
+            setattr(self, f"hook_{name}", HookPoint())
+        keep(self)
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped key-value heads; q, k and v may be mixtures over layers."""
+
+    def __init__(self, config: ModelConfig, layer: int, shortcuts: Sequence[Shortcut]) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.sources: dict[str, tuple[int, ...]] = {}
+        self.mixers: dict[str, Shortcut | None] = {}
+        widths = {"q": config.d_model, "k": config.d_key_value, "v": config.d_key_value}
+        for name, width in widths.items():
+            if all(s.owns(name, layer) for s in shortcuts):
+                setattr(self, f"{name}_proj", nn.Linear(config.d_model, width, bias=False))
+            self.sources[name] = tuple(sorted({j for s in shortcuts for j in s.sources(name, layer)}))
+            self.mixers[name] = next((s for s in shortcuts if s.mixes(name, layer)), None)
+            if self.mixers[name]:
+                setattr(self, f"hook_{name}_mix", HookPoint())  # [sources + 1], own last
+        self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.outputs = [s for s in shortcuts if overrides(s, "output")]
+        own = [n for n in widths if hasattr(self, f"{n}_proj") and (n == "v" or self.sources[n])]
+        if own:
+            self.own = Branch(own)
+        self.branches = {name: self._branches(name, js) for name, js in self.sources.items()}
+        self.kept: set[str] = set()  # tensors a later layer reads, told by the model
+        for name in ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", *STATISTICS):
+            setattr(self, f"hook_{name}", HookPoint())
+        self.statistics = tuple(getattr(self, f"hook_{name}") for name in STATISTICS)
+        keep(self)
+
+    def _branches(self, name: str, layers: tuple[int, ...]) -> dict[int, HookPoint]:
+        if not layers:
+            return {}
+        if layers == (0,):
+            parent = self.first = getattr(self, "first", None) or Branch([])
+            parent.add_module(f"hook_{name}", HookPoint())
+            return {0: parent.get_submodule(f"hook_{name}")}  # type: ignore[dict-item]
+        self.source = getattr(self, "source", None) or nn.ModuleDict()
+        for j in layers:
+            if str(j) not in self.source:
+                self.source[str(j)] = Branch([])
+            self.source[str(j)].add_module(f"hook_{name}", HookPoint())
+        return {j: self.source[str(j)].get_submodule(f"hook_{name}") for j in layers}  # type: ignore[misc]
+
+    def project(self, name: Projection, x: Tensor, memory: Memory) -> tuple[Tensor, dict[int, Tensor]]:
+        """Effective query, key or value [batch, pos, head, d_head], and the sources it may have used."""
+        own = None
+        if (projection := getattr(self, _PROJ[name], None)) is not None:
+            own = projection(x).view(*x.shape[:2], -1, self.config.d_head)
+            if self.sources[name] or name == "v":
+                own = at(getattr(self.own, _HOOK[name]), own)
+        if not self.sources[name]:
+            mixed, sources = own, {}
+        else:
+            sources = {j: at(point, memory[name, j]) for j, point in self.branches[name].items()}
+            mixed = own if self.mixers[name] is None else self._mixed(name, own, sources)
+        mixed = at(getattr(self, _HOOK[name]), mixed)
+        if name in self.kept:
+            memory[name, self.layer] = mixed if self.mixers[name] is None or own is None else own
+        return mixed, sources
+
+    def _mixed(self, name: Projection, own: Tensor | None, sources: dict[int, Tensor]) -> Tensor:
+        mixer, point = self.mixers[name], getattr(self, f"hook_{name}_mix")
+        assert mixer is not None
+        weights = mixer.weights(name, self.layer)
+        if hooked(point):
+            device = next(iter(sources.values())).device
+            weights = point(torch.stack([torch.as_tensor(w, device=device) for w in weights])).unbind(-1)
+        return mix(weights, [*(sources[j] for j in mixer.sources(name, self.layer)), own])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Head outputs [batch, pos, head, d_head]; statistics and pattern only where a hook asks for them."""
+        wanted = [point for point in self.statistics if hooked(point)]
+        if hooked(self.hook_attn_scores) or hooked(self.hook_pattern):
+            z, statistics = self._eager(q, k, v, bool(wanted))
+        elif wanted and not (torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)):
+            z, statistics = attention_statistics(q, k, v)
+        else:
+            grouped = k.shape[-2] != q.shape[-2]
+            z = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=grouped
+            ).transpose(1, 2)
+            statistics = attention_statistics(q.detach(), k.detach(), v.detach())[1] if wanted else None
+        for point in wanted:
+            value = getattr(statistics, str(point.name).rsplit("hook_", 1)[-1])
+            if point(value) is not value:
+                raise WorkbenchError(f"{point.name} can be read, not replaced: it is computed beside the attention")
+        return z
+
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, statistics: bool) -> tuple[Tensor, Any]:
+        repeat = q.shape[-2] // k.shape[-2]
+        k, v = k.repeat_interleave(repeat, dim=-2), v.repeat_interleave(repeat, dim=-2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.config.d_head**-0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = at(self.hook_attn_scores, scores.masked_fill(future, float("-inf")))
+        wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
+        pattern = at(self.hook_pattern, scores.softmax(-1, dtype=wide).to(q.dtype))
+        found = statistics_of(scores.detach(), pattern.detach()) if statistics else None
+        return torch.einsum("bhqk,bkhd->bqhd", pattern, v), found
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        """Normalised stream [batch, pos, d_model] -> attention's addition to the stream."""
+        q, _ = self.project("q", x, memory)
+        k, _ = self.project("k", x, memory)
+        v, sources = self.project("v", x, memory)
+        z = self.attend(at(self.hook_rot_q, rotate(q, turn)), at(self.hook_rot_k, rotate(k, turn)), v)
+        for shortcut in self.outputs:
+            z = shortcut.output(self.layer, z, v, sources)
+        return self.o_proj(at(self.hook_z, z).flatten(-2))
+
+    @property
+    def W_O(self) -> Tensor:  # noqa: N802
+        """[head, d_head, d_model]."""
+        return self.o_proj.weight.T.unflatten(0, (self.config.n_heads, -1))
+
+
+class MLP(nn.Module):
+    """W_down(silu(W_gate x) * (W_up x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.d_model, config.d_mlp, bias=False)
+        self.up_proj = nn.Linear(config.d_model, config.d_mlp, bias=False)
+        self.down_proj = nn.Linear(config.d_mlp, config.d_model, bias=False)
+        self.hook_pre, self.hook_pre_linear, self.hook_post = HookPoint(), HookPoint(), HookPoint()
+        keep(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, pos, d_model] -> [batch, pos, d_model]."""
+        gate, up = at(self.hook_pre, self.gate_proj(x)), at(self.hook_pre_linear, self.up_proj(x))
+        return self.down_proj(at(self.hook_post, F.silu(gate) * up))
+
+    @property
+    def W_out(self) -> Tensor:  # noqa: N802
+        """[d_mlp, d_model]."""
+        return self.down_proj.weight.T
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to the stream after a norm."""
+
+    hook_out_is_single_residual_stream = True  # what TransformerLens' logit lens asks
+
+    def __init__(self, config: ModelConfig, layer: int, shortcuts: Sequence[Shortcut]) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = (RMSNorm(config.d_model, config.rms_norm_eps) for _ in range(2))
+        self.attn, self.mlp = Attention(config, layer, shortcuts), MLP(config)
+        for name in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"):
+            setattr(self, f"hook_{name}", HookPoint())
+        keep(self)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        """Raw block output [batch, pos, d_model]; `hook_resid_post` is the model's to fire."""
+        x = at(self.hook_resid_pre, x)
+        x = at(self.hook_resid_mid, x + at(self.hook_attn_out, self.attn(self.ln1(x), turn, memory)))
+        return x + at(self.hook_mlp_out, self.mlp(self.ln2(x)))
+
+
+class Unembed(nn.Linear):
+    """Logits from the normalised stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.d_model, config.d_vocab, bias=False)
+        self.hook_in = HookPoint()  # the final norm's output
+        keep(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, pos, d_model] -> [batch, pos, d_vocab]."""
+        return super().forward(at(self.hook_in, x))
+
+
+class Transformer(HookedModel):
+    """A decoder with hooks: the vanilla one, or composed with shortcuts. Build it with `workbench.build`."""
+
+    def __init__(self, config: ModelConfig, shortcuts: Sequence[Shortcut] = (), *, architecture: str = "transformer") -> None:
+        super().__init__(config, architecture)
+        self.embed, self.hook_embed = nn.Embedding(config.d_vocab, config.d_model), HookPoint()
+        self.rotary = Rotary(config.d_head, config.n_ctx, config.rope_theta)
+        self.blocks = nn.ModuleList(Block(config, i, shortcuts) for i in range(config.n_layers))
+        self.ln_final = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.unembed = Unembed(config)
+        self.shortcuts = tuple(shortcuts)
+        for shortcut in shortcuts:
+            self.add_module(shortcut.prefix, shortcut)
+        for block in self.blocks:
+            for name, layers in block.attn.sources.items():
+                for j in layers:
+                    self.blocks[j].attn.kept.add(name)
+        self.averagers = tuple(s for s in shortcuts if overrides(s, "stream"))  # a tuple: not registered a second time
+        for i, block in enumerate(self.blocks if self.averagers else ()):
+            block.hook_dwa_in = HookPoint()  # raw block output
+            if self.averagers[0].stream_weights(i) is not None:
+                block.hook_dwa_weights = HookPoint()  # [averaged outputs], own last
+        keep(self)
+        self.setup()  # TransformerLens: names the modules, must come last
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Token ids [batch, pos] -> logits [batch, pos, d_vocab]."""
+        x = at(self.hook_embed, self.embed(tokens))
+        turn, memory, history = self.rotary(tokens.shape[1], x), Memory(), [x]
+        for layer, block in enumerate(self.blocks):
+            x = block(x, turn, memory)
+            x = at(block.hook_resid_post, x) if not self.averagers else self.average(layer, x, history)
+        return self.unembed(self.ln_final(x))
+
+    def average(self, layer: int, x: Tensor, history: list[Tensor]) -> Tensor:
+        """What the next block reads where block outputs are averaged; the last `hook_resid_post` sees the final norm's input."""
+        block, last = self.blocks[layer], layer == self.config.n_layers - 1
+        x = at(block.hook_dwa_in, x)
+        x = x if last else at(block.hook_resid_post, x)
+        history.append(x)
+        weights = self.averagers[0].stream_weights(layer)
+        if weights is not None:
+            x = self.averagers[0].stream(layer, history, at(block.hook_dwa_weights, weights))
+        return at(block.hook_resid_post, x) if last else x
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw every matrix from N(0, init_std), each from a generator seeded by (seed, its name).
+
+        Tensors of equal name and shape are therefore bitwise equal in all architectures of one seed. Gains and the
+        shortcuts' own parameters keep the values they were built with.
+        """
+        own = tuple(f"{s.prefix}." for s in self.shortcuts)
+        for name, tensor in self.named_parameters():
+            if tensor.ndim == 2 and not name.startswith(own):
+                generator = torch.Generator().manual_seed(int(digest("init", seed, name), 16) % 2**63)
+                drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+                tensor.copy_(drawn * self.config.init_std)

@@ -1,0 +1,85 @@
+"""The vocabulary: every activation, the hook point where it is seen, its axes, one line of meaning.
+
+Names and layouts are TransformerLens' classic ones; what value-residual models add stands beside them
+(`own`, `first`, the coefficients, DenseFormer's averages and the streamed attention statistics).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """One named activation: `hook` is its hook point with `{layer}` left open, `axes` its layout."""
+
+    hook: str
+    axes: str
+    meaning: str
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether there is one of these in each block."""
+        return "{layer}" in self.hook
+
+
+def _block(point: str, axes: str, meaning: str) -> Activation:
+    return Activation(hook=f"blocks.{{layer}}.{point}", axes=f"batch {axes}", meaning=meaning)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "embed": Activation(hook="hook_embed", axes="batch pos d_model", meaning="token embeddings"),
+    "stream": _block("hook_resid_pre", "pos d_model", "what block n reads; L: what the final norm reads; final: after it"),
+    "attn_out": _block("hook_attn_out", "pos d_model", "attention's addition to the stream"),
+    "mlp_out": _block("hook_mlp_out", "pos d_model", "the MLP's addition to the stream"),
+    "q": _block("attn.hook_q", "pos head d_head", "effective query, before the rotation"),
+    "k": _block("attn.hook_k", "pos kv_head d_head", "effective key, before the rotation"),
+    "rot_q": _block("attn.hook_rot_q", "pos head d_head", "query after rotary position encoding"),
+    "rot_k": _block("attn.hook_rot_k", "pos kv_head d_head", "key after rotary position encoding"),
+    "v": _block("attn.hook_v", "pos kv_head d_head", "effective value: what the attention pattern multiplies"),
+    "own_v": _block("attn.own.hook_v", "pos kv_head d_head", "value projected from this layer's own input"),
+    "first_v": _block("attn.first.hook_v", "pos kv_head d_head", "first layer's value as it arrives here"),
+    "v_mix": Activation(
+        hook="blocks.{layer}.attn.hook_v_mix", axes="source", meaning="value coefficients in use: sources, own last"
+    ),
+    "z": _block("attn.hook_z", "pos head d_head", "attention output per head, exactly what W_O multiplies"),
+    "scores": _block("attn.hook_attn_scores", "head query key", "scaled, masked attention scores (T x T)"),
+    "pattern": _block("attn.hook_pattern", "head query key", "attention probabilities (T x T)"),
+    "received": _block("attn.hook_received", "head pos", "attention received by each position: column sums"),
+    "row_entropy": _block("attn.hook_row_entropy", "head pos", "entropy of each query's attention, nats"),
+    "row_max": _block("attn.hook_row_max", "head pos", "largest attention weight of each query"),
+    "sink": _block("attn.hook_sink", "head pos", "attention of each query to position 0"),
+    "lse": _block("attn.hook_lse", "head pos", "log-sum-exp of each query's scores"),
+    "logits": Activation(hook="", axes="batch pos vocab", meaning="the model's output"),
+    "tokens": Activation(hook="", axes="batch pos", meaning="input token ids"),
+}
+
+STATISTICS = ("received", "row_entropy", "row_max", "sink", "lse")
+"""Attention statistics that the kernel streams: hook points `attn.hook_<name>`, no T x T array behind them."""
+
+QUADRATIC = ("hook_attn_scores", "hook_pattern")
+"""Hook points whose tensors grow with the square of the length."""
+
+
+def position_axis(hook: str) -> int | None:
+    """Axis of the position in a hook point's tensor counted from the end, None where it has none."""
+    point = hook.rsplit(".", 1)[-1]
+    if point in ("hook_v_mix", "hook_k_mix", "hook_q_mix", "hook_dwa_weights"):
+        return None
+    if point in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k"):
+        return -3
+    return -1 if point.removeprefix("hook_") in STATISTICS else -2
+
+
+def stream_hook(index: int | str, n_layers: int) -> str:
+    """Hook point of stream `index`: 0..L-1 the blocks' inputs, L the final norm's input, `final` its output."""
+    if index == "final":
+        return "unembed.hook_in"
+    return f"blocks.{n_layers - 1}.hook_resid_post" if index == n_layers else f"blocks.{index}.hook_resid_pre"
+
+
+def layer_of(hook: str) -> int | None:
+    """The block a hook point belongs to, None outside the blocks."""
+    match = re.match(r"blocks\.(\d+)\.", hook)
+    return int(match[1]) if match else None
