@@ -20,7 +20,7 @@ from transformer_lens.hook_points import HookPoint
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
 from workbench.files import digest
-from workbench.kernels.attention import attention_statistics, statistics_of
+from workbench.kernels.attention import AttentionStatistics, attention_statistics
 from workbench.models.hooked import HookedModel, at, hooked, keep
 from workbench.models.shortcut import Projection, Shortcut, mix, overrides
 from workbench.names import STATISTICS
@@ -180,7 +180,16 @@ class Attention(nn.Module):
         scores = at(self.hook_attn_scores, scores.masked_fill(future, float("-inf")))
         wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
         pattern = at(self.hook_pattern, scores.softmax(-1, dtype=wide).to(q.dtype))
-        found = statistics_of(scores.detach(), pattern.detach()) if statistics else None
+        found = None
+        if statistics:  # of the pattern in use, whatever a hook made of it
+            wide_pattern = pattern.detach().to(wide)
+            found = AttentionStatistics(
+                received=wide_pattern.sum(-2),
+                row_entropy=torch.special.entr(wide_pattern).sum(-1),
+                row_max=wide_pattern.amax(-1),
+                sink=wide_pattern[..., 0],
+                lse=scores.detach().to(wide).logsumexp(-1),
+            )
         return torch.einsum("bhqk,bkhd->bqhd", pattern, v), found
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], memory: Memory) -> Tensor:

@@ -1,0 +1,204 @@
+"""Where token sequences come from: a corpus, the repeated-token task, or what a caller hands in.
+
+Training data is a pure function of (seed, step); measuring reads at most one window per document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench import corpus as corpora
+from workbench.errors import BadCheckpoint, BadData, UnknownName
+from workbench.files import digest, write_json
+from workbench.tasks import RepeatedTokens
+from workbench.tokenizer import Tokenizer, TokenDocuments, tokenize, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sequences to measure on: ids [n, T], the document each comes from, a label and a content hash."""
+
+    ids: Tensor
+    documents: Sequence[int]
+    label: str
+    kind: str = "text"
+
+    @cached_property
+    def hash(self) -> str:
+        """Content address of the ids and their documents."""
+        return digest(self.ids.numpy().tobytes(), list(self.ids.shape), list(self.documents))
+
+
+class Data(Protocol):
+    """What training and measuring ask of a source."""
+
+    kind: str
+    tokenizer: Any
+
+    @property
+    def hash(self) -> str: ...
+    @property
+    def d_vocab(self) -> int: ...
+    @property
+    def domains(self) -> tuple[str, ...]: ...
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor: ...
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample: ...
+    def readings(self, per_token: Tensor) -> dict[str, Tensor]: ...
+    def describe(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class TextData:
+    """A corpus and its tokenizer. `folder` is where `save` put them, named by the hash."""
+
+    corpus: corpora.Corpus
+    tokenizer: Tokenizer
+    bos: str | None = None
+    kind: str = "text"
+
+    @cached_property
+    def hash(self) -> str:
+        """Content address of documents, tokenizer and the start-token option."""
+        return digest(self.corpus.hash, self.tokenizer.hash, self.bos)
+
+    @property
+    def d_vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Domains of the corpus."""
+        return self.corpus.domains
+
+    @cached_property
+    def _train(self) -> TokenDocuments:
+        return tokenize(self.corpus, self.tokenizer, "train", bos=self.bos)
+
+    @cached_property
+    def validation(self) -> TokenDocuments:
+        """The held-out documents as tokens."""
+        return tokenize(self.corpus, self.tokenizer, "validation", bos=self.bos)
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        """Batch of a step [size, T]: packed chunks in an order drawn anew each epoch, a function of the seed alone."""
+        chunks = self._train.chunks(T)
+        rows = np.arange((step) * size, (step + 1) * size)
+        picked = [chunks[_order(len(chunks), seed, int(epoch))[i]] for epoch, i in zip(*divmod(rows, len(chunks)), strict=True)]
+        return torch.from_numpy(np.stack(picked).astype(np.int64))
+
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
+        """At most one window of T tokens from each of n held-out documents."""
+        ids, documents = self.validation.sequences(n, T, seed=seed, domain=domain)
+        return Sample(ids, documents, f"validation/{domain}" if domain else "validation")
+
+    def readings(self, per_token: Tensor) -> dict[str, Tensor]:
+        """Further numbers to follow in the loss per token [batch, T - 1]: none on text."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        return {"kind": "text", "hash": self.hash, "bos": self.bos, "domains": list(self.domains)}
+
+    def save(self, root: Path) -> Path:
+        """Keep corpus and tokenizer under `root/<hash>`; nothing happens where they are already."""
+        folder = root / self.hash
+        if not (folder / "data.json").exists():
+            corpora.save(self.corpus, folder)
+            self.tokenizer.save(folder / "tokenizer.json")
+            write_json(folder / "data.json", self.describe())
+        return folder
+
+
+_orders: dict[tuple[int, int, int], np.ndarray] = {}
+
+
+def _order(n: int, seed: int, epoch: int) -> np.ndarray:
+    key = (n, seed, epoch)
+    if key not in _orders:
+        _orders.clear()
+        _orders[key] = np.random.default_rng([seed, epoch, 7]).permutation(n)
+    return _orders[key]
+
+
+@dataclass(frozen=True)
+class RepeatedData:
+    """Random tokens repeated once: a sequence of T tokens has period T / 2."""
+
+    vocabulary: int = 64
+    kind: str = "repeated"
+    domains: tuple[str, ...] = ("repeated",)
+
+    def _task(self, T: int) -> RepeatedTokens:
+        if T % 2:
+            raise BadData(f"T={T}: repeated sequences need an even length")
+        return RepeatedTokens(vocabulary=self.vocabulary, period=T // 2)
+
+    @property
+    def tokenizer(self) -> None:
+        """There is no text behind random tokens."""
+        return
+
+    @property
+    def hash(self) -> str:
+        """Content address of the task."""
+        return digest("repeated", self.vocabulary)
+
+    @property
+    def d_vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.vocabulary
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        """Batch of a step [size, T], a function of (seed, step)."""
+        return self._task(T).batch(step, size, seed)
+
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
+        """Held-out sequences; each is a document of its own."""
+        return Sample(self._task(T).validation(n, seed), range(n), "validation", "repeated")
+
+    def readings(self, per_token: Tensor) -> dict[str, Tensor]:
+        """`copy_loss`: mean loss where the token can be copied, that is from the second token of the repetition on."""
+        return {"copy_loss": per_token[:, (per_token.shape[1] + 1) // 2 :].mean()}
+
+    def describe(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        return {"kind": "repeated", "hash": self.hash, "vocabulary": self.vocabulary, "domains": list(self.domains)}
+
+
+def prepare(
+    *, texts: Sequence[str | Path] | None = None, vocabulary: int | None = None, bos: str | None = None, root: Path | None = None,
+    max_bytes: int | None = None,
+) -> TextData:  # fmt: skip
+    """Corpus (the running Python's standard library, or the user's own text files) and a tokenizer trained on its training part."""
+    if bos not in (None, "first"):
+        raise UnknownName("bos option", bos, ["first"])
+    if texts:
+        corpus = corpora.from_files([Path(t) for t in texts])
+    else:
+        corpus = corpora.embedded(**({} if max_bytes is None else {"max_bytes": max_bytes}))
+    training = (document.text for document in corpus.split("train"))
+    data = TextData(corpus, train_tokenizer(training, *([vocabulary] if vocabulary else [])), bos)
+    if root is not None:
+        data.save(root)
+    return data
+
+
+def open_data(description: dict[str, Any], root: Path) -> Data:
+    """The data a run was trained on, from its description; raises `BadCheckpoint` where the corpus is not under `root`."""
+    if description.get("kind") == "repeated":
+        return RepeatedData(int(description["vocabulary"]))
+    folder = root / str(description.get("hash"))
+    if description.get("kind") != "text" or Path(str(description.get("hash"))).name != description.get("hash"):
+        raise BadCheckpoint(f"unknown data {description!r}; give data= instead")
+    if not (folder / "data.json").exists():
+        raise BadCheckpoint(f"the corpus {folder.name} this run was trained on is not under {root}; give data= instead")
+    return TextData(corpora.load(folder), Tokenizer.load(folder / "tokenizer.json"), description.get("bos"))

@@ -1,0 +1,134 @@
+"""Where attention goes: received attention, its entropy, sinks, induction; all from streamed statistics.
+
+No metric here takes a T x T pattern. Each has the value it takes under uniform causal attention as its control.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from workbench.metrics.base import harmonic, metric
+
+
+def uniform_importance(T: int) -> Tensor:
+    """p_j under uniform causal attention: (1/T) sum over i >= j of 1/i, float64 [T]."""
+    rows = 1.0 / torch.arange(1, T + 1, dtype=torch.float64)
+    return rows.flip(0).cumsum(0).flip(0) / T
+
+
+def entropy(p: Tensor) -> Tensor:
+    """-sum p ln p over the last axis, 0 ln 0 = 0, nats."""
+    return torch.special.entr(p).sum(-1)
+
+
+def uniform_entropy(T: int) -> float:
+    """Importance entropy of uniform causal attention, nats."""
+    return float(entropy(uniform_importance(T)))
+
+
+@metric(
+    unit="share", range="0..1, sums to 1", reading="higher: the position receives more attention",
+    source="Zhou et al. 2024 (code: column sums)", controls={"uniform_causal": uniform_importance},
+)  # fmt: skip
+def token_importance(received: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch pos"]:
+    """Share of all attention that each position receives, heads averaged.
+
+    p_j = (1/T) sum_i Abar_ij with Abar the head mean. The printed formula of Zhou et al. sums rows (a constant); their
+    code sums columns, as here. Caution: early positions receive more under any causal attention; compare with the control.
+    """
+    return received.mean(1) / received.shape[-1]
+
+
+@metric(
+    unit="nats", range="0..ln T", reading="lower: more concentrated (deficit: higher)", source="Zhou et al. 2024",
+    variants={"deficit": {"deficit": True}, "per_head": {"per_head": True}}, controls={"uniform_causal": uniform_entropy},
+)  # fmt: skip
+def importance_entropy(
+    received: Float[Tensor, "batch head pos"], *, deficit: bool = False, per_head: bool = False
+) -> Float[Tensor, "batch *heads"]:
+    """Entropy of token importance: low where attention is concentrated on few tokens.
+
+    e = -sum_j p_j ln p_j; deficit = e_uniform(T) - e, 0 for uniform causal attention. `per_head` takes the entropy of each
+    head's own column sums. Caution: grows with T, and averaging heads first hides their differences.
+    """
+    T = received.shape[-1]
+    found = entropy((received if per_head else received.mean(1)).double() / T)
+    return uniform_entropy(T) - found if deficit else found
+
+
+def _uniform_row_entropy(T: int) -> float:
+    return float(torch.arange(1, T + 1, dtype=torch.float64).log().mean())
+
+
+@metric(
+    unit="nats", range="0..ln i at query i", reading="lower: the head is more focused", source="Shannon entropy of attention rows",
+    variants={"normalised": {"normalised": True}}, controls={"uniform_causal": _uniform_row_entropy}, units={"normalised": "share"},
+)  # fmt: skip
+def row_entropy(row_entropy: Float[Tensor, "batch head pos"], *, normalised: bool = False) -> Float[Tensor, "batch head"]:
+    """Mean over queries of the entropy of each head's attention row.
+
+    H_i = -sum_j A_ij ln A_ij; normalised: mean over i >= 2 of H_i / ln i. Caution: the mean of exp(H) is not exp of the mean.
+    """
+    if not normalised:
+        return row_entropy.mean(-1)
+    T = row_entropy.shape[-1]
+    if T < 2:
+        return row_entropy.mean(-1) * 0.0
+    return (row_entropy[..., 1:] / torch.arange(2, T + 1, device=row_entropy.device).log()).mean(-1)
+
+
+@metric(
+    unit="share of heads", range="0..1", reading="higher: more heads are sinks", min_length=64,
+    source="Gu et al. 2024, arXiv 2410.10781 (T = 64, threshold 0.3, first token)", controls={"uniform_causal": lambda T: 0.0},
+)  # fmt: skip
+def sink_rate(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch"]:
+    """Fraction of a layer's heads that give the first token more than 0.3 of their attention on average.
+
+    alpha = mean over queries i = 1..64 of A_i1; the head counts where alpha > 0.3. Always read on the first 64 positions,
+    because the rate falls with T (uniform causal attention has alpha 0.074 there). A fraction of heads, not of mass.
+    """
+    return (sink[..., :64].mean(-1) > 0.3).to(sink.dtype).mean(-1)
+
+
+@metric(
+    unit="share", range="0..1", reading="higher: stronger sink", source="Xiao et al. 2023 (attention sinks)", min_length=2,
+    controls={"uniform_causal": lambda T: (harmonic(T) - 1.0) / (T - 1)},
+)  # fmt: skip
+def sink_mass(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
+    """Mean attention of the queries after the first to position 0."""
+    return sink[..., 1:].mean(-1)
+
+
+def _uniform_stripe(T: int) -> float:
+    return (harmonic(T) - harmonic(T // 2)) / (T - T // 2)
+
+
+@metric(
+    unit="share", range="0..1", reading="higher: the head copies what followed last time", min_length=4,
+    source="Olsson et al. 2022, In-context Learning and Induction Heads",
+    variants={"previous": {"previous": True}}, controls={"uniform_causal": _uniform_stripe},
+)  # fmt: skip
+def induction_score(
+    rot_q: Float[Tensor, "batch pos head d_head"],
+    rot_k: Float[Tensor, "batch pos kv_head d_head"],
+    lse: Float[Tensor, "batch head pos"],
+    tokens: Int[Tensor, "batch pos"],
+    *,
+    previous: bool = False,
+) -> Float[Tensor, "batch head"]:
+    """Attention from each repeated token to the one that followed its earlier occurrence, half a sequence back.
+
+    For sequences whose second half repeats the first (period P = T // 2): mean over t >= P of A[t, t - P + 1]; `previous`:
+    mean over the same t of A[t, t - 1]. Only these stripes of the pattern are formed. Caution: on text without repetition
+    the number means nothing.
+    """
+    T = tokens.shape[1]
+    period = T // 2
+    offset = 1 if previous else period - 1
+    queries = torch.arange(period, T, device=tokens.device)
+    keys = rot_k[:, queries - offset].repeat_interleave(rot_q.shape[2] // rot_k.shape[2], dim=2)
+    wide = torch.promote_types(rot_q.dtype, torch.float32)
+    scores = (rot_q[:, queries].to(wide) * keys.to(wide)).sum(-1) * rot_q.shape[-1] ** -0.5
+    return (scores.transpose(1, 2) - lse[..., queries]).exp().mean(-1)

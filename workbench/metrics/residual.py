@@ -1,0 +1,63 @@
+"""The residual stream: norms, the first token's peak, and how alike the tokens become."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from workbench.metrics.base import metric
+
+
+@metric(unit="norm", range=">= 0", reading="higher: larger hidden state", source="Sun et al. 2024, arXiv 2402.17762", sites=("stream",))
+def hidden_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch pos"]:
+    """Euclidean norm of the residual stream at each position."""
+    return vectors.flatten(2).float().norm(dim=-1)
+
+
+@metric(
+    unit="ratio", range="> 0, 1 = none", reading="higher: the first token's state towers over the others", min_length=2,
+    source="Zhou et al. 2024; Guo et al. 2024", sites=("stream",), controls={"none": lambda T: 1.0},
+)  # fmt: skip
+def hidden_peak(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch"]:
+    """Norm of the first position's state over the mean norm of the others.
+
+    ||h_0|| / mean over t > 0 of ||h_t||. Caution: above 1 at random init already where values are shared, since position 0
+    attends to itself alone and is never averaged; read it against step 0.
+    """
+    norms = vectors.flatten(2).float().norm(dim=-1)
+    return norms[:, 0] / norms[:, 1:].mean(-1)
+
+
+def repetition_floor(tokens: Tensor) -> Tensor:
+    """Share of position pairs with equal ids: the similarity that repeated tokens alone would give, [batch]."""
+    T = tokens.shape[1]
+    same = torch.stack([row.unique(return_counts=True)[1].double().square().sum() for row in tokens])
+    return (same - T) / (T * (T - 1))
+
+
+@metric(
+    unit="cosine", range="-1/(T-1)..1", reading="higher: tokens more alike (over-smoothing)", min_length=3,
+    source="Zhou et al. 2024; Shi et al. 2022, arXiv 2202.08625", sites=("stream", "v", "own_v", "z"),
+    variants={"excl0": {"skip": 1}}, controls={"token_repetition": repetition_floor},
+)  # fmt: skip
+def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 0) -> Float[Tensor, "batch"]:
+    """Mean cosine between the vectors of all pairs of positions.
+
+    (||sum_t u_t||^2 - T) / (T (T - 1)) with unit vectors u_t: the closed form of the mean off-diagonal cosine, in O(T d).
+    `excl0` leaves position 0 out. Caution: repeated tokens and single large channels raise it, and it differs between
+    architectures at random init: compare trained minus step 0.
+    """
+    unit = normalize(vectors.flatten(2)[:, skip:].double(), dim=-1)
+    T = unit.shape[1]
+    return (unit.sum(1).square().sum(-1) - T) / (T * (T - 1))
+
+
+@metric(
+    unit="nats", range=">= 0", reading="higher: worse prediction", source="mean next-token cross-entropy", min_length=2,
+)  # fmt: skip
+def loss(logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
+    """Mean next-token cross-entropy of a sequence (perplexity is its exponential, to be taken last)."""
+    log_p = logits[:, :-1].float().log_softmax(-1)
+    return -log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1).mean(-1)

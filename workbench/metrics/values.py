@@ -1,0 +1,91 @@
+"""Value vectors: their norms, the first token's drain, and how much of them is the token's identity alone."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from workbench.metrics.base import metric
+
+
+@metric(unit="norm", range=">= 0", reading="higher: larger value vector", source="Guo et al. 2024, arXiv 2406.12335", sites=("v", "own_v"))
+def value_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch pos"]:
+    """Euclidean norm of the value at each position, all key-value heads together.
+
+    Caution: the effective value `v` of a value-residual model contains the first layer's; read `own_v` beside it.
+    """
+    return vectors.flatten(2).float().norm(dim=-1)
+
+
+@metric(
+    unit="ratio", range="> 0, 1 = none", reading="lower: the first token's value is drained", min_length=2,
+    source="Guo et al. 2024, arXiv 2410.13835; Zhou et al. 2024", sites=("v", "own_v"), controls={"none": lambda T: 1.0},
+)  # fmt: skip
+def value_drain(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch"]:
+    """Norm of the first position's value over the median norm of the others: ||v_0|| / median over t > 0 of ||v_t||."""
+    norms = vectors.flatten(2).float().norm(dim=-1)
+    return norms[:, 0] / norms[:, 1:].median(-1).values
+
+
+@metric(
+    unit="share", range="about 0..1", reading="higher: the vector depends less on context", sites=("own_v", "v", "q", "k", "z", "stream"),
+    source="one-way variance components; after Bank of Values, arXiv 2606.02780", controls={"shuffled": {"shuffle": True}},
+)  # fmt: skip
+class TokenIdentityShare:
+    """Share of the variance of a vector that the identity of its token explains.
+
+    With N tokens, K types seen at least twice, sums of squares SSB between and SSW within types (over all dimensions) and
+    MSW = SSW / (N - K): (SSB - (K - 1) MSW) / (SSB + SSW + MSW), the bias-corrected form. Exactly 1 for first-layer values
+    and for every SVFormer value. `shuffled`: ids moved to other positions of their document, which must give about 0.
+    Caution: high at random init too, where context has moved little; read it against step 0.
+    """
+
+    def __init__(self, *, shuffle: bool = False) -> None:
+        self.shuffle = shuffle
+        self.ids = torch.zeros(0, dtype=torch.long)
+        self.counts = torch.zeros(0, dtype=torch.double)
+        self.sums = torch.zeros(0, 0, dtype=torch.double)
+        self.squares = torch.zeros(0, dtype=torch.double)
+
+    def update(self, vectors: Float[Tensor, "batch pos *width"], tokens: Int[Tensor, "batch pos"]) -> None:
+        """Add a batch: per-type counts, sums and sums of squares."""
+        if self.shuffle:
+            order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(tokens.shape[1]))
+            tokens = tokens[:, order.to(tokens.device)]
+        flat, ids = vectors.flatten(2).flatten(0, 1).double(), tokens.flatten()
+        types, inverse = ids.unique(return_inverse=True)
+        sums = flat.new_zeros(len(types), flat.shape[1]).index_add_(0, inverse, flat)
+        squares = flat.new_zeros(len(types)).index_add_(0, inverse, flat.square().sum(-1))
+        self._add(types.cpu(), inverse.bincount().double().cpu(), sums.cpu(), squares.cpu())
+
+    def _add(self, ids: Tensor, counts: Tensor, sums: Tensor, squares: Tensor) -> None:
+        if not len(self.ids):
+            self.ids, self.counts, self.sums, self.squares = ids, counts, sums, squares
+            return
+        types, inverse = torch.cat((self.ids, ids)).unique(return_inverse=True)
+        old, new = inverse[: len(self.ids)], inverse[len(self.ids) :]
+        for name, mine, theirs in (("counts", self.counts, counts), ("sums", self.sums, sums), ("squares", self.squares, squares)):
+            total = mine.new_zeros(len(types), *mine.shape[1:]).index_add_(0, old, mine).index_add_(0, new, theirs)
+            setattr(self, name, total)
+        self.ids = types
+
+    def merge(self, other: Self) -> None:
+        """Add what another accumulator has seen."""
+        if len(other.ids):
+            self._add(other.ids, other.counts, other.sums, other.squares)
+
+    def result(self) -> float:
+        """The share; NaN where fewer than two types occur twice or nothing varies."""
+        twice = self.counts >= 2
+        counts, sums, squares = self.counts[twice], self.sums[twice], self.squares[twice]
+        n, k = float(counts.sum()), int(twice.sum())
+        if k < 2:
+            return float("nan")
+        between = float((sums.square().sum(-1) / counts).sum() - sums.sum(0).square().sum() / n)
+        within = max(float(squares.sum() - (sums.square().sum(-1) / counts).sum()), 0.0)
+        noise = within / (n - k)
+        total = between + within + noise
+        return (between - (k - 1) * noise) / total if total > 0 else float("nan")

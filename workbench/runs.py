@@ -1,0 +1,214 @@
+"""A run folder: `run.json`, `tokenizer.json`, `telemetry/*.parquet`, `step_000500/`, `resume/`, `records/`.
+
+Everything in it appears whole or not at all, so any moment's folder can be read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from filelock import FileLock, Timeout
+
+from workbench.config import ModelConfig, TrainConfig
+from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError
+from workbench.files import digest
+from workbench.results import Store, read_parquet
+
+if TYPE_CHECKING:
+    import torch
+
+    from workbench.models.transformer import Transformer
+
+RUN_FILE, CORPORA = "run.json", ".corpora"
+
+
+def runs_folder(given: str | Path | None = None) -> Path:
+    """The folder of runs: the one given, else `$WORKBENCH_RUNS`, else `./runs`."""
+    return Path(given or os.environ.get("WORKBENCH_RUNS") or "runs").resolve()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder that holds a readable `run.json`."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """The run at a path; raises `BadCheckpoint` saying what is missing or damaged."""
+        run = cls(Path(path).resolve())
+        try:
+            _ = run.model, run.train, run.architecture, run.seed
+        except (KeyError, TypeError, WorkbenchError) as error:
+            raise BadCheckpoint(f"{run.path / RUN_FILE} is no run description: {error}") from error
+        return run
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """Contents of `run.json`."""
+        from workbench.checkpoints import read_json
+
+        return read_json(self.path / RUN_FILE)
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    @property
+    def architecture(self) -> str:
+        """Registry name of the architecture."""
+        return str(self.info["architecture"])
+
+    @property
+    def seed(self) -> int:
+        """Seed of weights and data order."""
+        return int(self.info["seed"])
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shape of the model."""
+        return ModelConfig.of(self.info["model"])
+
+    @property
+    def train(self) -> TrainConfig:
+        """The recipe."""
+        return TrainConfig.of(self.info["train"])
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with a whole checkpoint, ascending."""
+        found = (re.fullmatch(r"step_(\d{6,})", p.name) for p in self.path.iterdir())
+        return sorted(int(m[1]) for m in found if m and (self.path / m[0] / "config.json").exists())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step of the recipe has its checkpoint."""
+        return self.train.steps in self.steps
+
+    def step_folder(self, step: int) -> Path:
+        """Where a step's checkpoint is or will be."""
+        return self.path / f"step_{step:06d}"
+
+    def resolve(self, steps: str | int | list[int]) -> list[int]:
+        """Steps meant by `last`, `first`, `all`, `ends` (first and last), a step or a list; absent ones are refused."""
+        have = self.steps
+        if not have:
+            raise BadCheckpoint(f"{self.path} has no whole checkpoint yet")
+        words = {"last": have[-1:], "first": have[:1], "all": have, "ends": sorted({have[0], have[-1]})}
+        if isinstance(steps, str):
+            if steps not in words:
+                raise UnknownName("steps", steps, words)
+            return words[steps]
+        wanted = [steps] if isinstance(steps, int) else list(steps)
+        for step in wanted:
+            if step not in have:
+                raise WorkbenchError(f"{self.name} has no checkpoint at step {step}; choose from {have}")
+        return wanted
+
+    def load(self, step: str | int = "last", **kwargs: Any) -> Transformer:
+        """The model of a step, with its tokenizer where the run has one."""
+        from workbench.checkpoints import load_directory
+
+        (number,) = self.resolve(step)
+        model = load_directory(self.step_folder(number), **kwargs)
+        model.tokenizer = self.tokenizer
+        model.source |= {"run": self.name, "step": number, "seed": self.seed}
+        return model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The run's tokenizer, None where it was trained on bare tokens."""
+        from workbench.tokenizer import Tokenizer
+
+        path = self.path / "tokenizer.json"
+        return Tokenizer.load(path) if path.exists() else None
+
+    @property
+    def data(self) -> Any:
+        """The data the run was trained on; raises `BadCheckpoint` where its corpus is not beside the run."""
+        from workbench.data import open_data
+
+        return open_data(self.info["data"], self.path.parent / CORPORA)
+
+    @property
+    def store(self) -> Store:
+        """Measured records of this run."""
+        return Store(self.path / "records")
+
+    def weights_hash(self, step: int) -> str:
+        """Content address of a step's files, read without loading a model."""
+        folder = self.step_folder(step)
+        return digest((folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes())
+
+    def telemetry(self, where: str = "") -> pd.DataFrame:
+        """What training wrote down, as records."""
+        return read_parquet(sorted((self.path / "telemetry").glob("*.parquet")), where=where)
+
+    def writing(self) -> FileLock:
+        """The lock a writer holds; raises `WorkbenchError` at once where another process has it."""
+        lock = FileLock(self.path / ".lock", timeout=0)
+        try:
+            return lock.acquire().lock  # type: ignore[no-any-return]
+        except Timeout:
+            raise WorkbenchError(f"{self.path} is being written by another process; wait for it or choose another name") from None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody is writing a run."""
+    if not (path / ".lock").exists():
+        return False
+    lock = FileLock(path / ".lock", timeout=0)
+    try:
+        with lock:
+            return False
+    except Timeout:
+        return True
+
+
+def list_runs(root: Path) -> tuple[list[Run], dict[str, str]]:
+    """Runs under a folder, by name, and what is wrong with each folder that looks like one but cannot be read."""
+    runs, problems = [], {}
+    for path in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")) if root.is_dir() else ():
+        try:
+            runs.append(Run.open(path))
+        except WorkbenchError as error:
+            problems[path.name] = str(error)
+    return runs, problems
+
+
+def load(
+    path: str | Path,
+    *,
+    architecture: str | None = None,
+    step: str | int = "last",
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Transformer:
+    """A model from a run, a step directory, the ResFormer authors' directories, or a plain Llama directory.
+
+    `step`: `last`, `first` or a number (runs only). `architecture` and `options` override what the files say; without
+    either, a directory that does not say is assumed to be a `transformer`, with an `ArchitectureAssumed` warning.
+    Raises `BadCheckpoint` for missing, damaged or contradictory files.
+    """
+    from workbench.checkpoints import load_directory
+
+    folder = Path(path)
+    if not folder.is_dir():
+        raise BadCheckpoint(f"{folder} is no directory")
+    settings = {"architecture_name": architecture, "device": device, "dtype": dtype, **options}
+    if (folder / RUN_FILE).exists():
+        return Run.open(folder).load(step, **settings)
+    if step != "last":
+        raise WorkbenchError(f"step={step!r}: {folder} is a single checkpoint, not a run")
+    model = load_directory(folder, **settings)
+    if (folder.parent / RUN_FILE).exists():
+        model.tokenizer = Run.open(folder.parent).tokenizer
+    return model

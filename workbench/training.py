@@ -1,0 +1,365 @@
+"""The training loop: one recipe for every architecture, paired by construction, resumable bit by bit.
+
+Recipe of Zhou et al. (2024): AdamW, decay on matrices and the embedding only, clipping, linear warm-up from 1e-7, cosine to
+a tenth of the peak. Weights depend on (seed, tensor name) and batches on (seed, step) alone, so models of one seed differ
+in nothing but their architecture. `accelerate` supplies devices, precision and several processes.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import Tensor
+
+from workbench.checkpoints import read_json, save, write_tensors
+from workbench.config import ModelConfig, TrainConfig
+from workbench.data import Data
+from workbench.errors import BadCheckpoint, WorkbenchError
+from workbench.files import replacing, write_json
+from workbench.metrics.weights import gradient_norm
+from workbench.models import build
+from workbench.models.transformer import Transformer
+from workbench.results import records, write_parquet
+from workbench.runs import CORPORA, RUN_FILE, Run
+
+FORMAT = 1
+Progress = Callable[[int, float, float], None]
+"""Called with (step, loss in nats, tokens per second)."""
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Rate of a step: linear from 1e-7 to the peak in `warmup` steps, then a cosine to `lr_final` of it."""
+    floor = config.lr * config.lr_final
+    if step < config.warmup:
+        return 1e-7 + (config.lr - 1e-7) * step / config.warmup
+    if step >= config.steps:
+        return floor
+    done = (step - config.warmup) / max(config.steps - config.warmup, 1)
+    return floor + (config.lr - floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+def checkpoint_steps(steps: int, per_doubling: int) -> list[int]:
+    """Step 0, the last, and between them a grid that is even in the logarithm from step 8 on."""
+    grid = {round(8 * 2 ** (i / per_doubling)) for i in range(64 * per_doubling) if 8 * 2 ** (i / per_doubling) < steps}
+    return sorted({0, steps} | grid)
+
+
+def optimiser(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with decay on matrices and the embedding; gains and the shortcuts' coefficients are left alone."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    decayed = [p for n, p in named if p.ndim == 2 and min(p.shape) > 1]
+    kept = [p for n, p in named if p.ndim < 2 or min(p.shape) == 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+class Telemetry:
+    """Rows on their way to `telemetry/<first>-<last>.parquet`; tensors are fetched only when a part is written."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.rows, self.pending, self.begin = run, [], [], 0
+        self.common = {"run": run.name, "architecture": run.architecture, "seed": run.seed}
+
+    def add(self, step: int, metric: str, value: float | Tensor, **axes: Any) -> None:
+        """One number of a step; a tensor stays on its device until the next flush."""
+        row = self.common | {"step": step, "metric": metric, **axes}
+        if isinstance(value, Tensor):
+            self.pending.append((row, value.detach()))
+        else:
+            self.rows.append(row | {"value": value})
+
+    def flush(self, end: int) -> None:
+        """Write what was added for the steps before `end` as one part."""
+        if self.pending:
+            values = torch.stack([value.float() for _, value in self.pending]).tolist()
+            self.rows += [row | {"value": value} for (row, _), value in zip(self.pending, values, strict=True)]
+        if self.rows:
+            write_parquet(records(self.rows), self.run.path / "telemetry" / f"{self.begin:06d}-{end:06d}.parquet")
+        self.rows, self.pending, self.begin = [], [], end
+
+    def rewind(self, step: int) -> None:
+        """Forget parts that a resumed run writes anew."""
+        for part in (self.run.path / "telemetry").glob("*.parquet"):
+            if int(part.name[:6]) >= step:
+                part.unlink()
+        self.begin = step
+
+
+def create(
+    name: str, runs: Path, *, architecture: str, model: ModelConfig, train: TrainConfig, data: Data, seed: int, options: dict[str, Any]
+) -> Run:
+    """Write `run.json` (and the corpus and tokenizer) of a new run, or reopen one of equal settings.
+
+    Raises `WorkbenchError` where a run of that name has other settings.
+    """
+    if not name or Path(name).name != name or name.startswith("."):
+        raise WorkbenchError(f"run name {name!r}: one plain folder name, not starting with a dot")
+    built = build_options(architecture, model, options)
+    info = {
+        "format": FORMAT, "architecture": architecture, "options": built, "seed": seed, "model": asdict(model), "train": asdict(train),
+        "data": data.describe(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]},
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }  # fmt: skip
+    path = runs / name
+    if (path / RUN_FILE).exists():
+        old = read_json(path / RUN_FILE)
+        if differing := [k for k in info if k not in ("versions", "created") and _plain(old.get(k)) != _plain(info[k])]:
+            raise WorkbenchError(f"{path} exists with another {', '.join(differing)}; choose another name or remove it")
+        return Run.open(path)
+    path.mkdir(parents=True, exist_ok=True)
+    if data.tokenizer is not None:
+        data.save(runs / CORPORA)  # type: ignore[attr-defined]
+        data.tokenizer.save(path / "tokenizer.json")
+    write_json(path / RUN_FILE, info)
+    return Run.open(path)
+
+
+def build_options(architecture: str, model: ModelConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """All options of an architecture with the given ones in place; the unknown are refused before anything is written."""
+    with torch.device("meta"):
+        from workbench.models import compose
+
+        return compose(architecture, model, **options).options
+
+
+def _plain(value: Any) -> Any:
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else list(value) if isinstance(value, tuple) else value
+
+
+def train(
+    architecture: str,
+    data: Data,
+    *,
+    name: str,
+    runs: Path,
+    model: ModelConfig,
+    train: TrainConfig,
+    seed: int = 0,
+    checkpoints: Sequence[int] | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Run:
+    """Train a model, or go on where an interrupted training of the same name stopped; returns its run.
+
+    `checkpoints` replaces the log-like grid (0 and the last step are always kept). Ctrl-C ends after the current step with
+    everything written, as `KeyboardInterrupt`. Raises `WorkbenchError` for a run in use or with other settings.
+    """
+    if data.d_vocab > model.d_vocab:
+        raise WorkbenchError(f"d_vocab={model.d_vocab} is smaller than the data's vocabulary of {data.d_vocab}")
+    if train.T > model.n_ctx:
+        raise WorkbenchError(f"T={train.T} exceeds the model's context n_ctx={model.n_ctx}")
+    grid = sorted({0, train.steps, *(checkpoints or checkpoint_steps(train.steps, train.checkpoints))})
+    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if train.bf16 else "no")
+    if train.batch % accelerator.num_processes:
+        raise WorkbenchError(f"batch={train.batch} does not divide over {accelerator.num_processes} processes")
+    first = accelerator.is_main_process
+    if first:
+        run = create(name, runs, architecture=architecture, model=model, train=train, data=data, seed=seed, options=options)
+    accelerator.wait_for_everyone()
+    run = run if first else Run.open(runs / name)
+    if run.finished:
+        return run
+    lock = run.writing() if first else None
+    try:
+        _Loop(run, data, accelerator, grid, progress, options).run_to_end()
+    finally:
+        if lock is not None:
+            lock.release()
+    return run
+
+
+class _Loop:
+    """State of one training: model, optimiser, telemetry, and the step reached."""
+
+    def __init__(
+        self, run: Run, data: Data, accelerator: Accelerator, grid: list[int], progress: Progress | None, options: dict[str, Any]
+    ) -> None:
+        self.run, self.data, self.accelerator, self.grid, self.progress = run, data, accelerator, grid, progress
+        self.config, self.main = run.train, accelerator.is_main_process
+        self.bare: Transformer = build(run.architecture, run.model, seed=run.seed, **options)
+        self.model, self.optimiser = accelerator.prepare(self.bare.train(), optimiser(self.bare, self.config))
+        self.telemetry, self.step, self.stop = Telemetry(run), 0, False
+        self.samples = {d: data.sample(self.config.validation_sequences, self.config.T, domain=d) for d in data.domains}
+        self._restore()
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def run_to_end(self) -> None:
+        """Steps until the recipe's last, with telemetry, checkpoints and resume points on the way."""
+        clock, since = time.perf_counter(), self.step
+        with self._interruptible():
+            while self.step < self.config.steps and not self.stop:
+                if self.main:
+                    self._keep_checkpoint()
+                loss = self._update()
+                self.step += 1
+                due = self.step % self.config.save_every == 0 or self.step == self.config.steps or self.stop
+                if due or time.perf_counter() - clock > 2.0:
+                    rate = (self.step - since) * self.config.batch * self.config.T / (time.perf_counter() - clock)
+                    clock, since = time.perf_counter(), self.step
+                    self._note(float(loss), rate, due)
+        if self.stop:
+            raise KeyboardInterrupt(f"stopped after step {self.step} of {self.config.steps}; the same command goes on from there")
+        if self.main:
+            self._keep_checkpoint()
+
+    def _update(self) -> Tensor:
+        config, step = self.config, self.step
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate(step, config)
+        share = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        tokens = self.data.batch(step, config.batch, config.T, self.run.seed)[share].to(self.accelerator.device)
+        if self.main and (step % config.validate_every == 0):
+            self._validate()
+        per_token = self.model(tokens, return_type="loss", loss_per_token=True)
+        loss = per_token.mean()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.accelerator.backward(loss)
+        total = self._measure_step(loss, per_token)
+        if config.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.bare.parameters(), config.clip, total)
+        self.optimiser.step()
+        return loss.detach()
+
+    def _measure_step(self, loss: Tensor, per_token: Tensor) -> Tensor:
+        """Note the step's numbers; returns the total gradient norm, which clipping needs anyway."""
+        gradients = {n: p.grad for n, p in self.bare.named_parameters() if p.grad is not None}
+        total = torch.nn.utils.get_total_norm(gradients.values())
+        readings = {"train_loss": loss, **self.data.readings(per_token)}
+        if self.accelerator.num_processes > 1:
+            readings = {k: self.accelerator.reduce(v.detach(), "mean") for k, v in readings.items()}
+        if self.main:
+            for metric, value in readings.items():
+                self.telemetry.add(self.step, metric, value, unit="nats")
+            if self.step % self.config.log_every == 0:
+                self.telemetry.add(self.step, "learning_rate", learning_rate(self.step, self.config))
+                self.telemetry.add(self.step, "gradient_norm", total, part="all", unit="loss per weight")
+                self._note_gradients(gradients, "")
+                self._note_coefficients()
+        return total
+
+    # ---- what is written down ----------------------------------------------------------------------------------------
+
+    def _note_gradients(self, gradients: dict[str, Tensor], variant: str) -> None:
+        for row in gradient_norm(gradients, {}):
+            self.telemetry.add(
+                self.step, "gradient_norm", row.value, part=row.part, layer=row.layer, variant=variant or None, unit="loss per weight"
+            )
+
+    def _note_coefficients(self) -> None:
+        for shortcut in self.bare.shortcuts:
+            for part, values in shortcut.coefficients().items():
+                for layer, value in enumerate(values):
+                    if not math.isnan(value):
+                        self.telemetry.add(self.step, "coefficient", value, part=part, layer=layer, unit="weight")
+
+    def _validate(self) -> None:
+        """Validation loss of each domain, and the gradient of the output scalar (mean largest logit) on a few sequences."""
+        self.bare.eval()
+        for domain, sample in self.samples.items():
+            with torch.no_grad(), self.accelerator.autocast():
+                parts = [
+                    self.bare(ids.to(self.accelerator.device), return_type="loss", loss_per_token=True)
+                    for ids in sample.ids.split(self.config.batch)
+                ]
+            losses = torch.cat(parts)
+            self._note_validation(losses, domain)
+        ids = sample.ids[:4].to(self.accelerator.device)
+        names, weights = zip(*self.bare.named_parameters(), strict=True)
+        with torch.enable_grad():
+            found = torch.autograd.grad(self.bare(ids).max(-1).values.mean(), weights)
+        self._note_gradients(dict(zip(names, found, strict=True)), "output")
+        self.bare.train()
+
+    def _note_validation(self, per_token: Tensor, domain: str) -> None:
+        per_document, T = per_token.mean(1), self.config.T
+        se = float(per_document.std() / len(per_document) ** 0.5) if len(per_document) > 1 else None
+        axes = {"data": domain, "T": T, "n": len(per_document), "unit": "nats"}
+        self.telemetry.add(self.step, "validation_loss", per_document.mean(), se=se, **axes)
+        for metric, value in self.data.readings(per_token).items():
+            self.telemetry.add(self.step, metric, value, variant="validation", **axes)
+
+    def _note(self, loss: float, rate: float, due: bool) -> None:
+        if not math.isfinite(loss):
+            raise WorkbenchError(f"{self.run.name}: the loss is {loss} at step {self.step}; lower lr={self.config.lr}")
+        if self.main:
+            self.telemetry.add(self.step - 1, "tokens_per_second", rate, unit="tokens/s")
+            if self.step == self.config.steps:
+                self._validate()
+            self.telemetry.flush(self.step)
+            if due:
+                self._save_resume()
+            if self.progress:
+                self.progress(self.step, loss, rate)
+
+    def _keep_checkpoint(self) -> None:
+        if self.step in self.grid and self.step not in self.run.steps:
+            save(self.bare, self.run.step_folder(self.step), seed=self.run.seed, step=self.step, run=self.run.name)
+
+    # ---- stopping and resuming ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let the first Ctrl-C end the step at hand; outside the main thread signals are somebody else's."""
+        try:
+            before = signal.signal(signal.SIGINT, self._ask_to_stop)
+        except ValueError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _ask_to_stop(self, *_: Any) -> None:
+        self.stop = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _save_resume(self) -> None:
+        """Weights, moments and random states in one safetensors file, replaced as a whole."""
+        tensors = {"rng.cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            tensors["rng.cuda"] = torch.cuda.get_rng_state()
+        for name, parameter in self.bare.named_parameters():
+            tensors[f"model.{name}"] = parameter.detach()
+            for key, value in self.optimiser.state[parameter].items():
+                tensors[f"{key}.{name}"] = value.detach().reshape(value.shape)
+        tensors = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
+        with replacing(self.run.path / "resume" / "state.safetensors") as part:
+            write_tensors(tensors, part, {"step": str(self.step), "format": str(FORMAT)})
+
+    def _restore(self) -> None:
+        path = self.run.path / "resume" / "state.safetensors"
+        if not path.exists():
+            self.telemetry.rewind(0)
+            return
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                self.step = int(file.metadata()["step"])
+            tensors = load_file(path)
+            with torch.no_grad():
+                for name, parameter in self.bare.named_parameters():
+                    parameter.copy_(tensors[f"model.{name}"])
+                    keys = ("step", "exp_avg", "exp_avg_sq")
+                    state = {key: tensors[f"{key}.{name}"] for key in keys}
+                    self.optimiser.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in state.items()}
+            torch.set_rng_state(tensors["rng.cpu"])
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise BadCheckpoint(f"{path} is damaged ({error}); remove it to start this run again") from error
+        self.telemetry.rewind(self.step)
