@@ -39,7 +39,9 @@ class PlainBlock(nn.Module):
 class Twin(nn.Module):
     """Transformer, ResFormer, SVFormer, NeuTRENO, DenseFormer (1x1) or the key residual, written as one would without hooks."""
 
-    def __init__(self, kind: str, *, layers: int, d: int, heads: int, kv_heads: int, mlp: int, vocab: int, n_ctx: int) -> None:
+    def __init__(
+        self, kind: str, *, layers: int, d: int, heads: int, kv_heads: int, mlp: int, vocab: int, n_ctx: int
+    ) -> None:
         super().__init__()
         self.kind = kind
         self.embed, self.head = nn.Embedding(vocab, d), nn.Linear(d, vocab, bias=False)

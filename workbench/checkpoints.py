@@ -170,7 +170,9 @@ def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
     return config
 
 
-def fits(name: str, config: ModelConfig, shapes: Mapping[str, list[int]], options: Mapping[str, Any]) -> dict[str, Any] | None:
+def fits(
+    name: str, config: ModelConfig, shapes: Mapping[str, list[int]], options: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Options under which an architecture has just these tensors, None where it never has."""
     chosen = _settle(name, config, shapes, options)
     try:
@@ -215,16 +217,22 @@ def load_directory(
     return model.to(device=device, dtype=dtype)
 
 
-def _settle(name: str, config: ModelConfig, shapes: Mapping[str, list[int]], options: Mapping[str, Any]) -> dict[str, Any]:
+def _settle(
+    name: str, config: ModelConfig, shapes: Mapping[str, list[int]], options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Options completed from the tensors' shapes (DenseFormer's dilation and period can be read off)."""
     chosen = dict(options)
     for shortcut in architecture(name).shortcuts:
-        own = {n.removeprefix(f"{shortcut.prefix}."): s for n, s in shapes.items() if n.startswith(f"{shortcut.prefix}.")}
+        own = {
+            n.removeprefix(f"{shortcut.prefix}."): s for n, s in shapes.items() if n.startswith(f"{shortcut.prefix}.")
+        }
         chosen = shortcut.options_for(own, config) | chosen
     return chosen
 
 
-def _assume(folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _assume(
+    folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]], options: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
     candidates = {name: found for name in ARCHITECTURES if (found := fits(name, config, shapes, options)) is not None}
     chosen = next(iter(candidates), "transformer")
     others = [name for name in candidates if name != chosen]

@@ -119,7 +119,9 @@ class TrainConfig:
             if getattr(self, name) <= 0:
                 raise WorkbenchError(f"{name}={getattr(self, name)!r}: must be positive")
         if self.warmup < 0 or self.T < 2:
-            raise WorkbenchError(f"warmup={self.warmup}, T={self.T}: a sequence needs 2 tokens, warm-up 0 steps or more")
+            raise WorkbenchError(
+                f"warmup={self.warmup}, T={self.T}: a sequence needs 2 tokens, warm-up 0 steps or more"
+            )
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some keys changed."""
@@ -150,7 +152,7 @@ def _published(n_layers: int, n_heads: int, d_model: int) -> Preset:
 
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(
-        ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=512, n_ctx=2048),
+        ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, n_ctx=2048),
         TrainConfig(steps=300, batch=8, T=128, lr=3e-3, warmup=30, validate_every=50, save_every=50),
     ),
     "mini": Preset(

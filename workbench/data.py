@@ -92,7 +92,10 @@ class TextData:
         """Batch of a step [size, T]: packed chunks in an order drawn anew each epoch, a function of the seed alone."""
         chunks = self._train.chunks(T)
         rows = np.arange((step) * size, (step + 1) * size)
-        picked = [chunks[_order(len(chunks), seed, int(epoch))[i]] for epoch, i in zip(*divmod(rows, len(chunks)), strict=True)]
+        picked = [
+            chunks[_order(len(chunks), seed, int(epoch))[i]]
+            for epoch, i in zip(*divmod(rows, len(chunks)), strict=True)
+        ]
         return torch.from_numpy(np.stack(picked).astype(np.int64))
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:

@@ -30,7 +30,9 @@ def _block(point: str, axes: str, meaning: str) -> Activation:
 
 ACTIVATIONS: dict[str, Activation] = {
     "embed": Activation(hook="hook_embed", axes="batch pos d_model", meaning="token embeddings"),
-    "stream": _block("hook_resid_pre", "pos d_model", "what block n reads; L: what the final norm reads; final: after it"),
+    "stream": _block(
+        "hook_resid_pre", "pos d_model", "what block n reads; L: what the final norm reads; final: after it"
+    ),
     "attn_out": _block("hook_attn_out", "pos d_model", "attention's addition to the stream"),
     "mlp_out": _block("hook_mlp_out", "pos d_model", "the MLP's addition to the stream"),
     "q": _block("attn.hook_q", "pos head d_head", "effective query, before the rotation"),

@@ -23,7 +23,21 @@ COLUMNS = (
     "run", "architecture", "seed", "step", "metric", "data", "T", "site", "part", "layer", "source", "head", "position",
     "index", "variant", "control", "value", "se", "n", "unit", "provenance",
 )  # fmt: skip
-SAMPLE_COLUMNS = ("run", "architecture", "seed", "step", "metric", "data", "site", "layer", "head", "variant", "document", "value", "provenance")
+SAMPLE_COLUMNS = (
+    "run",
+    "architecture",
+    "seed",
+    "step",
+    "metric",
+    "data",
+    "site",
+    "layer",
+    "head",
+    "variant",
+    "document",
+    "value",
+    "provenance",
+)
 """One value per document, for resampling; kept where a record has no position axis."""
 
 
@@ -42,7 +56,9 @@ def write_parquet(frame: pd.DataFrame, path: Path) -> None:
         frame.to_parquet(part, index=False)
 
 
-def read_parquet(pattern: str | Path | Sequence[Path], columns: Sequence[str] = COLUMNS, where: str = "") -> pd.DataFrame:
+def read_parquet(
+    pattern: str | Path | Sequence[Path], columns: Sequence[str] = COLUMNS, where: str = ""
+) -> pd.DataFrame:
     """Rows of all files of a glob or list, through DuckDB (`where`: a condition with `?`-free literals of ours only).
 
     Unreadable files are reported by `BadCheckpoint` with their name.
@@ -58,7 +74,9 @@ def read_parquet(pattern: str | Path | Sequence[Path], columns: Sequence[str] = 
             frame = (source.filter(where) if where else source).df()
         except duckdb.Error as error:
             raise BadCheckpoint(f"cannot read {_culprit(paths)}: {str(error).splitlines()[0]}") from error
-    return records(frame.to_dict("records"), columns) if list(frame.columns) != list(columns) else _typed(frame, columns)
+    return (
+        records(frame.to_dict("records"), columns) if list(frame.columns) != list(columns) else _typed(frame, columns)
+    )
 
 
 def _glob(pattern: Path) -> list[str]:
@@ -122,5 +140,7 @@ class Store:
 
 def load_records(folders: Iterable[Path], where: str = "") -> pd.DataFrame:
     """All records kept under the given runs' folders."""
-    files = [p for folder in folders for p in sorted((folder / "records").glob("*.parquet")) if ".samples" not in p.name]
+    files = [
+        p for folder in folders for p in sorted((folder / "records").glob("*.parquet")) if ".samples" not in p.name
+    ]
     return read_parquet(files, COLUMNS, where) if files else records([])

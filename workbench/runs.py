@@ -157,7 +157,9 @@ class Run:
         try:
             return lock.acquire().lock  # type: ignore[no-any-return]
         except Timeout:
-            raise WorkbenchError(f"{self.path} is being written by another process; wait for it or choose another name") from None
+            raise WorkbenchError(
+                f"{self.path} is being written by another process; wait for it or choose another name"
+            ) from None
 
 
 def is_locked(path: Path) -> bool:

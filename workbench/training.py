@@ -98,7 +98,15 @@ class Telemetry:
 
 
 def create(
-    name: str, runs: Path, *, architecture: str, model: ModelConfig, train: TrainConfig, data: Data, seed: int, options: dict[str, Any]
+    name: str,
+    runs: Path,
+    *,
+    architecture: str,
+    model: ModelConfig,
+    train: TrainConfig,
+    data: Data,
+    seed: int,
+    options: dict[str, Any],
 ) -> Run:
     """Write `run.json` (and the corpus and tokenizer) of a new run, or reopen one of equal settings.
 
@@ -136,7 +144,13 @@ def build_options(architecture: str, model: ModelConfig, options: dict[str, Any]
 
 
 def _plain(value: Any) -> Any:
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else list(value) if isinstance(value, tuple) else value
+    return (
+        {k: _plain(v) for k, v in value.items()}
+        if isinstance(value, dict)
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 def train(
@@ -168,7 +182,9 @@ def train(
         raise WorkbenchError(f"batch={train.batch} does not divide over {accelerator.num_processes} processes")
     first = accelerator.is_main_process
     if first:
-        run = create(name, runs, architecture=architecture, model=model, train=train, data=data, seed=seed, options=options)
+        run = create(
+            name, runs, architecture=architecture, model=model, train=train, data=data, seed=seed, options=options
+        )
     accelerator.wait_for_everyone()
     run = run if first else Run.open(runs / name)
     if run.finished:
@@ -186,7 +202,13 @@ class _Loop:
     """State of one training: model, optimiser, telemetry, and the step reached."""
 
     def __init__(
-        self, run: Run, data: Data, accelerator: Accelerator, grid: list[int], progress: Progress | None, options: dict[str, Any]
+        self,
+        run: Run,
+        data: Data,
+        accelerator: Accelerator,
+        grid: list[int],
+        progress: Progress | None,
+        options: dict[str, Any],
     ) -> None:
         self.run, self.data, self.accelerator, self.grid, self.progress = run, data, accelerator, grid, progress
         self.config, self.main = run.train, accelerator.is_main_process
@@ -213,7 +235,9 @@ class _Loop:
                     clock, since = time.perf_counter(), self.step
                     self._note(float(loss), rate, due)
         if self.stop:
-            raise KeyboardInterrupt(f"stopped after step {self.step} of {self.config.steps}; the same command goes on from there")
+            raise KeyboardInterrupt(
+                f"stopped after step {self.step} of {self.config.steps}; the same command goes on from there"
+            )
         if self.main:
             self._keep_checkpoint()
 
@@ -257,7 +281,13 @@ class _Loop:
     def _note_gradients(self, gradients: dict[str, Tensor], variant: str) -> None:
         for row in gradient_norm(gradients, {}):
             self.telemetry.add(
-                self.step, "gradient_norm", row.value, part=row.part, layer=row.layer, variant=variant or None, unit="loss per weight"
+                self.step,
+                "gradient_norm",
+                row.value,
+                part=row.part,
+                layer=row.layer,
+                variant=variant or None,
+                unit="loss per weight",
             )
 
     def _note_coefficients(self) -> None:
@@ -358,7 +388,9 @@ class _Loop:
                     parameter.copy_(tensors[f"model.{name}"])
                     keys = ("step", "exp_avg", "exp_avg_sq")
                     state = {key: tensors[f"{key}.{name}"] for key in keys}
-                    self.optimiser.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in state.items()}
+                    self.optimiser.state[parameter] = {
+                        k: v if k == "step" else v.to(parameter.device) for k, v in state.items()
+                    }
             torch.set_rng_state(tensors["rng.cpu"])
         except (SafetensorError, KeyError, RuntimeError) as error:
             raise BadCheckpoint(f"{path} is damaged ({error}); remove it to start this run again") from error

@@ -66,7 +66,9 @@ def _uniform_row_entropy(T: int) -> float:
     unit="nats", range="0..ln i at query i", reading="lower: the head is more focused", source="Shannon entropy of attention rows",
     variants={"normalised": {"normalised": True}}, controls={"uniform_causal": _uniform_row_entropy}, units={"normalised": "share"},
 )  # fmt: skip
-def row_entropy(row_entropy: Float[Tensor, "batch head pos"], *, normalised: bool = False) -> Float[Tensor, "batch head"]:
+def row_entropy(
+    row_entropy: Float[Tensor, "batch head pos"], *, normalised: bool = False
+) -> Float[Tensor, "batch head"]:
     """Mean over queries of the entropy of each head's attention row.
 
     H_i = -sum_j A_ij ln A_ij; normalised: mean over i >= 2 of H_i / ln i. Caution: the mean of exp(H) is not exp of the mean.

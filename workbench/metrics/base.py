@@ -105,9 +105,26 @@ def metric(
 
     def register(function: F) -> F:
         returned = inspect.signature(function).return_annotation if not inspect.isclass(function) else None
-        form: Form = "accumulated" if inspect.isclass(function) else "derived" if "Float" not in str(returned) else "per_sequence"
+        form: Form = (
+            "accumulated"
+            if inspect.isclass(function)
+            else "derived"
+            if "Float" not in str(returned)
+            else "per_sequence"
+        )
         made = Metric(
-            function, form, unit, range, reading, source, sites, variants or {}, controls or {}, units or {}, folds, min_length
+            function,
+            form,
+            unit,
+            range,
+            reading,
+            source,
+            sites,
+            variants or {},
+            controls or {},
+            units or {},
+            folds,
+            min_length,
         )
         if made.name in METRICS:
             raise ValueError(f"metric {made.name!r} is registered already")

@@ -10,7 +10,13 @@ from torch.nn.functional import normalize
 from workbench.metrics.base import metric
 
 
-@metric(unit="norm", range=">= 0", reading="higher: larger hidden state", source="Sun et al. 2024, arXiv 2402.17762", sites=("stream",))
+@metric(
+    unit="norm",
+    range=">= 0",
+    reading="higher: larger hidden state",
+    source="Sun et al. 2024, arXiv 2402.17762",
+    sites=("stream",),
+)
 def hidden_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch pos"]:
     """Euclidean norm of the residual stream at each position."""
     return vectors.flatten(2).float().norm(dim=-1)

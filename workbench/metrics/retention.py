@@ -63,14 +63,20 @@ class TokenProbe:
         mean, spread = x.mean(0), x.std(0).clamp_min(1e-6)
         logits = self._fit((x - mean) / spread, y, frequency.log().float())((x_test - mean) / spread)
         bits = (unigram - float(F.cross_entropy(logits, y_test))) / LN2
-        return {"": bits, "accuracy": float((logits.argmax(-1) == y_test).float().mean()), "fraction": bits * LN2 / unigram}
+        return {
+            "": bits,
+            "accuracy": float((logits.argmax(-1) == y_test).float().mean()),
+            "fraction": bits * LN2 / unigram,
+        }
 
     def _fit(self, x: Tensor, y: Tensor, prior: Tensor) -> torch.nn.Linear:
         probe = torch.nn.Linear(x.shape[1], len(prior))
         with torch.no_grad():
             probe.weight.zero_()
             probe.bias.copy_(prior)
-        optimiser = torch.optim.LBFGS(probe.parameters(), max_iter=self.iterations, history_size=10, line_search_fn="strong_wolfe")
+        optimiser = torch.optim.LBFGS(
+            probe.parameters(), max_iter=self.iterations, history_size=10, line_search_fn="strong_wolfe"
+        )
 
         def closure() -> Tensor:
             optimiser.zero_grad()

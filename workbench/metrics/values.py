@@ -11,7 +11,13 @@ from torch import Tensor
 from workbench.metrics.base import metric
 
 
-@metric(unit="norm", range=">= 0", reading="higher: larger value vector", source="Guo et al. 2024, arXiv 2406.12335", sites=("v", "own_v"))
+@metric(
+    unit="norm",
+    range=">= 0",
+    reading="higher: larger value vector",
+    source="Guo et al. 2024, arXiv 2406.12335",
+    sites=("v", "own_v"),
+)
 def value_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch pos"]:
     """Euclidean norm of the value at each position, all key-value heads together.
 
@@ -67,7 +73,11 @@ class TokenIdentityShare:
             return
         types, inverse = torch.cat((self.ids, ids)).unique(return_inverse=True)
         old, new = inverse[: len(self.ids)], inverse[len(self.ids) :]
-        for name, mine, theirs in (("counts", self.counts, counts), ("sums", self.sums, sums), ("squares", self.squares, squares)):
+        for name, mine, theirs in (
+            ("counts", self.counts, counts),
+            ("sums", self.sums, sums),
+            ("squares", self.squares, squares),
+        ):
             total = mine.new_zeros(len(types), *mine.shape[1:]).index_add_(0, old, mine).index_add_(0, new, theirs)
             setattr(self, name, total)
         self.ids = types

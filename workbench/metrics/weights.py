@@ -20,7 +20,15 @@ class Row(NamedTuple):
     value: float
 
 
-PARTS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "W_O", "gate_proj": "W_gate", "up_proj": "W_up", "down_proj": "W_down"}
+PARTS = {
+    "q_proj": "W_Q",
+    "k_proj": "W_K",
+    "v_proj": "W_V",
+    "o_proj": "W_O",
+    "gate_proj": "W_gate",
+    "up_proj": "W_up",
+    "down_proj": "W_down",
+}
 
 
 def part_of(name: str) -> tuple[str, int | None]:
@@ -34,7 +42,9 @@ def part_of(name: str) -> tuple[str, int | None]:
     unit="loss per weight", range=">= 0", reading="higher: stronger pull on the matrix", source="Zhou et al. 2025 (figure; scalar ours)",
     variants={"relative": {"relative": True}, "output": {}}, units={"relative": "loss per relative weight change"},
 )  # fmt: skip
-def gradient_norm(gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, relative: bool = False) -> list[Row]:
+def gradient_norm(
+    gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, relative: bool = False
+) -> list[Row]:
     """Frobenius norm of the gradient per matrix and layer, one document at a time, unclipped.
 
     ||dloss/dW||_F of the mean next-token loss; `relative`: times ||W||_F. `output`: of the mean largest logit instead of the

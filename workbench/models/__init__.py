@@ -44,7 +44,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "svformer": Architecture("every layer attends to the first layer's values", (SVFormer,)),
     "neutreno": Architecture("attention output pulled toward the first layer's values", (NeuTRENO,)),
     "denseformer": Architecture("blocks read weighted averages of all earlier outputs", (DenseFormer,)),
-    "resformer+neutreno": Architecture("both, with the published weaker pull", (ResFormer, NeuTRENO), {"neutreno_lambda": 0.2}),
+    "resformer+neutreno": Architecture(
+        "both, with the published weaker pull", (ResFormer, NeuTRENO), {"neutreno_lambda": 0.2}
+    ),
     "residual_k": Architecture("control: keys mixed with the first layer's", (KeyResidual,)),
 }
 
@@ -111,4 +113,6 @@ def _refuse_conflicts(name: str, shortcuts: list[Shortcut], n_layers: int) -> No
         for projection in ("q", "k", "v"):
             mixing = [s.prefix for s in shortcuts if s.mixes(projection, layer)]
             if len(mixing) > 1:
-                raise WorkbenchError(f"{name}: {' and '.join(mixing)} both define {projection} of layer {layer}; keep one")
+                raise WorkbenchError(
+                    f"{name}: {' and '.join(mixing)} both define {projection} of layer {layer}; keep one"
+                )

@@ -157,14 +157,20 @@ class HookedModel(HookedRootModule):
             if prepend_bos:
                 rows = [[self.tokenizer.bos_id, *row] for row in rows]
             if len({len(row) for row in rows}) > 1:
-                raise BadData(f"texts of unequal length {sorted({len(r) for r in rows})} in tokens: run them one by one")
+                raise BadData(
+                    f"texts of unequal length {sorted({len(r) for r in rows})} in tokens: run them one by one"
+                )
             ids = torch.tensor(rows, dtype=torch.long)
         ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
         ids = ids[None] if ids.ndim == 1 else ids
         if ids.ndim != 2 or ids.numel() == 0 or ids.is_floating_point():
-            raise BadData(f"tokens of shape {tuple(ids.shape)}, {ids.dtype}: needs whole numbers [batch, pos], not empty")
+            raise BadData(
+                f"tokens of shape {tuple(ids.shape)}, {ids.dtype}: needs whole numbers [batch, pos], not empty"
+            )
         if ids.shape[1] > self.config.n_ctx:
-            raise BadData(f"{ids.shape[1]} tokens exceed the model's context of n_ctx={self.config.n_ctx}: shorten the text")
+            raise BadData(
+                f"{ids.shape[1]} tokens exceed the model's context of n_ctx={self.config.n_ctx}: shorten the text"
+            )
         return ids.to(self.embed.weight.device, torch.long)
 
     # ---- hooks -------------------------------------------------------------------------------------------------------

@@ -91,4 +91,3 @@ def mix(weights: Sequence[Weight], tensors: Sequence[Tensor | None]) -> Tensor:
             total = total + weight * tensor
     assert total is not None, "a layer without its own projection needs a source"
     return total
-

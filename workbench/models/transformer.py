@@ -65,7 +65,10 @@ class Rotary(nn.Module):
             exponent = torch.arange(0, self.d_head, 2, device=like.device).float() / self.d_head
             angle = torch.outer(torch.arange(self.n_ctx, device=like.device).float(), 1.0 / self.theta**exponent)
             sin = torch.cat((-angle.sin(), angle.sin()), -1)
-            self.tables[key] = (torch.cat((angle, angle), -1).cos()[:, None].to(like.dtype), sin[:, None].to(like.dtype))
+            self.tables[key] = (
+                torch.cat((angle, angle), -1).cos()[:, None].to(like.dtype),
+                sin[:, None].to(like.dtype),
+            )
         cos, sin = self.tables[key]
         return cos[:length], sin[:length]
 
@@ -266,7 +269,9 @@ class Unembed(nn.Linear):
 class Transformer(HookedModel):
     """A decoder with hooks: the vanilla one, or composed with shortcuts. Build it with `workbench.build`."""
 
-    def __init__(self, config: ModelConfig, shortcuts: Sequence[Shortcut] = (), *, architecture: str = "transformer") -> None:
+    def __init__(
+        self, config: ModelConfig, shortcuts: Sequence[Shortcut] = (), *, architecture: str = "transformer"
+    ) -> None:
         super().__init__(config, architecture)
         self.embed, self.hook_embed = nn.Embedding(config.d_vocab, config.d_model), HookPoint()
         self.rotary = Rotary(config.d_head, config.n_ctx, config.rope_theta)

@@ -1,0 +1,298 @@
+"""Documents, their split and their refusals; no test knows the content of the library it reads."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from workbench import corpus as corpora
+from workbench.corpus import Corpus, Document, code_and_prose, embedded, from_files, load, pieces, save
+from workbench.errors import BadData, UnknownName
+from workbench.tokenizer import TokenDocuments, tokenize, train_tokenizer
+
+SMALL = 1_000_000
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def small() -> Corpus:
+    return embedded(SMALL)
+
+
+def prose(name: str, words: int = 900) -> str:
+    """Paragraphs of numbered words, all different from each other and between names."""
+    return "\n\n".join(" ".join(f"{name}{i + j}" for j in range(20)) for i in range(0, words, 20)) + "\n"
+
+
+# the embedded corpus
+
+
+def test_both_domains_on_both_sides_within_the_budget(small: Corpus) -> None:
+    assert small.domains == ("prose", "python")
+    for split in ("train", "validation"):
+        assert {d.domain for d in small.split(split)} == {"prose", "python"}
+    sizes = {
+        domain: sum(len(d.text.encode()) for d in small.documents if d.domain == domain) for domain in small.domains
+    }
+    assert all(SMALL // 10 < size <= SMALL // 2 for size in sizes.values())
+
+
+def test_a_source_lies_on_one_side(small: Corpus) -> None:
+    train, validation = ({d.source for d in small.split(side)} for side in ("train", "validation"))
+    assert not train & validation
+    assert 0.02 < len(validation) / len(train | validation) < 0.25
+
+
+def test_the_side_does_not_depend_on_the_size(small: Corpus) -> None:
+    side = {d.source: d.split for d in small.documents}
+    assert all(side.get(d.source, d.split) == d.split for d in embedded(300_000).documents)
+
+
+def test_no_tests_and_no_machine_paths(small: Corpus) -> None:
+    for document in small.documents:
+        assert not {"test", "tests", "idle_test", "site-packages"} & set(document.source.split("/"))
+        assert "_sysconfigdata" not in document.source
+        assert not document.source.startswith("/")
+
+
+def test_code_has_no_docstrings(small: Corpus) -> None:
+    parsed = 0
+    code = [document for document in small.documents if document.domain == "python"]
+    for document in code:
+        try:
+            tree = ast.parse(document.text)
+        except SyntaxError:  # a dropped paragraph can have been the body of something
+            continue
+        parsed += 1
+        scopes = [n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
+        assert not [ast.get_docstring(scope) for scope in scopes if ast.get_docstring(scope)], document.source
+    assert parsed > 0.7 * len(code)
+
+
+def test_the_manifest_lists_what_was_read(small: Corpus) -> None:
+    listed = {entry["source"] for entry in small.manifest["files"]}
+    assert {d.source for d in small.documents} <= listed
+    assert all(len(entry["sha256"]) == 64 and entry["bytes"] >= 0 for entry in small.manifest["files"])
+    assert small.manifest["python"] == sys.version.split()[0]
+    assert small.manifest["dropped_paragraphs"] > 0
+
+
+def token_windows(stream: TokenDocuments, width: int = 50) -> np.ndarray:
+    """Each window of 50 tokens inside a document as one number."""
+    hashes = np.zeros(len(stream.ids) - width + 1, dtype=np.uint64)
+    for offset in range(width):
+        hashes = hashes * np.uint64(6364136223846793005) + stream.ids[offset : offset + len(hashes)].astype(np.uint64)
+    place = np.arange(len(hashes))
+    owner = np.searchsorted(stream.starts, place, side="right") - 1
+    return hashes[place + width <= stream.starts[owner + 1]]
+
+
+def test_train_and_validation_hardly_overlap(small: Corpus) -> None:
+    tokenizer = train_tokenizer((d.text for d in small.split("train")), 512)
+    train, validation = (token_windows(tokenize(small, tokenizer, side)) for side in ("train", "validation"))
+    assert len(validation) > 1000
+    assert np.isin(validation, train).mean() < 0.005
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_other_processes_build_the_same(small: Corpus, seed: str) -> None:
+    command = f"from workbench.corpus import embedded; print(embedded({SMALL}).hash)"
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", command],
+        env=os.environ | {"PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.strip() == small.hash
+
+
+def test_import_is_quiet_and_light() -> None:
+    heavy = {"torch", "pyarrow", "tokenizers", "pydoc_data.topics"}
+    command = f"import sys, workbench.corpus; print({heavy} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("set()\n", "")
+
+
+def test_unreadable_sources_are_skipped_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = {"latin.py": b"# caf\xe9", "broken.py": b"def (", "nul.py": b"a\0b", "half.py": b"'\\ud800'\n"}
+    for name, data in bad.items():
+        (tmp_path / name).write_bytes(data)
+    found = [(name, tmp_path / name) for name in [*bad, "missing.py"]]
+    topics = [(f"topic{i}", prose(f"t{i}x", 100)) for i in range(60)]
+    monkeypatch.setattr(corpora, "library_sources", lambda: found + topics)
+    corpus = embedded(300_000)
+    assert {document.source for document in corpus.documents} == {name for name, _ in topics}
+    assert {entry["source"] for entry in corpus.manifest["skipped"]} == {*bad, "missing.py"}
+    assert all(entry["reason"] for entry in corpus.manifest["skipped"])
+
+
+def test_a_python_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python.zip")})
+    with pytest.raises(BadData, match=r"has 0 source files in .*text files of your own"):
+        embedded()
+
+
+def test_a_tiny_budget_and_an_unknown_split_are_refused(small: Corpus) -> None:
+    with pytest.raises(BadData, match="max_bytes is 10; give at least 100000"):
+        embedded(10)
+    with pytest.raises(UnknownName, match="unknown split 'valid'; did you mean validation"):
+        small.split("valid")
+
+
+# docstrings
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "notes"),
+    [
+        ('"""top"""\nx = 1\n', "x = 1\n", "top"),
+        ('def f():\n    "one"\n', "def f():\n    pass\n", "one"),
+        ('def f(): "one"\n', "def f(): pass\n", "one"),
+        ('def f():\n    "one"; return 2\n', "def f():\n    pass; return 2\n", "one"),
+        ('def f():\n    "one"  # why\n    return 2\n', "def f():\n      # why\n    return 2\n", "one"),
+        ('class A:\n    """é\n    b\n    """\n\n    x = "ü"\n', 'class A:\n\n    x = "ü"\n', "é\nb"),
+        ('def f():\n    "one"\n    "two"\n    return 1\n', "def f():\n    return 1\n", "one"),
+        ('def f():\n    "a" "b"; "c"\n', "def f():\n    pass; pass\n", "ab"),
+        ('def f():\n    ("in brackets")\n    return 1\n', "def f():\n    return 1\n", "in brackets"),
+        ('if a:\n    def f():\n        "deep"\n        return 1\n', "if a:\n    def f():\n        return 1\n", "deep"),
+        ('async def f():\r\n    "cr"\r\n    return 1\r\n', "async def f():\n    return 1\n", "cr"),
+        ('x = """kept\n\nhere"""\n', 'x = """kept\n\nhere"""\n', ""),
+        ('def f():\n    f"{x}"\n    b"bytes"\n', 'def f():\n    f"{x}"\n    b"bytes"\n', ""),
+        ('"bad \\d escape"\nx = "\\d"\n', 'x = "\\d"\n', "bad \\d escape"),
+    ],
+)
+def test_docstrings_are_taken_out(source: str, code: str, notes: str) -> None:
+    assert code_and_prose(source) == (code, notes)
+
+
+def test_code_without_docstrings_still_parses() -> None:
+    paths = [origin for _, origin in corpora.library_sources() if isinstance(origin, Path)][::12]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    stripped = [ast.parse(code_and_prose(text)[0]) for text in texts]
+    for tree, text in zip(stripped, texts, strict=True):
+        kinds = [
+            sum(isinstance(n, ast.FunctionDef | ast.ClassDef) for n in ast.walk(t)) for t in (tree, ast.parse(text))
+        ]
+        assert kinds[0] == kinds[1]
+
+
+# repeats
+
+
+def test_repeats_are_dropped_and_validation_loses() -> None:
+    shared, own = prose("shared", 200), prose("own", 400)
+    documents = [Document("v", "text", "validation", shared + "\n" + own), Document("t", "text", "train", shared)]
+    corpus = corpora._finish(documents, {})
+    assert [d.text for d in corpus.split("train")] == [shared]
+    assert [d.text for d in corpus.split("validation")] == [own]
+
+
+def test_half_new_paragraphs_stay_in_train_only() -> None:
+    old, new = (" ".join(f"{name}{i}" for i in range(60)) for name in ("old", "new"))
+    first = Document("a", "text", "train", old)
+    kept = corpora._finish([first, Document("b", "text", "train", f"{old} {new} {new.upper()}"), other()], {})
+    assert [d.source for d in kept.documents] == ["a", "b", "c"]
+    lost = corpora._finish([first, Document("b", "text", "validation", f"{old} {new} {new.upper()}"), other()], {})
+    assert [d.source for d in lost.documents] == ["a", "c"]
+
+
+def other() -> Document:
+    return Document("c", "text", "validation", prose("c", 100))
+
+
+# the user's files
+
+
+def test_one_big_file_has_two_sides(tmp_path: Path) -> None:
+    path = tmp_path / "novel.txt"
+    text = prose("w", 20_000)
+    path.write_text(text, encoding="utf-8")
+    corpus = from_files([path])
+    assert corpus.domains == ("text",)
+    assert "".join(d.text for d in sorted(corpus.documents, key=lambda d: int(d.source.split("#")[1]))) == text
+    share = sum(len(d.text) for d in corpus.split("validation")) / len(text)
+    assert 0.05 < share <= 0.1
+    assert from_files([path, tmp_path / "." / "novel.txt"]).hash == corpus.hash
+
+
+def test_ten_files_change_sides_whole(tmp_path: Path) -> None:
+    for i in range(12):
+        (tmp_path / f"{i}.md").write_text(prose(f"w{i}x", 3000), encoding="utf-8")
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "picture.png").write_bytes(b"\0")
+    corpus = from_files([tmp_path], validation=0.2)
+    files = [{d.source.split("#")[0] for d in corpus.split(side)} for side in ("train", "validation")]
+    assert not files[0] & files[1]
+    assert len(files[0] | files[1]) == 12
+    assert corpus.domains == (tmp_path.name,)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty"),
+        (b" \n\n ", "is empty"),
+        (b"abc\0def" * 9000, "binary .a NUL byte at offset 3."),
+        (b"caf\xe9 " * 9000, "not UTF-8 .byte offset 3."),
+        (b"hello\n" * 10, "60 bytes of text in 1 files are too little"),
+        (b"the same line again and again and again\n\n" * 2000, "once repeats are dropped"),
+    ],
+)
+def test_unusable_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_bytes(data)
+    with pytest.raises(BadData, match=message):
+        from_files([path])
+
+
+def test_bad_paths_and_shares_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadData, match=r"nowhere\.txt does not exist"):
+        from_files([tmp_path / "nowhere.txt"])
+    with pytest.raises(BadData, match="no text in"):
+        from_files([tmp_path])
+    with pytest.raises(BadData, match="no text in no paths"):
+        from_files([])
+    with pytest.raises(BadData, match=r"validation is 1\.5"):
+        from_files([tmp_path], validation=1.5)
+    (tmp_path / "a.txt").write_text(prose("w", 9000), encoding="utf-8")
+    monkeypatch.setattr(corpora, "MOST_BYTES", 1000)
+    with pytest.raises(BadData, match="more than 1000 bytes"):
+        from_files([tmp_path])
+
+
+@pytest.mark.parametrize("text", ["", "a", "x" * 40_000, "line\n" * 9000, "word " * 9000, "p\n\n" * 9000, "é" * 16_001])
+def test_pieces_are_the_text(text: str) -> None:
+    found = pieces(text)
+    assert "".join(found) == text
+    assert all(0 < len(piece) <= 16_000 for piece in found)
+    if "\n" in text:
+        assert all(piece.endswith("\n") for piece in found)
+
+
+# the cache
+
+
+def test_save_and_load(tmp_path: Path, small: Corpus) -> None:
+    save(small, tmp_path / "cache")
+    again = load(tmp_path / "cache")
+    assert again == small
+    assert again.hash == small.hash
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["documents.parquet", "manifest.json"]
+
+
+@pytest.mark.parametrize("damage", ["documents.parquet", "manifest.json", "swap"])
+def test_a_damaged_cache_is_refused(tmp_path: Path, small: Corpus, damage: str) -> None:
+    few = Corpus(small.documents[:3], {})
+    save(few, tmp_path)
+    if damage == "swap":
+        manifest = (tmp_path / "manifest.json").read_bytes()
+        save(Corpus(small.documents[:2], {}), tmp_path)
+        (tmp_path / "manifest.json").write_bytes(manifest)
+    else:
+        (tmp_path / damage).write_bytes((tmp_path / damage).read_bytes()[:20])
+    with pytest.raises(BadData, match="build it again"):
+        load(tmp_path)
+    with pytest.raises(BadData, match="build it again"):
+        load(tmp_path / "nothing")

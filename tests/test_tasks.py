@@ -1,0 +1,98 @@
+"""The repeated-token task: its second half is its first, and a batch depends on seed and step alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from workbench.errors import BadData
+from workbench.tasks import RepeatedTokens, repeated_tokens
+
+
+def test_the_second_half_repeats_the_first() -> None:
+    ids = repeated_tokens(5, 7, 11, generator=torch.Generator().manual_seed(0))
+    assert ids.shape == (5, 14)
+    assert ids.dtype == torch.int64
+    assert torch.equal(ids[:, :7], ids[:, 7:])
+    assert ids.min() >= 0
+    assert ids.max() < 11
+
+
+def test_tokens_are_uniform() -> None:
+    counts = torch.bincount(RepeatedTokens(vocabulary=4, period=100).batch(0, 400, 0)[:, :100].flatten(), minlength=4)
+    # 40,000 draws: standard error of each count is 87
+    assert (counts - 10_000).abs().max() < 5 * 87
+
+
+def test_a_batch_depends_on_seed_and_step_alone() -> None:
+    task = RepeatedTokens()
+    first = task.batch(3, 8, 1)
+    torch.manual_seed(99)
+    task.batch(4, 8, 1)
+    assert torch.equal(task.batch(3, 8, 1), first)
+    assert not torch.equal(task.batch(4, 8, 1), first)
+    assert not torch.equal(task.batch(3, 8, 2), first)
+
+
+def test_drawing_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    RepeatedTokens().batch(0, 4, 0)
+    RepeatedTokens().validation(4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_validation_is_fixed_and_never_trained_on() -> None:
+    task = RepeatedTokens(vocabulary=16, period=16)
+    held_out = task.validation(32)
+    assert torch.equal(task.validation(32), held_out)
+    assert not torch.equal(task.validation(32, seed=1), held_out)
+    trained = {tuple(row) for step in range(50) for row in task.batch(step, 32, 0).tolist()}
+    assert not trained & {tuple(row) for row in held_out.tolist()}
+
+
+def test_other_processes_draw_the_same() -> None:
+    command = "from workbench.tasks import RepeatedTokens as R; print(R().batch(5, 2, 7).tolist(), R().hash)"
+    run = subprocess.run(
+        [sys.executable, "-c", command],
+        env=os.environ | {"PYTHONHASHSEED": "5"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == f"{RepeatedTokens().batch(5, 2, 7).tolist()} {RepeatedTokens().hash}"
+
+
+def test_hash_names_the_task() -> None:
+    assert RepeatedTokens().hash == RepeatedTokens(vocabulary=64, period=32).hash
+    assert len({RepeatedTokens(vocabulary=v, period=p).hash for v in (32, 64) for p in (16, 32)}) == 4
+
+
+def test_labels_are_legible_and_distinct() -> None:
+    task = RepeatedTokens(vocabulary=70)
+    assert task.token_strings([0, 25, 26, 52, 62, 63, 64, 69]) == ["a", "z", "A", "0", "+", "-", "#64", "#69"]
+    assert task.token_strings(torch.tensor([1, 2])) == ["b", "c"]
+    assert len(set(task.token_strings(range(70)))) == 70
+    with pytest.raises(BadData, match="token id 70 is not in the vocabulary; ids go from 0 to 69"):
+        task.token_strings([70])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vocabulary", 1), ("vocabulary", 0), ("vocabulary", 6.5), ("vocabulary", True), ("period", 0), ("period", -3)],
+)
+def test_nonsense_tasks_are_refused(name: str, value: object) -> None:
+    with pytest.raises(BadData, match=rf"{name} is {value}; give a whole number of at least"):
+        RepeatedTokens(**{name: value})  # type: ignore[arg-type]
+
+
+def test_nonsense_batches_are_refused() -> None:
+    task = RepeatedTokens()
+    for call in (lambda: task.batch(-1, 2, 0), lambda: task.batch(0, 0, 0), lambda: task.batch(0, 2, -1)):
+        with pytest.raises(BadData, match="give a whole number"):
+            call()
+    with pytest.raises(BadData, match="batch is 0"):
+        task.validation(0)

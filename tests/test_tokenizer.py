@@ -1,0 +1,238 @@
+"""Round trips of hostile text, legible tokens, and windows that never leave their document."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from workbench.corpus import Corpus, Document
+from workbench.errors import BadCheckpoint, BadData, UnknownName
+from workbench.tokenizer import BOS, EOS, TokenDocuments, Tokenizer, tokenize, train_tokenizer
+
+ROOT = Path(__file__).parents[1]
+TRAINING = ["def f(x):\n    return x + 1\n", "the cat and the hat sat on the mat; naïve café, das größte Übel\n"] * 20
+HOSTILE = [
+    "",
+    " ",
+    "  leading and trailing  ",
+    "\n\n\n\t\t \r\n\r",
+    "a\0b\x01\x02\x7f\x85\xa0",
+    "".join(map(chr, range(0x300))),
+    "日本語のテキスト",
+    "עברית العربية \u202e flipped \u202c",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \ufeff\ufffd\uffff\U0010ffff",
+    "\u2028\u2029\u200b\u00ad",
+    "<|endoftext|><|bos|><|endoftext|",
+    "Ġ Ċ ĉ · ↵ → \\x00 \\n",
+    "x" * 10_000,
+    "don't I'll we've  'S",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(TRAINING, 300)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(2 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_text_never_becomes_a_special_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tokenizer.json")
+    for one in (tokenizer, Tokenizer.load(tmp_path / "tokenizer.json")):
+        ids = one.encode(f"a{EOS}b{BOS}")
+        assert one.eos_id not in ids
+        assert one.bos_id not in ids
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (0, 1)
+    assert tokenizer.decode([0, 1]) == EOS + BOS
+
+
+def test_half_a_character_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(BadData, match=r"half a character \('\\ud800'\) at position 2"):
+        tokenizer.encode("ab\ud800")
+
+
+def test_every_token_is_legible(tokenizer: Tokenizer) -> None:
+    names = tokenizer.token_strings(range(tokenizer.vocab_size))
+    assert all(name and name.isprintable() and " " not in name for name in names)
+    assert names[:2] == [EOS, BOS]
+    assert tokenizer.token_strings(torch.tensor(tokenizer.encode("\n"))) == ["↵"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [(" ", "·"), ("\t", "→"), ("\0", r"\x00"), ("\r", r"\x0d"), ("~", "~"), ("日", r"\xe6\x97\xa5"), ("\x7f", r"\x7f")],
+)
+def test_how_bytes_are_shown(tokenizer: Tokenizer, text: str, shown: str) -> None:
+    assert "".join(tokenizer.token_strings(tokenizer.encode(text))) == shown
+
+
+def test_learned_tokens_are_shown_with_their_space(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_strings(tokenizer.encode("the the")) == ["the", "·the"]
+
+
+@pytest.mark.parametrize("bad", [-1, 300, 10**9])
+def test_unknown_ids_are_refused(tokenizer: Tokenizer, bad: int) -> None:
+    with pytest.raises(BadData, match=f"token id {bad} is not in the vocabulary; ids go from 0 to 299"):
+        tokenizer.decode([5, bad])
+    with pytest.raises(BadData, match="ids go from 0 to 299"):
+        tokenizer.token_strings([bad])
+
+
+def test_impossible_vocabularies_are_refused() -> None:
+    with pytest.raises(BadData, match="a vocabulary of 257 is too small"):
+        train_tokenizer(TRAINING, 257)
+    with pytest.raises(BadData, match=r"the text yields \d+ tokens, not 5000; ask for at most"):
+        train_tokenizer(TRAINING, 5000)
+    assert train_tokenizer(["no merges needed"], 258).vocab_size == 258
+
+
+def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert again.hash == tokenizer.hash
+    assert all(again.encode(text) == tokenizer.encode(text) for text in HOSTILE)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "not json", '{"version": "1.0"}', None])
+def test_damaged_tokenizers_are_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(BadCheckpoint, match=r"tokenizer\.json"):
+        Tokenizer.load(path)
+
+
+def test_a_truncated_or_foreign_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text[: len(text) // 2], encoding="utf-8")
+    with pytest.raises(BadCheckpoint):
+        Tokenizer.load(path)
+    path.write_text(text.replace(BOS, "<s>"), encoding="utf-8")
+    with pytest.raises(BadCheckpoint):
+        Tokenizer.load(path)
+
+
+def test_training_is_the_same_in_other_processes(tokenizer: Tokenizer) -> None:
+    command = f"from workbench.tokenizer import train_tokenizer; print(train_tokenizer({TRAINING!r}, 300).hash)"
+    for seed, parallel in (("1", "true"), ("2", "false")):
+        run = subprocess.run(
+            [sys.executable, "-c", command],
+            env=os.environ | {"PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": parallel},
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert run.stdout.strip() == tokenizer.hash
+
+
+# token streams
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    texts = [("train", "a", "the cat"), ("validation", "a", "x"), ("train", "b", "sat on the mat"), ("train", "b", EOS)]
+    return Corpus(tuple(Document(f"s{i}", d, split, text) for i, (split, d, text) in enumerate(texts)), {})
+
+
+@pytest.fixture(scope="module")
+def stream() -> TokenDocuments:
+    """Documents of 3, 8, 5, 8 and 20 tokens; a token says its document (tens) and its place (ones)."""
+    lengths = [3, 8, 5, 8, 20]
+    ids = np.concatenate([100 * i + np.arange(n) for i, n in enumerate(lengths)]).astype(np.int32)
+    return TokenDocuments(ids, np.cumsum([0, *lengths]), list("xxyyx"), [f"s{i}" for i in range(5)])
+
+
+def test_documents_end_with_the_end_token(corpus: Corpus, tokenizer: Tokenizer) -> None:
+    found = tokenize(corpus, tokenizer, "train")
+    assert found.ids.dtype == np.int32
+    assert [tokenizer.decode(found.document(i)) for i in range(3)] == ["the cat" + EOS, "sat on the mat" + EOS, EOS * 2]
+    assert int((found.ids == tokenizer.eos_id).sum()) == 3
+    assert not (found.ids == tokenizer.bos_id).any()
+    assert (found.domains, found.sources) == (["a", "b", "b"], ["s0", "s2", "s3"])
+
+
+def test_the_begin_token_is_an_option(corpus: Corpus, tokenizer: Tokenizer) -> None:
+    plain, begun = tokenize(corpus, tokenizer, "train"), tokenize(corpus, tokenizer, "train", bos="first")
+    for i in range(3):
+        assert begun.document(i).tolist() == [tokenizer.bos_id, *plain.document(i).tolist()]
+    with pytest.raises(UnknownName, match="bos option"):
+        tokenize(corpus, tokenizer, "train", bos="every")  # type: ignore[arg-type]
+
+
+def test_the_hash_follows_content(corpus: Corpus, tokenizer: Tokenizer) -> None:
+    one, same = tokenize(corpus, tokenizer, "train"), tokenize(corpus, tokenizer, "train")
+    assert one.hash == same.hash
+    moved = TokenDocuments(one.ids, one.starts + np.array([0, 1, 0, 0]), one.domains, one.sources)
+    renamed = TokenDocuments(one.ids, one.starts, ["z", "b", "b"], one.sources)
+    assert len({one.hash, moved.hash, renamed.hash, tokenize(corpus, tokenizer, "validation").hash}) == 4
+
+
+def test_chunks_are_a_view_without_the_remainder(stream: TokenDocuments) -> None:
+    chunks = stream.chunks(10)
+    assert chunks.shape == (4, 10)
+    assert chunks.flatten().tolist() == stream.ids[:40].tolist()
+    assert np.shares_memory(chunks, stream.ids)
+    with pytest.raises(BadData, match="44 tokens fill no chunk of 45"):
+        stream.chunks(45)
+    with pytest.raises(BadData, match="a length of 1 tokens"):
+        stream.chunks(1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_never_cross_documents(stream: TokenDocuments, seed: int) -> None:
+    ids, documents = stream.sequences(10, 5, seed=seed)
+    assert ids.dtype == torch.int64
+    assert sorted(documents) == [1, 2, 3, 4]
+    for row, document in zip(ids.tolist(), documents, strict=True):
+        assert row == list(range(row[0], row[0] + 5))
+        assert row[0] // 100 == row[-1] // 100 == document
+
+
+def test_sequences_are_a_prefix_of_more_sequences(stream: TokenDocuments) -> None:
+    ids, documents = stream.sequences(4, 5, seed=3)
+    for n in (1, 2, 3):
+        fewer, chosen = stream.sequences(n, 5, seed=3)
+        assert torch.equal(fewer, ids[:n])
+        assert chosen == documents[:n]
+
+
+def test_every_start_occurs_and_the_seed_matters(stream: TokenDocuments) -> None:
+    starts = {document: set() for document in (1, 2, 3, 4)}
+    orders = set()
+    for seed in range(200):
+        ids, documents = stream.sequences(4, 5, seed=seed)
+        orders.add(tuple(documents))
+        for row, document in zip(ids[:, 0].tolist(), documents, strict=True):
+            starts[document].add(row % 100)
+    assert starts == {1: set(range(4)), 2: {0}, 3: set(range(4)), 4: set(range(16))}
+    assert len(orders) == 24
+
+
+def test_a_domain_keeps_its_windows(stream: TokenDocuments) -> None:
+    everything = dict(zip(*reversed(stream.sequences(9, 5, seed=1)), strict=True))
+    ids, documents = stream.sequences(9, 5, seed=1, domain="y")
+    assert sorted(documents) == [2, 3]
+    assert all(torch.equal(row, everything[document]) for row, document in zip(ids, documents, strict=True))
+
+
+def test_impossible_sequences_are_refused(stream: TokenDocuments) -> None:
+    with pytest.raises(BadData, match="no document has 21 tokens; the longest has 20"):
+        stream.sequences(4, 21, seed=0)
+    with pytest.raises(BadData, match="no y document has 9 tokens; the longest has 8"):
+        stream.sequences(4, 9, seed=0, domain="y")
+    with pytest.raises(UnknownName, match="unknown domain 'z'; choose from x, y"):
+        stream.sequences(4, 5, seed=0, domain="z")
+    with pytest.raises(BadData, match="n is 0"):
+        stream.sequences(0, 5, seed=0)
+    with pytest.raises(BadData, match="seed is -1"):
+        stream.sequences(1, 5, seed=-1)

@@ -1,0 +1,46 @@
+"""An interpretability workbench for value-residual transformers.
+
+    import workbench
+
+    model = workbench.load("runs/text-resformer-s0")
+    logits, cache = model.run_with_cache("def main():")
+    frame = workbench.measure("runs/text-resformer-s0", ["importance_entropy", "token_identity_share"])
+    workbench.plot(frame).show()
+
+Nothing heavy is imported until it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "load": "workbench.runs",
+    "build": "workbench.models",
+    "measure": "workbench.measuring",
+    "plot": "workbench.plots",
+    "ARCHITECTURES": "workbench.models",
+    "METRICS": "workbench.metrics",
+    "INTERVENTIONS": "workbench.interventions",
+    "PRESETS": "workbench.config",
+    "ModelConfig": "workbench.config",
+    "TrainConfig": "workbench.config",
+    "Run": "workbench.runs",
+    "train": "workbench.training",
+    "WorkbenchError": "workbench.errors",
+    "ArchitectureAssumed": "workbench.errors",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
