@@ -1,0 +1,33 @@
+"""Shared fixtures: one thread, no network, tiny models."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from workbench.models import ARCHITECTURES, build
+
+torch.set_num_threads(1)
+
+TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 128}
+
+
+@pytest.fixture(params=list(ARCHITECTURES))
+def any_architecture(request):
+    """Each registered architecture in turn."""
+    return request.param
+
+
+@pytest.fixture
+def tiny():
+    """`tiny("resformer", n_key_value_heads=2, lambda_v1=0.3)`: a small random model, matrices large enough to matter."""
+
+    def make(architecture="transformer", *, seed=0, std=0.2, dtype=None, config=None, **options):
+        return build(architecture, {**TINY, "init_std": std, **(config or {})}, seed=seed, dtype=dtype, **options)
+
+    return make
