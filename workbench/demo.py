@@ -1,0 +1,193 @@
+"""The demo: two experiments on real models, trained and measured on this machine while the dashboard shows them.
+
+1. The race to induction: two-layer models on random tokens repeated once; at which step does each learn to copy?
+2. What deep values carry: four-layer models on the standard library's text; how much of a value is its token alone?
+
+Every architecture runs with the same seeds, so equal-named weights and all batches are equal between them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.config import PRESETS, ModelConfig, TrainConfig
+from workbench.errors import WorkbenchError
+from workbench.files import write_json
+from workbench.runs import CORPORA
+
+STATUS = ".demo.json"
+RACE_ARCHITECTURES = ("svformer", "resformer", "transformer", "residual_k")
+TEXT_ARCHITECTURES = ("transformer", "resformer", "svformer", "neutreno", "denseformer")
+RACE_MODEL = ModelConfig(n_layers=2, d_model=64, n_heads=2, d_mlp=176, d_vocab=64, n_ctx=128)
+# constant rate after the warm-up: a decaying one would stop the slower models before they get there
+RACE_TRAIN = TrainConfig(
+    steps=150, batch=32, T=64, lr=4e-3, lr_final=1.0, warmup=50, validate_every=50, save_every=50, checkpoints=4
+)
+RACE_METRICS = ("induction_score",)
+TEXT_METRICS = (
+    "token_identity_share", "importance_entropy", "token_importance", "row_entropy", "sink_rate", "sink_mass",
+    "token_similarity", "value_norm", "value_drain", "hidden_norm", "hidden_peak", "loss", "cache_bytes",
+)  # fmt: skip
+COST = {"race": 1.0, "text": 4.0}  # relative, for the time left
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model of the demo: train it, then measure it."""
+
+    experiment: str
+    architecture: str
+    seed: int
+    runs: str
+    quick: bool
+    device: str | None
+
+    @property
+    def name(self) -> str:
+        """The run's folder."""
+        return f"{self.experiment}-{self.architecture}-s{self.seed}"
+
+
+def jobs(runs: Path, *, seeds: int = 3, quick: bool = False, device: str | None = None) -> list[Job]:
+    """All models of the demo, the race first and seed by seed, so that every figure has all its lines early."""
+    plan = [(experiment, a, s) for experiment, names in _EXPERIMENTS for s in range(seeds) for a in names]
+    return [Job(experiment, a, s, str(runs), quick, device) for experiment, a, s in plan]
+
+
+_EXPERIMENTS = (("race", RACE_ARCHITECTURES), ("text", TEXT_ARCHITECTURES))
+
+
+def work(job: Job) -> str:
+    """Train and measure one model; both steps find out by themselves what is there already."""
+    import torch
+
+    from workbench.measuring import measure
+    from workbench.training import train
+
+    torch.set_num_threads(1)
+    runs = Path(job.runs)
+    data, model, recipe = _setting(job)
+    run = train(
+        job.architecture, data, name=job.name, runs=runs, model=model, train=recipe, seed=job.seed, device=job.device
+    )
+    if job.experiment == "race":
+        measure(run, RACE_METRICS, data, steps="all", n=32, batch=32)
+    else:
+        measure(run, TEXT_METRICS, data, steps="ends", n=16 if job.quick else 64)
+        measure(run, "value_ablation", data, n=16 if job.quick else 64)
+    return job.name
+
+
+def _setting(job: Job) -> tuple[Any, ModelConfig, TrainConfig]:
+    from workbench.data import RepeatedData
+
+    if job.experiment == "race":
+        return RepeatedData(), RACE_MODEL, RACE_TRAIN.replace(steps=30, warmup=10, checkpoints=1) if job.quick else RACE_TRAIN
+    data = corpus(Path(job.runs), quick=job.quick)
+    preset = PRESETS["tiny"]
+    recipe = preset.train.replace(steps=20, warmup=5, validate_every=20) if job.quick else preset.train
+    return data, preset.model.replace(d_vocab=data.d_vocab), recipe
+
+
+def corpus(runs: Path, *, quick: bool = False) -> Any:
+    """The embedded corpus and its tokenizer, built once per runs folder and shared by all workers."""
+    from filelock import FileLock
+
+    from workbench.data import open_data, prepare
+    from workbench.checkpoints import read_json
+
+    root = runs / CORPORA
+    root.mkdir(parents=True, exist_ok=True)
+    pointer = root / ("demo-quick.json" if quick else "demo.json")
+    with FileLock(root / ".lock"):
+        if not pointer.exists():
+            data = prepare(root=root, max_bytes=1_000_000 if quick else None)
+            write_json(pointer, data.describe())
+    return open_data(read_json(pointer), root)
+
+
+def run_demo(
+    runs: Path,
+    *,
+    seeds: int = 3,
+    quick: bool = False,
+    workers: int | None = None,
+    device: str | None = None,
+    told: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Train and measure everything that is not there yet, in processes of one thread each.
+
+    `told` receives the status after each change; it is also kept in `<runs>/.demo.json` for the dashboard. Ctrl-C stops
+    after the step at hand; the same call goes on from there. Raises `WorkbenchError` naming the first model that failed.
+    """
+    runs.mkdir(parents=True, exist_ok=True)
+    plan = jobs(runs, seeds=seeds, quick=quick, device=device)
+    status = Status(runs, plan, told)
+    with _one_thread(), ProcessPoolExecutor(workers or min(os.cpu_count() or 1, 8), multiprocessing.get_context("spawn")) as pool:
+        futures: dict[Future[str], Job] = {pool.submit(work, job): job for job in plan}
+        try:
+            for future in as_completed(futures):
+                status.done(futures[future], future.exception())
+        except KeyboardInterrupt:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    status.finish()
+    if status.failures:
+        name, error = next(iter(status.failures.items()))
+        raise WorkbenchError(f"{len(status.failures)} of {len(plan)} models failed, first {name}: {error}")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Children start with one thread each: two on a busy core make small models many times slower."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+class Status:
+    """How far the demo is; written for whoever looks."""
+
+    def __init__(self, runs: Path, plan: list[Job], told: Callable[[dict[str, Any]], None] | None) -> None:
+        self.path, self.plan, self.told = runs / STATUS, plan, told
+        self.begin, self.ready, self.failures = time.time(), set[str](), dict[str, str]()
+        self._write(False)
+
+    def done(self, job: Job, error: BaseException | None) -> None:
+        """Note that a model is ready or failed."""
+        if error is None:
+            self.ready.add(job.name)
+        else:
+            self.failures[job.name] = f"{type(error).__name__}: {error}"
+        self._write(False)
+
+    def finish(self) -> None:
+        """Note the end."""
+        self._write(True)
+
+    def _write(self, finished: bool) -> None:
+        elapsed = time.time() - self.begin
+        cost = {job.name: COST[job.experiment] for job in self.plan}
+        paid = sum(cost[name] for name in self.ready)
+        left = elapsed / paid * (sum(cost.values()) - paid) if paid else None
+        status = {
+            "finished": finished, "elapsed_s": round(elapsed, 1), "left_s": None if left is None else round(left, 1),
+            "models": [job.name for job in self.plan], "ready": sorted(self.ready), "failed": self.failures,
+        }  # fmt: skip
+        write_json(self.path, status)
+        if self.told:
+            self.told(status)
