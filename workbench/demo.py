@@ -8,6 +8,7 @@ Every architecture runs with the same seeds, so equal-named weights and all batc
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import time
@@ -97,6 +98,7 @@ def _setting(job: Job) -> tuple[Any, ModelConfig, TrainConfig]:
     return data, preset.model.replace(d_vocab=data.d_vocab), recipe
 
 
+@functools.lru_cache(maxsize=1)
 def corpus(runs: Path, *, quick: bool = False) -> Any:
     """The embedded corpus and its tokenizer, built once per runs folder and shared by all workers."""
     from filelock import FileLock

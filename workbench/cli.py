@@ -1,0 +1,260 @@
+"""The command line: demo, train, measure, plot, report, app, list. Each command's help is its docstring.
+
+Heavy imports happen inside the commands, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="workbench",
+    help="An interpretability workbench for value-residual transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Runs = Annotated[Path | None, typer.Option("--runs", help="Folder of runs; else $WORKBENCH_RUNS, else ./runs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best there is unless given.")]
+
+
+@app.command()
+def demo(
+    runs: Runs = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny trainings, to see that everything works.")] = False,
+    show: Annotated[bool, typer.Option("--app/--no-app", help="Show the dashboard while the models train.")] = True,
+    port: Annotated[int, typer.Option(help="Port of the dashboard on 127.0.0.1.")] = 8501,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each architecture.")] = 3,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
+    device: Device = None,
+) -> None:
+    """Train small models on this machine, measure them, write the report, and show it all on a dashboard.
+
+    Everything that is there already is reused; Ctrl-C stops and the same command goes on.
+    """
+    from workbench.console import demo_progress, say
+    from workbench.demo import run_demo
+    from workbench.report import write_report
+    from workbench.runs import runs_folder
+    from workbench.serving import serve, wait
+
+    folder = runs_folder(runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    server = serve(folder, port) if show else None
+    with demo_progress() as told:
+        run_demo(folder, seeds=seeds, quick=quick, workers=workers, device=device, told=told)
+    say(f"report: {write_report(folder, folder / 'report.html')}")
+    if server is not None:
+        wait(server)
+
+
+@app.command()
+def train(
+    architecture: Annotated[str, typer.Argument(help="A name from `workbench list architectures`, or a+b.")],
+    preset: Annotated[str, typer.Option(help="A name from `workbench list presets`.")] = "tiny",
+    name: Annotated[str | None, typer.Option(help="Run folder; architecture, preset and seed unless given.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
+    text: Annotated[list[Path] | None, typer.Option(help="Your own text files or folders; else the embedded corpus.")] = None,
+    task: Annotated[str, typer.Option(help="text, or repeated for random tokens repeated once.")] = "text",
+    vocabulary: Annotated[int | None, typer.Option(help="Size of the tokenizer's vocabulary.")] = None,
+    bos: Annotated[str | None, typer.Option(help="first: begin each document with a start token.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Architecture option as key=value, e.g. lambda_v1=0.3.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Config key as key=value, e.g. n_layers=8.")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help="Training key as key=value, e.g. steps=1000, lr=1e-3.")] = None,
+    runs: Runs = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train one model, or go on where an interrupted training of the same name stopped."""
+    from workbench.config import PRESETS, ModelConfig
+    from workbench.console import say, train_progress
+    from workbench.data import RepeatedData, prepare
+    from workbench.errors import UnknownName
+    from workbench.runs import CORPORA, runs_folder
+    from workbench.training import train as run_training
+
+    if preset not in PRESETS:
+        raise UnknownName("preset", preset, PRESETS)
+    if task not in ("text", "repeated"):
+        raise UnknownName("task", task, ["text", "repeated"])
+    folder, chosen = runs_folder(runs), PRESETS[preset]
+    sizes = _settings(model, "model")
+    vocabulary = vocabulary or sizes.get("d_vocab")
+    if task == "repeated":
+        data: Any = RepeatedData(**({"vocabulary": vocabulary} if vocabulary else {}))
+    else:
+        data = prepare(texts=text, vocabulary=vocabulary or min(chosen.model.d_vocab, 4096), bos=bos, root=folder / CORPORA)
+    config = ModelConfig.of(chosen.model).replace(**({"d_vocab": data.d_vocab} | sizes))
+    settings = chosen.train.replace(**_settings(recipe, "recipe"))
+    run_name = name or f"{architecture}-{preset}-s{seed}"
+    with train_progress(run_name, settings.steps) as progress:
+        run = run_training(
+            architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device,
+            progress=progress, **_settings(option, "option"),
+        )  # fmt: skip
+    losses = run.telemetry(f"metric = 'validation_loss' and step = {settings.steps}")
+    if as_json:
+        print(losses[["run", "data", "step", "value", "se", "n", "unit"]].to_json(orient="records"))
+        return
+    for row in losses.itertuples():
+        say(f"{row.data}: validation loss {row.value:.4f} nats (se {row.se:.4f}, {row.n} documents)")
+    say(f"run: {run.path}")
+
+
+@app.command()
+def measure(
+    paths: Annotated[list[Path], typer.Argument(help="Runs or checkpoint directories.")],
+    metric: Annotated[list[str], typer.Option("--metric", "-m", help="A name from `workbench list metrics`; repeat for more.")],
+    data: Annotated[str | None, typer.Option(help="A text file or a text; else each run's validation split.")] = None,
+    steps: Annotated[str, typer.Option(help="last, first, ends, all, or numbers as 0,100.")] = "last",
+    n: Annotated[int, typer.Option(min=1, help="Documents at most.")] = 64,
+    length: Annotated[int | None, typer.Option("-T", "--length", min=1, help="Tokens of each; the training length unless given.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time; results do not depend on it.")] = 8,
+    out: Annotated[Path | None, typer.Option(help="Write the records here: .parquet, .csv or .json.")] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Measure runs or checkpoints and print the records; what was measured before is not run again."""
+    from workbench.console import status, table
+    from workbench.measuring import measure as run_measures
+
+    with status("measuring") as told:
+        frame = run_measures(
+            list(paths), metric, data, steps=_steps(steps), n=n, T=length, batch=batch, device=device, progress=told
+        )
+    if out is not None:
+        _write(frame, out)
+    elif as_json:
+        print(frame.to_json(orient="records"))
+    else:
+        table(frame)
+
+
+@app.command()
+def plot(
+    records: Annotated[Path, typer.Argument(help="Records as `measure --out` writes them (.parquet).")],
+    out: Annotated[Path, typer.Option(help="The figure: .html (or .png, .svg with a browser and kaleido).")] = Path("figure.html"),
+) -> None:
+    """Draw records as a figure, chosen by their axes."""
+    from workbench.console import say
+    from workbench.plots import plot as draw
+    from workbench.plots import save
+    from workbench.results import read_parquet
+
+    if not records.exists():
+        raise _missing(records)
+    say(f"figure: {save(draw(read_parquet([records])), out)}")
+
+
+@app.command()
+def report(
+    runs: Runs = None, out: Annotated[Path | None, typer.Option(help="The page; <runs>/report.html unless given.")] = None
+) -> None:
+    """Write one offline HTML page: figures, tables, provenance, and what was not checkable at this size."""
+    from workbench.console import say
+    from workbench.report import write_report
+    from workbench.runs import runs_folder
+
+    folder = runs_folder(runs)
+    say(f"report: {write_report(folder, out or folder / 'report.html')}")
+
+
+@app.command(name="app")
+def dashboard(
+    runs: Runs = None, port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8501
+) -> None:
+    """Show the dashboard on 127.0.0.1 until Ctrl-C."""
+    from workbench.runs import runs_folder
+    from workbench.serving import serve, wait
+
+    folder = runs_folder(runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    wait(serve(folder, port))
+
+
+@app.command(name="list")
+def list_things(
+    what: Annotated[str, typer.Argument(help="architectures, metrics, interventions, presets or runs.")] = "runs",
+    runs: Runs = None,
+    as_json: Json = False,
+) -> None:
+    """List what can be named: architectures with their options, metrics, interventions, presets, or the runs there are."""
+    from workbench.console import say, table
+    from workbench.listing import LISTINGS, listing
+    from workbench.runs import runs_folder
+
+    frame, notes = listing(what, runs_folder(runs)) if what in LISTINGS else listing(what, Path())
+    if as_json:
+        print(frame.to_json(orient="records"))
+        return
+    table(frame)
+    for note in notes:
+        say(note)
+
+
+def _settings(pairs: list[str] | None, kind: str) -> dict[str, Any]:
+    """`key=value` arguments as a dictionary; values are read as JSON where they are, else as text."""
+    from workbench.errors import WorkbenchError
+
+    found: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise WorkbenchError(f"--{kind} {pair!r}: write it as key=value")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
+
+
+def _steps(text: str) -> Any:
+    parts = text.split(",")
+    return [int(p) for p in parts] if all(p.strip().isdigit() for p in parts) else text
+
+
+def _write(frame: Any, out: Path) -> None:
+    from workbench.errors import UnknownName
+    from workbench.files import write_text
+    from workbench.results import write_parquet
+
+    writers = {
+        ".parquet": lambda: write_parquet(frame, out),
+        ".csv": lambda: write_text(out, frame.to_csv(index=False)),
+        ".json": lambda: write_text(out, frame.to_json(orient="records")),
+    }
+    if out.suffix not in writers:
+        raise UnknownName("file ending", out.suffix, writers)
+    writers[out.suffix]()
+
+
+def _missing(path: Path) -> Exception:
+    from workbench.errors import BadData
+
+    return BadData(f"{path} does not exist")
+
+
+def main() -> None:
+    """Run a command; what a user can cause is one sentence on stderr and exit code 2, Ctrl-C is 130."""
+    from workbench.errors import WorkbenchError
+
+    try:
+        app()
+    except WorkbenchError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as stop:
+        print(f"workbench: {stop or 'stopped'}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What a person sees in the terminal: lines, tables, progress with time left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+ROWS = 60
+console = Console(width=None if sys.stdout.isatty() else 200)
+errors = Console(stderr=True)
+
+
+def say(text: str) -> None:
+    """One line, as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def table(frame: Any) -> None:
+    """A data frame with its empty columns left out, the first rows of it where it is long."""
+    shown = frame.dropna(axis=1, how="all").head(ROWS)
+    shown = shown.drop(columns=[c for c in ("provenance",) if c in shown])
+    grid = Table(show_edge=False, pad_edge=False)
+    for name in shown.columns:
+        grid.add_column(str(name), overflow="fold")
+    for row in shown.itertuples(index=False):
+        grid.add_row(*(_cell(value) for value in row))
+    console.print(grid)
+    if len(frame) > ROWS:
+        say(f"... {len(frame) - ROWS} more of {len(frame)} rows; --json or --out writes them all")
+
+
+def _cell(value: Any) -> str:
+    import pandas as pd
+
+    if pd.isna(value):
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else escape(str(value))
+
+
+@contextmanager
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner whose text the caller changes."""
+    with errors.status(text) as spinner:
+        yield lambda now: spinner.update(escape(now))
+
+
+@contextmanager
+def train_progress(name: str, steps: int) -> Iterator[Callable[[int, float, float], None]]:
+    """A bar for one training: loss, tokens per second, time left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors) as progress:
+        task = progress.add_task(escape(name), total=steps)
+
+        def told(step: int, loss: float, rate: float) -> None:
+            text = f"{escape(name)}  loss {loss:.3f} nats  {rate:,.0f} tokens/s"
+            progress.update(task, completed=step, description=text)
+
+        yield told
+
+
+@contextmanager
+def demo_progress() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A bar over the demo's models."""
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors) as progress:
+        task = progress.add_task("training and measuring", total=None)
+
+        def told(status: dict[str, Any]) -> None:
+            left = "" if status["left_s"] is None else f", about {status['left_s']:.0f} s left"
+            failed = f", {len(status['failed'])} failed" if status["failed"] else ""
+            text = f"training and measuring{left}{failed}"
+            progress.update(task, total=len(status["models"]), completed=len(status["ready"]), description=text)
+
+        yield told

@@ -1,0 +1,118 @@
+"""The dashboard's server: on 127.0.0.1 only, one for a runs folder, found again when it is up already."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.console import say
+from workbench.errors import WorkbenchError
+from workbench.files import write_json
+
+HOST, NOTE, START_S = "127.0.0.1", ".app.json", 60.0
+
+
+@dataclass
+class Server:
+    """A dashboard that answers; `process` is None where it was up before us."""
+
+    url: str
+    process: subprocess.Popen[bytes] | None
+
+
+def serve(runs: Path, port: int) -> Server:
+    """Start the dashboard for a runs folder, or find the one that shows it already on this port.
+
+    Raises `WorkbenchError` naming `--port` where somebody else has the port, and where the server does not come up.
+    """
+    url = f"http://{HOST}:{port}"
+    if _is_ours(runs, port):
+        say(f"dashboard: {url} (already running)")
+        return Server(url, None)
+    if _taken(port):
+        raise WorkbenchError(f"port {port} on {HOST} is in use by something else; choose another with --port")
+    spec = importlib.util.find_spec("app.main")
+    if spec is None or spec.origin is None:
+        raise WorkbenchError("the dashboard (folder app/) is not installed; run from a clone: pip install -e .")
+    main = Path(spec.origin)
+    command = [sys.executable, "-m", "streamlit", "run", str(main), f"--server.port={port}", f"--server.address={HOST}"]
+    environment = os.environ | {"WORKBENCH_RUNS": str(runs), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = (runs / ".app.log").open("wb")
+    process = subprocess.Popen(
+        [*command, "--", "--runs", str(runs)], cwd=main.parent.parent, env=environment, stdout=log, stderr=log,
+        start_new_session=True,
+    )  # fmt: skip
+    log.close()
+    begin = time.monotonic()
+    while not _healthy(port):
+        if process.poll() is not None or time.monotonic() - begin > START_S:
+            stop(Server(url, process))
+            tail = (runs / ".app.log").read_text(errors="replace")[-500:]
+            raise WorkbenchError(f"the dashboard did not start: {tail}")
+        time.sleep(0.1)
+    write_json(runs / NOTE, {"pid": process.pid, "port": port})
+    say(f"dashboard: {url}")
+    return Server(url, process)
+
+
+def wait(server: Server) -> None:
+    """Keep the dashboard up until Ctrl-C or its end; nothing to do for one that was up before us."""
+    if server.process is None:
+        return
+    say("Ctrl-C ends the dashboard")
+    try:
+        server.process.wait()
+    except KeyboardInterrupt:
+        say("dashboard ended")
+    finally:
+        stop(server)
+
+
+def stop(server: Server) -> None:
+    """End a dashboard that this process started."""
+    if server.process is None or server.process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGTERM)
+    try:
+        server.process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+
+
+def _is_ours(runs: Path, port: int) -> bool:
+    try:
+        note = json.loads((runs / NOTE).read_text(encoding="utf-8"))
+        os.kill(int(note["pid"]), 0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return note.get("port") == port and _healthy(port)
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{port}/_stcore/health", timeout=1) as answer:  # noqa: S310 - our own address
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return True
+    return False
