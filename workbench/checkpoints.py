@@ -1,8 +1,8 @@
 """Checkpoint directory <-> model: Hugging Face Llama's files and tensor names, read strictly.
 
 A step is `config.json` (the Llama config plus the key `workbench`) and `model.safetensors`. The same reader opens our
-runs, the directories of the ResFormer authors' code and plain Llama directories. Tensors that Llama lacks keep the names
-of the code that introduced them (`dwa.alphas.<block>.weight`).
+runs, the directories of the ResFormer authors' code and plain Llama directories. Tensors that Llama lacks keep the
+names of the code that introduced them (`dwa.alphas.<block>.weight`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def llama_name(name: str) -> str:
 
 
 def llama_config(model: Transformer) -> dict[str, Any]:
-    """The contents of `config.json`: only a vanilla model calls itself a Llama, so nothing else opens as one by mistake."""
+    """The contents of `config.json`: only a vanilla model calls itself a Llama, so no other opens as one by mistake."""
     vanilla = not model.shortcuts
     return {
         "architectures": ["LlamaForCausalLM"] if vanilla else ["WorkbenchForCausalLM"],
@@ -120,16 +120,21 @@ class Tensors:
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, list[int]] = {}
         index = folder / f"{WEIGHTS}.index.json"
+        names = [WEIGHTS]
         if index.exists():
-            names = sorted({str(name) for name in read_json(index).get("weight_map", {}).values()})
-            if bad := [name for name in names if Path(name).name != name]:
-                raise BadCheckpoint(f"{index} points outside its folder: {bad[0]!r}")
-        else:
-            names = [WEIGHTS]
+            found = read_json(index).get("weight_map")
+            if not isinstance(found, dict):
+                raise BadCheckpoint(f"{index} has no weight_map")
+            names = sorted({str(name) for name in found.values()})
+            if bad := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+                raise BadCheckpoint(f"{index} points outside its folder or at no safetensors file: {bad[0]!r}")
         for name in names:
             with self._open(folder / name) as file:
                 for key in file.keys():  # noqa: SIM118 - safetensors handles are not iterable
-                    self.files[key], self.shapes[key] = folder / name, file.get_slice(key).get_shape()
+                    if key in self.files:
+                        raise BadCheckpoint(f"{folder / name} and {self.files[key].name} both hold {key}")
+                    if not key.endswith("rotary_emb.inv_freq"):  # a constant that older libraries wrote down
+                        self.files[key], self.shapes[key] = folder / name, file.get_slice(key).get_shape()
 
     @staticmethod
     def _open(path: Path) -> Any:
@@ -144,8 +149,11 @@ class Tensors:
         """Every (name, tensor), a file at a time."""
         for path in sorted(set(self.files.values())):
             with self._open(path) as file:
-                for key in file.keys():  # noqa: SIM118
-                    yield key, file.get_tensor(key)
+                for key in (k for k, home in self.files.items() if home == path):
+                    tensor = file.get_tensor(key)
+                    if not tensor.is_floating_point():
+                        raise BadCheckpoint(f"{path}: {key} is {tensor.dtype}; quantised weights are not read")
+                    yield key, tensor
 
 
 def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
@@ -153,7 +161,7 @@ def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
     if "workbench" not in values and values.get("model_type") != "llama":
         raise BadCheckpoint(f"{where}: model_type {values.get('model_type')!r}; only llama and our own are read")
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
         raise BadCheckpoint(f"{where}: rotary scaling {rope} is not supported, only the plain rotation")
     for key, plain in {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}.items():
         if values.get(key, plain) != plain:
@@ -195,38 +203,50 @@ def load_directory(
     """A model from one checkpoint directory.
 
     A directory that does not say its architecture loads as `transformer` (or as the one its tensors demand) with an
-    `ArchitectureAssumed` warning naming what else the tensors allow. Raises `BadCheckpoint` for missing, damaged or
-    contradictory files, naming the nearest tensors.
+    `ArchitectureAssumed` warning naming what else the tensors allow. Weights are float32 whatever the files hold, or
+    `dtype`. Raises `BadCheckpoint` for missing, damaged or contradictory files, naming the nearest tensors.
     """
     values = read_json(folder / CONFIG)
     config, tensors = model_config(values, folder / CONFIG), Tensors(folder)
     shapes = dict(tensors.shapes)
     if values.get("tie_word_embeddings") and "lm_head.weight" not in shapes:
         shapes["lm_head.weight"] = shapes.get("model.embed_tokens.weight", [])
-    own, assumed = values.get("workbench"), False
-    if architecture_name is None and own:
+    own = _own(values, folder / CONFIG)
+    if own and architecture_name in (None, own["architecture"]):
         architecture_name, options = own["architecture"], own.get("options", {}) | options
+    assumed = architecture_name is None
     if architecture_name is None:
         architecture_name, options = _assume(folder, config, shapes, options)
-        assumed = True
-    options = _settle(architecture_name, config, shapes, options)
-    model = compose(architecture_name, config, **options)
+    model = compose(architecture_name, config, **_settle(architecture_name, config, shapes, options))
+    model.to(device=device, dtype=dtype)
     _fill(model, folder, tensors, shapes)
     model.assumed = assumed
-    model.source = {"path": str(folder), "seed": (own or {}).get("seed"), "step": (own or {}).get("step")}
-    return model.to(device=device, dtype=dtype)
+    model.source = {"path": str(folder), "seed": own.get("seed"), "step": own.get("step")}
+    return model
+
+
+def _own(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    own = values.get("workbench") or {}
+    try:
+        if own:
+            architecture(own["architecture"])
+    except (KeyError, TypeError, WorkbenchError) as error:
+        raise BadCheckpoint(f"{where} does not name its architecture well, workbench={own!r}: {error}") from error
+    return own
 
 
 def _settle(
     name: str, config: ModelConfig, shapes: Mapping[str, list[int]], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Options completed from the tensors' shapes (DenseFormer's dilation and period can be read off)."""
+    """Options completed from the tensors' shapes (DenseFormer's dilation and period can mostly be read off)."""
     chosen = dict(options)
     for shortcut in architecture(name).shortcuts:
-        own = {
-            n.removeprefix(f"{shortcut.prefix}."): s for n, s in shapes.items() if n.startswith(f"{shortcut.prefix}.")
-        }
-        chosen = shortcut.options_for(own, config) | chosen
+        prefix = f"{shortcut.prefix}."
+        own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
+        fits = [fit for fit in shortcut.options_for(own, config) if fit | chosen == chosen | fit]
+        if len(fits) > 1:
+            raise BadCheckpoint(f"the tensors of {name} fit several settings, name one of {fits}")
+        chosen = (fits[0] if fits else {}) | chosen
     return chosen
 
 
@@ -234,15 +254,16 @@ def _assume(
     folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]], options: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     candidates = {name: found for name in ARCHITECTURES if (found := fits(name, config, shapes, options)) is not None}
-    chosen = next(iter(candidates), "transformer")
-    others = [name for name in candidates if name != chosen]
+    if not candidates:
+        return "transformer", options  # refused by the tensors
+    chosen, *others = candidates
     warnings.warn(
-        f"{folder} does not say its architecture; {chosen!r} is assumed. Its tensors also fit: {', '.join(others) or 'nothing else'}. "
-        "Name it with architecture=...",
+        f"{folder} does not say its architecture; {chosen!r} is assumed. Its tensors also fit: "
+        f"{', '.join(others) or 'nothing else'}. Name it with architecture=...",
         ArchitectureAssumed,
         stacklevel=4,
     )
-    return chosen, candidates.get(chosen, options)
+    return chosen, candidates[chosen]
 
 
 def _fill(model: Transformer, folder: Path, tensors: Tensors, shapes: Mapping[str, list[int]]) -> None:

@@ -7,6 +7,7 @@ Sizes `2m`, `82m`, `180m` and `468m` and the recipe are those of Zhou et al. (20
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,6 +20,24 @@ def _known(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
     for key in values:
         if key not in fields:
             raise UnknownName(kind, key, fields)
+
+
+def _complete(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
+    _known(cls, kind, values)
+    required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    if missing := [key for key in required if key not in values]:
+        raise WorkbenchError(f"config lacks {', '.join(missing)}")
+
+
+def _numbers(config: Any, *, may_be_zero: tuple[str, ...] = ()) -> None:
+    """Refuse what is no finite number, no whole one where an int is declared, or not positive."""
+    for field in dataclasses.fields(config):
+        value, kind = getattr(config, field.name), str(field.type)
+        allowed = (int, float) if kind == "float" else (int,)
+        typed = isinstance(value, allowed) and isinstance(value, bool) == (kind == "bool")
+        zero = kind == "bool" or field.name in may_be_zero
+        if not typed or not 0 <= value < math.inf or (value == 0 and not zero):
+            raise WorkbenchError(f"{field.name}={value!r}: must be a {'' if zero else 'positive '}{kind}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +61,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.n_key_value_heads:
             object.__setattr__(self, "n_key_value_heads", self.n_heads)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int | float) or value <= 0 or (field.type == "int" and value != int(value)):
-                raise WorkbenchError(f"{field.name}={value!r}: must be a positive {field.type}")
+        _numbers(self)
         if self.d_model % self.n_heads or self.d_head % 2:
             even = [h for h in range(1, self.d_model // 2 + 1) if self.d_model % (2 * h) == 0]
             raise WorkbenchError(
@@ -76,15 +92,16 @@ class ModelConfig:
             if preset_or_config not in PRESETS:
                 raise UnknownName("preset", preset_or_config, PRESETS)
             return PRESETS[preset_or_config].model
-        _known(cls, "config key", preset_or_config)
-        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        if missing := [key for key in required if key not in preset_or_config]:
-            raise WorkbenchError(f"config lacks {', '.join(missing)}")
+        if not isinstance(preset_or_config, Mapping):
+            raise WorkbenchError(f"{preset_or_config!r}: a preset's name, a ModelConfig or a mapping of config keys")
+        _complete(cls, "config key", preset_or_config)
         return cls(**preset_or_config)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some keys changed."""
+        """A copy with some keys changed; heads that were not grouped stay so."""
         _known(type(self), "config key", changes)
+        if "n_heads" in changes and self.n_key_value_heads == self.n_heads:
+            changes.setdefault("n_key_value_heads", changes["n_heads"])
         return dataclasses.replace(self, **changes)
 
 
@@ -93,7 +110,8 @@ class TrainConfig:
     """The recipe: AdamW (0.9, 0.95), decay of matrices only, clipping, warm-up then cosine to a tenth.
 
     `batch` sequences of `T` tokens a step over all processes; `warmup` and `steps` in steps; `log_every` steps between
-    telemetry rows, `save_every` between resume points; `checkpoints` per doubling of the step (plus step 0 and the last).
+    telemetry rows, `save_every` between resume points; `checkpoints` per doubling of the step (plus step 0 and the
+    last).
     """
 
     steps: int
@@ -115,13 +133,9 @@ class TrainConfig:
     bf16: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "T", "lr", "log_every", "validate_every", "save_every", "checkpoints"):
-            if getattr(self, name) <= 0:
-                raise WorkbenchError(f"{name}={getattr(self, name)!r}: must be positive")
-        if self.warmup < 0 or self.T < 2:
-            raise WorkbenchError(
-                f"warmup={self.warmup}, T={self.T}: a sequence needs 2 tokens, warm-up 0 steps or more"
-            )
+        _numbers(self, may_be_zero=("warmup", "weight_decay", "lr_final", "beta1", "beta2", "clip"))
+        if self.T < 2:
+            raise WorkbenchError(f"T={self.T}: a sequence needs 2 tokens")
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some keys changed."""
@@ -131,7 +145,7 @@ class TrainConfig:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> TrainConfig:
         """A config from a mapping, unknown keys refused."""
-        _known(cls, "training key", values)
+        _complete(cls, "training key", values)
         return cls(**values)
 
 
@@ -153,7 +167,7 @@ def _published(n_layers: int, n_heads: int, d_model: int) -> Preset:
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(
         ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, n_ctx=2048),
-        TrainConfig(steps=300, batch=8, T=128, lr=3e-3, warmup=30, validate_every=50, save_every=50),
+        TrainConfig(steps=300, batch=8, T=128, lr=1.5e-3, warmup=30, validate_every=50, save_every=50),
     ),
     "mini": Preset(
         ModelConfig(n_layers=8, d_model=256, n_heads=8, d_mlp=704, d_vocab=2048, n_ctx=2048),

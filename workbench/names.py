@@ -71,7 +71,12 @@ def position_axis(hook: str) -> int | None:
         return None
     if point in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k"):
         return -3
-    return -1 if point.removeprefix("hook_") in STATISTICS else -2
+    return -1 if is_statistic(hook) else -2
+
+
+def is_statistic(hook: str) -> bool:
+    """Whether a hook point shows a streamed statistic: it can be read, not replaced, and carries no gradient."""
+    return hook.rsplit("hook_", 1)[-1] in STATISTICS
 
 
 def stream_hook(index: int | str, n_layers: int) -> str:

@@ -159,14 +159,21 @@ def attention_reference(
     future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill(future, -math.inf)
     pattern = scores.softmax(-1)
-    statistics = AttentionStatistics(
+    return torch.einsum("bhij,bjhd->bihd", pattern, v).to(q.dtype), pattern, statistics_of(scores, pattern)
+
+
+def statistics_of(
+    scores: Float[Tensor, "batch head pos pos"], pattern: Float[Tensor, "batch head pos pos"]
+) -> AttentionStatistics:
+    """The statistics of a pattern that is at hand, and `lse` of its scores; float32 or better, no gradient."""
+    scores, pattern = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (scores, pattern))
+    return AttentionStatistics(
         received=pattern.sum(-2),
         row_entropy=torch.special.entr(pattern).sum(-1),
         row_max=pattern.amax(-1),
         sink=pattern[..., 0],
         lse=scores.logsumexp(-1),
     )
-    return torch.einsum("bhij,bjhd->bihd", pattern, v).to(q.dtype), pattern, statistics
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

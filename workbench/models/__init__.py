@@ -13,8 +13,8 @@ from workbench.config import ModelConfig
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models.denseformer import DenseFormer
 from workbench.models.neutreno import NeuTRENO
-from workbench.models.residual import KeyResidual
 from workbench.models.resformer import ResFormer
+from workbench.models.residual import KeyResidual
 from workbench.models.shortcut import Shortcut, overrides
 from workbench.models.svformer import SVFormer
 from workbench.models.transformer import Transformer
@@ -31,7 +31,7 @@ class Architecture:
     @property
     def options(self) -> dict[str, Any]:
         """Every option with its default."""
-        defaults = {}
+        defaults: dict[str, Any] = {}
         for shortcut in self.shortcuts:
             parameters = inspect.signature(shortcut).parameters.values()
             defaults |= {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -60,10 +60,12 @@ def architecture(name: str) -> Architecture:
         if part not in ARCHITECTURES:
             raise UnknownName("architecture", part, ARCHITECTURES)
     found = [ARCHITECTURES[part] for part in parts]
+    shortcuts = tuple(s for a in found for s in a.shortcuts)
     constants: dict[str, Any] = {}
-    for a in found:
-        constants |= a.constants
-    return Architecture(" and ".join(a.summary for a in found), tuple(s for a in found for s in a.shortcuts), constants)
+    for known in ARCHITECTURES.values():  # what was published for some of these together holds in any order
+        if set(known.shortcuts) <= set(shortcuts):
+            constants |= known.constants
+    return Architecture(" and ".join(a.summary for a in found), shortcuts, constants)
 
 
 def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
@@ -72,11 +74,14 @@ def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
     for key in options:
         if key not in chosen.options:
             raise UnknownName(f"option of {name}", key, chosen.options)
-    settings = chosen.options | options
-    shortcuts = []
+    settings, shortcuts = chosen.options | options, []
     for shortcut in chosen.shortcuts:
-        names = [p.name for p in inspect.signature(shortcut).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        shortcuts.append(shortcut(config, **{key: settings[key] for key in names}))
+        own = {key: settings[key] for key in Architecture("", (shortcut,)).options}
+        try:
+            shortcuts.append(shortcut(config, **own))
+        except (TypeError, OverflowError) as error:
+            raise WorkbenchError(f"{name} cannot be built with {own}: {error}") from error
+        settings |= {key: getattr(shortcuts[-1], key) for key in own}
     _refuse_conflicts(name, shortcuts, config.n_layers)
     model = Transformer(config, shortcuts, architecture=name)
     model.options = settings

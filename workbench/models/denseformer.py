@@ -11,6 +11,7 @@ the vanilla decoder exactly.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class DenseFormer(Shortcut):
                 f"dilation={dilation}, period={period}: dilation from 1, period from 1 to n_layers={config.n_layers}"
             )
         self.dilation, self.period = dilation, period
-        self.alphas = nn.ModuleDict()
+        self.alphas: Any = nn.ModuleDict()
         for layer in range(period - 1, config.n_layers, period):
             alpha = nn.Linear(len(self.averaged(layer)), 1, bias=False)
             with torch.no_grad():
@@ -63,13 +64,14 @@ class DenseFormer(Shortcut):
         return rows
 
     @classmethod
-    def options_for(cls, shapes: Mapping[str, Sequence[int]], config: ModelConfig) -> dict[str, Any]:
-        layers = sorted(int(name.split(".")[1]) for name in shapes if name.startswith("alphas."))
-        if not layers:
-            return {}
-        period = layers[0] + 1
+    def options_for(cls, shapes: Mapping[str, Sequence[int]], config: ModelConfig) -> list[dict[str, Any]]:
+        layers = [int(m[1]) for name in shapes if (m := re.fullmatch(r"alphas\.(\d+)\.weight", name))]
+        period = min(layers, default=config.n_layers) + 1
+        if period > config.n_layers:
+            return []
+        fits = []
         for dilation in range(1, config.n_layers + 2):
-            fit = cls(config, dilation=dilation, period=period) if period <= config.n_layers else None
-            if fit and {n: list(t.shape) for n, t in fit.named_parameters()} == {n: list(s) for n, s in shapes.items()}:
-                return {"dilation": dilation, "period": period}
-        return {}
+            tensors = cls(config, dilation=dilation, period=period).named_parameters()
+            if {name: list(t.shape) for name, t in tensors} == {name: list(s) for name, s in shapes.items()}:
+                fits.append({"dilation": dilation, "period": period})
+        return fits

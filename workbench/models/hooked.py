@@ -6,10 +6,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig
@@ -18,10 +18,19 @@ from transformer_lens.utilities import Slice
 
 from workbench.config import ModelConfig
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.names import QUADRATIC, STATISTICS, position_axis
+from workbench.names import QUADRATIC, is_statistic, position_axis
 
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 LossFn = Callable[[Tensor, Tensor], Tensor]
+Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
+
+
+class Part(nn.Module):
+    """A module whose hook points and projections are made by name."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 def hooked(point: HookPoint) -> bool:
@@ -37,16 +46,34 @@ def at(point: HookPoint, tensor: Tensor) -> Tensor:
 def keep(module: nn.Module) -> None:
     """Let attribute lookups find a module's children without `nn.Module.__getattr__`, three times faster.
 
-    `nn.Module.__setattr__` drops such an entry when a child is replaced, so the two never disagree.
+    `setattr` drops such an entry when it replaces a child; `add_module` on a finished model would not.
     """
     module.__dict__.update({name: child for name, child in module._modules.items() if isinstance(child, nn.Module)})
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) -> Tensor:
-    """Cross-entropy of each next token in nats: the mean, or [batch, pos - 1]; float32 or better inside."""
+    """Cross-entropy of each next token in nats: the mean, or [batch, pos - 1]; float32 or better inside.
+
+    Logits [batch, pos, d_vocab], tokens [batch, pos]. Raises `BadData` for sequences of one token.
+    """
+    if tokens.shape[1] < 2:
+        raise BadData("a next-token loss needs sequences of 2 tokens or more, got 1")
     wide = logits[:, :-1].float() if logits.dtype in (torch.float16, torch.bfloat16) else logits[:, :-1]
     loss = F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none" if per_token else "mean")
     return loss.unflatten(0, (tokens.shape[0], -1)) if per_token else loss
+
+
+def causal_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Scaled, masked scores [..., head, query, key] of rotated q [..., pos, head, d_head] and k with its kv heads."""
+    k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
+    scores = torch.einsum("...qhd,...khd->...hqk", q, k) * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(future, float("-inf"))
+
+
+def probabilities(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Attention pattern of scores, in float32 or better, then `dtype`."""
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
 
 
 class RebuiltPatterns(dict[Any, Tensor]):
@@ -57,10 +84,8 @@ class RebuiltPatterns(dict[Any, Tensor]):
             raise KeyError(key)
         stem, point = key.rsplit(".", 1)
         q, k = self[f"{stem}.hook_rot_q"], self[f"{stem}.hook_rot_k"]
-        k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
-        scores = torch.einsum("...qhd,...khd->...hqk", q, k) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(torch.ones_like(scores[..., :, :], dtype=torch.bool).triu(1), float("-inf"))
-        return scores if point == "hook_attn_scores" else scores.float().softmax(-1).to(q.dtype)
+        scores = causal_scores(q, k)
+        return scores if point == "hook_attn_scores" else probabilities(scores, q.dtype)
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
@@ -77,6 +102,11 @@ class Cache(ActivationCache):
         self.cache_dict = RebuiltPatterns({name: value.to(device) for name, value in self.cache_dict.items()})
         return self
 
+    def apply_slice_to_batch_dim(self, batch_slice: Any) -> Cache:
+        """A cache of some of the sequences."""
+        cut = super().apply_slice_to_batch_dim(batch_slice)
+        return Cache(RebuiltPatterns(cut.cache_dict), self.model, has_batch_dim=cut.has_batch_dim)
+
 
 class HookedModel(HookedRootModule):
     """A hooked decoder on token ids or text. One thread at a time runs it: hooks are state of the module.
@@ -86,7 +116,8 @@ class HookedModel(HookedRootModule):
 
     embed: nn.Embedding
     unembed: nn.Linear
-    ln_final: nn.Module
+    ln_final: Any
+    blocks: Any
 
     def __init__(self, config: ModelConfig, architecture: str) -> None:
         super().__init__()
@@ -123,7 +154,8 @@ class HookedModel(HookedRootModule):
     ) -> Any:
         """Run on ids [batch, pos] (or [pos]) or text; return_type: logits, loss (mean nats), both, or None.
 
-        Raises `BadData` for empty or too long input, `UnknownName` for another return_type.
+        Raises `BadData` for empty or too long input and for ids outside the vocabulary, `UnknownName` for another
+        return_type.
         """
         if return_type not in ("logits", "loss", "both", None):
             raise UnknownName("return_type", return_type, ["logits", "loss", "both"])
@@ -131,16 +163,19 @@ class HookedModel(HookedRootModule):
         if torch.compiler.is_compiling():
             logits = self.logits(ids)
         else:
-            try:
-                with self.lock:
-                    logits = self.logits(ids)
-            except IndexError:  # from the embedding
-                self._refuse_ids(ids)
-                raise
+            with self.lock:
+                logits = self._logits(ids)
         if return_type in ("logits", None):
             return logits if return_type else None
         loss = next_token_loss(logits, ids, per_token=loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        try:
+            return self.logits(ids)
+        except IndexError:  # from the embedding
+            self._refuse_ids(ids)
+            raise
 
     def _refuse_ids(self, ids: Tensor) -> None:
         low, high = int(ids.min()), int(ids.max())
@@ -161,9 +196,15 @@ class HookedModel(HookedRootModule):
                     f"texts of unequal length {sorted({len(r) for r in rows})} in tokens: run them one by one"
                 )
             ids = torch.tensor(rows, dtype=torch.long)
-        ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+        if not isinstance(ids, Tensor):
+            try:
+                ids = torch.as_tensor(ids)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise BadData(
+                    f"tokens must be text or whole numbers [batch, pos], rows of one length: {error}"
+                ) from error
         ids = ids[None] if ids.ndim == 1 else ids
-        if ids.ndim != 2 or ids.numel() == 0 or ids.is_floating_point():
+        if ids.ndim != 2 or ids.numel() == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise BadData(
                 f"tokens of shape {tuple(ids.shape)}, {ids.dtype}: needs whole numbers [batch, pos], not empty"
             )
@@ -171,14 +212,18 @@ class HookedModel(HookedRootModule):
             raise BadData(
                 f"{ids.shape[1]} tokens exceed the model's context of n_ctx={self.config.n_ctx}: shorten the text"
             )
-        return ids.to(self.embed.weight.device, torch.long)
+        device = self.embed.weight.device
+        if device != ids.device and ids.device.type == "cpu":  # there a wrong id would bring the device down
+            self._refuse_ids(ids)
+        return ids.to(device, torch.long)
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[HookedModel]:
-        """TransformerLens' `hooks`, holding the model's lock for as long as they stand."""
-        with self.lock, super().hooks(*args, **kwargs):
+    def hooks(self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), *args: Any, **kwargs: Any) -> Iterator[HookedModel]:
+        """TransformerLens' `hooks`, holding the model's lock for as long as they stand; unknown names are refused."""
+        self.hook_names([name for name, _ in (*fwd_hooks, *bwd_hooks) if isinstance(name, str)])
+        with self.lock, super().hooks(list(fwd_hooks), list(bwd_hooks), *args, **kwargs):
             yield self
 
     def hook_names(self, names: NamesFilter) -> list[str]:
@@ -193,20 +238,23 @@ class HookedModel(HookedRootModule):
                 raise UnknownName("hook", name, self.hook_dict)
         return chosen
 
-    def run_with_cache(self, *args: Any, names_filter: NamesFilter = None, **kwargs: Any) -> tuple[Any, Cache]:
-        """(output, ActivationCache) of a run; options as in TransformerLens.
+    def run_with_cache(  # type: ignore[override]  # tokens are named here: one input, and its batch is checked
+        self, tokens: Any, *, names_filter: NamesFilter = None, **kwargs: Any
+    ) -> tuple[Any, Cache]:
+        """(output, ActivationCache) of a run; options as in TransformerLens, and `return_type` of `forward`.
 
-        Without a filter everything is cached, but scores and patterns are rebuilt only when they are named.
-        Raises `UnknownName` for a hook that does not exist.
+        Without a filter everything is cached, but scores and patterns are rebuilt only when they are named (with a
+        `pos_slice`, which cuts their queries, they are formed). Raises `UnknownName` for a hook that does not exist.
         """
-        if len(args) > 1:
-            raise WorkbenchError("run_with_cache takes the tokens by position and the rest by name")
-        names = self.hook_names(names_filter)
-        if names_filter is None and kwargs.get("pos_slice") is None:
-            names = [n for n in names if not n.endswith(QUADRATIC) or hooked(self.hook_dict[n])]
+        ids, one = self.to_tokens(tokens), bool(kwargs.get("remove_batch_dim"))
+        if one and len(ids) > 1:
+            raise WorkbenchError(f"remove_batch_dim: the batch has {len(ids)} sequences, not 1")
         with self.lock:
-            out, cache = super().run_with_cache(*map(self.to_tokens, args), names_filter=names, **kwargs)
-        return out, Cache(cache, self, has_batch_dim=not kwargs.get("remove_batch_dim", False))
+            names = self.hook_names(names_filter)
+            if names_filter is None and kwargs.get("pos_slice") is None:
+                names = [n for n in names if not n.endswith(QUADRATIC) or hooked(self.hook_dict[n])]
+            out, cache = super().run_with_cache(ids, names_filter=names, **kwargs)
+        return out, Cache(cache, self, has_batch_dim=not one)
 
     def get_caching_hooks(
         self,
@@ -230,22 +278,24 @@ class HookedModel(HookedRootModule):
             cache[f"{hook.name}{suffix}"] = value
 
         names = self.hook_names(names_filter)
-        forward = [(name, save) for name in names]
-        readable = [n for n in names if n.rsplit("hook_", 1)[-1] not in STATISTICS]
-        return cache, forward, [(n, partial(save, suffix="_grad")) for n in readable] if incl_bwd else []
+        backward = [(n, partial(save, suffix="_grad")) for n in names if incl_bwd and not is_statistic(n)]
+        return cache, [(name, save) for name in names], backward
 
     def run_with_grads(
         self, tokens: Any, names: NamesFilter, loss_fn: LossFn | None = None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Loss, activations and the loss's gradient with respect to each, at the named hook points.
 
-        The gradient at a point is that of what leaves it there alone: a `first.hook_v` counts one layer's branch. Parameter
-        gradients stay untouched and parameters may be frozen. `loss_fn(logits, tokens)` defaults to the mean next-token
-        loss in nats. Streamed statistics carry no gradient and are refused.
+        The gradient at a point is that of what leaves it there alone: a `first.hook_v` counts one layer's branch.
+        Parameter gradients stay untouched and parameters may be frozen. `loss_fn(logits, tokens)` defaults to the mean
+        next-token loss in nats. Streamed statistics carry no gradient: named, they are refused; a function or None
+        passes over them.
         """
         chosen = self.hook_names(names)
-        if inert := [n for n in chosen if n.rsplit("hook_", 1)[-1] in STATISTICS]:
-            raise WorkbenchError(f"{inert[0]} carries no gradient; name q, k, v, z, scores or pattern instead")
+        if inert := [n for n in chosen if is_statistic(n)]:
+            if names is not None and not callable(names):
+                raise WorkbenchError(f"{inert[0]} carries no gradient; name q, k, v, z, attn_scores or pattern instead")
+            chosen = [n for n in chosen if n not in inert]
         ids, captured = self.to_tokens(tokens), {}
 
         def leaf(tensor: Tensor, hook: HookPoint) -> Tensor:
@@ -256,8 +306,9 @@ class HookedModel(HookedRootModule):
             captured[str(hook.name)] = branch
             return branch
 
-        with torch.enable_grad(), self.hooks([("hook_embed", leaf), *((n, capture) for n in chosen)]):
-            logits = self.logits(ids)
+        points: Hooks = [("hook_embed", leaf), *((name, capture) for name in chosen)]
+        with torch.inference_mode(False), torch.enable_grad(), self.hooks(points):
+            logits = self._logits(ids)
             loss = (loss_fn or next_token_loss)(logits, ids)
             found = torch.autograd.grad(loss, list(captured.values()), allow_unused=True) if captured else ()
         grads = {

@@ -1,11 +1,11 @@
 """NeuTRENO: attention's output is pulled back toward the first layer's values.
 
-U_n = A_n V_n + neutreno_lambda (V_1 - V_n) for layers n >= 2, at the token's own position (nothing attends to V_1 here).
+U_n = A_n V_n + neutreno_lambda (V_1 - V_n) for layers n >= 2, at the token's own position (V_1 is not attended to).
 
 Source: Nguyen, Nguyen, Baraniuk (NeurIPS 2023), Mitigating Over-smoothing in Transformers via Regularized Nonlocal
-Functionals; lambda = 0.4 as there for language and as in Zhou et al. (2024). With grouped heads V_1 and V_n are repeated
-to the query heads first (the published code assumes as many). Together with ResFormer V_n is the mixed value and
-lambda = 0.2 (Zhou et al.'s code).
+Functionals; lambda = 0.4 as there for language and as in Zhou et al. (2024). With grouped heads V_1 and V_n are
+repeated to the query heads first (the published code assumes as many). Together with ResFormer V_n is the mixed value
+and lambda = 0.2 (Zhou et al.'s code).
 Seam: attention output, before W_O. Parameters: none. Degenerate case: neutreno_lambda = 0 is the vanilla decoder.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from workbench.config import ModelConfig
@@ -34,5 +35,7 @@ class NeuTRENO(Shortcut):
     def output(self, layer: int, z: Tensor, v: Tensor, sources: Mapping[int, Tensor]) -> Tensor:
         if layer == 0:
             return z
-        pull = (sources[0] - v).repeat_interleave(z.shape[-2] // v.shape[-2], dim=-2)
-        return z + self.neutreno_lambda * pull
+        pull = sources[0] - v
+        if (repeat := z.shape[-2] // v.shape[-2]) > 1:
+            pull = pull.repeat_interleave(repeat, dim=-2)
+        return torch.add(z, pull, alpha=self.neutreno_lambda)

@@ -1,10 +1,10 @@
 """Control: the residual of ResFormer on the keys instead of the values.
 
-K_n = lambda_k1 K_1 + lambda_own K_n^own for layers n >= 2, before the head split and the rotation.
+K_n = lambda_k1 K_1 + lambda_k_own K_n^own for layers n >= 2, before the head split and the rotation.
 
 Source: Zhou et al. (2024), Value Residual Learning, ablation over residual targets; the published weights are not
 stated, the defaults are those of the value residual (0.5, 0.5).
-Seam: keys. Parameters: none. Degenerate case: lambda_k1 = 0, lambda_own = 1 is the vanilla decoder.
+Seam: keys. Parameters: none. Degenerate case: lambda_k1 = 0, lambda_k_own = 1 is the vanilla decoder.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class KeyResidual(Shortcut):
 
     prefix = "residual_k"
 
-    def __init__(self, config: ModelConfig, *, lambda_k1: float = 0.5, lambda_own: float = 0.5) -> None:
+    def __init__(self, config: ModelConfig, *, lambda_k1: float = 0.5, lambda_k_own: float = 0.5) -> None:
         super().__init__(config)
-        self.lambda_k1, self.lambda_own = float(lambda_k1), float(lambda_own)
+        self.lambda_k1, self.lambda_k_own = float(lambda_k1), float(lambda_k_own)
 
     def sources(self, projection: Projection, layer: int) -> tuple[int, ...]:
         return (0,) if self.mixes(projection, layer) else ()
@@ -31,4 +31,4 @@ class KeyResidual(Shortcut):
         return projection == "k" and layer > 0
 
     def weights(self, projection: Projection, layer: int) -> Sequence[Weight]:
-        return self.lambda_k1, self.lambda_own
+        return self.lambda_k1, self.lambda_k_own

@@ -3,11 +3,12 @@
 | seam | where | who uses it |
 |---|---|---|
 | `owns` | which projections a layer has, at construction | SVFormer |
-| `sources`, `weights` | queries, keys and values: a weighted sum of earlier layers' and the layer's own, before attention | ResFormer, SVFormer, K residual |
+| `sources`, `weights` | q, k, v: a weighted sum of earlier layers' and the layer's own | ResFormer, SVFormer, K residual |
 | `output` | after pattern x value, before W_O and before `hook_z` | NeuTRENO |
 | `stream` | after the block; sees the embedding and the raw block outputs so far | DenseFormer |
 
-A source of a tensor is that tensor as its layer projected it, before any mixing there; layer 0's is what layer 0 attends with.
+A source of a tensor is that tensor as its layer projected it, before any mixing there; layer 0's is what layer 0
+attends with.
 """
 
 from __future__ import annotations
@@ -67,9 +68,12 @@ class Shortcut(nn.Module):
         return {}
 
     @classmethod
-    def options_for(cls, shapes: Mapping[str, Sequence[int]], config: ModelConfig) -> dict[str, Any]:
-        """Options under which this shortcut has just the tensors in `shapes` (its names, without prefix)."""
-        return {}
+    def options_for(cls, shapes: Mapping[str, Sequence[int]], config: ModelConfig) -> list[dict[str, Any]]:
+        """Every setting under which this shortcut has just the tensors in `shapes` (its names, without prefix).
+
+        Empty where tensors do not tell.
+        """
+        return []
 
 
 def overrides(shortcut: Shortcut, method: str) -> bool:

@@ -26,9 +26,8 @@ class SVFormer(Shortcut):
         super().__init__(config)
         self.anchors = tuple(anchors)
         if self.anchors[:1] != (0,) or list(self.anchors) != sorted(set(self.anchors) & set(range(config.n_layers))):
-            raise WorkbenchError(
-                f"anchors={self.anchors}: must rise from 0 within the layers 0..{config.n_layers - 1}, as (0,) or (0, 2)"
-            )
+            layers = f"the layers 0..{config.n_layers - 1}"
+            raise WorkbenchError(f"anchors={self.anchors}: must rise from 0 within {layers}, as (0,) or (0, 2)")
 
     def owns(self, projection: Projection, layer: int) -> bool:
         return projection != "v" or layer in self.anchors

@@ -4,7 +4,7 @@
     H_n = H' + W_down(silu(W_gate y) * (W_up y)),  y = RMSNorm(H');  logits = W_head RMSNorm(H_L)
 
 Source: the baseline of Zhou et al. (2024), Value Residual Learning; rotary positions in half-split form. No bias, no
-dropout, untied head. Attention is fused unless a hook asks for scores or pattern; hook points without hooks cost nothing.
+dropout, untied head. Attention is fused unless a hook asks for scores or pattern; points without hooks cost nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
 from workbench.files import digest
-from workbench.kernels.attention import AttentionStatistics, attention_statistics
-from workbench.models.hooked import HookedModel, at, hooked, keep
+from workbench.kernels.attention import AttentionStatistics, attention_statistics, statistics_of
+from workbench.models.hooked import HookedModel, Part, at, causal_scores, hooked, keep, probabilities
 from workbench.models.shortcut import Projection, Shortcut, mix, overrides
 from workbench.names import STATISTICS
 
@@ -59,18 +59,21 @@ class Rotary(nn.Module):
         self.tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def forward(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines, each [length, 1, d_head], computed once in float32 for a device and dtype."""
+        """Cosines and signed sines, each [length, 1, d_head], computed once for a device and dtype."""
         key = (like.device, like.dtype)
         if key not in self.tables:
-            exponent = torch.arange(0, self.d_head, 2, device=like.device).float() / self.d_head
-            angle = torch.outer(torch.arange(self.n_ctx, device=like.device).float(), 1.0 / self.theta**exponent)
-            sin = torch.cat((-angle.sin(), angle.sin()), -1)
-            self.tables[key] = (
-                torch.cat((angle, angle), -1).cos()[:, None].to(like.dtype),
-                sin[:, None].to(like.dtype),
-            )
+            self.tables[key] = self._table(like)
         cos, sin = self.tables[key]
         return cos[:length], sin[:length]
+
+    @torch.inference_mode(False)  # a table made in inference mode could never be trained with
+    def _table(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(like.dtype, torch.float32)
+        exponent = torch.arange(0, self.d_head, 2, device=like.device, dtype=wide) / self.d_head
+        position = torch.arange(self.n_ctx, device=like.device, dtype=wide)
+        angle = torch.outer(position, 1.0 / self.theta**exponent)
+        cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((-angle.sin(), angle.sin()), -1)
+        return cos[:, None].to(like.dtype), sin[:, None].to(like.dtype)
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
@@ -78,7 +81,7 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     return x * turn[0] + x.roll(x.shape[-1] // 2, -1) * turn[1]  # unfused: rounds as the published code does
 
 
-class Branch(nn.Module):
+class Branch(Part):
     """A tensor on its way into a layer's mix: `own`, `first`, or `source.<j>`."""
 
     def __init__(self, projections: Sequence[str]) -> None:
@@ -88,7 +91,7 @@ class Branch(nn.Module):
         keep(self)
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """Causal attention with grouped key-value heads; q, k and v may be mixtures over layers."""
 
     def __init__(self, config: ModelConfig, layer: int, shortcuts: Sequence[Shortcut]) -> None:
@@ -96,7 +99,7 @@ class Attention(nn.Module):
         self.config, self.layer = config, layer
         self.sources: dict[str, tuple[int, ...]] = {}
         self.mixers: dict[str, Shortcut | None] = {}
-        widths = {"q": config.d_model, "k": config.d_key_value, "v": config.d_key_value}
+        widths: dict[Projection, int] = {"q": config.d_model, "k": config.d_key_value, "v": config.d_key_value}
         for name, width in widths.items():
             if all(s.owns(name, layer) for s in shortcuts):
                 setattr(self, f"{name}_proj", nn.Linear(config.d_model, width, bias=False))
@@ -111,8 +114,8 @@ class Attention(nn.Module):
             self.own = Branch(own)
         self.branches = {name: self._branches(name, js) for name, js in self.sources.items()}
         self.kept: set[str] = set()  # tensors a later layer reads, told by the model
-        for name in ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", *STATISTICS):
-            setattr(self, f"hook_{name}", HookPoint())
+        for point in ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", *STATISTICS):
+            setattr(self, f"hook_{point}", HookPoint())
         self.statistics = tuple(getattr(self, f"hook_{name}") for name in STATISTICS)
         keep(self)
 
@@ -132,7 +135,7 @@ class Attention(nn.Module):
 
     def project(self, name: Projection, x: Tensor, memory: Memory) -> tuple[Tensor, dict[int, Tensor]]:
         """Effective query, key or value [batch, pos, head, d_head], and the sources it may have used."""
-        own = None
+        own: Any = None
         if (projection := getattr(self, _PROJ[name], None)) is not None:
             own = projection(x).view(*x.shape[:2], -1, self.config.d_head)
             if self.sources[name] or name == "v":
@@ -152,48 +155,41 @@ class Attention(nn.Module):
         assert mixer is not None
         weights = mixer.weights(name, self.layer)
         if hooked(point):
-            device = next(iter(sources.values())).device
-            weights = point(torch.stack([torch.as_tensor(w, device=device) for w in weights])).unbind(-1)
+            like = next(iter(sources.values()))
+            wide = torch.promote_types(like.dtype, torch.float32)
+            weights = point(torch.stack([torch.as_tensor(w, dtype=wide, device=like.device) for w in weights])).unbind()
         return mix(weights, [*(sources[j] for j in mixer.sources(name, self.layer)), own])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Head outputs [batch, pos, head, d_head]; statistics and pattern only where a hook asks for them."""
         wanted = [point for point in self.statistics if hooked(point)]
         if hooked(self.hook_attn_scores) or hooked(self.hook_pattern):
-            z, statistics = self._eager(q, k, v, bool(wanted))
-        elif wanted and not (torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)):
-            z, statistics = attention_statistics(q, k, v)
-        else:
-            grouped = k.shape[-2] != q.shape[-2]
-            z = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=grouped
-            ).transpose(1, 2)
-            statistics = attention_statistics(q.detach(), k.detach(), v.detach())[1] if wanted else None
-        for point in wanted:
+            z, scores, pattern = self._eager(q, k, v)
+            if wanted:  # of the pattern in use, whatever a hook made of it
+                self._show(wanted, statistics_of(scores, pattern))
+            return z
+        if wanted:  # autocast leaves q and k wider than v; attention runs in v's type
+            streamed, statistics = attention_statistics(q.to(v.dtype), k.to(v.dtype), v)
+            self._show(wanted, statistics)
+            if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+                return streamed
+        grouped = k.shape[-2] != q.shape[-2]
+        return F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=grouped
+        ).transpose(1, 2)
+
+    @staticmethod
+    def _show(points: list[HookPoint], statistics: AttentionStatistics) -> None:
+        for point in points:
             value = getattr(statistics, str(point.name).rsplit("hook_", 1)[-1])
             if point(value) is not value:
                 raise WorkbenchError(f"{point.name} can be read, not replaced: it is computed beside the attention")
-        return z
 
-    def _eager(self, q: Tensor, k: Tensor, v: Tensor, statistics: bool) -> tuple[Tensor, Any]:
-        repeat = q.shape[-2] // k.shape[-2]
-        k, v = k.repeat_interleave(repeat, dim=-2), v.repeat_interleave(repeat, dim=-2)
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.config.d_head**-0.5
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = at(self.hook_attn_scores, scores.masked_fill(future, float("-inf")))
-        wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
-        pattern = at(self.hook_pattern, scores.softmax(-1, dtype=wide).to(q.dtype))
-        found = None
-        if statistics:  # of the pattern in use, whatever a hook made of it
-            wide_pattern = pattern.detach().to(wide)
-            found = AttentionStatistics(
-                received=wide_pattern.sum(-2),
-                row_entropy=torch.special.entr(wide_pattern).sum(-1),
-                row_max=wide_pattern.amax(-1),
-                sink=wide_pattern[..., 0],
-                lse=scores.detach().to(wide).logsumexp(-1),
-            )
-        return torch.einsum("bhqk,bkhd->bqhd", pattern, v), found
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = at(self.hook_attn_scores, causal_scores(q, k))
+        pattern = at(self.hook_pattern, probabilities(scores, q.dtype))
+        v = v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2)
+        return torch.einsum("bhqk,bkhd->bqhd", pattern, v), scores, pattern
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         """Normalised stream [batch, pos, d_model] -> attention's addition to the stream."""
@@ -233,7 +229,7 @@ class MLP(nn.Module):
         return self.down_proj.weight.T
 
 
-class Block(nn.Module):
+class Block(Part):
     """Attention and MLP, each added to the stream after a norm."""
 
     hook_out_is_single_residual_stream = True  # what TransformerLens' logit lens asks
@@ -303,7 +299,7 @@ class Transformer(HookedModel):
         return self.unembed(self.ln_final(x))
 
     def average(self, layer: int, x: Tensor, history: list[Tensor]) -> Tensor:
-        """What the next block reads where block outputs are averaged; the last `hook_resid_post` sees the final norm's input."""
+        """What the next block reads where outputs are averaged; the last `hook_resid_post` is the final norm's input."""
         block, last = self.blocks[layer], layer == self.config.n_layers - 1
         x = at(block.hook_dwa_in, x)
         x = x if last else at(block.hook_resid_post, x)

@@ -1,0 +1,148 @@
+"""The published implementations' outputs on their own random checkpoints, reproduced number by number."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import workbench
+from workbench.checkpoints import llama_name
+from workbench.errors import ArchitectureAssumed, BadCheckpoint
+from workbench.metrics.attention import importance_entropy
+from workbench.metrics.residual import token_similarity
+from workbench.names import stream_hook
+
+GOLDEN = Path(__file__).parent / "golden"
+FOLDERS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+RESULTS = {
+    "architecture",
+    "loss",
+    "token_importance_entropy_by_layer",
+    "hidden_state_similarity_by_layer",
+    "grad_norm",
+}
+
+
+class Reference:
+    """One folder: what the published code was told, and what it found."""
+
+    def __init__(self, name: str) -> None:
+        self.folder = GOLDEN / name
+        self.found = json.loads((self.folder / "expected.json").read_text())
+        self.tensors = load_file(self.folder / "expected.safetensors")
+        self.ids = self.tensors["input_ids"]
+        self.options = {key: value for key, value in self.found.items() if key not in RESULTS}
+
+    def load(self):
+        return workbench.load(self.folder, architecture=self.found["architecture"], **self.options)
+
+
+@pytest.fixture(params=FOLDERS, scope="module")
+def golden(request):
+    return Reference(request.param)
+
+
+def test_all_eleven_references_are_here():
+    assert len(FOLDERS) == 11
+    assert {Reference(name).found["architecture"] for name in FOLDERS} == {
+        "transformer",
+        "resformer",
+        "svformer",
+        "neutreno",
+        "resformer+neutreno",
+        "denseformer",
+    }
+
+
+def test_logits_and_loss(golden):
+    logits, loss = golden.load()(golden.ids, return_type="both")
+    torch.testing.assert_close(logits, golden.tensors["logits"], atol=1e-5, rtol=0)
+    assert loss.item() == pytest.approx(golden.found["loss"], abs=1e-5)
+
+
+def test_attention_of_first_and_last_layer(golden):
+    model = golden.load()
+    _, cache = model.run_with_cache(golden.ids)
+    for layer, name in ((0, "attention_first"), (-1, "attention_last")):
+        torch.testing.assert_close(cache["pattern", layer], golden.tensors[name], atol=1e-5, rtol=0)
+
+
+def test_gradient_norm_of_every_tensor(golden):
+    model = golden.load()
+    model(golden.ids, return_type="loss").backward()
+    norms = {llama_name(name): p.grad.norm().item() for name, p in model.named_parameters()}
+    assert norms == {name: pytest.approx(value, rel=1e-4) for name, value in golden.found["grad_norm"].items()}
+
+
+def test_token_importance_entropy_of_every_layer(golden):
+    model = golden.load()
+    names = [f"blocks.{layer}.attn.hook_received" for layer in range(model.config.n_layers)]
+    _, cache = model.run_with_cache(golden.ids, names_filter=names)
+    found = [importance_entropy(cache[name]).mean().item() for name in names]
+    assert found == pytest.approx(golden.found["token_importance_entropy_by_layer"], abs=1e-4)
+
+
+def test_token_similarity_of_every_stream(golden):
+    """Index n is what block n reads; the published last entry stands after the final norm."""
+    model = golden.load()
+    depth = model.config.n_layers
+    names = [stream_hook(n, depth) for n in (*range(depth), "final")]
+    _, cache = model.run_with_cache(golden.ids, names_filter=names)
+    found = [token_similarity(cache[name]).mean().item() for name in names]
+    assert found == pytest.approx(golden.found["hidden_state_similarity_by_layer"], abs=1e-4)
+
+
+def test_loading_without_a_name_warns_and_names_the_alternatives(golden):
+    """Every file says `llama`: what the tensors cannot tell apart is assumed aloud, what they can is recognised."""
+    with pytest.warns(ArchitectureAssumed) as caught:
+        model = workbench.load(golden.folder)
+    assert model.assumed
+    told = str(caught[0].message)
+    assert caught[0].filename == __file__
+    true = golden.found["architecture"]
+    if true in ("svformer", "denseformer"):
+        assert model.architecture == true
+        assert {key: model.options[key] for key in golden.options} == golden.options
+        torch.testing.assert_close(model(golden.ids), golden.tensors["logits"], atol=1e-5, rtol=0)
+    else:
+        assert model.architecture == "transformer"
+        for name in ("resformer", "neutreno", "resformer+neutreno", "residual_k"):
+            assert name in told
+        assert "svformer" not in told
+        assert "denseformer" not in told
+
+
+def test_an_option_alone_narrows_the_assumption():
+    with pytest.warns(ArchitectureAssumed, match=r"'neutreno' is assumed.*resformer\+neutreno"):
+        model = workbench.load(GOLDEN / "neutreno_lambda04", neutreno_lambda=0.4)
+    reference = Reference("neutreno_lambda04")
+    torch.testing.assert_close(model(reference.ids), reference.tensors["logits"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("folder", "architecture", "tensor"),
+    [
+        ("baseline", "svformer", r"unexpected model\.layers\.1\.self_attn\.v_proj\.weight"),
+        ("svformer", "resformer", r"missing model\.layers\.1\.self_attn\.v_proj\.weight"),
+        ("baseline", "denseformer", r"missing dwa\.alphas\.0\.weight"),
+        ("denseformer_dilation1_period1", "transformer", r"unexpected dwa\.alphas\.0\.weight"),
+    ],
+)
+def test_a_contradictory_architecture_is_refused_by_the_tensors_names(folder, architecture, tensor):
+    with warnings.catch_warnings(), pytest.raises(BadCheckpoint, match=tensor):
+        warnings.simplefilter("error")
+        workbench.load(GOLDEN / folder, architecture=architecture)
+
+
+def test_a_wrong_constant_is_no_accident(golden):
+    """The references do tell architectures apart: another constant moves the logits far beyond the tolerance."""
+    for key, value in golden.options.items():
+        if key.startswith(("lambda", "neutreno")):
+            other = golden.options | {key: value + 0.1}
+            model = workbench.load(golden.folder, architecture=golden.found["architecture"], **other)
+            assert (model(golden.ids) - golden.tensors["logits"]).abs().max() > 1e-3
