@@ -130,19 +130,25 @@ def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -
     """
     if not 0 < validation < 1:
         raise BadData(f"validation is {validation}; give a share between 0 and 1, such as {VALIDATION}")
+    documents, files = read_documents(paths)
+    size = sum(file["bytes"] for file in files)
+    if size < LEAST_BYTES:
+        raise BadData(f"{size} bytes of text in {len(files)} files are too little; give at least {LEAST_BYTES} bytes")
+    manifest = {"origin": "files", "validation": validation, "files": files, "skipped": []}
+    return _finish(_choose_sides(documents, validation), manifest)
+
+
+def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tuple[list[Document], list[dict[str, Any]]]:
+    """Files cut into documents, all on one side, and an entry for each file."""
     found = _text_files([Path(path) for path in paths])
-    size = sum(len(data) for _, data in found.values())
     common = os.path.commonpath([path.parent for path in found])
     documents, files = [], []
     for path, (domain, data) in found.items():
         source = path.relative_to(common).as_posix().encode("utf-8", "backslashreplace").decode()
         files.append(_entry(source, data))
         texts = pieces(_checked_text(path, data))
-        documents += [Document(f"{source}#{i}", domain, "train", text) for i, text in enumerate(texts)]
-    if size < LEAST_BYTES:
-        raise BadData(f"{size} bytes of text in {len(found)} files are too little; give at least {LEAST_BYTES} bytes")
-    manifest = {"origin": "files", "validation": validation, "files": files, "skipped": []}
-    return _finish(_choose_sides(documents, validation), manifest)
+        documents += [Document(f"{source}#{i}", domain, split, text) for i, text in enumerate(texts)]
+    return documents, files
 
 
 def save(corpus: Corpus, folder: Path) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from workbench import corpus as corpora
 from workbench.errors import BadCheckpoint, BadData, UnknownName
 from workbench.files import digest, write_json
 from workbench.tasks import RepeatedTokens
-from workbench.tokenizer import Tokenizer, TokenDocuments, tokenize, train_tokenizer
+from workbench.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ class Sample:
 class Data(Protocol):
     """What training and measuring ask of a source."""
 
-    kind: str
-    tokenizer: Any
-
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tokenizer(self) -> Any: ...
     @property
     def hash(self) -> str: ...
     @property
@@ -61,7 +62,7 @@ class TextData:
 
     corpus: corpora.Corpus
     tokenizer: Tokenizer
-    bos: str | None = None
+    bos: Literal["first"] | None = None
     kind: str = "text"
 
     @cached_property
@@ -91,11 +92,8 @@ class TextData:
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
         """Batch of a step [size, T]: packed chunks in an order drawn anew each epoch, a function of the seed alone."""
         chunks = self._train.chunks(T)
-        rows = np.arange((step) * size, (step + 1) * size)
-        picked = [
-            chunks[_order(len(chunks), seed, int(epoch))[i]]
-            for epoch, i in zip(*divmod(rows, len(chunks)), strict=True)
-        ]
+        epochs, places = divmod(np.arange(step * size, (step + 1) * size), len(chunks))
+        picked = [chunks[_order(len(chunks), seed, int(epoch))[i]] for epoch, i in zip(epochs, places, strict=True)]
         return torch.from_numpy(np.stack(picked).astype(np.int64))
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
@@ -121,15 +119,11 @@ class TextData:
         return folder
 
 
-_orders: dict[tuple[int, int, int], np.ndarray] = {}
-
-
+@lru_cache(maxsize=2)
 def _order(n: int, seed: int, epoch: int) -> np.ndarray:
-    key = (n, seed, epoch)
-    if key not in _orders:
-        _orders.clear()
-        _orders[key] = np.random.default_rng([seed, epoch, 7]).permutation(n)
-    return _orders[key]
+    if seed < 0:
+        raise BadData(f"seed is {seed}; give a whole number of at least 0")
+    return np.random.default_rng([seed, epoch, 7]).permutation(n)
 
 
 @dataclass(frozen=True)
@@ -141,8 +135,8 @@ class RepeatedData:
     domains: tuple[str, ...] = ("repeated",)
 
     def _task(self, T: int) -> RepeatedTokens:
-        if T % 2:
-            raise BadData(f"T={T}: repeated sequences need an even length")
+        if T % 2 or T < 4:
+            raise BadData(f"T={T}: repeated sequences need an even length of at least 4")
         return RepeatedTokens(vocabulary=self.vocabulary, period=T // 2)
 
     @property
@@ -166,6 +160,8 @@ class RepeatedData:
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
         """Held-out sequences; each is a document of its own."""
+        if domain not in (None, *self.domains):
+            raise UnknownName("domain", domain, self.domains)
         return Sample(self._task(T).validation(n, seed), range(n), "validation", "repeated")
 
     def readings(self, per_token: Tensor) -> dict[str, Tensor]:
@@ -178,10 +174,10 @@ class RepeatedData:
 
 
 def prepare(
-    *, texts: Sequence[str | Path] | None = None, vocabulary: int | None = None, bos: str | None = None, root: Path | None = None,
-    max_bytes: int | None = None,
+    *, texts: Sequence[str | Path] | None = None, vocabulary: int | None = None, bos: Any = None,
+    root: Path | None = None, max_bytes: int | None = None,
 ) -> TextData:  # fmt: skip
-    """Corpus (the running Python's standard library, or the user's own text files) and a tokenizer trained on its training part."""
+    """Corpus (the running Python's standard library, or the user's own text files) and a tokenizer of its training part."""
     if bos not in (None, "first"):
         raise UnknownName("bos option", bos, ["first"])
     if texts:
@@ -197,11 +193,22 @@ def prepare(
 
 def open_data(description: dict[str, Any], root: Path) -> Data:
     """The data a run was trained on, from its description; raises `BadCheckpoint` where the corpus is not under `root`."""
-    if description.get("kind") == "repeated":
-        return RepeatedData(int(description["vocabulary"]))
-    folder = root / str(description.get("hash"))
-    if description.get("kind") != "text" or Path(str(description.get("hash"))).name != description.get("hash"):
+    kind, name = description.get("kind"), str(description.get("hash"))
+    if kind == "repeated" and isinstance(description.get("vocabulary"), int):
+        return RepeatedData(description["vocabulary"])
+    if kind != "text" or Path(name).name != name:
         raise BadCheckpoint(f"unknown data {description!r}; give data= instead")
-    if not (folder / "data.json").exists():
-        raise BadCheckpoint(f"the corpus {folder.name} this run was trained on is not under {root}; give data= instead")
-    return TextData(corpora.load(folder), Tokenizer.load(folder / "tokenizer.json"), description.get("bos"))
+    if not (root / name / "data.json").exists():
+        raise BadCheckpoint(f"the corpus {name} this run was trained on is not under {root}; give data= instead")
+    return _open_text(root / name, description.get("bos"))
+
+
+@lru_cache(maxsize=2)  # named by its content; tokenising it again for each checkpoint would cost more than measuring
+def _open_text(folder: Path, bos: Any) -> TextData:
+    try:
+        data = TextData(corpora.load(folder), Tokenizer.load(folder / "tokenizer.json"), bos)
+    except BadData as error:
+        raise BadCheckpoint(str(error)) from error
+    if data.hash != folder.name:
+        raise BadCheckpoint(f"{folder} holds other data than its name says; remove it and build it again")
+    return data

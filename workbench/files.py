@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Raises `WorkbenchError` naming `path` where the disk refuses (full, quota, read-only).
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    part = Path(name)
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield part
         with part.open("rb+") as file:
             os.fsync(file.fileno())
@@ -32,7 +30,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise WorkbenchError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only folder has no such file
+            part.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -51,5 +50,6 @@ def digest(*parts: object) -> str:
     sha = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True, default=str).encode()
-        sha.update(len(data).to_bytes(8, "little") + data)
+        sha.update(len(data).to_bytes(8, "little"))
+        sha.update(data)  # apart: weights are large, and a concatenation would copy them
     return sha.hexdigest()[:16]

@@ -1,6 +1,6 @@
 """Running a model differently: replace a tensor by its mean per token, by its mean, or by zero, and read the loss.
 
-`replaced(model, site, layers, table)` is the context manager; `value_ablation` is the experiment built on it.
+`replaced(model, tokens, layers, how, means)` is the context manager; `value_ablation` is the experiment built on it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from workbench.models.hooked import HookedModel
 from workbench.names import ACTIVATIONS
 
 SITES = ("own_v", "v", "q", "k")
+REPLACEMENTS = ("token_mean", "mean", "zero")
+TABLE_TOKENS = 65_536  # enough to see nearly every id of a small vocabulary
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Intervention:
 
     def version(self) -> str:
         """Changes with the code."""
-        return digest(*(inspect.getsource(f) for f in (self.function, token_means, replaced)))
+        return digest(*(inspect.getsource(f) for f in (self.function, TokenMeans, token_means, replaced, _losses)))
 
 
 INTERVENTIONS: dict[str, Intervention] = {}
@@ -61,18 +63,25 @@ def _hooks(model: HookedModel, site: str, layers: Sequence[int]) -> dict[int, st
 
 @dataclass(frozen=True)
 class TokenMeans:
-    """Mean of a site per token id and layer: `sums` [layer][d_vocab, ...], `counts` [d_vocab]; unseen ids get the global mean."""
+    """Mean of a site per token id and layer: `sums` {layer: [d_vocab, head, d_head]}, `counts` [d_vocab]."""
 
     site: str
     counts: Tensor
     sums: dict[int, Tensor]
 
-    def table(self, layer: int) -> Tensor:
-        """[d_vocab, kv_head, d_head]."""
-        sums = self.sums[layer]
-        counts = self.counts.view(-1, *[1] * (sums.ndim - 1))
-        overall = sums.sum(0) / self.counts.sum()
-        return torch.where(counts > 0, sums / counts.clamp_min(1), overall)
+    def seen(self, tokens: Tensor) -> Tensor:
+        """Which of the ids [batch, pos] the table has a mean for."""
+        return (self.counts > 0).to(tokens.device)[tokens]
+
+    def replacement(self, layer: int, tokens: Tensor, how: str) -> Tensor:
+        """What stands in at each of the ids [batch, pos], or at all alike: [..., head, d_head], float64."""
+        sums = self.sums[layer].to(tokens.device)
+        if how == "zero":
+            return torch.zeros_like(sums[0])
+        if how == "mean":
+            return sums.sum(0) / self.counts.sum()
+        counts = self.counts.to(tokens.device).clamp_min(1)
+        return sums[tokens] / counts[tokens][..., None, None]
 
 
 @torch.no_grad()
@@ -87,7 +96,7 @@ def token_means(model: HookedModel, site: str, batches: Sequence[Tensor]) -> Tok
 
         def add(tensor: Tensor, hook: Any, ids: Tensor = ids) -> None:
             layer, flat = int(hook.layer()), tensor.flatten(0, 1).double().cpu()
-            total = sums.setdefault(layer, flat.new_zeros(len(counts), *flat.shape[1:]))
+            total = sums.setdefault(layer, flat.new_zeros(model.config.d_vocab, *flat.shape[1:]))
             total.index_add_(0, ids.cpu(), flat)
 
         with model.hooks([(name, add) for name in hooks.values()]):
@@ -97,28 +106,23 @@ def token_means(model: HookedModel, site: str, batches: Sequence[Tensor]) -> Tok
 
 @contextmanager
 def replaced(
-    model: HookedModel, tokens: Tensor, site: str, layers: Sequence[int], how: str, means: TokenMeans | None = None
+    model: HookedModel, tokens: Tensor, layers: Sequence[int], how: str, means: TokenMeans
 ) -> Iterator[HookedModel]:
-    """While open, the site's vectors at `layers` are replaced for runs on `tokens` [batch, pos].
+    """While open, the vectors of the site of `means` at `layers` are replaced for runs on `tokens` [batch, pos].
 
-    `how`: `token_mean` (the mean of each position's token id), `mean` (the mean over all tokens) or `zero`. The first two
-    need `means`. Raises `UnknownName` for another way or site, `WorkbenchError` where no chosen layer has the site.
+    `how`: `token_mean` (the mean of each position's token id), `mean` (the mean over all tokens) or `zero`. Tokens that the
+    table has never seen keep their own vectors under all three. Raises `UnknownName` for another way or site,
+    `WorkbenchError` where no chosen layer has the site.
     """
-    if how not in ("token_mean", "mean", "zero"):
-        raise UnknownName("replacement", how, ["token_mean", "mean", "zero"])
-    hooks = _hooks(model, site, layers)
+    if how not in REPLACEMENTS:
+        raise UnknownName("replacement", how, REPLACEMENTS)
+    hooks = _hooks(model, means.site, layers)
     if not hooks:
-        raise WorkbenchError(f"{model.architecture} has no {site} at layers {list(layers)}")
+        raise WorkbenchError(f"{model.architecture} has no {means.site} at layers {list(layers)}")
+    seen = means.seen(tokens)[..., None, None]
 
     def swap(tensor: Tensor, hook: Any) -> Tensor:
-        if how == "zero":
-            return torch.zeros_like(tensor)
-        assert means is not None
-        table = means.table(int(hook.layer())).to(tensor)
-        if how == "token_mean":
-            return table[tokens]
-        frequency = (means.counts / means.counts.sum()).to(tensor)
-        return torch.tensordot(frequency, table, dims=1).expand_as(tensor)
+        return torch.where(seen, means.replacement(int(hook.layer()), tokens, how).to(tensor), tensor)
 
     with model.hooks([(name, swap) for name in hooks.values()]):
         yield model
@@ -126,15 +130,12 @@ def replaced(
 
 @torch.no_grad()
 def _losses(
-    model: HookedModel, batches: Sequence[Tensor], how: str | None, means: TokenMeans, layers: Sequence[int]
+    model: HookedModel, batches: Sequence[Tensor], means: TokenMeans, layers: Sequence[int], how: str | None = None
 ) -> Tensor:
-    """Loss of each document in nats."""
+    """Loss of each document in nats, with the site replaced where `how` says so."""
     found = []
     for tokens in batches:
-        if how is None:
-            found.append(model(tokens, return_type="loss", loss_per_token=True).mean(1))
-            continue
-        with replaced(model, tokens, means.site, layers, how, means):
+        with replaced(model, tokens, layers, how, means) if how else nullcontext():
             found.append(model(tokens, return_type="loss", loss_per_token=True).mean(1))
     return torch.cat(found).double()
 
@@ -144,40 +145,36 @@ def value_ablation(
 ) -> Iterator[dict[str, Any]]:
     """Change of the validation loss when values are replaced by their per-token mean, their mean, or zero.
 
-    Per layer, and for all layers after the first together (no layer). The table of means comes from training documents.
-    `kept` = 1 - change(token mean) / change(zero): the share of what the values do that the token alone supplies. The first
-    layer's own values change by exactly 0 under the token mean, since they are a function of the token: a built-in check.
-    Caution: zero also changes the scale of attention's output; read it beside the mean. Unit: nats.
+    Per layer, and for all layers after the first together (no layer). The table of means comes from 65,536 tokens of
+    training documents; positions whose id is not among them keep their own values under all three replacements, so that the
+    three speak of the same positions. `kept` = 1 - change(token mean) / change(zero): the share of what the values do that
+    the token alone supplies. The first layer's own values are a function of the token, so their change under the token
+    mean is exactly 0 up to rounding: a built-in check. Caution: zero also changes the scale of attention's output; read it
+    beside the mean. Unit: nats.
     """
     if data is None:
         raise WorkbenchError("value_ablation needs the run's training data for its table of means: give a run")
     device, T, n_layers = model.embed.weight.device, sample.ids.shape[1], model.config.n_layers
     batches = [ids.to(device) for ids in sample.ids.split(batch)]
-    training = [data.batch(step, batch, T, 0).to(device) for step in range(max(1, 65536 // (batch * T)))]
+    training = data.batch(0, max(1, TABLE_TOKENS // T), T, 0)  # the same documents whatever the batch
     for site in sites:
-        means = token_means(model, site, training)
-        plain = _losses(model, batches, None, means, [])
-        groups = [([layer], {"layer": layer}) for layer in sorted(means.sums)]
+        means = token_means(model, site, [ids.to(device) for ids in training.split(batch)])
+        plain = _losses(model, batches, means, [])
+        groups: list[tuple[list[int], dict[str, int]]] = [([layer], {"layer": layer}) for layer in sorted(means.sums)]
         if deep := [layer for layer in range(1, n_layers) if layer in means.sums]:
             groups.append((deep, {}))
         for layers, axes in groups:
-            changes = {
-                how: _losses(model, batches, how, means, layers) - plain for how in ("token_mean", "mean", "zero")
-            }
-            for how, change in changes.items():
-                se = float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.nan
-                yield {
-                    "site": site,
-                    **axes,
-                    "variant": how,
-                    "value": float(change.mean()),
-                    "se": se,
-                    "n": len(change),
-                    "unit": "nats",
-                }
-            zero, token = float(changes["zero"].mean()), float(changes["token_mean"].mean())
-            kept = 1 - token / zero if zero > 0 else math.nan
-            yield {"site": site, **axes, "variant": "kept", "value": kept, "n": len(plain), "unit": "share"}
+            changes = {how: _losses(model, batches, means, layers, how) - plain for how in REPLACEMENTS}
+            for row in _change_rows(changes):
+                yield {"site": site, **axes, **row, "n": len(plain)}
+
+
+def _change_rows(changes: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
+    for how, change in changes.items():
+        se = float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.nan
+        yield {"variant": how, "value": float(change.mean()), "se": se, "unit": "nats"}
+    zero, token = float(changes["zero"].mean()), float(changes["token_mean"].mean())
+    yield {"variant": "kept", "value": 1 - token / zero if zero > 0 else math.nan, "unit": "share"}
 
 
 INTERVENTIONS["value_ablation"] = Intervention(

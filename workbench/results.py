@@ -6,6 +6,7 @@ Columns that do not apply are null; step 0 is random init; se and n count docume
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,40 +15,31 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock
 
-from workbench.errors import BadCheckpoint
+from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import replacing
 
 TEXT = ("run", "architecture", "metric", "data", "site", "part", "variant", "control", "unit", "provenance")
-WHOLE = ("seed", "step", "T", "layer", "source", "head", "position", "index", "n")
+WHOLE = ("seed", "step", "T", "layer", "source", "head", "position", "index", "n", "document")
 COLUMNS = (
     "run", "architecture", "seed", "step", "metric", "data", "T", "site", "part", "layer", "source", "head", "position",
     "index", "variant", "control", "value", "se", "n", "unit", "provenance",
 )  # fmt: skip
 SAMPLE_COLUMNS = (
-    "run",
-    "architecture",
-    "seed",
-    "step",
-    "metric",
-    "data",
-    "site",
-    "layer",
-    "head",
-    "variant",
-    "document",
-    "value",
+    "run", "architecture", "seed", "step", "metric", "data", "site", "layer", "head", "variant", "document", "value",
     "provenance",
-)
+)  # fmt: skip
 """One value per document, for resampling; kept where a record has no position axis."""
 
 
 def records(rows: Iterable[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """A table with exactly the record columns, typed: text, nullable whole numbers, floats."""
-    frame = pd.DataFrame(list(rows), columns=list(columns))
-    for name in columns:
-        kind = "str" if name in TEXT else "Int64" if name in (*WHOLE, "document") else "float64"
-        frame[name] = frame[name].astype(kind)
-    return frame
+    return typed(pd.DataFrame(list(rows), columns=list(columns)), columns)
+
+
+def typed(frame: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
+    """The same table with exactly these columns, each of its documented type; absent ones are null."""
+    kinds = {name: "str" if name in TEXT else "Int64" if name in WHOLE else "float64" for name in columns}
+    return frame.reindex(columns=list(columns)).astype(kinds)
 
 
 def write_parquet(frame: pd.DataFrame, path: Path) -> None:
@@ -56,49 +48,33 @@ def write_parquet(frame: pd.DataFrame, path: Path) -> None:
         frame.to_parquet(part, index=False)
 
 
-def read_parquet(
-    pattern: str | Path | Sequence[Path], columns: Sequence[str] = COLUMNS, where: str = ""
-) -> pd.DataFrame:
-    """Rows of all files of a glob or list, through DuckDB (`where`: a condition with `?`-free literals of ours only).
-
-    Unreadable files are reported by `BadCheckpoint` with their name.
-    """
+def read_parquet(paths: Sequence[Path], columns: Sequence[str] = COLUMNS, where: str = "") -> pd.DataFrame:
+    """Rows of all the files, through DuckDB; `where` is a condition in its SQL. `BadCheckpoint` names an unreadable file."""
     import duckdb
 
-    paths = [str(p) for p in pattern] if isinstance(pattern, list | tuple) else sorted(_glob(Path(str(pattern))))
     if not paths:
         return records([], columns)
     with duckdb.connect() as db:
-        try:
-            source = db.read_parquet(paths, union_by_name=True)
+        try:  # names are taken literally, also those that look like patterns
+            source = db.read_parquet([glob.escape(str(path)) for path in paths], union_by_name=True)
             frame = (source.filter(where) if where else source).df()
         except duckdb.Error as error:
-            raise BadCheckpoint(f"cannot read {_culprit(paths)}: {str(error).splitlines()[0]}") from error
-    return (
-        records(frame.to_dict("records"), columns) if list(frame.columns) != list(columns) else _typed(frame, columns)
-    )
+            culprit = _culprit(paths)
+            if where and culprit is None:  # the condition is to blame
+                raise
+            raise BadCheckpoint(f"cannot read {culprit or paths[0]}: {str(error).splitlines()[0]}") from error
+    return typed(frame, columns)
 
 
-def _glob(pattern: Path) -> list[str]:
-    return [str(p) for p in Path(pattern.anchor or ".").glob(str(pattern.relative_to(pattern.anchor)))]
-
-
-def _typed(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    for name in columns:
-        kind = "str" if name in TEXT else "Int64" if name in (*WHOLE, "document") else "float64"
-        frame[name] = frame[name].astype(kind)
-    return frame
-
-
-def _culprit(paths: Sequence[str]) -> str:
+def _culprit(paths: Sequence[Path]) -> Path | None:
     import pyarrow.parquet as pq
 
     for path in paths:
         try:
-            pq.ParquetFile(path)
-        except Exception:  # noqa: BLE001 - any failure to open is what we look for
+            pq.ParquetFile(path).close()
+        except Exception:
             return path
-    return paths[0]
+    return None
 
 
 def provenance(**facts: Any) -> str:
@@ -106,10 +82,16 @@ def provenance(**facts: Any) -> str:
     return json.dumps(facts, sort_keys=True, separators=(",", ":"))
 
 
+def _keys(frame: pd.DataFrame) -> pd.Series:
+    """The measurement key of every row."""
+    return frame["provenance"].map({text: json.loads(text)["key"] for text in frame["provenance"].unique()})
+
+
 class Store:
     """Measured records in a folder, content-addressed by weights, data, metric and options.
 
-    One pair of files per (weights, data): `<weights>-<data>.parquet` and `.samples.parquet`. A lock file serialises writers.
+    One pair of files per (weights, data): `<weights>-<data>.parquet` and `.samples.parquet`. A lock file serialises writers;
+    readers need none, since files are replaced as a whole.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -124,23 +106,24 @@ class Store:
         if not path.exists():
             return {}
         frame = read_parquet([path])
-        found = frame["provenance"].map(lambda text: json.loads(text)["key"])
-        return {key: rows for key, rows in frame.groupby(found, sort=False) if key in keys}
+        return {str(key): rows for key, rows in frame.groupby(_keys(frame), sort=False) if key in keys}
 
     def put(self, weights: str, data: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
-        """Add rows; rows of the same measurement key are replaced."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / ".lock", timeout=60):
-            for kind, new, columns in (("", frame, COLUMNS), (".samples", samples, SAMPLE_COLUMNS)):
-                path = self._path(weights, data, kind)
-                old = read_parquet([path], columns) if path.exists() else records([], columns)
-                old = old[~old["provenance"].isin(set(new["provenance"]))]
-                write_parquet(pd.concat([old, new], ignore_index=True) if len(old) else new, path)
+        """Add rows; rows of the same measurement key are replaced. `WorkbenchError` where the folder cannot be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / ".lock", timeout=60):
+                for kind, new, columns in (("", frame, COLUMNS), (".samples", samples, SAMPLE_COLUMNS)):
+                    path = self._path(weights, data, kind)
+                    old = read_parquet([path], columns) if path.exists() else records([], columns)
+                    old = old[~_keys(old).isin(set(_keys(frame)))]
+                    if len(old) + len(new):
+                        write_parquet(pd.concat([old, new], ignore_index=True) if len(old) else new, path)
+        except OSError as error:  # read-only, or another writer for a minute
+            raise WorkbenchError(f"cannot keep records in {self.folder}: {error.strerror or error}") from error
 
 
 def load_records(folders: Iterable[Path], where: str = "") -> pd.DataFrame:
     """All records kept under the given runs' folders."""
-    files = [
-        p for folder in folders for p in sorted((folder / "records").glob("*.parquet")) if ".samples" not in p.name
-    ]
-    return read_parquet(files, COLUMNS, where) if files else records([])
+    files = [p for folder in folders for p in sorted((folder / "records").glob("*.parquet"))]
+    return read_parquet([p for p in files if not p.name.endswith(".samples.parquet")], where=where)

@@ -44,8 +44,8 @@ class Run:
         """The run at a path; raises `BadCheckpoint` saying what is missing or damaged."""
         run = cls(Path(path).resolve())
         try:
-            _ = run.model, run.train, run.architecture, run.seed
-        except (KeyError, TypeError, WorkbenchError) as error:
+            _ = run.model, run.train, run.architecture, run.seed, run.info["data"]["kind"]
+        except (KeyError, TypeError, ValueError) as error:
             raise BadCheckpoint(f"{run.path / RUN_FILE} is no run description: {error}") from error
         return run
 
@@ -148,14 +148,19 @@ class Run:
         return digest((folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes())
 
     def telemetry(self, where: str = "") -> pd.DataFrame:
-        """What training wrote down, as records."""
-        return read_parquet(sorted((self.path / "telemetry").glob("*.parquet")), where=where)
+        """What training wrote down, as records; `where`: a condition in DuckDB's SQL."""
+        return read_parquet([path for _, path in self.telemetry_parts()], where=where)
+
+    def telemetry_parts(self) -> list[tuple[int, Path]]:
+        """(first step, file) of each telemetry part, in order; files of other names are not ours."""
+        found = (re.fullmatch(r"(\d{6,})-\d{6,}\.parquet", p.name) for p in (self.path / "telemetry").glob("*.parquet"))
+        return sorted((int(m[1]), self.path / "telemetry" / m[0]) for m in found if m)
 
     def writing(self) -> FileLock:
         """The lock a writer holds; raises `WorkbenchError` at once where another process has it."""
         lock = FileLock(self.path / ".lock", timeout=0)
         try:
-            return lock.acquire().lock  # type: ignore[no-any-return]
+            return lock.acquire().lock
         except Timeout:
             raise WorkbenchError(
                 f"{self.path} is being written by another process; wait for it or choose another name"
@@ -177,7 +182,10 @@ def is_locked(path: Path) -> bool:
 def list_runs(root: Path) -> tuple[list[Run], dict[str, str]]:
     """Runs under a folder, by name, and what is wrong with each folder that looks like one but cannot be read."""
     runs, problems = [], {}
-    for path in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")) if root.is_dir() else ():
+    folders = (p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")) if root.is_dir() else ()
+    for path in sorted(folders):
+        if not (path / RUN_FILE).exists() and not any(path.glob("step_*")):
+            continue  # somebody else's folder
         try:
             runs.append(Run.open(path))
         except WorkbenchError as error:

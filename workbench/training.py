@@ -8,6 +8,7 @@ in nothing but their architecture. `accelerate` supplies devices, precision and 
 from __future__ import annotations
 
 import math
+import os
 import platform
 import signal
 import time
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,7 +30,7 @@ from workbench.config import ModelConfig, TrainConfig
 from workbench.data import Data
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import replacing, write_json
-from workbench.metrics.weights import gradient_norm
+from workbench.metrics import METRICS
 from workbench.models import build
 from workbench.models.transformer import Transformer
 from workbench.results import records, write_parquet
@@ -69,7 +72,9 @@ class Telemetry:
     """Rows on their way to `telemetry/<first>-<last>.parquet`; tensors are fetched only when a part is written."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.rows, self.pending, self.begin = run, [], [], 0
+        self.run, self.begin = run, 0
+        self.rows: list[dict[str, Any]] = []
+        self.pending: list[tuple[dict[str, Any], Tensor]] = []
         self.common = {"run": run.name, "architecture": run.architecture, "seed": run.seed}
 
     def add(self, step: int, metric: str, value: float | Tensor, **axes: Any) -> None:
@@ -91,8 +96,8 @@ class Telemetry:
 
     def rewind(self, step: int) -> None:
         """Forget parts that a resumed run writes anew."""
-        for part in (self.run.path / "telemetry").glob("*.parquet"):
-            if int(part.name[:6]) >= step:
+        for first, part in self.run.telemetry_parts():
+            if first >= step:
                 part.unlink()
         self.begin = step
 
@@ -116,8 +121,8 @@ def create(
         raise WorkbenchError(f"run name {name!r}: one plain folder name, not starting with a dot")
     built = build_options(architecture, model, options)
     info = {
-        "format": FORMAT, "architecture": architecture, "options": built, "seed": seed, "model": asdict(model), "train": asdict(train),
-        "data": data.describe(),
+        "format": FORMAT, "architecture": architecture, "options": built, "seed": seed,
+        "model": asdict(model), "train": asdict(train), "data": data.describe(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }  # fmt: skip
@@ -172,14 +177,8 @@ def train(
     `checkpoints` replaces the log-like grid (0 and the last step are always kept). Ctrl-C ends after the current step with
     everything written, as `KeyboardInterrupt`. Raises `WorkbenchError` for a run in use or with other settings.
     """
-    if data.d_vocab > model.d_vocab:
-        raise WorkbenchError(f"d_vocab={model.d_vocab} is smaller than the data's vocabulary of {data.d_vocab}")
-    if train.T > model.n_ctx:
-        raise WorkbenchError(f"T={train.T} exceeds the model's context n_ctx={model.n_ctx}")
-    grid = sorted({0, train.steps, *(checkpoints or checkpoint_steps(train.steps, train.checkpoints))})
-    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if train.bf16 else "no")
-    if train.batch % accelerator.num_processes:
-        raise WorkbenchError(f"batch={train.batch} does not divide over {accelerator.num_processes} processes")
+    _refuse(data, model, train, seed, checkpoints or ())
+    accelerator = _accelerator(device, train)
     first = accelerator.is_main_process
     if first:
         run = create(
@@ -191,11 +190,37 @@ def train(
         return run
     lock = run.writing() if first else None
     try:
+        grid = sorted({0, train.steps, *(checkpoints or checkpoint_steps(train.steps, train.checkpoints))})
         _Loop(run, data, accelerator, grid, progress, options).run_to_end()
     finally:
         if lock is not None:
             lock.release()
     return run
+
+
+def _refuse(data: Data, model: ModelConfig, config: TrainConfig, seed: int, checkpoints: Sequence[int]) -> None:
+    """Raise for what cannot be trained, before a run folder exists that would be in the way of the next attempt."""
+    if data.d_vocab > model.d_vocab:
+        raise WorkbenchError(f"d_vocab={model.d_vocab} is smaller than the data's vocabulary of {data.d_vocab}")
+    if model.n_ctx < config.T:
+        raise WorkbenchError(f"T={config.T} exceeds the model's context n_ctx={model.n_ctx}")
+    if wrong := [step for step in checkpoints if not 0 <= step <= config.steps]:
+        raise WorkbenchError(f"checkpoints={wrong}: must lie within the steps 0..{config.steps}")
+    data.batch(0, 1, config.T, seed)
+    for domain in data.domains:
+        data.sample(config.validation_sequences, config.T, domain=domain)
+
+
+def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
+    """The device and precision of one training; accelerate keeps those of the first in a process for all others."""
+    if "WORLD_SIZE" not in os.environ:  # no launcher: no process group that has to live on
+        AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if config.bf16 else "no")
+    if device not in (None, accelerator.device.type, str(accelerator.device)):
+        raise WorkbenchError(f"device={device!r}: training would run on {accelerator.device}; choose that, or cpu")
+    if config.batch % accelerator.num_processes:
+        raise WorkbenchError(f"batch={config.batch} does not divide over {accelerator.num_processes} processes")
+    return accelerator
 
 
 class _Loop:
@@ -222,24 +247,22 @@ class _Loop:
 
     def run_to_end(self) -> None:
         """Steps until the recipe's last, with telemetry, checkpoints and resume points on the way."""
-        clock, since = time.perf_counter(), self.step
+        clock, since, steps = time.perf_counter(), self.step, self.config.steps
+        stop = False
         with self._interruptible():
-            while self.step < self.config.steps and not self.stop:
-                if self.main:
-                    self._keep_checkpoint()
+            self._keep_checkpoint()
+            while self.step < steps and not stop:
                 loss = self._update()
                 self.step += 1
-                due = self.step % self.config.save_every == 0 or self.step == self.config.steps or self.stop
-                if due or time.perf_counter() - clock > 2.0:
+                stop = self._agreed_to_stop()  # once a step: what comes later ends the next one
+                due = self.step % self.config.save_every == 0 or self.step == steps or stop
+                if due or self.step in self.grid or time.perf_counter() - clock > 2.0:
                     rate = (self.step - since) * self.config.batch * self.config.T / (time.perf_counter() - clock)
                     clock, since = time.perf_counter(), self.step
                     self._note(float(loss), rate, due)
-        if self.stop:
-            raise KeyboardInterrupt(
-                f"stopped after step {self.step} of {self.config.steps}; the same command goes on from there"
-            )
-        if self.main:
-            self._keep_checkpoint()
+                    self._keep_checkpoint()
+        if stop:
+            raise KeyboardInterrupt(f"stopped after step {self.step} of {steps}; the same command goes on from there")
 
     def _update(self) -> Tensor:
         config, step = self.config, self.step
@@ -272,23 +295,17 @@ class _Loop:
             if self.step % self.config.log_every == 0:
                 self.telemetry.add(self.step, "learning_rate", learning_rate(self.step, self.config))
                 self.telemetry.add(self.step, "gradient_norm", total, part="all", unit="loss per weight")
-                self._note_gradients(gradients, "")
+                self._note_gradients(gradients)
                 self._note_coefficients()
         return total
 
     # ---- what is written down ----------------------------------------------------------------------------------------
 
-    def _note_gradients(self, gradients: dict[str, Tensor], variant: str) -> None:
-        for row in gradient_norm(gradients, {}):
-            self.telemetry.add(
-                self.step,
-                "gradient_norm",
-                row.value,
-                part=row.part,
-                layer=row.layer,
-                variant=variant or None,
-                unit="loss per weight",
-            )
+    def _note_gradients(self, gradients: dict[str, Tensor], variant: str | None = None) -> None:
+        measure = METRICS["gradient_norm"]
+        axes = {"variant": variant, "unit": measure.units.get(variant or "", measure.unit)}
+        for row in measure.function(gradients, {}):
+            self.telemetry.add(self.step, "gradient_norm", row.value, part=row.part, layer=row.layer, **axes)
 
     def _note_coefficients(self) -> None:
         for shortcut in self.bare.shortcuts:
@@ -337,7 +354,7 @@ class _Loop:
                 self.progress(self.step, loss, rate)
 
     def _keep_checkpoint(self) -> None:
-        if self.step in self.grid and self.step not in self.run.steps:
+        if self.main and self.step in self.grid and self.step not in self.run.steps:
             save(self.bare, self.run.step_folder(self.step), seed=self.run.seed, step=self.step, run=self.run.name)
 
     # ---- stopping and resuming ---------------------------------------------------------------------------------------
@@ -359,6 +376,13 @@ class _Loop:
         self.stop = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    def _agreed_to_stop(self) -> bool:
+        """Whether any process was asked to stop: one that left alone would keep the others waiting for its gradients."""
+        if self.accelerator.num_processes == 1:
+            return self.stop
+        asked = torch.tensor(float(self.stop), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(asked, "sum") > 0)
+
     def _save_resume(self) -> None:
         """Weights, moments and random states in one safetensors file, replaced as a whole."""
         tensors = {"rng.cpu": torch.get_rng_state()}
@@ -374,24 +398,28 @@ class _Loop:
 
     def _restore(self) -> None:
         path = self.run.path / "resume" / "state.safetensors"
-        if not path.exists():
-            self.telemetry.rewind(0)
-            return
-        from safetensors import SafetensorError, safe_open
+        if path.exists():
+            try:
+                self._read_state(path)
+            except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                reason = f"{path} is damaged ({error}); remove it to start this run again"
+                raise BadCheckpoint(reason) from error
+        if self.main:
+            for leftover in self.run.path.glob("*/.*.part"):  # of a writer that was killed
+                if leftover.parent.name != "records":
+                    leftover.unlink()
+            self.telemetry.rewind(self.step)
 
-        try:
-            with safe_open(path, framework="pt") as file:
-                self.step = int(file.metadata()["step"])
-            tensors = load_file(path)
-            with torch.no_grad():
-                for name, parameter in self.bare.named_parameters():
-                    parameter.copy_(tensors[f"model.{name}"])
-                    keys = ("step", "exp_avg", "exp_avg_sq")
-                    state = {key: tensors[f"{key}.{name}"] for key in keys}
-                    self.optimiser.state[parameter] = {
-                        k: v if k == "step" else v.to(parameter.device) for k, v in state.items()
-                    }
-            torch.set_rng_state(tensors["rng.cpu"])
-        except (SafetensorError, KeyError, RuntimeError) as error:
-            raise BadCheckpoint(f"{path} is damaged ({error}); remove it to start this run again") from error
-        self.telemetry.rewind(self.step)
+    def _read_state(self, path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            step = int(file.metadata()["step"])
+        tensors = load_file(path)
+        with torch.no_grad():
+            for name, parameter in self.bare.named_parameters():
+                parameter.copy_(tensors[f"model.{name}"])
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                self.optimiser.state[parameter] = {k: tensors[f"{k}.{name}"].to(parameter.device) for k in keys}
+        torch.set_rng_state(tensors["rng.cpu"])
+        if torch.cuda.is_available() and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"])
+        self.step = step

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from workbench.metrics.base import harmonic, metric
+from workbench.metrics.base import harmonic, metric, wide
 
 
 def uniform_importance(T: int) -> Tensor:
@@ -63,8 +63,9 @@ def _uniform_row_entropy(T: int) -> float:
 
 
 @metric(
-    unit="nats", range="0..ln i at query i", reading="lower: the head is more focused", source="Shannon entropy of attention rows",
-    variants={"normalised": {"normalised": True}}, controls={"uniform_causal": _uniform_row_entropy}, units={"normalised": "share"},
+    unit="nats", range="0..ln i at query i", reading="lower: the head is more focused", min_length=2,
+    source="Shannon entropy of attention rows", variants={"normalised": {"normalised": True}},
+    controls={"uniform_causal": _uniform_row_entropy}, units={"normalised": "share"},
 )  # fmt: skip
 def row_entropy(
     row_entropy: Float[Tensor, "batch head pos"], *, normalised: bool = False
@@ -76,8 +77,6 @@ def row_entropy(
     if not normalised:
         return row_entropy.mean(-1)
     T = row_entropy.shape[-1]
-    if T < 2:
-        return row_entropy.mean(-1) * 0.0
     return (row_entropy[..., 1:] / torch.arange(2, T + 1, device=row_entropy.device).log()).mean(-1)
 
 
@@ -91,7 +90,8 @@ def sink_rate(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch"]:
     alpha = mean over queries i = 1..64 of A_i1; the head counts where alpha > 0.3. Always read on the first 64 positions,
     because the rate falls with T (uniform causal attention has alpha 0.074 there). A fraction of heads, not of mass.
     """
-    return (sink[..., :64].mean(-1) > 0.3).to(sink.dtype).mean(-1)
+    alpha = sink[..., :64].mean(-1)
+    return (alpha > 0.3).to(sink.dtype).where(alpha.isfinite(), alpha).mean(-1)  # NaN is no "no sink"
 
 
 @metric(
@@ -131,6 +131,5 @@ def induction_score(
     offset = 1 if previous else period - 1
     queries = torch.arange(period, T, device=tokens.device)
     keys = rot_k[:, queries - offset].repeat_interleave(rot_q.shape[2] // rot_k.shape[2], dim=2)
-    wide = torch.promote_types(rot_q.dtype, torch.float32)
-    scores = (rot_q[:, queries].to(wide) * keys.to(wide)).sum(-1) * rot_q.shape[-1] ** -0.5
+    scores = (wide(rot_q[:, queries]) * wide(keys)).sum(-1) * rot_q.shape[-1] ** -0.5
     return (scores.transpose(1, 2) - lse[..., queries]).exp().mean(-1)

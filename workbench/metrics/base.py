@@ -11,9 +11,12 @@ from __future__ import annotations
 import inspect
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
 
 from workbench.errors import UnknownName
 from workbench.files import digest
@@ -22,8 +25,11 @@ from workbench.names import ACTIVATIONS
 Form = Literal["per_sequence", "accumulated", "derived"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-GIVEN = ("tokens", "T", "weights", "gradients", "positions")
-"""Arguments the driver hands in beside activations: ids [batch, pos], their length, tensors by name."""
+GIVEN = ("tokens", "weights", "gradients")
+"""Arguments the driver hands in beside activations: ids [batch, pos], tensors by name."""
+
+AXES = {"pos": "position", "head": "head", "kv_head": "head", "source": "source", "index": "index"}
+"""Axes a value may have after `batch`, and the record's columns for them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Metric:
     def reads(self, site: str | None) -> tuple[str, ...]:
         """Names of the activations behind the arguments, for one site."""
         named = (site if a == "vectors" else a for a in self.arguments)
-        return tuple(a for a in named if a is not None and a in ACTIVATIONS and a not in GIVEN)
+        return tuple(a for a in named if a in ACTIVATIONS and a is not None)
 
     def version(self) -> str:
         """Changes with the code and the declared options, so stored results of older code are not taken for new ones."""
@@ -98,43 +104,38 @@ def metric(
     """Register a measure under its own name.
 
     `sites`: activations a `vectors` argument takes in turn. `variants`: name -> keyword options (`per_head` adds a head
-    axis). `controls`: name -> a function of `T`, `tokens`, `positions` (per sequence) or keyword options (accumulated).
+    axis). `controls`: name -> a function of `T` or `tokens` (per sequence) or keyword options (accumulated).
     `units`: unit of a variant where it differs. `folds`: jackknife groups of documents behind an accumulated value's error.
-    Raises if the name is taken or an argument is no activation.
+    Raises if the name is taken, an argument is no activation or an axis no column of the records.
     """
 
     def register(function: F) -> F:
-        returned = inspect.signature(function).return_annotation if not inspect.isclass(function) else None
-        form: Form = (
-            "accumulated"
-            if inspect.isclass(function)
-            else "derived"
-            if "Float" not in str(returned)
-            else "per_sequence"
-        )
         made = Metric(
-            function,
-            form,
-            unit,
-            range,
-            reading,
-            source,
-            sites,
-            variants or {},
-            controls or {},
-            units or {},
-            folds,
-            min_length,
-        )
+            function, _form(function), unit, range, reading, source, sites, variants or {}, controls or {}, units or {},
+            folds, min_length,
+        )  # fmt: skip
         if made.name in METRICS:
             raise ValueError(f"metric {made.name!r} is registered already")
-        for argument in made.arguments:
-            if argument not in (*ACTIVATIONS, *GIVEN, "vectors"):
-                raise UnknownName(f"argument of {made.name}", argument, [*ACTIVATIONS, *GIVEN])
+        _refuse(f"argument of {made.name}", made.arguments, [*ACTIVATIONS, *GIVEN, "vectors"])
+        _refuse(f"site of {made.name}", made.sites, ACTIVATIONS)
+        _refuse(f"axis of {made.name}", made.axes, AXES)
         METRICS[made.name] = made
         return function
 
     return register
+
+
+def _form(function: Callable[..., Any]) -> Form:
+    if inspect.isclass(function):
+        return "accumulated"
+    return "per_sequence" if "Float" in str(inspect.signature(function).return_annotation) else "derived"
+
+
+def _refuse(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
+    known = list(choices)
+    for name in names:
+        if name not in known:
+            raise UnknownName(kind, name, known)
 
 
 def find(name: str) -> Metric:
@@ -142,6 +143,11 @@ def find(name: str) -> Metric:
     if name not in METRICS:
         raise UnknownName("metric", name, METRICS)
     return METRICS[name]
+
+
+def wide(x: Tensor) -> Tensor:
+    """The same numbers in float32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def harmonic(n: int) -> float:

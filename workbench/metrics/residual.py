@@ -5,21 +5,17 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from workbench.metrics.base import metric
+from workbench.metrics.base import metric, wide
 
 
 @metric(
-    unit="norm",
-    range=">= 0",
-    reading="higher: larger hidden state",
-    source="Sun et al. 2024, arXiv 2402.17762",
+    unit="norm", range=">= 0", reading="higher: larger hidden state", source="Sun et al. 2024, arXiv 2402.17762",
     sites=("stream",),
-)
+)  # fmt: skip
 def hidden_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch pos"]:
     """Euclidean norm of the residual stream at each position."""
-    return vectors.flatten(2).float().norm(dim=-1)
+    return wide(vectors.flatten(2)).norm(dim=-1)
 
 
 @metric(
@@ -32,7 +28,7 @@ def hidden_peak(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "ba
     ||h_0|| / mean over t > 0 of ||h_t||. Caution: above 1 at random init already where values are shared, since position 0
     attends to itself alone and is never averaged; read it against step 0.
     """
-    norms = vectors.flatten(2).float().norm(dim=-1)
+    norms = wide(vectors.flatten(2)).norm(dim=-1)
     return norms[:, 0] / norms[:, 1:].mean(-1)
 
 
@@ -55,9 +51,11 @@ def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 
     `excl0` leaves position 0 out. Caution: repeated tokens and single large channels raise it, and it differs between
     architectures at random init: compare trained minus step 0.
     """
-    unit = normalize(vectors.flatten(2)[:, skip:].double(), dim=-1)
-    T = unit.shape[1]
-    return (unit.sum(1).square().sum(-1) - T) / (T * (T - 1))
+    x = wide(vectors.flatten(2)[:, skip:])
+    T = x.shape[1]
+    inverse = x.norm(dim=-1).clamp_min(torch.finfo(x.dtype).tiny).reciprocal()  # a zero vector is like nothing
+    total = torch.einsum("bt,btd->bd", inverse, x).double()
+    return (total.square().sum(-1) - T) / (T * (T - 1))
 
 
 @metric(
@@ -65,5 +63,5 @@ def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 
 )  # fmt: skip
 def loss(logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
     """Mean next-token cross-entropy of a sequence (perplexity is its exponential, to be taken last)."""
-    log_p = logits[:, :-1].float().log_softmax(-1)
+    log_p = wide(logits[:, :-1]).log_softmax(-1)
     return -log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1).mean(-1)

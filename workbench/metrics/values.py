@@ -8,22 +8,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from workbench.metrics.base import metric
+from workbench.metrics.base import metric, wide
 
 
 @metric(
-    unit="norm",
-    range=">= 0",
-    reading="higher: larger value vector",
-    source="Guo et al. 2024, arXiv 2406.12335",
+    unit="norm", range=">= 0", reading="higher: larger value vector", source="Guo et al. 2024, arXiv 2406.12335",
     sites=("v", "own_v"),
-)
+)  # fmt: skip
 def value_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch pos"]:
     """Euclidean norm of the value at each position, all key-value heads together.
 
     Caution: the effective value `v` of a value-residual model contains the first layer's; read `own_v` beside it.
     """
-    return vectors.flatten(2).float().norm(dim=-1)
+    return wide(vectors.flatten(2)).norm(dim=-1)
 
 
 @metric(
@@ -32,13 +29,14 @@ def value_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "bat
 )  # fmt: skip
 def value_drain(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch"]:
     """Norm of the first position's value over the median norm of the others: ||v_0|| / median over t > 0 of ||v_t||."""
-    norms = vectors.flatten(2).float().norm(dim=-1)
-    return norms[:, 0] / norms[:, 1:].median(-1).values
+    norms = wide(vectors.flatten(2)).norm(dim=-1)
+    return norms[:, 0] / norms[:, 1:].quantile(0.5, dim=-1)
 
 
 @metric(
-    unit="share", range="about 0..1", reading="higher: the vector depends less on context", sites=("own_v", "v", "q", "k", "z", "stream"),
-    source="one-way variance components; after Bank of Values, arXiv 2606.02780", controls={"shuffled": {"shuffle": True}},
+    unit="share", range="about 0..1", reading="higher: the vector depends less on context",
+    sites=("own_v", "v", "q", "k", "z", "stream"), controls={"shuffled": {"shuffle": True}},
+    source="one-way variance components; after Bank of Values, arXiv 2606.02780",
 )  # fmt: skip
 class TokenIdentityShare:
     """Share of the variance of a vector that the identity of its token explains.
@@ -73,11 +71,9 @@ class TokenIdentityShare:
             return
         types, inverse = torch.cat((self.ids, ids)).unique(return_inverse=True)
         old, new = inverse[: len(self.ids)], inverse[len(self.ids) :]
-        for name, mine, theirs in (
-            ("counts", self.counts, counts),
-            ("sums", self.sums, sums),
-            ("squares", self.squares, squares),
-        ):
+        given = {"counts": counts, "sums": sums, "squares": squares}
+        for name, theirs in given.items():
+            mine = getattr(self, name)
             total = mine.new_zeros(len(types), *mine.shape[1:]).index_add_(0, old, mine).index_add_(0, new, theirs)
             setattr(self, name, total)
         self.ids = types

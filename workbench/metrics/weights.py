@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,8 +39,9 @@ def part_of(name: str) -> tuple[str, int | None]:
 
 
 @metric(
-    unit="loss per weight", range=">= 0", reading="higher: stronger pull on the matrix", source="Zhou et al. 2025 (figure; scalar ours)",
-    variants={"relative": {"relative": True}, "output": {}}, units={"relative": "loss per relative weight change"},
+    unit="loss per weight", range=">= 0", reading="higher: stronger pull on the matrix",
+    source="Zhou et al. 2025 (figure; scalar ours)", variants={"relative": {"relative": True}, "output": {}}, min_length=2,
+    units={"relative": "loss per relative weight change", "output": "logit per weight"},
 )  # fmt: skip
 def gradient_norm(
     gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, relative: bool = False
@@ -52,21 +53,28 @@ def gradient_norm(
     W_V in value-residual models is close to a tautology, since each shortcut adds a term.
     """
     names = list(gradients)
-    norms = torch._foreach_norm([gradients[n] for n in names])
+    norms = _norms(gradients[n] for n in names)
     if relative:
-        norms = torch._foreach_mul(norms, torch._foreach_norm([weights[n] for n in names]))
+        norms = [a * b for a, b in zip(norms, _norms(weights[n] for n in names), strict=True)]
     values = torch.stack(list(norms)).tolist()
     return [Row(*part_of(name), value) for name, value in zip(names, values, strict=True)]
 
 
+def _norms(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
+    """Frobenius norms in one launch; float32 also where the tensors are narrower."""
+    found = list(tensors)
+    return torch._foreach_norm(found, 2, torch.promote_types(found[0].dtype, torch.float32))
+
+
 @metric(
-    unit="bytes per token", range="> 0", reading="higher: a larger cache", source="by formula, 2 bytes an element: keys and values of the layers that project them",
+    unit="bytes per token", range="> 0", reading="higher: a larger cache",
+    source="by formula, 2 bytes an element: keys and values of the layers that project them",
 )  # fmt: skip
 def cache_bytes(weights: Mapping[str, Tensor]) -> list[Row]:
     """Bytes of key-value cache a token needs at 16 bits, by formula: each layer's own keys and values, counted once.
 
-    2 (sum over layers of the widths of W_K and W_V that exist). Shared values are held once, which halves SVFormer's
-    cache: (L + 1) / (2 L). Caution: capacity; traffic falls only where the shared values stay in a nearer cache.
+    2 (sum over layers of the widths of W_K and W_V that exist). Shared values are held once: SVFormer's cache is
+    (L + 1) / (2 L) of the decoder's. Caution: capacity; traffic falls only where the shared values stay in a nearer cache.
     """
     widths = sum(t.shape[0] for n, t in weights.items() if n.endswith(("k_proj.weight", "v_proj.weight")))
     return [Row("formula", None, 2.0 * widths)]
