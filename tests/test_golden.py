@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -134,8 +133,7 @@ def test_an_option_alone_narrows_the_assumption():
     ],
 )
 def test_a_contradictory_architecture_is_refused_by_the_tensors_names(folder, architecture, tensor):
-    with warnings.catch_warnings(), pytest.raises(BadCheckpoint, match=tensor):
-        warnings.simplefilter("error")
+    with pytest.raises(BadCheckpoint, match=tensor):
         workbench.load(GOLDEN / folder, architecture=architecture)
 
 

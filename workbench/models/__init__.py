@@ -79,7 +79,9 @@ def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
         own = {key: settings[key] for key in Architecture("", (shortcut,)).options}
         try:
             shortcuts.append(shortcut(config, **own))
-        except (TypeError, OverflowError) as error:
+        except WorkbenchError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
             raise WorkbenchError(f"{name} cannot be built with {own}: {error}") from error
         settings |= {key: getattr(shortcuts[-1], key) for key in own}
     _refuse_conflicts(name, shortcuts, config.n_layers)

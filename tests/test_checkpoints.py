@@ -1,0 +1,422 @@
+"""Checkpoint directories: written and read back bit by bit, opened by Llama's own library, refused when in doubt."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import workbench
+from workbench.checkpoints import CONFIG, WEIGHTS, llama_name, load_directory, save, weights_hash
+from workbench.errors import ArchitectureAssumed, BadCheckpoint, UnknownName, WorkbenchError
+from workbench.models import ARCHITECTURES
+
+IDS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
+OPTIONS = {
+    "resformer": {"lambda_v1": 0.3},
+    "svformer": {"anchors": [0, 2]},
+    "neutreno": {"neutreno_lambda": 0.7},
+    "denseformer": {"dilation": 2, "period": 1},
+    "resformer+neutreno": {"lambda_own": 0.9},
+    "residual_k": {"lambda_k1": 0.2},
+}
+
+
+def stir(model):
+    """Every parameter away from its start."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator).to(p.dtype))
+    return model
+
+
+@pytest.fixture
+def vanilla(tiny, tmp_path):
+    """A saved vanilla step and its logits."""
+    model = stir(tiny(config={"n_key_value_heads": 2}))
+    save(model, tmp_path / "step")
+    return tmp_path / "step", model(IDS)
+
+
+def change_config(folder, **changes):
+    """Edit `config.json`; None removes a key."""
+    values = json.loads((folder / CONFIG).read_text()) | changes
+    (folder / CONFIG).write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+# ---- round trips -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "svformer+denseformer"])
+def test_a_saved_model_comes_back_bit_by_bit(tiny, tmp_path, architecture):
+    options = OPTIONS.get(architecture, {})
+    model = stir(tiny(architecture, config={"n_key_value_heads": 2}, **options))
+    save(model, tmp_path / "step", seed=3, step=40)
+    loaded = workbench.load(tmp_path / "step")  # a warning would be an error
+    assert (loaded.architecture, loaded.options, loaded.config) == (architecture, model.options, model.config)
+    assert not loaded.assumed
+    assert not loaded.training
+    assert (loaded.source["seed"], loaded.source["step"]) == (3, 40)
+    assert torch.equal(loaded(IDS), model(IDS))
+    assert weights_hash(loaded) == weights_hash(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions_come_back_bit_by_bit_when_asked_for(tiny, tmp_path, dtype):
+    model = stir(tiny("resformer", dtype=dtype))
+    save(model, tmp_path)
+    loaded = workbench.load(tmp_path, dtype=dtype)
+    assert torch.equal(loaded(IDS), model(IDS))
+    assert workbench.load(tmp_path)(IDS).dtype == torch.float32
+
+
+def test_naming_the_saved_architecture_keeps_its_saved_options(tiny, tmp_path):
+    save(tiny("resformer", lambda_v1=2.0), tmp_path)
+    assert workbench.load(tmp_path, architecture="resformer").options["lambda_v1"] == 2.0
+    assert workbench.load(tmp_path, lambda_own=0.25).options == {"lambda_v1": 2.0, "lambda_own": 0.25}
+    assert workbench.load(tmp_path, architecture="neutreno").options == {"neutreno_lambda": 0.4}
+
+
+def test_weights_hash_sees_every_difference(tiny):
+    base = weights_hash(tiny("resformer"))
+    assert base == weights_hash(tiny("resformer", lambda_v1=0.5))
+    others = [
+        tiny("resformer", lambda_v1=0.4),
+        tiny("neutreno"),
+        tiny("resformer", seed=1),
+        tiny("resformer", dtype=torch.float64),
+    ]
+    nudged = tiny("resformer")
+    with torch.no_grad():
+        nudged.ln_final.weight[3] = 1.0000001
+    assert base not in {weights_hash(model) for model in (*others, nudged)}
+
+
+def test_nan_weights_load(vanilla):
+    folder, _ = vanilla
+    change_tensors(folder, lambda t: t["model.norm.weight"].fill_(float("nan")))
+    assert workbench.load(folder)(IDS).isnan().all()
+
+
+def test_saving_again_replaces_and_leaves_no_scraps(tiny, tmp_path):
+    save(tiny(seed=0), tmp_path)
+    save(tiny(seed=1), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG, WEIGHTS]
+    assert torch.equal(workbench.load(tmp_path)(IDS), tiny(seed=1)(IDS))
+
+
+# ---- other people's readers and writers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_vanilla_step_opens_in_transformers(tiny, tmp_path, kv_heads):
+    model = stir(tiny(config={"n_key_value_heads": kv_heads, "rope_theta": 500.0, "rms_norm_eps": 1e-4}))
+    save(model, tmp_path)
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(llama, LlamaForCausalLM)
+    torch.testing.assert_close(llama(IDS).logits, model(IDS), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "transformer"])
+def test_no_other_architecture_opens_as_a_llama(tiny, tmp_path, architecture):
+    save(tiny(architecture), tmp_path)
+    with pytest.raises(ValueError, match="workbench"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_directory_written_by_transformers_loads(tmp_path, tied):
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2,
+        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(config).eval()
+    llama.save_pretrained(tmp_path)
+    with pytest.warns(ArchitectureAssumed):
+        model = workbench.load(tmp_path)
+    assert model.config.rope_theta == 700.0
+    torch.testing.assert_close(model(IDS), llama(IDS).logits, atol=1e-5, rtol=1e-5)
+    if tied:
+        assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
+        assert torch.equal(model.embed.weight, model.unembed.weight)
+
+
+def test_a_sharded_directory_loads(vanilla):
+    folder, logits = vanilla
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    files = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    (folder / WEIGHTS).unlink()
+    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    assert torch.equal(workbench.load(folder)(IDS), logits)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(BadCheckpoint, match=r"model-00002-of-00002\.safetensors is missing"):
+        workbench.load(folder)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 321.0, "rope_parameters": None},
+        {"rope_theta": 321.0, "rope_parameters": None, "rope_scaling": None},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 321.0}},
+        {"rope_theta": 321.0, "rope_parameters": None, "rope_scaling": {"type": "default"}},
+    ],
+)
+def test_older_and_newer_spellings_of_the_rotation(vanilla, spelling):
+    folder, logits = vanilla
+    change_config(folder, **spelling)
+    model = workbench.load(folder)
+    assert model.config.rope_theta == 321.0
+    assert not torch.allclose(model(IDS), logits)
+
+
+def test_defaults_of_older_configs(vanilla):
+    """No kv heads, head width or rotation stated: as many as heads, hidden size / heads, 10,000."""
+    folder, logits = vanilla
+    change_config(folder, head_dim=None, rope_theta=None, rope_parameters=None, attention_bias=None, dtype=None)
+    assert torch.equal(workbench.load(folder)(IDS), logits)
+    change_config(folder, num_key_value_heads=None)
+    with pytest.raises(BadCheckpoint, match=r"k_proj\.weight is \[16, 32\], wanted \[32, 32\]"):
+        workbench.load(folder)
+
+
+def test_rotation_constants_that_older_libraries_stored_are_passed_over(vanilla):
+    folder, logits = vanilla
+    change_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    assert torch.equal(workbench.load(folder)(IDS), logits)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tiny, tmp_path):
+    """A run folder with steps 0 and 20, and a step that was cut off before its config."""
+    folder = tmp_path / "a-run"
+    models = {step: tiny("resformer", seed=step, lambda_v1=0.8) for step in (0, 20)}
+    for step, model in models.items():
+        save(model, folder / f"step_{step:06d}", seed=7, step=step)
+    (folder / "step_000030").mkdir()
+    train = {"steps": 20, "batch": 1, "T": 8}
+    info = {"architecture": "resformer", "seed": 7, "model": asdict(models[0].config), "train": train}
+    (folder / "run.json").write_text(json.dumps(info))
+    return folder, models
+
+
+def test_a_run_loads_its_last_first_or_named_step(run):
+    folder, models = run
+    for step, true in (("last", 20), ("first", 0), (0, 0), (20, 20)):
+        model = workbench.load(folder, step=step)
+        assert torch.equal(model(IDS), models[true](IDS))
+        assert (model.source["run"], model.source["step"], model.source["seed"]) == ("a-run", true, 7)
+    assert torch.equal(workbench.load(folder / "step_000000")(IDS), models[0](IDS))
+    assert workbench.load(folder, lambda_v1=0.1).options["lambda_v1"] == 0.1
+    for step in (5, 30):
+        with pytest.raises(WorkbenchError, match=rf"no checkpoint at step {step}; choose from \[0, 20\]"):
+            workbench.load(folder, step=step)
+
+
+def test_a_damaged_run_is_named(run):
+    folder, _ = run
+    (folder / "run.json").write_text("{")
+    with pytest.raises(BadCheckpoint, match=r"run\.json"):
+        workbench.load(folder)
+
+
+# ---- damage and contradiction ----------------------------------------------------------------------------------------
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, tensor):
+    return lambda tensors: tensors.update({name: tensor})
+
+
+V1 = "model.layers.1.self_attn.v_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (drop(V1), rf"missing {V1}"),
+        (drop("model.norm.weight"), r"missing model\.norm\.weight"),
+        (drop("lm_head.weight"), r"missing lm_head\.weight"),
+        (
+            put("model.layers.1.self_attn.v_proj.bias", torch.ones(16)),
+            r"unexpected model\.layers\.1\.self_attn\.v_proj\.bias \[16\]",
+        ),
+        (put(V1, torch.ones(32, 16)), rf"{V1} is \[32, 16\], wanted \[16, 32\]"),
+        (put(V1, torch.ones(16, 32, dtype=torch.int8)), rf"{V1} is torch\.int8; quantised weights are not read"),
+        (lambda t: t.update({"model.layers.1.self_attn.w_v.weight": t.pop(V1)}), rf"missing {V1}; did you mean"),
+        (lambda t: t.clear(), r"does not hold a transformer(.|\n)*and \d+ more"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(vanilla, change, told):
+    folder, _ = vanilla
+    change_tensors(folder, change)
+    with pytest.raises(BadCheckpoint, match=told):
+        workbench.load(folder)
+
+
+def test_a_contradiction_in_an_undeclared_directory_is_an_error_not_a_guess(vanilla):
+    """No architecture has just these tensors: refused by name, without an assumption first."""
+    folder, _ = vanilla
+    change_config(folder, workbench=None)
+    change_tensors(folder, drop(V1))
+    with pytest.raises(BadCheckpoint, match=f"missing {V1}"):
+        workbench.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rotary scaling .*llama3.* is not supported"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling .*linear"),
+        ({"rope_parameters": "default"}, "rotary scaling default"),
+        ({"head_dim": 16}, "head_dim=16, only hidden_size / heads = 8"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+        ({"workbench": None, "model_type": "gpt2"}, "model_type 'gpt2'; only llama and our own"),
+        ({"workbench": None, "model_type": None}, "model_type None"),
+        ({"hidden_size": None}, "config lacks d_model"),
+        ({"hidden_size": "32"}, "d_model='32': must be a positive int"),
+        ({"num_attention_heads": 5}, "n_heads=5 does not cut d_model=32"),
+        ({"num_key_value_heads": 3}, "n_key_value_heads=3 does not divide"),
+        ({"workbench": {"options": {}}}, r"config\.json does not name its architecture"),
+        ({"workbench": {"architecture": "resformr"}}, r"config\.json .*unknown architecture 'resformr'.*resformer"),
+        ({"workbench": "resformer"}, r"config\.json does not name its architecture"),
+    ],
+)
+def test_unreadable_configs_are_refused_with_the_reason(vanilla, changes, told):
+    folder, _ = vanilla
+    change_config(folder, **changes)
+    with pytest.raises(BadCheckpoint, match=told):
+        workbench.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), "damaged or no safetensors"),
+        (lambda f: (f / WEIGHTS).write_bytes(b"\x00" * 5), "damaged or no safetensors"),
+        (lambda f: (f / WEIGHTS).write_bytes(b""), "damaged or no safetensors"),
+        (lambda f: (f / WEIGHTS).unlink(), rf"{WEIGHTS} is missing"),
+        (lambda f: (f / CONFIG).unlink(), rf"{CONFIG} is missing"),
+        (lambda f: (f / CONFIG).write_text("{'hidden_size': 3}"), rf"{CONFIG} cannot be read"),
+        (lambda f: (f / CONFIG).write_text("[1, 2]"), "holds a list, not a JSON object"),
+        (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe\x00"), rf"{CONFIG} cannot be read"),
+        (lambda f: shutil.rmtree(f), "is no directory"),
+    ],
+)
+def test_damaged_files_are_named(vanilla, damage, told):
+    folder, _ = vanilla
+    damage(folder)
+    with pytest.raises(BadCheckpoint, match=told):
+        workbench.load(folder)
+
+
+@pytest.mark.parametrize("target", ["../secret.safetensors", "/etc/passwd", "sub/a.safetensors", "..", "weights.bin"])
+def test_an_index_cannot_point_outside_its_folder(vanilla, target):
+    folder, _ = vanilla
+    save_file({"x": torch.ones(1)}, folder.parent / "secret.safetensors")
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"x": target}}))
+    with pytest.raises(BadCheckpoint, match="points outside its folder or at no safetensors file"):
+        workbench.load(folder)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}])
+def test_an_index_without_its_map_is_refused(vanilla, index):
+    folder, _ = vanilla
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadCheckpoint, match="has no weight_map"):
+        workbench.load(folder)
+
+
+def test_two_shards_with_one_tensor_are_refused(vanilla):
+    folder, _ = vanilla
+    shutil.copy(folder / WEIGHTS, folder / "copy.safetensors")
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": "copy.safetensors"}}))
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors and copy\.safetensors both hold"):
+        workbench.load(folder)
+
+
+# ---- what tensors cannot tell ----------------------------------------------------------------------------------------
+
+
+def test_denseformer_settings_that_tensors_cannot_tell_apart_must_be_named(tiny, tmp_path):
+    """3 blocks, period 3: one average of 2 weights is dilation 2 or 3, which read different outputs."""
+    model = stir(tiny("denseformer", dilation=3, period=3))
+    save(model, tmp_path)
+    assert torch.equal(workbench.load(tmp_path)(IDS), model(IDS))
+    change_config(tmp_path, workbench=None, model_type="llama")
+    for asked in ({}, {"architecture": "denseformer"}):
+        with pytest.raises(BadCheckpoint, match=r"fit several settings, name one of .*'dilation': 2.*'dilation': 3"):
+            workbench.load(tmp_path, **asked)
+    named = workbench.load(tmp_path, architecture="denseformer", dilation=3)
+    assert torch.equal(named(IDS), model(IDS))
+    assert named.options == {"dilation": 3, "period": 3}
+
+
+@pytest.mark.parametrize(("dilation", "period"), [(1, 1), (2, 1), (1, 2), (3, 1)])
+def test_denseformer_settings_are_read_off_where_they_can_be(tiny, tmp_path, dilation, period):
+    save(tiny("denseformer", dilation=dilation, period=period, config={"n_layers": 4}), tmp_path)
+    change_config(tmp_path, workbench=None, model_type="llama")
+    with pytest.warns(ArchitectureAssumed, match="'denseformer' is assumed"):
+        model = workbench.load(tmp_path)
+    assert model.options == {"dilation": dilation, "period": period}
+
+
+def test_strange_average_weights_are_refused_by_name(vanilla):
+    folder, _ = vanilla
+    change_tensors(folder, put("dwa.alphas.last.weight", torch.ones(1, 2)))
+    with pytest.raises(BadCheckpoint, match=r"dwa\.alphas\.last\.weight"):
+        workbench.load(folder, architecture="denseformer")
+
+
+def test_unknown_options_and_architectures_are_refused_with_the_nearest(vanilla):
+    folder, _ = vanilla
+    with pytest.raises(UnknownName, match="did you mean resformer"):
+        workbench.load(folder, architecture="resformr")
+    with pytest.raises(UnknownName, match="did you mean lambda_v1"):
+        workbench.load(folder, architecture="resformer", lambda_v=1)
+    with pytest.raises(WorkbenchError, match="is a single checkpoint, not a run"):
+        workbench.load(folder, step=3)
+
+
+def test_tensor_names_are_llamas(tiny):
+    names = {llama_name(name) for name, _ in tiny("denseformer", config={"n_layers": 1}).named_parameters()}
+    block = "model.layers.0."
+    assert names == {
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "dwa.alphas.0.weight",
+        *(f"{block}self_attn.{x}_proj.weight" for x in "qkvo"), *(f"{block}mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
+        f"{block}input_layernorm.weight", f"{block}post_attention_layernorm.weight",
+    }  # fmt: skip
+
+
+def test_load_directory_puts_weights_where_asked(vanilla):
+    folder, _ = vanilla
+    model = load_directory(Path(folder), device="cpu", dtype=torch.float64)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert model.source["path"] == str(folder)
