@@ -1,0 +1,1 @@
+"""One file per page; a page draws what `app.state` hands it and computes nothing."""

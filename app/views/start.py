@@ -1,0 +1,163 @@
+"""Start: what the demo asked, what came out, and what this size cannot tell."""
+
+from __future__ import annotations
+
+import pandas as pd
+import streamlit as st
+
+from app import state
+from workbench import plots
+
+WORDS = """
+A transformer reads a text as *tokens*, pieces of words. In each layer, *attention* lets every token gather from the tokens
+before it: the attention *weight* says how much it takes from each, the *value* is what it takes. Deep layers normally see
+only values that have been mixed many times. A **value residual** is a shortcut: it hands the first layer's values, made from
+the bare tokens, to the deep layers as well. The models here are small, trained on your machine, and differ in little else:
+"""
+MODELS = {
+    "transformer": "the ordinary model, no shortcut",
+    "resformer": "each layer mixes its own values half and half with the first layer's",
+    "svformer": "each layer uses the first layer's values and has none of its own",
+    "neutreno": "each layer's attention output is pulled towards the first layer's values",
+    "denseformer": "each layer reads a learned average of all earlier layers, not values in particular",
+    "residual_k": "a control: the same shortcut on the *keys*, which decide where attention goes",
+}
+
+
+def draw() -> None:
+    st.title("What does a shortcut for values change?")
+    entries, _ = state.listing()
+    if not entries:
+        st.info("No trained models here yet. In the project's folder, run this; the page fills as results arrive:")
+        st.code("make demo", language="bash")
+        st.caption(f"Looked in {state.plain(state.root())}; another folder: `workbench app --runs DIR`.")
+        st.button("Look again", icon=":material/refresh:")
+        return
+    st.markdown(WORDS)
+    st.markdown("\n".join(f"- **{state.name_of(name)}**: {about}." for name, about in MODELS.items()))
+    status = state.demo_status()
+    live = bool(status and status["running"])
+    st.fragment(_live, run_every=2 if live else None)(live)
+    _attention()
+    _limits()
+    st.subheader("Where to go next")
+    for column, (page, title, icon) in zip(
+        st.columns(3),
+        [
+            ("training", "Training: which model predicts better, seed by seed", ":material/trending_down:"),
+            ("depth", "Depth: any measure, layer by layer, before and after training", ":material/layers:"),
+            ("prompt", "Prompt: type a text, compare two models on it", ":material/chat:"),
+        ],
+        strict=True,
+    ):
+        with column:
+            state.link(f"views/{page}.py", title, icon)
+
+
+def _live(was_live: bool) -> None:
+    """The two experiments; drawn anew every two seconds while the demo runs."""
+    status = state.demo_status()
+    if status and not status["finished"]:
+        left = f", about {status['left_s']:.0f} s left" if status["left_s"] is not None and status["running"] else ""
+        st.progress(
+            min(1.0, status["ready"] / max(status["planned"], 1)),
+            f"{status['ready']} of {status['planned']} models ready{left}",
+        )
+        if not status["running"]:
+            st.warning("The demo stopped before its end. `make demo` goes on where it was.")
+    for name, error in (status or {"failed": {}})["failed"].items():
+        st.warning(f"{state.plain(name)} failed: {state.plain(error)}")
+    if was_live and not (status and status["running"]):
+        st.rerun()
+    runs = state.demo_runs("race")
+    st.header("1. The race to copying")
+    st.markdown(
+        "Each sequence is 32 random symbols, then the same 32 once more. The first half cannot be guessed. The second half can, "
+        "by looking back at what followed last time, and at some point in training each model finds out how: its loss falls off "
+        "a cliff. The question is **when**. Every model of one seed starts from the same weights and sees the same sequences."
+    )
+    frame = state.table(runs, "telemetry", ["copy_loss"])
+    if frame.empty:
+        st.info("No model has begun yet; the first curve appears within a minute of `make demo`.")
+    else:
+        state.show(
+            lambda: plots.race(frame),
+            plots.formation_steps(frame),
+            "race",
+            numbers="The step each run crosses the line at",
+        )
+        said = plots.verdict(plots.formation_steps(frame))
+        unfinished = " So far, while models are still training." if status and status["running"] else ""
+        st.success(
+            f"**{said}**{unfinished} Values given directly make copying easier; the same shortcut on keys does not."
+        ) if (said.endswith("disjoint.")) else st.info(f"**{said}**{unfinished}")
+    st.header("2. What do deep values carry?")
+    st.markdown(
+        "Trained on real text. **Token identity** is the share of a value's variation that the token alone explains, whatever "
+        "stands around it. At 1 the value is a mere lookup of its token; lower, and it carries context too. Solid lines are the "
+        "trained models, dashed ones the same models before training: only the difference was learned. First-layer values, and "
+        "all of SVFormer's, are lookups by construction."
+    )
+    runs = state.demo_runs("text")
+    measured = state.table(runs, "records", ["token_identity_share", "value_ablation"])
+    shares = measured[
+        (measured["metric"] == "token_identity_share")
+        & measured["site"].isin(["own_v", "v"])
+        & measured["control"].isna()
+    ]
+    if shares.empty:
+        st.info("Measured once the first text model is trained.")
+        return
+    state.show(lambda: plots.plot(shares), shares, "identity")
+    st.markdown(
+        "Is the rest, the context, needed? The check: replace every value after the first layer by the average value of its token, "
+        "or by nothing at all, and see how much worse the model predicts. Short full bars beside tall pale ones mean that what "
+        "these values do, the token alone could have done."
+    )
+    state.show(lambda: plots.ablation(measured), measured[measured["metric"] == "value_ablation"], "ablation")
+
+
+@st.fragment
+def _attention() -> None:
+    """The copying head in two architectures, step by step."""
+    runs = state.demo_runs("race")
+    ready = [e for e in runs if len(e.steps) > 1]
+    if not ready:
+        return
+    st.subheader("Watch the copying head appear")
+    st.markdown(
+        "Each row is a token that attends, each column a token it attends to. Drag the step: the diagonal that appears in the lower "
+        "half is the head that looks back to the symbol after the last occurrence."
+    )
+    names = [e.name for e in ready]
+    left, right = st.columns(2)
+    prefer = [next((n for n in names if f"-{a}-" in n), names[0]) for a in ("svformer", "transformer")]
+    with left:
+        a = state.choose("Left model", "race_left", names, prefer[0])
+    with right:
+        b = state.choose("Right model", "race_right", names, prefer[1])
+    pair = [next(e for e in ready if e.name == n) for n in (a, b)]
+    common = sorted(set(pair[0].steps) & set(pair[1].steps))
+    step = state.choose("Training step", "race_step", common, common[2 * len(common) // 3], slider=True)
+    maps = state.head_maps(pair, step)
+    if maps is not None:
+        numbers = pd.DataFrame({"model": [m[0] for m in maps]})
+        under = f"the head that copies best after training, on one fixed sequence; training step {step}"
+        state.show(
+            lambda: plots.attention_pair(maps, "Attention of the copying head", under),
+            numbers,
+            "race_maps",
+            numbers=None,
+        )
+
+
+def _limits() -> None:
+    runs = state.demo_runs("text")
+    frame = state.table(runs, "records", ["loss", "sink_mass", "sink_rate"], quiet=True)
+    st.subheader("What this size cannot tell")
+    lines = plots.unresolved(frame)
+    st.markdown("\n".join(f"- {line}" for line in lines))
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,67 @@
+"""Training: losses, learning rate, gradients, coefficients and speed, as training wrote them down."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app import state
+from workbench import plots
+
+
+def draw() -> None:
+    st.title("Training")
+    entries, _ = state.listing()
+    if not entries:
+        st.info("No runs here yet: `make demo` trains some, `workbench train` your own.")
+        return
+    runs = state.choose_models(state.choose_set(entries))
+    if not runs:
+        return
+    log = state.switch("Steps on a logarithmic axis", "log")
+    frame = state.table(runs, "telemetry")
+    if frame.empty:
+        st.info("These runs have written nothing yet. Telemetry appears a few seconds after training starts.")
+        return
+    by = dict(list(frame.groupby("metric")))
+    st.header("Loss")
+    st.markdown(
+        "Lower is better: the loss is the surprise per token, in nats, on text the model has not been trained on. Bands span the "
+        "seeds. Curves whose bands overlap are not told apart."
+    )
+    if "validation_loss" in by:
+        loss = by["validation_loss"]
+        state.show(lambda: plots.plot(loss, log_x=log), loss, "validation", download=True)
+        if "transformer" in set(loss["architecture"]) and loss["architecture"].nunique() > 1:
+            st.markdown("The same, minus the Transformer of the same seed: below zero is better than the Transformer.")
+            state.show(lambda: plots.plot(plots.relative(loss), log_x=log), loss, "relative")
+    if "train_loss" in by:
+        loss = by["train_loss"]
+        state.show(lambda: plots.plot(loss, log_x=log, smooth=15), loss, "train")
+    if "copy_loss" in by:
+        copy = by["copy_loss"]
+        st.markdown("On repeated tokens only the second half can be predicted; this is the loss there.")
+        state.show(lambda: plots.race(copy, log_x=log), copy, "copy")
+    st.header("Gradients")
+    st.markdown(
+        "How strongly the loss pulls on each weight matrix (W_Q, W_K, W_V, W_O of attention, then the MLP's) in each layer. "
+        "Dark: hardly any pull. A strong pull on the first layer's W_V is expected where later layers use its values too."
+    )
+    if "gradient_norm" in by:
+        norms = by["gradient_norm"]
+        state.show(lambda: plots.gradient_map(norms), norms, "gradients")
+    if "coefficient" in by:
+        st.header("Coefficients")
+        st.markdown(
+            "Numbers the shortcut itself learns: with what weight each earlier output enters what the next block reads."
+        )
+        for series, rows in by["coefficient"].groupby("architecture"):
+            state.show(lambda rows=rows: plots.coefficients(rows), rows, f"coefficients_{series}")  # type: ignore[misc]
+    st.header("Pace")
+    for metric in ("learning_rate", "tokens_per_second"):
+        if metric in by:
+            rows = by[metric]
+            state.show(lambda rows=rows: plots.plot(rows, log_x=log), rows, metric)  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    draw()

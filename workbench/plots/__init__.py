@@ -1,0 +1,31 @@
+"""Records -> plotly figures, with alt texts, tables and offline HTML.
+
+    workbench.plot(workbench.measure("runs/text-resformer-s0", "importance_entropy", steps="ends")).show()
+
+Every figure says what was measured, on what, over which seeds and what its band is. One colour per architecture
+everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and dark). Nothing here reads a file or runs a
+model.
+"""
+
+from workbench.plots.experiments import (
+    ablation,
+    along_tokens,
+    attention_map,
+    attention_pair,
+    coefficients,
+    formation_steps,
+    gradient_map,
+    next_tokens,
+    race,
+    relative,
+    unresolved,
+    verdict,
+)
+from workbench.plots.records import FORMS, form_of, plot
+from workbench.plots.style import COLOURS, CONFIG, LABELS, alt_text, colour, html, label, reading, site, subtitle, table
+
+__all__ = [
+    "COLOURS", "CONFIG", "FORMS", "LABELS", "ablation", "along_tokens", "alt_text", "attention_map", "attention_pair",
+    "coefficients", "colour", "form_of", "formation_steps", "gradient_map", "html", "label", "next_tokens", "plot", "race",
+    "reading", "relative", "site", "subtitle", "table", "unresolved", "verdict",
+]  # fmt: skip

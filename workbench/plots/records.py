@@ -1,0 +1,293 @@
+"""One figure for any records: its form follows from the axes that vary, comparisons share their scales."""
+
+from __future__ import annotations
+
+import html as markup
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.plots.style import (
+    DIVERGING,
+    GREY,
+    SEQUENTIAL,
+    colour,
+    dressed,
+    label,
+    ordered,
+    pale,
+    reading,
+    site,
+    subtitle,
+    words,
+    wrapped,
+)
+
+KEY = ["metric", "variant", "site", "part", "data", "T", "unit"]
+FORMS = ("profile", "steps", "positions", "heads", "bars")
+MOST_PANELS = 24
+
+
+@dataclass
+class _Panel:
+    form: str
+    title: str
+    rows: pd.DataFrame
+    key: tuple[Any, ...]
+
+
+def checked(frame: pd.DataFrame) -> pd.DataFrame:
+    """A copy with plain numbers on its axes; raises `WorkbenchError` where nothing was measured."""
+    if frame.empty or frame["control"].isna().sum() == 0:
+        raise WorkbenchError("no records to plot; measure something first")
+    frame = frame.copy()
+    frame["architecture"] = frame["architecture"].fillna("model")
+    frame["run"] = frame["run"].fillna(frame["architecture"])
+    for name in ("step", "layer", "head", "position", "seed"):
+        frame[name] = frame[name].astype("float64")
+    return frame
+
+
+def form_of(rows: pd.DataFrame) -> str:
+    """The form that shows the axes of these records: heat maps for heads and positions, else curves, else bars."""
+    measured = rows[rows["control"].isna()]
+    varies = {axis: measured[axis].nunique() for axis in ("layer", "head", "position", "step")}
+    if varies["step"] > 2:
+        return "steps"
+    if varies["position"] > 1:
+        return "positions"
+    return "heads" if varies["head"] > 1 else "profile" if varies["layer"] > 1 else "bars"
+
+
+def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[_Panel]:
+    varying = [k for k in KEY if k != "unit" and frame[k].nunique(dropna=False) > 1]
+    for key, rows in frame.groupby(KEY, dropna=False, sort=False):
+        if rows["control"].notna().all():
+            continue
+        values = dict(zip(KEY, key, strict=True))
+        name = ", ".join(
+            f"{'T = ' if k == 'T' else ''}{site(values[k]) if k == 'site' else words(values[k])}"
+            for k in varying
+            if not pd.isna(values[k])
+        )
+        chosen = form or form_of(rows)
+        if chosen in ("positions", "heads"):
+            measured = rows[rows["control"].isna()]
+            for architecture in ordered(measured["architecture"]):
+                for step, part in measured[measured["architecture"] == architecture].groupby("step", dropna=False):
+                    at = "" if pd.isna(step) else f", step {step:.0f}"
+                    title = f"{label(architecture)}{at}" + (f": {name}" if name else "")
+                    yield _Panel(chosen, title, part, key)
+        elif chosen == "steps" and rows["layer"].nunique() + rows["head"].nunique() > 2:
+            for (layer, head), part in rows[rows["control"].isna()].groupby(["layer", "head"], dropna=False):
+                at = f"layer {layer:.0f}" + ("" if pd.isna(head) else f", head {head:.0f}")
+                yield _Panel(chosen, f"{name}: {at}" if name else at, part, key)
+        else:
+            yield _Panel(chosen, name, rows, key)
+
+
+def plot(
+    frame: pd.DataFrame, *, form: str | None = None, log_x: bool = False, log_y: bool = False, smooth: int = 1
+) -> go.Figure:
+    """A figure of records, its form chosen by their axes; different metrics, data or lengths get panels of their own.
+
+    `form`: one of `FORMS` instead. `log_x`, `log_y`: logarithmic axes. `smooth`: running mean over so many steps.
+    Raises `WorkbenchError` where there is nothing to plot or more than one figure can hold.
+    """
+    if form is not None and form not in FORMS:
+        raise UnknownName("form", form, FORMS)
+    frame = checked(frame)
+    panels = list(_panels(frame, form))
+    if len(panels) > MOST_PANELS:
+        raise WorkbenchError(
+            f"{len(panels)} panels do not fit one figure; keep fewer metrics, variants, sites or steps"
+        )
+    columns = min(len(panels), 2 if len(panels) <= 6 else 3)
+    count = -(-len(panels) // columns)
+    titles = [p.title for p in panels] if len(panels) > 1 or panels[0].title else None
+    figure = make_subplots(
+        count, columns, subplot_titles=titles, vertical_spacing=0.32 / count, horizontal_spacing=0.2 / columns
+    )
+    shown: set[str] = set()
+    bands: set[str] = set()
+    for i, panel in enumerate(panels):
+        where = {"row": i // columns + 1, "col": i % columns + 1}
+        _DRAW[panel.form](figure, panel, where, shown, bands, smooth)
+    keys = list(dict.fromkeys(p.key for p in panels if p.form in ("positions", "heads")))
+    for i, key in enumerate(keys):
+        _colour_axis(figure, i, pd.concat([p.rows for p in panels if p.key == key]), [p.key for p in panels].index(key))
+    _link_axes(figure, panels, columns)
+    if log_x:
+        figure.update_xaxes(type="log", title_text="step (log scale; step 0 not shown)")
+    if log_y:
+        figure.update_yaxes(type="log")
+    metrics = frame["metric"].unique()
+    title = words(metrics[0]).capitalize() if len(metrics) == 1 else f"{len(metrics)} metrics"
+    smoothed = f"running mean over {smooth} steps" if smooth > 1 else ""
+    dashed = "dashed: step 0, random init" if "step 0 (random init)" in shown else ""
+    return dressed(
+        figure, title, subtitle(frame, *sorted(bands), dashed, smoothed), (330 if count == 1 else 270) * count
+    )
+
+
+def _link_axes(figure: go.Figure, panels: Sequence[_Panel], columns: int) -> None:
+    """Panels in one unit share the y axis, so that they can be compared; each says its unit and which way to read it."""
+    first: dict[tuple[str, str, str], str] = {}
+    for i, panel in enumerate(panels):
+        where = {"row": i // columns + 1, "col": i % columns + 1}
+        if panel.form in ("positions", "heads"):
+            continue
+        unit = panel.rows["unit"].dropna()
+        kind = (panel.form, str(panel.key[0]), str(unit.iloc[0]) if len(unit) else "")
+        axis = "y" if i == 0 else f"y{i + 1}"
+        matches = first.setdefault(kind, axis)
+        deficit = panel.key[1] == "deficit"
+        says = "higher: more concentrated" if deficit else reading(panel.rows)
+        text = f"{markup.escape(kind[2] or str(panel.key[0]))}<br><sup>{markup.escape(wrapped(says, 44)).replace('&lt;br&gt;', '<br>')}</sup>"
+        figure.update_yaxes(title_text=text, matches=None if matches == axis else matches, **where)
+
+
+def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, panel: int) -> None:
+    low, high = float(rows["value"].min()), float(rows["value"].max())
+    unit = str(rows["unit"].dropna().iloc[0]) if rows["unit"].notna().any() else ""
+    signed = low < 0 < high
+    whole = unit.startswith("share") and rows["position"].nunique() < 2
+    limit = max(-low, high)
+    span = (-limit, limit) if signed else (0.0, 1.0) if whole else (min(low, 0.0), high)
+    bar = {"title": {"text": words(unit)}, "x": 1.02 + 0.12 * index, "thickness": 14}
+    name = "coloraxis" if index == 0 else f"coloraxis{index + 1}"
+    figure.update_layout(
+        {name: {"colorscale": DIVERGING if signed else SEQUENTIAL, "cmin": span[0], "cmax": span[1], "colorbar": bar}}
+    )
+    for trace in figure.data:
+        if trace.type == "heatmap" and trace.meta == rows["metric"].iloc[0] + str(tuple(map(str, rows[KEY].iloc[0]))):
+            trace.coloraxis = name
+
+
+def _curve(rows: pd.DataFrame, x: str, smooth: int = 1) -> tuple[pd.DataFrame, str]:
+    """Mean, low and high over seeds at each x, and what the band between them is."""
+    runs = rows.pivot_table(index=x, columns="run", values="value", aggfunc="mean").sort_index()
+    if smooth > 1:
+        runs = runs.rolling(smooth, min_periods=1, center=True).mean()
+    mean = runs.mean(axis=1)
+    if runs.shape[1] > 1:
+        return pd.DataFrame({"mean": mean, "low": runs.min(axis=1), "high": runs.max(axis=1)}), "band: range over seeds"
+    se = rows.groupby(x)["se"].mean().reindex(mean.index)
+    if not se.notna().any():
+        return pd.DataFrame({"mean": mean, "low": mean, "high": mean}), ""
+    return pd.DataFrame(
+        {"mean": mean, "low": mean - se, "high": mean + se}
+    ), "one seed: ± standard error over documents"
+
+
+def lines(
+    figure: go.Figure,
+    rows: pd.DataFrame,
+    x: str,
+    where: dict[str, int],
+    shown: set[str],
+    bands: set[str],
+    smooth: int = 1,
+) -> None:
+    """One line per architecture (and step, in a profile) with its band, and the controls in dotted grey."""
+    measured = rows[rows["control"].isna()]
+    for architecture in ordered(measured["architecture"]):
+        mine = measured[measured["architecture"] == architecture]
+        steps = [None] if x == "step" else sorted(mine["step"].dropna().unique()) or [None]
+        for step in steps:
+            part = mine if step is None else mine[mine["step"] == step]
+            curve, band = _curve(part, x, smooth)
+            bands.add(band)
+            init = step == 0 and len(measured["step"].dropna().unique()) > 1
+            name = label(architecture)
+            if (curve["low"] < curve["high"]).any():
+                outline = np.concatenate([curve["high"], curve["low"][::-1]])
+                around = np.concatenate([curve.index, curve.index[::-1]])
+                figure.add_scatter(
+                    x=around, y=outline, fill="toself", fillcolor=pale(architecture, 0.10 if init else 0.18), line_width=0,
+                    hoverinfo="skip", showlegend=False, legendgroup=name, name=f"{name} band", mode="lines", **where,
+                )  # fmt: skip
+            at = "" if step is None else f" at step {step:.0f}"
+            figure.add_scatter(
+                x=curve.index, y=curve["mean"], mode="lines" if len(curve) > 24 else "lines+markers", name=f"{name}{at if init else ''}",
+                line={"color": colour(architecture), "dash": "dash" if init else "solid", "width": 1.3 if init else 2.2},
+                marker={"size": 5 if init else 7, "symbol": "circle-open" if init else "circle"}, legendgroup=name,
+                showlegend=not init and name not in shown, hovertemplate=f"{name}{at}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>", **where,
+            )  # fmt: skip
+            shown |= set() if init else {name}
+            if init and "step 0 (random init)" not in shown:
+                shown.add("step 0 (random init)")
+                legend_only(figure, "step 0 (random init)", "dash", where)
+    for dash, (control, part) in zip(
+        ("dot", "dashdot", "longdash"), rows[rows["control"].notna()].groupby("control"), strict=False
+    ):
+        line = part.groupby(x)["value"].mean()
+        figure.add_scatter(
+            x=line.index, y=line, mode="lines", name=words(control), line={"color": GREY, "dash": dash, "width": 1.6}, legendgroup=str(control),
+            showlegend=str(control) not in shown, hovertemplate=f"{words(control)}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>", **where,
+        )  # fmt: skip
+        shown.add(str(control))
+
+
+def legend_only(figure: go.Figure, name: str, dash: str, where: dict[str, int]) -> None:
+    line = {"color": GREY, "dash": dash, "width": 1.3}
+    figure.add_scatter(x=[None], y=[None], mode="lines", name=name, line=line, hoverinfo="skip", **where)
+
+
+def _draw_profile(
+    figure: go.Figure, panel: _Panel, where: dict[str, int], shown: set[str], bands: set[str], _: int
+) -> None:
+    lines(figure, panel.rows[panel.rows["layer"].notna()], "layer", where, shown, bands)
+    figure.update_xaxes(title_text="layer", dtick=1 if panel.rows["layer"].max() <= 16 else None, **where)
+
+
+def _draw_steps(
+    figure: go.Figure, panel: _Panel, where: dict[str, int], shown: set[str], bands: set[str], smooth: int
+) -> None:
+    lines(figure, panel.rows, "step", where, shown, bands, smooth)
+    figure.update_xaxes(title_text="training step", **where)
+
+
+def _draw_map(figure: go.Figure, panel: _Panel, where: dict[str, int], *_: Any) -> None:
+    axis = "position" if panel.form == "positions" else "head"
+    grid = panel.rows.pivot_table(index="layer", columns=axis, values="value", aggfunc="mean", dropna=False)
+    name = panel.title.split(":")[0]
+    hover = f"{name}<br>layer %{{y}}, {axis} %{{x}}: %{{z:.4g}}<extra></extra>"
+    key = panel.rows["metric"].iloc[0] + str(tuple(map(str, panel.rows[KEY].iloc[0])))
+    z, x, y = grid.to_numpy(dtype="float32"), grid.columns.astype(int).tolist(), grid.index.astype(int).tolist()
+    figure.add_heatmap(z=z, x=x, y=y, name=panel.title, meta=key, hovertemplate=hover, **where)
+    figure.update_xaxes(title_text=axis, dtick=1 if axis == "head" and grid.shape[1] <= 16 else None, **where)
+    figure.update_yaxes(title_text="layer", dtick=1 if len(grid) <= 16 else None, **where)
+
+
+def _draw_bars(
+    figure: go.Figure, panel: _Panel, where: dict[str, int], shown: set[str], bands: set[str], _: int
+) -> None:
+    measured = panel.rows[panel.rows["control"].isna()]
+    steps = sorted(measured["step"].dropna().unique()) or [np.nan]
+    for step in steps:
+        rows = measured if pd.isna(step) else measured[measured["step"] == step]
+        names = ordered(rows["architecture"])
+        curves = [_curve(rows[rows["architecture"] == a].assign(one=0.0), "one") for a in names]
+        bands |= {band.replace("band", "whisker") for _, band in curves}
+        mean, low, high = ([float(c[k].iloc[0]) for c, _ in curves] for k in ("mean", "low", "high"))
+        init = step == 0 and len(steps) > 1
+        figure.add_bar(
+            x=[label(a) for a in names], y=mean, name=f"step {step:.0f}", showlegend=False, marker={
+                "color": [pale(a) if init else colour(a) for a in names], "line": {"color": [colour(a) for a in names], "width": 1}},
+            error_y={"array": np.subtract(high, mean), "arrayminus": np.subtract(mean, low), "color": GREY},
+            hovertemplate=f"%{{x}}{'' if pd.isna(step) else f' at step {step:.0f}'}: %{{y:.4g}}<extra></extra>", **where,
+        )  # fmt: skip
+        if init:
+            bands.add("pale bars: step 0, random init")
+
+
+_DRAW: dict[str, Callable[..., None]] = {
+    "profile": _draw_profile, "steps": _draw_steps, "positions": _draw_map, "heads": _draw_map, "bars": _draw_bars,
+}  # fmt: skip

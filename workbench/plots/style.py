@@ -1,0 +1,164 @@
+"""What all figures share: names, colours, subtitles, dress, alt texts, tables and offline HTML."""
+
+from __future__ import annotations
+
+import hashlib
+import html as markup
+import json
+import textwrap
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+COLOURS = {
+    "transformer": "#0072B2", "resformer": "#D55E00", "svformer": "#009E73", "neutreno": "#56B4E9", "denseformer": "#E69F00",
+    "resformer+neutreno": "#8F8500", "residual_k": "#CC79A7",
+}  # fmt: skip
+LABELS = {
+    "transformer": "Transformer", "resformer": "ResFormer", "svformer": "SVFormer", "neutreno": "NeuTRENO",
+    "denseformer": "DenseFormer", "resformer+neutreno": "ResFormer + NeuTRENO", "residual_k": "key residual (control)",
+}  # fmt: skip
+SITES = {
+    "v": "effective values", "own_v": "own values", "stream": "hidden state", "final": "after the final norm", "z": "attention output",
+    "q": "queries", "k": "keys",
+}  # fmt: skip
+READINGS = {
+    "train_loss": "lower: better prediction", "validation_loss": "lower: better prediction", "copy_loss": "lower: copies better",
+    "gradient_norm": "higher: stronger pull", "tokens_per_second": "higher: faster",
+}  # fmt: skip
+GREY, GRID, SEQUENTIAL, DIVERGING = "#808080", "rgba(128,128,128,0.25)", "Cividis", "RdBu_r"
+CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
+
+
+def colour(architecture: str) -> str:
+    """The architecture's colour; an unregistered name gets one of its own from its hash."""
+    hue = int(hashlib.sha256(architecture.encode()).hexdigest()[:4], 16) % 360
+    return COLOURS.get(architecture, f"hsl({hue},55%,48%)")
+
+
+def label(architecture: str) -> str:
+    """The architecture's name as its paper writes it, safe inside a figure."""
+    return markup.escape(LABELS.get(architecture, architecture))
+
+
+def ordered(names: Any) -> list[str]:
+    known = list(COLOURS)
+    return sorted({str(n) for n in names}, key=lambda n: (known.index(n) if n in known else len(known), n))
+
+
+def pale(architecture: str, alpha: float = 0.18) -> str:
+    c = colour(architecture)
+    if c.startswith("#"):
+        return f"rgba({int(c[1:3], 16)},{int(c[3:5], 16)},{int(c[5:], 16)},{alpha})"
+    return c.replace("hsl", "hsla").replace(")", f",{alpha})")
+
+
+def site(name: Any) -> str:
+    """A site in words."""
+    return SITES.get(str(name), words(name))
+
+
+def words(name: Any) -> str:
+    return "" if pd.isna(name) else markup.escape(str(name)).replace("_", " ")
+
+
+def wrapped(text: str, width: int) -> str:
+    return "<br>".join(textwrap.wrap(text, width))
+
+
+def _facts(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [json.loads(p) for p in frame["provenance"].dropna().unique()[:200]]
+
+
+def reading(frame: pd.DataFrame) -> str:
+    """Which way a metric's numbers are to be read, as its records or the registry say."""
+    metric = str(frame["metric"].iloc[0])
+    found = next((fact["reading"] for fact in _facts(frame) if fact.get("reading")), READINGS.get(metric))
+    if found is None and len(frame["provenance"].dropna()):
+        from workbench.metrics import METRICS
+
+        found = METRICS[metric].reading if metric in METRICS else ""
+    return found or ""
+
+
+def subtitle(frame: pd.DataFrame, *extra: str) -> str:
+    """What a figure must say of itself: data, T, documents, seeds, and whether an architecture was only assumed."""
+    measured = frame[frame["control"].isna()]
+    say = [", ".join(words(d) for d in measured["data"].dropna().unique()[:4])]
+    lengths = ", ".join(str(t) for t in sorted(measured["T"].dropna().unique()))
+    n = sorted(measured["n"].dropna().unique())
+    seeds = measured.groupby("architecture", dropna=False)["run"].nunique()
+    say.append(f"T = {lengths}" if lengths else "")
+    say.append(f"n = {n[0]}{f' to {n[-1]}' if len(n) > 1 else ''} documents" if n else "")
+    few, many = int(seeds.min()), int(seeds.max())
+    say.append(f"{few}{f' to {many}' if many > few else ''} seed{'s' if many > 1 else ''} per model")
+    assumed = {a for a in measured.loc[measured["provenance"].str.contains('"assumed":true', na=False), "architecture"]}
+    if assumed:
+        say.append(f"architecture assumed: {', '.join(map(label, ordered(assumed)))}")
+    return wrapped("; ".join(s for s in (*say, *extra) if s), 115)
+
+
+def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure:
+    """Title, subtitle and transparent paper; greys that read on light and on dark."""
+    lines = under.count("<br>") + 1 if under else 0
+    top = 44 + 17 * lines + (26 if figure.layout.annotations else 0)
+    figure.update_layout(
+        title={"text": title, "x": 0, "xref": "paper", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
+               "pad": {"t": 8}, "font": {"size": 16}, "subtitle": {"text": under, "font": {"size": 12, "color": GREY}}},
+        height=height + top, margin={"l": 76, "r": 20, "t": top, "b": 56}, font={"color": GREY, "size": 12},
+        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", hovermode="closest", bargap=0.25,
+        legend={"orientation": "v", "x": 1.02, "y": 1, "tracegroupgap": 2},
+    )  # fmt: skip
+    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID, title_standoff=6, automargin=True)
+    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, title_standoff=6, automargin=True)
+    return figure
+
+
+def alt_text(shown: go.Figure | pd.DataFrame) -> str:
+    """What a figure shows, in words: its title and subtitle, then each curve's ends or each map's extremes."""
+    if isinstance(shown, pd.DataFrame):
+        from workbench.plots.records import plot
+
+        shown = plot(shown)
+    said = [_plain(shown.layout.title.text), _plain(shown.layout.title.subtitle.text)]
+    for trace in shown.data:
+        if trace.type == "heatmap":
+            z = np.asarray(trace.z, dtype=float)
+            if np.isfinite(z).any():
+                said.append(f"{_plain(trace.name) or 'map'}: {np.nanmin(z):.3g} to {np.nanmax(z):.3g}")
+        elif trace.x is not None and len(trace.x) and trace.x[0] is not None and trace.hoverinfo != "skip":
+            said.append(f"{_plain(trace.name)}: {_ends(trace)}")
+    return "; ".join(s for s in said if s)[:1500]
+
+
+def _ends(trace: Any) -> str:
+    y, x = list(trace.y), list(trace.x)
+    if trace.type == "bar" and trace.orientation != "h":
+        return ", ".join(f"{_plain(a)} {b:.3g}" for a, b in zip(x, y, strict=True))
+    if trace.type == "bar":
+        return ", ".join(f"{_plain(b)} {a:.3g}" for a, b in zip(x[:5], y[:5], strict=True))
+    return f"from {y[0]:.3g} at {x[0]} to {y[-1]:.3g} at {x[-1]}"
+
+
+def _plain(text: Any) -> str:
+    return markup.unescape(str(text or "").replace("<br>", " "))
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    """The numbers behind a figure: columns that say something, in the order of the axes."""
+    kept = frame.drop(columns=[c for c in ("provenance",) if c in frame]).dropna(axis=1, how="all")
+    axes = [c for c in ("metric", "architecture", "seed", "step", "layer", "head", "position") if c in kept]
+    return kept.sort_values(axes, kind="stable").reset_index(drop=True)
+
+
+def html(figure: go.Figure, *, script: bool = True, whole: bool = False) -> str:
+    """The figure as HTML that works offline and uploads nothing; `script=False` for all but the first of a page."""
+    body = figure.to_html(include_plotlyjs=script, full_html=False, config=CONFIG)
+    said = markup.escape(alt_text(figure), quote=True)
+    inside = f'<figure role="img" aria-label="{said}">{body}</figure>'
+    if not whole:
+        return inside
+    title = markup.escape(_plain(figure.layout.title.text))
+    return f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head><body>{inside}</body></html>'
