@@ -166,8 +166,8 @@ def _published(n_layers: int, n_heads: int, d_model: int) -> Preset:
 
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(
-        ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, n_ctx=2048),
-        TrainConfig(steps=300, batch=8, T=128, lr=1.5e-3, warmup=30, validate_every=50, save_every=50),
+        ModelConfig(n_layers=4, d_model=64, n_heads=4, d_mlp=176, d_vocab=1024, n_ctx=2048),
+        TrainConfig(steps=300, batch=8, T=128, lr=4e-3, warmup=30, validate_every=50, save_every=50),
     ),
     "mini": Preset(
         ModelConfig(n_layers=8, d_model=256, n_heads=8, d_mlp=704, d_vocab=2048, n_ctx=2048),
