@@ -51,10 +51,12 @@ def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 
     `excl0` leaves position 0 out. Caution: repeated tokens and single large channels raise it, and it differs between
     architectures at random init: compare trained minus step 0.
     """
-    x = wide(vectors.flatten(2)[:, skip:])
-    T = x.shape[1]
-    inverse = x.norm(dim=-1).clamp_min(torch.finfo(x.dtype).tiny).reciprocal()  # a zero vector is like nothing
-    total = torch.einsum("bt,btd->bd", inverse, x).double()
+    x = vectors.flatten(2)[:, skip:]
+    T, total = x.shape[1], torch.zeros((), dtype=torch.double, device=x.device)
+    for part in x.split(256, dim=1):  # float32 would lose 1e-5 where one channel is massive; parts stay in the cache
+        part = part.double()
+        norms = torch.linalg.vector_norm(part, dim=-1).clamp_min(1e-300)  # a zero vector is like nothing
+        total = total + torch.einsum("bt,btd->bd", norms.reciprocal(), part)
     return (total.square().sum(-1) - T) / (T * (T - 1))
 
 
