@@ -62,13 +62,19 @@ def train(
     preset: Annotated[str, typer.Option(help="A name from `workbench list presets`.")] = "tiny",
     name: Annotated[str | None, typer.Option(help="Run folder; architecture, preset and seed unless given.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
-    text: Annotated[list[Path] | None, typer.Option(help="Your own text files or folders; else the embedded corpus.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Your own text files or folders; else the embedded corpus.")
+    ] = None,
     task: Annotated[str, typer.Option(help="text, or repeated for random tokens repeated once.")] = "text",
     vocabulary: Annotated[int | None, typer.Option(help="Size of the tokenizer's vocabulary.")] = None,
     bos: Annotated[str | None, typer.Option(help="first: begin each document with a start token.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Architecture option as key=value, e.g. lambda_v1=0.3.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Architecture option as key=value, e.g. lambda_v1=0.3.")
+    ] = None,
     model: Annotated[list[str] | None, typer.Option(help="Config key as key=value, e.g. n_layers=8.")] = None,
-    recipe: Annotated[list[str] | None, typer.Option(help="Training key as key=value, e.g. steps=1000, lr=1e-3.")] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="Training key as key=value, e.g. steps=1000, lr=1e-3.")
+    ] = None,
     runs: Runs = None,
     device: Device = None,
     as_json: Json = False,
@@ -78,6 +84,7 @@ def train(
     from workbench.console import say, train_progress
     from workbench.data import RepeatedData, prepare
     from workbench.errors import UnknownName
+    from workbench.models import architecture as find_architecture
     from workbench.runs import CORPORA, runs_folder
     from workbench.training import train as run_training
 
@@ -85,20 +92,22 @@ def train(
         raise UnknownName("preset", preset, PRESETS)
     if task not in ("text", "repeated"):
         raise UnknownName("task", task, ["text", "repeated"])
-    folder, chosen = runs_folder(runs), PRESETS[preset]
-    sizes = _settings(model, "model")
+    find_architecture(architecture)  # refuse before the corpus is built
+    folder, chosen, options = runs_folder(runs), PRESETS[preset], _settings(option, "option")
+    sizes, settings = _settings(model, "model"), chosen.train.replace(**_settings(recipe, "recipe"))
     vocabulary = vocabulary or sizes.get("d_vocab")
     if task == "repeated":
-        data: Any = RepeatedData(**({"vocabulary": vocabulary} if vocabulary else {}))
+        data: Any = RepeatedData(vocabulary or 64)
     else:
-        data = prepare(texts=text, vocabulary=vocabulary or min(chosen.model.d_vocab, 4096), bos=bos, root=folder / CORPORA)
+        data = prepare(
+            texts=text, vocabulary=vocabulary or min(chosen.model.d_vocab, 4096), bos=bos, root=folder / CORPORA
+        )
     config = ModelConfig.of(chosen.model).replace(**({"d_vocab": data.d_vocab} | sizes))
-    settings = chosen.train.replace(**_settings(recipe, "recipe"))
     run_name = name or f"{architecture}-{preset}-s{seed}"
     with train_progress(run_name, settings.steps) as progress:
         run = run_training(
             architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device,
-            progress=progress, **_settings(option, "option"),
+            progress=progress, **options,
         )  # fmt: skip
     losses = run.telemetry(f"metric = 'validation_loss' and step = {settings.steps}")
     if as_json:
@@ -112,11 +121,15 @@ def train(
 @app.command()
 def measure(
     paths: Annotated[list[Path], typer.Argument(help="Runs or checkpoint directories.")],
-    metric: Annotated[list[str], typer.Option("--metric", "-m", help="A name from `workbench list metrics`; repeat for more.")],
+    metric: Annotated[
+        list[str], typer.Option("--metric", "-m", help="A name from `workbench list metrics`; repeat for more.")
+    ],
     data: Annotated[str | None, typer.Option(help="A text file or a text; else each run's validation split.")] = None,
     steps: Annotated[str, typer.Option(help="last, first, ends, all, or numbers as 0,100.")] = "last",
     n: Annotated[int, typer.Option(min=1, help="Documents at most.")] = 64,
-    length: Annotated[int | None, typer.Option("-T", "--length", min=1, help="Tokens of each; the training length unless given.")] = None,
+    length: Annotated[
+        int | None, typer.Option("-T", "--length", min=1, help="Tokens of each; the training length unless given.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time; results do not depend on it.")] = 8,
     out: Annotated[Path | None, typer.Option(help="Write the records here: .parquet, .csv or .json.")] = None,
     device: Device = None,
@@ -141,22 +154,24 @@ def measure(
 @app.command()
 def plot(
     records: Annotated[Path, typer.Argument(help="Records as `measure --out` writes them (.parquet).")],
-    out: Annotated[Path, typer.Option(help="The figure: .html (or .png, .svg with a browser and kaleido).")] = Path("figure.html"),
+    out: Annotated[Path, typer.Option(help="The figure: one offline .html page.")] = Path("figure.html"),
 ) -> None:
     """Draw records as a figure, chosen by their axes."""
+    from workbench import plots
     from workbench.console import say
-    from workbench.plots import plot as draw
-    from workbench.plots import save
+    from workbench.files import write_text
     from workbench.results import read_parquet
 
     if not records.exists():
         raise _missing(records)
-    say(f"figure: {save(draw(read_parquet([records])), out)}")
+    write_text(out, plots.html(plots.plot(read_parquet([records])), whole=True))
+    say(f"figure: {out}")
 
 
 @app.command()
 def report(
-    runs: Runs = None, out: Annotated[Path | None, typer.Option(help="The page; <runs>/report.html unless given.")] = None
+    runs: Runs = None,
+    out: Annotated[Path | None, typer.Option(help="The page; <runs>/report.html unless given.")] = None,
 ) -> None:
     """Write one offline HTML page: figures, tables, provenance, and what was not checkable at this size."""
     from workbench.console import say
@@ -168,9 +183,7 @@ def report(
 
 
 @app.command(name="app")
-def dashboard(
-    runs: Runs = None, port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8501
-) -> None:
+def dashboard(runs: Runs = None, port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8501) -> None:
     """Show the dashboard on 127.0.0.1 until Ctrl-C."""
     from workbench.runs import runs_folder
     from workbench.serving import serve, wait

@@ -54,7 +54,13 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def train_progress(name: str, steps: int) -> Iterator[Callable[[int, float, float], None]]:
     """A bar for one training: loss, tokens per second, time left."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=errors) as progress:
         task = progress.add_task(escape(name), total=steps)
 
@@ -68,7 +74,9 @@ def train_progress(name: str, steps: int) -> Iterator[Callable[[int, float, floa
 @contextmanager
 def demo_progress() -> Iterator[Callable[[dict[str, Any]], None]]:
     """A bar over the demo's models."""
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors) as progress:
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors
+    ) as progress:
         task = progress.add_task("training and measuring", total=None)
 
         def told(status: dict[str, Any]) -> None:

@@ -91,7 +91,11 @@ def _setting(job: Job) -> tuple[Any, ModelConfig, TrainConfig]:
     from workbench.data import RepeatedData
 
     if job.experiment == "race":
-        return RepeatedData(), RACE_MODEL, RACE_TRAIN.replace(steps=30, warmup=10, checkpoints=1) if job.quick else RACE_TRAIN
+        return (
+            RepeatedData(),
+            RACE_MODEL,
+            RACE_TRAIN.replace(steps=30, warmup=10, checkpoints=1) if job.quick else RACE_TRAIN,
+        )
     data = corpus(Path(job.runs), quick=job.quick)
     preset = PRESETS["tiny"]
     recipe = preset.train.replace(steps=20, warmup=5, validate_every=20) if job.quick else preset.train
@@ -103,8 +107,8 @@ def corpus(runs: Path, *, quick: bool = False) -> Any:
     """The embedded corpus and its tokenizer, built once per runs folder and shared by all workers."""
     from filelock import FileLock
 
-    from workbench.data import open_data, prepare
     from workbench.checkpoints import read_json
+    from workbench.data import open_data, prepare
 
     root = runs / CORPORA
     root.mkdir(parents=True, exist_ok=True)
@@ -133,7 +137,10 @@ def run_demo(
     runs.mkdir(parents=True, exist_ok=True)
     plan = jobs(runs, seeds=seeds, quick=quick, device=device)
     status = Status(runs, plan, told)
-    with _one_thread(), ProcessPoolExecutor(workers or min(os.cpu_count() or 1, 8), multiprocessing.get_context("spawn")) as pool:
+    with (
+        _one_thread(),
+        ProcessPoolExecutor(workers or min(os.cpu_count() or 1, 8), multiprocessing.get_context("spawn")) as pool,
+    ):
         futures: dict[Future[str], Job] = {pool.submit(work, job): job for job in plan}
         try:
             for future in as_completed(futures):

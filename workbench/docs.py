@@ -48,7 +48,9 @@ def metrics_page() -> str:
         parts.append("".join(f"- {key}: {value}\n" for key, value in facts.items()))
     parts.append("\n# Interventions\n")
     for name, i in INTERVENTIONS.items():
-        parts.append(f"\n## {name}\n\n{_text(i.function)}\n\n- Unit: {i.unit}\n- Reading: {i.reading}\n- Source: {i.source}\n")
+        parts.append(
+            f"\n## {name}\n\n{_text(i.function)}\n\n- Unit: {i.unit}\n- Reading: {i.reading}\n- Source: {i.source}\n"
+        )
     return "".join(parts)
 
 

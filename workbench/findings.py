@@ -9,49 +9,39 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from workbench.plots import formation_steps, label
+
 SINK_FLOOR = 0.3
 """Mean attention to position 0 from which a head is called a sink; the threshold of Gu et al. (2024)."""
 
 
-def formation_steps(telemetry: pd.DataFrame) -> pd.DataFrame:
-    """First step at which a run's copy loss falls below half of its value at step 0: architecture, seed, step.
-
-    After Olsson et al. (2022). `step` is missing where it never does ("not formed"); `last` is the last step there is.
-    """
-    rows = []
-    losses = telemetry[(telemetry["metric"] == "copy_loss") & telemetry["variant"].isna()]
-    for (architecture, seed), run in losses.groupby(["architecture", "seed"], sort=False):
-        run = run.sort_values("step")
-        below = run[run["value"] < run["value"].iloc[0] / 2]
-        step = int(below["step"].iloc[0]) if len(below) and run["step"].iloc[0] == 0 else None
-        rows.append({"architecture": architecture, "seed": int(seed), "step": step, "last": int(run["step"].iloc[-1])})
-    frame = pd.DataFrame(rows, columns=["architecture", "seed", "step", "last"])
-    return frame.astype({"seed": "Int64", "step": "Int64", "last": "Int64"})
-
-
-def ordered(values: pd.DataFrame, names: dict[str, str] | None = None) -> str:
+def ordered(values: pd.DataFrame) -> str:
     """`A (56-69) < B (80-82) ~ C (89-99)` from columns architecture and value: `<` where all seeds are apart, else `~`."""
     groups = values.dropna(subset=["value"]).groupby("architecture")["value"]
-    bands = sorted(((float(g.mean()), float(g.min()), float(g.max()), str(a)) for a, g in groups))
+    bands = sorted((float(g.mean()), float(g.min()), float(g.max()), str(a)) for a, g in groups)
     text = ""
     for before, (_, low, high, name) in zip([None, *bands], bands, strict=False):
         sign = "" if before is None else " < " if before[2] < low else " ~ "
-        text += f"{sign}{(names or {}).get(name, name)} ({low:.4g}-{high:.4g})"
+        text += f"{sign}{label(name)} ({low:.4g}-{high:.4g})"
     return text
 
 
 def race_verdict(formations: pd.DataFrame) -> str:
     """One sentence on the race: the order of formation steps and whether the seeds resolve it."""
-    formed = formations.dropna(subset=["step"])
+    formed = formations.dropna(subset=["formation_step"])
     if formed["architecture"].nunique() < 2:
         return "Not decided yet: fewer than two architectures have learnt to copy."
-    missing = sorted(set(formations["architecture"]) - set(formed["architecture"]))
-    order = ordered(formed.rename(columns={"step": "value"}))
+    missing = sorted({label(a) for a in formations["architecture"]} - {label(a) for a in formed["architecture"]})
+    order = ordered(formed.rename(columns={"formation_step": "value"}))
     seeds = int(formed.groupby("architecture")["seed"].nunique().min())
     if seeds < 3:
         verdict = f"unresolved with {seeds} seed{'s' * (seeds > 1)}; three are the least"
     else:
-        verdict = "every neighbouring pair is apart in all seeds" if "~" not in order else "unresolved where ~ stands: seeds overlap"
+        verdict = (
+            "every neighbouring pair is apart in all seeds"
+            if "~" not in order
+            else "unresolved where ~ stands: seeds overlap"
+        )
     tail = f"; not formed: {', '.join(missing)}" if missing else ""
     return f"Steps until copying: {order}; {seeds} seeds, {verdict}{tail}."
 
@@ -61,7 +51,9 @@ def values_verdict(frame: pd.DataFrame) -> str:
     share = frame[(frame["metric"] == "token_identity_share") & (frame["site"] == "own_v") & frame["control"].isna()]
     share = share[(share["layer"] > 0) & (share["architecture"] == "transformer")]
     trained, init = share[share["step"] > 0], share[share["step"] == 0]
-    ablation = frame[(frame["metric"] == "value_ablation") & frame["layer"].isna() & (frame["architecture"] == "transformer")]
+    ablation = frame[
+        (frame["metric"] == "value_ablation") & frame["layer"].isna() & (frame["architecture"] == "transformer")
+    ]
     if trained.empty or init.empty or ablation.empty:
         return "Not decided yet: the vanilla models are still training."
     low, high = trained.groupby("layer")["value"].mean().agg(["min", "max"])
@@ -113,3 +105,5 @@ def _sinks(frame: pd.DataFrame) -> Iterable[str]:
 def _always() -> Iterable[str]:
     yield "Parameter and token savings, downstream accuracy and long-context claims need sizes that are not trained here."
 
+
+__all__ = ["formation_steps", "ordered", "race_verdict", "unresolved", "values_verdict"]

@@ -16,9 +16,12 @@ def listing(what: str, runs: Path) -> tuple[pd.DataFrame, list[str]]:
     """A table and further lines to say; raises `UnknownName` for anything else."""
     if what not in LISTINGS:
         raise UnknownName("listing", what, LISTINGS)
-    return {"architectures": _architectures, "metrics": _metrics, "interventions": _interventions, "presets": _presets}.get(
-        what, lambda: _runs(runs)
-    )()
+    return {
+        "architectures": _architectures,
+        "metrics": _metrics,
+        "interventions": _interventions,
+        "presets": _presets,
+    }.get(what, lambda: _runs(runs))()
 
 
 def _architectures() -> tuple[pd.DataFrame, list[str]]:
@@ -35,7 +38,14 @@ def _metrics() -> tuple[pd.DataFrame, list[str]]:
     from workbench.metrics import METRICS
 
     rows = [
-        {"metric": m.name, "form": m.form, "unit": m.unit, "reading": m.reading, "sites": ", ".join(m.sites), "summary": m.summary}
+        {
+            "metric": m.name,
+            "form": m.form,
+            "unit": m.unit,
+            "reading": m.reading,
+            "sites": ", ".join(m.sites),
+            "summary": m.summary,
+        }
         for m in METRICS.values()
     ]
     return pd.DataFrame(rows), []
@@ -44,7 +54,10 @@ def _metrics() -> tuple[pd.DataFrame, list[str]]:
 def _interventions() -> tuple[pd.DataFrame, list[str]]:
     from workbench.interventions import INTERVENTIONS
 
-    rows = [{"intervention": i.name, "unit": i.unit, "reading": i.reading, "summary": i.summary} for i in INTERVENTIONS.values()]
+    rows = [
+        {"intervention": i.name, "unit": i.unit, "reading": i.reading, "summary": i.summary}
+        for i in INTERVENTIONS.values()
+    ]
     return pd.DataFrame(rows), []
 
 
@@ -57,7 +70,16 @@ def _presets() -> tuple[pd.DataFrame, list[str]]:
         body = m.n_layers * (2 * m.d_model**2 + 2 * m.d_model * m.d_key_value + 3 * m.d_model * m.d_mlp)
         parameters = 2 * m.d_vocab * m.d_model + body + (2 * m.n_layers + 1) * m.d_model
         kept = {k: v for k, v in asdict(m).items() if k in ("n_layers", "d_model", "n_heads", "d_mlp", "d_vocab")}
-        rows.append({"preset": name, "parameters": parameters, **kept, "steps": t.steps, "tokens_per_step": t.batch * t.T, "lr": t.lr})
+        rows.append(
+            {
+                "preset": name,
+                "parameters": parameters,
+                **kept,
+                "steps": t.steps,
+                "tokens_per_step": t.batch * t.T,
+                "lr": t.lr,
+            }
+        )
     return pd.DataFrame(rows), []
 
 
@@ -70,7 +92,9 @@ def _runs(folder: Path) -> tuple[pd.DataFrame, list[str]]:
     for run in runs:
         state = "finished" if run.finished else "training" if is_locked(run.path) else "stopped"
         done = f"{run.steps[-1] if run.steps else 0}/{run.train.steps}"
-        rows.append({"run": run.name, "architecture": run.architecture, "seed": run.seed, "steps": done, "state": state})
+        rows.append(
+            {"run": run.name, "architecture": run.architecture, "seed": run.seed, "steps": done, "state": state}
+        )
     notes = [f"{name}: {problem}" for name, problem in problems.items()]
     if not rows:
         notes.insert(0, f"no runs under {folder}; make some with `workbench demo` or `workbench train`")

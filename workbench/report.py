@@ -27,9 +27,9 @@ figure { margin: 1rem 0 } figcaption { font-size: 14px; opacity: .8 } summary { 
 BESIDE = {
     "importance_entropy": ("Concentration of attention", None),
     "token_similarity": ("How alike tokens become", "stream"),
-    "value_norm": ("Norm of the values", "own_v"),
-    "hidden_norm": ("Norm of the residual stream", "stream"),
-    "sink_mass": ("Attention to position 0", None),
+    "sink_mass": ("Attention to position 0, mean of heads", None),
+    "value_drain": ("Norm of the first token's own value against the others'", "own_v"),
+    "hidden_peak": ("Norm of the first token's state against the others'", "stream"),
 }
 
 
@@ -43,7 +43,10 @@ def write_report(runs: Path, out: Path) -> Path:
     page = _Page()
     body = "".join(_sections(page, found, frame, telemetry, problems))
     title = "workbench report"
-    write_text(out, f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><body>{body}')
+    write_text(
+        out,
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><body>{body}',
+    )
     return out
 
 
@@ -55,11 +58,9 @@ class _Page:
 
     def figure(self, figure: Any, frame: pd.DataFrame, caption: str) -> str:
         """A figure with its caption, alt text and table."""
-        drawn, self.first = plots.html(figure, include_plotlyjs=self.first), False
+        drawn, self.first = plots.html(figure, script=self.first), False
         alt = html.escape(plots.alt_text(figure), quote=True)
-        return (
-            f'<figure role="group" aria-label="{alt}">{drawn}<figcaption>{html.escape(caption)}</figcaption></figure>{_table(frame)}'
-        )
+        return f'<figure role="group" aria-label="{alt}">{drawn}<figcaption>{html.escape(caption)}</figcaption></figure>{_table(frame)}'
 
 
 def _table(frame: pd.DataFrame, label: str = "the numbers") -> str:
@@ -71,7 +72,9 @@ def _text(*lines: str, kind: str = "") -> str:
     return "".join(f'<p class="{kind}">{html.escape(line)}</p>' for line in lines)
 
 
-def _sections(page: _Page, runs: list[Run], frame: pd.DataFrame, telemetry: pd.DataFrame, problems: dict[str, str]) -> Iterator[str]:
+def _sections(
+    page: _Page, runs: list[Run], frame: pd.DataFrame, telemetry: pd.DataFrame, problems: dict[str, str]
+) -> Iterator[str]:
     yield "<h1>What these models show</h1>"
     yield _text(
         f"{len(runs)} runs: {', '.join(sorted({run.architecture for run in runs}))}. Bands are the range over seeds; dashed lines are "
@@ -93,7 +96,11 @@ def _race(page: _Page, telemetry: pd.DataFrame) -> Iterator[str]:
     formations = findings.formation_steps(losses)
     yield "<h2>The race to induction</h2>"
     yield _text(findings.race_verdict(formations), kind="verdict")
-    yield page.figure(plots.race(losses), formations, "Loss on tokens that can be copied; a run has learnt to copy below half of its start.")
+    yield page.figure(
+        plots.race(losses),
+        formations,
+        "Loss where copying works; below half of its start a run has learnt it.",
+    )
 
 
 def _values(page: _Page, frame: pd.DataFrame) -> Iterator[str]:
@@ -103,9 +110,15 @@ def _values(page: _Page, frame: pd.DataFrame) -> Iterator[str]:
         return
     yield "<h2>What deep values carry</h2>"
     yield _text(findings.values_verdict(frame), kind="verdict")
-    yield page.figure(plots.plot(share), share, "Share of the variance of each layer's own values that the token's identity explains.")
+    yield page.figure(
+        plots.plot(share), share, "Share of the variance of each layer's own values that the token's identity explains."
+    )
     if len(ablated):
-        yield page.figure(plots.ablation(ablated), ablated, "Validation loss when values are replaced by their mean per token, or by zero.")
+        yield page.figure(
+            plots.ablation(ablated),
+            ablated,
+            "Validation loss when values are replaced by their mean per token, or by zero.",
+        )
 
 
 def _beside(page: _Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> Iterator[str]:
@@ -117,16 +130,15 @@ def _beside(page: _Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> Iterat
         rows = frame[(frame["metric"] == metric) & frame["variant"].isna()]
         rows = rows[rows["site"] == site] if site else rows
         if len(rows):
-            yield page.figure(plots.plot(rows), rows, caption)
-    norms = telemetry[(telemetry["metric"] == "gradient_norm") & (telemetry["part"] == "W_V") & telemetry["variant"].isna()]
-    norms = norms[norms["run"].str.startswith("text")]
+            yield page.figure(plots.plot(rows, form="profile"), rows, caption)
+    norms = telemetry[(telemetry["metric"] == "gradient_norm") & telemetry["run"].str.startswith("text")]
     if len(norms):
         last = norms[norms["step"] == norms["step"].max()]
-        yield page.figure(plots.plot(last), last, "Gradient norm of the value matrices at the last logged step.")
+        yield page.figure(plots.gradient_map(norms), last, "Gradient norms by matrix and layer (table: the last step).")
     coefficients = telemetry[telemetry["metric"] == "coefficient"]
     if len(coefficients):
         last = coefficients[coefficients["step"] == coefficients["step"].max()]
-        yield page.figure(plots.plot(last), last, "Learned coefficients (DenseFormer's averages) at the last logged step.")
+        yield page.figure(plots.coefficients(coefficients), last, "Learned coefficients: DenseFormer's averages.")
 
 
 def _provenance(runs: list[Run], frame: pd.DataFrame, problems: dict[str, str]) -> str:
@@ -139,7 +151,11 @@ def _provenance(runs: list[Run], frame: pd.DataFrame, problems: dict[str, str]) 
         for run in runs
     ]  # fmt: skip
     assumed = frame["provenance"].str.contains('"assumed":true').any() if len(frame) else False
-    lines = ["Some architectures were assumed, because their checkpoints do not say: they are marked in the figures."] if assumed else []
+    lines = (
+        ["Some architectures were assumed, because their checkpoints do not say: they are marked in the figures."]
+        if assumed
+        else []
+    )
     lines += [f"{name} was left out: {problem}" for name, problem in problems.items()]
     lines += ["Reproduce with: make demo (or workbench demo --runs FOLDER), then workbench report."]
     return _text(*lines) + _table(pd.DataFrame(rows), "the runs")

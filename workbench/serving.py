@@ -102,7 +102,7 @@ def _is_ours(runs: Path, port: int) -> bool:
 
 def _healthy(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{HOST}:{port}/_stcore/health", timeout=1) as answer:  # noqa: S310 - our own address
+        with urllib.request.urlopen(f"http://{HOST}:{port}/_stcore/health", timeout=1) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

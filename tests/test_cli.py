@@ -1,0 +1,130 @@
+"""The command line as a person meets it: help at once, one sentence and exit code 2 for what they can cause."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from workbench.cli import app as commands
+
+EXPECTED = {"demo", "train", "measure", "plot", "report", "app", "list"}
+
+
+def run(*arguments, cwd=None, **environment):
+    """A real process of the command line."""
+    return subprocess.run(
+        [sys.executable, "-m", "workbench.cli", *map(str, arguments)], capture_output=True, text=True, timeout=240, cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory):
+    """A runs folder with one tiny trained run."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = run(
+        "train", "resformer", "--task", "repeated", "--runs", folder, "--name", "small", "--json",
+        *(part for key in ("n_layers=2", "d_model=16", "n_heads=2", "d_mlp=24") for part in ("--model", key)),
+        *(part for key in ("steps=6", "T=16", "batch=4", "warmup=2", "validate_every=3") for part in ("--recipe", key)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["run"] == "small"
+    return folder
+
+
+def test_commands_are_a_decision():
+    assert {c.name or c.callback.__name__ for c in commands.registered_commands} == EXPECTED
+
+
+@pytest.mark.parametrize("command", sorted(EXPECTED))
+def test_every_command_has_help_from_its_docstring(command):
+    done = run(command, "--help", COLUMNS="200")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys, runpy\nsys.argv = ['workbench', '--help']\n"
+        "try: runpy.run_module('workbench.cli', run_name='__main__')\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'pandas', 'transformer_lens'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "resfromer"], "resformer"),
+        (["train", "resformer", "--preset", "tyny"], "tiny"),
+        (["train", "resformer", "--task", "repeated", "--option", "lambda_v2=1"], "lambda_v1"),
+        (["train", "resformer", "--task", "repeated", "--recipe", "stepz=1"], "steps"),
+        (["train", "resformer", "--task", "repeated", "--model", "n_layer=1"], "n_layers"),
+        (["train", "resformer", "--recipe", "steps"], "key=value"),
+        (["list", "metric"], "metrics"),
+        (["report"], "workbench demo"),
+        (["measure", "nowhere", "-m", "loss"], "nowhere"),
+    ],
+)
+def test_what_a_user_can_cause_is_one_sentence_and_exit_code_2(arguments, said, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_measure_plot_and_list_work_on_a_run(one_run, tmp_path):
+    out = tmp_path / "records.parquet"
+    done = run("measure", one_run / "small", "-m", "importance_entropy", "--steps", "ends", "--n", 4, "--out", out)
+    assert done.returncode == 0, done.stderr
+    done = run("plot", out, "--out", tmp_path / "figure.html")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "figure.html").read_text()
+    assert "showSendToCloud" in page
+    assert "Plotly.newPlot" in page
+    listed = json.loads(run("list", "runs", "--runs", one_run, "--json").stdout)
+    assert listed[0]["run"] == "small"
+    assert listed[0]["state"] == "finished"
+
+
+def test_measure_refuses_an_unknown_metric_with_the_nearest(one_run):
+    done = run("measure", one_run / "small", "-m", "importance_entropi")
+    assert done.returncode == 2
+    assert "importance_entropy" in done.stderr
+
+
+def test_report_is_one_offline_page(one_run, tmp_path):
+    done = run("report", "--runs", one_run, "--out", tmp_path / "report.html")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert 'src="http' not in page
+    assert "Not resolvable" in page
+    assert "aria-label" in page
+
+
+def test_runs_folder_comes_from_the_environment(one_run):
+    listed = json.loads(run("list", "runs", "--json", WORKBENCH_RUNS=str(one_run)).stdout)
+    assert [row["run"] for row in listed] == ["small"]
+
+
+def test_a_damaged_run_is_named_beside_the_others(one_run):
+    (one_run / "broken").mkdir()
+    (one_run / "broken" / "run.json").write_text("{")
+    done = run("list", "runs", "--runs", one_run)
+    assert done.returncode == 0
+    assert "broken" in done.stdout
+    assert "small" in done.stdout
+
+
+def test_a_taken_port_is_refused_naming_the_option(tmp_path):
+    import socket
+
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        done = run("app", "--runs", tmp_path, "--port", busy.getsockname()[1])
+    assert done.returncode == 2
+    assert "--port" in done.stderr
