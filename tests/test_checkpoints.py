@@ -217,7 +217,10 @@ def run(tiny, tmp_path):
         save(model, folder / f"step_{step:06d}", seed=7, step=step)
     (folder / "step_000030").mkdir()
     train = {"steps": 20, "batch": 1, "T": 8}
-    info = {"architecture": "resformer", "seed": 7, "model": asdict(models[0].config), "train": train}
+    info = {
+        "architecture": "resformer", "seed": 7, "model": asdict(models[0].config), "train": train,
+        "data": {"kind": "repeated", "vocabulary": 61},
+    }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(info))
     return folder, models
 

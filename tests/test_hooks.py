@@ -82,6 +82,25 @@ def fail_loss(logits, ids):
     raise RuntimeError("loss")
 
 
+def test_a_hook_put_on_a_point_itself_is_heard_until_it_is_removed(any_architecture, tiny):
+    model = tiny(any_architecture)
+    plain = model(tokens(5))
+    assert not model.switch.on
+    for name in ("hook_embed", "blocks.1.ln2.hook_scale", "blocks.2.attn.hook_pattern", "unembed.hook_in"):
+        heard = []
+        model.hook_dict[name].add_hook(lambda x, hook, heard=heard: heard.append(hook.name))
+        torch.testing.assert_close(model(tokens(5)), plain, atol=1e-4, rtol=1e-4)
+        assert heard == [name]
+        model.reset_hooks()
+        assert torch.equal(model(tokens(5)), plain)
+        assert heard == [name]
+        assert not model.switch.on
+    slopes = []
+    model.hook_dict["blocks.0.hook_resid_mid"].add_hook(lambda grad, hook: slopes.append(grad), dir="bwd")
+    model(tokens(5), return_type="loss").backward()
+    assert slopes[0].abs().max() > 0
+
+
 def test_nested_hooks_leave_the_outer_ones_standing(tiny):
     model = tiny()
     with model.hooks([("hook_embed", lambda x, hook: x * 0)]):

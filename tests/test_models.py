@@ -18,6 +18,7 @@ from workbench.names import stream_hook
 
 WIDE = torch.float64
 COMBINED = ["resformer+denseformer", "svformer+neutreno", "svformer+denseformer", "neutreno+residual_k"]
+SMALL = ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, n_ctx=2048)
 ALPHAS = 0.3  # spread of DenseFormer's weights in these tests, which start at the identity
 
 
@@ -318,7 +319,7 @@ def test_one_repeated_id_gives_identical_tokens_in_every_stream(any_architecture
 
 
 def test_one_seed_gives_every_architecture_the_same_tensors(any_architecture):
-    config = PRESETS["tiny"].model
+    config = SMALL
     vanilla, model, other = build("transformer", config, seed=3), build(any_architecture, config, seed=3), None
     mine, theirs = dict(model.named_parameters()), dict(vanilla.named_parameters())
     shared = mine.keys() & theirs.keys()
@@ -355,7 +356,7 @@ def test_published_sizes_have_the_published_parameters(size, parameters, saved):
 )
 def test_denseformer_weights_by_hand(dilation, period, weights):
     """4 blocks: after block i (from 0) floor((i + 1) / dilation) + 1 weights where (i + 1) mod period = 0."""
-    config = PRESETS["tiny"].model
+    config = SMALL
     model = compose("denseformer", config, dilation=dilation, period=period)
     assert sum(p.numel() for name, p in model.named_parameters() if name.startswith("dwa.")) == weights
     table = model.shortcuts[0].coefficients()
@@ -444,7 +445,7 @@ def test_other_precisions_run_and_agree(any_architecture, tiny, dtype):
 
 
 def test_rotation_in_float64_is_exact_to_float64():
-    model = build("transformer", PRESETS["tiny"].model, dtype=WIDE)
+    model = build("transformer", SMALL, dtype=WIDE)
     cos, sin = model.rotary(2000, torch.empty(0, dtype=WIDE))
     angle = 1999 * 10_000 ** (-2 / 24)
     assert cos[1999, 0, 1].item() == pytest.approx(math.cos(angle), abs=1e-12)
@@ -504,7 +505,7 @@ def test_replacing_a_submodule_takes_effect(tiny):
             lambda: build("transformer", {"n_layer": 2}),
             "unknown config key 'n_layer'; did you mean n_layers",
         ),
-        (lambda: PRESETS["tiny"].model.replace(dmodel=3), "unknown config key 'dmodel'; did you mean d_model"),
+        (lambda: SMALL.replace(dmodel=3), "unknown config key 'dmodel'; did you mean d_model"),
         (lambda: TrainConfig.of({"step": 2}), "unknown training key 'step'; did you mean steps"),
         (
             lambda: build("transformer", "tiny")(torch.arange(4), return_type="los"),
@@ -533,29 +534,29 @@ def test_an_unknown_name_is_refused_with_the_nearest(ask, told):
 @pytest.mark.parametrize(
     ("ask", "told"),
     [
-        (lambda: build("resformer+svformer", "tiny"), "resformer and svformer both define v of layer 1; keep one"),
-        (lambda: build("denseformer+denseformer", "tiny"), "cannot be combined with itself"),
-        (lambda: build("denseformer", "tiny", period=5), "period from 1 to n_layers=4"),
-        (lambda: build("denseformer", "tiny", dilation=0), "dilation from 1"),
-        (lambda: build("denseformer", "tiny", dilation=1.5), "dilation.*1.5"),
-        (lambda: build("svformer", "tiny", anchors=(1,)), "must rise from 0"),
-        (lambda: build("svformer", "tiny", anchors=(0, 7)), "within the layers 0..3"),
-        (lambda: build("svformer", "tiny", anchors=3), "anchors.*3"),
-        (lambda: build("resformer", "tiny", lambda_v1=None), "lambda_v1.*None"),
-        (lambda: build("resformer", "tiny", lambda_v1="much"), "much"),
+        (lambda: build("resformer+svformer", SMALL), "resformer and svformer both define v of layer 1; keep one"),
+        (lambda: build("denseformer+denseformer", SMALL), "cannot be combined with itself"),
+        (lambda: build("denseformer", SMALL, period=5), "period from 1 to n_layers=4"),
+        (lambda: build("denseformer", SMALL, dilation=0), "dilation from 1"),
+        (lambda: build("denseformer", SMALL, dilation=1.5), "dilation.*1.5"),
+        (lambda: build("svformer", SMALL, anchors=(1,)), "must rise from 0"),
+        (lambda: build("svformer", SMALL, anchors=(0, 7)), "within the layers 0..3"),
+        (lambda: build("svformer", SMALL, anchors=3), "anchors.*3"),
+        (lambda: build("resformer", SMALL, lambda_v1=None), "lambda_v1.*None"),
+        (lambda: build("resformer", SMALL, lambda_v1="much"), "much"),
         (lambda: build("transformer", {"n_layers": 2}), "lacks d_model, n_heads, d_mlp, d_vocab, n_ctx"),
         (lambda: build("transformer", None), "a preset's name, a ModelConfig or a mapping"),
-        (lambda: PRESETS["tiny"].model.replace(n_heads=5), r"n_heads=5 .* choose from \[1, 2, 3, 4, 6"),
-        (lambda: PRESETS["tiny"].model.replace(n_heads=96), "even heads"),
+        (lambda: SMALL.replace(n_heads=5), r"n_heads=5 .* choose from \[1, 2, 3, 4, 6"),
+        (lambda: SMALL.replace(n_heads=96), "even heads"),
         (
-            lambda: PRESETS["tiny"].model.replace(n_key_value_heads=3),
+            lambda: SMALL.replace(n_key_value_heads=3),
             r"does not divide n_heads=4; choose from \[1, 2, 4\]",
         ),
-        (lambda: PRESETS["tiny"].model.replace(n_layers=0), "n_layers=0: must be a positive int"),
-        (lambda: PRESETS["tiny"].model.replace(n_layers=2.0), "n_layers=2.0: must be a positive int"),
-        (lambda: PRESETS["tiny"].model.replace(n_layers=True), "n_layers=True: must be a positive int"),
-        (lambda: PRESETS["tiny"].model.replace(init_std=math.nan), "init_std=nan: must be a positive float"),
-        (lambda: PRESETS["tiny"].model.replace(rope_theta="1e4"), "rope_theta='1e4': must be a positive float"),
+        (lambda: SMALL.replace(n_layers=0), "n_layers=0: must be a positive int"),
+        (lambda: SMALL.replace(n_layers=2.0), "n_layers=2.0: must be a positive int"),
+        (lambda: SMALL.replace(n_layers=True), "n_layers=True: must be a positive int"),
+        (lambda: SMALL.replace(init_std=math.nan), "init_std=nan: must be a positive float"),
+        (lambda: SMALL.replace(rope_theta="1e4"), "rope_theta='1e4': must be a positive float"),
         (lambda: TrainConfig(steps=0, batch=1, T=8), "steps=0: must be a positive int"),
         (lambda: TrainConfig(steps=1, batch=1, T=8, lr=-1), "lr=-1: must be a positive float"),
         (lambda: TrainConfig(steps=1, batch=1, T=1), "needs 2 tokens"),
@@ -600,7 +601,7 @@ def test_the_loss_of_a_single_token_is_refused(tiny):
 
 
 def test_more_heads_do_not_become_grouped_heads():
-    config = PRESETS["tiny"].model
+    config = SMALL
     assert config.replace(n_heads=8).n_key_value_heads == 8
     assert config.replace(n_key_value_heads=2).replace(n_heads=8).n_key_value_heads == 2
 

@@ -25,8 +25,34 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
 
 
+class Switch:
+    """One per model: `on` where somebody may be listening. Off, no hook point is even looked at."""
+
+    on = True
+
+
+class Point(HookPoint):
+    """A hook point that turns its model's switch on when somebody begins to listen."""
+
+    switch = Switch()
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in PyTorch."""
+        handle = super().register_forward_hook(*args, **kwargs)
+        self.switch.on = True
+        return handle
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in PyTorch."""
+        handle = super().register_full_backward_hook(*args, **kwargs)
+        self.switch.on = True
+        return handle
+
+
 class Part(nn.Module):
-    """A module whose hook points and projections are made by name."""
+    """A module with hook points; they and its projections are made by name."""
+
+    switch = Switch()
 
     if TYPE_CHECKING:
 
@@ -38,9 +64,12 @@ def hooked(point: HookPoint) -> bool:
     return bool(point._forward_hooks or point._backward_hooks)
 
 
-def at(point: HookPoint, tensor: Tensor) -> Tensor:
-    """A tensor as it leaves a hook point; without hooks the point is not even called."""
-    return point(tensor) if point._forward_hooks or point._backward_hooks else tensor
+def at(part: Any, name: str, tensor: Tensor) -> Tensor:
+    """A tensor as it leaves the hook point `name` of a part; without hooks the point is not called."""
+    if not part.switch.on:
+        return tensor
+    point = getattr(part, name)
+    return point(tensor) if hooked(point) else tensor
 
 
 def keep(module: nn.Module) -> None:
@@ -127,6 +156,7 @@ class HookedModel(HookedRootModule):
         self.source: dict[str, Any] = {}  # where the weights come from, set on loading
         self.tokenizer: Any = None
         self.lock = threading.RLock()
+        self.switch = Switch()
         self.cfg = TransformerBridgeConfig(
             d_model=config.d_model,
             d_head=config.d_head,
@@ -170,7 +200,18 @@ class HookedModel(HookedRootModule):
         loss = next_token_loss(logits, ids, per_token=loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
 
+    def setup(self) -> None:
+        """Name the hook points and share the switch among them and their parts."""
+        super().setup()
+        for module in self.modules():
+            if isinstance(module, Part | Point):
+                module.switch = self.switch
+
     def _logits(self, ids: Tensor) -> Tensor:
+        if self.switch.on:
+            self.switch.on = False  # before looking, so that whoever comes meanwhile is not missed
+            if any(map(hooked, self.hook_points())):
+                self.switch.on = True
         try:
             return self.logits(ids)
         except IndexError:  # from the embedding
