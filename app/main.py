@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import state
+from app import state, url
 
 PAGES = {
     "start": ("Start", ":material/flag:", "The demo's two experiments"),
@@ -16,7 +16,7 @@ PAGES = {
 
 
 def main() -> None:
-    st.set_page_config(page_title="workbench", page_icon=":material/biotech:", layout="wide")
+    st.set_page_config(page_title="workbench", page_icon="🔬", layout="wide")
     pages = [
         st.Page(f"views/{name}.py", title=title, icon=icon, url_path=name, default=name == "start")
         for name, (title, icon, _) in PAGES.items()
@@ -25,9 +25,8 @@ def main() -> None:
     with st.sidebar:
         st.subheader("workbench")
         for name, (title, icon, about) in PAGES.items():
-            state.link(f"views/{name}.py", title, icon)
-            st.caption(about)
-    state.check_link()
+            url.link(f"views/{name}.py", title, icon, about)
+    url.check_link()
     page.run()
     _problems()
 
@@ -36,7 +35,7 @@ def _problems() -> None:
     """Folders that cannot be read, named once at the foot of every page."""
     entries, problems = state.listing()
     with st.sidebar:
-        st.caption(f"{len(entries)} runs in {state.plain(state.root())}")
+        st.caption(f"{len(entries)} runs in {url.plain(state.root())}")
     if problems:
         with st.expander(f"{len(problems)} folders here could not be read as runs", icon=":material/folder_off:"):
             found = pd.DataFrame({"folder": list(problems), "what is wrong": list(problems.values())})

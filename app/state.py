@@ -1,7 +1,7 @@
-"""What the pages share: the runs under the folder, the selection and its mirror in the URL, every call into the library.
+"""What the pages share: the runs under the folder, the selection, every cached call into the library.
 
-The URL is the truth: widgets are set from it at the top of each run of the script and write it when a person changes them,
-so back, forward and deep links work. Torch is imported only when a page asks a model something.
+Everything cached is keyed by plain values: paths, steps, and when the files last changed. Torch is imported only when a
+page asks a model something.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
+from app import url
+from app.url import plain
 from workbench import plots
 from workbench.errors import ArchitectureAssumed, BadData, WorkbenchError
-from workbench.files import digest, write_text
+from workbench.files import digest
 from workbench.results import load_records, records
 from workbench.runs import Run, list_runs, runs_folder
 
-KEYS = (
-    "set", "models", "metric", "site", "variant", "step", "view", "x", "log", "left", "right", "layer", "head", "prompt",
-    "stored", "race_left", "race_right", "race_step", "seed",
-)  # fmt: skip
-LONGEST_PROMPT, LONGEST_LINK, MOST_TOKENS = 20_000, 200, 256
+LONGEST_PROMPT, MOST_TOKENS = 20_000, 256
 DATA_ERRORS = (WorkbenchError, OSError, ValueError, KeyError, TypeError)
 
 
@@ -109,10 +107,19 @@ def _entry(run: Run) -> Entry:
     group = f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}"
     what = "repeated random tokens" if kind == "repeated" else f"text ({', '.join(map(str, data.get('domains', ())))})"
     return Entry(
-        name=run.name, path=str(run.path), architecture=run.architecture, series=run.architecture, seed=run.seed, kind=kind, group=group,
-        title=f"{what}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps", steps=tuple(run.steps), last=train.steps,
-        n_layers=model.n_layers, n_heads=model.n_heads,
-    )  # fmt: skip
+        name=run.name,
+        path=str(run.path),
+        architecture=run.architecture,
+        series=run.architecture,
+        seed=run.seed,
+        kind=kind,
+        group=group,
+        title=f"{what}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps",
+        steps=tuple(run.steps),
+        last=train.steps,
+        n_layers=model.n_layers,
+        n_heads=model.n_heads,
+    )
 
 
 def demo_runs(experiment: str) -> list[Entry]:
@@ -130,98 +137,18 @@ def demo_status() -> dict[str, Any] | None:
         quiet = time.time() - newest > 180
         left = status.get("left_s")
         return {
-            "finished": bool(status["finished"]), "running": not status["finished"] and not quiet, "ready": ready, "planned": planned,
-            "left_s": float(left) if left is not None else None, "failed": {str(k): str(v) for k, v in dict(status["failed"]).items()},
-        }  # fmt: skip
+            "finished": bool(status["finished"]),
+            "running": not status["finished"] and not quiet,
+            "ready": ready,
+            "planned": planned,
+            "left_s": float(left) if left is not None else None,
+            "failed": {str(k): str(v) for k, v in dict(status["failed"]).items()},
+        }
     except (*DATA_ERRORS, AttributeError):
         return None
 
 
-# ---- the selection and the URL ---------------------------------------------------------------------------------------
-
-
-def _ignored(label: str) -> None:
-    st.info(f"The link's “{label.lower()}” is not available here and was ignored.", icon=":material/link_off:")
-
-
-def _mirror(key: str, write: Callable[[Any], str]) -> None:
-    value = st.session_state[f"w_{key}"]
-    if value is not None:
-        st.query_params[key] = write(value)
-
-
-def choose(
-    label: str,
-    key: str,
-    options: Sequence[Any],
-    default: Any = None,
-    *,
-    show: Callable[[Any], str] = str,
-    slider: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """A select box (or slider) over options, mirrored in the URL under `key`; None where there is nothing to choose from."""
-    if not options:
-        return None
-    default = default if default in options else options[0]
-    asked, texts = st.query_params.get(key), {str(option): option for option in options}
-    if asked is not None and asked not in texts:
-        _ignored(label)
-    st.session_state[f"w_{key}"] = texts.get(asked or "", default)
-    if slider and len(options) < 2:
-        st.caption(f"{label}: {show(options[0])}")
-        return options[0]
-    widget = st.select_slider if slider else st.selectbox
-    return widget(label, options, key=f"w_{key}", format_func=show, on_change=_mirror, args=(key, str), **kwargs)
-
-
-def choose_many(
-    label: str,
-    key: str,
-    options: Sequence[str],
-    default: Sequence[str] | None = None,
-    *,
-    show: Callable[[str], str] = str,
-) -> list[str]:
-    """Pills over options, mirrored in the URL as `a,b`; all of them unless told otherwise."""
-    asked = st.query_params.get(key)
-    wanted = [o for o in options if asked is not None and o in asked.split(",")]
-    if asked and set(asked.split(",")) - set(options):
-        _ignored(label)
-    st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(default or options)
-    write = ",".join
-    return list(
-        st.pills(
-            label,
-            options,
-            selection_mode="multi",
-            key=f"w_{key}",
-            format_func=show,
-            on_change=_mirror,
-            args=(key, write),
-        )
-        or ()
-    )
-
-
-def switch(label: str, key: str, *, help: str | None = None) -> bool:  # noqa: A002 - Streamlit's word
-    """A toggle, off unless the URL says 1."""
-    st.session_state[f"w_{key}"] = st.query_params.get(key) == "1"
-    return st.toggle(label, key=f"w_{key}", on_change=_mirror, args=(key, lambda on: str(int(on))), help=help)
-
-
-def check_link() -> None:
-    """Say so where the link carries keys that no page knows."""
-    if set(st.query_params) - set(KEYS):
-        st.info(
-            "The link carries settings this dashboard does not know; they were ignored.", icon=":material/link_off:"
-        )
-
-
-def link(page: str, label: str, icon: str, **more: str) -> None:
-    """A link to another page that carries the selection along."""
-    carried = {k: v for k, v in st.query_params.items() if k in KEYS} | more
-    st.page_link(page, label=label, icon=icon, query_params=carried)
+# ---- the selection ----
 
 
 def choose_set(entries: Sequence[Entry]) -> list[Entry]:
@@ -229,7 +156,7 @@ def choose_set(entries: Sequence[Entry]) -> list[Entry]:
     titles = {e.group: e.title for e in entries}
     sizes = {g: sum(e.group == g for e in entries) for g in titles}
     groups = sorted(titles, key=lambda g: (-sizes[g], g))
-    chosen = choose(
+    chosen = url.choose(
         "Experiment",
         "set",
         groups,
@@ -244,7 +171,7 @@ def choose_models(entries: Sequence[Entry]) -> list[Entry]:
     names = sorted(
         {e.series for e in entries}, key=lambda n: (list(plots.COLOURS).index(n) if n in plots.COLOURS else 99, n)
     )
-    chosen = choose_many("Models", "models", names, show=name_of)
+    chosen = url.choose_many("Models", "models", names, show=name_of)
     if not chosen:
         st.info("Choose at least one model.")
     return [e for e in entries if e.series in chosen]
@@ -253,11 +180,6 @@ def choose_models(entries: Sequence[Entry]) -> list[Entry]:
 def name_of(series: str) -> str:
     """An architecture as people write it."""
     return plots.LABELS.get(series, series)
-
-
-def plain(text: Any) -> str:
-    """Any text as itself inside Streamlit's Markdown."""
-    return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(str(text).split()))
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
@@ -290,6 +212,14 @@ def table(
     return pd.concat(full, ignore_index=True) if full else records([])
 
 
+def paired(frame: pd.DataFrame) -> pd.DataFrame:
+    """Numbers minus the Transformer's of the same seed; empty where no seed is shared."""
+    try:
+        return plots.relative(frame)
+    except WorkbenchError:
+        return frame.head(0)
+
+
 def metric_info(name: str) -> tuple[str, str]:
     """A metric's or intervention's first line, and its whole description."""
     import inspect
@@ -315,18 +245,23 @@ def show(
     except WorkbenchError as error:
         st.info(plain(error))
         return
+    made.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
     st.plotly_chart(made, width="stretch", key=key, config=plots.CONFIG, alt=plots.alt_text(made))
-    rows = plots.table(frame)
     if numbers:
-        with st.expander(f"{numbers} ({len(rows)} rows)"):
-            st.dataframe(
-                rows, width="stretch", hide_index=True, key=f"{key}_table", alt="The numbers of the figure above"
+        panel = st.expander(numbers, on_change="rerun", key=f"{key}_open")
+        if panel.open:  # thousands of rows are sent only when somebody looks
+            panel.dataframe(
+                plots.table(frame),
+                width="stretch",
+                hide_index=True,
+                key=f"{key}_table",
+                alt=f"Table of: {plots.alt_text(made)[:300]}",
             )
     if download:
         left, right, _ = st.columns([1, 1, 3])
         left.download_button(
             "Numbers (CSV)",
-            lambda: rows.to_csv(index=False),
+            lambda: plots.table(frame).to_csv(index=False),
             f"{key}.csv",
             "text/csv",
             key=f"{key}_csv",
@@ -462,7 +397,7 @@ def best_head(entries: Sequence[Entry], step: int) -> tuple[int, int] | None:
     rows = frame[(frame["step"] == step) & frame["variant"].isna() & frame["control"].isna()]
     if rows.empty:
         return None
-    top = rows.loc[rows["value"].idxmax()]
+    top = rows.sort_values("value").iloc[-1]
     return int(top["layer"]), int(top["head"])
 
 
@@ -498,32 +433,6 @@ def pattern_table(maps: Sequence[tuple[str, np.ndarray, list[str]]]) -> pd.DataF
     return pd.concat(parts, ignore_index=True)
 
 
-# ---- prompts ---------------------------------------------------------------------------------------------------------
-
-
-def prompt(label: str, default: str, help: str) -> str:  # noqa: A002 - Streamlit's word
-    """A text area mirrored in the URL: short texts as they are, long ones stored in the runs folder and linked by hash."""
-    stored, text = st.query_params.get("stored"), st.query_params.get("prompt", default)
-    if stored is not None:
-        path = root() / ".prompts" / f"{stored}.txt"
-        if re.fullmatch(r"[0-9a-f]{16}", stored) and path.is_file():
-            text = path.read_text(encoding="utf-8", errors="replace")
-        else:
-            _ignored("stored prompt")
-    st.session_state["w_prompt"] = text[:LONGEST_PROMPT]
-    return st.text_area(label, key="w_prompt", on_change=_keep_prompt, help=help, max_chars=LONGEST_PROMPT, height=100)
-
-
-def _keep_prompt() -> None:
-    text = st.session_state["w_prompt"]
-    for key in ("prompt", "stored"):
-        st.query_params.pop(key, None)
-    if len(text) <= LONGEST_LINK:
-        st.query_params["prompt"] = text
-        return
-    name = digest(text.encode("utf-8", "replace"))
-    try:
-        write_text(root() / ".prompts" / f"{name}.txt", text)
-        st.query_params["stored"] = name
-    except (WorkbenchError, UnicodeError):
-        st.toast("The runs folder cannot be written, so this prompt is not in the link.")
+def prompt(label: str, default: str, about: str) -> str:
+    """The prompt, mirrored in the URL; a long one is stored in the runs folder and linked by its hash."""
+    return url.prompt(label, default, about, root() / ".prompts", LONGEST_PROMPT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import state
+from app import state, url
 from workbench import plots
 
 VIEWS = {
@@ -48,31 +48,29 @@ def _choice(frame: pd.DataFrame) -> tuple[pd.DataFrame, str] | None:
     first, second, third = st.columns(3)
     with first:
         metrics = sorted(frame["metric"].unique())
-        metric = state.choose("Measure", "metric", metrics, "token_identity_share", show=lambda m: m.replace("_", " "))
+        metric = url.choose("Measure", "metric", metrics, "token_identity_share", show=lambda m: m.replace("_", " "))
     rows = frame[frame["metric"] == metric]
     with second:
         sites = sorted(rows["site"].dropna().unique())
-        site = state.choose("Where", "site", sites, "own_v", show=plots.site) if sites else None
+        site = url.choose("Where", "site", sites, "own_v", show=plots.site) if sites else None
     rows = rows if site is None else rows[rows["site"] == site]
     with third:
         variants = [NONE] * bool(rows["variant"].isna().any()) + sorted(rows["variant"].dropna().unique())
         variant = (
-            state.choose("Variant", "variant", variants, show=lambda v: v.replace("_", " "))
+            url.choose("Variant", "variant", variants, show=lambda v: v.replace("_", " "))
             if len(variants) > 1
             else variants[0]
         )
     rows = rows[rows["variant"].isna()] if variant == NONE else rows[rows["variant"] == variant]
     first, second, third = st.columns(3)
     with first:
-        view = state.choose("View", "view", _views(rows), show=VIEWS.__getitem__)
+        view = url.choose("View", "view", _views(rows), show=VIEWS.__getitem__)
     with second:
         steps = sorted(int(s) for s in rows["step"].dropna().unique())
-        step = (
-            state.choose("Training step", "step", steps, steps[-1], slider=True) if steps and view != "steps" else None
-        )
+        step = url.choose("Training step", "step", steps, steps[-1], slider=True) if steps and view != "steps" else None
     with third:
         seeds = ["all", *(str(s) for s in sorted(rows["seed"].dropna().unique()))]
-        seed = state.choose("Seed", "seed", seeds)
+        seed = url.choose("Seed", "seed", seeds)
     _explain(metric)
     rows = rows if seed == "all" else rows[rows["seed"] == int(seed)]
     if step is not None:

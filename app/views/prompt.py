@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import state
+from app import state, url
 from workbench import plots
 from workbench.errors import WorkbenchError
 
@@ -25,9 +25,9 @@ def draw() -> None:
     left, right = st.columns(2)
     prefer = [next((n for n in names if f"-{a}-" in n), names[0]) for a in ("transformer", "resformer")]
     with left:
-        a = state.choose("Left model", "left", names, prefer[0])
+        a = url.choose("Left model", "left", names, prefer[0])
     with right:
-        b = state.choose("Right model", "right", names, prefer[1])
+        b = url.choose("Right model", "right", names, prefer[1])
     pair = [next(e for e in runs if e.name == n) for n in (a, b)]
     common = sorted(set(pair[0].steps) & set(pair[1].steps))
     if not common:
@@ -38,16 +38,16 @@ def draw() -> None:
     text = state.prompt(said, LETTERS if repeated else TEXT, f"At most {state.MOST_TOKENS} tokens. Ctrl+Enter runs it.")
     first, second, third = st.columns([2, 1, 1])
     with first:
-        step = state.choose("Training step", "step", common, common[-1], slider=True)
+        step = url.choose("Training step", "step", common, common[-1], slider=True)
     with second:
-        layer = state.choose("Layer", "layer", list(range(pair[0].n_layers)), pair[0].n_layers - 1)
+        layer = url.choose("Layer", "layer", list(range(pair[0].n_layers)), pair[0].n_layers - 1)
     with third:
-        head = state.choose("Head", "head", list(range(pair[0].n_heads)), 0)
+        head = url.choose("Head", "head", list(range(pair[0].n_heads)), 0)
     try:
         with st.spinner("Running both models …"):
             looks = [state.look(e, step, text) for e in pair]
     except WorkbenchError as error:
-        st.warning(state.plain(error), icon=":material/edit:")
+        st.warning(url.plain(error), icon=":material/edit:")
         return
     _figures(pair, looks, step, layer, head)
 
@@ -64,22 +64,20 @@ def _figures(pair: list[state.Entry], looks: list[state.Look], step: int, layer:
     state.show(lambda: plots.attention_pair(maps, "Attention", under), state.pattern_table(maps), "attention")
     st.header("What it carries")
     st.markdown(
-        "How long each token's value is in this layer. **Own** is what the layer computes itself; **effective** is what attention "
-        "really sums, after the shortcut has added the first layer's part. In an ordinary Transformer the two are the same."
+        "How long each token's value is in this layer. **Own** is what the layer computes itself; **effective** is what "
+        "attention really sums, after the shortcut has added the first layer's part. In an ordinary Transformer "
+        "the two are the same."
     )
-    values = pd.concat([k.values[k.values["layer"] == layer] for k in looks])
-    state.show(
-        lambda: plots.along_tokens(values, [k.tokens for k in looks], f"Length of the values, layer {layer}"),
-        values,
-        "values",
-    )
+    parts = [(t, k.values[k.values["layer"] == layer], k.tokens) for t, k in zip(titles, looks, strict=True)]
+    values = pd.concat([part[1] for part in parts])
+    state.show(lambda: plots.along_tokens(parts, f"Length of the values, layer {layer}"), values, "values")
     st.header("What comes next")
     found = [(t, e.series, k.next_tokens, k.next_chances) for t, e, k in zip(titles, pair, looks, strict=True)]
     tokens = pd.concat([pd.DataFrame({"model": t, "token": n, "probability": p}) for t, _, n, p in found])
     state.show(lambda: plots.next_tokens(found), tokens, "next")
     with st.expander("Every token, and how well each model saw it coming"):
         told = {"position": range(len(looks[0].tokens)), "token": looks[0].tokens}
-        told |= {e.name: [None, *k.chances] for e, k in zip(pair, looks, strict=True)}
+        told |= {t: [None, *k.chances] for t, k in zip(titles, looks, strict=True)}
         st.dataframe(
             pd.DataFrame(told), hide_index=True, width="stretch", alt="Probability of each token given those before it"
         )

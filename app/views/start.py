@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import state
+from app import state, url
 from workbench import plots
 
 WORDS = """
@@ -30,7 +30,7 @@ def draw() -> None:
     if not entries:
         st.info("No trained models here yet. In the project's folder, run this; the page fills as results arrive:")
         st.code("make demo", language="bash")
-        st.caption(f"Looked in {state.plain(state.root())}; another folder: `workbench app --runs DIR`.")
+        st.caption(f"Looked in {url.plain(state.root())}; another folder: `workbench app --runs DIR`.")
         st.button("Look again", icon=":material/refresh:")
         return
     st.markdown(WORDS)
@@ -41,17 +41,12 @@ def draw() -> None:
     _attention()
     _limits()
     st.subheader("Where to go next")
-    for column, (page, title, icon) in zip(
-        st.columns(3),
-        [
-            ("training", "Training: which model predicts better, seed by seed", ":material/trending_down:"),
-            ("depth", "Depth: any measure, layer by layer, before and after training", ":material/layers:"),
-            ("prompt", "Prompt: type a text, compare two models on it", ":material/chat:"),
-        ],
-        strict=True,
+    for page, title, icon in (
+        ("training", "Training: which model predicts better, seed by seed", ":material/trending_down:"),
+        ("depth", "Depth: any measure, layer by layer, before and after training", ":material/layers:"),
+        ("prompt", "Prompt: type a text and compare two models on it", ":material/chat:"),
     ):
-        with column:
-            state.link(f"views/{page}.py", title, icon)
+        url.link(f"views/{page}.py", title, icon)
 
 
 def _live(was_live: bool) -> None:
@@ -66,31 +61,34 @@ def _live(was_live: bool) -> None:
         if not status["running"]:
             st.warning("The demo stopped before its end. `make demo` goes on where it was.")
     for name, error in (status or {"failed": {}})["failed"].items():
-        st.warning(f"{state.plain(name)} failed: {state.plain(error)}")
+        st.warning(f"{url.plain(name)} failed: {url.plain(error)}")
     if was_live and not (status and status["running"]):
         st.rerun()
     runs = state.demo_runs("race")
     st.header("1. The race to copying")
     st.markdown(
-        "Each sequence is 32 random symbols, then the same 32 once more. The first half cannot be guessed. The second half can, "
-        "by looking back at what followed last time, and at some point in training each model finds out how: its loss falls off "
-        "a cliff. The question is **when**. Every model of one seed starts from the same weights and sees the same sequences."
+        "Each sequence is 32 random symbols, then the same 32 once more. The first half cannot be guessed. The second half "
+        "can, by looking back at what followed last time, and at some point in training each model finds out how: its loss "
+        "falls off a cliff. The question is **when**. All models of one seed start from the same weights, see the same "
+        "sequences, and differ only in their shortcut. (The copy always begins at the same distance, so a head that looks "
+        "back by counting does as well here as one that recognises symbols.)"
     )
     frame = state.table(runs, "telemetry", ["copy_loss"])
     if frame.empty:
         st.info("No model has begun yet; the first curve appears within a minute of `make demo`.")
     else:
-        state.show(
-            lambda: plots.race(frame),
-            plots.formation_steps(frame),
-            "race",
-            numbers="The step each run crosses the line at",
-        )
+        state.show(lambda: plots.race(frame), frame, "race")
+        steps = plots.formation_table(plots.formation_steps(frame))
+        st.markdown("The step at which each seed's loss falls below half of its start:")
+        st.dataframe(steps, hide_index=True, key="formed", alt="The step each model learned to copy at, per seed")
         said = plots.verdict(plots.formation_steps(frame))
         unfinished = " So far, while models are still training." if status and status["running"] else ""
-        st.success(
-            f"**{said}**{unfinished} Values given directly make copying easier; the same shortcut on keys does not."
-        ) if (said.endswith("disjoint.")) else st.info(f"**{said}**{unfinished}")
+        if said.endswith("disjoint."):
+            st.success(
+                f"**{said}**{unfinished} Values handed on make copying easier; the same shortcut on keys does not."
+            )
+        else:
+            st.info(f"**{said}**{unfinished}")
     st.header("2. What do deep values carry?")
     st.markdown(
         "Trained on real text. **Token identity** is the share of a value's variation that the token alone explains, whatever "
@@ -110,9 +108,9 @@ def _live(was_live: bool) -> None:
         return
     state.show(lambda: plots.plot(shares), shares, "identity")
     st.markdown(
-        "Is the rest, the context, needed? The check: replace every value after the first layer by the average value of its token, "
-        "or by nothing at all, and see how much worse the model predicts. Short full bars beside tall pale ones mean that what "
-        "these values do, the token alone could have done."
+        "Is the rest, the context, needed? The check: replace every value after the first layer by the average value of its "
+        "token, or by nothing at all, and see how much worse the model predicts. A short full bar beside a tall pale one means "
+        "that what these values do, the token alone could have done."
     )
     state.show(lambda: plots.ablation(measured), measured[measured["metric"] == "value_ablation"], "ablation")
 
@@ -126,19 +124,19 @@ def _attention() -> None:
         return
     st.subheader("Watch the copying head appear")
     st.markdown(
-        "Each row is a token that attends, each column a token it attends to. Drag the step: the diagonal that appears in the lower "
-        "half is the head that looks back to the symbol after the last occurrence."
+        "Each row is a token that attends, each column an earlier one it attends to. Drag the step: the bright diagonal that "
+        "appears in the lower half is a head that looks back to the symbol that followed last time."
     )
     names = [e.name for e in ready]
     left, right = st.columns(2)
     prefer = [next((n for n in names if f"-{a}-" in n), names[0]) for a in ("svformer", "transformer")]
     with left:
-        a = state.choose("Left model", "race_left", names, prefer[0])
+        a = url.choose("Left model", "race_left", names, prefer[0])
     with right:
-        b = state.choose("Right model", "race_right", names, prefer[1])
+        b = url.choose("Right model", "race_right", names, prefer[1])
     pair = [next(e for e in ready if e.name == n) for n in (a, b)]
     common = sorted(set(pair[0].steps) & set(pair[1].steps))
-    step = state.choose("Training step", "race_step", common, common[2 * len(common) // 3], slider=True)
+    step = url.choose("Training step", "race_step", common, common[2 * len(common) // 3], slider=True)
     maps = state.head_maps(pair, step)
     if maps is not None:
         numbers = pd.DataFrame({"model": [m[0] for m in maps]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import state
+from app import state, url
 from workbench import plots
 
 
@@ -17,7 +17,7 @@ def draw() -> None:
     runs = state.choose_models(state.choose_set(entries))
     if not runs:
         return
-    log = state.switch("Steps on a logarithmic axis", "log")
+    log = url.switch("Steps on a logarithmic axis", "log")
     frame = state.table(runs, "telemetry")
     if frame.empty:
         st.info("These runs have written nothing yet. Telemetry appears a few seconds after training starts.")
@@ -33,7 +33,12 @@ def draw() -> None:
         state.show(lambda: plots.plot(loss, log_x=log), loss, "validation", download=True)
         if "transformer" in set(loss["architecture"]) and loss["architecture"].nunique() > 1:
             st.markdown("The same, minus the Transformer of the same seed: below zero is better than the Transformer.")
-            state.show(lambda: plots.plot(plots.relative(loss), log_x=log), loss, "relative")
+            paired = state.paired(loss)
+            state.show(
+                lambda: plots.plot(paired, log_x=log, title="Validation loss minus the Transformer's"),
+                paired,
+                "relative",
+            )
     if "train_loss" in by:
         loss = by["train_loss"]
         state.show(lambda: plots.plot(loss, log_x=log, smooth=15), loss, "train")
@@ -57,10 +62,13 @@ def draw() -> None:
         for series, rows in by["coefficient"].groupby("architecture"):
             state.show(lambda rows=rows: plots.coefficients(rows), rows, f"coefficients_{series}")  # type: ignore[misc]
     st.header("Pace")
-    for metric in ("learning_rate", "tokens_per_second"):
-        if metric in by:
-            rows = by[metric]
-            state.show(lambda rows=rows: plots.plot(rows, log_x=log), rows, metric)  # type: ignore[misc]
+    if "learning_rate" in by:
+        rate = by["learning_rate"]
+        state.show(lambda: plots.plot(rate, log_x=log), rate, "learning_rate")
+    if "tokens_per_second" in by:
+        pace = by["tokens_per_second"]
+        st.markdown("Tokens per second on this machine, with other work beside it; for a fair comparison train alone.")
+        state.show(lambda: plots.pace(pace), pace, "pace")
 
 
 if __name__ == "__main__":

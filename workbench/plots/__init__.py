@@ -7,25 +7,39 @@ everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and
 model.
 """
 
-from workbench.plots.experiments import (
-    ablation,
-    along_tokens,
-    attention_map,
-    attention_pair,
-    coefficients,
-    formation_steps,
-    gradient_map,
-    next_tokens,
-    race,
-    relative,
-    unresolved,
-    verdict,
-)
+from workbench.plots.experiments import ablation, formation_steps, formation_table, race, unresolved, verdict
 from workbench.plots.records import FORMS, form_of, plot
 from workbench.plots.style import COLOURS, CONFIG, LABELS, alt_text, colour, html, label, reading, site, subtitle, table
+from workbench.plots.tokens import along_tokens, attention_map, attention_pair, next_tokens
+from workbench.plots.training import coefficients, gradient_map, pace, relative
 
 __all__ = [
-    "COLOURS", "CONFIG", "FORMS", "LABELS", "ablation", "along_tokens", "alt_text", "attention_map", "attention_pair",
-    "coefficients", "colour", "form_of", "formation_steps", "gradient_map", "html", "label", "next_tokens", "plot", "race",
-    "reading", "relative", "site", "subtitle", "table", "unresolved", "verdict",
-]  # fmt: skip
+    "COLOURS",
+    "CONFIG",
+    "FORMS",
+    "LABELS",
+    "ablation",
+    "along_tokens",
+    "alt_text",
+    "attention_map",
+    "attention_pair",
+    "coefficients",
+    "colour",
+    "form_of",
+    "formation_steps",
+    "formation_table",
+    "gradient_map",
+    "html",
+    "label",
+    "next_tokens",
+    "pace",
+    "plot",
+    "race",
+    "reading",
+    "relative",
+    "site",
+    "subtitle",
+    "table",
+    "unresolved",
+    "verdict",
+]

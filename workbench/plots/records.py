@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html as markup
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +16,17 @@ from workbench.plots.style import (
     DIVERGING,
     GREY,
     SEQUENTIAL,
+    axis_title,
     colour,
     dressed,
     label,
     ordered,
+    outer_titles,
     pale,
     reading,
     site,
     subtitle,
     words,
-    wrapped,
 )
 
 KEY = ["metric", "variant", "site", "part", "data", "T", "unit"]
@@ -44,6 +44,7 @@ class _Panel:
 
 def checked(frame: pd.DataFrame) -> pd.DataFrame:
     """A copy with plain numbers on its axes; raises `WorkbenchError` where nothing was measured."""
+    frame = frame[frame["value"].notna()]
     if frame.empty or frame["control"].isna().sum() == 0:
         raise WorkbenchError("no records to plot; measure something first")
     frame = frame.copy()
@@ -67,7 +68,8 @@ def form_of(rows: pd.DataFrame) -> str:
 
 def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[_Panel]:
     varying = [k for k in KEY if k != "unit" and frame[k].nunique(dropna=False) > 1]
-    for key, rows in frame.groupby(KEY, dropna=False, sort=False):
+    for group, rows in frame.groupby(KEY, dropna=False, sort=False):
+        key: tuple[Any, ...] = tuple(group)
         if rows["control"].notna().all():
             continue
         values = dict(zip(KEY, key, strict=True))
@@ -80,24 +82,36 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[_Panel]:
         if chosen in ("positions", "heads"):
             measured = rows[rows["control"].isna()]
             for architecture in ordered(measured["architecture"]):
-                for step, part in measured[measured["architecture"] == architecture].groupby("step", dropna=False):
-                    at = "" if pd.isna(step) else f", step {step:.0f}"
-                    title = f"{label(architecture)}{at}" + (f": {name}" if name else "")
-                    yield _Panel(chosen, title, part, key)
+                mine = measured[measured["architecture"] == architecture]
+                for step in sorted(mine["step"].unique()):
+                    at = "" if np.isnan(step) else f", step {step:.0f}"
+                    part = mine if np.isnan(step) else mine[mine["step"] == step]
+                    yield _Panel(chosen, f"{label(architecture)}{at}" + (f": {name}" if name else ""), part, key)
         elif chosen == "steps" and rows["layer"].nunique() + rows["head"].nunique() > 2:
-            for (layer, head), part in rows[rows["control"].isna()].groupby(["layer", "head"], dropna=False):
-                at = f"layer {layer:.0f}" + ("" if pd.isna(head) else f", head {head:.0f}")
-                yield _Panel(chosen, f"{name}: {at}" if name else at, part, key)
+            places = (
+                rows.loc[rows["control"].isna(), ["layer", "head"]].drop_duplicates().sort_values(["layer", "head"])
+            )
+            for layer, head in places.itertuples(index=False):
+                same = (rows["layer"] == layer) & ((rows["head"] == head) | np.isnan(head)) & rows["control"].isna()
+                at = f"layer {layer:.0f}" + ("" if np.isnan(head) else f", head {head:.0f}")
+                yield _Panel(chosen, f"{name}: {at}" if name else at, rows[same], key)
         else:
             yield _Panel(chosen, name, rows, key)
 
 
 def plot(
-    frame: pd.DataFrame, *, form: str | None = None, log_x: bool = False, log_y: bool = False, smooth: int = 1
+    frame: pd.DataFrame,
+    *,
+    form: str | None = None,
+    log_x: bool = False,
+    log_y: bool = False,
+    smooth: int = 1,
+    title: str = "",
 ) -> go.Figure:
     """A figure of records, its form chosen by their axes; different metrics, data or lengths get panels of their own.
 
     `form`: one of `FORMS` instead. `log_x`, `log_y`: logarithmic axes. `smooth`: running mean over so many steps.
+    `title`: instead of the metric's name.
     Raises `WorkbenchError` where there is nothing to plot or more than one figure can hold.
     """
     if form is not None and form not in FORMS:
@@ -124,33 +138,35 @@ def plot(
         _colour_axis(figure, i, pd.concat([p.rows for p in panels if p.key == key]), [p.key for p in panels].index(key))
     _link_axes(figure, panels, columns)
     if log_x:
-        figure.update_xaxes(type="log", title_text="step (log scale; step 0 not shown)")
+        figure.update_xaxes(type="log", title_text="training step (log scale, step 0 not shown)")
     if log_y:
         figure.update_yaxes(type="log")
     metrics = frame["metric"].unique()
-    title = words(metrics[0]).capitalize() if len(metrics) == 1 else f"{len(metrics)} metrics"
+    title = title or (words(metrics[0]).capitalize() if len(metrics) == 1 else f"{len(metrics)} metrics")
+    outer_titles(figure, len(panels), columns)
     smoothed = f"running mean over {smooth} steps" if smooth > 1 else ""
     dashed = "dashed: step 0, random init" if "step 0 (random init)" in shown else ""
-    return dressed(
-        figure, title, subtitle(frame, *sorted(bands), dashed, smoothed), (330 if count == 1 else 270) * count
-    )
+    under = subtitle(frame, *sorted(bands), dashed, smoothed)
+    figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
+    if keys and any(p.form not in ("positions", "heads") for p in panels):  # colour bars stand where the legend would
+        figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2 / count, "yanchor": "top"})
+    return figure
 
 
 def _link_axes(figure: go.Figure, panels: Sequence[_Panel], columns: int) -> None:
-    """Panels in one unit share the y axis, so that they can be compared; each says its unit and which way to read it."""
-    first: dict[tuple[str, str, str], str] = {}
+    """Panels of one metric and unit share the y axis, so that they can be compared; each says its unit and its direction."""
+    first: dict[tuple[str, ...], str] = {}
     for i, panel in enumerate(panels):
-        where = {"row": i // columns + 1, "col": i % columns + 1}
         if panel.form in ("positions", "heads"):
             continue
         unit = panel.rows["unit"].dropna()
-        kind = (panel.form, str(panel.key[0]), str(unit.iloc[0]) if len(unit) else "")
-        axis = "y" if i == 0 else f"y{i + 1}"
-        matches = first.setdefault(kind, axis)
-        deficit = panel.key[1] == "deficit"
-        says = "higher: more concentrated" if deficit else reading(panel.rows)
-        text = f"{markup.escape(kind[2] or str(panel.key[0]))}<br><sup>{markup.escape(wrapped(says, 44)).replace('&lt;br&gt;', '<br>')}</sup>"
-        figure.update_yaxes(title_text=text, matches=None if matches == axis else matches, **where)
+        said = str(unit.iloc[0]) if len(unit) else words(panel.key[0])
+        axis, kind = ("y" if i == 0 else f"y{i + 1}"), (panel.form, str(panel.key[0]), str(panel.key[1]), said)
+        new = kind not in first
+        title = axis_title(said, reading(panel.rows)) if new or i % columns == 0 else ""
+        where = {"row": i // columns + 1, "col": i % columns + 1}
+        figure.update_yaxes(title_text=title, matches=None if new else first[kind], **where)
+        first.setdefault(kind, axis)
 
 
 def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, panel: int) -> None:
@@ -159,8 +175,8 @@ def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, panel: int) 
     signed = low < 0 < high
     whole = unit.startswith("share") and rows["position"].nunique() < 2
     limit = max(-low, high)
-    span = (-limit, limit) if signed else (0.0, 1.0) if whole else (min(low, 0.0), high)
-    bar = {"title": {"text": words(unit)}, "x": 1.02 + 0.12 * index, "thickness": 14}
+    span = (-limit, limit) if signed else (0.0, 1.0) if whole else (low, high)
+    bar = {"title": {"text": words(unit)}, "x": 1.02 + 0.1 * index, "thickness": 14}
     name = "coloraxis" if index == 0 else f"coloraxis{index + 1}"
     figure.update_layout(
         {name: {"colorscale": DIVERGING if signed else SEQUENTIAL, "cmin": span[0], "cmax": span[1], "colorbar": bar}}
@@ -215,27 +231,44 @@ def lines(
                 )  # fmt: skip
             at = "" if step is None else f" at step {step:.0f}"
             figure.add_scatter(
-                x=curve.index, y=curve["mean"], mode="lines" if len(curve) > 24 else "lines+markers", name=f"{name}{at if init else ''}",
-                line={"color": colour(architecture), "dash": "dash" if init else "solid", "width": 1.3 if init else 2.2},
-                marker={"size": 5 if init else 7, "symbol": "circle-open" if init else "circle"}, legendgroup=name,
-                showlegend=not init and name not in shown, hovertemplate=f"{name}{at}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>", **where,
-            )  # fmt: skip
+                x=curve.index,
+                y=curve["mean"],
+                mode="lines" if len(curve) > 24 else "lines+markers",
+                name=f"{name}{at if init else ''}",
+                line={
+                    "color": colour(architecture),
+                    "dash": "dash" if init else "solid",
+                    "width": 1.3 if init else 2.2,
+                },
+                marker={"size": 5 if init else 7, "symbol": "circle-open" if init else "circle"},
+                legendgroup=name,
+                showlegend=not init and name not in shown,
+                hovertemplate=f"{name}{at}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>",
+                **where,
+            )
             shown |= set() if init else {name}
             if init and "step 0 (random init)" not in shown:
                 shown.add("step 0 (random init)")
-                legend_only(figure, "step 0 (random init)", "dash", where)
+                _legend_only(figure, "step 0 (random init)", "dash", where)
     for dash, (control, part) in zip(
         ("dot", "dashdot", "longdash"), rows[rows["control"].notna()].groupby("control"), strict=False
     ):
         line = part.groupby(x)["value"].mean()
         figure.add_scatter(
-            x=line.index, y=line, mode="lines", name=words(control), line={"color": GREY, "dash": dash, "width": 1.6}, legendgroup=str(control),
-            showlegend=str(control) not in shown, hovertemplate=f"{words(control)}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>", **where,
-        )  # fmt: skip
+            x=line.index,
+            y=line,
+            mode="lines",
+            name=words(control),
+            line={"color": GREY, "dash": dash, "width": 1.6},
+            legendgroup=str(control),
+            showlegend=str(control) not in shown,
+            hovertemplate=f"{words(control)}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>",
+            **where,
+        )
         shown.add(str(control))
 
 
-def legend_only(figure: go.Figure, name: str, dash: str, where: dict[str, int]) -> None:
+def _legend_only(figure: go.Figure, name: str, dash: str, where: dict[str, int]) -> None:
     line = {"color": GREY, "dash": dash, "width": 1.3}
     figure.add_scatter(x=[None], y=[None], mode="lines", name=name, line=line, hoverinfo="skip", **where)
 
@@ -279,11 +312,18 @@ def _draw_bars(
         mean, low, high = ([float(c[k].iloc[0]) for c, _ in curves] for k in ("mean", "low", "high"))
         init = step == 0 and len(steps) > 1
         figure.add_bar(
-            x=[label(a) for a in names], y=mean, name=f"step {step:.0f}", showlegend=False, marker={
-                "color": [pale(a) if init else colour(a) for a in names], "line": {"color": [colour(a) for a in names], "width": 1}},
+            x=[label(a) for a in names],
+            y=mean,
+            name=f"step {step:.0f}",
+            showlegend=False,
+            marker={
+                "color": [pale(a) if init else colour(a) for a in names],
+                "line": {"color": [colour(a) for a in names], "width": 1},
+            },
             error_y={"array": np.subtract(high, mean), "arrayminus": np.subtract(mean, low), "color": GREY},
-            hovertemplate=f"%{{x}}{'' if pd.isna(step) else f' at step {step:.0f}'}: %{{y:.4g}}<extra></extra>", **where,
-        )  # fmt: skip
+            hovertemplate=f"%{{x}}{'' if pd.isna(step) else f' at step {step:.0f}'}: %{{y:.4g}}<extra></extra>",
+            **where,
+        )
         if init:
             bands.add("pale bars: step 0, random init")
 

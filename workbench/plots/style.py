@@ -21,9 +21,14 @@ LABELS = {
     "denseformer": "DenseFormer", "resformer+neutreno": "ResFormer + NeuTRENO", "residual_k": "key residual (control)",
 }  # fmt: skip
 SITES = {
-    "v": "effective values", "own_v": "own values", "stream": "hidden state", "final": "after the final norm", "z": "attention output",
-    "q": "queries", "k": "keys",
-}  # fmt: skip
+    "v": "effective values",
+    "own_v": "own values",
+    "stream": "hidden state",
+    "final": "after the final norm",
+    "z": "attention output",
+    "q": "queries",
+    "k": "keys",
+}
 READINGS = {
     "train_loss": "lower: better prediction", "validation_loss": "lower: better prediction", "copy_loss": "lower: copies better",
     "gradient_norm": "higher: stronger pull", "tokens_per_second": "higher: faster",
@@ -44,11 +49,13 @@ def label(architecture: str) -> str:
 
 
 def ordered(names: Any) -> list[str]:
+    """Architectures in the order of their colours, the others after them."""
     known = list(COLOURS)
     return sorted({str(n) for n in names}, key=lambda n: (known.index(n) if n in known else len(known), n))
 
 
 def pale(architecture: str, alpha: float = 0.18) -> str:
+    """The architecture's colour, transparent."""
     c = colour(architecture)
     if c.startswith("#"):
         return f"rgba({int(c[1:3], 16)},{int(c[3:5], 16)},{int(c[5:], 16)},{alpha})"
@@ -61,10 +68,12 @@ def site(name: Any) -> str:
 
 
 def words(name: Any) -> str:
+    """A name in words, safe inside a figure; nothing for null."""
     return "" if pd.isna(name) else markup.escape(str(name)).replace("_", " ")
 
 
 def wrapped(text: str, width: int) -> str:
+    """Lines of at most `width` characters."""
     return "<br>".join(textwrap.wrap(text, width))
 
 
@@ -89,15 +98,17 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
     say = [", ".join(words(d) for d in measured["data"].dropna().unique()[:4])]
     lengths = ", ".join(str(t) for t in sorted(measured["T"].dropna().unique()))
     n = sorted(measured["n"].dropna().unique())
-    seeds = measured.groupby("architecture", dropna=False)["run"].nunique()
+    seeds = (
+        measured["seed"].astype("str").fillna(measured["run"]).groupby(measured["architecture"], dropna=False).nunique()
+    )
     say.append(f"T = {lengths}" if lengths else "")
     say.append(f"n = {n[0]}{f' to {n[-1]}' if len(n) > 1 else ''} documents" if n else "")
     few, many = int(seeds.min()), int(seeds.max())
     say.append(f"{few}{f' to {many}' if many > few else ''} seed{'s' if many > 1 else ''} per model")
-    assumed = {a for a in measured.loc[measured["provenance"].str.contains('"assumed":true', na=False), "architecture"]}
+    assumed = set(measured.loc[measured["provenance"].str.contains('"assumed":true', na=False), "architecture"])
     if assumed:
         say.append(f"architecture assumed: {', '.join(map(label, ordered(assumed)))}")
-    return wrapped("; ".join(s for s in (*say, *extra) if s), 115)
+    return wrapped("; ".join(s for s in (*say, *extra) if s), 125)
 
 
 def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure:
@@ -105,15 +116,28 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
     lines = under.count("<br>") + 1 if under else 0
     top = 44 + 17 * lines + (26 if figure.layout.annotations else 0)
     figure.update_layout(
-        title={"text": title, "x": 0, "xref": "paper", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
-               "pad": {"t": 8}, "font": {"size": 16}, "subtitle": {"text": under, "font": {"size": 12, "color": GREY}}},
+        title={"text": title, "x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
+               "pad": {"t": 8, "l": 4}, "font": {"size": 16}, "subtitle": {"text": under, "font": {"size": 12, "color": GREY}}},
         height=height + top, margin={"l": 76, "r": 20, "t": top, "b": 56}, font={"color": GREY, "size": 12},
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", hovermode="closest", bargap=0.25,
         legend={"orientation": "v", "x": 1.02, "y": 1, "tracegroupgap": 2},
     )  # fmt: skip
-    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID, title_standoff=6, automargin=True)
-    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, title_standoff=6, automargin=True)
+    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID, title_standoff=12, automargin=True)
+    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, title_standoff=8, automargin=True)
+    figure.for_each_annotation(lambda a: a.update(font_size=13))
     return figure
+
+
+def axis_title(unit: str, says: str, width: int = 46) -> str:
+    """A unit and, under it, which way to read it."""
+    said = "<br>".join(markup.escape(line) for line in textwrap.wrap(says, width))
+    return f'{markup.escape(unit)}<br><span style="font-size:11px">{said}</span>' if says else markup.escape(unit)
+
+
+def outer_titles(figure: go.Figure, panels: int, columns: int) -> None:
+    """Keep x titles on the lowest panel of each column only, so that rows of panels do not collide."""
+    for i in range(panels - columns):
+        figure.update_xaxes(title_text="", row=i // columns + 1, col=i % columns + 1)
 
 
 def alt_text(shown: go.Figure | pd.DataFrame) -> str:

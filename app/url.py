@@ -1,0 +1,142 @@
+"""The selection's mirror in the URL.
+
+The URL is the truth: a widget is set from it each time the script runs and writes it when a person changes it, so back,
+forward and deep links work. What the link asks for and is not there is ignored, with a word on the page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+from workbench.errors import WorkbenchError
+from workbench.files import digest, write_text
+
+KEYS = (
+    "set", "models", "metric", "site", "variant", "step", "view", "x", "log", "left", "right", "layer", "head", "prompt",
+    "stored", "race_left", "race_right", "race_step", "seed",
+)  # fmt: skip
+LONGEST_LINK = 200
+
+
+def plain(text: Any) -> str:
+    """Any text as itself inside Streamlit's Markdown."""
+    return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(str(text).split()))
+
+
+def _ignored(label: str) -> None:
+    st.info(f"The link's “{label.lower()}” is not available here and was ignored.", icon=":material/link_off:")
+
+
+def _mirror(key: str, write: Callable[[Any], str]) -> None:
+    value = st.session_state[f"w_{key}"]
+    if value is not None:
+        st.query_params[key] = write(value)
+
+
+def choose(
+    label: str,
+    key: str,
+    options: Sequence[Any],
+    default: Any = None,
+    *,
+    show: Callable[[Any], str] = str,
+    slider: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """A select box (or slider) over options, mirrored in the URL under `key`; None where there is nothing to choose from."""
+    if not options:
+        return None
+    default = default if default in options else options[0]
+    asked, texts = st.query_params.get(key), {str(option): option for option in options}
+    if asked is not None and asked not in texts:
+        _ignored(label)
+    st.session_state[f"w_{key}"] = texts.get(asked or "", default)
+    if slider and len(options) < 2:
+        st.caption(f"{label}: {show(options[0])}")
+        return options[0]
+    widget: Any = st.select_slider if slider else st.selectbox
+    return widget(label, options, key=f"w_{key}", format_func=show, on_change=_mirror, args=(key, str), **kwargs)
+
+
+def choose_many(
+    label: str,
+    key: str,
+    options: Sequence[str],
+    default: Sequence[str] | None = None,
+    *,
+    show: Callable[[str], str] = str,
+) -> list[str]:
+    """Pills over options, mirrored in the URL as `a,b`; all of them unless told otherwise."""
+    asked = st.query_params.get(key)
+    wanted = [o for o in options if asked is not None and o in asked.split(",")]
+    if asked and set(asked.split(",")) - set(options):
+        _ignored(label)
+    st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(default or options)
+    write = ",".join
+    return list(
+        st.pills(
+            label,
+            options,
+            selection_mode="multi",
+            key=f"w_{key}",
+            format_func=show,
+            on_change=_mirror,
+            args=(key, write),
+        )
+        or ()
+    )
+
+
+def switch(label: str, key: str, *, help: str | None = None) -> bool:  # noqa: A002 - Streamlit's word
+    """A toggle, off unless the URL says 1."""
+    st.session_state[f"w_{key}"] = st.query_params.get(key) == "1"
+    return st.toggle(label, key=f"w_{key}", on_change=_mirror, args=(key, lambda on: str(int(on))), help=help)
+
+
+def check_link() -> None:
+    """Say so where the link carries keys that no page knows."""
+    if set(st.query_params) - set(KEYS):
+        st.info(
+            "The link carries settings this dashboard does not know; they were ignored.", icon=":material/link_off:"
+        )
+
+
+def link(page: str, label: str, icon: str, about: str | None = None) -> None:
+    """A link to another page that carries the selection along."""
+    carried = {k: v for k, v in st.query_params.items() if k in KEYS}
+    st.page_link(page, label=label, icon=icon, help=about, query_params=carried)
+
+
+def prompt(label: str, default: str, about: str, folder: Path, longest: int) -> str:
+    """A text area mirrored in the URL: short texts as they are, long ones stored in the runs folder and linked by hash."""
+    stored, text = st.query_params.get("stored"), st.query_params.get("prompt", default)
+    if stored is not None:
+        path = folder / f"{stored}.txt"
+        if re.fullmatch(r"[0-9a-f]{16}", stored) and path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+        else:
+            _ignored("stored prompt")
+    st.session_state["w_prompt"] = text[:longest]
+    return st.text_area(
+        label, key="w_prompt", on_change=_keep_prompt, args=(folder,), help=about, max_chars=longest, height=100
+    )
+
+
+def _keep_prompt(folder: Path) -> None:
+    text = st.session_state["w_prompt"]
+    for key in ("prompt", "stored"):
+        st.query_params.pop(key, None)
+    if len(text) <= LONGEST_LINK:
+        st.query_params["prompt"] = text
+        return
+    name = digest(text.encode("utf-8", "replace"))
+    try:
+        write_text(folder / f"{name}.txt", text)
+        st.query_params["stored"] = name
+    except (WorkbenchError, UnicodeError):
+        st.toast("The runs folder cannot be written, so this prompt is not in the link.")

@@ -1,0 +1,269 @@
+"""A small folder of runs for the tests of figures, dashboard and browser: real tiny checkpoints, invented numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from workbench.checkpoints import save
+from workbench.files import write_json
+from workbench.models import build
+from workbench.results import provenance, records, write_parquet
+from workbench.tokenizer import train_tokenizer
+
+MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 24, "d_vocab": 64, "n_ctx": 128}
+TRAIN = {"steps": 20, "batch": 2, "T": 16, "lr": 1e-3, "warmup": 5}
+STEPS = (0, 8, 20)
+FORMED = {"svformer": 5, "transformer": 12}  # where the copy loss crosses the line, plus the seed
+TEXT = ("transformer", "resformer", "svformer", "denseformer")
+PROSE = "def mean(values):\n    return sum(values) / len(values)\n" * 20
+
+
+def known(**facts):
+    return provenance(assumed=False, reading="higher: more", key="k", **facts)
+
+
+def run(folder: Path, name: str, architecture: str, seed: int, kind: str, *, steps=STEPS) -> dict:
+    """A run folder without numbers; returns the columns its records share."""
+    path = folder / name
+    text = kind == "text"
+    tokenizer = train_tokenizer([PROSE], 270) if text else None
+    model = MODEL | ({"d_vocab": 270} if text else {})
+    data = {"kind": "text", "hash": "0" * 16, "bos": None, "domains": ["prose"]} if text else {
+        "kind": "repeated", "hash": "1" * 16, "vocabulary": 64, "domains": ["repeated"]}  # fmt: skip
+    info = {
+        "format": 1,
+        "architecture": architecture,
+        "options": {},
+        "seed": seed,
+        "model": model,
+        "train": TRAIN,
+        "data": data,
+    }
+    write_json(path / "run.json", info)
+    if tokenizer is not None:
+        tokenizer.save(path / "tokenizer.json")
+    for step in steps:
+        save(build(architecture, model, seed=seed), path / f"step_{step:06d}", seed=seed, step=step, run=name)
+    return {"run": name, "architecture": architecture, "seed": seed}
+
+
+def telemetry(common: dict, kind: str) -> list[dict]:
+    seed, rows = common["seed"], []
+    fast = FORMED.get(common["architecture"], 8) + seed
+    for step in range(20):
+        rows.append({"step": step, "metric": "train_loss", "value": 4.0 - 0.1 * step - 0.01 * seed, "unit": "nats"})
+        if kind == "repeated":
+            rows.append({"step": step, "metric": "copy_loss", "value": 4.0 if step < fast else 1.0, "unit": "nats"})
+        if step % 10 == 0:
+            rows.append({"step": step, "metric": "learning_rate", "value": 1e-3})
+            axes = {"n": 4, "T": 16, "unit": "nats", "se": 0.05}
+            for domain in ("prose", "python") if kind == "text" else ("repeated",):
+                value = 4.0 - 0.1 * step - 0.05 * fast + 0.01 * seed
+                rows.append({"step": step, "metric": "validation_loss", "data": domain, "value": value, **axes})
+            for layer in range(2):
+                for part in ("W_Q", "W_V"):
+                    rows.append(
+                        {
+                            "step": step,
+                            "metric": "gradient_norm",
+                            "part": part,
+                            "layer": layer,
+                            "value": 0.01 * (layer + 1),
+                        }
+                    )
+            if common["architecture"] == "denseformer":
+                rows += [
+                    {
+                        "step": step,
+                        "metric": "coefficient",
+                        "part": f"alpha_{j}",
+                        "layer": 0,
+                        "value": 0.1 * j + 0.01 * step,
+                    }
+                    for j in range(2)
+                ]
+    rows.append({"step": 19, "metric": "tokens_per_second", "value": 1000.0 + seed, "unit": "tokens/s"})
+    return [common | row for row in rows]
+
+
+def measured(common: dict, kind: str) -> list[dict]:
+    seed, rows = common["seed"], []
+    axes = {"data": "validation", "T": 16, "n": 4, "provenance": known()}
+    for step in STEPS if kind == "repeated" else (0, 20):
+        at = axes | {"step": step}
+        if kind == "repeated":
+            rows += [
+                at | {"metric": "induction_score", "layer": n, "head": h, "value": 0.1 * n + 0.2 * h, "se": 0.01, "unit": "share"}
+                for n in range(2) for h in range(2)
+            ]  # fmt: skip
+            continue
+        for layer in range(2):
+            for site in ("v", "own_v"):
+                if (common["architecture"], site) != ("svformer", "own_v") or layer == 0:
+                    value = 1.0 - 0.2 * layer - 0.01 * seed - 0.001 * step
+                    rows.append(
+                        at
+                        | {
+                            "metric": "token_identity_share",
+                            "site": site,
+                            "layer": layer,
+                            "value": value,
+                            "se": 0.02,
+                            "unit": "share",
+                        }
+                    )
+            rows.append(
+                at
+                | {
+                    "metric": "importance_entropy",
+                    "layer": layer,
+                    "value": 2.3 + 0.1 * layer,
+                    "se": 0.02,
+                    "unit": "nats",
+                }
+            )
+            control = {
+                "metric": "importance_entropy",
+                "layer": layer,
+                "control": "uniform_causal",
+                "value": 2.4,
+                "unit": "nats",
+            }
+            rows.append(at | control)
+            rows.append(at | {"metric": "sink_rate", "layer": layer, "value": 0.0, "unit": "share of heads"})
+            rows.append(
+                at
+                | {"metric": "sink_mass", "layer": layer, "control": "uniform_causal", "value": 0.05, "unit": "share"}
+            )
+            for head in range(2):
+                rows.append(
+                    at
+                    | {
+                        "metric": "sink_mass",
+                        "layer": layer,
+                        "head": head,
+                        "value": 0.03 + 0.01 * head,
+                        "unit": "share",
+                    }
+                )
+            for position in range(16):
+                rows.append(
+                    at
+                    | {
+                        "metric": "token_importance",
+                        "layer": layer,
+                        "position": position,
+                        "value": 1 / 16,
+                        "unit": "share",
+                    }
+                )
+        fast = FORMED.get(common["architecture"], 8)
+        rows.append(
+            at | {"metric": "loss", "value": 4.0 - 0.01 * step * (20 - fast) + 0.01 * seed, "se": 0.1, "unit": "nats"}
+        )
+    if kind == "text":
+        deep = [{"layer": 0}, {"layer": 1}, {}] if common["architecture"] != "svformer" else [{"layer": 0}]
+        for where in deep:
+            for variant, value in (("zero", 0.2), ("token_mean", 0.01), ("mean", 0.1)):
+                at = (
+                    axes
+                    | where
+                    | {"step": 20, "metric": "value_ablation", "site": "own_v", "unit": "nats", "variant": variant}
+                )
+                rows.append(at | {"value": value + 0.01 * seed})
+    return [common | row for row in rows]
+
+
+def populate(folder: Path) -> Path:
+    """All runs with their numbers, and a demo that has finished."""
+    plan = [("race", a, s, "repeated") for a in FORMED for s in range(2)] + [
+        ("text", a, s, "text") for a in TEXT for s in range(2)
+    ]
+    for experiment, architecture, seed, kind in plan:
+        name = f"{experiment}-{architecture}-s{seed}"
+        common = run(folder, name, architecture, seed, kind)
+        write_parquet(records(telemetry(common, kind)), folder / name / "telemetry" / "000000-000020.parquet")
+        write_parquet(records(measured(common, kind)), folder / name / "records" / "aa-bb.parquet")
+    names = [f"{e}-{a}-s{s}" for e, a, s, _ in plan]
+    status = {"finished": True, "elapsed_s": 1.0, "left_s": 0.0, "models": names, "ready": names, "failed": {}}
+    write_json(folder / ".demo.json", status)
+    return folder
+
+
+def damage(folder: Path) -> Path:
+    """Cut files short: some telemetry, some records, a checkpoint, a run description, the demo's status."""
+    for name in (
+        "text-transformer-s0/telemetry/000000-000020.parquet",
+        "race-transformer-s0/telemetry/000000-000020.parquet",
+        "text-svformer-s0/records/aa-bb.parquet",
+        "race-svformer-s0/step_000020/model.safetensors",
+        "race-svformer-s0/step_000008/model.safetensors",
+        "text-transformer-s1/step_000020/model.safetensors",
+        "text-resformer-s0/tokenizer.json",
+        "race-svformer-s1/run.json",
+        ".demo.json",
+    ):
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:60])
+    return folder
+
+
+def half_write(folder: Path) -> Path:
+    """What a folder looks like moments after training began, or after a kill."""
+    run(folder, "race-svformer-s0", "svformer", 0, "repeated", steps=())
+    common = run(folder, "race-transformer-s0", "transformer", 0, "repeated", steps=(0,))
+    path = folder / "race-transformer-s0"
+    write_parquet(records(telemetry(common, "repeated")[:1]), path / "telemetry" / "000000-000001.parquet")
+    (path / "telemetry" / ".000001-000002.parquet.x.part").write_bytes(b"PAR1")
+    (path / "step_000008").mkdir()
+    (folder / "text-resformer-s0").mkdir()
+    run(folder, "text-svformer-s0", "svformer", 0, "text", steps=(0,))
+    (folder / "text-svformer-s0" / "tokenizer.json").unlink()
+    status = {
+        "finished": False,
+        "elapsed_s": 3.0,
+        "left_s": None,
+        "models": ["race-svformer-s0"],
+        "ready": [],
+        "failed": {"x": "boom"},
+    }
+    write_json(folder / ".demo.json", status)
+    return folder
+
+
+def foreign(folder: Path) -> Path:
+    """Other people's files among ours."""
+    run(folder, "race-transformer-s0", "transformer", 0, "repeated")
+    (folder / "race-transformer-s0" / "records").mkdir()
+    import pandas as pd
+
+    pd.DataFrame({"colour": ["red"], "metric": [3]}).to_parquet(
+        folder / "race-transformer-s0" / "records" / "theirs.parquet"
+    )
+    (folder / "notes.txt").write_text("hello")
+    (folder / "pictures **bold** :red[x] $y$ <b>").mkdir()
+    for name, content in (
+        ("list", []),
+        ("other", {"name": "wandb"}),
+        ("odd", {"architecture": "x", "seed": "y", "model": [], "train": 3}),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "run.json").write_text(json.dumps(content))
+    (folder / "loop").symlink_to(folder)
+    (folder / "gone").symlink_to(folder / "nowhere")
+    (folder / ".demo.json").write_text("[1, 2]")
+    return folder
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def pattern(n: int) -> np.ndarray:
+    """Uniform causal attention [n, n]."""
+    return np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]

@@ -1,0 +1,267 @@
+"""Figures of records: form, scales, words, colours, alt texts; formation steps and verdicts from known numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import dashboard
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench import plots
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.models import ARCHITECTURES
+from workbench.results import provenance, records
+
+
+def rows(kind="text", architectures=("transformer", "resformer", "svformer"), seeds=2, what=dashboard.measured):
+    common = [{"run": f"{kind}-{a}-s{s}", "architecture": a, "seed": s} for a in architectures for s in range(seeds)]
+    return records(row for c in common for row in what(c, kind))
+
+
+def of(frame, metric, **equal):
+    frame = frame[frame["metric"] == metric]
+    for name, value in equal.items():
+        frame = frame[frame[name] == value]
+    return frame
+
+
+def named(figure, name):
+    return [t for t in figure.data if t.name == name]
+
+
+def test_a_layer_profile_has_lines_bands_init_and_baseline():
+    figure = plots.plot(of(rows(), "importance_entropy"))
+    (line,) = [t for t in named(figure, "ResFormer") if t.mode == "lines+markers"]
+    assert list(line.x) == [0, 1]
+    np.testing.assert_allclose(line.y, [2.3, 2.4])
+    assert line.line.color == plots.COLOURS["resformer"]
+    assert named(figure, "ResFormer at step 0")[0].line.dash == "dash"
+    assert named(figure, "uniform causal")[0].line.dash == "dot"
+    said = figure.layout.title.subtitle.text
+    for word in ("validation", "T = 16", "n = 4 documents", "2 seeds", "random init"):
+        assert word in said
+    assert "higher: more" in figure.layout.yaxis.title.text
+    assert "nats" in figure.layout.yaxis.title.text
+
+
+def test_the_band_is_the_seed_range_or_the_standard_error_and_says_which():
+    many = plots.plot(of(rows(), "token_identity_share", site="v", step=20))
+    (band,) = named(many, "ResFormer band")
+    assert max(band.y) == pytest.approx(0.98)
+    assert min(band.y) == pytest.approx(0.77)
+    assert "range over seeds" in many.layout.title.subtitle.text
+    one = plots.plot(of(rows(seeds=1), "token_identity_share", site="v", step=20))
+    (band,) = named(one, "ResFormer band")
+    assert max(band.y) == pytest.approx(1.0)
+    assert "standard error" in one.layout.title.subtitle.text
+
+
+@pytest.mark.parametrize(
+    ("metric", "form"),
+    [("importance_entropy", "profile"), ("token_importance", "positions"), ("sink_mass", "heads"), ("loss", "bars")],
+)
+def test_the_form_follows_from_the_axes(metric, form):
+    frame = of(rows(), metric)
+    assert plots.form_of(frame) == form
+    kinds = {t.type for t in plots.plot(frame).data}
+    assert kinds == {"profile": {"scatter"}, "positions": {"heatmap"}, "heads": {"heatmap"}, "bars": {"bar"}}[form]
+
+
+def test_steps_become_curves_and_may_be_logarithmic():
+    frame = of(rows(what=dashboard.telemetry), "train_loss")
+    assert plots.form_of(frame) == "steps"
+    figure = plots.plot(frame, log_x=True, smooth=5)
+    assert figure.layout.xaxis.type == "log"
+    assert "running mean over 5 steps" in figure.layout.title.subtitle.text
+
+
+def test_metrics_lengths_and_data_never_share_an_axis():
+    frame = of(rows(), "importance_entropy")
+    figure = plots.plot(pd.concat([frame, frame.assign(T=32)]))
+    assert {a.text for a in figure.layout.annotations} == {"T = 16", "T = 32"}
+    both = pd.concat([frame, of(rows(), "token_identity_share")])
+    assert len(plots.plot(both).layout.annotations) == 3
+    with pytest.raises(WorkbenchError, match="panels do not fit"):
+        plots.plot(pd.concat([frame.assign(T=t) for t in range(30)]))
+
+
+def test_panels_of_one_unit_share_their_scales():
+    figure = plots.plot(of(rows(), "token_identity_share"))
+    assert figure.layout.yaxis2.matches == "y"
+    maps = plots.plot(of(rows(), "sink_mass", step=20))
+    assert {t.coloraxis for t in maps.data} == {"coloraxis"}
+    assert (maps.layout.coloraxis.cmin, maps.layout.coloraxis.cmax) == (0, 1)
+
+
+def test_nothing_to_plot_and_unknown_forms_are_refused():
+    with pytest.raises(WorkbenchError, match="no records"):
+        plots.plot(records([]))
+    frame = of(rows(), "importance_entropy")
+    with pytest.raises(WorkbenchError, match="no records"):
+        plots.plot(frame[frame["control"].notna()])
+    with pytest.raises(UnknownName, match="profile"):
+        plots.plot(frame, form="profiel")
+
+
+def test_an_assumed_architecture_is_said():
+    frame = of(rows(), "importance_entropy").assign(provenance=provenance(assumed=True, key="k", reading="up"))
+    assert "architecture assumed" in plots.plot(frame).layout.title.subtitle.text
+
+
+def test_the_registry_supplies_the_direction_where_a_record_does_not():
+    frame = of(rows(), "importance_entropy").assign(provenance=provenance(assumed=False, key="k"))
+    assert "lower: more concentrated" in plots.reading(frame)
+
+
+def test_every_architecture_has_its_own_colour_and_others_get_one():
+    assert set(ARCHITECTURES) <= set(plots.COLOURS)
+    assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
+    assert plots.colour("resformer lambda_v1=0.3") == plots.colour("resformer lambda_v1=0.3") != plots.colour("mine")
+
+
+def test_backgrounds_are_transparent():
+    figure = plots.plot(of(rows(), "importance_entropy"))
+    assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"
+
+
+# ---- the race --------------------------------------------------------------------------------------------------------
+
+
+def race(curves):
+    return records(
+        {"run": f"{a}-{s}", "architecture": a, "seed": s, "step": i, "metric": "copy_loss", "value": v, "unit": "nats"}
+        for (a, s), values in curves.items()
+        for i, v in enumerate(values)
+    )
+
+
+def test_the_formation_step_is_the_first_below_half_of_the_start():
+    frame = race({("svformer", 0): [4.0, 2.0, 1.99, 3.0], ("transformer", 0): [4.0, 3.9, 3.8, 2.0]})
+    steps = plots.formation_steps(frame)
+    assert list(steps["formed"]) == ["step 2", "not formed"]
+    assert steps["formation_step"].isna().tolist() == [False, True]
+    assert list(plots.formation_table(steps)["seed 0"]) == ["step 2", "not formed"]
+
+
+def curve(step):
+    return [4.0] * step + [1.0] * (10 - step)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        ((2, 3), (4, 5), "SVFormer before Transformer: seeds disjoint."),
+        ((2, 4), (4, 5), "overlapping, so unresolved: SVFormer and Transformer"),
+        ((4, 5), (2, 3), "Transformer before SVFormer: seeds disjoint."),
+        ((2, 3), (10, 10), "SVFormer before Transformer: seeds disjoint."),
+        ((10, 10), (10, 10), "unresolved"),
+        ((2,), (4,), "one seed"),
+    ],
+)
+def test_the_verdict_follows_from_the_numbers(a, b, words):
+    curves = {("svformer", s): curve(n) for s, n in enumerate(a)} | {
+        ("transformer", s): curve(n) for s, n in enumerate(b)
+    }
+    assert words in plots.verdict(plots.formation_steps(race(curves)))
+
+
+def test_the_race_marks_each_seed_on_the_line():
+    figure = plots.race(race({("svformer", 0): curve(2), ("svformer", 1): curve(4)}))
+    (marks,) = [t for t in figure.data if t.mode == "markers"]
+    assert list(marks.x) == [2, 4]
+    assert list(marks.y) == [2.0, 2.0]
+    assert figure.layout.shapes[0].y0 == 2.0
+    with pytest.raises(WorkbenchError, match="copy_loss"):
+        plots.race(rows())
+
+
+# ---- attention, ablation, training -----------------------------------------------------------------------------------
+
+
+def test_an_attention_map_masks_the_future_and_keeps_tokens_apart():
+    figure = plots.attention_map(dashboard.pattern(3), ["<b>", "a", "a"])
+    (trace,) = figure.data
+    assert np.isnan(trace.z[0, 1])
+    assert trace.z[2, 0] == pytest.approx(1 / 3)
+    assert list(trace.x) == ["0:&lt;b&gt;", "1:a", "2:a"]
+    assert figure.layout.yaxis.autorange == "reversed"
+    assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 1)
+    with pytest.raises(WorkbenchError, match="does not fit"):
+        plots.attention_map(dashboard.pattern(3), ["a"])
+
+
+def test_ablation_leaves_the_first_layer_out_and_says_who_has_no_deep_values():
+    figure = plots.ablation(rows())
+    assert {a.text for a in figure.layout.annotations} == {"Transformer", "ResFormer"}
+    assert "SVFormer: no values of its own" in figure.layout.title.subtitle.text
+    zero = next(t for t in figure.data if t.name == "zero")
+    assert list(zero.x) == ["1", "1–1"]
+    assert zero.y[0] == pytest.approx(0.205)
+
+
+def test_relative_pairs_by_seed():
+    frame = of(rows(what=dashboard.telemetry), "train_loss")
+    found = plots.relative(frame)
+    assert set(found["architecture"]) == {"resformer", "svformer"}
+    np.testing.assert_allclose(found["value"], 0, atol=1e-12)
+    with pytest.raises(WorkbenchError, match="shares a seed"):
+        plots.relative(frame[frame["architecture"] == "svformer"])
+
+
+def test_gradients_and_coefficients_are_drawn():
+    frame = rows(what=dashboard.telemetry, architectures=("denseformer", "transformer"))
+    norms = plots.gradient_map(frame)
+    assert list(norms.data[0].y) == ["W_V 1", "W_V 0", "W_Q 1", "W_Q 0"]
+    assert norms.data[0].z[0, 0] == pytest.approx(np.log10(0.02), abs=1e-6)
+    learned = plots.coefficients(frame)
+    assert [t.name for t in learned.data] == ["embedding", "output of block 0"]
+    assert plots.pace(frame).data[0].y[0] == pytest.approx(1000.5)
+
+
+def test_unresolved_says_what_the_numbers_do_not_settle():
+    said = plots.unresolved(rows())
+    assert any("do not overlap" in s or "unresolved" in s for s in said)
+    assert any("No attention sink formed" in s for s in said)
+    sinks = rows()
+    sinks.loc[sinks["metric"] == "sink_rate", "value"] = 0.5
+    assert any("count as attention sinks" in s for s in plots.unresolved(sinks))
+    assert plots.unresolved(records([]))
+
+
+# ---- words and files -------------------------------------------------------------------------------------------------
+
+
+def test_alt_text_names_what_is_seen():
+    said = plots.alt_text(plots.plot(of(rows(), "importance_entropy")))
+    assert said.startswith("Importance entropy; ")
+    assert "ResFormer: from 2.3 at 0" in said
+    assert plots.alt_text(of(rows(), "importance_entropy")) == said
+    assert "0.333 to 1" in plots.alt_text(plots.attention_map(dashboard.pattern(3), ["a", "b", "c"]))
+
+
+def test_html_works_offline_and_shares_nothing():
+    figure = plots.plot(of(rows(), "importance_entropy"))
+    found = plots.html(figure, script=False)
+    assert '"showSendToCloud": false' in found
+    assert '"displaylogo": false' in found
+    assert 'aria-label="Importance entropy' in found
+    assert "<script src" not in found
+    assert len(found) < 60_000
+    assert plots.html(figure, whole=True).startswith("<!doctype html>")
+
+
+def test_the_table_keeps_what_says_something():
+    found = plots.table(of(rows(), "importance_entropy"))
+    assert "provenance" not in found
+    assert "head" not in found
+    assert list(found["layer"].unique()) == [0, 1]
+
+
+def test_figures_come_without_torch():
+    code = "import sys, workbench.plots; print([m for m in ('torch', 'transformer_lens', 'streamlit') if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

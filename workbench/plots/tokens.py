@@ -1,0 +1,108 @@
+"""Figures of one text: attention maps, value norms along the tokens, what comes next."""
+
+from __future__ import annotations
+
+import html as markup
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.errors import WorkbenchError
+from workbench.plots.records import checked
+from workbench.plots.style import SEQUENTIAL, axis_title, colour, dressed, label, words
+
+
+def token_ticks(tokens: Sequence[str]) -> list[str]:
+    """`index:token`, unique and safe inside a figure."""
+    return [f"{i}:{markup.escape(t if len(t) <= 12 else t[:11] + '…')}" for i, t in enumerate(tokens)]
+
+
+def _map(pattern: Any, tokens: Sequence[str]) -> go.Heatmap:
+    z = np.array(pattern, dtype="float32")
+    if z.ndim != 2 or z.shape != (len(tokens), len(tokens)):
+        raise WorkbenchError(f"a pattern of shape {z.shape} does not fit {len(tokens)} tokens")
+    z[np.triu_indices(len(z), 1)] = np.nan
+    ticks = token_ticks(tokens)
+    hover = "query %{y}<br>key %{x}<br>weight %{z:.3f}<extra></extra>"
+    return go.Heatmap(z=z, x=ticks, y=ticks, coloraxis="coloraxis", hovertemplate=hover, hoverongaps=False)
+
+
+def attention_map(pattern: Any, tokens: Sequence[str], title: str = "Attention", under: str = "") -> go.Figure:
+    """Attention [query, key] of one head: queries top to bottom, keys left to right, the future left blank, scale 0 to 1."""
+    return attention_pair([(title, pattern, tokens)], title, under)
+
+
+def attention_pair(
+    maps: Sequence[tuple[str, Any, Sequence[str]]], title: str = "Attention", under: str = ""
+) -> go.Figure:
+    """Attention maps (name, pattern, tokens) side by side on one scale from 0 to 1."""
+    figure = make_subplots(
+        1, len(maps), subplot_titles=[m[0] for m in maps] if len(maps) > 1 else None, horizontal_spacing=0.12
+    )
+    for i, (name, pattern, tokens) in enumerate(maps):
+        trace = _map(pattern, tokens)
+        trace.name = name
+        figure.add_trace(trace, 1, i + 1)
+        every = max(1, -(-len(tokens) // 26))
+        ticks = {"tickvals": trace.x[::every], "tickfont": {"size": 10}, "type": "category", "showgrid": False}
+        figure.update_xaxes(title_text="key: where attention goes", tickangle=-90, **ticks, row=1, col=i + 1)
+        figure.update_yaxes(
+            title_text="query: who attends" if i == 0 else "", autorange="reversed", **ticks, row=1, col=i + 1
+        )
+    figure = dressed(figure, title, under, 430)
+    bar = {"title": {"text": "attention"}, "thickness": 14}
+    return figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": bar})
+
+
+def along_tokens(parts: Sequence[tuple[str, pd.DataFrame, Sequence[str]]], title: str) -> go.Figure:
+    """A number per token, (name, records, tokens) side by side on one scale: effective value solid, the layer's own dashed."""
+    names = [markup.escape(part[0]) for part in parts]
+    figure = make_subplots(1, len(parts), shared_yaxes=True, subplot_titles=names, horizontal_spacing=0.05)
+    for i, (_, frame, tokens) in enumerate(parts):
+        ticks, frame = token_ticks(tokens), checked(frame)
+        for site, dash in (("v", "solid"), ("own_v", "dash")):
+            rows = frame[frame["site"] == site].sort_values("position")
+            if rows.empty:
+                continue
+            architecture, name = rows["architecture"].iloc[0], {"v": "effective", "own_v": "own"}[site]
+            figure.add_scatter(
+                x=ticks, y=rows["value"], name=f"{label(architecture)}, {name}", mode="lines+markers", marker_size=4,
+                line={"color": colour(architecture), "dash": dash}, row=1, col=i + 1,
+            )  # fmt: skip
+        every = max(1, -(-len(ticks) // 26))
+        figure.update_xaxes(tickvals=ticks[::every], type="category", tickangle=-90, tickfont_size=10, row=1, col=i + 1)
+    unit = words(parts[0][1]["unit"].iloc[0])
+    figure.update_yaxes(rangemode="tozero")
+    figure.update_yaxes(title_text=axis_title(unit, "higher: longer value"), row=1, col=1)
+    return dressed(figure, title, "solid: effective value, what attention sums; dashed: the layer's own part", 300)
+
+
+def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
+    """Most probable next tokens of (name, architecture, tokens, probabilities), side by side on one scale."""
+    figure = make_subplots(
+        1, len(found), shared_xaxes="all", subplot_titles=[markup.escape(f[0]) for f in found], horizontal_spacing=0.2
+    )
+    for i, (name, architecture, tokens, chances) in enumerate(found):
+        ticks = [f"{markup.escape(t)}  " for t in tokens]
+        figure.add_bar(
+            x=list(chances),
+            y=list(range(len(ticks))),
+            orientation="h",
+            marker_color=colour(architecture),
+            name=markup.escape(name),
+            showlegend=False,
+            text=[f"{c:.1%}" for c in chances],
+            textposition="outside",
+            cliponaxis=False,
+            row=1,
+            col=i + 1,
+        )
+        figure.update_yaxes(tickvals=list(range(len(ticks))), ticktext=ticks, autorange="reversed", row=1, col=i + 1)
+        figure.update_xaxes(
+            title_text="probability", range=[0, min(1.0, 1.15 * max(max(f[3]) for f in found))], row=1, col=i + 1
+        )
+    return dressed(figure, "What comes next?", "the most probable tokens after the last one; higher: more certain", 280)
