@@ -51,6 +51,11 @@ def test_quick_demo_trains_measures_reports_and_reuses(tmp_path):
         check=False,
     )
     assert again.returncode == 0, again.stderr
+    for question in ("race_to_induction", "deep_values"):
+        command = [sys.executable, "-m", f"analyses.{question}", "--runs", tmp_path, "--out", tmp_path / "results"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False)
+        assert said.returncode == 0, said.stderr
+        assert (tmp_path / "results" / f"{question}.html").exists()
     assert weights.stat().st_mtime_ns == written
     assert time.monotonic() - begin < 60
 

@@ -82,7 +82,7 @@ def _losses(telemetry: pd.DataFrame) -> Iterable[str]:
     if losses.empty:
         return
     last = losses[losses["step"] == losses.groupby("run")["step"].transform("max")]
-    mean = last.groupby(["architecture", "seed"], as_index=False)["value"].mean()
+    mean = last.groupby(["architecture", "seed"], as_index=False).agg({"value": "mean"})
     yield (
         f"Validation loss, nats, mean of domains, seed range: {ordered(mean)}. One learning rate, not tuned for each "
         "architecture, and a few hundred steps: at this length a lead says who starts faster, not who ends lower."
