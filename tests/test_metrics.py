@@ -99,9 +99,7 @@ def test_unknown_arguments_sites_and_axes_are_refused():
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("T", "entropy"), [(20, 2.6233), (64, 3.7539), (128, 4.4386), (256, 5.1273), (2048, 7.2025)]
-)
+@pytest.mark.parametrize(("T", "entropy"), [(20, 2.6233), (64, 3.7539), (128, 4.4386), (256, 5.1273), (2048, 7.2025)])
 def test_entropy_of_uniform_causal_attention(T, entropy):
     assert uniform_entropy(T) == pytest.approx(entropy, abs=5e-5)
     assert float(uniform_importance(T)[0]) == pytest.approx(harmonic(T) / T, rel=1e-12)
@@ -320,7 +318,9 @@ def probe(vectors, tokens, **options):
 
 def ceiling(tokens):
     """Bits of a probe that knows every token it has fitted on: others keep their unigram probability."""
-    sides = [torch.cat([row for i, row in enumerate(tokens) if i % 8 in side]) for side in ((0, 1, 2, 4, 5), (6,), (3, 7))]
+    sides = [
+        torch.cat([row for i, row in enumerate(tokens) if i % 8 in side]) for side in ((0, 1, 2, 4, 5), (6,), (3, 7))
+    ]
     counts = torch.cat(sides[:2]).bincount(minlength=int(tokens.max()) + 1).double() + 1
     prior = (counts / counts.sum()).log()
     known = torch.isin(sides[2], sides[0])

@@ -1,4 +1,4 @@
-"""One tidy table of records, and the store that keeps it: Parquet per (weights, data), read through DuckDB.
+"""One tidy table of records, and the store that keeps it: Parquet per (weights, data), filtered by DuckDB.
 
 A record says what was measured, on which axes, in which unit, with which error, from which weights, data and code.
 Columns that do not apply are null; step 0 is random init; se and n count documents.
@@ -6,7 +6,6 @@ Columns that do not apply are null; step 0 is random init; se and n count docume
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -49,32 +48,28 @@ def write_parquet(frame: pd.DataFrame, path: Path) -> None:
 
 
 def read_parquet(paths: Sequence[Path], columns: Sequence[str] = COLUMNS, where: str = "") -> pd.DataFrame:
-    """Rows of all the files, through DuckDB; `where` is a condition in its SQL. `BadCheckpoint` names an unreadable file."""
-    import duckdb
-
-    if not paths:
-        return records([], columns)
-    with duckdb.connect() as db:
-        try:  # names are taken literally, also those that look like patterns
-            source = db.read_parquet([glob.escape(str(path)) for path in paths], union_by_name=True)
-            frame = (source.filter(where) if where else source).df()
-        except duckdb.Error as error:
-            culprit = _culprit(paths)
-            if where and culprit is None:  # the condition is to blame
-                raise
-            raise BadCheckpoint(f"cannot read {culprit or paths[0]}: {str(error).splitlines()[0]}") from error
-    return typed(frame, columns)
-
-
-def _culprit(paths: Sequence[Path]) -> Path | None:
+    """Rows of all the files; `where` is a condition in DuckDB's SQL. `BadCheckpoint` names a file that cannot be read."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
+    tables = []
     for path in paths:
         try:
-            pq.ParquetFile(path).close()
-        except Exception:
-            return path
-    return None
+            with pq.ParquetFile(path) as file:  # opened once, so a file that is replaced meanwhile stays the one it was
+                tables.append(file.read())
+        except (OSError, pa.ArrowException) as error:
+            raise BadCheckpoint(f"cannot read {path}: {error}") from error
+    if not tables:
+        return records([], columns)
+    table = pa.concat_tables(tables, promote_options="permissive")
+    return typed(_filtered(table, where) if where else table.to_pandas(), columns)
+
+
+def _filtered(table: Any, where: str) -> pd.DataFrame:
+    import duckdb
+
+    with duckdb.connect() as db:
+        return db.from_arrow(table).filter(where).df()
 
 
 def provenance(**facts: Any) -> str:

@@ -153,8 +153,10 @@ def _ids(data: Any, T: int | None, label: str = "ids") -> Sample:
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadData(f"data is no table of token ids [n, T]: {error}") from error
     ids = ids[None] if ids.ndim == 1 else ids
-    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise BadData(f"{label} of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids [n, T], not empty")
+    if not ids.numel():
+        raise BadData(f"the {label} is empty; at least {max(T or 2, 2)} tokens are needed")
+    if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise BadData(f"{label} of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids [n, T]")
     if ids.shape[1] < max(T or 2, 2):
         raise BadData(f"the {label} is {ids.shape[1]} tokens long; at least {max(T or 2, 2)} are needed")
     return Sample(ids[:, :T].to("cpu", torch.long).contiguous(), range(len(ids)), label)

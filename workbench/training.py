@@ -341,8 +341,10 @@ class _Loop:
             self.telemetry.add(self.step, metric, value, variant="validation", **axes)
 
     def _note(self, loss: float, rate: float, due: bool) -> None:
-        if not math.isfinite(loss):
-            raise WorkbenchError(f"{self.run.name}: the loss is {loss} at step {self.step}; lower lr={self.config.lr}")
+        size = float(torch.nn.utils.get_total_norm(self.bare.parameters()))
+        if not math.isfinite(loss + size):  # before anything of it is kept
+            found = f"the loss is {loss} and the weights' norm {size} at step {self.step}"
+            raise WorkbenchError(f"{self.run.name}: {found}; lower lr={self.config.lr}")
         if self.main:
             self.telemetry.add(self.step - 1, "tokens_per_second", rate, unit="tokens/s")
             if self.step == self.config.steps:

@@ -1,0 +1,113 @@
+"""Ablations: exact where theory says so, at the layers that have the site, and over the same positions in all three ways."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+
+from workbench.data import RepeatedData, Sample
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.interventions import INTERVENTIONS, TokenMeans, replaced, token_means, value_ablation
+from workbench.measuring import measure
+
+
+def some_tokens(n=6, T=24, high=40, seed=0):
+    return torch.randint(high, (n, T), generator=torch.Generator().manual_seed(seed))
+
+
+def ablate(model, ids=None, sites=("own_v",)):
+    sample = Sample(some_tokens() if ids is None else ids, range(6), "ids")
+    return pd.DataFrame(value_ablation(model, sample, RepeatedData(40), 4, sites=sites))
+
+
+def test_token_means_by_hand(tiny):
+    model, ids = tiny(), torch.tensor([[3, 5, 3, 3]])
+    means = token_means(model, "own_v", [ids])
+    values = model.run_with_cache(ids)[1]["blocks.1.attn.own.hook_v"][0].double()
+    assert means.counts[[3, 5, 0]].tolist() == [3, 1, 0]
+    found = means.replacement(1, torch.tensor([[3, 5]]), "token_mean")[0]
+    torch.testing.assert_close(found, torch.stack([values[[0, 2, 3]].mean(0), values[1]]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(means.replacement(1, ids, "mean"), values.mean(0), rtol=0, atol=1e-5)
+    assert not means.replacement(1, ids, "zero").any()
+    assert means.seen(torch.tensor([[3, 4, 5]])).tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_first_layer_values_are_a_function_of_the_token(tiny, any_architecture, kv_heads):
+    """Also with tokens that the table has never seen: they keep their own values."""
+    ids = torch.cat([some_tokens(), torch.full((6, 4), 57)], 1)
+    frame = ablate(tiny(any_architecture, config={"n_key_value_heads": kv_heads}), ids)
+    first = frame[(frame["layer"] == 0) & (frame["variant"] == "token_mean")]
+    assert abs(first["value"].item()) < 1e-6
+    assert first["se"].item() < 1e-6
+    others = frame[(frame["layer"] == 0) & frame["variant"].isin(["mean", "zero"])]
+    assert (others["value"].abs() > 1e-4).all()
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "neutreno", "denseformer", "svformer"])
+def test_rows_stand_where_the_site_is(tiny, architecture):
+    frame = ablate(tiny(architecture))
+    layers = frame["layer"].dropna().unique().tolist()
+    assert layers == ([0] if architecture == "svformer" else [0, 1, 2])
+    joint = frame[frame["layer"].isna()]
+    assert joint["variant"].tolist() == ([] if architecture == "svformer" else ["token_mean", "mean", "zero", "kept"])
+    assert (frame["n"] == 6).all()
+    kept = frame.dropna(subset="layer").pivot(index="layer", columns="variant", values="value")
+    expected = (1 - kept["token_mean"] / kept["zero"]).where(kept["zero"] > 0).dropna()
+    assert kept["kept"].dropna().to_dict() == pytest.approx(expected.to_dict())
+
+
+def test_every_value_of_svformer_is_the_token(tiny):
+    frame = ablate(tiny("svformer"), sites=("v",))
+    assert frame[frame["variant"] == "token_mean"]["value"].abs().max() < 1e-6
+    assert len(frame) == 4 * 4
+
+
+def test_other_sites(tiny):
+    frame = ablate(tiny(), sites=("q", "k"))
+    exact = frame[(frame["layer"] == 0) & (frame["variant"] == "token_mean")]
+    assert exact["site"].tolist() == ["q", "k"]
+    assert exact["value"].abs().max() < 1e-6, "before the rotation the first queries and keys know no position"
+
+
+def test_replacement_is_what_it_says_and_leaves_no_hooks(tiny):
+    model, ids = tiny(), torch.tensor([[3, 5, 3, 9]])
+    means = token_means(model, "own_v", [torch.tensor([[3, 5]])])
+    seen = {}
+    with (
+        replaced(model, ids, [1], "zero", means),
+        model.hooks([("blocks.1.attn.hook_v", lambda x, hook: seen.update(v=x))]),
+    ):
+        model(ids)
+    assert not seen["v"][0, :3].any()
+    assert seen["v"][0, 3].any(), "token 9 is not in the table"
+    assert not any(point._forward_hooks for point in model.hook_dict.values())
+
+
+def test_wrong_names_are_refused(tiny):
+    model, ids = tiny("svformer"), some_tokens()
+    means = token_means(model, "own_v", [ids])
+    with pytest.raises(UnknownName, match="token_mean"), replaced(model, ids, [0], "token_men", means):
+        pass
+    with (
+        pytest.raises(WorkbenchError, match=r"svformer has no own_v at layers \[1, 2\]"),
+        replaced(model, ids, [1, 2], "zero", means),
+    ):
+        pass
+    with pytest.raises(UnknownName, match="own_v"):
+        token_means(model, "values", [ids])
+    with pytest.raises(WorkbenchError, match="give a run"):
+        measure(model, "value_ablation", ids)
+
+
+def test_registered_interventions_say_what_they_are():
+    for entry in INTERVENTIONS.values():
+        assert all((entry.unit, entry.range, entry.reading, entry.source, entry.summary, entry.version()))
+
+
+def test_the_table_is_exact_in_half_precision():
+    """Sums are kept in float64, so many equal vectors average to themselves."""
+    vector = torch.full((1, 2), 0.1).bfloat16().double()
+    means = TokenMeans("own_v", torch.tensor([1000.0]).double(), {0: vector[None] * 1000})
+    assert (means.replacement(0, torch.zeros(1, 1, dtype=torch.long), "token_mean").bfloat16() == vector).all()

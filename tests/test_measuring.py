@@ -1,0 +1,410 @@
+"""Measuring: what is kept is not run again, nothing depends on the batch, records are as documented, bad data is refused."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workbench.config import ModelConfig, TrainConfig
+from workbench.data import RepeatedData, prepare
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.interventions import INTERVENTIONS
+from workbench.measuring import measure
+from workbench.metrics import METRICS
+from workbench.models.hooked import HookedModel
+from workbench.results import COLUMNS, SAMPLE_COLUMNS, TEXT, WHOLE, read_parquet
+from workbench.runs import Run
+from workbench.training import train
+
+MODEL = ModelConfig(n_layers=2, d_model=16, n_heads=4, n_key_value_heads=2, d_mlp=24, d_vocab=64, n_ctx=128)
+RECIPE = TrainConfig(steps=6, batch=4, T=64, warmup=2, lr=1e-2, validate_every=3, save_every=3, validation_sequences=8)
+EVERYTHING = [*METRICS, *INTERVENTIONS]
+STREAMED = [
+    n for n in METRICS if n.startswith(("token_imp", "importance", "row_", "sink", "induction", "value_", "hidden"))
+]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """One short run per architecture on repeated tokens."""
+    root = tmp_path_factory.mktemp("runs")
+    names = ("transformer", "svformer", "neutreno", "denseformer")
+    return {a: train(a, RepeatedData(), name=a, runs=root, model=MODEL, train=RECIPE, device="cpu") for a in names}
+
+
+@pytest.fixture(scope="session")
+def text_run(tmp_path_factory):
+    """A short run on a corpus of its own."""
+    root = tmp_path_factory.mktemp("text")
+    words = np.array(
+        ["the", "red", "green", "small", "large", "house", "tree", "river", "walks", "sleeps", "near", "under", "and"]
+    )
+    generator = np.random.default_rng(0)
+    text = "\n\n".join(" ".join(generator.choice(words, 40)) + f" {i}." for i in range(600))
+    (root / "book.txt").write_text(text)
+    data = prepare(texts=[root / "book.txt"], vocabulary=300, root=root / ".corpora")
+    model = MODEL.replace(d_vocab=300)
+    return train("resformer", data, name="text", runs=root, model=model, train=RECIPE.replace(T=32), device="cpu")
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """A list that grows with every run of any model."""
+    calls, inner = [], HookedModel.forward
+    monkeypatch.setattr(HookedModel, "forward", lambda self, *a, **k: calls.append(1) or inner(self, *a, **k))
+    return calls
+
+
+def table(frame, *also):
+    """Values by what they are of, in one order."""
+    axes = [c for c in COLUMNS if c not in ("value", "se", "n", "unit", "provenance", *also)]
+    return frame.set_index(axes)[["value", "se"]].sort_index()
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["transformer", "svformer", "neutreno", "denseformer"])
+def test_records_have_the_documented_columns_types_and_counts(runs, name):
+    frame = measure(runs[name], EVERYTHING, n=9, batch=4)
+    assert list(frame.columns) == list(COLUMNS)
+    for column in COLUMNS:
+        kind = "str" if column in TEXT else "Int64" if column in WHOLE else "float64"
+        assert frame[column].dtype == kind, column
+    assert set(frame["metric"]) == set(EVERYTHING)
+    assert (frame[["run", "architecture"]] == name).all(axis=None)
+    assert (frame["step"] == RECIPE.steps).all()
+    counted = frame[frame["control"].isna() & ~frame["metric"].isin(["cache_bytes"])]
+    assert (counted["n"] == 9).all()
+    assert not frame.duplicated([c for c in COLUMNS if c not in ("value", "se", "n", "unit", "provenance")]).any()
+    assert frame["unit"].notna().all()
+    for entry in METRICS.values():
+        sites = set(frame.loc[frame["metric"] == entry.name, "site"].dropna()) - {"final"}
+        assert sites <= set(entry.sites)
+
+
+def test_standard_errors_are_over_documents(runs):
+    frame = measure(runs["transformer"], "loss", n=12)
+    model, ids = runs["transformer"].load(), runs["transformer"].data.sample(12, 64).ids
+    with torch.no_grad():
+        each = model(ids, return_type="loss", loss_per_token=True).mean(1)
+    (row,) = frame.itertuples()
+    assert row.value == pytest.approx(float(each.mean()), rel=1e-5)
+    assert row.se == pytest.approx(float(each.std()) / 12**0.5, rel=1e-4)
+    assert math.isnan(measure(runs["transformer"], "loss", n=1)["se"][0])
+
+
+def test_jackknife_errors_by_hand(runs):
+    """Eight documents, eight folds: the textbook formula over the values that leave one document out."""
+    from workbench.metrics.values import TokenIdentityShare
+
+    run = runs["transformer"]
+    frame = measure(run, "token_identity_share", n=8)
+    ids = run.data.sample(8, 64).ids
+    values = run.load().run_with_cache(ids)[1]["blocks.1.attn.hook_v"]
+    left_out = []
+    for i in range(8):
+        accumulator, kept = TokenIdentityShare(), [j for j in range(8) if j != i]
+        accumulator.update(values[kept], ids[kept])
+        left_out.append(accumulator.result())
+    row = frame[(frame["site"] == "v") & (frame["layer"] == 1) & frame["control"].isna()].iloc[0]
+    assert row["se"] == pytest.approx(
+        (7 / 8 * np.square(np.array(left_out) - np.mean(left_out)).sum()) ** 0.5, rel=1e-6
+    )
+
+
+def test_samples_hold_one_value_per_document(runs):
+    run = runs["neutreno"]
+    frame = measure(run, ["importance_entropy", "sink_mass"], n=10)
+    (path,) = [
+        p for p in run.store.folder.glob("*.samples.parquet") if len(read_parquet([p], SAMPLE_COLUMNS)) % 10 == 0
+    ]
+    samples = read_parquet([path], SAMPLE_COLUMNS)
+    chosen = samples[(samples["metric"] == "sink_mass") & (samples["layer"] == 1) & (samples["head"] == 2)]
+    row = frame[
+        (frame["metric"] == "sink_mass") & (frame["layer"] == 1) & (frame["head"] == 2) & frame["control"].isna()
+    ]
+    assert sorted(chosen["document"]) == list(range(10))
+    assert chosen["value"].mean() == pytest.approx(row["value"].item())
+
+
+def test_controls_stand_beside_the_metric(runs):
+    frame = measure(runs["transformer"], ["importance_entropy", "token_importance", "token_similarity"], n=4)
+    control = frame[frame["control"] == "uniform_causal"]
+    entropy = control[control["metric"] == "importance_entropy"]
+    assert entropy["layer"].tolist() == [0, 1]
+    assert entropy["value"].tolist() == pytest.approx([3.7539] * 2, abs=5e-5)
+    assert control[(control["metric"] == "token_importance") & (control["layer"] == 0)]["value"].sum() == pytest.approx(
+        1
+    )
+    assert (frame["control"] == "token_repetition").any()
+
+
+def test_known_values_of_real_models(runs):
+    for name, run in runs.items():
+        frame = measure(run, ["token_identity_share", "token_importance"], n=8)
+        assert frame[frame["metric"] == "token_importance"].groupby(["layer", "control"], dropna=False)[
+            "value"
+        ].sum().tolist() == pytest.approx([1.0] * 4, abs=1e-5)
+        own = frame[(frame["site"].isin(["v", "own_v"])) & frame["control"].isna()]
+        exact = own if name == "svformer" else own[own["layer"] == 0]
+        assert exact["value"].tolist() == pytest.approx([1.0] * len(exact), abs=1e-9)
+        assert len(exact) == (3 if name == "svformer" else 2)
+        shuffled = frame[frame["site"].isin(["v"]) & (frame["layer"] == 0) & (frame["control"] == "shuffled")]
+        assert abs(shuffled["value"].item()) < 0.2
+
+
+# ---- kept records ----------------------------------------------------------------------------------------------------
+
+
+def test_the_second_time_nothing_is_run(runs, forwards):
+    run = runs["denseformer"]
+    first = measure(run, EVERYTHING, n=7)
+    assert forwards
+    forwards.clear()
+    again = measure(Run.open(run.path), EVERYTHING, n=7, batch=3)
+    pd.testing.assert_frame_equal(first, again)
+    measure(run, ["sink_mass", "loss"], n=7)
+    assert not forwards
+    measure(run, "loss", n=8)
+    assert forwards, "other sequences are another measurement"
+
+
+def test_one_changed_weight_is_measured_again(tiny, forwards):
+    model, ids = tiny(), torch.arange(40).view(2, 20)
+    before = measure(model, "loss", ids)
+    forwards.clear()
+    pd.testing.assert_frame_equal(measure(model, "loss", ids), before)
+    assert not forwards
+    with torch.no_grad():
+        model.blocks[1].mlp.up_proj.weight[3, 4] += 0.5
+    after = measure(model, "loss", ids)
+    assert forwards
+    assert after["value"][0] != before["value"][0]
+
+
+def test_a_hooked_model_is_neither_remembered_nor_recalled(tiny):
+    model, ids = tiny(), torch.arange(40).view(2, 20)
+    clean = measure(model, "loss", ids)["value"][0]
+    with model.hooks([("blocks.0.hook_attn_out", lambda x, hook: x * 0)]):
+        ablated = measure(model, "loss", ids)["value"][0]
+    assert ablated != clean
+    assert measure(model, "loss", ids)["value"][0] == clean
+
+
+def test_a_changed_metric_is_measured_again(runs, monkeypatch, forwards):
+    run = runs["transformer"]
+    measure(run, "hidden_peak", n=3)
+    forwards.clear()
+    monkeypatch.setattr(type(METRICS["hidden_peak"]), "version", lambda self: "another")
+    measure(run, "hidden_peak", n=3)
+    assert forwards
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_results_do_not_depend_on_the_batch(tiny, runs, batch):
+    run = runs["svformer"]
+    names = [n for n in METRICS if n != "token_probe"]  # fitted to float32 vectors: its last digits follow theirs
+    ids = run.data.sample(9, 64).ids
+    whole = measure(run.load(), names, ids, batch=8)
+    import workbench.subjects
+
+    workbench.subjects._memory.clear()
+    other = measure(run.load(), names, ids, batch=batch)
+    pd.testing.assert_frame_equal(table(whole), table(other), rtol=1e-6, atol=1e-6)
+
+
+def test_ablation_does_not_depend_on_the_batch(runs):
+    run, found = runs["neutreno"], []
+    from workbench.interventions import value_ablation
+
+    model, sample = run.load(), run.data.sample(5, 64)
+    for batch in (1, 3, 64):
+        found.append([row["value"] for row in value_ablation(model, sample, run.data, batch) if row["unit"] == "nats"])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    assert found[0] == pytest.approx(found[2], abs=1e-6)
+
+
+def test_steps_and_several_runs(runs):
+    frame = measure([runs["transformer"], runs["svformer"]], "loss", steps="ends", n=4)
+    assert frame["step"].tolist() == [0, 6, 0, 6]
+    assert frame["run"].tolist() == ["transformer"] * 2 + ["svformer"] * 2
+    assert measure(runs["transformer"], "loss", steps=[6, 0], n=4)["step"].tolist() == [6, 0]
+    with pytest.raises(WorkbenchError, match="choose from"):
+        measure(runs["transformer"], "loss", steps=5)
+    assert measure(str(runs["transformer"].path / "step_000006"), "loss", torch.arange(30)[None])["step"].tolist() == [
+        6
+    ]
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def test_gradient_norms_leave_the_model_alone(tiny):
+    model, ids = tiny("resformer"), torch.arange(60).view(3, 20)
+    model.requires_grad_(False)
+    frame = measure(model, "gradient_norm", ids)
+    assert all(p.grad is None and not p.requires_grad for p in model.parameters())
+    model.requires_grad_(True)
+    each = []
+    for row in ids:
+        model.zero_grad()
+        model(row[None], return_type="loss").backward()
+        each.append(float(model.blocks[1].attn.v_proj.weight.grad.norm()))
+    row = frame[(frame["part"] == "W_V") & (frame["layer"] == 1) & frame["variant"].isna()].iloc[0]
+    assert row["value"] == pytest.approx(np.mean(each), rel=1e-5)
+    assert row["se"] == pytest.approx(np.std(each, ddof=1) / 3**0.5, rel=1e-4)
+    relative = frame[(frame["part"] == "W_V") & (frame["layer"] == 1) & (frame["variant"] == "relative")].iloc[0]
+    norm = float(model.blocks[1].attn.v_proj.weight.detach().norm())
+    assert relative["value"] == pytest.approx(row["value"] * norm, rel=1e-5)
+    assert set(frame["variant"].dropna()) == {"relative", "output"}
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list], ids=["tensor", "array", "lists"])
+def test_ids_in_any_form(tiny, kind):
+    rows = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    frame = measure(tiny(), "loss", kind(rows))
+    assert frame["value"][0] == pytest.approx(measure(tiny(), "loss", torch.tensor(rows))["value"][0])
+    assert frame[["data", "T", "n"]].iloc[0].tolist() == ["ids", 4, 2]
+    assert measure(tiny(), "loss", kind(rows[0]), T=3)["T"][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (torch.tensor([[1, 61]]), "0..60"),
+        (torch.tensor([[-1, 3]]), "-1"),
+        (torch.zeros(1, 129, dtype=torch.long), "n_ctx=128"),
+        (torch.zeros(0, 4, dtype=torch.long), "empty"),
+        (torch.zeros(2, 3), "float32"),
+        ([[1, 2], [3]], "table of token ids"),
+        ([], "empty"),
+        (torch.tensor([[5]]), "at least 2"),
+        ("some words", "no tokenizer"),
+        ("missing.txt", "does not exist"),
+        (Path("missing.txt"), "does not exist"),
+        (None, "no data of its own"),
+        (3.5, "cannot read data from a float"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_before_anything_runs(tiny, forwards, data, says):
+    with pytest.raises(WorkbenchError, match=says):
+        measure(tiny(), "loss", data)
+    assert not forwards
+
+
+def test_text_and_files(text_run, tmp_path):
+    frame = measure(text_run, "loss", "the red house stands near the river")
+    assert frame["data"][0] == "text"
+    assert measure(text_run, "loss", "the red house " * 200, T=40)["T"][0] == 40
+    for text, says in (("", "empty"), ("a", "at least 2"), ("the red house " * 200, "n_ctx=128")):
+        with pytest.raises(BadData, match=says):
+            measure(text_run, "loss", text)
+    (tmp_path / "new.txt").write_text("a small tree sleeps under the large red river.\n" * 400)
+    from_file = measure(text_run, "loss", tmp_path / "new.txt")
+    assert from_file["n"][0] == 2, "one window for each of the file's documents"
+    pd.testing.assert_frame_equal(measure(text_run, "loss", str(tmp_path / "new.txt")), from_file)
+    (tmp_path / "latin.txt").write_bytes("\xe9t\xe9 ".encode("latin-1") * 99)
+    (tmp_path / "empty.txt").write_bytes(b"")
+    for name, says in (("latin.txt", "not UTF-8"), ("empty.txt", "empty")):
+        with pytest.raises(BadData, match=says):
+            measure(text_run, "loss", tmp_path / name)
+    (tmp_path / "short.txt").write_text("a small tree")
+    with pytest.raises(BadData, match="the longest has"):
+        measure(text_run, "loss", tmp_path / "short.txt")
+
+
+def test_one_window_per_document(text_run):
+    sample = text_run.data.sample(64, 32)
+    assert len(set(sample.documents)) == len(sample.documents) == len(sample.ids)
+    frame = measure(text_run, "loss")
+    assert frame["n"][0] == len(sample.ids)
+
+
+def test_names_and_lengths_are_refused_by_name(tiny):
+    with pytest.raises(UnknownName, match="sink_rate"):
+        measure(tiny(), "sink_rat", torch.arange(20)[None])
+    with pytest.raises(WorkbenchError, match="sink_rate needs sequences of 64"):
+        measure(tiny(), ["loss", "sink_rate"], torch.arange(40)[None])
+    with pytest.raises(WorkbenchError, match="at least 1"):
+        measure(tiny(), [], torch.arange(40)[None])
+    with pytest.raises(WorkbenchError, match="nothing to measure"):
+        measure([], "loss")
+    with pytest.raises(WorkbenchError, match="cannot measure a int"):
+        measure(3, "loss")
+
+
+def test_broken_weights_give_nan_and_no_crash(tiny):
+    model = tiny(config={"d_vocab": 61})
+    with torch.no_grad():
+        model.blocks[0].attn.v_proj.weight[0, 0] = math.nan
+    ids = torch.randint(61, (8, 64), generator=torch.Generator().manual_seed(0))
+    frame = measure(model, list(METRICS), ids)
+    measured = frame[frame["control"].isna() & (frame["layer"] == 1)]
+    for name in ("sink_rate", "row_entropy", "hidden_peak", "token_probe", "token_identity_share", "induction_score"):
+        assert measured.loc[measured["metric"] == name, "value"].isna().all(), name
+    assert frame[frame["metric"] == "loss"]["value"].isna().all()
+    assert frame[(frame["metric"] == "hidden_peak") & (frame["layer"] == 0)]["value"].notna().all()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_streamed_metrics_never_build_a_pattern(tiny):
+    T, heads = 512, 4
+    model = tiny(config={"n_ctx": T})
+    ids = torch.randint(61, (1, T), generator=torch.Generator().manual_seed(0))
+    with Largest() as seen:
+        measure(model, STREAMED, ids)
+    assert 0 < seen.elements < heads * T * T / 2
+
+
+CHILD = """
+import sys, torch
+from workbench import build, measure
+torch.set_num_threads(1)
+T = int(sys.argv[1])
+model = build("resformer", dict(n_layers=1, d_model=64, n_heads=2, d_mlp=64, d_vocab=64, n_ctx=8192))
+ids = torch.randint(64, (1, 8192))
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+measure(model, {names}, ids[:, :128])
+before = peak()
+measure(model, {names}, ids[:, :T])
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_grows_with_the_length_not_its_square():
+    def growth(T):
+        code = CHILD.replace("{names}", repr(STREAMED))
+        return int(
+            subprocess.run([sys.executable, "-c", code, str(T)], capture_output=True, check=True, text=True).stdout
+        )
+
+    assert growth(8192) <= 4.6 * growth(2048)
