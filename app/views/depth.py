@@ -37,10 +37,11 @@ def draw() -> None:
         return
     drawn, view = rows
     state.show(lambda: plots.plot(drawn, form=None if view == "auto" else view), drawn, "depth", download=True)
-    st.caption(
-        "Solid: the chosen step. Dashed: the same models at random init. Dotted grey: what the measure gives under its baseline, "
-        "for instance attention spread evenly over all earlier tokens. Only what differs from both was learned."
-    )
+    if plots.form_of(drawn) == "profile":
+        st.caption(
+            "Solid: the chosen step. Dashed: the same models at random init. Dotted grey: what the measure gives under its "
+            "baseline, for instance attention spread evenly over all earlier tokens. Only what differs from both was learned."
+        )
 
 
 def _choice(frame: pd.DataFrame) -> tuple[pd.DataFrame, str] | None:

@@ -37,7 +37,8 @@ def draw() -> None:
     st.markdown("\n".join(f"- **{state.name_of(name)}**: {about}." for name, about in MODELS.items()))
     status = state.demo_status()
     live = bool(status and status["running"])
-    st.fragment(_live, run_every=2 if live else None)(live)
+    has_maps = _attention_runs() != []
+    st.fragment(_live, run_every=2 if live else None)(live, has_maps)
     _attention()
     _limits()
     st.subheader("Where to go next")
@@ -49,7 +50,7 @@ def draw() -> None:
         url.link(f"views/{page}.py", title, icon)
 
 
-def _live(was_live: bool) -> None:
+def _live(was_live: bool, had_maps: bool) -> None:
     """The two experiments; drawn anew every two seconds while the demo runs."""
     status = state.demo_status()
     if status and not status["finished"]:
@@ -62,7 +63,7 @@ def _live(was_live: bool) -> None:
             st.warning("The demo stopped before its end. `make demo` goes on where it was.")
     for name, error in (status or {"failed": {}})["failed"].items():
         st.warning(f"{url.plain(name)} failed: {url.plain(error)}")
-    if was_live and not (status and status["running"]):
+    if was_live and (not (status and status["running"]) or (not had_maps and _attention_runs())):
         st.rerun()
     runs = state.demo_runs("race")
     st.header("1. The race to copying")
@@ -115,11 +116,14 @@ def _live(was_live: bool) -> None:
     state.show(lambda: plots.ablation(measured), measured[measured["metric"] == "value_ablation"], "ablation")
 
 
+def _attention_runs() -> list[state.Entry]:
+    return [e for e in state.demo_runs("race") if len(e.steps) > 1]
+
+
 @st.fragment
 def _attention() -> None:
     """The copying head in two architectures, step by step."""
-    runs = state.demo_runs("race")
-    ready = [e for e in runs if len(e.steps) > 1]
+    ready = _attention_runs()
     if not ready:
         return
     st.subheader("Watch the copying head appear")

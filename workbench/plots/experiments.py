@@ -161,6 +161,7 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
         deep,
         "pale: values set to zero",
         "full: values replaced by their token's mean",
+        f"1–{last}: all of these layers at once" if last > 1 else "",
         "whisker: range over seeds",
         without,
     )

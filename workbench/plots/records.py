@@ -32,6 +32,7 @@ from workbench.plots.style import (
 KEY = ["metric", "variant", "site", "part", "data", "T", "unit"]
 FORMS = ("profile", "steps", "positions", "heads", "bars")
 MOST_PANELS = 24
+MOST_PRINTED = 64  # cells of a map that carry their number
 
 
 @dataclass
@@ -146,11 +147,20 @@ def plot(
     outer_titles(figure, len(panels), columns)
     smoothed = f"running mean over {smooth} steps" if smooth > 1 else ""
     dashed = "dashed: step 0, random init" if "step 0 (random init)" in shown else ""
-    under = subtitle(frame, *sorted(bands), dashed, smoothed)
+    under = subtitle(frame, *sorted(bands), dashed, smoothed, *(_map_words(frame) if keys else ()))
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
     if keys and any(p.form not in ("positions", "heads") for p in panels):  # colour bars stand where the legend would
         figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2 / count, "yanchor": "top"})
     return figure
+
+
+def _map_words(frame: pd.DataFrame) -> Iterator[str]:
+    """What a map cannot draw: which way to read it, and its baselines where they are one number."""
+    yield "mean over seeds"
+    yield words(reading(frame))
+    for control, rows in frame[frame["control"].notna()].groupby("control"):
+        if rows["value"].max() - rows["value"].min() < 1e-9:
+            yield f"{words(control)}: {rows['value'].iloc[0]:.3g}"
 
 
 def _link_axes(figure: go.Figure, panels: Sequence[_Panel], columns: int) -> None:
@@ -294,7 +304,8 @@ def _draw_map(figure: go.Figure, panel: _Panel, where: dict[str, int], *_: Any) 
     hover = f"{name}<br>layer %{{y}}, {axis} %{{x}}: %{{z:.4g}}<extra></extra>"
     key = panel.rows["metric"].iloc[0] + str(tuple(map(str, panel.rows[KEY].iloc[0])))
     z, x, y = grid.to_numpy(dtype="float32"), grid.columns.astype(int).tolist(), grid.index.astype(int).tolist()
-    figure.add_heatmap(z=z, x=x, y=y, name=panel.title, meta=key, hovertemplate=hover, **where)
+    printed = "%{z:.2g}" if z.size <= MOST_PRINTED else None
+    figure.add_heatmap(z=z, x=x, y=y, name=panel.title, meta=key, hovertemplate=hover, texttemplate=printed, **where)
     figure.update_xaxes(title_text=axis, dtick=1 if axis == "head" and grid.shape[1] <= 16 else None, **where)
     figure.update_yaxes(title_text="layer", dtick=1 if len(grid) <= 16 else None, **where)
 
