@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class Sample:
         return digest(self.ids.numpy().tobytes(), list(self.ids.shape), list(self.documents))
 
 
+@runtime_checkable
 class Data(Protocol):
     """What training and measuring ask of a source."""
 

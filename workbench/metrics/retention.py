@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +46,7 @@ class TokenProbe:
         targets = tokens.roll(shift, dims=1).cpu()
         self.documents += zip(wide(vectors.flatten(2)).float().cpu(), targets, strict=True)
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: TokenProbe) -> None:
         """Add what another accumulator has kept."""
         self.documents += other.documents
 

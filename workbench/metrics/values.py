@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -78,7 +76,7 @@ class TokenIdentityShare:
             setattr(self, name, total)
         self.ids = types
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: TokenIdentityShare) -> None:
         """Add what another accumulator has seen."""
         if len(other.ids):
             self._add(other.ids, other.counts, other.sums, other.squares)
