@@ -42,6 +42,11 @@ class Point(HookPoint):
         self.switch.on = True
         return handle
 
+    def remove_hooks(self, *args: Any, **kwargs: Any) -> None:
+        """As in TransformerLens, at once where there are none."""
+        if self.fwd_hooks or self.bwd_hooks:
+            super().remove_hooks(*args, **kwargs)
+
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch."""
         handle = super().register_full_backward_hook(*args, **kwargs)
