@@ -17,6 +17,9 @@ class UnknownName(WorkbenchError):
         self.kind, self.name, self.choices = kind, name, sorted(choices)
         super().__init__(f"unknown {kind} {name!r}; {suggest(str(name), self.choices)}")
 
+    def __reduce__(self) -> tuple[type, tuple[str, object, list[str]]]:
+        return type(self), (self.kind, self.name, self.choices)  # so that a worker process can send it home
+
 
 class BadData(WorkbenchError):
     """Text, tokens or documents that cannot be used as asked."""
