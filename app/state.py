@@ -26,6 +26,7 @@ from app.url import plain
 from workbench import plots
 from workbench.errors import ArchitectureAssumed, BadData, WorkbenchError
 from workbench.files import digest
+from workbench.names import LABELS
 from workbench.results import load_records, records
 from workbench.runs import Run, list_runs, runs_folder
 
@@ -179,7 +180,7 @@ def choose_models(entries: Sequence[Entry]) -> list[Entry]:
 
 def name_of(series: str) -> str:
     """An architecture as people write it."""
-    return plots.LABELS.get(series, series)
+    return LABELS.get(series, series)
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
@@ -367,7 +368,7 @@ def _ids(model: Any, kind: str, T: int, text: str | None) -> tuple[Any, list[str
     """Token ids [1, pos] of a prompt and their names; repeated-token models see their letters twice."""
     import torch
 
-    from workbench.tasks import LABELS, RepeatedTokens
+    from workbench.tasks import SYMBOLS, RepeatedTokens
 
     if kind != "repeated":
         if not (text or "").strip():
@@ -378,7 +379,7 @@ def _ids(model: Any, kind: str, T: int, text: str | None) -> tuple[Any, list[str
     elif text is None:
         ids = RepeatedTokens(vocabulary=model.config.d_vocab, period=T // 2).validation(1)[0].tolist()
     else:
-        known = LABELS[: model.config.d_vocab]
+        known = SYMBOLS[: model.config.d_vocab]
         letters = [c for c in text if not c.isspace()]
         if not letters:
             raise BadData("the sequence is empty; type some letters or digits")

@@ -6,7 +6,7 @@ What instrumentation costs is measured against these, with the same weights, in 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -85,7 +85,7 @@ class Twin(nn.Module):
         return self.head(self.norm(x))
 
 
-def twin_of(model) -> Twin:  # noqa: ANN001 - any hooked model
+def twin_of(model) -> Twin:
     """The twin of a hooked model, with its weights."""
     c = model.config
     twin = Twin(

@@ -180,7 +180,7 @@ def measured(common: dict, kind: str) -> list[dict]:
 
 def populate(folder: Path) -> Path:
     """All runs with their numbers, and a demo that has finished."""
-    plan = [("race", a, s, "repeated") for a in FORMED for s in range(2)] + [
+    plan = [("race", a, s, "repeated") for a in FORMED for s in range(3)] + [
         ("text", a, s, "text") for a in TEXT for s in range(2)
     ]
     for experiment, architecture, seed, kind in plan:

@@ -222,7 +222,6 @@ def test_long_prompts_are_stored_and_linked_by_hash(page, populated, tmp_path):
     assert page(folder, "prompt", stored=name).text_area(key="w_prompt").value == text
 
 
-@pytest.mark.xfail(reason="run.json is read through workbench.checkpoints, which imports torch", strict=False)
 def test_pages_that_only_show_tables_never_import_torch(populated):
     code = (
         "import sys; from streamlit.testing.v1 import AppTest; sys.argv = ['main.py'];"

@@ -137,8 +137,6 @@ def test_every_page_by_deep_link_without_a_word_to_the_outside(opened, server, s
     assert not outside
     background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
     brightness = sum(int(c) for c in background.strip("rgba()").split(",")[:3])
-    if "\n[theme]" in (MAIN.parent.parent / ".streamlit" / "config.toml").read_text() and scheme == "dark":
-        pytest.xfail("[theme] in .streamlit/config.toml pins the light base; use [theme.light] and [theme.dark]")
     assert (brightness < 384) == (scheme == "dark"), background
 
 

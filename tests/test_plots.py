@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench import plots
+from workbench import findings, plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
 from workbench.results import provenance, records
@@ -140,10 +140,10 @@ def race(curves):
 
 def test_the_formation_step_is_the_first_below_half_of_the_start():
     frame = race({("svformer", 0): [4.0, 2.0, 1.99, 3.0], ("transformer", 0): [4.0, 3.9, 3.8, 2.0]})
-    steps = plots.formation_steps(frame)
+    steps = findings.formation_steps(frame)
     assert list(steps["formed"]) == ["step 2", "not formed"]
     assert steps["formation_step"].isna().tolist() == [False, True]
-    assert list(plots.formation_table(steps)["seed 0"]) == ["step 2", "not formed"]
+    assert list(findings.formation_table(steps)["seed 0"]) == ["step 2", "not formed"]
 
 
 def curve(step):
@@ -153,19 +153,19 @@ def curve(step):
 @pytest.mark.parametrize(
     ("a", "b", "words"),
     [
-        ((2, 3), (4, 5), "SVFormer before Transformer: seeds disjoint."),
-        ((2, 4), (4, 5), "overlapping, so unresolved: SVFormer and Transformer"),
-        ((4, 5), (2, 3), "Transformer before SVFormer: seeds disjoint."),
-        ((2, 3), (10, 10), "SVFormer before Transformer: seeds disjoint."),
-        ((10, 10), (10, 10), "unresolved"),
-        ((2,), (4,), "one seed"),
+        ((2, 3, 3), (4, 5, 5), "SVFormer before Transformer: seeds disjoint."),
+        ((2, 4, 4), (4, 5, 5), "overlapping, so unresolved: SVFormer and Transformer"),
+        ((4, 5, 5), (2, 3, 3), "Transformer before SVFormer: seeds disjoint."),
+        ((2, 3, 3), (10, 10, 10), "SVFormer before Transformer: seeds disjoint."),
+        ((10, 10, 10), (10, 10, 10), "unresolved"),
+        ((2,), (4,), "1 of the 3 seeds needed"),
     ],
 )
 def test_the_verdict_follows_from_the_numbers(a, b, words):
     curves = {("svformer", s): curve(n) for s, n in enumerate(a)} | {
         ("transformer", s): curve(n) for s, n in enumerate(b)
     }
-    assert words in plots.verdict(plots.formation_steps(race(curves)))
+    assert words in findings.race_verdict(findings.formation_steps(race(curves)))
 
 
 def test_the_race_marks_each_seed_on_the_line():
@@ -222,13 +222,13 @@ def test_gradients_and_coefficients_are_drawn():
 
 
 def test_unresolved_says_what_the_numbers_do_not_settle():
-    said = plots.unresolved(rows())
+    said = findings.unresolved(rows())
     assert any("do not overlap" in s or "unresolved" in s for s in said)
     assert any("No attention sink formed" in s for s in said)
     sinks = rows()
     sinks.loc[sinks["metric"] == "sink_rate", "value"] = 0.5
-    assert any("count as attention sinks" in s for s in plots.unresolved(sinks))
-    assert plots.unresolved(records([]))
+    assert any("count as attention sinks" in s for s in findings.unresolved(sinks))
+    assert findings.unresolved(records([]))
 
 
 # ---- words and files -------------------------------------------------------------------------------------------------

@@ -96,3 +96,17 @@ def test_nonsense_batches_are_refused() -> None:
             call()
     with pytest.raises(BadData, match="batch is 0"):
         task.validation(0)
+
+
+def test_drawn_periods_repeat_within_the_range() -> None:
+    ids = repeated_tokens(200, 16, 1000, generator=torch.Generator().manual_seed(0), shortest=8)
+    periods = [next(p for p in range(1, 32) if (row[p:] == row[:-p]).all()) for row in ids]
+    assert ids.shape == (200, 32)
+    assert min(periods) == 8
+    assert max(periods) == 16
+
+
+@pytest.mark.parametrize("shortest", [0, 33])
+def test_a_shortest_period_outside_the_length_is_refused(shortest: int) -> None:
+    with pytest.raises(BadData, match="32"):
+        RepeatedTokens(period=32, shortest=shortest)

@@ -7,7 +7,6 @@ names of the code that introduced them (`dwa.alphas.<block>.weight`).
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 
 from workbench.config import ModelConfig
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, WorkbenchError, suggest
-from workbench.files import digest, replacing, write_json
+from workbench.files import digest, read_json, replacing, write_json
 from workbench.models import ARCHITECTURES, Transformer, architecture, compose
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -98,19 +97,6 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises `BadCheckpoint` naming it where it is missing or damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadCheckpoint(f"{path} is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise BadCheckpoint(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
 
 
 class Tensors:

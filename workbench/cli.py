@@ -66,6 +66,9 @@ def train(
         list[Path] | None, typer.Option(help="Your own text files or folders; else the embedded corpus.")
     ] = None,
     task: Annotated[str, typer.Option(help="text, or repeated for random tokens repeated once.")] = "text",
+    shortest: Annotated[
+        int | None, typer.Option(help="Task repeated: draw each period from this to half the length, not fixed.")
+    ] = None,
     vocabulary: Annotated[int | None, typer.Option(help="Size of the tokenizer's vocabulary.")] = None,
     bos: Annotated[str | None, typer.Option(help="first: begin each document with a start token.")] = None,
     option: Annotated[
@@ -97,7 +100,7 @@ def train(
     sizes, settings = _settings(model, "model"), chosen.train.replace(**_settings(recipe, "recipe"))
     vocabulary = vocabulary or sizes.get("d_vocab")
     if task == "repeated":
-        data: Any = RepeatedData(vocabulary or 64)
+        data: Any = RepeatedData(vocabulary or 64, shortest)
     else:
         data = prepare(
             texts=text, vocabulary=vocabulary or min(chosen.model.d_vocab, 4096), bos=bos, root=folder / CORPORA

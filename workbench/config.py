@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from workbench.errors import UnknownName, WorkbenchError
 
@@ -97,7 +97,7 @@ class ModelConfig:
         _complete(cls, "config key", preset_or_config)
         return cls(**preset_or_config)
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some keys changed; heads that were not grouped stay so."""
         _known(type(self), "config key", changes)
         if "n_heads" in changes and self.n_key_value_heads == self.n_heads:
@@ -137,7 +137,7 @@ class TrainConfig:
         if self.T < 2:
             raise WorkbenchError(f"T={self.T}: a sequence needs 2 tokens")
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> TrainConfig:
         """A copy with some keys changed."""
         _known(type(self), "training key", changes)
         return dataclasses.replace(self, **changes)

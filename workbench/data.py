@@ -129,16 +129,17 @@ def _order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RepeatedData:
-    """Random tokens repeated once: a sequence of T tokens has period T / 2."""
+    """Random tokens repeated: a sequence of T tokens has period T / 2, or one drawn from shortest..T / 2 in training."""
 
     vocabulary: int = 64
+    shortest: int | None = None
     kind: str = "repeated"
     domains: tuple[str, ...] = ("repeated",)
 
     def _task(self, T: int) -> RepeatedTokens:
         if T % 2 or T < 4:
             raise BadData(f"T={T}: repeated sequences need an even length of at least 4")
-        return RepeatedTokens(vocabulary=self.vocabulary, period=T // 2)
+        return RepeatedTokens(vocabulary=self.vocabulary, period=T // 2, shortest=self.shortest)
 
     @property
     def tokenizer(self) -> None:
@@ -148,7 +149,7 @@ class RepeatedData:
     @property
     def hash(self) -> str:
         """Content address of the task."""
-        return digest("repeated", self.vocabulary)
+        return digest("repeated", self.vocabulary, self.shortest)
 
     @property
     def d_vocab(self) -> int:
@@ -166,12 +167,13 @@ class RepeatedData:
         return Sample(self._task(T).validation(n, seed), range(n), "validation", "repeated")
 
     def readings(self, per_token: Tensor) -> dict[str, Tensor]:
-        """`copy_loss`: mean loss where the token can be copied, that is from the second token of the repetition on."""
+        """`copy_loss`: mean loss in the second half from its second token on, where every period lets it be copied."""
         return {"copy_loss": per_token[:, (per_token.shape[1] + 1) // 2 :].mean()}
 
     def describe(self) -> dict[str, Any]:
         """What a run records of its data."""
-        return {"kind": "repeated", "hash": self.hash, "vocabulary": self.vocabulary, "domains": list(self.domains)}
+        told = {"vocabulary": self.vocabulary, "shortest": self.shortest, "domains": list(self.domains)}
+        return {"kind": "repeated", "hash": self.hash, **told}
 
 
 def prepare(
@@ -196,7 +198,7 @@ def open_data(description: dict[str, Any], root: Path) -> Data:
     """The data a run was trained on, from its description; raises `BadCheckpoint` where the corpus is not under `root`."""
     kind, name = description.get("kind"), str(description.get("hash"))
     if kind == "repeated" and isinstance(description.get("vocabulary"), int):
-        return RepeatedData(description["vocabulary"])
+        return RepeatedData(description["vocabulary"], description.get("shortest"))
     if kind != "text" or Path(name).name != name:
         raise BadCheckpoint(f"unknown data {description!r}; give data= instead")
     if not (root / name / "data.json").exists():

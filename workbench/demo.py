@@ -21,7 +21,7 @@ from typing import Any
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import WorkbenchError
-from workbench.files import write_json
+from workbench.files import read_json, write_json
 from workbench.runs import CORPORA
 
 STATUS = ".demo.json"
@@ -107,7 +107,6 @@ def corpus(runs: Path, *, quick: bool = False) -> Any:
     """The embedded corpus and its tokenizer, built once per runs folder and shared by all workers."""
     from filelock import FileLock
 
-    from workbench.checkpoints import read_json
     from workbench.data import open_data, prepare
 
     root = runs / CORPORA

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import WorkbenchError
+from workbench.errors import BadCheckpoint, WorkbenchError
 
 
 @contextlib.contextmanager
@@ -43,6 +43,19 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically, keys in the order given."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; raises `BadCheckpoint` naming it where it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path} is missing") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise BadCheckpoint(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
 
 
 def digest(*parts: object) -> str:

@@ -22,10 +22,9 @@ from workbench.interventions import INTERVENTIONS, Intervention
 from workbench.metrics import METRICS, Metric
 from workbench.models.transformer import Transformer
 from workbench.results import SAMPLE_COLUMNS, provenance, records, typed
-from workbench.subjects import Subject, refuse_unfit, sample_of, subjects
+from workbench.subjects import Subject, Tables, refuse_unfit, sample_of, subjects
 
 Measure = Metric | Intervention
-Tables = tuple[pd.DataFrame, pd.DataFrame]  # records, and one value per document
 
 
 def measure(
@@ -98,9 +97,10 @@ def _measure_one(subject: Subject, wanted: Sequence[Measure], sample: Sample, ba
     keys = {digest(subject.weights, sample.hash, item.name, item.version()): item for item in wanted}
     stored = subject.get(sample, list(keys))
     missing = {key: item for key, item in keys.items() if key not in stored}
-    for key, (frame, samples) in (_compute(subject, missing, sample, batch) if missing else {}).items():
-        subject.put(sample, key, frame, samples)
-        stored[key] = frame
+    if missing:
+        fresh = _compute(subject, missing, sample, batch)
+        subject.put(sample, fresh)
+        stored |= {key: frame for key, (frame, _) in fresh.items()}
     frame = pd.concat([stored[key] for key in keys], ignore_index=True)
     return typed(frame.assign(**subject.axes))  # a renamed run keeps its numbers
 
@@ -129,7 +129,7 @@ def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[s
     """What all rows of one measurement share."""
     weight = subject.model.embed.weight
     origin = provenance(
-        key=key, weights=subject.weights, data=sample.hash, metric=f"{item.name}@{item.version()}",
+        reading=item.reading, key=key, weights=subject.weights, data=sample.hash, metric=f"{item.name}@{item.version()}",
         assumed=subject.model.assumed, torch=torch.__version__.split("+")[0], python=platform.python_version(),
         device=str(weight.device.type), dtype=str(weight.dtype).removeprefix("torch."),
     )  # fmt: skip

@@ -90,3 +90,10 @@ def layer_of(hook: str) -> int | None:
     """The block a hook point belongs to, None outside the blocks."""
     match = re.match(r"blocks\.(\d+)\.", hook)
     return int(match[1]) if match else None
+
+
+LABELS = {
+    "transformer": "Transformer", "resformer": "ResFormer", "svformer": "SVFormer", "neutreno": "NeuTRENO",
+    "denseformer": "DenseFormer", "resformer+neutreno": "ResFormer + NeuTRENO", "residual_k": "key residual (control)",
+}  # fmt: skip
+"""Architectures as their papers write them."""

@@ -85,7 +85,7 @@ def _sections(
     yield from _values(page, frame)
     yield from _beside(page, frame, telemetry)
     yield "<h2>Not resolvable with these runs</h2>"
-    yield _text(*findings.unresolved(frame, telemetry))
+    yield _text(*findings.unresolved(frame))
     yield "<h2>Provenance</h2>" + _provenance(runs, frame, problems)
 
 

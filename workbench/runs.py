@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from workbench.config import ModelConfig, TrainConfig
 from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError
-from workbench.files import digest
+from workbench.files import digest, read_json
 from workbench.results import Store, read_parquet
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ class Run:
     @cached_property
     def info(self) -> dict[str, Any]:
         """Contents of `run.json`."""
-        from workbench.checkpoints import read_json
-
         return read_json(self.path / RUN_FILE)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from workbench.runs import RUN_FILE, Run, load
 _memory: dict[tuple[str, str, str], pd.DataFrame] = {}
 """Records of models that live in this process only, by (weights, data, key); the oldest go first."""
 MOST_REMEMBERED = 256
+Tables = tuple[pd.DataFrame, pd.DataFrame]  # records, and one value per document
 
 
 @dataclass
@@ -73,14 +74,17 @@ class Subject:
         found = {} if self.is_hooked else {key: _memory.get((self.weights, sample.hash, key)) for key in keys}
         return {key: frame for key, frame in found.items() if frame is not None}
 
-    def put(self, sample: Sample, key: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
-        """Keep records: a run's in its folder, a model's for as long as the process lives."""
+    def put(self, sample: Sample, tables: Mapping[str, Tables]) -> None:
+        """Keep records by key: a run's in its folder, a model's for as long as the process lives."""
         if self.run is not None:
-            self.run.store.put(self.weights, sample.hash, frame, samples)
+            frames, samples = zip(*tables.values(), strict=True)
+            both = pd.concat(frames, ignore_index=True), pd.concat(samples, ignore_index=True)
+            self.run.store.put(self.weights, sample.hash, *both)
         elif not self.is_hooked:
-            while len(_memory) >= MOST_REMEMBERED:
-                del _memory[next(iter(_memory))]
-            _memory[self.weights, sample.hash, key] = frame
+            for key, (frame, _) in tables.items():
+                while len(_memory) >= MOST_REMEMBERED:
+                    del _memory[next(iter(_memory))]
+                _memory[self.weights, sample.hash, key] = frame
 
 
 def subjects(things: Any, steps: str | int | list[int], device: str | None) -> list[Subject]:

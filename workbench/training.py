@@ -7,6 +7,7 @@ in nothing but their architecture. `accelerate` supplies devices, precision and 
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import platform
@@ -25,11 +26,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from workbench.checkpoints import read_json, save, write_tensors
+from workbench.checkpoints import save, write_tensors
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data import Data
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import replacing, write_json
+from workbench.files import read_json, replacing, write_json
 from workbench.metrics import METRICS
 from workbench.models import build
 from workbench.models.transformer import Transformer
@@ -213,7 +214,9 @@ def _refuse(data: Data, model: ModelConfig, config: TrainConfig, seed: int, chec
 
 def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
     """The device and precision of one training; accelerate keeps those of the first in a process for all others."""
-    if "WORLD_SIZE" not in os.environ:  # no launcher: no process group that has to live on
+    if "WORLD_SIZE" in os.environ:
+        atexit.register(_leave_group)
+    else:  # no launcher: no process group that has to live on
         AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if config.bf16 else "no")
     if device not in (None, accelerator.device.type, str(accelerator.device)):
@@ -221,6 +224,12 @@ def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
     if config.batch % accelerator.num_processes:
         raise WorkbenchError(f"batch={config.batch} does not divide over {accelerator.num_processes} processes")
     return accelerator
+
+
+def _leave_group() -> None:
+    """End the launcher's process group before the interpreter does: its threads abort a process that just exits."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class _Loop:

@@ -6,7 +6,7 @@ import pandas as pd
 import streamlit as st
 
 from app import state, url
-from workbench import plots
+from workbench import findings, plots
 
 WORDS = """
 A transformer reads a text as *tokens*, pieces of words. In each layer, *attention* lets every token gather from the tokens
@@ -79,10 +79,10 @@ def _live(was_live: bool, had_maps: bool) -> None:
         st.info("No model has begun yet; the first curve appears within a minute of `make demo`.")
     else:
         state.show(lambda: plots.race(frame), frame, "race")
-        steps = plots.formation_table(plots.formation_steps(frame))
+        steps = findings.formation_table(findings.formation_steps(frame))
         st.markdown("The step at which each seed's loss falls below half of its start:")
         st.dataframe(steps, hide_index=True, key="formed", alt="The step each model learned to copy at, per seed")
-        said = plots.verdict(plots.formation_steps(frame))
+        said = findings.race_verdict(findings.formation_steps(frame))
         unfinished = " So far, while models are still training." if status and status["running"] else ""
         if said.endswith("disjoint."):
             st.success(
@@ -157,7 +157,7 @@ def _limits() -> None:
     runs = state.demo_runs("text")
     frame = state.table(runs, "records", ["loss", "sink_mass", "sink_rate"], quiet=True)
     st.subheader("What this size cannot tell")
-    lines = plots.unresolved(frame)
+    lines = findings.unresolved(frame)
     st.markdown("\n".join(f"- {line}" for line in lines))
 
 

@@ -7,9 +7,9 @@ everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and
 model.
 """
 
-from workbench.plots.experiments import ablation, formation_steps, formation_table, race, unresolved, verdict
+from workbench.plots.experiments import ablation, race
 from workbench.plots.records import FORMS, form_of, plot
-from workbench.plots.style import COLOURS, CONFIG, LABELS, alt_text, colour, html, label, reading, site, subtitle, table
+from workbench.plots.style import COLOURS, CONFIG, alt_text, colour, html, label, reading, site, subtitle, table
 from workbench.plots.tokens import along_tokens, attention_map, attention_pair, next_tokens
 from workbench.plots.training import coefficients, gradient_map, pace, relative
 
@@ -17,7 +17,6 @@ __all__ = [
     "COLOURS",
     "CONFIG",
     "FORMS",
-    "LABELS",
     "ablation",
     "along_tokens",
     "alt_text",
@@ -26,8 +25,6 @@ __all__ = [
     "coefficients",
     "colour",
     "form_of",
-    "formation_steps",
-    "formation_table",
     "gradient_map",
     "html",
     "label",
@@ -40,6 +37,4 @@ __all__ = [
     "site",
     "subtitle",
     "table",
-    "unresolved",
-    "verdict",
 ]

@@ -12,13 +12,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from workbench.names import LABELS
+
 COLOURS = {
     "transformer": "#0072B2", "resformer": "#D55E00", "svformer": "#009E73", "neutreno": "#56B4E9", "denseformer": "#E69F00",
     "resformer+neutreno": "#8F8500", "residual_k": "#CC79A7",
-}  # fmt: skip
-LABELS = {
-    "transformer": "Transformer", "resformer": "ResFormer", "svformer": "SVFormer", "neutreno": "NeuTRENO",
-    "denseformer": "DenseFormer", "resformer+neutreno": "ResFormer + NeuTRENO", "residual_k": "key residual (control)",
 }  # fmt: skip
 SITES = {
     "v": "effective values",
