@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,24 @@ from workbench.runs import Run
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 COMMAND = [sys.executable, "-m", "workbench.cli", "demo", "--quick", "--seeds", "1"]
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def ends(ask, within=20.0):
+    """Whether asking for a process raises that there is none, soon."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < within:
+        try:
+            ask()
+        except ProcessLookupError:
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def test_plan_pairs_every_architecture_with_every_seed_race_first(tmp_path):
@@ -61,24 +81,54 @@ def test_quick_demo_trains_measures_reports_and_reuses(tmp_path):
 
 
 @pytest.mark.slow
-def test_dashboard_command_serves_loopback_and_is_found_again(tmp_path):
-    import socket
+@pytest.mark.parametrize("everyone", [True, False], ids=["ctrl-c", "terminated"])
+def test_stopping_keeps_the_work_and_leaves_nobody_behind(tmp_path, everyone):
+    """Ctrl-C reaches the whole foreground group; a TERM only the command, which passes it on."""
+    command = [
+        sys.executable,
+        "-m",
+        "workbench.cli",
+        "demo",
+        "--seeds",
+        "1",
+        "--runs",
+        str(tmp_path),
+        "--port",
+        str(free_port()),
+    ]
+    demo = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    begin = time.monotonic()
+    while not list(tmp_path.glob("race-*/telemetry/*.parquet")):
+        assert time.monotonic() - begin < 90
+        time.sleep(0.2)
+    if everyone:
+        os.killpg(demo.pid, signal.SIGINT)
+    else:
+        demo.terminate()
+    said, _ = demo.communicate(timeout=90)
+    assert demo.returncode == 130
+    assert "the same command goes on from here" in said
+    dashboard = json.loads((tmp_path / ".app.json").read_text())["pid"]
+    assert ends(lambda: os.killpg(demo.pid, 0))
+    assert ends(lambda: os.kill(dashboard, 0))
+    assert list(tmp_path.glob("race-*/resume/state.safetensors"))
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+
+@pytest.mark.slow
+def test_dashboard_command_serves_loopback_and_is_found_again(tmp_path):
+    port = free_port()
     command = [sys.executable, "-m", "workbench.cli", "app", "--runs", str(tmp_path), "--port", str(port)]
-    server = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        assert f"http://127.0.0.1:{port}" in server.stdout.readline()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=10) as answer:
-            assert answer.status == 200
-        again = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
-        assert again.returncode == 0
-        assert "already running" in again.stdout
-    finally:
-        server.send_signal(2)
-        server.wait(timeout=20)
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert f"http://127.0.0.1:{port}" in server.stdout.readline()
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=10) as answer:
+                assert answer.status == 200
+            again = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+            assert again.returncode == 0
+            assert "already running" in again.stdout
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(timeout=20)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=2)

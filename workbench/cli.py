@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so `--help` answers at once.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,16 +45,23 @@ def demo(
     from workbench.demo import run_demo
     from workbench.report import write_report
     from workbench.runs import runs_folder
-    from workbench.serving import serve, wait
+    from workbench.serving import serve, stop, wait
 
     folder = runs_folder(runs)
     folder.mkdir(parents=True, exist_ok=True)
     server = serve(folder, port) if show else None
-    with demo_progress() as told:
-        run_demo(folder, seeds=seeds, quick=quick, workers=workers, device=device, told=told)
-    say(f"report: {write_report(folder, folder / 'report.html')}")
-    if server is not None:
-        wait(server)
+    try:
+        with demo_progress() as told:
+            run_demo(folder, seeds=seeds, quick=quick, workers=workers, device=device, told=told)
+        say(f"report: {write_report(folder, folder / 'report.html')}")
+        if server is not None:
+            wait(server)
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        raise
+    finally:
+        if server is not None:
+            stop(server)
 
 
 @app.command()
@@ -258,10 +266,21 @@ def _missing(path: Path) -> Exception:
     return BadData(f"{path} does not exist")
 
 
+def _terminated(*_: Any) -> None:
+    """Being asked to end is Ctrl-C for this process and for the workers, which the terminal would have told itself."""
+    import multiprocessing
+    import os
+
+    for child in multiprocessing.active_children():
+        os.kill(child.pid or 0, signal.SIGINT)
+    raise KeyboardInterrupt("ended")
+
+
 def main() -> None:
     """Run a command; what a user can cause is one sentence on stderr and exit code 2, Ctrl-C is 130."""
     from workbench.errors import WorkbenchError
 
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         app()
     except WorkbenchError as error:
