@@ -33,6 +33,7 @@ RACE_TRAIN = TrainConfig(
     steps=150, batch=32, T=64, lr=4e-3, lr_final=1.0, warmup=50, validate_every=50, save_every=50, checkpoints=4
 )
 RACE_METRICS = ("induction_score",)
+SERIES_METRICS = ("importance_entropy", "token_similarity", "value_drain", "hidden_peak")  # at every checkpoint
 TEXT_METRICS = (
     "token_identity_share", "importance_entropy", "token_importance", "row_entropy", "sink_rate", "sink_mass",
     "token_similarity", "value_norm", "value_drain", "hidden_norm", "hidden_peak", "loss", "cache_bytes",
@@ -82,8 +83,10 @@ def work(job: Job) -> str:
     if job.experiment == "race":
         measure(run, RACE_METRICS, data, steps="all", n=32, batch=32)
     else:
-        measure(run, TEXT_METRICS, data, steps="ends", n=16 if job.quick else 64)
-        measure(run, "value_ablation", data, n=16 if job.quick else 64)
+        n = 16 if job.quick else 64
+        measure(run, TEXT_METRICS, data, steps="ends", n=n)
+        measure(run, "value_ablation", data, n=n)
+        measure(run, SERIES_METRICS, data, steps="all", n=n)
     return job.name
 
 

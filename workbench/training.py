@@ -34,73 +34,13 @@ from workbench.files import read_json, replacing, write_json
 from workbench.metrics import METRICS
 from workbench.models import build
 from workbench.models.transformer import Transformer
-from workbench.results import records, write_parquet
+from workbench.recipe import checkpoint_steps, learning_rate, optimiser
 from workbench.runs import CORPORA, RUN_FILE, Run
+from workbench.telemetry import Telemetry
 
 FORMAT = 1
 Progress = Callable[[int, float, float], None]
 """Called with (step, loss in nats, tokens per second)."""
-
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Rate of a step: linear from 1e-7 to the peak in `warmup` steps, then a cosine to `lr_final` of it."""
-    floor = config.lr * config.lr_final
-    if step < config.warmup:
-        return 1e-7 + (config.lr - 1e-7) * step / config.warmup
-    if step >= config.steps:
-        return floor
-    done = (step - config.warmup) / max(config.steps - config.warmup, 1)
-    return floor + (config.lr - floor) * (1 + math.cos(math.pi * done)) / 2
-
-
-def checkpoint_steps(steps: int, per_doubling: int) -> list[int]:
-    """Step 0, the last, and between them a grid that is even in the logarithm from step 8 on."""
-    grid = {round(8 * 2 ** (i / per_doubling)) for i in range(64 * per_doubling) if 8 * 2 ** (i / per_doubling) < steps}
-    return sorted({0, steps} | grid)
-
-
-def optimiser(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decay on matrices and the embedding; gains and the shortcuts' coefficients are left alone."""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    decayed = [p for n, p in named if p.ndim == 2 and min(p.shape) > 1]
-    kept = [p for n, p in named if p.ndim < 2 or min(p.shape) == 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
-
-
-class Telemetry:
-    """Rows on their way to `telemetry/<first>-<last>.parquet`; tensors are fetched only when a part is written."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.begin = run, 0
-        self.rows: list[dict[str, Any]] = []
-        self.pending: list[tuple[dict[str, Any], Tensor]] = []
-        self.common = {"run": run.name, "architecture": run.architecture, "seed": run.seed}
-
-    def add(self, step: int, metric: str, value: float | Tensor, **axes: Any) -> None:
-        """One number of a step; a tensor stays on its device until the next flush."""
-        row = self.common | {"step": step, "metric": metric, **axes}
-        if isinstance(value, Tensor):
-            self.pending.append((row, value.detach()))
-        else:
-            self.rows.append(row | {"value": value})
-
-    def flush(self, end: int) -> None:
-        """Write what was added for the steps before `end` as one part."""
-        if self.pending:
-            values = torch.stack([value.float() for _, value in self.pending]).tolist()
-            self.rows += [row | {"value": value} for (row, _), value in zip(self.pending, values, strict=True)]
-        if self.rows:
-            write_parquet(records(self.rows), self.run.path / "telemetry" / f"{self.begin:06d}-{end:06d}.parquet")
-        self.rows, self.pending, self.begin = [], [], end
-
-    def rewind(self, step: int) -> None:
-        """Forget parts that a resumed run writes anew."""
-        for first, part in self.run.telemetry_parts():
-            if first >= step:
-                part.unlink()
-        self.begin = step
 
 
 def create(
