@@ -223,7 +223,7 @@ def test_gradients_and_coefficients_are_drawn():
 
 def test_unresolved_says_what_the_numbers_do_not_settle():
     said = findings.unresolved(rows())
-    assert any("do not overlap" in s or "unresolved" in s for s in said)
+    assert any("no two overlap" in s or "unresolved" in s for s in said)
     assert any("No attention sink formed" in s for s in said)
     sinks = rows()
     sinks.loc[sinks["metric"] == "sink_rate", "value"] = 0.5

@@ -95,7 +95,11 @@ def _race(page: _Page, telemetry: pd.DataFrame) -> Iterator[str]:
         return
     formations = findings.formation_steps(losses)
     yield "<h2>The race to induction</h2>"
-    yield _text(findings.race_verdict(formations), kind="verdict")
+    said = f"{findings.race_verdict(formations)} {findings.race_meaning(formations)}"
+    yield _text(said, kind="verdict")
+    yield _text(
+        "The copy always begins at the same distance, so a head that counts does as well as one that recognises tokens."
+    )
     yield page.figure(
         plots.race(losses),
         formations,

@@ -79,15 +79,14 @@ def _live(was_live: bool, had_maps: bool) -> None:
         st.info("No model has begun yet; the first curve appears within a minute of `make demo`.")
     else:
         state.show(lambda: plots.race(frame), frame, "race")
-        steps = findings.formation_table(findings.formation_steps(frame))
+        formed = findings.formation_steps(frame)
+        steps = findings.formation_table(formed)
         st.markdown("The step at which each seed's loss falls below half of its start:")
         st.dataframe(steps, hide_index=True, key="formed", alt="The step each model learned to copy at, per seed")
-        said = findings.race_verdict(findings.formation_steps(frame))
+        said, meaning = findings.race_verdict(formed), findings.race_meaning(formed)
         unfinished = " So far, while models are still training." if status and status["running"] else ""
         if said.endswith("disjoint."):
-            st.success(
-                f"**{said}**{unfinished} Values handed on make copying easier; the same shortcut on keys does not."
-            )
+            st.success(f"**{said}**{unfinished} {meaning}")
         else:
             st.info(f"**{said}**{unfinished}")
     st.header("2. What do deep values carry?")
