@@ -8,6 +8,7 @@ in nothing but their architecture. `accelerate` supplies devices, precision and 
 from __future__ import annotations
 
 import atexit
+import gc
 import math
 import os
 import platform
@@ -133,6 +134,7 @@ def train(
     try:
         grid = sorted({0, train.steps, *(checkpoints or checkpoint_steps(train.steps, train.checkpoints))})
         _Loop(run, data, accelerator, grid, progress, options).run_to_end()
+        accelerator.wait_for_everyone()  # a launcher ends all processes with the first that leaves badly
     finally:
         if lock is not None:
             lock.release()
@@ -168,6 +170,7 @@ def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
 
 def _leave_group() -> None:
     """End the launcher's process group before the interpreter does: its threads abort a process that just exits."""
+    gc.collect()  # a finished training holds the group, and with it the threads, through its wrapped model
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
