@@ -532,7 +532,8 @@ def test_one_lock_keeps_two_threads_apart(tiny, monkeypatch):
 def test_one_thread_may_nest(tiny):
     model = tiny()
     with model.lock, model.hooks([("hook_embed", lambda x, hook: None)]):
-        model.run_with_cache(tokens(4), names_filter="hook_embed")
+        _, cache = model.run_with_cache(tokens(4), names_filter="hook_embed")
+    assert "hook_embed" in cache.cache_dict
 
 
 # ---- TransformerLens' own tools --------------------------------------------------------------------------------------
