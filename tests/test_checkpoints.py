@@ -105,10 +105,13 @@ def test_weights_hash_sees_every_difference(tiny):
     assert base not in {weights_hash(model) for model in (*others, nudged)}
 
 
-def test_nan_weights_load(vanilla):
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_weights_that_are_no_numbers_are_refused_by_name(vanilla, value):
     folder, _ = vanilla
-    change_tensors(folder, lambda t: t["model.norm.weight"].fill_(float("nan")))
-    assert workbench.load(folder)(IDS).isnan().all()
+    change_tensors(folder, lambda t: t["model.norm.weight"][3].fill_(float(value)))
+    told = r"model\.norm\.weight holds (NaN|Inf).*choose an earlier step"
+    with pytest.raises(BadCheckpoint, match=told):
+        workbench.load(folder)
 
 
 def test_saving_again_replaces_and_leaves_no_scraps(tiny, tmp_path):

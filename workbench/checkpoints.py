@@ -7,22 +7,27 @@ names of the code that introduced them (`dwa.alphas.<block>.weight`).
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from workbench.config import ModelConfig
-from workbench.errors import ArchitectureAssumed, BadCheckpoint, WorkbenchError, suggest
-from workbench.files import digest, read_json, replacing, write_json
+from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, WorkbenchError, suggest
+from workbench.files import digest, replacing, write_json
+from workbench.formats import huggingface
+from workbench.formats.huggingface import CONFIG, WEIGHTS
+from workbench.formats.state import EMBEDDINGS, State
 from workbench.models import ARCHITECTURES, Transformer, architecture, compose
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+HEAD = "lm_head.weight"
 
 _NAMES = {  # ours -> Llama's
     "embed.weight": "model.embed_tokens.weight",
@@ -68,7 +73,7 @@ def llama_config(model: Transformer) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied(model),
         "bos_token_id": None,
         "eos_token_id": 0,
         "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
@@ -76,10 +81,17 @@ def llama_config(model: Transformer) -> dict[str, Any]:
     }
 
 
+def tied(model: Transformer) -> bool:
+    """Whether the head is the embeddings, the same numbers in the same place."""
+    return model.unembed.weight.data_ptr() == model.embed.weight.data_ptr()
+
+
 def save(model: Transformer, folder: str | Path, **provenance: Any) -> Path:
     """Write a step directory; weights first, so a directory with `config.json` is whole. Returns the folder."""
     folder = Path(folder)
     tensors = {llama_name(n): p.detach().to("cpu").contiguous() for n, p in model.named_parameters()}
+    if tied(model):
+        del tensors[HEAD]
     with replacing(folder / WEIGHTS) as part:
         write_tensors(tensors, part, {"format": "pt"})
     config = llama_config(model)
@@ -98,70 +110,106 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-
-class Tensors:
-    """The tensors of a checkpoint directory, single or sharded, opened lazily."""
-
-    def __init__(self, folder: Path) -> None:
-        self.files: dict[str, Path] = {}
-        self.shapes: dict[str, list[int]] = {}
-        index = folder / f"{WEIGHTS}.index.json"
-        names = [WEIGHTS]
-        if index.exists():
-            found = read_json(index).get("weight_map")
-            if not isinstance(found, dict):
-                raise BadCheckpoint(f"{index} has no weight_map")
-            names = sorted({str(name) for name in found.values()})
-            if bad := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-                raise BadCheckpoint(f"{index} points outside its folder or at no safetensors file: {bad[0]!r}")
-        for name in names:
-            with self._open(folder / name) as file:
-                for key in file.keys():  # noqa: SIM118 - safetensors handles are not iterable
-                    if key in self.files:
-                        raise BadCheckpoint(f"{folder / name} and {self.files[key].name} both hold {key}")
-                    if not key.endswith("rotary_emb.inv_freq"):  # a constant that older libraries wrote down
-                        self.files[key], self.shapes[key] = folder / name, file.get_slice(key).get_shape()
-
-    @staticmethod
-    def _open(path: Path) -> Any:
-        if not path.exists():
-            raise BadCheckpoint(f"{path} is missing")
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise BadCheckpoint(f"{path} is damaged or no safetensors file: {error}") from error
-
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every (name, tensor), a file at a time."""
-        for path in sorted(set(self.files.values())):
-            with self._open(path) as file:
-                for key in (k for k, home in self.files.items() if home == path):
-                    tensor = file.get_tensor(key)
-                    if not tensor.is_floating_point():
-                        raise BadCheckpoint(f"{path}: {key} is {tensor.dtype}; quantised weights are not read")
-                    yield key, tensor
+COVERED = ("llama", "mistral")  # model types whose configurations can be those of our decoder
+_SPELLINGS = {  # how training scripts call what a Llama config calls otherwise
+    "n_layers": ("n_layer", "num_layers"),
+    "d_model": ("n_embd", "dim"),
+    "n_heads": ("n_head",),
+    "n_key_value_heads": ("n_kv_head", "n_kv_heads"),
+    "n_ctx": ("block_size", "sequence_length", "sequence_len", "max_seq_len"),
+    "rms_norm_eps": ("norm_eps",),
+    "rope_theta": ("rope_base",),
+}
 
 
 def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
-    """Our config from a Llama config, in older and newer spellings; what the decoder lacks is refused by name."""
-    if "workbench" not in values and values.get("model_type") != "llama":
-        raise BadCheckpoint(f"{where}: model_type {values.get('model_type')!r}; only llama and our own are read")
+    """Our config from a Llama config, in older and newer spellings.
+
+    Raises `NotCovered` for what the decoder lacks, by name, and `BadCheckpoint` for what contradicts itself.
+    """
+    if "workbench" not in values and values.get("model_type") not in COVERED:
+        raise NotCovered(f"{where}: model_type {values.get('model_type')!r}; only llama and our own are read")
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise BadCheckpoint(f"{where}: rotary scaling {rope} is not supported, only the plain rotation")
-    for key, plain in {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}.items():
-        if values.get(key, plain) != plain:
-            raise BadCheckpoint(f"{where}: {key}={values[key]!r} is not supported, only {plain!r}")
-    found = {ours: values[theirs] for ours, theirs in _KEYS.items() if values.get(theirs) is not None}
+        raise NotCovered(f"{where}: rotary scaling {rope} is not supported, only the plain rotation")
+    plain = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+    for key, only in plain.items():
+        if (found := rope.get(key, values.get(key, only))) != only:
+            raise NotCovered(f"{where}: {key}={found!r} is not supported, only {only!r}")
+    if {values.get("rope_theta"), rope.get("rope_theta")} - {None} > {rope.get("rope_theta")}:
+        raise BadCheckpoint(f"{where} contradicts itself: rope_theta is {values['rope_theta']} and, in {rope}, another")
+    settings = {ours: values[theirs] for ours, theirs in _KEYS.items() if values.get(theirs) is not None}
     if "rope_theta" in rope:
-        found["rope_theta"] = rope["rope_theta"]
+        settings["rope_theta"] = rope["rope_theta"]
+    config = _config(settings, where)
+    if values.get("head_dim") not in (None, config.d_head):
+        raise NotCovered(f"{where}: head_dim={values['head_dim']}, only hidden_size / heads = {config.d_head}")
+    window = values.get("sliding_window", 4096) if values.get("model_type") == "mistral" else None
+    if window is not None and window < config.n_ctx:
+        raise NotCovered(f"{where}: sliding_window={window} is not supported, only attention to all earlier positions")
+    return config
+
+
+def _config(settings: Mapping[str, Any], where: Path) -> ModelConfig:
     try:
-        config = ModelConfig.of(found)
+        return ModelConfig.of(settings)
     except WorkbenchError as error:
         raise BadCheckpoint(f"{where}: {error}") from error
-    if values.get("head_dim") not in (None, config.d_head):
-        raise BadCheckpoint(f"{where}: head_dim={values['head_dim']}, only hidden_size / heads = {config.d_head}")
-    return config
+
+
+def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
+    """The config of a state: its Llama config, or what its script wrote down and its tensors' shapes tell.
+
+    `given` completes and overrides. Raises `NotCovered` where the tensors are not a Llama's, `BadCheckpoint` naming the
+    settings that neither files nor tensors tell. What every Llama has in common is assumed with a warning.
+    """
+    values, where = state.info.config or {}, state.info.path
+    if "workbench" in values or "model_type" in values or (where / CONFIG).exists():
+        config = model_config(values, where / CONFIG)
+        return _config(dataclasses.asdict(config) | dict(given), where) if given else config
+    shapes = state.shapes
+    if not {EMBEDDINGS, "model.layers.0.self_attn.q_proj.weight"} <= shapes.keys():
+        raise NotCovered(
+            f"{state.info.told()}. Its tensors ({', '.join(list(shapes)[:4])}, ...) are not those of a Llama-like decoder. "
+            "Fill the module they were trained in, module.load_state_dict(workbench.formats.read_state(path)[0]), and open "
+            "it with workbench.observe(module)"
+        )
+    settings = _from_shapes(shapes) | _told(values) | dict(given)
+    if missing := [key for key in ("n_heads", "n_ctx") if key not in settings]:
+        raise BadCheckpoint(
+            f"{state.info.told()}, but nothing says {' and '.join(missing)}; give config={{...}} with them"
+        )
+    if "n_key_value_heads" not in settings and "k" in settings:
+        settings["n_key_value_heads"] = settings["k"] * settings["n_heads"] // settings["d_model"]
+    settings.pop("k", None)
+    if assumed := [key for key in ("rms_norm_eps", "rope_theta") if key not in settings]:
+        defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
+        told = ", ".join(f"{key}={defaults[key]}" for key in assumed)
+        _warn(f"{where} does not say {' and '.join(assumed)}; {told} is assumed. Say it with config={{...}}")
+    return _config(settings, where)
+
+
+def _from_shapes(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
+    first = {n.removeprefix("model.layers.0."): s for n, s in shapes.items() if n.startswith("model.layers.0.")}
+    layers = {int(m[1]) for n in shapes if (m := re.match(r"model\.layers\.(\d+)\.", n))}
+    found: dict[str, Any] = {"n_layers": max(layers) + 1}
+    for name, keys in ((EMBEDDINGS, ("d_vocab", "d_model")),):
+        if len(shapes[name]) == 2:
+            found |= dict(zip(keys, shapes[name], strict=True))
+    for name, key in (("mlp.gate_proj.weight", "d_mlp"), ("self_attn.k_proj.weight", "k")):
+        if len(first.get(name, ())) == 2:
+            found[key] = first[name][0]
+    return found
+
+
+def _told(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings a script wrote down, by our names; of two spellings the first that is there."""
+    found = {}
+    for ours, theirs in _KEYS.items():
+        for key in (ours, theirs, *_SPELLINGS.get(ours, ())):
+            if values.get(key) is not None:
+                found.setdefault(ours, values[key])
+    return found
 
 
 def fits(
@@ -178,36 +226,51 @@ def fits(
     return chosen if wanted == dict(shapes) else None
 
 
-def load_directory(
-    folder: Path,
+def load_directory(folder: Path, **settings: Any) -> Transformer:
+    """A model from one checkpoint directory; see `load_state`."""
+    return load_state(huggingface.read(folder), **settings)
+
+
+def load_state(
+    state: State,
     *,
     architecture_name: str | None = None,
+    config: Mapping[str, Any] | ModelConfig | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Transformer:
-    """A model from one checkpoint directory.
+    """A model from the tensors and facts of one checkpoint.
 
-    A directory that does not say its architecture loads as `transformer` (or as the one its tensors demand) with an
+    A checkpoint that does not say its architecture loads as `transformer` (or as the one its tensors demand) with an
     `ArchitectureAssumed` warning naming what else the tensors allow. Weights are float32 whatever the files hold, or
-    `dtype`. Raises `BadCheckpoint` for missing, damaged or contradictory files, naming the nearest tensors.
+    `dtype`. Names and shapes are compared before a weight is read. Raises `BadCheckpoint` for missing, damaged or
+    contradictory files, naming the nearest tensors, and `NotCovered` for models our decoder does not compute.
     """
-    values = read_json(folder / CONFIG)
-    config, tensors = model_config(values, folder / CONFIG), Tensors(folder)
-    shapes = dict(tensors.shapes)
-    if values.get("tie_word_embeddings") and "lm_head.weight" not in shapes:
-        shapes["lm_head.weight"] = shapes.get("model.embed_tokens.weight", [])
-    own = _own(values, folder / CONFIG)
+    given = dataclasses.asdict(config) if isinstance(config, ModelConfig) else dict(config or {})
+    info = state.info
+    if "unembed.weight" in state.tensors:  # a state dict of our own model
+        state = State({llama_name(name): t for name, t in state.tensors.items()}, info)
+    shape, shapes, values = config_of(state, given), state.shapes, info.config or {}
+    if values.get("tie_word_embeddings") and HEAD not in shapes:
+        shapes[HEAD] = shapes.get(EMBEDDINGS, [])
+    own = _own(values, info.path / CONFIG)
     if own and architecture_name in (None, own["architecture"]):
         architecture_name, options = own["architecture"], own.get("options", {}) | options
     assumed = architecture_name is None
     if architecture_name is None:
-        architecture_name, options = _assume(folder, config, shapes, options)
-    model = compose(architecture_name, config, **_settle(architecture_name, config, shapes, options))
-    model.to(device=device, dtype=dtype)
-    _fill(model, folder, tensors, shapes)
+        architecture_name, options = _assume(info.path, shape, shapes, options)
+    options = _settle(architecture_name, shape, shapes, options)
+    with torch.device("meta"):  # no memory until the tensors are known to fit
+        model = compose(architecture_name, shape, **options)
+    _refuse_unfit(model, info.path, shapes)
+    for name, stored in state.tensors.items():
+        if not stored.dtype.is_floating_point:
+            raise BadCheckpoint(f"{stored.path}: {name} is {stored.dtype}; quantised weights are not read")
+    state.check()
+    _fill(model, state, device, dtype or torch.float32)
     model.assumed = assumed
-    model.source = {"path": str(folder), "seed": own.get("seed"), "step": own.get("step")}
+    model.source = info.provenance | {"seed": own.get("seed"), "step": own.get("step", info.step)}
     return model
 
 
@@ -216,7 +279,8 @@ def _own(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     try:
         if own:
             architecture(own["architecture"])
-    except (KeyError, TypeError, WorkbenchError) as error:
+            dict(own.get("options", {}))
+    except (KeyError, TypeError, ValueError) as error:
         raise BadCheckpoint(f"{where} does not name its architecture well, workbench={own!r}: {error}") from error
     return own
 
@@ -237,37 +301,47 @@ def _settle(
 
 
 def _assume(
-    folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]], options: dict[str, Any]
+    path: Path, config: ModelConfig, shapes: Mapping[str, list[int]], options: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     candidates = {name: found for name in ARCHITECTURES if (found := fits(name, config, shapes, options)) is not None}
     if not candidates:
         return "transformer", options  # refused by the tensors
     chosen, *others = candidates
-    warnings.warn(
-        f"{folder} does not say its architecture; {chosen!r} is assumed. Its tensors also fit: "
-        f"{', '.join(others) or 'nothing else'}. Name it with architecture=...",
-        ArchitectureAssumed,
-        stacklevel=4,
+    _warn(
+        f"{path} does not say its architecture; {chosen!r} is assumed. Its tensors also fit: "
+        f"{', '.join(others) or 'nothing else'}. Name it with architecture=..."
     )
     return chosen, candidates[chosen]
 
 
-def _fill(model: Transformer, folder: Path, tensors: Tensors, shapes: Mapping[str, list[int]]) -> None:
-    wanted = {llama_name(name): parameter for name, parameter in model.named_parameters()}
+def _warn(text: str) -> None:
+    """An `ArchitectureAssumed` warning that points at the caller's line, however deep in the library it arose."""
+    depth, frame = 1, sys._getframe()
+    home = str(Path(__file__).parent)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(home):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(text, ArchitectureAssumed, stacklevel=depth)
+
+
+def _refuse_unfit(model: Transformer, path: Path, shapes: Mapping[str, list[int]]) -> None:
+    wanted = {llama_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}
     missing, unexpected = sorted(wanted.keys() - shapes), sorted(shapes.keys() - wanted)
-    misshapen = [n for n in wanted.keys() & shapes.keys() if list(wanted[n].shape) != list(shapes[n])]
+    misshapen = [n for n in wanted.keys() & shapes.keys() if wanted[n] != list(shapes[n])]
     if missing or unexpected or misshapen:
-        lines = [f"{folder} does not hold a {model.architecture} with options {model.options}"]
+        lines = [f"{path} does not hold a {model.architecture} with options {model.options}"]
         lines += [f"missing {n}; {suggest(n, unexpected)}" for n in missing[:5]]
         lines += [f"unexpected {n} {shapes[n]}" for n in unexpected[:5]]
-        lines += [f"{n} is {shapes[n]}, wanted {list(wanted[n].shape)}" for n in misshapen[:5]]
+        lines += [f"{n} is {shapes[n]}, wanted {wanted[n]}" for n in misshapen[:5]]
         more = len(missing) + len(unexpected) + len(misshapen) - len(lines) + 1
         raise BadCheckpoint("\n  ".join(lines + ([f"and {more} more"] if more > 0 else [])))
-    with torch.no_grad():
-        for name, tensor in tensors.read():
-            wanted[name].copy_(tensor)
-        if "lm_head.weight" not in tensors.shapes:
-            wanted["lm_head.weight"].copy_(wanted["model.embed_tokens.weight"])
+
+
+def _fill(model: Transformer, state: State, device: str | torch.device | None, dtype: torch.dtype) -> None:
+    """Give a model without memory its tensors; a tied head is the embeddings themselves."""
+    found = {name: tensor.to(device) if device else tensor for name, tensor in state.read(dtype)}
+    found.setdefault(HEAD, found[EMBEDDINGS])
+    model.load_state_dict({n: found[llama_name(n)] for n, _ in model.named_parameters()}, assign=True)
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers())), "a tensor that no checkpoint holds"
 
 
 def weights_hash(model: Transformer) -> str:

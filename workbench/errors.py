@@ -29,6 +29,14 @@ class BadCheckpoint(WorkbenchError):
     """A run or checkpoint whose files are missing, damaged or contradictory."""
 
 
+class NotCovered(BadCheckpoint):
+    """A sound checkpoint of a model that our decoder does not compute; the message says what it is and what opens it."""
+
+
+class Observed(UserWarning):
+    """A checkpoint our decoder does not compute was opened as another library's module, and is observed from outside."""
+
+
 class ArchitectureAssumed(UserWarning):
     """A checkpoint does not say which architecture it holds, so one was assumed."""
 
