@@ -333,7 +333,7 @@ def test_unreadable_configs_are_refused_with_the_reason(vanilla, changes, told):
         (lambda f: (f / CONFIG).write_text("{'hidden_size': 3}"), rf"{CONFIG} cannot be read"),
         (lambda f: (f / CONFIG).write_text("[1, 2]"), "holds a list, not a JSON object"),
         (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe\x00"), rf"{CONFIG} cannot be read"),
-        (lambda f: shutil.rmtree(f), "is no directory"),
+        (lambda f: shutil.rmtree(f), "does not exist"),
     ],
 )
 def test_damaged_files_are_named(vanilla, damage, told):

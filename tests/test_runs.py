@@ -65,7 +65,7 @@ def test_steps_are_named_or_refused(runs):
         run.load(2)
     with pytest.raises(WorkbenchError, match="single checkpoint"):
         load(runs / "text" / "step_000003", step=0)
-    with pytest.raises(BadCheckpoint, match="no directory"):
+    with pytest.raises(BadCheckpoint, match="does not exist"):
         load(runs / "nowhere")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +17,14 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from workbench.config import ModelConfig, TrainConfig
-from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError
+from workbench.errors import BadCheckpoint, NotCovered, UnknownName, WorkbenchError
 from workbench.files import digest, read_json
 from workbench.results import Store, read_parquet
 
 if TYPE_CHECKING:
     import torch
 
+    from workbench.formats import State
     from workbench.models.transformer import Transformer
 
 RUN_FILE, CORPORA = "run.json", ".corpora"
@@ -44,7 +46,8 @@ class Run:
         """The run at a path; raises `BadCheckpoint` saying what is missing or damaged."""
         run = cls(Path(path).resolve())
         try:
-            _ = run.model, run.train, run.architecture, run.seed, run.info["data"]["kind"]
+            _ = run.architecture, run.seed, run.info["data"]["kind"]
+            _ = run.info["recorder"]["every"] if run.recorded else (run.model, run.train)
         except (KeyError, TypeError, ValueError) as error:
             raise BadCheckpoint(f"{run.path / RUN_FILE} is no run description: {error}") from error
         return run
@@ -86,9 +89,25 @@ class Run:
         return sorted(int(m[1]) for m in found if m and (self.path / m[0] / "config.json").exists())
 
     @property
+    def recorded(self) -> bool:
+        """Whether a `Recorder` wrote it in somebody's own loop: telemetry, but no recipe and no checkpoints."""
+        return "recorder" in self.info
+
+    @property
     def finished(self) -> bool:
-        """Whether the last step of the recipe has its checkpoint."""
-        return self.train.steps in self.steps
+        """Whether the last step of the recipe has its checkpoint; a recording, whether its recorder is gone."""
+        return not is_locked(self.path) if self.recorded else self.train.steps in self.steps
+
+    @property
+    def progress(self) -> str:
+        """Last checkpoint and last step of the recipe, `500/1000`; of a recording, the last step that was recorded."""
+        if not self.recorded:
+            return f"{self.steps[-1] if self.steps else 0}/{self.train.steps}"
+        try:
+            last = self.telemetry()["step"].max()
+        except BadCheckpoint:
+            return "telemetry damaged"
+        return f"{0 if pd.isna(last) else last} recorded"
 
     def step_folder(self, step: int) -> Path:
         """Where a step's checkpoint is or will be."""
@@ -97,6 +116,8 @@ class Run:
     def resolve(self, steps: str | int | list[int]) -> list[int]:
         """Steps meant by `last`, `first`, `all`, `ends` (first and last), a step or a list; absent ones are refused."""
         have = self.steps
+        if not have and self.recorded:
+            raise BadCheckpoint(f"{self.path} was recorded in a loop of its own and holds no checkpoints")
         if not have:
             raise BadCheckpoint(f"{self.path} has no whole checkpoint yet")
         words = {"last": have[-1:], "first": have[:1], "all": have, "ends": sorted({have[0], have[-1]})}
@@ -122,11 +143,10 @@ class Run:
 
     @property
     def tokenizer(self) -> Any:
-        """The run's tokenizer, None where it was trained on bare tokens."""
-        from workbench.tokenizer import Tokenizer
+        """The run's tokenizer, None where it was trained on bare tokens; raises `BadCheckpoint` for another model's."""
+        from workbench.formats.vocabulary import tokenizer_beside
 
-        path = self.path / "tokenizer.json"
-        return Tokenizer.load(path) if path.exists() else None
+        return tokenizer_beside(self.path, self.model.d_vocab)
 
     @property
     def data(self) -> Any:
@@ -196,27 +216,71 @@ def load(
     *,
     architecture: str | None = None,
     step: str | int = "last",
+    config: Mapping[str, Any] | ModelConfig | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     **options: Any,
-) -> Transformer:
-    """A model from a run, a step directory, the ResFormer authors' directories, or a plain Llama directory.
+) -> Any:
+    """A model from a run, a step, or anyone's checkpoint: Hugging Face directories, `.pt`, `.ckpt`, `.bin`, `.safetensors`.
 
-    `step`: `last`, `first` or a number (runs only). `architecture` and `options` override what the files say; without
-    either, a directory that does not say is assumed to be a `transformer`, with an `ArchitectureAssumed` warning.
-    Raises `BadCheckpoint` for missing, damaged or contradictory files.
+    `step`: `last`, `first` or a number, of a run or a series (see `workbench.series`). `architecture`, `config` and
+    `options` complete and override what the files say; where neither says an architecture, a `transformer` is assumed
+    with an `ArchitectureAssumed` warning. What our decoder does not compute is opened in transformers and observed, with
+    an `Observed` warning. `model.source` says where the weights come from: path, format, step, stripped prefixes, SHA-256.
+    Raises `BadCheckpoint` for missing, damaged, contradictory or unsafe files.
     """
-    from workbench.checkpoints import load_directory
+    from workbench.checkpoints import load_state
+    from workbench.formats import foreign, open_state
+    from workbench.formats.vocabulary import tokenizer_beside
+
+    settings = {"architecture_name": architecture, "config": config, "device": device, "dtype": dtype, **options}
+    if (Path(path) / RUN_FILE).exists():
+        return Run.open(path).load(step, **settings)
+    path, number = _one_of_series(path, step)
+    state = open_state(path)
+    try:
+        model = load_state(state, **settings)
+    except NotCovered as reason:
+        if architecture or config or options:
+            raise
+        return _observed(foreign.module_of(state, reason, dtype), state, device)
+    model.source["step"] = model.source["step"] if model.source["step"] is not None else number
+    if (path.parent / RUN_FILE).exists():
+        model.tokenizer = Run.open(path.parent).tokenizer
+    elif path.is_dir():
+        model.tokenizer = tokenizer_beside(path, model.config.d_vocab)
+    return model
+
+
+def _one_of_series(path: str | Path, step: str | int) -> tuple[Path, int | None]:
+    """The checkpoint meant by a path and a step: the path itself, or one of the series it stands for."""
+    from workbench.formats import series
+    from workbench.formats.huggingface import is_directory, refuse_shards
+    from workbench.formats.series import is_pattern
 
     folder = Path(path)
-    if not folder.is_dir():
-        raise BadCheckpoint(f"{folder} is no directory")
-    settings = {"architecture_name": architecture, "device": device, "dtype": dtype, **options}
-    if (folder / RUN_FILE).exists():
-        return Run.open(folder).load(step, **settings)
-    if step != "last":
-        raise WorkbenchError(f"step={step!r}: {folder} is a single checkpoint, not a run")
-    model = load_directory(folder, **settings)
-    if (folder.parent / RUN_FILE).exists():
-        model.tokenizer = Run.open(folder.parent).tokenizer
+    if not is_pattern(str(path)) and (not folder.is_dir() or is_directory(folder)):
+        if step != "last":
+            raise WorkbenchError(f"step={step!r}: {folder} is a single checkpoint, not a run")
+        return folder, None
+    if folder.is_dir():
+        refuse_shards(folder)
+    found = dict(series(path))
+    words = {"last": max(found), "first": min(found)}
+    number = words.get(step, step) if isinstance(step, str) else step
+    if number not in found:
+        raise WorkbenchError(f"{path} has no checkpoint at step {step}; choose from {[*words, *sorted(found)]}")
+    return found[int(number)], int(number)
+
+
+def _observed(module: torch.nn.Module, state: State, device: str | torch.device | None) -> Any:
+    """Another library's module, observed from outside, with the facts of its files."""
+    import torch
+
+    import workbench
+
+    module.to(device or "cpu")
+    example = torch.zeros(1, 8, dtype=torch.long, device=device)
+    model = workbench.observe(module, example)
+    model.source = state.info.provenance
     return model
