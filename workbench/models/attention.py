@@ -234,28 +234,26 @@ class Attention(Part):
         q, _ = self.project("q", x, memory)
         k, _ = self.project("k", x, memory)
         v, sources = self.project("v", x, memory)
-        q, k = at(self, "hook_rot_q", rotate(q, turn)), at(self, "hook_rot_k", self._rotated_key(k, turn, memory))
+        turned = self._rotated_key(k, turn, memory)
+        q, k = at(self, "hook_rot_q", rotate(q, turn)), at(self, "hook_rot_k", turned)
         keys, values = (k, v) if cache is None else self._extend(cache, k, v, memory)
         if self.attended:
-            self._keep_attended(q, k, keys, values, memory)
+            memory["turned", self.layer] = turned
+            for name, tensor in (("rot_q", q), ("rot_k", keys), ("v", values)):
+                if name in self.attended:
+                    memory[name, self.layer, "cached"] = tensor
         z = self.attend(q, keys, values) if self.joint is None else self.attend_jointly(q, keys, values, memory)
         for shortcut in self.outputs:
             z = shortcut.output(self.layer, z, v, sources, x)
         return self.o_proj(at(self, "hook_z", z).flatten(-2))
-
-    def _keep_attended(self, q: Tensor, k: Tensor, keys: Tensor, values: Tensor, memory: Memory) -> None:
-        memory["turned", self.layer] = k
-        for name, tensor in (("rot_q", q), ("rot_k", keys), ("v", values)):
-            if name in self.attended:
-                memory[name, self.layer, "cached"] = tensor
 
     def _extend(self, cache: KeyValueCache, k: Tensor, v: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         """Keys and values of all positions; what is borrowed as it is stays where its lender put it."""
         full = []
         for name, new in (("k", k), ("v", v)):
             lender = self.lenders[name]
-            lent = memory.get(("turned", lender) if name == "k" else ("v", lender, "effective"))
-            borrowed = isinstance(lender, int) and lender != self.layer and new is lent
+            borrowed = lender != self.layer and new is memory.get(("stored", name, lender))
+            memory["stored", name, self.layer] = new
             full.append(cache.extend(name, self.layer, new, lender=lender, borrowed=borrowed))
         for name in ("rot_k", "v"):
             for j in self.reads.get(name, ()):

@@ -85,9 +85,9 @@ class Block(Part):
         """Raw block output [batch, pos, d_model]; `hook_resid_post` is the model's to fire."""
         x = at(self, "hook_resid_pre", x)
         out = at(self, "hook_attn_out", self.attn(self.ln1(x), turn, memory, cache))
-        x = at(self, "hook_resid_mid", x + out if self.skips_attn else out)
+        x = at(self, "hook_resid_mid", x + out if self.skips_attn else out.to(x.dtype))
         out = at(self, "hook_mlp_out", self.mlp(self.ln2(x)))
-        return x + out if self.skips_mlp else out
+        return x + out if self.skips_mlp else out.to(x.dtype)
 
 
 class Unembed(Part, nn.Linear):
