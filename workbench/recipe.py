@@ -7,6 +7,7 @@ warm-up from 1e-7, cosine to a tenth of the peak.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -30,11 +31,10 @@ def checkpoint_steps(steps: int, per_doubling: int) -> list[int]:
     return sorted({0, steps} | grid)
 
 
-def optimiser(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decay on matrices and the embedding; gains and the shortcuts' coefficients are left alone."""
+def optimiser(model: Any, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with decay on what `model.decays`: matrices and the embedding, coefficients only where an option says so."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    decayed = [p for n, p in named if p.ndim == 2 and min(p.shape) > 1]
-    kept = [p for n, p in named if p.ndim < 2 or min(p.shape) == 1]
+    decayed, kept = [p for n, p in named if model.decays(n)], [p for n, p in named if not model.decays(n)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +12,26 @@ import torch
 
 from workbench.config import ModelConfig
 from workbench.errors import UnknownName, WorkbenchError
+from workbench.models.bank_of_values import BankOfValues
+from workbench.models.cross_layer import CrossLayer
+from workbench.models.cut_skip import CutSkip
 from workbench.models.denseformer import DenseFormer
+from workbench.models.gated_attention import GatedAttention
+from workbench.models.gqa import GQA
+from workbench.models.identity_map import IdentityMap
 from workbench.models.neutreno import NeuTRENO
 from workbench.models.resformer import ResFormer
-from workbench.models.residual import KeyResidual
-from workbench.models.shortcut import Shortcut, overrides
+from workbench.models.resformer_dense import DenseResFormer
+from workbench.models.resformer_learnable import LearnableResFormer, PlusResFormer
+from workbench.models.residual import KeyResidual, QueryResidual
+from workbench.models.residual_attention import AttentionResidual
+from workbench.models.residual_hidden import HiddenResidual
+from workbench.models.same_key import SameKey
+from workbench.models.sharing import Sharing
+from workbench.models.shortcut import Projection, Shortcut, overrides
 from workbench.models.svformer import SVFormer
 from workbench.models.transformer import Transformer
+from workbench.models.value_embedding import ValueEmbedding
 
 
 @dataclass(frozen=True)
@@ -38,16 +52,47 @@ class Architecture:
         return defaults | dict(self.constants)
 
 
+def _entry(summary: str, *shortcuts: type[Shortcut], **constants: Any) -> Architecture:
+    return Architecture(summary, shortcuts, constants)
+
+
 ARCHITECTURES: dict[str, Architecture] = {
-    "transformer": Architecture("the vanilla decoder"),
-    "resformer": Architecture("values mixed with the first layer's, half and half", (ResFormer,)),
-    "svformer": Architecture("every layer attends to the first layer's values", (SVFormer,)),
-    "neutreno": Architecture("attention output pulled toward the first layer's values", (NeuTRENO,)),
-    "denseformer": Architecture("blocks read weighted averages of all earlier outputs", (DenseFormer,)),
-    "resformer+neutreno": Architecture(
-        "both, with the published weaker pull", (ResFormer, NeuTRENO), {"neutreno_lambda": 0.2}
+    "transformer": _entry("the vanilla decoder"),
+    "resformer": _entry("values mixed with the first layer's, half and half", ResFormer),
+    "resformer_constant": _entry(
+        "the first layer's values twice, own values once", ResFormer, lambda_v1=2.0, lambda_own=1.0
     ),
-    "residual_k": Architecture("control: keys mixed with the first layer's", (KeyResidual,)),
+    "resformer_learnable": _entry("a trained pair of coefficients for each layer", LearnableResFormer),
+    "resformer_learnable_plus": _entry("trained coefficients that share one total over the layers", PlusResFormer),
+    "resformer_sparse": _entry(
+        "the first layer's values in the last layers alone", ResFormer, lambda_v1=5.0, lambda_own=1.0, layers="late"
+    ),
+    "resformer_dense": _entry("trained sums of all earlier layers' values", DenseResFormer),
+    "svformer": _entry("every layer attends to the first layer's values", SVFormer),
+    "neutreno": _entry("attention output pulled toward the first layer's values", NeuTRENO),
+    "denseformer": _entry("blocks read weighted averages of all earlier outputs", DenseFormer),
+    "gqa": _entry("pairs of query heads read one key-value head", GQA),
+    "mqa": _entry("all query heads read one key-value head", GQA, query_group="all"),
+    "cla": _entry("pairs of layers share keys and values", Sharing),
+    "share_q": _entry("control: pairs of layers share queries", Sharing, share="q"),
+    "share_k": _entry("control: pairs of layers share keys", Sharing, share="k"),
+    "share_v": _entry("control: pairs of layers share values", Sharing, share="v"),
+    "cross_layer": _entry("queries also see the previous layer's keys and values", CrossLayer),
+    "cross_layer_all": _entry("queries also see every earlier layer's keys and values", CrossLayer, source="all"),
+    "same_key": _entry("values averaged over all layers so far: cross-layer attention with own keys", SameKey),
+    "identity_map": _entry("control: earlier values added past the attention pattern", IdentityMap),
+    "residual_q": _entry("control: queries mixed with the first layer's", QueryResidual),
+    "residual_k": _entry("control: keys mixed with the first layer's", KeyResidual),
+    "residual_attention": _entry("control: attention patterns mixed with the first layer's", AttentionResidual),
+    "residual_hidden": _entry("control: the embedding added to every block's input", HiddenResidual),
+    "value_embedding": _entry("values by token id mixed into the first and last layers", ValueEmbedding),
+    "bank_of_values": _entry("the last layers look their values up by token id", BankOfValues),
+    "gated_attention": _entry("a sigmoid gate on the attention output", GatedAttention),
+    "cut_skip": _entry("control: the first block without its skip connection", CutSkip),
+    "resformer+neutreno": _entry("both, with the published weaker pull", ResFormer, NeuTRENO, neutreno_lambda=0.2),
+    "resformer+denseformer": _entry("both: values from the first block, inputs averaged", ResFormer, DenseFormer),
+    "svformer+gqa": _entry("shared values, and four query heads for each key-value head", SVFormer, GQA, query_group=4),
+    "svformer+cla": _entry("shared values, and keys shared by pairs of layers", SVFormer, Sharing, share="k"),
 }
 
 
@@ -60,12 +105,11 @@ def architecture(name: str) -> Architecture:
         if part not in ARCHITECTURES:
             raise UnknownName("architecture", part, ARCHITECTURES)
     found = [ARCHITECTURES[part] for part in parts]
-    shortcuts = tuple(s for a in found for s in a.shortcuts)
-    constants: dict[str, Any] = {}
-    for known in ARCHITECTURES.values():  # what was published for some of these together holds in any order
-        if set(known.shortcuts) <= set(shortcuts):
-            constants |= known.constants
-    return Architecture(" and ".join(a.summary for a in found), shortcuts, constants)
+    constants = {key: value for a in found for key, value in a.constants.items()}
+    for known, a in ARCHITECTURES.items():  # what was published for some of these together holds in any order
+        if "+" in known and set(known.split("+")) <= set(parts):
+            constants |= a.constants
+    return Architecture(" and ".join(a.summary for a in found), tuple(s for a in found for s in a.shortcuts), constants)
 
 
 def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
@@ -74,20 +118,32 @@ def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
     for key in options:
         if key not in chosen.options:
             raise UnknownName(f"option of {name}", key, chosen.options)
-    settings, shortcuts = chosen.options | options, []
-    for shortcut in chosen.shortcuts:
-        own = {key: settings[key] for key in Architecture("", (shortcut,)).options}
-        try:
-            shortcuts.append(shortcut(config, **own))
-        except WorkbenchError:
-            raise
-        except (TypeError, ValueError, OverflowError) as error:
-            raise WorkbenchError(f"{name} cannot be built with {own}: {error}") from error
-        settings |= {key: getattr(shortcuts[-1], key) for key in own}
+    if len(set(chosen.shortcuts)) < len(chosen.shortcuts):
+        raise WorkbenchError(f"{name}: an architecture cannot be combined with itself or another form of it")
+    settings, shortcuts = chosen.options | options, list[Shortcut]()
+    own = {s: {key: settings[key] for key in Architecture("", (s,)).options} for s in chosen.shortcuts}
+    for one, other in itertools.combinations(own, 2):
+        if shared := sorted(own[one].keys() & own[other].keys()):
+            raise WorkbenchError(f"{name}: {one.prefix} and {other.prefix} both take {shared[0]}; keep one of them")
+    for shortcut, given in own.items():
+        config = _told(name, given, lambda s=shortcut, g=given, c=config: s.reshaped(c, **g))
+    for shortcut, given in own.items():
+        shortcuts.append(_told(name, given, lambda s=shortcut, g=given: s(config, **g)))
+        settings |= {key: getattr(shortcuts[-1], key) for key in given}
     _refuse_conflicts(name, shortcuts, config.n_layers)
     model = Transformer(config, shortcuts, architecture=name)
     model.options = settings
     return model.eval()
+
+
+def _told(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """What `make` makes; values of a wrong type are refused with the architecture and its options."""
+    try:
+        return make()
+    except WorkbenchError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WorkbenchError(f"{name} cannot be built with {dict(options)}: {error}") from error
 
 
 def build(
@@ -112,14 +168,21 @@ def build(
 
 
 def _refuse_conflicts(name: str, shortcuts: list[Shortcut], n_layers: int) -> None:
-    if len({s.prefix for s in shortcuts}) < len(shortcuts):
-        raise WorkbenchError(f"{name}: an architecture cannot be combined with itself")
-    if len([s for s in shortcuts if overrides(s, "stream")]) > 1:
-        raise WorkbenchError(f"{name}: two of these define what a block reads; keep one")
-    for layer in range(n_layers):
-        for projection in ("q", "k", "v"):
-            mixing = [s.prefix for s in shortcuts if s.mixes(projection, layer)]
-            if len(mixing) > 1:
-                raise WorkbenchError(
-                    f"{name}: {' and '.join(mixing)} both define {projection} of layer {layer}; keep one"
-                )
+    """Raise `WorkbenchError` where two shortcuts define one thing, or one is left without effect."""
+    if len(found := [s.prefix for s in shortcuts if overrides(s, "stream_sources")]) > 1:
+        raise WorkbenchError(f"{name}: {' and '.join(found)} both define what a block reads; keep one")
+    if len(found := [s.prefix for s in shortcuts if overrides(s, "softmaxes")]) > 1:
+        raise WorkbenchError(f"{name}: {' and '.join(found)} both define the attention; keep one")
+    tensors: tuple[Projection, ...] = ("q", "k", "v")
+    idle = {s.prefix for s in shortcuts if any(s.mixes(t, n) for t in tensors for n in range(n_layers))}
+    for layer, tensor in itertools.product(range(n_layers), tensors):
+        lending = [s.prefix for s in shortcuts if s.lender(tensor, layer) != layer]
+        mixing = [s.prefix for s in shortcuts if s.mixes(tensor, layer)]
+        if len(lending) > 1 or (len(mixing) > 1 and not lending):
+            both = " and ".join(lending if len(lending) > 1 else mixing)
+            raise WorkbenchError(f"{name}: {both} both define {tensor} of layer {layer}; keep one")
+        idle -= set(mixing) if not lending else set()
+    if idle:
+        raise WorkbenchError(
+            f"{name}: {sorted(idle)[0]} has nothing to mix, since no layer it acts on projects its own; keep one of them"
+        )

@@ -6,7 +6,7 @@ Source: Pagliardini, Mohtashami, Fleuret, Jaggi (NeurIPS 2024), DenseFormer. As 
 an average stands where (i + 1) mod period = 0, over the outputs whose index has the residue (i + 1) mod dilation,
 the block's own weight last; elsewhere the output passes unchanged but is kept. The weights are unconstrained.
 Seam: stream. Parameters: `dwa.alphas.<block>.weight` [1, sources], own weight 1 and the others 0 at the start, which is
-the vanilla decoder exactly.
+the vanilla decoder exactly. Weight decay on them: `decay_alpha` (off; in the published experiments they decay).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Shortcut
+from workbench.models.shortcut import Shortcut, Weight
 
 
 class DenseFormer(Shortcut):
@@ -28,13 +28,14 @@ class DenseFormer(Shortcut):
 
     prefix = "dwa"
 
-    def __init__(self, config: ModelConfig, *, dilation: int = 1, period: int = 1) -> None:
+    def __init__(self, config: ModelConfig, *, dilation: int = 1, period: int = 1, decay_alpha: bool = False) -> None:
         super().__init__(config)
         if dilation < 1 or period < 1 or period > config.n_layers:
             raise WorkbenchError(
                 f"dilation={dilation}, period={period}: dilation from 1, period from 1 to n_layers={config.n_layers}"
             )
         self.dilation, self.period = dilation, period
+        self.decays = self.decay_alpha = bool(decay_alpha)
         self.alphas: Any = nn.ModuleDict()
         for layer in range(period - 1, config.n_layers, period):
             alpha = nn.Linear(len(self.averaged(layer)), 1, bias=False)
@@ -46,14 +47,11 @@ class DenseFormer(Shortcut):
         """Indices into the history (0 = embedding) that the average after `layer` reads."""
         return range((layer + 1) % self.dilation, layer + 2, self.dilation)
 
-    def stream_weights(self, layer: int) -> Tensor | None:
-        return self.alphas[str(layer)].weight[0] if str(layer) in self.alphas else None
+    def stream_sources(self, layer: int) -> tuple[int, ...]:
+        return tuple(self.averaged(layer)) if str(layer) in self.alphas else ()
 
-    def stream(self, layer: int, history: Sequence[Tensor], weights: Tensor) -> Tensor:
-        total = history[self.averaged(layer)[0]] * weights[0]
-        for weight, index in zip(weights[1:], self.averaged(layer)[1:], strict=True):
-            total = torch.addcmul(total, history[index], weight)
-        return total
+    def stream_weights(self, layer: int) -> Sequence[Weight] | Tensor:
+        return self.alphas[str(layer)].weight[0]
 
     def coefficients(self) -> dict[str, list[float]]:
         """`alpha_<j>`: weight of history entry j after each block, NaN where it is not averaged."""

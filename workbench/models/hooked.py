@@ -18,6 +18,7 @@ from transformer_lens.utilities import Slice
 
 from workbench.config import ModelConfig
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.models.cache import KeyValueCache
 from workbench.names import QUADRATIC, is_statistic, position_axis
 
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
@@ -113,9 +114,20 @@ def probabilities(scores: Tensor, dtype: torch.dtype) -> Tensor:
 class RebuiltPatterns(dict[Any, Tensor]):
     """Cached activations; scores and patterns are rebuilt from rotated queries and keys when they are named."""
 
+    recipes: Sequence[Any] = ()
+    """How to rebuild those of layers whose attention is no single softmax (`attention.Recipe`)."""
+
+    def with_recipes(self, recipes: Sequence[Any]) -> RebuiltPatterns:
+        """These activations, which know further recipes."""
+        self.recipes = recipes
+        return self
+
     def __missing__(self, key: Any) -> Tensor:
         if key not in self:
             raise KeyError(key)
+        for recipe in self.recipes:
+            if key in recipe.makes:
+                return recipe(self, key)
         stem, point = key.rsplit(".", 1)
         q, k = self[f"{stem}.hook_rot_q"], self[f"{stem}.hook_rot_k"]
         scores = causal_scores(q, k)
@@ -124,6 +136,9 @@ class RebuiltPatterns(dict[Any, Tensor]):
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
             return True
+        for recipe in self.recipes:
+            if key in recipe.makes:
+                return recipe.needs <= self.keys()
         stem, _, point = str(key).rpartition(".")
         return point in QUADRATIC and {f"{stem}.hook_rot_q", f"{stem}.hook_rot_k"} <= self.keys()
 
@@ -133,13 +148,15 @@ class Cache(ActivationCache):
 
     def to(self, device: str | torch.device) -> Cache:
         """The same cache with its tensors on a device."""
-        self.cache_dict = RebuiltPatterns({name: value.to(device) for name, value in self.cache_dict.items()})
+        moved = RebuiltPatterns({name: value.to(device) for name, value in self.cache_dict.items()})
+        self.cache_dict = moved.with_recipes(self.cache_dict.recipes)
         return self
 
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> Cache:
         """A cache of some of the sequences."""
         cut = super().apply_slice_to_batch_dim(batch_slice)
-        return Cache(RebuiltPatterns(cut.cache_dict), self.model, has_batch_dim=cut.has_batch_dim)
+        kept = RebuiltPatterns(cut.cache_dict).with_recipes(self.cache_dict.recipes)
+        return Cache(kept, self.model, has_batch_dim=cut.has_batch_dim)
 
 
 class HookedModel(HookedRootModule):
@@ -160,6 +177,7 @@ class HookedModel(HookedRootModule):
         self.assumed = False  # whether the architecture was assumed on loading
         self.source: dict[str, Any] = {}  # where the weights come from, set on loading
         self.tokenizer: Any = None
+        self.absent: dict[str, str] = {}  # hook points one would expect -> why this model lacks them
         self.lock = threading.RLock()
         self.switch = Switch()
         self.cfg = TransformerBridgeConfig(
@@ -180,15 +198,25 @@ class HookedModel(HookedRootModule):
             default_prepend_bos=False,
         )
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Token ids [batch, pos] -> logits [batch, pos, d_vocab]."""
+    def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""
         raise NotImplementedError
 
+    def recipes(self) -> Sequence[Any]:
+        """How a cache rebuilds the patterns of layers whose attention is no single softmax."""
+        return ()
+
     def forward(
-        self, tokens: Tensor | str | Sequence[str], return_type: str | None = "logits", *, loss_per_token: bool = False
+        self,
+        tokens: Tensor | str | Sequence[str],
+        return_type: str | None = "logits",
+        *,
+        loss_per_token: bool = False,
+        past_kv_cache: KeyValueCache | None = None,
     ) -> Any:
         """Run on ids [batch, pos] (or [pos]) or text; return_type: logits, loss (mean nats), both, or None.
 
+        With `past_kv_cache` (from `new_cache`) the tokens continue those it holds; it takes them in, without gradients.
         Raises `BadData` for empty or too long input and for ids outside the vocabulary, `UnknownName` for another
         return_type.
         """
@@ -197,6 +225,10 @@ class HookedModel(HookedRootModule):
         ids = self.to_tokens(tokens)
         if torch.compiler.is_compiling():
             logits = self.logits(ids)
+        elif past_kv_cache is not None:
+            with self.lock, torch.no_grad():
+                past_kv_cache.check(self, ids)
+                logits = self._logits(ids, past_kv_cache)
         else:
             with self.lock:
                 logits = self._logits(ids)
@@ -212,13 +244,19 @@ class HookedModel(HookedRootModule):
             if isinstance(module, Part | Point):
                 module.switch = self.switch
 
-    def _logits(self, ids: Tensor) -> Tensor:
+    def new_cache(self, batch: int = 1, *, reserve: int = 0, dtype: torch.dtype | None = None) -> KeyValueCache:
+        """An empty key-value cache for `batch` sequences; `reserve` tokens of room at once, `dtype` of what is stored."""
+        if batch < 1 or not 0 <= reserve <= self.config.n_ctx:
+            raise BadData(f"batch={batch}, reserve={reserve}: a batch from 1, room for 0..{self.config.n_ctx} tokens")
+        return KeyValueCache(self, batch, self.config.n_ctx, reserve=reserve, dtype=dtype)
+
+    def _logits(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         if self.switch.on:
             self.switch.on = False  # before looking, so that whoever comes meanwhile is not missed
             if any(map(hooked, self.hook_points())):
                 self.switch.on = True
         try:
-            return self.logits(ids)
+            return self.logits(ids) if cache is None else self.logits(ids, cache)
         except IndexError:  # from the embedding
             self._refuse_ids(ids)
             raise
@@ -280,6 +318,8 @@ class HookedModel(HookedRootModule):
             return list(self.hook_dict)
         chosen = [names] if isinstance(names, str) else list(names)
         for name in chosen:
+            if name in self.absent:
+                raise WorkbenchError(f"{name} does not exist: {self.absent[name]}")
             if name not in self.hook_dict:
                 raise UnknownName("hook", name, self.hook_dict)
         return chosen
@@ -292,6 +332,8 @@ class HookedModel(HookedRootModule):
         Without a filter everything is cached, but scores and patterns are rebuilt only when they are named (with a
         `pos_slice`, which cuts their queries, they are formed). Raises `UnknownName` for a hook that does not exist.
         """
+        if kwargs.get("past_kv_cache") is not None:
+            raise WorkbenchError("run_with_cache takes whole sequences: read cached decoding through model.hooks(...)")
         ids, one = self.to_tokens(tokens), bool(kwargs.get("remove_batch_dim"))
         if one and len(ids) > 1:
             raise WorkbenchError(f"remove_batch_dim: the batch has {len(ids)} sequences, not 1")
@@ -300,6 +342,8 @@ class HookedModel(HookedRootModule):
             if names_filter is None and kwargs.get("pos_slice") is None:
                 names = [n for n in names if not n.endswith(QUADRATIC) or hooked(self.hook_dict[n])]
             out, cache = super().run_with_cache(ids, names_filter=names, **kwargs)
+        if isinstance(cache, RebuiltPatterns):
+            cache.with_recipes(self.recipes())
         return out, Cache(cache, self, has_batch_dim=not one)
 
     def get_caching_hooks(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Projection, Shortcut
+from workbench.models.shortcut import Shortcut, Source
 
 
 class NeuTRENO(Shortcut):
@@ -29,10 +29,10 @@ class NeuTRENO(Shortcut):
         super().__init__(config)
         self.neutreno_lambda = float(neutreno_lambda)
 
-    def sources(self, projection: Projection, layer: int) -> tuple[int, ...]:
-        return (0,) if projection == "v" and layer > 0 else ()
+    def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
+        return (0,) if tensor == "v" and layer > 0 else ()
 
-    def output(self, layer: int, z: Tensor, v: Tensor, sources: Mapping[int, Tensor]) -> Tensor:
+    def output(self, layer: int, z: Tensor, v: Tensor, sources: Mapping[Source, Tensor], x: Tensor) -> Tensor:
         if layer == 0:
             return z
         pull = sources[0] - v

@@ -1,28 +1,37 @@
-"""What an architecture may change about the vanilla decoder: four seams, composed, never copied.
+"""What an architecture may change about the vanilla decoder: a few seams, composed, never copied.
 
 | seam | where | who uses it |
 |---|---|---|
-| `owns` | which projections a layer has, at construction | SVFormer |
-| `sources`, `weights` | q, k, v: a weighted sum of earlier layers' and the layer's own | ResFormer, SVFormer, K residual |
-| `output` | after pattern x value, before W_O and before `hook_z` | NeuTRENO |
-| `stream` | after the block; sees the embedding and the raw block outputs so far | DenseFormer |
+| `reshaped` | the shape of the decoder | GQA, MQA |
+| `lender` | construction: a layer without a projection of its own uses another's, or a table | SVFormer, CLA, Bank of Values |
+| `sources`, `weights` | q, k, v: a weighted sum of earlier layers' tensors and the layer's own | ResFormer, q and k residuals |
+| `softmaxes` | the attention: several softmaxes, or one over the keys of several layers | cross-layer attention |
+| `output` | after pattern x value, before `hook_z` and W_O | NeuTRENO, identity mapping, gates |
+| `keeps_skip` | around attention and MLP | the cut-skip control |
+| `stream_sources`, `stream_weights` | after the block: a weighted sum of the embedding and the raw block outputs | DenseFormer |
 
-A source of a tensor is that tensor as its layer projected it, before any mixing there; layer 0's is what layer 0
-attends with.
+`prepare` runs once per forward pass: what depends on token ids alone, and coefficients that are computed.
+A source of a tensor is that tensor as its layer projected it (`reads = "own"`; layer 0's is what layer 0 attends with)
+or as it attends with it, after any mixing there (`reads = "effective"`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
+from workbench.errors import WorkbenchError
+from workbench.kernels.joint import Softmax
 
 Projection = Literal["q", "k", "v"]
+Source = int | str  # a layer, or a table of vectors by token id
+State = Literal["own", "effective", "cached"]
 Weight = float | Tensor
+Memory = dict[Any, Any]  # of one forward pass: (tensor, layer, state) -> tensor, and what shortcuts prepare
 
 
 class Shortcut(nn.Module):
@@ -30,38 +39,73 @@ class Shortcut(nn.Module):
 
     prefix: ClassVar[str]
     """Name of the submodule, hence of its tensors in a checkpoint."""
+    branch: ClassVar[str] = "cross"
+    """Where the hook points of what its softmaxes read stand."""
+    reads: State = "own"
+    detaches: bool = False
+    """Whether no gradient flows back to the sources it mixes."""
+    decays: bool = False
+    """Whether weight decay applies to its coefficients (its matrices decay like all others)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
 
-    def owns(self, projection: Projection, layer: int) -> bool:
-        """Whether `layer` has its own query, key or value projection."""
-        return True
+    @classmethod
+    def reshaped(cls, config: ModelConfig, **options: Any) -> ModelConfig:
+        """The decoder's shape under these options."""
+        return config
 
-    def sources(self, projection: Projection, layer: int) -> tuple[int, ...]:
-        """Earlier layers whose query, key or value this shortcut reads at `layer`."""
+    def initialise(self, draw: Callable[[str, Tensor], None]) -> None:
+        """Fill what is random at the start: `draw(name, tensor)` fills from N(0, init_std), seeded by model and name."""
+
+    def prepare(self, tokens: Tensor) -> Memory:
+        """What `weights` and sources read that no layer computes; once per forward pass."""
+        return {}
+
+    def lender(self, projection: Projection, layer: int) -> Source:
+        """Whose query, key or value `layer` uses: itself, or the layer or table it borrows from as it is."""
+        return layer
+
+    def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
+        """Whose `tensor` this shortcut reads at `layer`: of q, k, v; of rot_q, rot_k, v where it defines `softmaxes`."""
         return ()
 
     def mixes(self, projection: Projection, layer: int) -> bool:
         """Whether `weights` defines this tensor at `layer`; at most one shortcut of a model may."""
         return False
 
-    def weights(self, projection: Projection, layer: int) -> Sequence[Weight]:
+    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
         """Coefficients of the sources in their order, the layer's own last."""
         raise NotImplementedError
 
-    def output(self, layer: int, z: Tensor, v: Tensor, sources: Mapping[int, Tensor]) -> Tensor:
-        """Head outputs [batch, pos, head, d_head] from themselves, the effective and the source values."""
-        return z
+    def attends(self, layer: int) -> Literal["", "softmax", "sets", "mixture"]:
+        """What `softmaxes` makes at `layer`; empty where the attention is the ordinary one.
 
-    def stream(self, layer: int, history: Sequence[Tensor], weights: Tensor) -> Tensor:
-        """What the next block reads, from the embedding and the raw block outputs 0..layer."""
+        `softmax`: one over the layer's own keys. `sets`: one over its own keys and those of its sources, in this order.
+        `mixture`: one for each source and one of its own, last, summed with weights.
+        """
+        return ""
+
+    def softmaxes(self, layer: int, q: Tensor, k: Tensor, read: Mapping[str, Mapping[Source, Tensor]]) -> list[Softmax]:
+        """The attention of rotated q and k [batch, pos, head, d_head] and of what it reads: `read["rot_k"][j]`."""
         raise NotImplementedError
 
-    def stream_weights(self, layer: int) -> Tensor | None:
-        """Coefficients of `stream` at `layer`, None where the block output passes unchanged."""
-        return None
+    def output(self, layer: int, z: Tensor, v: Tensor, sources: Mapping[Source, Tensor], x: Tensor) -> Tensor:
+        """Head outputs [batch, pos, head, d_head] from themselves, the effective and source values, the layer's input."""
+        return z
+
+    def keeps_skip(self, sublayer: Literal["attn", "mlp"], layer: int) -> bool:
+        """Whether the stream passes by this sublayer."""
+        return True
+
+    def stream_sources(self, layer: int) -> tuple[int, ...]:
+        """History entries (0 the embedding, i + 1 block i's raw output) that make what follows `layer`; own last."""
+        return ()
+
+    def stream_weights(self, layer: int) -> Sequence[Weight] | Tensor:
+        """Their coefficients."""
+        raise NotImplementedError
 
     def coefficients(self) -> dict[str, list[float]]:
         """Numbers worth following over training: name -> one per layer (NaN where a layer has none)."""
@@ -81,17 +125,36 @@ def overrides(shortcut: Shortcut, method: str) -> bool:
     return getattr(type(shortcut), method) is not getattr(Shortcut, method)
 
 
-def mix(weights: Sequence[Weight], tensors: Sequence[Tensor | None]) -> Tensor:
-    """Weighted sum; absent tensors are skipped, a float weight costs one pass."""
-    total: Tensor | None = None
-    for weight, tensor in zip(weights, tensors, strict=True):
-        if tensor is None:
-            continue
-        if total is None:
-            total = tensor if isinstance(weight, float) and weight == 1.0 else weight * tensor
-        elif isinstance(weight, float):
+def mix(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Tensor:
+    """Weighted sum; one pass for each tensor."""
+    first = weights[0]
+    total = tensors[0] if isinstance(first, float) and first == 1.0 else first * tensors[0]
+    for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
+        if isinstance(weight, float):
             total = torch.add(total, tensor, alpha=weight)
         else:
-            total = total + weight * tensor
-    assert total is not None, "a layer without its own projection needs a source"
+            total = torch.addcmul(total, tensor, weight.to(tensor.dtype))
     return total
+
+
+def chosen_layers(name: str, layers: str | Sequence[int], allowed: range) -> tuple[int, ...]:
+    """Layers an option selects: `all`, `late` (the last three eighths of the model), or a list; all must be allowed."""
+    if layers == "all":
+        return tuple(allowed)
+    if layers == "late":
+        return tuple(allowed)[-max(1, round(3 * allowed.stop / 8)) :]
+    chosen = () if isinstance(layers, str) else tuple(layers)
+    if isinstance(layers, str) or any(isinstance(n, bool) or n not in allowed for n in chosen):
+        choices = f"{allowed.start}..{allowed.stop - 1}" if allowed else "none in this model"
+        raise WorkbenchError(f"{name}={layers!r}: choose 'all', 'late' or a list from the layers {choices}")
+    return tuple(sorted(set(chosen)))
+
+
+def one_layer(name: str, layer: int, allowed: range) -> int:
+    """A layer an option names; raises `WorkbenchError` with the nearest valid one."""
+    if isinstance(layer, bool) or not isinstance(layer, int) or layer not in allowed:
+        nearest = min(allowed, key=lambda n: abs(n - layer)) if isinstance(layer, int) and allowed else allowed.start
+        raise WorkbenchError(
+            f"{name}={layer!r}: must be one of the layers {allowed.start}..{allowed.stop - 1}; nearest {nearest}"
+        )
+    return layer

@@ -2,9 +2,11 @@
 
 U_n = A_n V_1 for layers n >= 2; those layers have no value projection.
 
-Source: Zhou et al. (2024), Value Residual Learning, as in the authors' code (one anchor, the first layer).
-Seam: which projections a layer owns, and values. Parameters: -(L - k) d D for k anchors.
-Option `anchors`: layers (from 0) with values of their own; each later layer reads the latest anchor's.
+Source: Zhou et al. (2024), Value Residual Learning, as in the authors' code (one anchor, the first layer; but their code
+writes the shared values into every layer's cache, ours holds them once).
+Seam: `lender`. Parameters: -(L - k) d D for k anchors. Cache: (L + k) / (2 L) of the decoder's bytes.
+Options: `anchors`, layers (from 0) with values of their own, each later layer reads the latest anchor's; or
+`refresh_every` r: anchors 0, r, 2r, ...
 Degenerate case: anchors = all layers is the vanilla decoder.
 """
 
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Projection, Shortcut, Weight
+from workbench.models.shortcut import Projection, Shortcut, Source
 
 
 class SVFormer(Shortcut):
@@ -22,21 +24,24 @@ class SVFormer(Shortcut):
 
     prefix = "svformer"
 
-    def __init__(self, config: ModelConfig, *, anchors: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, config: ModelConfig, *, anchors: Sequence[int] | None = None, refresh_every: int | None = None
+    ) -> None:
         super().__init__(config)
-        self.anchors = tuple(anchors)
-        if self.anchors[:1] != (0,) or list(self.anchors) != sorted(set(self.anchors) & set(range(config.n_layers))):
-            layers = f"the layers 0..{config.n_layers - 1}"
-            raise WorkbenchError(f"anchors={self.anchors}: must rise from 0 within {layers}, as (0,) or (0, 2)")
+        last = config.n_layers - 1
+        if refresh_every is not None and not 1 <= refresh_every <= config.n_layers:
+            raise WorkbenchError(f"refresh_every={refresh_every}: must be 1..{config.n_layers} (n_layers)")
+        every = tuple(range(0, config.n_layers, refresh_every or config.n_layers))
+        self.anchors = every if anchors is None else tuple(anchors)
+        self.refresh_every = refresh_every
+        if self.anchors[:1] != (0,) or list(self.anchors) != sorted(set(self.anchors) & set(range(last + 1))):
+            raise WorkbenchError(
+                f"anchors={self.anchors}: must rise from 0 within the layers 0..{last}, as (0,) or (0, {last})"
+            )
+        if refresh_every is not None and self.anchors != every:
+            raise WorkbenchError(
+                f"anchors={self.anchors} contradict refresh_every={refresh_every}, which means {every}; give one"
+            )
 
-    def owns(self, projection: Projection, layer: int) -> bool:
-        return projection != "v" or layer in self.anchors
-
-    def sources(self, projection: Projection, layer: int) -> tuple[int, ...]:
-        return (max(a for a in self.anchors if a <= layer),) if self.mixes(projection, layer) else ()
-
-    def mixes(self, projection: Projection, layer: int) -> bool:
-        return not self.owns(projection, layer)
-
-    def weights(self, projection: Projection, layer: int) -> Sequence[Weight]:
-        return 1.0, 0.0
+    def lender(self, projection: Projection, layer: int) -> Source:
+        return max(a for a in self.anchors if a <= layer) if projection == "v" else layer

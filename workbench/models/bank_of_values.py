@@ -1,0 +1,49 @@
+"""Bank of Values: the last layers look their values up by token id; queries and keys stay contextual.
+
+V_n = E_n[token] for the layers of the bank, which have no value projection.
+
+Source: Bank of Values (2026), arXiv 2606.02780, as reported by others: a free table in the last third of the layers.
+Seam: `lender`, of a table. Parameters: a table [d_vocab, D] for each layer of the bank, whose W_V is gone.
+The cache holds the looked-up values like any others.
+Degenerate case: bank_layers = [] is the vanilla decoder; a table that holds a vanilla first layer's values is that layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.config import ModelConfig
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, chosen_layers
+
+
+class BankOfValues(Shortcut):
+    """Values from a table in some layers."""
+
+    prefix = "bank_of_values"
+
+    def __init__(self, config: ModelConfig, *, bank_layers: Sequence[int] | str | None = None) -> None:
+        super().__init__(config)
+        last_third = range(config.n_layers - max(1, config.n_layers // 3), config.n_layers)
+        chosen = tuple(last_third) if bank_layers is None else bank_layers
+        self.bank_layers = chosen_layers("bank_layers", chosen, range(config.n_layers))
+        shape = config.d_vocab, config.d_key_value
+        self.tables: Any = nn.ParameterDict({str(n): nn.Parameter(torch.empty(shape)) for n in self.bank_layers})
+
+    def initialise(self, draw: Callable[[str, Tensor], None]) -> None:
+        for name, table in self.tables.items():
+            draw(f"tables.{name}", table)
+
+    def prepare(self, tokens: Tensor) -> Memory:
+        return {
+            ("v", f"bank.{n}", "effective"): nn.functional.embedding(tokens, table).unflatten(
+                -1, (-1, self.config.d_head)
+            )
+            for n, table in self.tables.items()
+        }
+
+    def lender(self, projection: Projection, layer: int) -> Source:
+        return f"bank.{layer}" if projection == "v" and layer in self.bank_layers else layer

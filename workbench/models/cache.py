@@ -1,0 +1,93 @@
+"""The key-value cache of decoding: rotated keys and effective values, each tensor that layers share held once.
+
+Capacity and traffic are two things: SVFormer's cache holds (L + 1) / (2 L) of the decoder's bytes, yet each layer's
+attention reads the shared values again, so decoding moves as many bytes as the decoder's unless they stay in a nearer
+memory. `nbytes` counts the first, `traffic` the second.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData
+
+
+class KeyValueCache:
+    """Keys and values of the tokens that a model has read; made by `model.new_cache`, filled by cached forward passes."""
+
+    def __init__(
+        self, model: Any, batch: int, capacity: int, *, reserve: int = 0, dtype: torch.dtype | None = None
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.batch, self.capacity, self.reserve, self.dtype = batch, capacity, reserve, dtype
+        self.length = 0
+        self.entries: dict[tuple[str, int], Tensor] = {}  # (k or v, layer) -> [batch, reserved, kv_head, d_head]
+        self._read = self._traffic = 0
+
+    def check(self, model: Any, ids: Tensor) -> None:
+        """Raise `BadData` where ids [batch, pos] of a model cannot continue this cache."""
+        self._read = 0
+        if self._model() is not model:
+            raise BadData("this cache belongs to another model: make one with model.new_cache(batch)")
+        if len(ids) != self.batch:
+            raise BadData(
+                f"the cache holds {self.batch} sequences, these are {len(ids)}; make one with new_cache({len(ids)})"
+            )
+        if self.length + ids.shape[1] > self.capacity:
+            raise BadData(
+                f"{self.length} cached and {ids.shape[1]} new tokens exceed the cache's {self.capacity}"
+                f" (the model's context is n_ctx={model.config.n_ctx}); room for {self.capacity - self.length}"
+            )
+
+    def extend(self, name: str, layer: int, new: Tensor, *, lender: Any = None, borrowed: bool = False) -> Tensor:
+        """All positions' keys or values [batch, pos, kv_head, d_head] at a layer, the new ones last.
+
+        `borrowed`: the tensor is the lender's as it is, so nothing is stored. A layer that borrowed until a hook changed
+        its tensor gets an entry of its own, with the lender's past.
+        """
+        end = self.length + new.shape[1]
+        if borrowed and (name, layer) not in self.entries:
+            found = self.entries[name, lender][:, :end]
+        else:
+            buffer = self._room(name, layer, new, end, lender)
+            buffer[:, self.length : end] = new
+            found = buffer[:, :end]
+        self.note(found)
+        return found if found.dtype == new.dtype else found.to(new.dtype)
+
+    @torch.inference_mode(False)  # what inference mode allocates could not be written outside it
+    def _room(self, name: str, layer: int, new: Tensor, end: int, lender: Any) -> Tensor:
+        held = self.entries.get((name, layer))
+        if held is not None and held.shape[1] >= end:
+            return held
+        size = min(self.capacity, max(end, 2 * held.shape[1])) if held is not None else max(end, self.reserve)
+        buffer = new.new_empty((self.batch, size, *new.shape[2:]), dtype=self.dtype or new.dtype)
+        past = held if held is not None else self.entries.get((name, lender))
+        if self.length:
+            assert past is not None, f"{name} of layer {layer} has no past"
+            buffer[:, : self.length] = past[:, : self.length]
+        self.entries[name, layer] = buffer
+        return buffer
+
+    def note(self, read: Tensor) -> None:
+        """Count what an attention reads."""
+        self._read += (
+            read.shape[0] * read.shape[1] * read.shape[2] * read.shape[3] * (self.dtype or read.dtype).itemsize
+        )
+
+    def advance(self, new: int) -> None:
+        """End of a forward pass over `new` tokens."""
+        self.length += new
+        self._traffic, self._read = self._read, 0
+
+    def nbytes(self) -> int:
+        """Bytes of the keys and values held, counted from the tensors (without room kept for later tokens)."""
+        return sum(entry[:, : self.length].nbytes for entry in self.entries.values())
+
+    def traffic(self) -> int:
+        """Bytes of cached keys and values that the attentions of the last pass read, shared ones once for each reader."""
+        return self._traffic

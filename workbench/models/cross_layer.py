@@ -1,0 +1,59 @@
+"""Cross-layer attention: the queries of a layer see the keys and values of earlier layers beside its own.
+
+U_n = softmax(Q_n [K_n; K_m]^T / sqrt(d_head)) [V_n; V_m], all keys rotated, the causal mask repeated for each half;
+m = n - 1 (`source = previous`), the first layer (`first`), or a layer; `all`: every earlier layer.
+
+Source: Zhou et al. (2024), Value Residual Learning, the exact form that the value residual approximates: with K_m := K_n
+it is A_n (V_n + V_m) / 2. The layer m of the trained model is not stated.
+Seam: the attention; cost grows with the number of layers read, the cache does not (they are cached anyway).
+Parameters: none. Degenerate case: a decoder of one layer; or keys of the others that no query sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from workbench.config import ModelConfig
+from workbench.errors import UnknownName
+from workbench.kernels.joint import Softmax
+from workbench.models.shortcut import Shortcut, Source, one_layer
+
+
+def earlier(source: int | str, layer: int) -> tuple[int, ...]:
+    """Layers before `layer` that `source` names: `previous`, `first`, `all`, or a layer."""
+    if layer == 0:
+        return ()
+    if isinstance(source, str):
+        return {"previous": (layer - 1,), "first": (0,), "all": tuple(range(layer))}[source]
+    return (source,) if source < layer else ()
+
+
+def checked_source(option: str, source: int | str, config: ModelConfig) -> int | str:
+    """A valid `source`, or `UnknownName` / `WorkbenchError` with the choices."""
+    if isinstance(source, str):
+        if source not in ("previous", "first", "all"):
+            raise UnknownName(option, source, ["previous", "first", "all", "a layer"])
+        return source
+    return one_layer(option, source, range(config.n_layers))
+
+
+class CrossLayer(Shortcut):
+    """One softmax over a layer's own keys and those of earlier layers."""
+
+    prefix = "cross_layer"
+
+    def __init__(self, config: ModelConfig, *, source: int | str = "previous") -> None:
+        super().__init__(config)
+        self.source = checked_source("source", source, config)
+
+    def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
+        return earlier(self.source, layer) if tensor in ("rot_k", "v") else ()
+
+    def attends(self, layer: int) -> Literal["", "softmax", "sets", "mixture"]:
+        return "sets" if earlier(self.source, layer) else ""
+
+    def softmaxes(self, layer: int, q: Tensor, k: Tensor, read: Mapping[str, Mapping[Source, Tensor]]) -> list[Softmax]:
+        return [Softmax(1.0, q, [k, *read["rot_k"].values()])]

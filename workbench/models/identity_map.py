@@ -1,0 +1,45 @@
+"""Control: earlier layers' values reach the attention output by an identity map instead of the attention pattern.
+
+U_n = A_n V_n^own + identity_scale * mean over m of V_m^own, over the earlier layers that `identity_source` names, at the
+token's own position.
+
+Source: Zhou et al. (2024), Value Residual Learning, the control that approximates cross-layer attention badly.
+Seam: attention output, before W_O. With grouped heads the values are repeated to the query heads. Parameters: none.
+Degenerate case: identity_scale = 0 is the vanilla decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from workbench.config import ModelConfig
+from workbench.models.cross_layer import checked_source, earlier
+from workbench.models.shortcut import Shortcut, Source
+
+
+class IdentityMap(Shortcut):
+    """Mean of earlier values added to the attention output."""
+
+    prefix = "identity_map"
+
+    def __init__(self, config: ModelConfig, *, identity_source: int | str = "all", identity_scale: float = 1.0) -> None:
+        super().__init__(config)
+        self.identity_source = checked_source("identity_source", identity_source, config)
+        self.identity_scale = float(identity_scale)
+
+    def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
+        return earlier(self.identity_source, layer) if tensor == "v" else ()
+
+    def output(self, layer: int, z: Tensor, v: Tensor, sources: Mapping[Source, Tensor], x: Tensor) -> Tensor:
+        chosen = earlier(self.identity_source, layer)
+        if not chosen:
+            return z
+        total = sources[chosen[0]]
+        for j in chosen[1:]:
+            total = total + sources[j]
+        if (repeat := z.shape[-2] // total.shape[-2]) > 1:
+            total = total.repeat_interleave(repeat, dim=-2)
+        return torch.add(z, total, alpha=self.identity_scale / len(chosen))

@@ -1,0 +1,34 @@
+"""Control: the embedding is added again to what every later block reads.
+
+H'_{n-1} = lambda_h1 H_0 + lambda_h_own H_{n-1} is the input of block n >= 2, skip connection included.
+
+Source: Zhou et al. (2025), Value Residual Learning, ablation over residual targets, as reported by others; the published
+weights are unknown, the defaults (1, 1) add. It changes queries, keys and values at once.
+Seam: stream (after every block but the last). Parameters: none.
+Degenerate case: lambda_h1 = 0, lambda_h_own = 1 is the vanilla decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from workbench.config import ModelConfig
+from workbench.models.shortcut import Shortcut, Weight
+
+
+class HiddenResidual(Shortcut):
+    """Fixed-coefficient residual of the embedding."""
+
+    prefix = "residual_hidden"
+
+    def __init__(self, config: ModelConfig, *, lambda_h1: float = 1.0, lambda_h_own: float = 1.0) -> None:
+        super().__init__(config)
+        self.lambda_h1, self.lambda_h_own = float(lambda_h1), float(lambda_h_own)
+
+    def stream_sources(self, layer: int) -> tuple[int, ...]:
+        return (0, layer + 1) if layer < self.config.n_layers - 1 else ()
+
+    def stream_weights(self, layer: int) -> Sequence[Weight] | Tensor:
+        return self.lambda_h1, self.lambda_h_own
