@@ -14,6 +14,7 @@ from workbench.errors import UnknownName
 from workbench.kernels.attention import attention_reference, attention_statistics
 from workbench.metrics import METRICS, find, metric
 from workbench.metrics.attention import (
+    ConcentrationParts,
     importance_entropy,
     induction_score,
     row_entropy,
@@ -396,3 +397,55 @@ def test_cache_bytes_by_formula(tiny, kv_heads, layers):
     width = 8 * kv_heads
     assert found["transformer"] == [("formula", None, 2.0 * 2 * layers * width)]
     assert found["svformer"][0].value / found["transformer"][0].value == (layers + 1) / (2 * layers)
+
+
+# ---- concentration in three parts ------------------------------------------------------------------------------------
+
+
+def parts_of(*importances):
+    """Parts for sequences with these importances (each sums to 1)."""
+    accumulator = ConcentrationParts()
+    for p in importances:
+        accumulator.update((torch.tensor(p, dtype=torch.double) * len(p))[None, None])
+    return accumulator.result()
+
+
+def test_uniform_causal_attention_has_no_concentration():
+    assert parts_of(uniform_importance(7).tolist()) == pytest.approx(
+        {"": 0, "first_position": 0, "profile": 0, "content": 0}, abs=1e-12
+    )
+
+
+def test_concentration_parts_by_hand():
+    """T = 2: u = (3/4, 1/4). Sequences (1/2, 1/2) and (1, 0): mean m = u, so only the content part is left."""
+    found = parts_of([0.5, 0.5], [1.0, 0.0])
+    content = (0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25) + math.log(1 / 0.75)) / 2
+    assert found == pytest.approx({"": content, "first_position": 0, "profile": 0, "content": content}, abs=1e-12)
+
+
+def test_a_sink_is_all_first_position_and_local_attention_all_profile():
+    u = uniform_importance(4)
+    rest = u[1:] / u[1:].sum()
+    sink = parts_of([0.9, *(0.1 * rest).tolist()])
+    assert sink["first_position"] == pytest.approx(sink[""], abs=1e-12)
+    assert sink["first_position"] == pytest.approx(
+        0.9 * math.log(0.9 / float(u[0])) + 0.1 * math.log(0.1 / (1 - float(u[0]))), abs=1e-12
+    )
+    local = parts_of([float(u[0]), *((1 - u[0]) * torch.tensor([0.05, 0.05, 0.9])).tolist()])
+    assert local["profile"] == pytest.approx(local[""], abs=1e-12)
+    assert local[""] > 0.05
+
+
+def test_concentration_parts_add_up_and_do_not_depend_on_the_batches():
+    sums = seeded(6, 3, 9, seed=4).double().exp()
+    sums = sums / sums.sum(-1, keepdim=True) * 9
+    whole, halves, other = ConcentrationParts(), ConcentrationParts(), ConcentrationParts()
+    whole.update(sums)
+    halves.update(sums[:2])
+    other.update(sums[2:])
+    halves.merge(other)
+    found = whole.result()
+    assert found[""] == pytest.approx(found["first_position"] + found["profile"] + found["content"], abs=1e-12)
+    assert halves.result() == pytest.approx(found, abs=1e-12)
+    p = (sums / 9).mean(1)
+    assert found[""] == pytest.approx(float((p * (p / uniform_importance(9)).log()).sum(-1).mean()), abs=1e-12)
