@@ -431,7 +431,7 @@ def test_a_sink_is_all_first_position_and_local_attention_all_profile():
     assert sink["first_position"] == pytest.approx(
         0.9 * math.log(0.9 / float(u[0])) + 0.1 * math.log(0.1 / (1 - float(u[0]))), abs=1e-12
     )
-    local = parts_of([float(u[0]), *((1 - u[0]) * torch.tensor([0.05, 0.05, 0.9])).tolist()])
+    local = parts_of([float(u[0]), *((1 - u[0]) * torch.tensor([0.05, 0.05, 0.9], dtype=torch.double)).tolist()])
     assert local["profile"] == pytest.approx(local[""], abs=1e-12)
     assert local[""] > 0.05
 
