@@ -63,7 +63,8 @@ def change_tensors(folder, change):
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "svformer+denseformer"])
 def test_a_saved_model_comes_back_bit_by_bit(tiny, tmp_path, architecture):
     options = OPTIONS.get(architecture, {})
-    model = stir(tiny(architecture, config={"n_key_value_heads": 2}, **options))
+    grouped = {} if "qa" in architecture else {"n_key_value_heads": 2}  # gqa and mqa say themselves how many
+    model = stir(tiny(architecture, config=grouped, **options))
     save(model, tmp_path / "step", seed=3, step=40)
     loaded = workbench.load(tmp_path / "step")  # a warning would be an error
     assert (loaded.architecture, loaded.options, loaded.config) == (architecture, model.options, model.config)
@@ -86,7 +87,7 @@ def test_other_precisions_come_back_bit_by_bit_when_asked_for(tiny, tmp_path, dt
 def test_naming_the_saved_architecture_keeps_its_saved_options(tiny, tmp_path):
     save(tiny("resformer", lambda_v1=2.0), tmp_path)
     assert workbench.load(tmp_path, architecture="resformer").options["lambda_v1"] == 2.0
-    assert workbench.load(tmp_path, lambda_own=0.25).options == {"lambda_v1": 2.0, "lambda_own": 0.25}
+    assert workbench.load(tmp_path, lambda_own=0.25).options.items() >= {"lambda_v1": 2.0, "lambda_own": 0.25}.items()
     assert workbench.load(tmp_path, architecture="neutreno").options == {"neutreno_lambda": 0.4}
 
 
@@ -289,8 +290,8 @@ def test_a_contradiction_in_an_undeclared_directory_is_an_error_not_a_guess(vani
     """No architecture has just these tensors: refused by name, without an assumption first."""
     folder, _ = vanilla
     change_config(folder, workbench=None)
-    change_tensors(folder, drop(V1))
-    with pytest.raises(BadCheckpoint, match=f"missing {V1}"):
+    change_tensors(folder, drop(V1.replace("v_proj", "o_proj")))
+    with pytest.raises(BadCheckpoint, match=r"missing model\.layers\.1\.self_attn\.o_proj\.weight"):
         workbench.load(folder)
 
 
@@ -382,7 +383,7 @@ def test_denseformer_settings_that_tensors_cannot_tell_apart_must_be_named(tiny,
             workbench.load(tmp_path, **asked)
     named = workbench.load(tmp_path, architecture="denseformer", dilation=3)
     assert torch.equal(named(IDS), model(IDS))
-    assert named.options == {"dilation": 3, "period": 3}
+    assert named.options.items() >= {"dilation": 3, "period": 3}.items()
 
 
 @pytest.mark.parametrize(("dilation", "period"), [(1, 1), (2, 1), (1, 2), (3, 1)])
@@ -391,7 +392,7 @@ def test_denseformer_settings_are_read_off_where_they_can_be(tiny, tmp_path, dil
     change_config(tmp_path, workbench=None, model_type="llama")
     with pytest.warns(ArchitectureAssumed, match="'denseformer' is assumed"):
         model = workbench.load(tmp_path)
-    assert model.options == {"dilation": dilation, "period": period}
+    assert model.options.items() >= {"dilation": dilation, "period": period}.items()
 
 
 def test_strange_average_weights_are_refused_by_name(vanilla):

@@ -25,6 +25,7 @@ from workbench.files import digest, replacing, write_json
 from workbench.formats import huggingface
 from workbench.formats.huggingface import CONFIG, WEIGHTS
 from workbench.formats.state import EMBEDDINGS, State
+from workbench.formats.vocabulary import export_tokenizer
 from workbench.models import ARCHITECTURES, Transformer, architecture, compose
 
 HEAD = "lm_head.weight"
@@ -96,6 +97,29 @@ def save(model: Transformer, folder: str | Path, **provenance: Any) -> Path:
         write_tensors(tensors, part, {"format": "pt"})
     config = llama_config(model)
     config["workbench"] |= provenance
+    write_json(folder / CONFIG, config)
+    return folder
+
+
+def export(model: Transformer, folder: str | Path) -> Path:
+    """Write a vanilla model as a plain Hugging Face Llama directory, tokenizer included; returns the folder.
+
+    transformers then computes the same logits. Raises `WorkbenchError` for any other architecture, which transformers
+    would open as a Llama that it is not, and for a folder that is not empty.
+    """
+    folder = Path(folder)
+    if model.shortcuts:
+        raise WorkbenchError(
+            f"{model.architecture} is no Llama, and transformers has nothing that computes it: only a transformer is exported. "
+            "Its own directory opens with workbench.load; workbench.formats.harness.for_lm_eval(model) evaluates it as it is"
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WorkbenchError(f"{folder} is not empty; name a new folder")
+    save(model, folder)
+    config = {key: value for key, value in llama_config(model).items() if key != "workbench"}
+    config |= {"bos_token_id": None, "eos_token_id": None}
+    if model.tokenizer is not None:
+        config |= export_tokenizer(model.tokenizer, folder, model.config.n_ctx)
     write_json(folder / CONFIG, config)
     return folder
 
@@ -252,6 +276,8 @@ def load_state(
     if "unembed.weight" in state.tensors:  # a state dict of our own model
         state = State({llama_name(name): t for name, t in state.tensors.items()}, info)
     shape, shapes, values = config_of(state, given), state.shapes, info.config or {}
+    if shape.n_layers > max(len(shapes), 256):  # before so many are built
+        raise BadCheckpoint(f"{info.path}: n_layers={shape.n_layers}, but there are only {len(shapes)} tensors")
     if values.get("tie_word_embeddings") and HEAD not in shapes:
         shapes[HEAD] = shapes.get(EMBEDDINGS, [])
     own = _own(values, info.path / CONFIG)
@@ -348,5 +374,5 @@ def weights_hash(model: Transformer) -> str:
     """Content address of a model: architecture, options, config and every tensor's bytes."""
     parts: list[object] = [model.architecture, model.options, repr(model.config), str(model.embed.weight.dtype)]
     for name, tensor in sorted(model.named_parameters()):
-        parts += [name, tensor.detach().to("cpu").contiguous().view(torch.uint8).numpy().tobytes()]
+        parts += [name, tensor.detach().to("cpu").flatten().contiguous().view(torch.uint8).numpy().tobytes()]
     return digest(*parts)

@@ -71,7 +71,10 @@ def train(
     name: Annotated[str | None, typer.Option(help="Run folder; architecture, preset and seed unless given.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Your own text files or folders; else the embedded corpus.")
+        list[Path] | None,
+        typer.Option(
+            help="Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME; else the embedded corpus."
+        ),
     ] = None,
     task: Annotated[str, typer.Option(help="text, or repeated for random tokens repeated once.")] = "text",
     shortest: Annotated[
@@ -93,7 +96,7 @@ def train(
     """Train one model, or go on where an interrupted training of the same name stopped."""
     from workbench.config import PRESETS, ModelConfig
     from workbench.console import say, train_progress
-    from workbench.data import RepeatedData, prepare
+    from workbench.data import RepeatedData, open_tokens, prepare
     from workbench.errors import UnknownName
     from workbench.models import architecture as find_architecture
     from workbench.runs import CORPORA, runs_folder
@@ -109,6 +112,8 @@ def train(
     vocabulary = vocabulary or sizes.get("d_vocab")
     if task == "repeated":
         data: Any = RepeatedData(vocabulary or 64, shortest)
+    elif text and all(path.suffix == ".bin" for path in text):
+        data = open_tokens(text, vocabulary)
     else:
         data = prepare(
             texts=text, vocabulary=vocabulary or min(chosen.model.d_vocab, 4096), bos=bos, root=folder / CORPORA
@@ -127,6 +132,50 @@ def train(
     for row in losses.itertuples():
         say(f"{row.data}: validation loss {row.value:.4f} nats (se {row.se:.4f}, {row.n} documents)")
     say(f"run: {run.path}")
+
+
+@app.command(name="import")
+def import_checkpoints(
+    path: Annotated[
+        str, typer.Argument(help="A checkpoint, or a series: a folder, a glob, a pattern with (?P<step>...).")
+    ],
+    name: Annotated[
+        str | None, typer.Option("--as", help="Run folder; the checkpoint's or its folder's name unless given.")
+    ] = None,
+    architecture: Annotated[str | None, typer.Option(help="What the files do not say, e.g. resformer.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Architecture option as key=value, e.g. lambda_v1=0.3.")
+    ] = None,
+    config: Annotated[list[str] | None, typer.Option(help="Config key the files do not say, e.g. n_heads=8.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Tells runs of one model apart.")] = None,
+    runs: Runs = None,
+) -> None:
+    """Make a run of anyone's checkpoints, to measure it and see it on the dashboard. Nothing in them is ever run."""
+    from workbench.console import say, status
+    from workbench.importing import import_run
+    from workbench.runs import runs_folder
+
+    settings = _settings(option, "option")
+    with status("reading") as told:
+        run = import_run(
+            path, runs_folder(runs), name=name, architecture=architecture, config=_settings(config, "config"), seed=seed,
+            progress=told, **settings,
+        )  # fmt: skip
+    say(f"run: {run.path} ({run.architecture}, steps {', '.join(map(str, run.steps))})")
+
+
+@app.command()
+def export(
+    path: Annotated[Path, typer.Argument(help="A run or a checkpoint of a transformer.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    step: Annotated[str, typer.Option(help="last, first, or a number.")] = "last",
+) -> None:
+    """Write a vanilla model as a plain Hugging Face directory: the same logits in transformers."""
+    from workbench.checkpoints import export as write
+    from workbench.console import say
+    from workbench.runs import load
+
+    say(f"exported: {write(load(path, step=int(step) if step.isdigit() else step), out)}")
 
 
 @app.command()

@@ -30,11 +30,12 @@ import numpy as np
 
 from workbench.errors import BadData, UnknownName
 from workbench.files import replacing, write_json
+from workbench.texts import TABLES, dataset_rows, is_dataset, joined, rows_of_file
 
 SPLITS = ("train", "validation")
 DEFAULT_BYTES = 8_000_000  # all prose of the library and half of its code; 5 to 6 MB once copies are dropped
 VALIDATION = 0.1
-SUFFIXES = (".txt", ".md", ".py")
+SUFFIXES = (".txt", ".md", ".py", *TABLES)
 LEAST_BYTES, MOST_BYTES = 20_000, 64_000_000  # of the user's own text, which is held in memory
 PIECE, LONGEST_PIECE = 4_000, 16_000  # characters
 LEAST_DOCUMENT = 200  # characters; what is left of a file after its copies are gone is noise below this
@@ -122,7 +123,7 @@ def _read_source(source: str, origin: Path | str, manifest: dict[str, Any]) -> t
 
 
 def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -> Corpus:
-    """The user's own UTF-8 text: files, and folders of .txt, .md and .py files.
+    """The user's own UTF-8 text: files, folders of .txt, .md, .py, .jsonl and .parquet files, `datasets:NAME`.
 
     Every file is cut into documents of roughly 4 to 16 kB at blank lines (at line ends where there are none), so that
     even one big file has two sides. With ten files or more a file lies wholly on one side; with fewer, each document
@@ -139,16 +140,27 @@ def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -
 
 
 def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tuple[list[Document], list[dict[str, Any]]]:
-    """Files cut into documents, all on one side, and an entry for each file."""
-    found = _text_files([Path(path) for path in paths])
-    common = os.path.commonpath([path.parent for path in found])
+    """Files and datasets cut into documents, all on one side, and an entry for each of them."""
+    paths = list(paths)
+    named = [str(path) for path in paths if is_dataset(path)]
+    found = _text_files([Path(path) for path in paths if not is_dataset(path)]) if len(named) < len(paths) or not named else {}
+    common = os.path.commonpath([path.parent for path in found]) if found else ""
     documents, files = [], []
     for path, (domain, data) in found.items():
         source = path.relative_to(common).as_posix().encode("utf-8", "backslashreplace").decode()
         files.append(_entry(source, data))
-        texts = pieces(_checked_text(path, data))
-        documents += [Document(f"{source}#{i}", domain, split, text) for i, text in enumerate(texts)]
+        rows = rows_of_file(path, data) if path.suffix in TABLES else [_checked_text(path, data)]
+        documents += _cut(source, domain, split, rows)
+    for name in named:
+        domain, rows = dataset_rows(name, MOST_BYTES)
+        files.append(_entry(name, joined(rows)))
+        documents += _cut(name, domain, split, rows)
     return documents, files
+
+
+def _cut(source: str, domain: str, split: str, rows: Iterable[str]) -> list[Document]:
+    texts = (text for row in rows for text in pieces(row))
+    return [Document(f"{source}#{i}", domain, split, text) for i, text in enumerate(texts)]
 
 
 def save(corpus: Corpus, folder: Path) -> None:

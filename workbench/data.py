@@ -5,6 +5,7 @@ Training data is a pure function of (seed, step); measuring reads at most one wi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -92,10 +93,7 @@ class TextData:
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
         """Batch of a step [size, T]: packed chunks in an order drawn anew each epoch, a function of the seed alone."""
-        chunks = self._train.chunks(T)
-        epochs, places = divmod(np.arange(step * size, (step + 1) * size), len(chunks))
-        picked = [chunks[_order(len(chunks), seed, int(epoch))[i]] for epoch, i in zip(epochs, places, strict=True)]
-        return torch.from_numpy(np.stack(picked).astype(np.int64))
+        return _chunks_of_step(self._train.chunks(T), step, size, seed)
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
         """At most one window of T tokens from each of n held-out documents."""
@@ -118,6 +116,12 @@ class TextData:
             self.tokenizer.save(folder / "tokenizer.json")
             write_json(folder / "data.json", self.describe())
         return folder
+
+
+def _chunks_of_step(chunks: np.ndarray, step: int, size: int, seed: int) -> Tensor:
+    epochs, places = divmod(np.arange(step * size, (step + 1) * size), len(chunks))
+    picked = [chunks[_order(len(chunks), seed, int(epoch))[i]] for epoch, i in zip(epochs, places, strict=True)]
+    return torch.from_numpy(np.stack(picked).astype(np.int64))
 
 
 @lru_cache(maxsize=2)
@@ -176,6 +180,109 @@ class RepeatedData:
         return {"kind": "repeated", "hash": self.hash, **told}
 
 
+HEADERS = {20240520: (1, 2), 20240801: (7, 4)}  # magic -> (version, bytes of an id), as llm.c and modded-nanogpt write
+HEADER = 1024  # bytes: 256 int32, of which magic, version and the number of ids are used
+
+
+@dataclass(frozen=True, eq=False)
+class TokenData:
+    """Token ids out of `.bin` files, training and validation side; there is no text and no documents behind them."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    d_vocab: int
+    files: tuple[str, ...]
+    kind: str = "tokens"
+    domains: tuple[str, ...] = ("tokens",)
+
+    @property
+    def tokenizer(self) -> None:
+        """The files do not say which text the ids stand for."""
+        return
+
+    @cached_property
+    def hash(self) -> str:
+        """Content address of the ids of both sides."""
+        sha = hashlib.sha256()
+        for ids in (self.train, self.validation):
+            for begin in range(0, len(ids), 1 << 22):  # a piece at a time: the files may be larger than memory
+                sha.update(np.ascontiguousarray(ids[begin : begin + (1 << 22)], dtype="<u4"))
+        return digest(sha.hexdigest(), len(self.train), self.d_vocab)
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        """Batch of a step [size, T]: full chunks in an order drawn anew each epoch, a function of the seed alone."""
+        return _chunks_of_step(_windows(self.train, T), step, size, seed)
+
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
+        """At most n windows of T tokens that do not overlap; each counts as a document."""
+        if domain not in (None, *self.domains):
+            raise UnknownName("domain", domain, self.domains)
+        windows = _windows(self.validation, T)
+        chosen = _order(len(windows), seed, 0)[:n]
+        return Sample(torch.from_numpy(windows[chosen].astype(np.int64)), [int(i) for i in chosen], "validation")
+
+    def readings(self, per_token: Tensor) -> dict[str, Tensor]:
+        """Further numbers to follow in the loss per token [batch, T - 1]: none."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        told = {"vocabulary": self.d_vocab, "files": list(self.files), "domains": list(self.domains)}
+        return {"kind": "tokens", "hash": self.hash, **told}
+
+
+def _windows(ids: np.ndarray, T: int) -> np.ndarray:
+    if T < 2 or len(ids) < T:
+        raise BadData(f"{len(ids)} tokens fill no window of {T}; choose a length of 2 to {len(ids)}")
+    return ids[: len(ids) // T * T].reshape(-1, T)
+
+
+def open_tokens(paths: Sequence[str | Path], vocabulary: int | None) -> TokenData:
+    """Token ids of `.bin` files: with several files those named `val...` are the validation side, else the last tenth is."""
+    if vocabulary is None:
+        raise BadData(f"{paths[0]}: ids alone do not say their vocabulary; give its size (vocabulary=, --vocabulary)")
+    files = [Path(path).resolve() for path in paths]
+    held_out = [f for f in files if "val" in f.name.lower()] if len(files) > 1 else []
+    ids = {f: read_tokens(f, vocabulary) for f in files}
+    train = [ids[f] for f in files if f not in held_out]
+    if not train:
+        raise BadData(f"all of {', '.join(f.name for f in files)} are named as validation; name a training file too")
+    joined = train[0] if len(train) == 1 else np.concatenate(train)
+    if held_out:
+        return TokenData(joined, np.concatenate([ids[f] for f in held_out]), vocabulary, tuple(map(str, files)))
+    cut = len(joined) - len(joined) // 10
+    return TokenData(joined[:cut], joined[cut:], vocabulary, tuple(map(str, files)))
+
+
+def read_tokens(path: Path, vocabulary: int) -> np.ndarray:
+    """Ids [n] of a `.bin` file, not in memory: two or four bytes each, as its header says, else as the vocabulary needs.
+
+    Raises `BadData` for files that are cut off and ids outside the vocabulary.
+    """
+    if not path.is_file():
+        raise BadData(f"{path} does not exist; give a .bin file of token ids")
+    size, start = path.stat().st_size, 0
+    head = np.fromfile(path, "<i4", 3)
+    width, header = 2 if vocabulary <= 2**16 else 4, len(head) == 3 and size >= HEADER and int(head[0]) in HEADERS
+    if header:
+        version, width = HEADERS[int(head[0])]
+        start, count = HEADER, int(head[2])
+        if int(head[1]) != version or size != HEADER + count * width:
+            raise BadData(
+                f"{path} says version {head[1]} and {count} ids, which its {size} bytes do not hold: it is cut off"
+            )
+    if size <= start or (size - start) % width:
+        raise BadData(f"{path}: {size} bytes are no ids of {width} bytes, the width of a vocabulary of {vocabulary}")
+    ids = np.memmap(path, f"<u{width}", "r", start)
+    for begin in range(0, len(ids), 1 << 24):
+        if (high := int(ids[begin : begin + (1 << 24)].max())) >= vocabulary:
+            raise BadData(
+                f"{path} holds id {high}, outside the vocabulary 0..{vocabulary - 1}: it belongs to another tokenizer, or its "
+                f"ids are not {width} bytes wide"
+            )
+    return ids
+
+
 def prepare(
     *, texts: Sequence[str | Path] | None = None, vocabulary: int | None = None, bos: Any = None,
     root: Path | None = None, max_bytes: int | None = None,
@@ -197,8 +304,14 @@ def prepare(
 def open_data(description: dict[str, Any], root: Path) -> Data:
     """The data a run was trained on, from its description; raises `BadCheckpoint` where the corpus is not under `root`."""
     kind, name = description.get("kind"), str(description.get("hash"))
+    if kind == "tokens":
+        return _reopen_tokens(description, name)
     if kind == "repeated" and isinstance(description.get("vocabulary"), int):
         return RepeatedData(description["vocabulary"], description.get("shortest"))
+    if kind == "imported":
+        raise BadCheckpoint(
+            "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus"
+        )
     if kind != "text" or Path(name).name != name:
         raise BadCheckpoint(f"unknown data {description!r}; give data= instead")
     if not (root / name / "data.json").exists():
@@ -214,4 +327,16 @@ def _open_text(folder: Path, bos: Any) -> TextData:
         raise BadCheckpoint(str(error)) from error
     if data.hash != folder.name:
         raise BadCheckpoint(f"{folder} holds other data than its name says; remove it and build it again")
+    return data
+
+
+def _reopen_tokens(description: dict[str, Any], name: str) -> TokenData:
+    try:
+        data = open_tokens([str(f) for f in description["files"]], int(description["vocabulary"]))
+    except (BadData, KeyError, TypeError, ValueError) as error:
+        raise BadCheckpoint(
+            f"the token files this run was trained on cannot be read: {error}; give data= instead"
+        ) from error
+    if data.hash != name:
+        raise BadCheckpoint(f"{', '.join(data.files)} are no longer what this run was trained on; give data= instead")
     return data

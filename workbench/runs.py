@@ -96,6 +96,8 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the last step of the recipe has its checkpoint; a recording, whether its recorder is gone."""
+        if "imported" in self.info:
+            return True
         return not is_locked(self.path) if self.recorded else self.train.steps in self.steps
 
     @property

@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from workbench.checkpoints import weights_hash
+from workbench.config import ModelConfig
 from workbench.corpus import Corpus, read_documents
-from workbench.data import Sample, TextData
+from workbench.data import Sample, TextData, TokenData, read_tokens
 from workbench.errors import BadData, WorkbenchError
 from workbench.models.transformer import Transformer
 from workbench.runs import RUN_FILE, Run, load
+from workbench.texts import is_dataset
 
 _memory: dict[tuple[str, str, str], pd.DataFrame] = {}
 """Records of models that live in this process only, by (weights, data, key); the oldest go first."""
 MOST_REMEMBERED = 256
+FILES = (".txt", ".md", ".py", ".parquet", ".json", ".jsonl", ".bin")
 Tables = tuple[pd.DataFrame, pd.DataFrame]  # records, and one value per document
 
 
@@ -118,6 +121,9 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
         return _ids([_tokenizer(subject, "text").encode(data)], T, "text")
     if data is None and subject.run is None:
         raise WorkbenchError("a model in memory has no data of its own: give data= ids, text, a path or a corpus")
+    if isinstance(data, str | Path) and Path(data).suffix == ".bin":
+        ids = read_tokens(Path(data), _config(subject).d_vocab)
+        data = TokenData(ids[:0], ids, _config(subject).d_vocab, (str(data),))
     if isinstance(data, str | Path):
         documents, files = read_documents([data], split="validation")
         data = Corpus(tuple(documents), {"files": files})
@@ -131,12 +137,16 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
 
 def refuse_unfit(sample: Sample, subject: Subject) -> None:
     """Raise `BadData` where a model cannot read the sequences, before anything is run."""
-    config = subject.run.model if subject.run is not None else subject.model.config
+    config = _config(subject)
     low, high, T = int(sample.ids.min()), int(sample.ids.max()), sample.ids.shape[1]
     if low < 0 or high >= config.d_vocab:
         raise BadData(f"token ids {low}..{high} leave the vocabulary 0..{config.d_vocab - 1}")
     if config.n_ctx < T:
         raise BadData(f"T={T} exceeds the model's context n_ctx={config.n_ctx}; choose a smaller T")
+
+
+def _config(subject: Subject) -> ModelConfig:
+    return subject.run.model if subject.run is not None else subject.model.config
 
 
 def _length(subject: Subject) -> int:
@@ -168,8 +178,10 @@ def _ids(data: Any, T: int | None, label: str = "ids") -> Sample:
 
 def _is_path(text: str) -> bool:
     """Whether a string names a file or folder; one that looks like a text file's name but does not exist is refused."""
+    if is_dataset(text):
+        return True
     if text and os.path.exists(text):  # noqa: PTH110 - Path.exists raises for texts too long to be a name
         return True
-    if not any(c.isspace() for c in text) and Path(text).suffix in (".txt", ".md", ".py", ".parquet", ".json"):
+    if not any(c.isspace() for c in text) and Path(text).suffix in FILES:
         raise BadData(f"{text} does not exist; give text, or the path of a file that is there")
     return False

@@ -44,6 +44,9 @@ def _from_transformers(state: State, reason: NotCovered, dtype: torch.dtype | No
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # another library's opinion of somebody's file
         raise BadCheckpoint(f"{reason}; transformers cannot read it either: {_first_line(error)}") from error
+    layers = getattr(config, "num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > len(state.tensors):
+        raise BadCheckpoint(f"{reason}; it says {layers} layers, but there are only {len(state.tensors)} tensors")
     state.check()
     for name, stored in state.tensors.items():
         stored.check(name)

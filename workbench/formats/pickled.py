@@ -50,7 +50,7 @@ def _why(path: Path, error: Exception) -> str:
     except Exception:  # of a file so damaged that it cannot be listed, the first error says more
         culprits = []
     if not culprits:
-        told = next(iter(str(error).splitlines()), "")
+        told = next(iter(str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()), "")
         return f"is damaged or no PyTorch checkpoint: {type(error).__name__}: {told}"
     named = ", ".join(sorted(culprits)[:6])
     if any(c.startswith("torch.nn.") or c.startswith("__main__") for c in culprits):

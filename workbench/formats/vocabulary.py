@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from workbench.errors import BadCheckpoint, BadData
+from workbench.files import write_json
 from workbench.tokenizer import BOS, BOS_ID, EOS, EOS_ID, VISIBLE, Tokenizer, _byte_of_character, _visible
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -85,3 +86,19 @@ def tokenizer_beside(folder: Path, d_vocab: int) -> Tokenizer | None:
             "the tokenizer there that the model was trained with, or remove it and give token ids"
         )
     return found
+
+
+def export_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> dict[str, int | None]:
+    """Write a tokenizer as transformers reads it; the special ids for the model's config."""
+    tokenizer.save(folder / TOKENIZER)
+    ids: dict[str, int | None] = {}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
+    for name in ("bos", "eos"):
+        try:
+            ids[f"{name}_token_id"] = getattr(tokenizer, f"{name}_id")
+        except BadData:  # a tokenizer that does not say
+            ids[f"{name}_token_id"] = None
+            continue
+        settings[f"{name}_token"] = tokenizer._backend.id_to_token(ids[f"{name}_token_id"])
+    write_json(folder / SETTINGS, settings | {"clean_up_tokenization_spaces": False})
+    return ids
