@@ -18,7 +18,7 @@ from workbench.errors import WorkbenchError
 from workbench.kernels.attention import AttentionStatistics, attention_statistics, statistics_of
 from workbench.kernels.joint import Softmax, joint_attention, joint_scores, joint_statistics, statistics_of_sets
 from workbench.models.cache import KeyValueCache
-from workbench.models.hooked import Part, Point, at, causal_scores, hooked, keep, probabilities
+from workbench.models.hooked import Part, Point, at, causal_scores, hooked, keep, lent, probabilities
 from workbench.models.shortcut import Memory, Projection, Shortcut, Source, State, mix, overrides
 from workbench.names import STATISTICS
 
@@ -202,14 +202,15 @@ class Attention(Part):
             if name in self.shown:
                 own = at(self.own, _HOOK[name], own)
         sources = {
-            j: at(branch, _HOOK[name], memory[name, j, state]) for j, (branch, state) in self.branches[name].items()
+            j: lent(branch, _HOOK[name], memory[name, j, state]) for j, (branch, state) in self.branches[name].items()
         }
         if name in self.mixers:
             effective = at(self, _HOOK[name], self._mixed(name, own, sources, memory))
         else:
-            own = effective = at(self, _HOOK[name], own if own is not None else sources[self.lenders[name]])
+            borrowed = None if own is not None else sources[self.lenders[name]]
+            own = effective = at(self, _HOOK[name], own) if borrowed is None else lent(self, _HOOK[name], borrowed)
         for state in self.kept[name]:
-            memory[name, self.layer, state] = own if state == "own" else effective
+            memory[name, self.layer, state] = own if state == "own" and self.layer > 0 else effective
         return effective, sources
 
     def _mixed(self, name: Projection, own: Tensor, sources: Mapping[Source, Tensor], memory: Memory) -> Tensor:
@@ -235,7 +236,7 @@ class Attention(Part):
         k, _ = self.project("k", x, memory)
         v, sources = self.project("v", x, memory)
         turned = self._rotated_key(k, turn, memory)
-        q, k = at(self, "hook_rot_q", rotate(q, turn)), at(self, "hook_rot_k", turned)
+        q, k = at(self, "hook_rot_q", rotate(q, turn)), lent(self, "hook_rot_k", turned)
         keys, values = (k, v) if cache is None else self._extend(cache, k, v, memory)
         if self.attended:
             memory["turned", self.layer] = turned
@@ -312,7 +313,7 @@ class Attention(Part):
         """As `attend`, where a shortcut defines the softmaxes."""
         assert self.joint is not None
         read = {
-            name: {j: at(branch, _HOOK[name], memory[name, j, "cached"]) for j, branch in branches.items()}
+            name: {j: lent(branch, _HOOK[name], memory[name, j, "cached"]) for j, branch in branches.items()}
             for name, branches in self.reads.items()
         }
         softmaxes, values = self.joint.softmaxes(self.layer, q, k, read), [v, *read.get("v", {}).values()]
@@ -344,6 +345,28 @@ class Attention(Part):
             shown=[[(name(p, "attn_scores"), name(p, "pattern")) for p in parts] for parts in self.parts],
             whole=name(self, "pattern"),
         )
+
+    def _projection(self, name: Projection) -> Tensor:
+        lender = self.lenders[name]
+        if lender == self.layer:
+            return getattr(self, _PROJ[name]).weight.T.unflatten(1, (-1, self.config.d_head)).transpose(0, 1)
+        whose = f"layer {lender}'s: see blocks.{lender}.attn" if isinstance(lender, int) else f"the table {lender}"
+        raise WorkbenchError(f"layer {self.layer} has no W_{name.upper()} of its own; it uses {whose}")
+
+    @property
+    def W_Q(self) -> Tensor:  # noqa: N802
+        """[head, d_model, d_head]; like keys and values refused where the layer borrows them."""
+        return self._projection("q")
+
+    @property
+    def W_K(self) -> Tensor:  # noqa: N802
+        """[kv_head, d_model, d_head]."""
+        return self._projection("k")
+
+    @property
+    def W_V(self) -> Tensor:  # noqa: N802
+        """[kv_head, d_model, d_head], as projected; coefficients of mixing are not folded in."""
+        return self._projection("v")
 
     @property
     def W_O(self) -> Tensor:  # noqa: N802

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +81,18 @@ def at(part: Any, name: str, tensor: Tensor) -> Tensor:
     return point(tensor) if hooked(point) else tensor
 
 
+def lent(part: Any, name: str, tensor: Tensor) -> Tensor:
+    """As `at`, for a tensor that others read too: hooks get a copy, so that an edit in place (patching does) stays here."""
+    if not part.switch.on or not hooked(point := getattr(part, name)):
+        return tensor
+    copy = tensor.clone()
+    if torch.compiler.is_compiling() or copy.is_inference():
+        return point(copy)
+    version = copy._version
+    found = point(copy)
+    return tensor if found is copy and copy._version == version else found
+
+
 def keep(module: nn.Module) -> None:
     """Let attribute lookups find a module's children without `nn.Module.__getattr__`, three times faster.
 
@@ -143,8 +158,64 @@ class RebuiltPatterns(dict[Any, Tensor]):
         return point in QUADRATIC and {f"{stem}.hook_rot_q", f"{stem}.hook_rot_k"} <= self.keys()
 
 
+def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
+    """One of TransformerLens' decompositions of the stream, each part multiplied by how much of it arrives there.
+
+    Theirs adds outputs up as they leave their blocks, which is the stream only where every skip connection stands and
+    nothing is averaged. A remainder is what is missing to the stream; where nothing is averaged or cut, all is theirs.
+    """
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def exact(self: Cache, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        model: Any = self.model
+        n_layers, labelled = model.cfg.n_layers, given["return_labels"]
+        layer = n_layers if given["layer"] in (None, -1) else given["layer"]
+        paths = model.stream_paths(layer, mid=given.get("mlp_input", False), cache=self.cache_dict)
+        tensors = RebuiltPatterns(self.cache_dict)
+        if 0 < layer < n_layers:  # the stream at this layer; a block's output may still be averaged on its way there
+            tensors[f"blocks.{layer - 1}.hook_resid_post"] = self["resid_pre", layer]
+        given |= {"self": ActivationCache(tensors, self.model, self.has_batch_dim), "return_labels": True}
+        parts, labels = method(*bound.args, **bound.kwargs)
+        weights = [paths.get(re.sub(r"^L(\d+)([HN]).*", _output_of, label), 1.0) for label in labels]
+        if any(weight != 1.0 for weight in weights):
+            total = parts.sum(0)
+            parts = parts * parts.new_tensor(weights).view(-1, *[1] * (parts.ndim - 1))
+            if labels[-1] == "remainder":
+                parts[-1] = total - parts[:-1].sum(0)
+        return (parts, labels) if labelled else parts
+
+    return exact
+
+
+def _output_of(match: re.Match[str]) -> str:
+    return f"{match[1]}_{'attn' if match[2] == 'H' else 'mlp'}_out"
+
+
 class Cache(ActivationCache):
-    """TransformerLens' ActivationCache whose patterns cost nothing until they are named."""
+    """TransformerLens' ActivationCache whose patterns cost nothing until they are named.
+
+    Its decompositions sum to the stream in every architecture, and `cache["v", 3, "own"]` is `blocks.3.attn.own.hook_v`
+    (TransformerLens' own shorthand would pass over `own` and hand out another tensor).
+    """
+
+    decompose_resid = arriving(ActivationCache.decompose_resid)
+    stack_head_results = arriving(ActivationCache.stack_head_results)
+    stack_neuron_results = arriving(ActivationCache.stack_neuron_results)
+    get_full_resid_decomposition = arriving(ActivationCache.get_full_resid_decomposition)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """By name or shorthand; `(name, layer, branch)` with a branch as `own`, `first`, `source.2`, `cross`."""
+        if isinstance(key, tuple) and len(key) == 3 and re.match(r"(own|first|source|table|cross)\b", str(key[2])):
+            point, layer, branch = key
+            layer = layer + self.model.cfg.n_layers if layer < 0 else layer
+            key = f"blocks.{layer}.attn.{branch}.hook_{point}"
+            if key not in self.cache_dict:
+                raise KeyError(key)
+        return super().__getitem__(key)
 
     def to(self, device: str | torch.device) -> Cache:
         """The same cache with its tensors on a device."""
@@ -157,6 +228,23 @@ class Cache(ActivationCache):
         cut = super().apply_slice_to_batch_dim(batch_slice)
         kept = RebuiltPatterns(cut.cache_dict).with_recipes(self.cache_dict.recipes)
         return Cache(kept, self.model, has_batch_dim=cut.has_batch_dim)
+
+
+_STACKED = dict.fromkeys(("W_Q", "W_K", "W_V", "W_O"), "attn") | dict.fromkeys(("W_in", "W_gate", "W_out"), "mlp")
+_BIASES = {"b_Q": "Hd", "b_K": "Gd", "b_V": "Gd", "b_O": "D", "b_in": "M", "b_gate": "M", "b_out": "D"}
+
+
+class _Weights(dict[str, Tensor]):
+    """Weights by name; one that a layer lacks says why."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.absent: dict[str, str] = {}
+
+    def __missing__(self, name: str) -> Tensor:
+        if name in self.absent:
+            raise WorkbenchError(self.absent[name])
+        raise KeyError(name)
 
 
 class HookedModel(HookedRootModule):
@@ -180,7 +268,7 @@ class HookedModel(HookedRootModule):
         self.absent: dict[str, str] = {}  # hook points one would expect -> why this model lacks them
         self.lock = threading.RLock()
         self.switch = Switch()
-        self.cfg = TransformerBridgeConfig(
+        self._cfg = TransformerBridgeConfig(
             d_model=config.d_model,
             d_head=config.d_head,
             n_layers=config.n_layers,
@@ -201,6 +289,19 @@ class HookedModel(HookedRootModule):
     def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""
         raise NotImplementedError
+
+    @property
+    def cfg(self) -> TransformerBridgeConfig:
+        """The shape in TransformerLens' words, with the device and dtype that the weights have now."""
+        weight = self.embed.weight
+        self._cfg.device, self._cfg.dtype = str(weight.device), weight.dtype
+        return self._cfg
+
+    def stream_paths(
+        self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None
+    ) -> dict[str, float]:
+        """Coefficients of outputs in a stream where they are not 1; see `Transformer.stream_paths`."""
+        return {}
 
     def recipes(self) -> Sequence[Any]:
         """How a cache rebuilds the patterns of layers whose attention is no single softmax."""
@@ -424,8 +525,57 @@ class HookedModel(HookedRootModule):
         """[d_vocab], zeros: the head has no bias."""
         return self.unembed.weight.new_zeros(self.config.d_vocab)
 
+    @property
+    def W_pos(self) -> Tensor:  # noqa: N802
+        """[n_ctx, d_model], zeros: positions enter by rotation and add nothing to the stream."""
+        return self.embed.weight.new_zeros(self.config.n_ctx, self.config.d_model)
+
+    def __getattr__(self, name: str) -> Any:
+        """Weights stacked over the layers under TransformerLens' names, zeros for the biases; as in `nn.Module` else.
+
+        `W_Q`, `W_K`, `W_V` and `W_O` [layer, (kv_)head, ...], `W_in`, `W_gate` and `W_out`; raises `WorkbenchError`
+        where a layer has no such projection.
+        """
+        if name in _STACKED:
+            return torch.stack([getattr(getattr(block, _STACKED[name]), name) for block in self.blocks])
+        if name in _BIASES:
+            c = self.config
+            sizes = {"H": c.n_heads, "G": c.n_key_value_heads, "d": c.d_head, "D": c.d_model, "M": c.d_mlp}
+            return self.embed.weight.new_zeros(c.n_layers, *(sizes[axis] for axis in _BIASES[name]))
+        return super().__getattr__(name)
+
+    def accumulated_bias(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
+        """[d_model], zeros: no projection of ours has a bias."""
+        return self.embed.weight.new_zeros(self.config.d_model)
+
+    def tl_parameters(self) -> dict[str, Tensor]:
+        """Weights under TransformerLens' names, one entry per layer.
+
+        `W_K` and `W_V` are repeated to the query heads that read them, `W_V` as projected (coefficients of mixing are not
+        folded in). A layer that borrows its queries, keys or values has no such entry: asked for, it says whose it uses.
+        """
+        found: dict[str, Tensor] = _Weights({"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "unembed.b_U": self.b_U})
+        found["ln_final.w"] = self.ln_final.weight
+        repeats = self.config.n_heads // self.config.n_key_value_heads
+        for i, block in enumerate(self.blocks):
+            found |= {f"blocks.{i}.{norm}.w": getattr(block, norm).weight for norm in ("ln1", "ln2")}
+            for name, part in _STACKED.items():
+                try:
+                    weight = getattr(getattr(block, part), name)
+                except WorkbenchError as error:
+                    found.absent[f"blocks.{i}.{part}.{name}"] = str(error)  # type: ignore[attr-defined]
+                    continue
+                found[f"blocks.{i}.{part}.{name}"] = (
+                    weight.repeat_interleave(repeats, 0) if name in ("W_K", "W_V") else weight
+                )
+        return found
+
     def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
-        """Direction of the normalised stream, before the final gain, that raises each token's logit: [..., d_model]."""
+        """Direction of the normalised stream, before the final gain, that raises each token's logit: [..., d_model].
+
+        Tokens are ids, or a text that is one token.
+        """
+        tokens = self.to_single_token(tokens) if isinstance(tokens, str) else tokens
         ids = torch.as_tensor(tokens, device=self.unembed.weight.device)
         return self.unembed.weight[ids] * self.ln_final.weight
 
@@ -438,6 +588,10 @@ class HookedModel(HookedRootModule):
         """Text of one row of ids."""
         ids = self.to_tokens(tokens)[0].tolist()
         return self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
+
+    def to_single_str_token(self, token: int) -> str:
+        """Legible form of one id."""
+        return self.to_str_tokens(torch.tensor([int(token)]))[0]
 
     def to_single_token(self, text: str) -> int:
         """Id of a text that is one token; raises `BadData` where it is several."""

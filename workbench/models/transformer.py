@@ -9,7 +9,7 @@ dropout, untied head. The attention itself is in `attention.py`; points without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from workbench.config import ModelConfig
 from workbench.files import digest
 from workbench.models.attention import Attention, Recipe, Rotary
 from workbench.models.cache import KeyValueCache
-from workbench.models.hooked import HookedModel, Part, Point, at, hooked, keep
+from workbench.models.hooked import HookedModel, Part, Point, at, hooked, keep, lent
 from workbench.models.shortcut import Memory, Shortcut, Weight, mix, overrides
 
 
@@ -60,6 +60,16 @@ class MLP(Part):
         return self.down_proj(at(self, "hook_post", F.silu(gate) * up))
 
     @property
+    def W_gate(self) -> Tensor:  # noqa: N802
+        """[d_model, d_mlp]."""
+        return self.gate_proj.weight.T
+
+    @property
+    def W_in(self) -> Tensor:  # noqa: N802
+        """[d_model, d_mlp]."""
+        return self.up_proj.weight.T
+
+    @property
     def W_out(self) -> Tensor:  # noqa: N802
         """[d_mlp, d_model]."""
         return self.down_proj.weight.T
@@ -74,6 +84,7 @@ class Block(Part):
         super().__init__()
         self.ln1, self.ln2 = (RMSNorm(config.d_model, config.rms_norm_eps) for _ in range(2))
         self.attn, self.mlp = Attention(config, layer, shortcuts), MLP(config)
+        self.remembered = False  # whether later averages read this block's input too
         self.skips_attn, self.skips_mlp = (all(s.keeps_skip(n, layer) for s in shortcuts) for n in ("attn", "mlp"))
         for name in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"):
             setattr(self, f"hook_{name}", Point())
@@ -83,7 +94,7 @@ class Block(Part):
         self, x: Tensor, turn: tuple[Tensor, Tensor], memory: Memory, cache: KeyValueCache | None = None
     ) -> Tensor:
         """Raw block output [batch, pos, d_model]; `hook_resid_post` is the model's to fire."""
-        x = at(self, "hook_resid_pre", x)
+        x = lent(self, "hook_resid_pre", x) if self.remembered else at(self, "hook_resid_pre", x)
         out = at(self, "hook_attn_out", self.attn(self.ln1(x), turn, memory, cache))
         x = at(self, "hook_resid_mid", x + out if self.skips_attn else out.to(x.dtype))
         out = at(self, "hook_mlp_out", self.mlp(self.ln2(x)))
@@ -130,6 +141,8 @@ class Transformer(HookedModel):
             if sources:
                 block.hook_dwa_weights = Point()  # [averaged outputs], own last
             keep(block)
+        for block, earlier in zip(self.blocks, [(), *self.averaged], strict=False):
+            block.remembered = bool(self.averagers) and not earlier
         self.absent = {
             f"blocks.{i}.attn.hook_{point}": why
             for i, block in enumerate(self.blocks)
@@ -169,8 +182,31 @@ class Transformer(HookedModel):
                 weights = torch.tensor(
                     weights, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
                 )
-            weights = block.hook_dwa_weights(weights)
+            # a copy: an edit in place must not reach the parameter
+            weights = block.hook_dwa_weights(weights.clone())
         return weights.unbind() if isinstance(weights, Tensor) else weights
+
+    def stream_paths(
+        self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None
+    ) -> dict[str, float]:
+        """How much of the embedding and of each output so far arrives in the stream that block `layer` reads.
+
+        `layer` 0..L, L the final norm; with `mid` the stream that the block's MLP reads. Names are TransformerLens':
+        `embed`, `<n>_attn_out`, `<n>_mlp_out`; all are 1 where nothing is averaged and no skip is cut. Weights of the
+        averages are those in `cache`, where they are there, since a hook may have changed them.
+        """
+        x, history = {"embed": 1.0}, [{"embed": 1.0}]
+        for n, block in enumerate(self.blocks[: layer + mid]):
+            x = {name: weight * block.skips_attn for name, weight in x.items()} | {f"{n}_attn_out": 1.0}
+            if n == layer:
+                break
+            x = {name: weight * block.skips_mlp for name, weight in x.items()} | {f"{n}_mlp_out": 1.0}
+            history.append(x)
+            if sources := self.averaged[n]:
+                held = (cache or {}).get(f"blocks.{n}.hook_dwa_weights")
+                row = torch.as_tensor(self.averagers[0].stream_weights(n) if held is None else held).double().tolist()
+                x = {name: sum(w * history[j].get(name, 0.0) for w, j in zip(row, sources, strict=True)) for name in x}
+        return x
 
     def recipes(self) -> list[Recipe]:
         """How to rebuild the patterns of the layers whose attention a shortcut defines."""
