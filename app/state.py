@@ -28,7 +28,7 @@ from workbench.errors import ArchitectureAssumed, BadData, WorkbenchError
 from workbench.files import digest
 from workbench.names import LABELS
 from workbench.results import load_records, records
-from workbench.runs import Run, list_runs, runs_folder
+from workbench.runs import Run, is_locked, list_runs, runs_folder
 
 LONGEST_PROMPT, MOST_TOKENS = 20_000, 256
 DATA_ERRORS = (WorkbenchError, OSError, ValueError, KeyError, TypeError)
@@ -98,11 +98,13 @@ def _listing(folder: str, stamps: tuple[Any, ...]) -> tuple[list[Entry], dict[st
         mine = options[entry.name]
         differing = sorted(k for k in mine if any(other.get(k) != mine[k] for other in alike))
         told = "".join(f" {k}={mine[k]}" for k in differing)
-        named.append(Entry(**{**entry.__dict__, "series": entry.architecture + told}))
+        named.append(Entry(**{**entry.__dict__, "series": entry.series + told}))
     return named, problems
 
 
 def _entry(run: Run) -> Entry:
+    if run.recorded:
+        return _recorded(run)
     model, train, data = run.model, run.train, run.info["data"]
     kind = str(data["kind"])
     group = f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}"
@@ -121,6 +123,29 @@ def _entry(run: Run) -> Entry:
         n_layers=model.n_layers,
         n_heads=model.n_heads,
     )
+
+
+def _recorded(run: Run) -> Entry:
+    """What somebody's own loop recorded: each recording is a series of its own, for nothing says they are alike."""
+    return Entry(
+        name=run.name,
+        path=str(run.path),
+        architecture=run.architecture,
+        series=run.name,
+        seed=run.seed,
+        kind="recorded",
+        group="recorded",
+        title="recorded in other loops",
+        steps=(),
+        last=0,
+        n_layers=int(run.info["model"]["n_layers"]),
+        n_heads=0,
+    )
+
+
+def being_written(entries: Iterable[Entry]) -> bool:
+    """Whether somebody is training or recording one of these now."""
+    return any(is_locked(Path(e.path)) for e in entries)
 
 
 def demo_runs(experiment: str) -> list[Entry]:

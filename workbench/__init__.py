@@ -28,6 +28,8 @@ _HOMES = {
     "TrainConfig": "workbench.config",
     "Run": "workbench.runs",
     "train": "workbench.training",
+    "Recorder": "workbench.recording",
+    "RecorderCallback": "workbench.recording.trainer",
     "WorkbenchError": "workbench.errors",
     "ArchitectureAssumed": "workbench.errors",
 }

@@ -91,9 +91,8 @@ def _runs(folder: Path) -> tuple[pd.DataFrame, list[str]]:
     rows = []
     for run in runs:
         state = "finished" if run.finished else "training" if is_locked(run.path) else "stopped"
-        done = f"{run.steps[-1] if run.steps else 0}/{run.train.steps}"
         rows.append(
-            {"run": run.name, "architecture": run.architecture, "seed": run.seed, "steps": done, "state": state}
+            {"run": run.name, "architecture": run.architecture, "seed": run.seed, "steps": run.progress, "state": state}
         )
     notes = [f"{name}: {problem}" for name, problem in problems.items()]
     if not rows:

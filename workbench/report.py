@@ -149,7 +149,7 @@ def _provenance(runs: list[Run], frame: pd.DataFrame, problems: dict[str, str]) 
     rows = [
         {
             "run": run.name, "architecture": run.architecture, "options": json.dumps(run.info.get("options", {})), "seed": run.seed,
-            "steps": f"{run.steps[-1] if run.steps else 0}/{run.train.steps}", "data": run.info["data"].get("hash"),
+            "steps": run.progress, "data": run.info["data"].get("hash"),
             **run.info.get("versions", {}), "created": run.info.get("created"),
         }
         for run in runs
