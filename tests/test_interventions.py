@@ -97,7 +97,7 @@ def test_wrong_names_are_refused(tiny):
         pass
     with pytest.raises(UnknownName, match="own_v"):
         token_means(model, "values", [ids])
-    with pytest.raises(WorkbenchError, match="give a run"):
+    with pytest.raises(WorkbenchError, match="needs training sequences"):
         measure(model, "value_ablation", ids)
 
 

@@ -18,8 +18,13 @@ from typing import Any
 _HOMES = {
     "load": "workbench.runs",
     "build": "workbench.models",
+    "series": "workbench.formats",
+    "read_state": "workbench.formats",
     "measure": "workbench.measuring",
+    "observe": "workbench.observing",
+    "equal": "workbench.observing",
     "plot": "workbench.plots",
+    "xray": "workbench.xrays",
     "ARCHITECTURES": "workbench.models",
     "METRICS": "workbench.metrics",
     "INTERVENTIONS": "workbench.interventions",

@@ -242,6 +242,41 @@ def report(
     say(f"report: {write_report(folder, out or folder / 'report.html')}")
 
 
+@app.command()
+def xray(
+    path: Annotated[Path, typer.Argument(help="A run, its name, or any checkpoint `load` opens.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Text to look at the model on; a run has its own validation documents.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The page; <name>-xray.html unless given. The PNG stands beside it.")
+    ] = None,
+    n: Annotated[int, typer.Option(min=4, help="Documents.")] = 32,
+    length: Annotated[int | None, typer.Option("--tokens", min=2, help="Tokens of each document.")] = None,
+    png: Annotated[bool, typer.Option(help="Draw the page as a PNG too; needs Chrome, Chromium or Edge.")] = True,
+    runs: Runs = None,
+    device: Device = None,
+) -> None:
+    """Answer four questions about one model: concentration, sinks, what deep values carry, would a value residual help."""
+    from workbench.browser import find_browser
+    from workbench.console import say, status
+    from workbench.runs import runs_folder
+    from workbench.xrays import xray as look
+
+    named = runs_folder(runs) / path
+    thing = path if path.exists() or not named.exists() else named
+    with status(f"measuring {thing.name}") as told:
+        found = look(thing, data, n=n, T=length, device=device, progress=told)
+    say(str(found))
+    drawn = png and find_browser() is not None
+    for written in found.save(out or Path(f"{thing.stem}-xray.html"), png=drawn):
+        say(f"written: {written}")
+    if png and not drawn:
+        say(
+            "no PNG: no Chrome, Chromium or Edge found (set WORKBENCH_BROWSER to one); the page works offline in any browser"
+        )
+
+
 @app.command(name="app")
 def dashboard(runs: Runs = None, port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8501) -> None:
     """Show the dashboard on 127.0.0.1 until Ctrl-C."""

@@ -31,6 +31,7 @@ class Sample:
     documents: Sequence[int]
     label: str
     kind: str = "text"
+    source: Any = None  # where training sequences of the same kind come from, if anywhere
 
     @cached_property
     def hash(self) -> str:

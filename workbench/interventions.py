@@ -153,7 +153,7 @@ def value_ablation(
     beside the mean. Unit: nats.
     """
     if data is None:
-        raise WorkbenchError("value_ablation needs the run's training data for its table of means: give a run")
+        raise WorkbenchError("value_ablation needs training sequences for its table of means: give a run, or data with a training side")
     device, T, n_layers = model.embed.weight.device, sample.ids.shape[1], model.config.n_layers
     batches = [ids.to(device) for ids in sample.ids.split(batch)]
     training = data.batch(0, max(1, TABLE_TOKENS // T), T, 0)  # the same documents whatever the batch

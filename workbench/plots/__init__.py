@@ -7,9 +7,9 @@ everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and
 model.
 """
 
-from workbench.plots.experiments import ablation, race
+from workbench.plots.experiments import ablation, concentration, race, sinks
 from workbench.plots.records import FORMS, form_of, plot
-from workbench.plots.style import COLOURS, CONFIG, alt_text, colour, html, label, reading, site, subtitle, table
+from workbench.plots.style import COLOURS, CONFIG, alt_text, colour, html, label, narrow, reading, site, subtitle, table
 from workbench.plots.tokens import along_tokens, attention_map, attention_pair, next_tokens
 from workbench.plots.training import coefficients, gradient_map, pace, relative
 
@@ -24,16 +24,19 @@ __all__ = [
     "attention_pair",
     "coefficients",
     "colour",
+    "concentration",
     "form_of",
     "gradient_map",
     "html",
     "label",
+    "narrow",
     "next_tokens",
     "pace",
     "plot",
     "race",
     "reading",
     "relative",
+    "sinks",
     "site",
     "subtitle",
     "table",

@@ -99,3 +99,69 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
         without,
     )
     return dressed(figure, "What is lost when deep values forget their context?", under, 320)
+
+
+# ---- one model at a glance -------------------------------------------------------------------------------------------
+
+PARTS = {
+    "first_position": ("first position", "#D55E00"),
+    "profile": ("profile over positions", "#56B4E9"),
+    "content": ("particular tokens", "#009E73"),
+}
+
+
+def concentration(frame: pd.DataFrame) -> go.Figure:
+    """Concentration of attention per layer in its three parts, stacked; uniform causal attention is 0."""
+    rows = checked(frame[frame["metric"] == "concentration_parts"])
+    figure = go.Figure()
+    for part, (name, look) in PARTS.items():
+        found = rows[rows["variant"] == part].groupby("layer")["value"].mean()
+        figure.add_bar(
+            x=found.index,
+            y=found,
+            name=name,
+            marker={"color": look},
+            hovertemplate=f"layer %{{x}}, {name}: %{{y:.3f}} nats<extra></extra>",
+        )
+    whole = rows[rows["variant"].isna()].groupby("layer")[["value", "se"]].mean()
+    figure.add_scatter(
+        x=whole.index, y=whole["value"], mode="markers", name="sum", marker={"color": GREY, "symbol": "line-ew-open", "size": 12},
+        error_y={"array": whole["se"], "color": GREY, "thickness": 1}, hovertemplate="layer %{x}: %{y:.3f} nats<extra></extra>",
+    )  # fmt: skip
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(title_text="layer", dtick=1 if len(whole) <= 16 else None)
+    figure.update_yaxes(title_text=axis_title("nats from uniform causal attention", "higher: more concentrated"))
+    return dressed(figure, "Concentration of attention", subtitle(rows, "whisker: standard error of the sum"), 300)
+
+
+def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
+    """Attention to position 0 of every head, and the first token's value norm against the others', per layer."""
+    rows, values = checked(mass), checked(drain) if len(drain) else drain
+    figure = make_subplots(
+        1, 2, subplot_titles=["attention to the first token", "norm of its value"], horizontal_spacing=0.16
+    )
+    heads = rows[rows["control"].isna()]
+    figure.add_scatter(
+        x=heads["layer"], y=heads["value"], mode="markers", name="a head", marker={"color": "#0072B2", "size": 6, "opacity": 0.7},
+        customdata=heads["head"], hovertemplate="layer %{x}, head %{customdata}: %{y:.3f}<extra></extra>", row=1, col=1,
+    )  # fmt: skip
+    even = rows[rows["control"] == "uniform_causal"]["value"]
+    if len(even):
+        figure.add_hline(y=float(even.iloc[0]), line={"dash": "dot", "color": GREY}, row=1, col=1)
+    if len(values):
+        found = values[values["control"].isna()].sort_values("layer")
+        figure.add_scatter(
+            x=found["layer"], y=found["value"], mode="lines+markers", name="first token's value", line={"color": "#D55E00"},
+            error_y={"array": found["se"], "color": GREY, "thickness": 1}, row=1, col=2,
+            hovertemplate="layer %{x}: %{y:.3f}<extra></extra>",
+        )  # fmt: skip
+        figure.add_hline(y=1.0, line={"dash": "dot", "color": GREY}, row=1, col=2)
+    figure.update_xaxes(title_text="layer")
+    figure.update_yaxes(title_text=axis_title("share of attention", "higher: sink"), rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(
+        title_text=axis_title("ratio to the median", "lower: drained"), rangemode="tozero", row=1, col=2
+    )
+    figure.update_layout(showlegend=False)
+    return dressed(
+        figure, "Sinks and their values", subtitle(rows, "dotted: uniform attention; ratio 1, no drain"), 300
+    )

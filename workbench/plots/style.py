@@ -126,6 +126,16 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
     return figure
 
 
+def narrow(figure: go.Figure, width: int = 88) -> go.Figure:
+    """The figure for a column of half a page: its subtitle in shorter lines."""
+    under = wrapped(_plain(figure.layout.title.subtitle.text), width)
+    more = 17 * (under.count("<br>") - str(figure.layout.title.subtitle.text or "").count("<br>"))
+    figure.update_layout(
+        title_subtitle_text=under, height=figure.layout.height + more, margin_t=figure.layout.margin.t + more
+    )
+    return figure
+
+
 def axis_title(unit: str, says: str, width: int = 46) -> str:
     """A unit and, under it, which way to read it."""
     said = "<br>".join(markup.escape(line) for line in textwrap.wrap(says, width))

@@ -1,0 +1,176 @@
+"""The X-ray: sentences derived from planted tables with known answers, a real page from a real run, a picture."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from workbench import xrays
+from workbench.browser import find_browser, picture
+from workbench.config import ModelConfig, TrainConfig
+from workbench.data import RepeatedData
+from workbench.diagnosis import concentration, residual, sinks, token_share
+from workbench.errors import BadData, WorkbenchError
+from workbench.results import records
+from workbench.training import train
+
+COMMON = {"run": "x", "architecture": "transformer", "seed": 0, "step": 100, "data": "validation", "T": 64, "n": 16}
+
+
+def planted(rows, **common):
+    return records(COMMON | {"se": 0.01} | common | row for row in rows)
+
+
+def parts(layer, first, profile, content, **more):
+    found = {None: first + profile + content, "first_position": first, "profile": profile, "content": content}
+    return [
+        {"metric": "concentration_parts", "layer": layer, "variant": k, "value": v} | more for k, v in found.items()
+    ]
+
+
+def test_concentration_names_the_layer_and_its_largest_part():
+    said = concentration(planted([*parts(0, 0, 0.01, 0), *parts(2, 0.6, 0.1, 0.3)]))
+    assert said.startswith("Yes: most in layer 2, 1.00 ± 0.01 nats")
+    assert said.index("60% on the first position") < said.index("30% on particular tokens") < said.index("10% on where")
+    assert "at random init" not in said
+
+
+def test_concentration_stands_beside_random_init():
+    said = concentration(planted([*parts(1, 0.3, 0, 0), *parts(1, 0.02, 0, 0, step=0)]))
+    assert "0.02 at random init" in said
+
+
+def test_uniform_attention_is_called_hardly_concentrated():
+    assert concentration(planted(parts(0, 0.001, 0.0, 0.002))).startswith("Hardly")
+
+
+def heads(*masses, layer=1):
+    even = {"metric": "sink_mass", "layer": layer, "value": 0.05, "control": "uniform_causal"}
+    return [*({"metric": "sink_mass", "layer": layer, "head": h, "value": m} for h, m in enumerate(masses)), even]
+
+
+def drain(value, layer=1, se=0.01, **more):
+    return {"metric": "value_drain", "site": "own_v", "layer": layer, "value": value, "se": se} | more
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([*heads(0.06, 0.04), drain(0.2)], r"no sink to drain: the strongest head \(layer 1, head 0\) gives .* 6.0%"),
+        ([*heads(0.7, 0.04), drain(0.2)], r"1 of 2 heads .* drained: .* 0.20 ± 0.01"),
+        ([*heads(0.7, 0.04), drain(0.9)], r"not drained: .* 0.90"),
+        ([*heads(0.7, 0.04), drain(0.45, se=0.1)], r"unresolved"),
+        (
+            [*heads(0.7, 0.6), drain(0.2, layer=3)],
+            r"2 of 2 heads .* not measured",
+        ),  # another layer's drain is no answer
+        ([*heads(0.7, 0.6), drain(0.2), drain(0.97, step=0)], r"0.97 at random init"),
+    ],
+)
+def test_sinks_are_counted_and_their_values_judged_with_their_error(rows, said):
+    assert re.search(said, sinks(planted(rows)))
+
+
+def share(value, layer, **more):
+    return {"metric": "token_identity_share", "site": "own_v", "layer": layer, "value": value} | more
+
+
+def test_token_share_speaks_of_the_later_half_with_both_baselines():
+    rows = [share(1.0, 0), share(0.5, 1), share(0.8, 2), share(0.7, 3), share(0.02, 3, control="shuffled")]
+    said = token_share(planted([*rows, *(share(0.3, n, step=0) for n in range(4))]))
+    assert said.startswith("70%-80% (± at most 1%) of the variance of the own values in layers 2-3")
+    assert "2% with shuffled ids, 30%-30% at random init" in said
+
+
+def test_a_model_whose_later_layers_have_no_own_values_reads_the_effective_ones():
+    rows = [share(1.0, 0), *({**share(1.0, n), "site": "v"} for n in range(4))]
+    assert "effective values" in token_share(planted(rows))
+
+
+def ablated(token, zero):
+    both = {"token_mean": token, "zero": zero}
+    return [{"metric": "value_ablation", "site": "own_v", "variant": k, "value": v} for k, v in both.items()]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([*ablated(0.01, 0.2), *heads(0.7)], r"More speaks for it; for: the token alone supplies 95%.*there are sinks"),
+        ([*ablated(0.15, 0.2), *heads(0.05)], r"More speaks against it; for: nothing.*25%.*no sinks"),
+        ([*ablated(0.01, 0.2), *heads(0.05)], r"Open; for: the token alone supplies 95%.*Against: there are no sinks"),
+        ([*ablated(0.08, 0.2), *heads(0.05)], r"against it.*only part, 60%"),
+        ([*ablated(0.0, -0.01), *heads(0.05)], r"hardly matter"),
+        (heads(0.05), r"Undecided"),
+    ],
+)
+def test_the_last_sentence_weighs_both_sides(rows, said):
+    found = residual(planted(rows))
+    assert re.search(said, found)
+    assert "±" in found or "Undecided" in found
+
+
+def test_a_model_with_a_value_path_is_told_so():
+    assert residual(planted(ablated(0.01, 0.2), architecture="resformer+denseformer")).startswith(
+        "It has a value path already (ResFormer)"
+    )
+
+
+# ---- the real thing --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory):
+    """A vanilla model after six steps on repeated tokens."""
+    shape = ModelConfig(n_layers=2, d_model=16, n_heads=4, d_mlp=24, d_vocab=64, n_ctx=128)
+    recipe = TrainConfig(steps=6, batch=4, T=64, warmup=2, validate_every=3, validation_sequences=8)
+    root = tmp_path_factory.mktemp("runs")
+    return train("transformer", RepeatedData(), name="x", runs=root, model=shape, train=recipe, device="cpu")
+
+
+def test_a_run_is_xrayed_into_one_offline_page(a_run, tmp_path):
+    found = xrays.xray(a_run.path, n=8)
+    assert [a.question[:4] for a in found.answers] == ["Does", "Are ", "How ", "Woul"]
+    assert all(any(c.isdigit() for c in a.sentence) for a in found.answers)
+    assert "at random init" in found.answers[0].sentence
+    (page,) = found.save(tmp_path / "look.html", png=False)
+    text = page.read_text()
+    assert text.count("<section>") == 4
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", text)  # nothing is fetched
+    assert "Reproduce: <code>workbench xray" in text
+
+
+def test_ids_are_halved_between_the_table_and_the_measurement(tiny):
+    model = tiny("resformer")
+    ids = torch.randint(61, (12, 40), generator=torch.Generator().manual_seed(0))
+    found = xrays.xray(model, ids)
+    assert set(found.records["n"].dropna()) == {6}
+    assert found.answers[3].sentence.startswith("It has a value path already (ResFormer)")
+    with pytest.raises(BadData, match="4 sequences or more"):
+        xrays.xray(model, ids[:2])
+
+
+def test_a_model_without_tokenizer_and_data_is_refused_in_words(tiny):
+    with pytest.raises(BadData, match="without a tokenizer and without data"):
+        xrays.xray(tiny())
+
+
+def test_without_a_browser_the_page_is_there_and_the_picture_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_BROWSER", str(tmp_path / "none"))
+    ids = torch.randint(61, (8, 12), generator=torch.Generator().manual_seed(0))
+    found = xrays.xray(tiny(), ids)
+    with pytest.raises(WorkbenchError, match="no Chrome, Chromium or Edge"):
+        found.save(tmp_path / "look.html")
+    assert (tmp_path / "look.html").exists()
+
+
+@pytest.mark.slow
+def test_the_picture_is_a_real_drawing_of_the_page(tmp_path):
+    if find_browser() is None:
+        pytest.skip("no Chrome, Chromium or Edge on this machine")
+    page = tmp_path / "page.html"
+    page.write_text("<!doctype html><body style='margin:0;background:#f00'><p>text</p>")
+    drawn = picture(page, tmp_path / "page.png", width=200, height=100).read_bytes()
+    assert drawn[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(drawn[16:20]) == 400  # twice the CSS pixels

@@ -1,0 +1,70 @@
+"""A picture of an offline page, drawn by a Chrome, Chromium or Edge that is installed; the product works without one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from workbench.errors import WorkbenchError
+from workbench.files import replacing
+
+NAMES = (
+    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge", "msedge", "brave-browser",
+)  # fmt: skip
+PLACES = (
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Microsoft Edge.app/Contents/MacOS/Microsoft Edge",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+    r"C:\Program Files\Google\Chrome\Application\chrome.exe",
+    r"C:\Program Files (x86)\Microsoft\Edge\Application\msedge.exe",
+)
+SECONDS = 60
+
+
+def find_browser() -> str | None:
+    """Path of a browser that can draw pages: `$WORKBENCH_BROWSER`, one on the path, one where systems put it, Playwright's."""
+    if given := os.environ.get("WORKBENCH_BROWSER"):
+        return given if Path(given).exists() else None
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    found = found or next((place for place in PLACES if Path(place).exists()), None)
+    if found is None:
+        root = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright")
+        found = next(
+            (str(p) for p in sorted(root.glob("chromium*/chrome-*/*")) if p.name in ("chrome", "headless_shell")), None
+        )
+    return found
+
+
+def picture(page: Path, out: Path, *, width: int, height: int) -> Path:
+    """Draw an HTML file as a PNG of width x height CSS pixels, at twice the resolution; returns `out`.
+
+    Raises `WorkbenchError` where no browser is found or the one found cannot draw.
+    """
+    browser = find_browser()
+    if browser is None:
+        raise WorkbenchError(
+            "no Chrome, Chromium or Edge found to draw the PNG with; set WORKBENCH_BROWSER to one, or open the page"
+        )
+    with tempfile.TemporaryDirectory() as profile, replacing(out) as part:
+        drawn = Path(profile) / "page.png"
+        command = [
+            browser, "--headless", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=2", f"--user-data-dir={profile}",
+            "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic",
+            "--virtual-time-budget=5000", f"--window-size={width},{height}", f"--screenshot={drawn}", page.resolve().as_uri(),
+        ]  # fmt: skip
+        if sys.platform == "linux" and os.geteuid() == 0:  # root has no sandbox of its own to put the browser into
+            command.insert(1, "--no-sandbox")
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise WorkbenchError(f"{browser} did not draw the page: {error}") from error
+        if not drawn.exists():
+            raise WorkbenchError(
+                f"{browser} did not draw the page (exit {told.returncode}): {told.stderr.strip()[-300:]}"
+            )
+        shutil.copyfile(drawn, part)
+    return out

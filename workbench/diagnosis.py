@@ -1,0 +1,224 @@
+"""The four sentences of an X-ray, derived from records of one model: number, baseline, uncertainty, and what decides.
+
+Thresholds are this project's and are said in the sentences. One model cannot show that another would do better: the
+last sentence weighs what speaks for and against, and names the experiment that would settle it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from workbench.names import LABELS
+
+PUBLISHED = (
+    "published gain of ResFormer -0.027 to -0.032 nats (about 1 %) at 82M to 468M parameters, one seed (Zhou et al. 2024); "
+    "train both with three seeds to know"
+)
+MOSTLY, HARDLY = 0.8, 0.5  # of what values do: supplied by the token alone; needing context
+DRAINED = 0.5  # first token's value norm over the others' median
+SINK = 0.3  # a head's mean attention to position 0 (Gu et al. 2024)
+
+
+def _at(frame: pd.DataFrame, metric: str, *, last: bool = True, site: str | None = None) -> pd.DataFrame:
+    """Measured rows of a metric at the last step (or at step 0), plain variant."""
+    rows = frame[(frame["metric"] == metric) & frame["control"].isna()]
+    steps = frame["step"].dropna()
+    step = (steps.max() if last else 0) if len(steps) else None
+    if step is not None:
+        rows = rows[rows["step"] == step]
+    elif not last:
+        rows = rows.head(0)
+    return rows[rows["site"] == site] if site else rows
+
+
+def _has_init(frame: pd.DataFrame) -> bool:
+    steps = frame["step"].dropna()
+    return bool(len(steps)) and steps.min() == 0 < steps.max()
+
+
+def _pm(value: float, se: float, digits: int = 2, unit: str = "") -> str:
+    error = "" if se is None or math.isnan(se) else f" ± {se:.{digits}f}"
+    return f"{value:.{digits}f}{error}{unit}"
+
+
+def concentration(frame: pd.DataFrame) -> str:
+    """Where attention concentrates most, how much, and in which of its three parts."""
+    rows = _at(frame, "concentration_parts")
+    whole = rows[rows["variant"].isna()].dropna(subset=["value"])
+    if whole.empty:
+        return "Not measured: this model's attention gives no statistics."
+    top = whole.loc[whole["value"].idxmax()]
+    layer = int(top["layer"])
+    parts = rows[(rows["layer"] == layer) & rows["variant"].notna()].set_index("variant")["value"]
+    names = {
+        "first_position": "the first position",
+        "profile": "where tokens stand (local attention)",
+        "content": "particular tokens",
+    }
+    share = {k: parts[k] / top["value"] if top["value"] > 0 else 0.0 for k in names}
+    told = ", ".join(f"{share[k]:.0%} on {names[k]}" for k in sorted(share, key=lambda k: -share[k]))
+    init = ""
+    if _has_init(frame):
+        before = _at(frame, "concentration_parts", last=False)
+        before = before[before["variant"].isna() & (before["layer"] == layer)]["value"]
+        init = f", {before.iloc[0]:.2f} at random init" if len(before) else ""
+    strength = "Hardly" if top["value"] < 0.05 else "Yes"
+    span = f"{whole['value'].min():.2f} to {whole['value'].max():.2f}"
+    return (
+        f"{strength}: most in layer {layer}, {_pm(top['value'], top['se'])} nats from uniform causal attention "
+        f"(0 by definition{init}): {told}. Layers range from {span}."
+    )
+
+
+def sinks(frame: pd.DataFrame) -> str:
+    """How many heads are sinks, and whether the first token's value is drained there."""
+    mass = _at(frame, "sink_mass")
+    even = frame[(frame["metric"] == "sink_mass") & (frame["control"] == "uniform_causal")]["value"]
+    if mass.empty:
+        return "Not measured: this model's attention gives no statistics."
+    heads = mass[mass["head"].notna()]
+    strong = heads[heads["value"] > SINK]
+    top = heads.loc[heads["value"].idxmax()]
+    floor = f"uniform attention would give {even.iloc[0]:.1%}" if len(even) else ""
+    place = f"layer {int(top['layer'])}, head {int(top['head'])}"
+    if strong.empty:
+        return (
+            f"There is no sink to drain: the strongest head ({place}) gives the first token {top['value']:.1%} "
+            f"± {top['se']:.1%} of its attention, {floor}; a sink here means more than {SINK:.0%}."
+        )
+    layers = sorted({int(n) for n in strong["layer"]})
+    drain = _drain(frame)
+    drain = drain[drain["layer"].isin(layers)]
+    said = "their values were not measured"
+    if len(drain):
+        worst = drain.loc[drain["value"].idxmin()]
+        low, high = (worst["value"] + sign * 2 * _zero(worst["se"]) for sign in (-1, 1))
+        verdict = "drained" if high < DRAINED else "not drained" if low > DRAINED else "unresolved"
+        said = (
+            f"{verdict}: the first token's value has {_pm(worst['value'], worst['se'])} times the others' median norm in layer "
+            f"{int(worst['layer'])} (1 = none, drained below {DRAINED})"
+        )
+        if _has_init(frame):
+            start = _drain(frame, last=False)
+            start = start[start["layer"] == worst["layer"]]["value"]
+            said += f", {start.iloc[0]:.2f} at random init" if len(start) else ""
+    return (
+        f"{len(strong)} of {len(heads)} heads give the first token more than {SINK:.0%} of their attention (strongest {top['value']:.0%} ± "
+        f"{top['se']:.0%}, {place}; {floor}); {said}."
+    )
+
+
+def _zero(x: float) -> float:
+    return 0.0 if math.isnan(x) else float(x)
+
+
+def _drain(frame: pd.DataFrame, *, last: bool = True) -> pd.DataFrame:
+    rows = _at(frame, "value_drain", last=last)
+    rows = rows[rows["variant"].isna()]
+    own = rows[(rows["site"] == "own_v") & (rows["layer"] > 0)]
+    return own if len(own) else rows[rows["site"] == "v"]
+
+
+def _deep(frame: pd.DataFrame) -> pd.DataFrame:
+    """Later half of the layers, own values where there are any."""
+    own = frame[frame["site"] == "own_v"]
+    rows = own if (own["layer"] > 0).any() else frame[frame["site"] == "v"]
+    rows = rows[rows["layer"].notna() & (rows["layer"] > 0)]
+    return rows[rows["layer"] >= (rows["layer"].max() + 1) / 2] if len(rows) else rows
+
+
+def token_share(frame: pd.DataFrame) -> str:
+    """Share of the variance of deep values that the token's identity explains, against init and shuffled ids."""
+    deep = _deep(_at(frame, "token_identity_share")).dropna(subset=["value"])
+    if deep.empty:
+        return "Not measurable here: no layer after the first has values of its own."
+    low, high = deep["value"].min(), deep["value"].max()
+    worst = deep["se"].max()
+    control = _deep(frame[(frame["metric"] == "token_identity_share") & (frame["control"] == "shuffled")])
+    beside = [f"{control['value'].abs().max():.0%} with shuffled ids"] if len(control) else []
+    if _has_init(frame) and len(start := _deep(_at(frame, "token_identity_share", last=False))):
+        beside.append(f"{start['value'].min():.0%}-{start['value'].max():.0%} at random init")
+    what = "own values" if (deep["site"] == "own_v").all() else "effective values"
+    layers = f"layers {int(deep['layer'].min())}-{int(deep['layer'].max())}"
+    return (
+        f"{low:.0%}-{high:.0%} (± at most {worst:.0%}) of the variance of the {what} in {layers} is the identity of the token "
+        f"({', '.join(beside) or 'no baseline measured'}); 100 % would be a lookup table."
+    )
+
+
+def _together(frame: pd.DataFrame) -> pd.DataFrame:
+    """Change of the loss with the values of all layers after the first replaced, by replacement."""
+    rows = _at(frame, "value_ablation")
+    rows = rows[rows["layer"].isna()]
+    return rows.set_index("variant")[["value", "se"]]
+
+
+def _replaced(frame: pd.DataFrame) -> str:
+    change = _together(frame)
+    if "token_mean" not in change.index:
+        return "No layer after the first has values of its own."
+    token, zero = change.loc["token_mean"], change.loc["zero"]
+    return (
+        f"Replacing all later layers' own values by their token's mean costs {token['value']:+.3f} ± {_zero(token['se']):.3f} nats, "
+        f"by zero {zero['value']:+.3f} ± {_zero(zero['se']):.3f}."
+    )
+
+
+VALUE_PATHS = (
+    "resformer",
+    "svformer",
+    "neutreno",
+    "same_key",
+    "cross_layer",
+    "identity_map",
+    "value_embedding",
+    "bank_of_values",
+)
+
+
+def _path(frame: pd.DataFrame) -> str | None:
+    """The value path a model's name says it has."""
+    parts = str(frame["architecture"].iloc[0]).split("+")
+    return next((LABELS.get(p, p) for p in parts if p.startswith(VALUE_PATHS)), None)
+
+
+def residual(frame: pd.DataFrame) -> str:
+    """What speaks for and against a value residual in this model."""
+    if (path := _path(frame)) is not None:
+        return f"It has a value path already ({path}). {_replaced(frame)} Whether that path is why needs a model trained without it."
+    change = _together(frame)
+    mass = _at(frame, "sink_mass")
+    formed = bool(len(mass)) and float(mass["value"].max()) > SINK
+    if "token_mean" not in change.index:
+        return "Undecided: no layer after the first has values of its own that could be replaced."
+    token, zero = change.loc["token_mean"], change.loc["zero"]
+    kept = 1 - token["value"] / zero["value"] if zero["value"] > 0 else math.nan
+    for_it, against = [], []
+    facts = _replaced(frame).rstrip(".").replace("Replacing", "replacing")
+    if math.isnan(kept):
+        against.append(f"later values hardly matter ({facts})")
+    elif kept >= MOSTLY:
+        for_it.append(
+            f"the token alone supplies {kept:.0%} of what later values do ({facts}), and the first layer's values are a function of it"
+        )
+    elif kept < HARDLY:
+        against.append(f"later values need context: the token alone supplies {kept:.0%} of what they do ({facts})")
+    else:
+        against.append(f"the token supplies only part, {kept:.0%}, of what later values do ({facts})")
+    if formed:
+        for_it.append("there are sinks, which the published models lose")
+    else:
+        against.append("there are no sinks to remove")
+    start = (
+        "More speaks for it"
+        if len(for_it) > len(against)
+        else "More speaks against it"
+        if len(against) > len(for_it)
+        else "Open"
+    )
+    listed = (
+        f"for: {'; '.join(for_it) or 'nothing measured here'}. Against: {'; '.join(against) or 'nothing measured here'}"
+    )
+    return f"{start}; {listed}. One model cannot decide it: {PUBLISHED}."

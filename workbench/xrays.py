@@ -1,0 +1,221 @@
+"""One look at one model: four questions, each answered by a sentence with its number, baseline and error, and a picture.
+
+    workbench xray runs/text-transformer-s0        # writes text-transformer-s0.html and, where a browser is found, .png
+
+Does attention concentrate, and where? Are sinks drained? How much of the deep values is only the token? Would a value
+residual help here, and what speaks for and against? Works on runs, on checkpoints and on observed modules.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from torch import Tensor
+
+from workbench import plots
+from workbench.browser import picture
+from workbench.corpus import embedded, from_files
+from workbench.data import Sample, TextData
+from workbench.diagnosis import concentration, residual, sinks, token_share
+from workbench.errors import BadData, WorkbenchError
+from workbench.files import write_text
+from workbench.measuring import measure
+from workbench.runs import RUN_FILE, Run, load
+
+METRICS = (
+    "loss", "concentration_parts", "sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_identity_share", "value_ablation",
+)  # fmt: skip
+SHORT = "sink_rate"  # needs 64 tokens
+WIDTH, HEIGHT = 1400, 1400
+STYLE = """
+:root { color-scheme: light }
+body { font: 16px/1.45 system-ui, sans-serif; margin: 1.2rem auto; max-width: 1340px; padding: 0 1rem; color: #222 }
+h1 { font-size: 1.5rem; margin: 0 } .of { color: #666; margin: .2rem 0 1rem }
+.four { display: grid; grid-template-columns: 1fr 1fr; gap: 1.2rem }
+section { border: 1px solid #8884; border-radius: 8px; padding: .8rem 1rem; min-width: 0 }
+h2 { font-size: 1.05rem; margin: 0 0 .4rem } section p { margin: 0 0 .6rem } figure { margin: 0 }
+table { font-size: 12px; border-collapse: collapse; display: block; overflow-x: auto }
+td, th { padding: .1rem .5rem; border-bottom: 1px solid #8884; text-align: right }
+.modebar { opacity: 0 } figure:hover .modebar { opacity: 1 }
+summary { cursor: pointer; font-size: 13px; color: #555 } .foot { font-size: 13px; color: #555 }
+@media (max-width: 900px) { .four { grid-template-columns: 1fr } }
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question, the sentence that answers it, its picture and the records behind both."""
+
+    question: str
+    sentence: str
+    figure: go.Figure
+    records: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class XRay:
+    """Four answers about one model."""
+
+    subject: str
+    answers: tuple[Answer, ...]
+    records: pd.DataFrame
+    command: str
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{a.question}\n{a.sentence}" for a in self.answers)
+
+    def save(self, out: str | Path, *, png: bool = True) -> list[Path]:
+        """Write the offline page, and beside it its picture; returns what was written.
+
+        Raises `WorkbenchError` where the picture is wanted and no browser is found; the page is written before that.
+        """
+        page = Path(out).with_suffix(".html")
+        write_text(page, self.html())
+        return [page, picture(page, page.with_suffix(".png"), width=WIDTH, height=HEIGHT)] if png else [page]
+
+    def html(self) -> str:
+        """The page: works offline, uploads nothing."""
+        parts = [
+            f"<section><h2>{html.escape(a.question)}</h2><p>{html.escape(a.sentence)}</p>"
+            f"{plots.html(plots.narrow(a.figure), script=i == 0)}{_table(a.records)}</section>"
+            for i, a in enumerate(self.answers)
+        ]
+        loss = self.records[(self.records["metric"] == "loss") & self.records["control"].isna()]
+        loss = loss[loss["step"].isna() | (loss["step"] == loss["step"].max())] if len(loss) else loss
+        read = (
+            "" if loss.empty else f" Loss here {loss['value'].iloc[0]:.3f} ± {loss['se'].iloc[0]:.3f} nats per token."
+        )
+        first, n = self.records.iloc[0], loss["n"].iloc[0] if len(loss) else 0
+        of = f"{first['data']}, {n} documents of {first['T']} tokens; ± is one standard error over documents.{read}"
+        return (
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>X-ray of {html.escape(self.subject)}</title>'
+            f"<style>{STYLE}</style></head><body><h1>X-ray of {html.escape(self.subject)}</h1>"
+            f'<p class="of">{html.escape(of)}</p><div class="four">{"".join(parts)}</div>'
+            f'<p class="foot">Reproduce: <code>{html.escape(self.command)}</code></p></body></html>'
+        )
+
+
+def _table(frame: pd.DataFrame) -> str:
+    shown = plots.table(frame).head(200)
+    return f"<details><summary>the numbers ({len(frame)} rows)</summary>{shown.to_html(index=False, border=0, na_rep='')}</details>"
+
+
+def xray(
+    thing: Any,
+    data: Any = None,
+    *,
+    n: int = 32,
+    T: int | None = None,
+    device: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> XRay:
+    """Answer the four questions for a run, a checkpoint's path, a model, or an observed module.
+
+    Args:
+        thing: what to look at; a run is compared with its own step 0 where it has one.
+        data: text, ids [n, T], a file or folder of text; default the run's own validation documents, or, where the model
+            has a tokenizer, prose of Python's standard library. Ids are halved: one half for the table of token means.
+        n: documents, T: tokens of each. progress: told what is being measured.
+
+    Raises `BadData` where the model has neither tokenizer nor data, `WorkbenchError` for what cannot be measured.
+    """
+    subject = _subject(thing, device)
+    names = [m for m in METRICS if m != SHORT or _length(subject, T, data) >= 64]
+    frame = measure(subject, names, _data(subject, data, n, T), steps=_steps(subject), n=n, T=T, progress=progress)
+    name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
+    given = f" --data {data}" if isinstance(data, str | Path) else ""
+    where = subject.path if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
+    return XRay(
+        name,
+        tuple(answers(frame)),
+        frame,
+        f"workbench xray {Path(where).name if isinstance(subject, Run) else where}{given}",
+    )
+
+
+def answers(frame: pd.DataFrame) -> list[Answer]:
+    """The four answers from records of one model, at its last step and, where there, at step 0."""
+    last = frame[frame["step"].isna() | (frame["step"] == frame["step"].max())]
+    parts = last[(last["metric"] == "concentration_parts")]
+    sink = last[last["metric"].isin(["sink_mass"]) & last["variant"].isna()]
+    drain = last[(last["metric"] == "value_drain") & (last["site"] == _values(last)) & last["variant"].isna()]
+    shares = frame[(frame["metric"] == "token_identity_share") & (frame["site"] == _values(frame))]
+    replaced = last[(last["metric"] == "value_ablation")]
+    return [
+        Answer("Does attention concentrate, and where?", concentration(frame), plots.concentration(parts), parts),
+        Answer("Are sinks drained?", sinks(frame), plots.sinks(sink, drain), pd.concat([sink, drain])),
+        Answer(
+            "How much of the deep values is only the token?",
+            token_share(frame),
+            plots.plot(shares, form="profile"),
+            shares,
+        ),
+        Answer("Would a value residual help here?", residual(frame), plots.ablation(replaced), replaced),
+    ]
+
+
+def _values(frame: pd.DataFrame) -> str:
+    """Own values where the model has them in deep layers, else the effective ones."""
+    own = frame[(frame["site"] == "own_v") & (frame["layer"] > 0)]
+    return "own_v" if len(own) else "v"
+
+
+def _subject(thing: Any, device: str | None) -> Any:
+    if isinstance(thing, str | Path):
+        return Run.open(thing) if (Path(thing) / RUN_FILE).exists() else load(thing, device=device)
+    return thing
+
+
+def _steps(subject: Any) -> str:
+    return "ends" if isinstance(subject, Run) and len(subject.steps) > 1 and subject.steps[0] == 0 else "last"
+
+
+def _length(subject: Any, T: int | None, data: Any) -> int:
+    if isinstance(data, Tensor):
+        return int(data.shape[-1])
+    return T or (subject.train.T if isinstance(subject, Run) else min(128, subject.config.n_ctx))
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """Ids [n, T] of which one half fills the table of token means and the other is measured."""
+
+    ids: Tensor
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        return self.ids[len(self.ids) // 2 :]
+
+    def sample(self) -> Sample:
+        half = self.ids[: len(self.ids) // 2]
+        return Sample(half, list(range(len(half))), "given ids", "ids", self)
+
+
+def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
+    """What to measure on, with a training side for the table of token means."""
+    if data is None and isinstance(subject, Run):
+        return None
+    if isinstance(data, Tensor | list | tuple):
+        ids = torch.as_tensor(data)
+        if ids.ndim != 2 or len(ids) < 4:
+            raise BadData(f"ids of shape {tuple(ids.shape)}: an X-ray needs [n, T] with 4 sequences or more")
+        return _Halves(ids.long().cpu()).sample()
+    tokenizer = subject.tokenizer
+    if tokenizer is None:
+        raise BadData(
+            "this model came without a tokenizer and without data: give token ids [n, T] as data=, or a .bin file"
+        )
+    if data is None:
+        source = TextData(embedded(), tokenizer)
+    elif Path(data).exists():
+        source = TextData(from_files([data]), tokenizer)
+    else:
+        raise WorkbenchError(f"{data}: no such file; give a file or a folder of text, or ids")
+    found = source.sample(n, _length(subject, T, data))
+    return Sample(found.ids, found.documents, found.label, found.kind, source)
