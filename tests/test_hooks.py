@@ -18,7 +18,7 @@ from workbench.models import ARCHITECTURES
 from workbench.names import QUADRATIC, STATISTICS, is_statistic, position_axis
 
 WIDE = torch.float64
-COMBINED = ["resformer+denseformer", "svformer+neutreno"]
+COMBINED = ["resformer+denseformer", "svformer+residual_k"]
 
 
 def tokens(length, *, batch=2, seed=0):

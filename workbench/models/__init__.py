@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from workbench.models.residual_attention import AttentionResidual
 from workbench.models.residual_hidden import HiddenResidual
 from workbench.models.same_key import SameKey
 from workbench.models.sharing import Sharing
-from workbench.models.shortcut import Projection, Shortcut, overrides
+from workbench.models.shortcut import Projection, Shortcut, Source, overrides
 from workbench.models.svformer import SVFormer
 from workbench.models.transformer import Transformer
 from workbench.models.value_embedding import ValueEmbedding
@@ -118,22 +119,35 @@ def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
     for key in options:
         if key not in chosen.options:
             raise UnknownName(f"option of {name}", key, chosen.options)
-    if len(set(chosen.shortcuts)) < len(chosen.shortcuts):
-        raise WorkbenchError(f"{name}: an architecture cannot be combined with itself or another form of it")
+    called = _called(name)
+    if twice := next((parts for parts in called.values() if len(parts) > 1), []):
+        first, second, *_ = twice
+        why = "cannot be combined with itself" if first == second else f"and {second} set one shortcut; keep one"
+        raise WorkbenchError(f"{name}: {first} {why}")
     settings, shortcuts = chosen.options | options, list[Shortcut]()
     own = {s: {key: settings[key] for key in Architecture("", (s,)).options} for s in chosen.shortcuts}
     for one, other in itertools.combinations(own, 2):
         if shared := sorted(own[one].keys() & own[other].keys()):
-            raise WorkbenchError(f"{name}: {one.prefix} and {other.prefix} both take {shared[0]}; keep one of them")
+            both = f"{called[one][0]} and {called[other][0]}"
+            raise WorkbenchError(f"{name}: {both} both take {shared[0]}; keep one of them")
     for shortcut, given in own.items():
-        config = _told(name, given, lambda s=shortcut, g=given, c=config: s.reshaped(c, **g))
+        config = _told(name, given, partial(shortcut.reshaped, config, **given))
     for shortcut, given in own.items():
-        shortcuts.append(_told(name, given, lambda s=shortcut, g=given: s(config, **g)))
+        shortcuts.append(_told(name, given, partial(shortcut, config, **given)))
         settings |= {key: getattr(shortcuts[-1], key) for key in given}
     _refuse_conflicts(name, shortcuts, config.n_layers)
     model = Transformer(config, shortcuts, architecture=name)
     model.options = settings
     return model.eval()
+
+
+def _called(name: str) -> dict[type[Shortcut], list[str]]:
+    """Which parts of a name each shortcut stands for."""
+    found: dict[type[Shortcut], list[str]] = {}
+    for part in name.split("+"):
+        for shortcut in ARCHITECTURES[part].shortcuts:
+            found.setdefault(shortcut, []).append(part)
+    return found
 
 
 def _told(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
@@ -169,20 +183,34 @@ def build(
 
 def _refuse_conflicts(name: str, shortcuts: list[Shortcut], n_layers: int) -> None:
     """Raise `WorkbenchError` where two shortcuts define one thing, or one is left without effect."""
-    if len(found := [s.prefix for s in shortcuts if overrides(s, "stream_sources")]) > 1:
-        raise WorkbenchError(f"{name}: {' and '.join(found)} both define what a block reads; keep one")
-    if len(found := [s.prefix for s in shortcuts if overrides(s, "softmaxes")]) > 1:
-        raise WorkbenchError(f"{name}: {' and '.join(found)} both define the attention; keep one")
+    called = {s: _called(name)[type(s)][0] for s in shortcuts}
+
+    def refuse(found: Sequence[Shortcut], why: str) -> None:
+        raise WorkbenchError(f"{name}: {' and '.join(dict.fromkeys(called[s] for s in found))} {why}")
+
+    if len(found := [s for s in shortcuts if overrides(s, "stream_sources")]) > 1:
+        refuse(found, "both define what a block reads; keep one")
+    if len(found := [s for s in shortcuts if overrides(s, "softmaxes")]) > 1:
+        refuse(found, "both define the attention; keep one")
     tensors: tuple[Projection, ...] = ("q", "k", "v")
-    idle = {s.prefix for s in shortcuts if any(s.mixes(t, n) for t in tensors for n in range(n_layers))}
+    roots: dict[tuple[Projection, int], Source] = {}
+    lenders: dict[Shortcut, list[Shortcut]] = {s: [] for s in shortcuts}  # who leaves it nothing to mix somewhere
+    works: set[Shortcut] = set()
     for layer, tensor in itertools.product(range(n_layers), tensors):
-        lending = [s.prefix for s in shortcuts if s.lender(tensor, layer) != layer]
-        mixing = [s.prefix for s in shortcuts if s.mixes(tensor, layer)]
+        lending = [s for s in shortcuts if s.lender(tensor, layer) != layer]
+        mixing = [s for s in shortcuts if s.mixes(tensor, layer)]
         if len(lending) > 1 or (len(mixing) > 1 and not lending):
-            both = " and ".join(lending if len(lending) > 1 else mixing)
-            raise WorkbenchError(f"{name}: {both} both define {tensor} of layer {layer}; keep one")
-        idle -= set(mixing) if not lending else set()
-    if idle:
-        raise WorkbenchError(
-            f"{name}: {sorted(idle)[0]} has nothing to mix, since no layer it acts on projects its own; keep one of them"
-        )
+            refuse(lending if len(lending) > 1 else mixing, f"both define {tensor} of layer {layer}; keep one")
+        source = lending[0].lender(tensor, layer) if lending else layer
+        roots[tensor, layer] = roots.get((tensor, source), source) if isinstance(source, int) else source
+        for s in mixing:
+            lenders[s] += lending
+        works.update(mixing if not lending else ())
+    for s, others in lenders.items():
+        if others and s not in works:
+            refuse([s, *others], f"cannot be combined: no layer that {called[s]} mixes has its own to mix")
+        if others and any(True for _ in s.parameters()):
+            refuse([s, *others], f"cannot be combined: coefficients of {called[s]} would do nothing in some layers")
+        if s.idle(lambda tensor, layer: roots[tensor, layer]):
+            borrowing = [x for x in shortcuts if any(x.lender(t, n) != n for t, n in roots)]
+            refuse([s, *borrowing], f"cannot be combined: all layers share what {called[s]} would tell apart")

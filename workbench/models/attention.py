@@ -92,7 +92,7 @@ class Attention(Part):
                 setattr(self, f"{name}_proj", nn.Linear(config.d_model, width, bias=False))
             self._wire(name, [s for s in shortcuts if s is not self.joint])
         self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.outputs = [s for s in shortcuts if overrides(s, "output")]
+        self.outputs = sorted((s for s in shortcuts if overrides(s, "output")), key=lambda s: s.multiplies)
         self.shown = [n for n in widths if self.lenders[n] == layer and (n == "v" or self.branches[n])]
         if self.shown:
             self.own = getattr(self, "own", Branch())
@@ -112,15 +112,22 @@ class Attention(Part):
         lender, wanted = self.lenders[name], dict[Source, State]()
         if lender != self.layer:
             wanted[lender] = "effective"
+        mixed = {  # elsewhere what a layer projects is what it attends with
+            j
+            for j in range(1, self.layer)
+            if any(s.mixes(name, j) for s in shortcuts) and all(s.lender(name, j) == j for s in shortcuts)
+        }
         for shortcut in shortcuts:
             mixes = shortcut.mixes(name, self.layer)
             if mixes and lender != self.layer:
                 continue  # nothing of its own to mix: it attends with what it borrows
             sources = shortcut.sources(name, self.layer)
             for j in sources:
-                if wanted.setdefault(j, shortcut.reads) != shortcut.reads and j != 0:
+                if wanted.setdefault(j, shortcut.reads) != shortcut.reads and j in mixed:
+                    readers = [s for s in shortcuts if j in (s.lender(name, self.layer), *s.sources(name, self.layer))]
                     raise WorkbenchError(
-                        f"layer {self.layer} would read {name} of layer {j} both before and after it is mixed"
+                        f"{' and '.join(s.prefix for s in readers)} cannot be combined: layer {self.layer} would read"
+                        f" {name} of layer {j} both before and after it is mixed"
                     )
             if mixes:
                 self.mixers[name] = shortcut, sources

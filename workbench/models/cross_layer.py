@@ -11,7 +11,7 @@ Parameters: none. Degenerate case: a decoder of one layer; or keys of the others
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from workbench.config import ModelConfig
 from workbench.errors import UnknownName
 from workbench.kernels.joint import Softmax
-from workbench.models.shortcut import Shortcut, Source, one_layer
+from workbench.models.shortcut import Projection, Shortcut, Source, one_layer
 
 
 def earlier(source: int | str, layer: int) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def checked_source(option: str, source: int | str, config: ModelConfig) -> int |
         if source not in ("previous", "first", "all"):
             raise UnknownName(option, source, ["previous", "first", "all", "a layer"])
         return source
-    return one_layer(option, source, range(config.n_layers))
+    return one_layer(option, source, range(max(1, config.n_layers - 1)))  # no layer reads the last
 
 
 class CrossLayer(Shortcut):
@@ -54,6 +54,11 @@ class CrossLayer(Shortcut):
 
     def attends(self, layer: int) -> Literal["", "softmax", "sets", "mixture"]:
         return "sets" if earlier(self.source, layer) else ""
+
+    def idle(self, root: Callable[[Projection, int], Source]) -> bool:
+        pairs = [(n, m) for n in range(self.config.n_layers) for m in earlier(self.source, n)]
+        both: tuple[Projection, Projection] = ("k", "v")
+        return bool(pairs) and all(root(t, n) == root(t, m) for t in both for n, m in pairs)
 
     def softmaxes(self, layer: int, q: Tensor, k: Tensor, read: Mapping[str, Mapping[Source, Tensor]]) -> list[Softmax]:
         return [Softmax(1.0, q, [k, *read["rot_k"].values()])]

@@ -32,7 +32,8 @@ class DenseFormer(Shortcut):
         super().__init__(config)
         if dilation < 1 or period < 1 or period > config.n_layers:
             raise WorkbenchError(
-                f"dilation={dilation}, period={period}: dilation from 1, period from 1 to n_layers={config.n_layers}"
+                f"dilation={dilation}, period={period}: dilation from 1, period from 1 to n_layers={config.n_layers};"
+                f" nearest dilation={max(dilation, 1)}, period={min(max(period, 1), config.n_layers)}"
             )
         self.dilation, self.period = dilation, period
         self.decays = self.decay_alpha = bool(decay_alpha)

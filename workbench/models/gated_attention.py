@@ -23,7 +23,7 @@ from workbench.models.shortcut import Shortcut, Source
 class GatedAttention(Shortcut):
     """A sigmoid gate on each element of the attention output."""
 
-    prefix = "gated_attention"
+    prefix, multiplies = "gated_attention", True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

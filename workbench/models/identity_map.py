@@ -17,7 +17,7 @@ from torch import Tensor
 
 from workbench.config import ModelConfig
 from workbench.models.cross_layer import checked_source, earlier
-from workbench.models.shortcut import Shortcut, Source
+from workbench.models.shortcut import Shortcut, Source, number
 
 
 class IdentityMap(Shortcut):
@@ -28,7 +28,7 @@ class IdentityMap(Shortcut):
     def __init__(self, config: ModelConfig, *, identity_source: int | str = "all", identity_scale: float = 1.0) -> None:
         super().__init__(config)
         self.identity_source = checked_source("identity_source", identity_source, config)
-        self.identity_scale = float(identity_scale)
+        self.identity_scale = number("identity_scale", identity_scale)
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return earlier(self.identity_source, layer) if tensor == "v" else ()

@@ -11,13 +11,13 @@ Seam: attention output, before W_O. Parameters: none. Degenerate case: neutreno_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Shortcut, Source
+from workbench.models.shortcut import Projection, Shortcut, Source, number
 
 
 class NeuTRENO(Shortcut):
@@ -27,10 +27,13 @@ class NeuTRENO(Shortcut):
 
     def __init__(self, config: ModelConfig, *, neutreno_lambda: float = 0.4) -> None:
         super().__init__(config)
-        self.neutreno_lambda = float(neutreno_lambda)
+        self.neutreno_lambda = number("neutreno_lambda", neutreno_lambda)
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return (0,) if tensor == "v" and layer > 0 else ()
+
+    def idle(self, root: Callable[[Projection, int], Source]) -> bool:
+        return self.config.n_layers > 1 and len({root("v", n) for n in range(self.config.n_layers)}) == 1  # V_1 - V_1
 
     def output(self, layer: int, z: Tensor, v: Tensor, sources: Mapping[Source, Tensor], x: Tensor) -> Tensor:
         if layer == 0:

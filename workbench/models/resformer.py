@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, chosen_layers, one_layer
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, chosen_layers, number, one_layer
 
 
 class ResFormer(Shortcut):
@@ -35,8 +35,8 @@ class ResFormer(Shortcut):
         detach_source: bool = False,
     ) -> None:
         super().__init__(config)
-        self.lambda_v1, self.lambda_own = float(lambda_v1), float(lambda_own)
-        self.source_layer = one_layer("source_layer", source_layer, range(config.n_layers))
+        self.lambda_v1, self.lambda_own = number("lambda_v1", lambda_v1), number("lambda_own", lambda_own)
+        self.source_layer = one_layer("source_layer", source_layer, range(max(1, config.n_layers - 1)))
         self.layers = chosen_layers("layers", layers, range(self.source_layer + 1, config.n_layers))
         self.detaches = self.detach_source = bool(detach_source)
 

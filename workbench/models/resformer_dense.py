@@ -19,7 +19,7 @@ from torch import nn
 
 from workbench.config import ModelConfig
 from workbench.errors import UnknownName
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
 
 
 class DenseResFormer(Shortcut):
@@ -39,7 +39,8 @@ class DenseResFormer(Shortcut):
         super().__init__(config)
         if dense_source not in ("raw", "mixed"):
             raise UnknownName("dense_source", dense_source, ["raw", "mixed"])
-        self.lambda_source, self.lambda_own, self.dense_source = float(lambda_source), float(lambda_own), dense_source
+        self.lambda_source, self.lambda_own = number("lambda_source", lambda_source), number("lambda_own", lambda_own)
+        self.dense_source = dense_source
         self.decays = self.decay_lambda = bool(decay_lambda)
         self.reads = "own" if dense_source == "raw" else "effective"
         start = lambda n: torch.tensor([self.lambda_source] * n + [self.lambda_own])  # noqa: E731

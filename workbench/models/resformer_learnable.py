@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
 
 
 class LearnableResFormer(Shortcut):
@@ -33,8 +33,8 @@ class LearnableResFormer(Shortcut):
         self, config: ModelConfig, *, lambda_v1: float = 0.5, lambda_own: float = 0.5, decay_lambda: bool = False
     ) -> None:
         super().__init__(config)
-        self.lambda_v1, self.lambda_own, self.decay_lambda = float(lambda_v1), float(lambda_own), bool(decay_lambda)
-        self.decays = self.decay_lambda
+        self.lambda_v1, self.lambda_own = number("lambda_v1", lambda_v1), number("lambda_own", lambda_own)
+        self.decays = self.decay_lambda = bool(decay_lambda)
         self.first = nn.Parameter(torch.full((config.n_layers - 1,), self.lambda_v1))
         self.own = nn.Parameter(torch.full((config.n_layers - 1,), self.lambda_own))
 
@@ -75,10 +75,12 @@ class PlusResFormer(LearnableResFormer):
     ) -> None:
         super().__init__(config, lambda_own=lambda_own, decay_lambda=decay_lambda)
         self.plus_logit_init = plus_logit_init
-        self.plus_scale_init = float(config.n_layers if plus_scale_init is None else plus_scale_init)
-        kind, _, number = str(plus_logit_init).partition(":")
+        self.plus_scale_init = number(
+            "plus_scale_init", config.n_layers if plus_scale_init is None else plus_scale_init
+        )
+        kind, _, size = str(plus_logit_init).partition(":")
         try:
-            self.start = kind, float(number or (0 if kind == "zeros" else "nan"))
+            self.start = kind, float(size or (0 if kind == "zeros" else "nan"))
         except ValueError:
             self.start = kind, math.nan
         if kind not in ("zeros", "randn", "ramp") or not math.isfinite(self.start[1]):

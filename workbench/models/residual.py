@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
 
 
 class _Residual(Shortcut):
     target: ClassVar[Projection]
 
-    def __init__(self, config: ModelConfig, first: float, own: float) -> None:
+    def __init__(self, config: ModelConfig, **pair: float) -> None:
         super().__init__(config)
-        self.pair = float(first), float(own)
+        self.pair = tuple(number(name, value) for name, value in pair.items())
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return (0,) if tensor == self.target and layer > 0 else ()
@@ -40,7 +40,7 @@ class QueryResidual(_Residual):
     prefix, target = "residual_q", "q"
 
     def __init__(self, config: ModelConfig, *, lambda_q1: float = 0.5, lambda_q_own: float = 0.5) -> None:
-        super().__init__(config, lambda_q1, lambda_q_own)
+        super().__init__(config, lambda_q1=lambda_q1, lambda_q_own=lambda_q_own)
         self.lambda_q1, self.lambda_q_own = self.pair
 
 
@@ -50,5 +50,5 @@ class KeyResidual(_Residual):
     prefix, target = "residual_k", "k"
 
     def __init__(self, config: ModelConfig, *, lambda_k1: float = 0.5, lambda_k_own: float = 0.5) -> None:
-        super().__init__(config, lambda_k1, lambda_k_own)
+        super().__init__(config, lambda_k1=lambda_k1, lambda_k_own=lambda_k_own)
         self.lambda_k1, self.lambda_k_own = self.pair

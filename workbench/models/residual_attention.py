@@ -20,7 +20,7 @@ from torch import Tensor
 from workbench.config import ModelConfig
 from workbench.errors import UnknownName
 from workbench.kernels.joint import Softmax
-from workbench.models.shortcut import Shortcut, Source
+from workbench.models.shortcut import Shortcut, Source, number
 
 
 class AttentionResidual(Shortcut):
@@ -35,7 +35,8 @@ class AttentionResidual(Shortcut):
         super().__init__(config)
         if attn_mix not in ("prob", "logit"):
             raise UnknownName("attn_mix", attn_mix, ["prob", "logit"])
-        self.lambda_a1, self.lambda_a_own, self.attn_mix = float(lambda_a1), float(lambda_a_own), attn_mix
+        self.lambda_a1, self.lambda_a_own = number("lambda_a1", lambda_a1), number("lambda_a_own", lambda_a_own)
+        self.attn_mix = attn_mix
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return (0,) if tensor in ("rot_q", "rot_k") and layer > 0 else ()

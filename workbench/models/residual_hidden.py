@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Shortcut, Weight
+from workbench.models.shortcut import Shortcut, Weight, number
 
 
 class HiddenResidual(Shortcut):
@@ -25,7 +25,7 @@ class HiddenResidual(Shortcut):
 
     def __init__(self, config: ModelConfig, *, lambda_h1: float = 1.0, lambda_h_own: float = 1.0) -> None:
         super().__init__(config)
-        self.lambda_h1, self.lambda_h_own = float(lambda_h1), float(lambda_h_own)
+        self.lambda_h1, self.lambda_h_own = number("lambda_h1", lambda_h1), number("lambda_h_own", lambda_h_own)
 
     def stream_sources(self, layer: int) -> tuple[int, ...]:
         return (0, layer + 1) if layer < self.config.n_layers - 1 else ()

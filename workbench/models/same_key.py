@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from workbench.config import ModelConfig
 from workbench.models.cross_layer import checked_source, earlier
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
 
 
 class SameKey(Shortcut):
@@ -23,7 +23,8 @@ class SameKey(Shortcut):
 
     def __init__(self, config: ModelConfig, *, source: int | str = "all", same_key_weight: float = 1.0) -> None:
         super().__init__(config)
-        self.source, self.same_key_weight = checked_source("source", source, config), float(same_key_weight)
+        self.source = checked_source("source", source, config)
+        self.same_key_weight = number("same_key_weight", same_key_weight, least=0.0)  # log w is added to scores
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return earlier(self.source, layer) if tensor == "v" else ()

@@ -30,7 +30,8 @@ class Sharing(Shortcut):
         if group != "all" and (
             isinstance(group, bool) or not isinstance(group, int) or not 1 <= group <= config.n_layers
         ):
-            raise WorkbenchError(f"group={group!r}: 'all' or a number of layers 1..{config.n_layers} (n_layers)")
+            near = f"; nearest {min(max(group, 1), config.n_layers)}" if isinstance(group, int) else ""
+            raise WorkbenchError(f"group={group!r}: 'all' or a number of layers 1..{config.n_layers} (n_layers){near}")
         self.share, self.group = share, group
 
     def lender(self, projection: Projection, layer: int) -> Source:

@@ -17,7 +17,9 @@ or as it attends with it, after any mixing there (`reads = "effective"`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -44,6 +46,8 @@ class Shortcut(nn.Module):
     reads: State = "own"
     detaches: bool = False
     """Whether no gradient flows back to the sources it mixes."""
+    multiplies: ClassVar[bool] = False
+    """Whether its `output` multiplies what others' add to, hence comes after them in whatever order they are named."""
     decays: bool = False
     """Whether weight decay applies to its coefficients (its matrices decay like all others)."""
 
@@ -94,6 +98,10 @@ class Shortcut(nn.Module):
     def output(self, layer: int, z: Tensor, v: Tensor, sources: Mapping[Source, Tensor], x: Tensor) -> Tensor:
         """Head outputs [batch, pos, head, d_head] from themselves, the effective and source values, the layer's input."""
         return z
+
+    def idle(self, root: Callable[[Projection, int], Source]) -> bool:
+        """Whether it changes nothing where `root(tensor, layer)` says whose query, key or value each layer uses."""
+        return False
 
     def keeps_skip(self, sublayer: Literal["attn", "mlp"], layer: int) -> bool:
         """Whether the stream passes by this sublayer."""
@@ -146,8 +154,22 @@ def chosen_layers(name: str, layers: str | Sequence[int], allowed: range) -> tup
     chosen = () if isinstance(layers, str) else tuple(layers)
     if isinstance(layers, str) or any(isinstance(n, bool) or n not in allowed for n in chosen):
         choices = f"{allowed.start}..{allowed.stop - 1}" if allowed else "none in this model"
-        raise WorkbenchError(f"{name}={layers!r}: choose 'all', 'late' or a list from the layers {choices}")
+        whole = [n for n in chosen if isinstance(n, int) and not isinstance(n, bool)]
+        near = sorted({min(max(n, allowed.start), allowed.stop - 1) for n in whole}) if allowed else []
+        raise WorkbenchError(
+            f"{name}={layers!r}: choose 'all', 'late' or a list from the layers {choices}"
+            + (f"; nearest {near}" if near else "")
+        )
     return tuple(sorted(set(chosen)))
+
+
+def number(name: str, value: object, *, least: float = -math.inf) -> float:
+    """A finite number from `least` on; raises `WorkbenchError` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise WorkbenchError(f"{name}={value!r}: must be a finite number, as 0.5")
+    if value < least:
+        raise WorkbenchError(f"{name}={value!r}: must be {least:g} or more; nearest {least:g}")
+    return float(value)
 
 
 def one_layer(name: str, layer: int, allowed: range) -> int:

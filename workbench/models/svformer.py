@@ -29,14 +29,18 @@ class SVFormer(Shortcut):
     ) -> None:
         super().__init__(config)
         last = config.n_layers - 1
-        if refresh_every is not None and not 1 <= refresh_every <= config.n_layers:
-            raise WorkbenchError(f"refresh_every={refresh_every}: must be 1..{config.n_layers} (n_layers)")
+        if refresh_every is not None and (isinstance(refresh_every, bool) or refresh_every not in range(1, last + 2)):
+            closest = min(max(refresh_every, 1), config.n_layers)
+            raise WorkbenchError(
+                f"refresh_every={refresh_every}: must be 1..{config.n_layers} (n_layers); nearest {closest}"
+            )
         every = tuple(range(0, config.n_layers, refresh_every or config.n_layers))
         self.anchors = every if anchors is None else tuple(anchors)
         self.refresh_every = refresh_every
         if self.anchors[:1] != (0,) or list(self.anchors) != sorted(set(self.anchors) & set(range(last + 1))):
+            nearest = tuple(sorted({0, *(min(max(a, 0), last) for a in self.anchors)}))
             raise WorkbenchError(
-                f"anchors={self.anchors}: must rise from 0 within the layers 0..{last}, as (0,) or (0, {last})"
+                f"anchors={self.anchors}: must rise from 0 within the layers 0..{last}; nearest {nearest}"
             )
         if refresh_every is not None and self.anchors != every:
             raise WorkbenchError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
 
 
 class ValueEmbedding(Shortcut):
@@ -42,8 +42,11 @@ class ValueEmbedding(Shortcut):
         most = max(1, config.n_layers // 2)
         self.value_tables = min(3, most) if value_tables is None else value_tables
         if isinstance(self.value_tables, bool) or self.value_tables not in range(1, most + 1):
-            raise WorkbenchError(f"value_tables={value_tables}: must be 1..{most} for {config.n_layers} layers")
-        self.lambda_table, self.lambda_own = float(lambda_table), float(lambda_own)
+            nearest = min(range(1, most + 1), key=lambda n: abs(n - self.value_tables))
+            raise WorkbenchError(
+                f"value_tables={value_tables}: must be 1..{most} for {config.n_layers} layers; nearest {nearest}"
+            )
+        self.lambda_table, self.lambda_own = number("lambda_table", lambda_table), number("lambda_own", lambda_own)
         self.decays = self.decay_lambda = bool(decay_lambda)
         shape = config.d_vocab, config.d_key_value
         self.tables: Any = nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(self.value_tables))
