@@ -93,7 +93,7 @@ def collect(model: Transformer, sample: Sample, jobs: Sequence[Job], batch: int)
         documents = range(start, start + len(ids))
         reducers = [hook for layer, entries in plan.items() for hook in _reducers(layer, entries, ids, documents)]
         with torch.no_grad(), model.hooks(reducers):
-            logits = model(ids)
+            logits = (getattr(model, "everywhere", model) if whole else model)(ids)
         for job in whole:
             job.feed(None, {"logits": logits, "tokens": ids}, documents)
 

@@ -107,6 +107,9 @@ def _measure_one(subject: Subject, wanted: Sequence[Measure], sample: Sample, ba
 
 def _compute(subject: Subject, missing: Mapping[str, Measure], sample: Sample, batch: int) -> dict[str, Tables]:
     model = subject.model.eval()
+    for item in missing.values():
+        if hasattr(model, "foreign") and isinstance(item, Metric) and item.form == "derived":
+            raise WorkbenchError(f"{item.name} reads weights by our names, which an observed module does not have; leave it out")
     streamed = {k: jobs_of(m) for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
     collect(model, sample, [job for jobs in streamed.values() for job in jobs], batch)
     results = {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,7 @@ from workbench.config import ModelConfig
 from workbench.corpus import Corpus, read_documents
 from workbench.data import Sample, TextData, TokenData, read_tokens
 from workbench.errors import BadData, WorkbenchError
+from workbench.models.hooked import HookedModel
 from workbench.models.transformer import Transformer
 from workbench.runs import RUN_FILE, Run, load
 from workbench.texts import is_dataset
@@ -67,6 +68,8 @@ class Subject:
     @property
     def is_hooked(self) -> bool:
         """Whether hooks of the caller change what the weights compute, so that numbers must not outlive the call."""
+        if hasattr(self.in_hand, "foreign"):  # nor do the weights of an observed module say what its code does
+            return True
         points = self.model.hook_dict.values() if self.run is None else ()
         return any(point._forward_hooks or point._backward_hooks for point in points)
 
@@ -94,8 +97,8 @@ def subjects(things: Any, steps: str | int | list[int], device: str | None) -> l
     """A model, a run, a path, or a list of them, as subjects; `steps` applies to runs."""
     found: list[Subject] = []
     for thing in things if isinstance(things, list | tuple) else [things]:
-        if isinstance(thing, Transformer):
-            found.append(Subject(in_hand=thing))
+        if isinstance(thing, HookedModel):
+            found.append(Subject(in_hand=cast(Transformer, thing)))  # an observed module is used alike
         elif isinstance(thing, Run) or (isinstance(thing, str | Path) and (Path(thing) / RUN_FILE).exists()):
             run = thing if isinstance(thing, Run) else Run.open(thing)
             found += [Subject(run, step, device) for step in run.resolve(steps)]

@@ -1,0 +1,122 @@
+"""Which part of a block made its queries, keys and values: a slice of some output, found by comparing numbers.
+
+Values are compared column by column, queries and keys head by head by their norms, which no rotation changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.observing.layouts import Path
+from workbench.observing.tracing import MATRIX, Execution
+
+_NARROW = (torch.float16, torch.bfloat16)
+_MOST = 2**26  # entries of a table of all columns against all columns
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One tensor that passes in or out of a part: the part, which of its runs in the block (or in all), where in it."""
+
+    module: str
+    run: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Projection(Tap):
+    """Columns of an output [batch, pos, width] that hold heads of `d_head` numbers."""
+
+    columns: slice | tuple[int, ...]
+    heads: int
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The heads [any, head, d_head] in rows [any, width]."""
+        chosen = rows[:, self.columns if isinstance(self.columns, slice) else list(self.columns)]
+        return chosen.unflatten(1, (self.heads, -1))
+
+    def into(self, rows: Tensor, heads: Tensor) -> Tensor:
+        """A copy of the rows in which the heads stand instead."""
+        rows = rows.clone()
+        rows[:, self.columns if isinstance(self.columns, slice) else list(self.columns)] = heads.flatten(1)
+        return rows
+
+
+def _as_slice(columns: Tensor) -> slice | tuple[int, ...]:
+    first, n = int(columns[0]), len(columns)
+    straight = torch.equal(columns.cpu(), torch.arange(first, first + n))
+    return slice(first, first + n) if straight else tuple(columns.tolist())
+
+
+def columns_of(made: Tensor, wanted: Tensor) -> slice | tuple[int, ...] | None:
+    """Columns of `made` [row, width] that equal those of `wanted` [row, columns] up to a factor each; None if not all."""
+    if made.shape[1] < wanted.shape[1]:
+        return None
+    tolerance = 1e-4 if made.dtype in _NARROW or wanted.dtype in _NARROW else 1e-9
+    a, b = (torch.nn.functional.normalize(x.double(), dim=0) for x in (made, wanted))
+    first = int((a.T @ b[:, 0]).abs().argmax())
+    straight = a[:, first : first + b.shape[1]]
+    if straight.shape == b.shape and bool(((straight * b).sum(0).abs() > 1 - tolerance).all()):
+        return slice(first, first + b.shape[1])
+    if a.shape[1] * b.shape[1] > _MOST or a.shape[1] == b.shape[1] == 1:
+        return None
+    best = (a.T @ b).abs().max(0)
+    if not bool((best.values > 1 - tolerance).all()) or len(best.indices.unique()) < len(best.indices):
+        return None
+    return _as_slice(best.indices)
+
+
+def heads_of(made: Tensor, wanted: Tensor, starts: Tensor) -> slice | tuple[int, ...] | None:
+    """Columns of `made` [row, width] that are heads [row, head, d_head] up to one factor and a rotation; None if not all.
+
+    Where norms leave a choice (normed heads), the rows of `starts` decide, which stand at position 0 and are not turned.
+    """
+    width = wanted.shape[-1]
+    if made.shape[1] % width or made.shape[1] < wanted.shape[1] * width:
+        return None
+    tolerance = 2e-2 if made.dtype in _NARROW or wanted.dtype in _NARROW else 1e-4
+    parts, heads = made.double().unflatten(1, (-1, width)), wanted.double()
+    a, b = (x.norm(dim=-1) for x in (parts, heads))
+    a, b = (x / x.mean(0).clamp_min(1e-30) for x in (a, b))
+    fits = (a[:, :, None] - b[:, None]).abs().amax(0) < tolerance
+    if bool((fits.sum(0) > 1).any()):
+        x, y = (torch.nn.functional.normalize(z[starts], dim=-1) for z in (parts, heads))
+        fits &= (x[:, :, None] - y[:, None]).abs().amax((0, 3)) < tolerance * width**0.5
+    best = fits.to(torch.uint8).max(0)
+    if not bool(best.values.all()) or len(best.indices.unique()) < len(best.indices):
+        return None
+    return _as_slice((best.indices[:, None] * width + torch.arange(width, device=made.device)).flatten())
+
+
+def run_of(entry: Execution, among: Iterable[Execution]) -> int:
+    """How often its part had run before, among these."""
+    return sum(other.name == entry.name and other.start < entry.start for other in among)
+
+
+def search(executions: list[Execution], wanted: Tensor, *, starts: Tensor | None = None) -> Projection | None:
+    """The outermost output among the executions that holds the heads [row, head, d_head]; `starts` where they are turned."""
+    for entry in sorted(executions, key=lambda e: (len(e.stack()), e.start)):
+        for seen in entry.made:
+            columns = (
+                heads_of(seen.rows, wanted, starts) if starts is not None else columns_of(seen.rows, wanted.flatten(1))
+            )
+            if columns is not None:
+                return Projection(entry.name, run_of(entry, executions), seen.path, columns, wanted.shape[1])
+    return None
+
+
+def alike(known: Projection, was_in: str, executions: list[Execution], block: str) -> Projection | None:
+    """The same projection in another block, where its part runs there and is as wide."""
+    name = MATRIX if known.module == MATRIX else block + known.module.removeprefix(was_in)
+    last = known.columns.stop if isinstance(known.columns, slice) else max(known.columns) + 1
+    same = [e for e in executions if e.name == name]
+    if len(same) <= known.run:
+        return None
+    seen = next((s for s in same[known.run].made if s.path == known.path), None)
+    if seen is None or seen.rows.shape[1] < last:
+        return None
+    return Projection(name, known.run, known.path, known.columns, known.heads)
