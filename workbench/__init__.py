@@ -24,6 +24,7 @@ _HOMES = {
     "observe": "workbench.observing",
     "equal": "workbench.observing",
     "plot": "workbench.plots",
+    "decompose": "workbench.decomposition",
     "xray": "workbench.xrays",
     "ARCHITECTURES": "workbench.models",
     "METRICS": "workbench.metrics",
