@@ -197,8 +197,8 @@ def residual(frame: pd.DataFrame) -> str:
     kept = 1 - token["value"] / zero["value"] if zero["value"] > 0 else math.nan
     for_it, against = [], []
     facts = _replaced(frame).rstrip(".").replace("Replacing", "replacing")
-    if math.isnan(kept):
-        against.append(f"later values hardly matter ({facts})")
+    if math.isnan(kept) or zero["value"] <= 2 * _zero(zero["se"]):
+        against.append(f"removing later values changes the loss by no more than its error ({facts})")
     elif kept >= MOSTLY:
         for_it.append(
             f"the token alone supplies {kept:.0%} of what later values do ({facts}), and the first layer's values are a function of it"
