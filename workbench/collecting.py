@@ -141,7 +141,7 @@ def rows_of(job: Job, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]
 
 def samples_of(job: Job, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]:
     """One value per document, where a metric has no position axis."""
-    if job.metric.form != "per_sequence" or "pos" in job.metric.axes:
+    if job.metric.form != "per_sequence" or set(job.metric.axes) - {"head"}:
         return
     for layer, found in job.found.items():
         axes, values = _axes(job, layer, n_layers), torch.cat(found)
@@ -172,7 +172,7 @@ def _control_rows(job: Job, sample: Sample, axes: dict[str, Any]) -> Iterator[di
         given = {"T": sample.ids.shape[1], "tokens": sample.ids}
         value = torch.as_tensor(control(**{a: given[a] for a in reads}), dtype=torch.double)
         value = value.mean(0) if "tokens" in reads else value  # one per sequence
-        named = ["pos"] if value.ndim else []
+        named = [axis for axis in job.metric.axes if axis != "head"] if value.ndim else []
         yield from _spread(axes | {"control": name}, named, value, torch.full_like(value, math.nan))
 
 
@@ -180,15 +180,17 @@ def _accumulated_rows(job: Job, folds: list[Any], axes: dict[str, Any], n: int) 
     used = folds[:n]
     whole = _result(job, used)
     left_out = [_result(job, [f for f in used if f is not fold]) for fold in used] if len(used) > 2 else []
-    for key, value in whole.items():
-        others = torch.tensor([found[key] for found in left_out], dtype=torch.double)
-        spread = (len(used) - 1) / len(used) * (others - others.mean()).square().sum() if left_out else others.sum()
-        se = float(spread.sqrt()) if left_out else math.nan
+    for key, found in whole.items():
+        value = torch.tensor(found, dtype=torch.double)
+        error = torch.full_like(value, math.nan)
+        if left_out:
+            others = torch.tensor([one[key] for one in left_out], dtype=torch.double)
+            error = ((len(used) - 1) / len(used) * (others - others.mean(0)).square().sum(0)).sqrt()
         unit = job.metric.units.get(key, job.metric.unit)
-        yield axes | {"variant": key or None, "unit": unit, "value": value, "se": se, "n": n}
+        yield from _spread(axes | {"variant": key or None, "unit": unit, "n": n}, ["index"] * value.ndim, value, error)
 
 
-def _result(job: Job, parts: Iterable[Any]) -> Mapping[str, float]:
+def _result(job: Job, parts: Iterable[Any]) -> Mapping[str, float | list[float]]:
     total = job.metric.function(**job.options)
     for part in parts:
         total.merge(part)

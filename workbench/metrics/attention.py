@@ -129,6 +129,76 @@ def row_entropy(
 
 
 @metric(
+    unit="keys", range="1..i at query i", reading="lower: the head is more focused", source="perplexity of attention rows",
+    variants={"share": {"share": True}}, units={"share": "share of the keys in sight"},
+    controls={"uniform_causal": lambda T: (T + 1) / 2},
+)  # fmt: skip
+def effective_keys(row_entropy: Float[Tensor, "batch head pos"], *, share: bool = False) -> Float[Tensor, "batch head"]:
+    """How many keys a query attends to, as if evenly: the mean over queries of exp(H_i).
+
+    `share`: of the i keys in sight. Caution: the mean of exp(H) is larger than exp of the mean entropy.
+    """
+    keys = row_entropy.exp()
+    if share:
+        keys = keys / torch.arange(1, keys.shape[-1] + 1, device=keys.device)
+    return keys.mean(-1)
+
+
+TOP = 10
+
+
+def _top_uniform(T: int) -> Tensor:
+    return uniform_importance(T)[:TOP]
+
+
+@metric(
+    unit="share", range="0..1, falling with the rank", reading="higher: attention is on fewer positions",
+    source="Zhou et al. 2024 (ranks 1, 2, 3, 10)", variants={"cumulative": {"cumulative": True}},
+    controls={"uniform_causal": _top_uniform},
+)  # fmt: skip
+def top_importance(
+    received: Float[Tensor, "batch head pos"], *, cumulative: bool = False
+) -> Float[Tensor, "batch index"]:
+    """Token importance of the ten most attended positions, largest first; heads averaged.
+
+    `cumulative`: of the first so many together. Caution: a rank is another position in each sequence.
+    """
+    p = received.double().mean(1) / received.shape[-1]
+    top = p.topk(min(TOP, p.shape[-1]), dim=-1).values
+    return top.cumsum(-1) if cumulative else top
+
+
+@metric(
+    unit="ratio", range=">= 0, 1 = uniform causal", reading="higher: attended more than its position explains", min_length=2,
+    source="column sums over those of uniform causal attention",
+    controls={"uniform_causal": lambda T: 1.0},
+)  # fmt: skip
+def received_ratio(received: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch pos"]:
+    """Attention each position receives over what uniform causal attention would give it; heads averaged.
+
+    c_j / c_j^uniform with c_j = sum_i A_ij. Caution: late positions receive little, so their ratios are noisy.
+    """
+    T = received.shape[-1]
+    return received.mean(1) / (T * uniform_importance(T)).to(received)
+
+
+@metric(
+    unit="share", range="0..1, sums to 1", reading="higher: more of what attention moves comes from here",
+    source="Guo et al. 2024, arXiv 2406.12335 (attention times the 1-norm of the value)",
+)  # fmt: skip
+def value_weighted_importance(
+    received: Float[Tensor, "batch head pos"], v: Float[Tensor, "batch pos kv_head d_head"]
+) -> Float[Tensor, "batch pos"]:
+    """Share of each position in what attention moves: received attention times the value's 1-norm, summed over heads.
+
+    c_j ||v_j||_1 / sum. A drained sink counts little here and much in token importance. Caution: the norm is taken before W_O.
+    """
+    size = wide(v).abs().sum(-1).transpose(1, 2).repeat_interleave(received.shape[1] // v.shape[2], dim=1)
+    weighted = (received * size).sum(1)
+    return weighted / weighted.sum(-1, keepdim=True)
+
+
+@metric(
     unit="share of heads", range="0..1", reading="higher: more heads are sinks", min_length=64,
     source="Gu et al. 2024, arXiv 2410.10781 (T = 64, threshold 0.3, first token)", controls={"uniform_causal": lambda T: 0.0},
 )  # fmt: skip

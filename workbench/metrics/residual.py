@@ -61,6 +61,40 @@ def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 
 
 
 @metric(
+    unit="ratio", range="0..1", reading="lower: collapsed to one vector", min_length=2, sites=("stream", "v", "own_v", "z"),
+    source="Wang et al. 2022, arXiv 2203.05962 (Frobenius form of Dong et al. 2021)", variants={"excl0": {"skip": 1}},
+    controls={"orthogonal": lambda T: (1.0 - 1.0 / T) ** 0.5},
+)  # fmt: skip
+def collapse_residual(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 0) -> Float[Tensor, "batch"]:
+    """What is left of a sequence's vectors after their mean is taken away: ||X - 1 xbar^T||_F / ||X||_F.
+
+    0 where all positions hold one vector; sqrt(1 - 1/T) for orthogonal vectors of one length. For unit vectors it is the
+    token similarity s in another form: s = (T (1 - r^2) - 1) / (T - 1). Caution: one large position can carry the ratio.
+    """
+    x = wide(vectors.flatten(2)[:, skip:])
+    mean = x.mean(1, keepdim=True)
+    return (x - mean).flatten(1).norm(dim=-1) / x.flatten(1).norm(dim=-1)
+
+
+@metric(
+    unit="ratio", range=">= 1", reading="higher: a few entries tower over the rest", sites=("stream",),
+    source="Sun et al. 2024, arXiv 2402.17762 (an entry is massive above 100 and above 1000 times the median)",
+    variants={"count": {"count": True}}, units={"count": "entries"},
+)  # fmt: skip
+def massive_activations(vectors: Float[Tensor, "batch pos *width"], *, count: bool = False) -> Float[Tensor, "batch"]:
+    """Largest entry of the residual stream over the median entry, in absolute value.
+
+    `count`: entries above 100 and at least 1000 times the median of their sequence, the published criterion. Caution: small
+    models rarely pass 100; the ratio has no threshold.
+    """
+    size = wide(vectors).abs().flatten(1)
+    median = size.median(-1).values
+    if count:
+        return ((size > 100) & (size >= 1000 * median[:, None])).sum(-1).to(size.dtype)
+    return size.amax(-1) / median
+
+
+@metric(
     unit="nats", range=">= 0", reading="higher: worse prediction", source="mean next-token cross-entropy", min_length=2,
 )  # fmt: skip
 def loss(logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:

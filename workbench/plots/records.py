@@ -30,7 +30,12 @@ from workbench.plots.style import (
 )
 
 KEY = ["metric", "variant", "site", "part", "data", "T", "unit"]
-FORMS = ("profile", "steps", "positions", "heads", "bars")
+FORMS = ("profile", "steps", "positions", "heads", "ranks", "bars")
+MAPS = {
+    "positions": ("position", "position"),
+    "heads": ("head", "head"),
+    "ranks": ("index", "rank"),
+}  # column, in words
 MOST_PANELS = 24
 MOST_PRINTED = 64  # cells of a map that carry their number
 
@@ -51,7 +56,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.copy()
     frame["architecture"] = frame["architecture"].fillna("model")
     frame["run"] = frame["run"].fillna(frame["architecture"])
-    for name in ("step", "layer", "head", "position", "seed"):
+    for name in ("step", "layer", "head", "position", "index", "seed"):
         frame[name] = frame[name].astype("float64")
     return frame
 
@@ -59,11 +64,13 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
 def form_of(rows: pd.DataFrame) -> str:
     """The form that shows the axes of these records: heat maps for heads and positions, else curves, else bars."""
     measured = rows[rows["control"].isna()]
-    varies = {axis: measured[axis].nunique() for axis in ("layer", "head", "position", "step")}
+    varies = {axis: measured[axis].nunique() for axis in ("layer", "head", "position", "index", "step")}
     if varies["step"] > 2:
         return "steps"
     if varies["position"] > 1:
         return "positions"
+    if varies["index"] > 1:
+        return "ranks"
     return "heads" if varies["head"] > 1 else "profile" if varies["layer"] > 1 else "bars"
 
 
@@ -80,7 +87,7 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[_Panel]:
             if not pd.isna(values[k])
         )
         chosen = form or form_of(rows)
-        if chosen in ("positions", "heads"):
+        if chosen in MAPS:
             measured = rows[rows["control"].isna()]
             for architecture in ordered(measured["architecture"]):
                 mine = measured[measured["architecture"] == architecture]
@@ -134,7 +141,7 @@ def plot(
     for i, panel in enumerate(panels):
         where = {"row": i // columns + 1, "col": i % columns + 1}
         _DRAW[panel.form](figure, panel, where, shown, bands, smooth)
-    keys = list(dict.fromkeys(p.key for p in panels if p.form in ("positions", "heads")))
+    keys = list(dict.fromkeys(p.key for p in panels if p.form in MAPS))
     for i, key in enumerate(keys):
         _colour_axis(figure, i, pd.concat([p.rows for p in panels if p.key == key]), [p.key for p in panels].index(key))
     _link_axes(figure, panels, columns)
@@ -149,7 +156,7 @@ def plot(
     dashed = "dashed: step 0, random init" if "step 0 (random init)" in shown else ""
     under = subtitle(frame, *sorted(bands), dashed, smoothed, *(_map_words(frame) if keys else ()))
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
-    if keys and any(p.form not in ("positions", "heads") for p in panels):  # colour bars stand where the legend would
+    if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would
         figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2 / count, "yanchor": "top"})
     return figure
 
@@ -167,7 +174,7 @@ def _link_axes(figure: go.Figure, panels: Sequence[_Panel], columns: int) -> Non
     """Panels of one metric and unit share the y axis, so that they can be compared; each says its unit and its direction."""
     first: dict[tuple[str, ...], str] = {}
     for i, panel in enumerate(panels):
-        if panel.form in ("positions", "heads"):
+        if panel.form in MAPS:
             continue
         unit = panel.rows["unit"].dropna()
         said = str(unit.iloc[0]) if len(unit) else words(panel.key[0])
@@ -183,7 +190,7 @@ def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, panel: int) 
     low, high = float(rows["value"].min()), float(rows["value"].max())
     unit = str(rows["unit"].dropna().iloc[0]) if rows["unit"].notna().any() else ""
     signed = low < 0 < high
-    whole = unit.startswith("share") and rows["position"].nunique() < 2
+    whole = unit.startswith("share") and rows["position"].nunique() < 2 and rows["index"].nunique() < 2
     limit = max(-low, high)
     span = (-limit, limit) if signed else (0.0, 1.0) if whole else (low, high)
     bar = {"title": {"text": words(unit)}, "x": 1.02 + 0.1 * index, "thickness": 14}
@@ -298,8 +305,8 @@ def _draw_steps(
 
 
 def _draw_map(figure: go.Figure, panel: _Panel, where: dict[str, int], *_: Any) -> None:
-    axis = "position" if panel.form == "positions" else "head"
-    grid = panel.rows.pivot_table(index="layer", columns=axis, values="value", aggfunc="mean", dropna=False)
+    column, axis = MAPS[panel.form]
+    grid = panel.rows.pivot_table(index="layer", columns=column, values="value", aggfunc="mean", dropna=False)
     name = panel.title.split(":")[0]
     hover = f"{name}<br>layer %{{y}}, {axis} %{{x}}: %{{z:.4g}}<extra></extra>"
     key = panel.rows["metric"].iloc[0] + str(tuple(map(str, panel.rows[KEY].iloc[0])))

@@ -1,0 +1,91 @@
+"""Spectra of vectors: how many directions they use. Second moments are streamed in float64, one D x D matrix a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from workbench.metrics.base import metric, wide
+
+MOST_EIGENVALUES = 32
+KEPT_VARIANCE = 0.99
+
+
+class _Moments:
+    """Count, sum and second moment of vectors; a batch is one matrix product."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.sum = torch.zeros(0, dtype=torch.double)
+        self.second = torch.zeros(0, 0, dtype=torch.double)
+
+    def update(self, vectors: Float[Tensor, "batch pos *width"]) -> None:
+        """Add the vectors of a batch, all heads of a position together."""
+        x = wide(vectors.flatten(2).flatten(0, 1)).double()
+        self._add(len(x), x.sum(0).cpu(), (x.T @ x).cpu())
+
+    def merge(self, other: _Moments) -> None:
+        """Add what another accumulator has seen."""
+        if other.n:
+            self._add(other.n, other.sum, other.second)
+
+    def _add(self, n: int, total: Tensor, second: Tensor) -> None:
+        self.n += n
+        self.sum = total if not len(self.sum) else self.sum + total
+        self.second = second if not len(self.second) else self.second + second
+
+    def eigenvalues(self, *, centred: bool = False) -> Tensor:
+        """Eigenvalues of the second moment (1/N) sum v v^T, or of the covariance; descending, none below 0."""
+        moment = self.second / self.n
+        if centred:
+            mean = self.sum / self.n
+            moment = moment - torch.outer(mean, mean)
+        return torch.linalg.eigvalsh(moment).flip(0).clamp_min(0)
+
+
+@metric(
+    unit="directions", range="1..D", reading="higher: more directions in use", sites=("v", "own_v", "stream", "z"), min_length=2,
+    source="Zhou et al. 2024 (spectra of values); effective rank: Roy and Vetterli 2007; participation: Gao et al. 2017",
+    variants={"participation": {}, "pcs_99": {}, "top_share": {}, "trace": {}},
+    units={"top_share": "share", "trace": "norm squared"},
+)  # fmt: skip
+class EffectiveRank(_Moments):
+    """Directions that vectors use, from the eigenvalues mu of their uncentred second moment (1/N) sum v v^T.
+
+    exp(-sum q ln q) with q = mu / sum mu (the eigenvalue form). `participation`: (sum mu)^2 / sum mu^2. `pcs_99`: principal
+    components for 99 % of the centred variance. `top_share`: mu_1 / sum mu. `trace`: sum mu = mean ||v||^2, the scale that
+    the others are free of. Caution: limited by the number of vectors; compare models on the same tokens, and with step 0.
+    """
+
+    def result(self) -> Mapping[str, float]:
+        """{"": effective rank, and the variants}; NaN without vectors or where they are all zero."""
+        names = ("", "participation", "pcs_99", "top_share", "trace")
+        if not self.n or not (mu := self.eigenvalues()).isfinite().all() or float(mu.sum()) == 0:
+            return dict.fromkeys(names, math.nan)
+        q = mu / mu.sum()
+        spread = self.eigenvalues(centred=True)
+        whole = float(spread.sum())
+        pcs = int((spread.cumsum(0) < KEPT_VARIANCE * whole * (1 - 1e-12)).sum()) + 1 if whole > 0 else 0
+        values = (torch.special.entr(q).sum().exp(), 1 / q.square().sum(), pcs, q[0], mu.sum())
+        return dict(zip(names, map(float, values), strict=True))
+
+
+@metric(
+    unit="share of the trace", range="0..1, falling", reading="flat: many directions; steep: few", sites=("v", "own_v"),
+    source="Zhou et al. 2024 (spectra of values), normalised by the trace", min_length=2,
+)  # fmt: skip
+class Spectrum(_Moments):
+    """Eigenvalues of the values' uncentred second moment over their sum, largest first.
+
+    The published spectra are not normalised, and so contain the values' scale. Caution: the largest 32 only; a layer with
+    larger values is no richer, so read the trace (variant of effective rank) beside it.
+    """
+
+    def result(self) -> Mapping[str, list[float]]:
+        """{"": one share for each eigenvalue}; NaN without vectors."""
+        mu = self.eigenvalues() if self.n else torch.tensor([math.nan])
+        return {"": (mu / mu.sum())[:MOST_EIGENVALUES].tolist()}
