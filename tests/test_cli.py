@@ -9,7 +9,7 @@ import pytest
 
 from workbench.cli import app as commands
 
-EXPECTED = {"demo", "train", "import", "export", "measure", "plot", "report", "xray", "app", "list"}
+EXPECTED = {"demo", "train", "import", "export", "measure", "generate", "plot", "report", "xray", "app", "list"}
 
 
 def run(*arguments, cwd=None, **environment):
@@ -88,6 +88,20 @@ def test_measure_plot_and_list_work_on_a_run(one_run, tmp_path):
     listed = json.loads(run("list", "runs", "--runs", one_run, "--json").stdout)
     assert listed[0]["run"] == "small"
     assert listed[0]["state"] == "finished"
+
+
+def test_generate_continues_what_it_is_given(one_run):
+    """Ids, since this run has no tokenizer; a text is refused."""
+    made = run("generate", one_run / "small", "--prompt", "3 4,5", "-n", 6, "--seed", 1)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith("3 4,5 ")
+    new = made.stdout.removeprefix("3 4,5 ").split()
+    assert len(new) == 6
+    assert all(0 <= int(token) < 64 for token in new)
+    refused = run("generate", one_run / "small", "--prompt", "some text")
+    assert refused.returncode == 2
+    assert "write token ids as" in refused.stderr
+    assert not refused.stdout
 
 
 def test_measure_refuses_an_unknown_metric_with_the_nearest(one_run):

@@ -1,4 +1,4 @@
-"""The command line: demo, train, measure, plot, report, app, list. Each command's help is its docstring.
+"""The command line: demo, train, measure, generate, plot, report, app, list. Each command's help is its docstring.
 
 Heavy imports happen inside the commands, so `--help` answers at once.
 """
@@ -212,6 +212,33 @@ def measure(
 
 
 @app.command()
+def generate(
+    path: Annotated[Path, typer.Argument(help="A run or a checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; token ids as '3 14 15' where there is no tokenizer.")],
+    tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="New tokens at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set whose mass reaches this.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal texts; else another one each time.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends it; repeat for more.")] = None,
+    step: Annotated[str, typer.Option(help="last, first, or a number.")] = "last",
+    device: Device = None,
+) -> None:
+    """Continue a text, token by token."""
+    from workbench.runs import load
+
+    model = load(path, step=int(step) if step.isdigit() else step, device=device)
+    start, texts = (prompt, True) if model.tokenizer else (_ids(prompt), False)
+    pieces = model.stream(
+        start, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, use_cache=model.caches
+    )
+    print(prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece if texts else f" {piece}", end="", flush=True)
+    print()
+
+
+@app.command()
 def plot(
     records: Annotated[Path, typer.Argument(help="Records as `measure --out` writes them (.parquet).")],
     out: Annotated[Path, typer.Option(help="The figure: one offline .html page.")] = Path("figure.html"),
@@ -322,6 +349,15 @@ def _settings(pairs: list[str] | None, kind: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[key] = value
     return found
+
+
+def _ids(text: str) -> list[int]:
+    from workbench.errors import BadData
+
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdigit() for word in words):
+        raise BadData(f"--prompt {text!r}: this model came without a tokenizer, so write token ids as '3 14 15'")
+    return [int(word) for word in words]
 
 
 def _steps(text: str) -> Any:

@@ -20,11 +20,13 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import digest
 from workbench.interventions import INTERVENTIONS, Intervention
 from workbench.metrics import METRICS, Metric
+from workbench.models.cache import KeyValueCache
 from workbench.models.transformer import Transformer
 from workbench.results import SAMPLE_COLUMNS, provenance, records, typed
 from workbench.subjects import Subject, Tables, refuse_unfit, sample_of, subjects
 
 Measure = Metric | Intervention
+CACHED = 16  # tokens behind the bytes of a key-value cache, which grow in proportion
 
 
 def measure(
@@ -109,7 +111,9 @@ def _compute(subject: Subject, missing: Mapping[str, Measure], sample: Sample, b
     model = subject.model.eval()
     for item in missing.values():
         if hasattr(model, "foreign") and isinstance(item, Metric) and item.form == "derived":
-            raise WorkbenchError(f"{item.name} reads weights by our names, which an observed module does not have; leave it out")
+            raise WorkbenchError(
+                f"{item.name} reads weights by our names, which an observed module does not have; leave it out"
+            )
     streamed = {k: jobs_of(m) for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
     collect(model, sample, [job for jobs in streamed.values() for job in jobs], batch)
     results = {}
@@ -120,7 +124,7 @@ def _compute(subject: Subject, missing: Mapping[str, Measure], sample: Sample, b
             rows = (row for job in streamed[key] for row in rows_of(job, sample, model.config.n_layers))
             samples = (row for job in streamed[key] for row in samples_of(job, sample, model.config.n_layers))
         elif isinstance(item, Intervention):
-            rows = item.function(model, sample, subject.run.data if subject.run else None, batch)
+            rows = item.function(model, sample, subject.run.data if subject.run else sample.source, batch)
         else:
             rows = _derived_rows(model, item, sample)
         common = _common(subject, key, item, sample)
@@ -144,11 +148,18 @@ def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[s
 
 
 def _derived_rows(model: Transformer, metric: Metric, sample: Sample) -> Iterator[dict[str, Any]]:
-    """Rows of a metric of weights (exact) or of gradients (one document at a time: mean, se and n over documents)."""
+    """Rows of a metric of weights or a cache (exact), or of gradients (one document at a time: mean, se, n over documents)."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
     if "gradients" not in metric.arguments:
-        for row in metric.function(weights):
-            yield {"part": row.part, "layer": row.layer, "value": row.value, "unit": metric.unit}
+        given: dict[str, Any] = {"weights": weights}
+        if "cache" in metric.arguments:
+            given["cache"] = _decoded(model, sample.ids[:1, :CACHED])
+        given = {name: given[name] for name in metric.arguments}
+        settings: list[tuple[str | None, Mapping[str, Any]]] = [(None, {}), *metric.controls.items()]
+        for control, options in settings:
+            for row in metric.function(**given, **options):
+                axes = {"part": row.part, "layer": row.layer, "control": control, "unit": metric.unit}
+                yield axes | {"value": row.value}
         return
     variants: list[tuple[str | None, Mapping[str, Any]]] = [(None, {}), *metric.variants.items()]
     found: dict[tuple[str | None, str, int | None], list[float]] = {}
@@ -162,6 +173,14 @@ def _derived_rows(model: Transformer, metric: Metric, sample: Sample) -> Iterato
         se = float(each.std() / math.sqrt(len(each))) if len(each) > 1 else math.nan
         axes = {"part": part, "layer": layer, "variant": variant, "unit": unit}
         yield axes | {"value": float(each.mean()), "se": se, "n": len(each)}
+
+
+def _decoded(model: Transformer, ids: Tensor) -> KeyValueCache:
+    """The 16-bit cache of a sequence, its last token read by itself as decoding does."""
+    cache = model.new_cache(len(ids), dtype=torch.bfloat16)
+    for part in (ids[:, :-1], ids[:, -1:]):
+        model(part, return_type=None, past_kv_cache=cache)
+    return cache
 
 
 def _gradients(model: Transformer, ids: Tensor, *, output: bool) -> dict[str, Tensor]:

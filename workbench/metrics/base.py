@@ -2,8 +2,8 @@
 
 Three forms, told apart by type. *Per sequence*: a function of named activations that returns one value per sequence
 (first axis `batch`), so the driver supplies mean, standard error and n. *Accumulated*: a class with `update(...)`,
-`merge(other)` and `result()`. *Derived*: a function of `weights` or `gradients` that returns rows of (part, layer, value).
-None sees a model, a file or a widget.
+`merge(other)` and `result()`. *Derived*: a function of `weights`, `gradients` or a key-value `cache` that returns rows of
+(part, layer, value). None sees a model, a file or a widget.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from workbench.names import ACTIVATIONS
 Form = Literal["per_sequence", "accumulated", "derived"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-GIVEN = ("tokens", "weights", "gradients")
-"""Arguments the driver hands in beside activations: ids [batch, pos], tensors by name."""
+GIVEN = ("tokens", "weights", "gradients", "cache")
+"""Arguments the driver hands in beside activations: ids [batch, pos], tensors by name, a filled key-value cache."""
 
 AXES = {"pos": "position", "head": "head", "kv_head": "head", "source": "source", "index": "index"}
 """Axes a value may have after `batch`, and the record's columns for them."""
@@ -104,7 +104,7 @@ def metric(
     """Register a measure under its own name.
 
     `sites`: activations a `vectors` argument takes in turn. `variants`: name -> keyword options (`per_head` adds a head
-    axis). `controls`: name -> a function of `T` or `tokens` (per sequence) or keyword options (accumulated).
+    axis). `controls`: name -> a function of `T` or `tokens` (per sequence) or keyword options (accumulated, derived).
     `units`: unit of a variant where it differs. `folds`: jackknife groups of documents behind an accumulated value's error.
     Raises if the name is taken, an argument is no activation or an axis no column of the records.
     """

@@ -1,10 +1,10 @@
-"""What weights and their gradients say by themselves: gradient norms per matrix, bytes of the key-value cache."""
+"""What weights, their gradients and the cache say by themselves: gradient norms per matrix, bytes held and bytes read."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,15 +66,49 @@ def _norms(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(found, 2, torch.promote_types(found[0].dtype, torch.float32))
 
 
+class Decoded(Protocol):
+    """A key-value cache, in 16 bits, of a sequence that was read all but its last token at once, then that one."""
+
+    batch: int
+    length: int
+
+    def nbytes(self) -> int:
+        """Bytes of the keys and values held, each tensor once."""
+
+    def traffic(self) -> int:
+        """Bytes of keys and values that the last pass read, shared ones once for each reader."""
+
+
+LOOKED_UP = "bank_of_values.tables."  # tables [d_vocab, width] whose rows are cached like projected values
+
+
 @metric(
     unit="bytes per token", range="> 0", reading="higher: a larger cache",
-    source="by formula, 2 bytes an element: keys and values of the layers that project them",
+    source="counted from the tensors held, in 16 bits", controls={"formula": {"formula": True}}, min_length=2,
 )  # fmt: skip
-def cache_bytes(weights: Mapping[str, Tensor]) -> list[Row]:
-    """Bytes of key-value cache a token needs at 16 bits, by formula: each layer's own keys and values, counted once.
+def cache_bytes(cache: Decoded, weights: Mapping[str, Tensor], *, formula: bool = False) -> list[Row]:
+    """Capacity: bytes of key-value cache per token, counted from the tensors that a cached pass leaves behind.
 
-    2 (sum over layers of the widths of W_K and W_V that exist). Shared values are held once: SVFormer's cache is
-    (L + 1) / (2 L) of the decoder's. Caution: capacity; traffic falls only where the shared values stay in a nearer cache.
+    Beside it `formula`: 2 (sum over layers of the widths of W_K and W_V that exist, and of tables looked up instead).
+    Shared keys and values are held once: SVFormer's cache is (L + 1) / (2 L) of the decoder's. Caution: this is room, not
+    speed; see `cache_traffic`.
     """
-    widths = sum(t.shape[0] for n, t in weights.items() if n.endswith(("k_proj.weight", "v_proj.weight")))
-    return [Row("formula", None, 2.0 * widths)]
+    widths = [t.shape[0] for n, t in weights.items() if n.endswith((".k_proj.weight", ".v_proj.weight"))]
+    widths += [t.shape[1] for n, t in weights.items() if n.startswith(LOOKED_UP)]
+    return [Row("all", None, 2.0 * sum(widths) if formula else cache.nbytes() / (cache.batch * cache.length))]
+
+
+@metric(
+    unit="bytes per token", range="> 0", reading="higher: decoding moves more",
+    source="counted from the tensors read, in 16 bits", controls={"capacity": {"capacity": True}}, min_length=2,
+)  # fmt: skip
+def cache_traffic(cache: Decoded, *, capacity: bool = False) -> list[Row]:
+    """Traffic: bytes of cached keys and values that decoding one token reads, per token in the cache.
+
+    Every layer reads what it attends to, so keys and values that layers share count once for each reader: SVFormer and
+    CLA read as much as the decoder, GQA less, cross-layer attention more. Beside it `capacity`, the bytes held. Caution:
+    shared values that stay in a nearer cache (the GPU's L2) between layers are read from far memory only once, which
+    brings SVFormer's traffic down to its capacity.
+    """
+    held = cache.nbytes() if capacity else cache.traffic()
+    return [Row("all", None, held / (cache.batch * cache.length))]

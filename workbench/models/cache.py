@@ -3,10 +3,15 @@
 Capacity and traffic are two things: SVFormer's cache holds (L + 1) / (2 L) of the decoder's bytes, yet each layer's
 attention reads the shared values again, so decoding moves as many bytes as the decoder's unless they stay in a nearer
 memory. `nbytes` counts the first, `traffic` the second.
+
+    cache = model.new_cache(1)
+    logits = model(prompt, past_kv_cache=cache)  # the pass takes the prompt in; the next one continues it
+    branch = cache.clone()
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -27,11 +32,15 @@ class KeyValueCache:
         self.length = 0
         self.entries: dict[tuple[str, int], Tensor] = {}  # (k or v, layer) -> [batch, reserved, kv_head, d_head]
         self._read = self._traffic = 0
+        self._made: list[tuple[str, int]] = []  # entries that the pass under way has added
 
     def check(self, model: Any, ids: Tensor) -> None:
         """Raise `BadData` where ids [batch, pos] of a model cannot continue this cache."""
-        self._read = 0
-        if self._model() is not model:
+        for key in self._made:  # by a pass that did not end; what it wrote to the others is behind their length
+            del self.entries[key]
+        self._made, self._read = [], 0
+        owner: Any = self._model()
+        if owner is not model:
             raise BadData("this cache belongs to another model: make one with model.new_cache(batch)")
         if len(ids) != self.batch:
             raise BadData(
@@ -70,6 +79,8 @@ class KeyValueCache:
         if self.length:
             assert past is not None, f"{name} of layer {layer} has no past"
             buffer[:, : self.length] = past[:, : self.length]
+        if held is None:
+            self._made.append((name, layer))
         self.entries[name, layer] = buffer
         return buffer
 
@@ -82,7 +93,22 @@ class KeyValueCache:
     def advance(self, new: int) -> None:
         """End of a forward pass over `new` tokens."""
         self.length += new
-        self._traffic, self._read = self._read, 0
+        self._traffic, self._read, self._made = self._read, 0, []
+
+    @torch.inference_mode(False)
+    def clone(self) -> KeyValueCache:
+        """A copy that goes its own way: two continuations of one prompt."""
+        twin = copy.copy(self)
+        twin.entries, twin._made = {key: entry.clone() for key, entry in self.entries.items()}, list(self._made)
+        return twin
+
+    def truncate(self, length: int) -> None:
+        """Forget what follows the first `length` tokens."""
+        if not 0 <= length <= self.length:
+            raise BadData(f"length={length}: the cache holds {self.length} tokens, choose from 0..{self.length}")
+        self.length = length
+        if not length:
+            self.entries, self._made = {}, []  # a layer that had an entry of its own may share again
 
     def nbytes(self) -> int:
         """Bytes of the keys and values held, counted from the tensors (without room kept for later tokens)."""

@@ -21,6 +21,7 @@ from transformer_lens.utilities import Slice
 
 from workbench.config import ModelConfig
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.models import generation
 from workbench.models.cache import KeyValueCache
 from workbench.names import QUADRATIC, is_statistic, position_axis
 
@@ -257,6 +258,8 @@ class HookedModel(HookedRootModule):
     unembed: nn.Linear
     ln_final: Any
     blocks: Any
+    caches = False
+    """Whether `logits` takes a key-value cache."""
 
     def __init__(self, config: ModelConfig, architecture: str) -> None:
         super().__init__()
@@ -347,9 +350,52 @@ class HookedModel(HookedRootModule):
 
     def new_cache(self, batch: int = 1, *, reserve: int = 0, dtype: torch.dtype | None = None) -> KeyValueCache:
         """An empty key-value cache for `batch` sequences; `reserve` tokens of room at once, `dtype` of what is stored."""
+        if not self.caches:
+            raise WorkbenchError(f"{type(self).__name__} keeps no key-value cache: generate with use_cache=False")
         if batch < 1 or not 0 <= reserve <= self.config.n_ctx:
             raise BadData(f"batch={batch}, reserve={reserve}: a batch from 1, room for 0..{self.config.n_ctx} tokens")
         return KeyValueCache(self, batch, self.config.n_ctx, reserve=reserve, dtype=dtype)
+
+    def generate(
+        self,
+        prompt: Any,
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: Any = None,
+        use_cache: bool = True,
+    ) -> Any:
+        """Prompt and continuation in the form of the prompt: text, texts, ids [pos] or [batch, pos]; no gradients.
+
+        Args:
+            temperature: 0 takes the likeliest token. top_k, top_p: as in transformers, in this order.
+            seed: equal seeds give equal tokens, with and without a cache and whatever the other rows are; None draws one
+                from PyTorch's own generator.
+            stop: a token id, a text, or a list of them that end a row, beside the tokenizer's end of a document; () lets
+                nothing end it. Text comes without what ended it; ids keep it, and the row is padded behind it with the
+                tokenizer's end id, else with the row's last token.
+            use_cache: False reads the whole sequence again for each token, so hooks see it whole; with a cache they see
+                the prompt, then one token at a time.
+
+        `generation.generate` says also how long each row is and what ended it. Raises `BadData` beyond the context,
+        before anything runs, and `WorkbenchError` for options out of range.
+        """
+        found = generation.generate(
+            self, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop,
+            use_cache=use_cache,
+        )  # fmt: skip
+        whole = found.texts if generation.is_text(prompt) else found.ids
+        return whole[0] if generation.is_single(prompt) else whole
+
+    def stream(self, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Iterator[Any]:
+        """The continuation of `generate` as it comes, an item for each token: text, texts, an id, or ids [batch].
+
+        A piece of text may be empty: half a character, or what may become a stop, waits for what follows.
+        """
+        return generation.stream(self, prompt, max_new_tokens, **options)
 
     def _logits(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         if self.switch.on:

@@ -117,6 +117,8 @@ class Unembed(Part, nn.Linear):
 class Transformer(HookedModel):
     """A decoder with hooks: the vanilla one, or composed with shortcuts. Build it with `workbench.build`."""
 
+    caches = True
+
     def __init__(
         self, config: ModelConfig, shortcuts: Sequence[Shortcut] = (), *, architecture: str = "transformer"
     ) -> None:

@@ -1,0 +1,638 @@
+"""Generation and the key-value cache: the same tokens with and without it, what it holds, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from typer.testing import CliRunner
+
+from workbench import cli, runs
+from workbench.config import PRESETS
+from workbench.errors import BadData, WorkbenchError
+from workbench.measuring import measure
+from workbench.metrics.weights import cache_bytes, cache_traffic
+from workbench.models import ARCHITECTURES, compose, generation
+from workbench.models.generation import Sampling
+from workbench.models.hooked import HookedModel, hooked
+from workbench.tokenizer import train_tokenizer
+
+WIDE = torch.float64
+WRITTEN = 280  # ids of the tokenizer; the model that writes with it has a few more
+FOUR = {"n_layers": 4}
+FIVE = {"n_layers": 5}
+COMBINED = [
+    ("svformer", {"anchors": (0, 2)}, {}),
+    ("svformer", {"refresh_every": 2}, FIVE),
+    ("cla", {"group": 2}, FIVE),
+    ("cla", {"group": "all", "share": "k"}, {}),
+    ("svformer+cla", {"anchors": (0, 3), "group": 3}, FIVE),
+    ("resformer+cla", {}, FIVE),
+    ("resformer+gqa", {}, {}),
+    ("cla+gqa", {"query_group": 4}, FOUR),
+    ("svformer+denseformer", {}, {}),
+    ("neutreno+residual_k", {}, {}),
+    ("svformer+cross_layer", {}, {}),
+    ("cla+cross_layer_all", {}, FOUR),
+    ("svformer+residual_attention", {}, {}),
+    ("residual_attention", {"attn_mix": "logit"}, {}),
+    ("resformer+bank_of_values", {}, {}),
+]
+EVERY = [(name, {}, {}) for name in ARCHITECTURES] + COMBINED
+NAMES = [f"{name}-{index}" if options else name for index, (name, options, _) in enumerate(EVERY)]
+
+
+def tokens(model, length, *, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.d_vocab, (batch, length), generator=generator)
+
+
+def in_chunks(model, ids, sizes, cache=None):
+    """Logits of a cached pass over chunks of these sizes, the rest one by one."""
+    cache = cache or model.new_cache(len(ids))
+    sizes = [*sizes, *[1] * (ids.shape[1] - sum(sizes))]
+    return torch.cat([model(part, past_kv_cache=cache) for part in ids.split(sizes, 1)], 1)
+
+
+@pytest.fixture
+def awake(tiny):
+    """`tiny` whose learned coefficients have left their neutral start."""
+
+    def make(architecture, **options):
+        model = tiny(architecture, **options)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if p.ndim == 1 or name.startswith("dwa."):
+                    p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["a small text about small things, and über ß: naïve\n\n"] * 20, WRITTEN)
+
+
+@pytest.fixture
+def writer(tiny, tokenizer):
+    """A model with a tokenizer."""
+    model = tiny("svformer", config={"d_vocab": WRITTEN + 20})
+    model.tokenizer = tokenizer
+    return model
+
+
+@contextlib.contextmanager
+def scripted(model, *rows):
+    """For as long as this stands, row i continues with the ids of the i-th script, its last one for ever."""
+    at = iter(range(1000))
+
+    def write(module, args, logits):
+        now = next(at)
+        for row, script in enumerate(rows):
+            logits[row, -1] = 0
+            logits[row, -1, script[min(now, len(script) - 1)]] = 50
+        return logits
+
+    handle = model.unembed.register_forward_hook(write)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# ---- cached and uncached are one -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("architecture", "options", "config"), EVERY, ids=NAMES)
+def test_cached_decoding_equals_the_full_pass(awake, architecture, options, config):
+    model = awake(architecture, dtype=WIDE, config=config, **options)
+    ids = tokens(model, 11)
+    whole = model(ids)
+    for sizes in ((), (4, 3), (11,)):
+        cache = model.new_cache(2)
+        assert (in_chunks(model, ids, sizes, cache) - whole).abs().max() < 1e-10
+        assert cache.length == 11
+    model.float()
+    assert (in_chunks(model, ids, (5,)) - model(ids)).abs().max() < 1e-5 * whole.abs().max()
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("architecture", [n for n in ARCHITECTURES if "gqa" not in n and n != "mqa"])
+def test_cached_decoding_equals_the_full_pass_with_grouped_heads(awake, architecture, kv_heads):
+    """`gqa` and `mqa` set the key-value heads themselves."""
+    model = awake(architecture, dtype=WIDE, config={"n_key_value_heads": kv_heads})
+    ids = tokens(model, 9)
+    assert (in_chunks(model, ids, (5,)) - model(ids)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "cross_layer", "residual_attention", "svformer+cla"])
+def test_chunks_after_a_deep_prompt(awake, architecture):
+    """More queries after a past than one strip of the kernel holds, up to the last position of the context."""
+    model = awake(architecture, dtype=WIDE, config={"n_ctx": 400})
+    ids = tokens(model, 400, batch=1)
+    assert (in_chunks(model, ids, (230, 150)) - model(ids)).abs().max() < 1e-10
+
+
+def test_a_narrow_cache_stores_what_it_says(awake):
+    model = awake("svformer")
+    ids, cache = tokens(model, 12), model.new_cache(2, dtype=torch.bfloat16)
+    found = in_chunks(model, ids, (6,), cache)
+    assert {entry.dtype for entry in cache.entries.values()} == {torch.bfloat16}
+    assert found.dtype == torch.float32
+    assert 0 < (found - model(ids)).abs().max() < 0.05 * found.abs().max()
+
+
+# ---- what the cache holds --------------------------------------------------------------------------------------------
+
+
+def elements(name, options, L, D):
+    """Cached elements per token by the published formulas, D the width of all key-value heads."""
+    anchors = len(options.get("anchors", ())) or -(-L // options.get("refresh_every", L))
+    group = options.get("group", 2)
+    leaders = 1 if group == "all" else -(-L // group)
+    keys = values = L
+    parts = name.split("+")
+    share = options.get("share", "k" if name.startswith("svformer+cla") else "kv")
+    for part in parts:
+        if part == "svformer":
+            values = anchors
+        shared = {"cla": share, "share_k": "k", "share_v": "v"}.get(part, "")
+        keys = leaders if "k" in shared else keys
+        values = leaders if "v" in shared else values
+    return (keys + values) * D
+
+
+@pytest.mark.parametrize(("architecture", "options", "config"), EVERY, ids=NAMES)
+def test_bytes_held_equal_the_formula_and_the_storage(tiny, architecture, options, config):
+    model = tiny(architecture, config=config, **options)
+    c = model.config
+    cache = model.new_cache(2, reserve=10)
+    in_chunks(model, tokens(model, 10), (6,), cache)
+    each = elements(architecture, options, c.n_layers, c.d_key_value)
+    assert cache.nbytes() == 2 * 10 * each * 4
+    storages = {e.untyped_storage().data_ptr(): e.untyped_storage().nbytes() for e in cache.entries.values()}
+    assert sum(storages.values()) == cache.nbytes()
+    frame = measure(model, ["cache_bytes", "cache_traffic"], tokens(model, 10))
+    assert frame["control"].fillna("").tolist() == ["", "formula", "", "capacity"]
+    assert frame["value"][[0, 1, 3]].tolist() == [2.0 * each] * 3
+    assert frame["value"][2] >= 2.0 * each
+
+
+PUBLISHED = {  # bytes a token at 16 bits: 82M and 468M
+    ("transformer",): (16_384, 98_304),
+    ("svformer",): (9_216, 51_200),
+    ("gqa",): (8_192, 49_152),
+    ("cla",): (8_192, 49_152),
+    ("svformer+gqa",): (2_304, 12_800),
+    ("gqa", ("query_group", 8)): (2_048, 12_288),
+    ("cla+gqa", ("query_group", 4)): (2_048, 12_288),
+}
+
+
+@pytest.mark.parametrize("preset", [0, 1], ids=["82m", "468m"])
+@pytest.mark.parametrize("key", PUBLISHED, ids=lambda key: "-".join(map(str, key)))
+def test_bytes_of_the_published_shapes(key, preset):
+    shape = PRESETS[("82m", "468m")[preset]].model.replace(d_vocab=5, d_mlp=2, n_ctx=8)
+    with torch.device("meta"):
+        model = compose(key[0], shape, **dict(key[1:]))
+    model.to(torch.bfloat16).to_empty(device="cpu").requires_grad_(False)
+    for p in model.parameters():
+        p.zero_()
+    cache = model.new_cache()
+    in_chunks(model, torch.tensor([[1, 2, 3]]), (2,), cache)
+    weights, found = dict(model.named_parameters()), PUBLISHED[key][preset]
+    assert cache_bytes(cache, weights)[0].value == cache_bytes(cache, weights, formula=True)[0].value == found
+    # sharing between layers saves room, not reads; grouped heads save both
+    grouped = model.config.n_heads // model.config.n_key_value_heads
+    assert cache_traffic(cache)[0].value == PUBLISHED["transformer",][preset] / grouped
+
+
+def test_traffic_counts_every_reader(tiny):
+    """Elements of width 32 that three layers read of each position: own keys and values, and those of other layers."""
+    reads = {"transformer": 6, "svformer": 6, "cla": 6, "cross_layer": 6 + 2 + 2, "cross_layer_all": 6 + 2 + 4}
+    reads["residual_attention"] = 6 + 1 + 1
+    for architecture, expected in reads.items():
+        model = tiny(architecture)
+        cache = model.new_cache(2)
+        in_chunks(model, tokens(model, 7), (4,), cache)
+        assert cache.traffic() == 2 * 7 * 32 * 4 * expected, architecture
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_generate_reserves_exactly_what_it_needs(tiny, monkeypatch, early):
+    model, made, make = tiny("svformer"), [], HookedModel.new_cache
+    monkeypatch.setattr(HookedModel, "new_cache", lambda self, *a, **k: made.append(make(self, *a, **k)) or made[-1])
+    prompt = tokens(model, 5)
+    stop = [model.generate(prompt, 1, temperature=0)[0, -1].item()] if early else None
+    made.clear()
+    model.generate(prompt[:1], 9, temperature=0, stop=stop)
+    (cache,) = made
+    assert {entry.shape[1] for entry in cache.entries.values()} == {5 + 9 - 1}  # the last token is never read
+    assert cache.length == (5 if early else 13)
+
+
+# ---- using the cache oneself -----------------------------------------------------------------------------------------
+
+
+def test_a_cache_refuses_another_model_batch_or_too_much(tiny):
+    model, other = tiny(), tiny(seed=1)
+    cache = model.new_cache(2)
+    model(tokens(model, 100), past_kv_cache=cache)
+    with pytest.raises(BadData, match=r"another model: make one with model.new_cache"):
+        other(tokens(model, 3), past_kv_cache=cache)
+    with pytest.raises(BadData, match=r"holds 2 sequences, these are 3; make one with new_cache\(3\)"):
+        model(tokens(model, 3, batch=3), past_kv_cache=cache)
+    with pytest.raises(BadData, match=r"100 cached and 29 new tokens exceed .* room for 28"):
+        model(tokens(model, 29), past_kv_cache=cache)
+    with pytest.raises(BadData, match=r"choose from 0\.\.100"):
+        cache.truncate(101)
+    assert cache.length == 100
+    model(tokens(model, 28), past_kv_cache=cache)
+
+
+@pytest.mark.parametrize("architecture", ["svformer", "cla", "cross_layer_all", "bank_of_values"])
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_pass_that_fails_leaves_the_cache_as_it_was(awake, architecture, first):
+    """Also where a hook had made a borrowing layer store values of its own, and where room ran out on the way."""
+    model = awake(architecture, dtype=WIDE)
+    ids, cache = tokens(model, 9), model.new_cache(2)
+    whole = model(ids)
+    if first:
+        model(ids[:, :first], past_kv_cache=cache)
+    before = cache.nbytes()
+
+    def fail(x, hook):
+        raise RuntimeError("in the last layer")
+
+    broken = [("blocks.1.attn.hook_v", lambda v, hook: 0 * v), ("blocks.2.hook_attn_out", fail)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="in the last layer"), model.hooks(broken):
+            model(ids[:, first:], past_kv_cache=cache)
+        assert cache.length == first
+    assert (model(ids[:, first:], past_kv_cache=cache) - whole[:, first:]).abs().max() < 1e-10
+    fresh = model.new_cache(2)
+    model(ids, past_kv_cache=fresh)
+    assert cache.nbytes() == fresh.nbytes() >= before
+    assert cache.traffic() == fresh.traffic()
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "svformer", "cla", "cross_layer"])
+def test_branches_of_a_cache_and_going_back(awake, architecture):
+    model = awake(architecture, dtype=WIDE)
+    ids, other = tokens(model, 9), tokens(model, 9, seed=1)
+    mixed = torch.cat((ids[:, :5], other[:, 5:]), 1)
+    trunk = model.new_cache(2)
+    model(ids[:, :5], past_kv_cache=trunk)
+    branch = trunk.clone()
+    found = in_chunks(model, other[:, 5:], (), branch)
+    assert trunk.length == 5
+    assert (found - model(mixed)[:, 5:]).abs().max() < 1e-10
+    assert (in_chunks(model, ids[:, 5:], (), trunk) - model(ids)[:, 5:]).abs().max() < 1e-10
+    trunk.truncate(5)
+    assert (in_chunks(model, other[:, 5:], (2,), trunk) - model(mixed)[:, 5:]).abs().max() < 1e-10
+    trunk.truncate(0)
+    assert trunk.nbytes() == 0
+    assert (in_chunks(model, ids, (2,), trunk) - model(ids)).abs().max() < 1e-10
+
+
+def test_an_observed_module_says_that_it_keeps_no_cache(tiny, monkeypatch):
+    model = tiny()
+    monkeypatch.setattr(type(model), "caches", False)
+    with pytest.raises(WorkbenchError, match="use_cache=False"):
+        model.generate(tokens(model, 3), 2)
+    assert model.generate(tokens(model, 3), 2, use_cache=False).shape == (2, 5)
+
+
+# ---- generating ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("architecture", "options", "config"), EVERY, ids=NAMES)
+def test_generation_is_the_same_with_and_without_a_cache(tiny, architecture, options, config):
+    model = tiny(architecture, config=config, **options)
+    prompt = tokens(model, 4)
+    for settings in ({"temperature": 0}, {"seed": 3, "top_k": 20, "top_p": 0.9}):
+        cached = model.generate(prompt, 8, **settings)
+        assert cached.shape == (2, 12)
+        assert torch.equal(cached[:, :4], prompt)
+        assert torch.equal(cached, model.generate(prompt, 8, use_cache=False, **settings))
+
+
+def test_greedy_takes_the_likeliest_token_each_time(tiny):
+    model = tiny()
+    ids = tokens(model, 3)
+    found = model.generate(ids, 6, temperature=0)
+    for _ in range(6):
+        ids = torch.cat((ids, model(ids)[:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(found, ids)
+    assert torch.equal(found, model.generate(ids[:, :3], 6, temperature=1e-30, seed=0))
+
+
+def test_filters_are_those_of_transformers():
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0)) * 3
+    for temperature, top_k, top_p in [
+        (0.7, 10, 0.8),
+        (1.5, None, 0.95),
+        (1.0, 3, None),
+        (0.3, 50, 0.5),
+        (2.0, 7, 0.01),
+    ]:
+        true = TemperatureLogitsWarper(temperature)(None, logits)
+        true = TopKLogitsWarper(top_k)(None, true) if top_k else true
+        true = TopPLogitsWarper(top_p)(None, true) if top_p else true
+        found = Sampling(temperature=temperature, top_k=top_k, top_p=top_p).probabilities(logits)
+        torch.testing.assert_close(found, true.softmax(-1))
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    kept = {p: int((Sampling(top_p=p).probabilities(logits) > 0).sum()) for p in (1e-9, 0.5, 0.6, 0.75, 0.8, 1.0)}
+    assert kept == {1e-9: 1, 0.5: 1, 0.6: 2, 0.75: 2, 0.8: 3, 1.0: 4}
+    assert Sampling(top_p=0.6).probabilities(logits)[0].tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
+
+
+def test_draws_have_the_probabilities():
+    """Tokens cut [0, 1) into pieces as long as their probabilities; what has none is never drawn, even at the ends."""
+    logits = torch.tensor([-math.inf, 0.25, 0.5, 0.25, 0.0]).log().nan_to_num(nan=-math.inf)
+    drawn = (torch.arange(1000) + 0.5) / 1000
+    found = Sampling().choose(logits.expand(1000, -1), drawn)
+    assert torch.bincount(found, minlength=5).tolist() == [0, 250, 500, 250, 0]
+    ends = torch.tensor([0.0, 1.0])  # float32 may round the last one up
+    assert Sampling().choose(logits.expand(2, -1), ends).tolist() == [1, 3]
+
+
+def test_sampling_follows_the_model(tiny):
+    model = tiny(std=0.05)
+    prompt = tokens(model, 3, batch=1).expand(3000, 3)
+    found = model.generate(prompt, 1, seed=5)[:, -1]
+    p = model(prompt[:1])[0, -1].softmax(-1)
+    spread = (p * (1 - p) / 3000).sqrt()
+    assert ((torch.bincount(found, minlength=61) / 3000 - p).abs() < 4.5 * spread).all()
+
+
+def test_a_row_depends_on_the_seed_and_its_place_alone(tiny):
+    model = tiny(dtype=WIDE)
+    prompt = tokens(model, 4, batch=3)
+    found = model.generate(prompt, 8, seed=1)
+    assert torch.equal(model.generate(prompt, 8, seed=1), found)
+    assert torch.equal(model.generate(prompt[:2], 8, seed=1), found[:2])
+    changed = torch.cat((prompt[:2], tokens(model, 4, batch=1, seed=9)))
+    assert torch.equal(model.generate(changed, 8, seed=1)[:2], found[:2])
+    assert torch.equal(model.generate(prompt, 3, seed=1), found[:, :7])
+    assert not torch.equal(model.generate(prompt, 8, seed=2), found)
+    same = model.generate(prompt[:1].expand(3, 4), 8, seed=1)
+    assert len({tuple(row) for row in same.tolist()}) == 3, "rows of one prompt are different samples"
+    torch.manual_seed(0)
+    free = model.generate(prompt, 8), model.generate(prompt, 8)
+    assert not torch.equal(*free)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(prompt, 8), free[0])
+
+
+def test_the_form_of_the_prompt_is_the_form_of_the_answer(writer):
+    ids = writer.to_tokens("a small")
+    assert writer.generate(ids[0], 5, seed=0).shape == (ids.shape[1] + 5,)
+    assert writer.generate(ids[0].tolist(), 5, seed=0).shape == (ids.shape[1] + 5,)
+    text = writer.generate("a small", 5, seed=0, stop=())
+    assert text.startswith("a small")
+    assert len(text) > len("a small")
+    assert writer.generate(["a small", "a small"], 5, seed=0, stop=())[0] == text
+    items = list(writer.stream(ids[0], 5, seed=0, stop=()))
+    assert items == writer.generate(ids[0], 5, seed=0, stop=())[-5:].tolist()
+    pair = list(writer.stream(ids.expand(2, -1), 5, seed=0, stop=()))
+    assert torch.equal(torch.stack(pair, 1), writer.generate(ids.expand(2, -1), 5, seed=0, stop=())[:, -5:])
+
+
+def test_streamed_text_is_the_generated_text(writer):
+    for seed in range(12):  # half characters abound in the bytes that a random model writes
+        whole = writer.generate("über", 20, seed=seed, temperature=3.0, stop=["a", "\n\n", "\ufffdx"])
+        pieces = list(writer.stream("über", 20, seed=seed, temperature=3.0, stop=["a", "\n\n", "\ufffdx"]))
+        assert "über" + "".join(pieces) == whole
+        assert "a" not in whole
+        everything = generation.generate(writer, "über", 20, seed=seed, temperature=3.0, stop=())
+        assert everything.texts == [writer.tokenizer.decode(everything.ids[0].tolist())]
+    both = list(writer.stream(["über", "über"], 4, seed=0))
+    assert all(len(pieces) == 2 for pieces in both)
+
+
+def test_only_what_the_tokenizer_can_write_is_drawn_for_text(writer):
+    """The vocabulary of the model is larger than the tokenizer's."""
+    with torch.no_grad():
+        writer.unembed.weight[WRITTEN:] *= 9
+    assert writer.generate(writer.to_tokens("a"), 3, temperature=0)[0, 1:].min() >= WRITTEN
+    assert writer.generate("a", 3, temperature=0) != "a"
+
+
+def test_half_a_character_waits_for_its_other_half(writer):
+    raw = [
+        next(i for i in range(WRITTEN) if writer.tokenizer.token_strings([i]) == [f"\\x{b:02x}"]) for b in "€".encode()
+    ]
+    with scripted(writer, raw):
+        assert list(writer.stream("a", 3, temperature=0)) == ["", "", "€"]
+    with scripted(writer, raw[:2]):
+        assert "".join(writer.stream("a", 2, temperature=0)) == "\ufffd"
+
+
+# ---- stopping --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_stop_by_themselves_are_padded_and_reported(tiny):
+    model = tiny()
+    with scripted(model, [7, 8, 9, 9], [3, 7, 9, 9], [1, 2, 3, 4]):
+        found = generation.generate(model, tokens(model, 2, batch=3), 4, temperature=0, stop=[7, 8])
+    assert found.ids[:, 2:].tolist() == [[7, 7, 7, 7], [3, 7, 7, 7], [1, 2, 3, 4]]
+    assert found.lengths == [3, 4, 6]
+    assert found.ended == ["stop", "stop", "length"]
+
+
+def test_generation_ends_with_its_last_row(tiny):
+    model = tiny()
+    for stop, columns in ((7, 2), ([7, 1], 2), ((), 4), (None, 4)):
+        with scripted(model, [7, 8], [3, 7, 9, 9]):
+            assert model.generate(tokens(model, 2), 4, temperature=0, stop=stop).shape == (2, 2 + columns)
+
+
+def test_the_end_of_a_document_ends_a_row_and_pads_it(writer):
+    end, a = writer.tokenizer.eos_id, writer.tokenizer.encode("a")[0]
+    prompt = torch.tensor([[a, a], [a, a]])
+    for stop, expected in ((None, [[a, end, end], [a, a, a]]), ((), [[a, end, a], [a, a, a]])):
+        with scripted(writer, [a, end, a], [a]):
+            assert writer.generate(prompt, 3, temperature=0, stop=stop)[:, 2:].tolist() == expected
+    with scripted(writer, [a, end, a], [a]):
+        found = generation.generate(writer, ["aa", "aa"], 3, temperature=0)
+    assert found.texts == ["aaa", "aaaaa"]  # what ended it is not part of the text
+    assert found.lengths[1] - found.lengths[0] == 1
+
+
+def test_stop_strings_span_tokens_and_are_left_out(writer):
+    encode = writer.tokenizer.encode
+    script = [encode(c)[0] for c in "x. y. z!"]
+    for stop, expected in (("y. z", "x. "), (["z!", "zz"], "x. y. "), ("?", "x. y. z!"), (["y.", ". "], "x")):
+        with scripted(writer, script):
+            pieces = list(writer.stream("a", 8, temperature=0, stop=stop))
+        assert "".join(pieces) == expected
+    with scripted(writer, script):
+        ids = writer.generate(encode("a"), 8, temperature=0, stop=". ")
+    assert ids.tolist() == [*encode("a"), *script[:3]], "ids keep what ended them"
+
+
+def test_the_command_writes_the_text_that_generate_returns(writer, monkeypatch):
+    monkeypatch.setattr(runs, "load", lambda path, **settings: writer)
+    options = [
+        "--temperature",
+        "0.5",
+        "--top-k",
+        "40",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "3",
+        "--stop",
+        "b",
+        "--stop",
+        "\n",
+        "-n",
+        "9",
+    ]
+    done = CliRunner().invoke(cli.app, ["generate", "here", "--prompt", "a small", *options])
+    expected = writer.generate("a small", 9, temperature=0.5, top_k=40, top_p=0.9, seed=3, stop=["b", "\n"])
+    assert done.exit_code == 0
+    assert done.stdout == f"{expected}\n"
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_new_tokens": 0}, r"max_new_tokens=0: .* 1\.\.124 of n_ctx=128, nearest 1"),
+        ({"max_new_tokens": 125}, r"1\.\.124 of n_ctx=128, nearest 124"),
+        ({"max_new_tokens": 2.5}, r"nearest 2"),
+        ({"max_new_tokens": math.inf}, r"nearest 124"),
+        ({"temperature": -1}, r"temperature=-1: a finite number from 0"),
+        ({"temperature": math.nan}, r"temperature=nan"),
+        ({"temperature": "hot"}, r"temperature='hot'"),
+        ({"top_k": 0}, r"top_k=0: a whole number 1\.\.61 \(d_vocab\), nearest 1"),
+        ({"top_k": 62}, r"nearest 61"),
+        ({"top_p": 0}, r"top_p=0: above 0, at most 1"),
+        ({"top_p": 1.1}, r"top_p=1.1"),
+        ({"seed": -1}, r"seed=-1: a whole number from 0"),
+        ({"seed": True}, r"seed=True"),
+        ({"stop": 61}, r"stop=61: a token id 0\.\.60"),
+        ({"stop": [3, 1.5]}, r"stop=1.5"),
+        ({"stop": ""}, r"stop='': .* not empty"),
+        ({"stop": "end"}, r"stop='end': this model came without a tokenizer"),
+    ],
+)
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_bad_settings_are_refused_before_anything_runs(tiny, monkeypatch, how, settings, said):
+    model = tiny()
+    monkeypatch.setattr(model, "logits", lambda *a, **k: pytest.fail("the model ran"))
+    with pytest.raises(WorkbenchError, match=said):
+        getattr(model, how)(tokens(model, 4), **{"max_new_tokens": 3, **settings})
+
+
+def test_bad_prompts_are_refused(tiny):
+    model = tiny()
+    with pytest.raises(BadData, match="without a tokenizer"):
+        model.generate("text", 3)
+    with pytest.raises(BadData, match="fills the model's context of n_ctx=128"):
+        model.generate(tokens(model, 128), 1)
+    assert model.generate(tokens(model, 127), 1).shape == (2, 128)
+    with torch.no_grad():
+        model.blocks[0].mlp.up_proj.weight[0, 0] = math.nan
+    with pytest.raises(BadData, match="after 4 tokens have no finite maximum"):
+        model.generate(tokens(model, 4), 1)
+
+
+# ---- hooks, modes, precision -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "svformer", "cla", "cross_layer", "bank_of_values"])
+@pytest.mark.parametrize(
+    "hook", ["blocks.1.attn.hook_v", "blocks.0.attn.hook_v", "blocks.2.attn.hook_rot_k", "blocks.1.hook_mlp_out"]
+)
+def test_interventions_act_on_every_new_token(awake, architecture, hook):
+    model = awake(architecture, dtype=WIDE)
+    prompt = tokens(model, 4)
+    clean = model.generate(prompt, 10, temperature=0)
+    with model.hooks([(hook, lambda x, hook: 0 * x)]):
+        cached = model.generate(prompt, 10, temperature=0)
+        assert torch.equal(cached, model.generate(prompt, 10, temperature=0, use_cache=False))
+        whole = model(cached)
+        assert (in_chunks(model, cached, (4,)) - whole).abs().max() < 1e-10
+    assert (whole - model(cached)).abs().max() > 1e-3
+    assert torch.equal(model.generate(prompt, 10, temperature=0), clean)
+
+
+@pytest.mark.parametrize("architecture", ["svformer", "cla"])
+def test_a_hook_that_begins_midway_leaves_the_past_alone(awake, architecture):
+    """Values are zeroed from the sixth token on, at a layer that borrows them: it holds its own from then on."""
+    model = awake(architecture, dtype=WIDE)
+    ids, cache = tokens(model, 10), model.new_cache(2)
+    first = model(ids[:, :5], past_kv_cache=cache)
+    with model.hooks([("blocks.1.attn.hook_v", lambda v, hook: 0 * v)]):
+        later = in_chunks(model, ids[:, 5:], (), cache)
+
+    def late(v, hook):
+        return torch.cat((v[:, :5], 0 * v[:, 5:]), 1)
+
+    with model.hooks([("blocks.1.attn.hook_v", late)]):
+        whole = model(ids)
+    assert (torch.cat((first, later), 1) - whole).abs().max() < 1e-10
+
+
+def test_hooks_see_the_prompt_then_each_token(tiny):
+    model, seen = tiny(), []
+    with model.hooks([("blocks.1.attn.hook_z", lambda z, hook: seen.append(z.shape[1]))]):
+        model.generate(tokens(model, 4), 3, temperature=0)
+        model.generate(tokens(model, 4), 3, temperature=0, use_cache=False)
+    assert seen == [4, 1, 1, 4, 5, 6]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generation_leaves_modes_gradients_and_hooks_as_they_were(tiny, training):
+    model = tiny("resformer_learnable").train(training)
+    stream = model.stream(tokens(model, 4), 5, seed=0)
+    next(stream)
+    assert torch.is_grad_enabled(), "between two tokens the caller's settings hold"
+    assert model.lock.acquire(blocking=False)
+    model.lock.release()
+    rest = list(stream)
+    assert len(rest) == 4
+    assert model.training is training
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not any(map(hooked, model.hook_points()))
+    model(tokens(model, 5), return_type="loss").backward()
+    assert model.blocks[0].attn.v_proj.weight.grad is not None
+    with torch.inference_mode():
+        inside = model.generate(tokens(model, 4), 5, seed=0)
+    assert torch.equal(inside, model.generate(tokens(model, 4), 5, seed=0))
+
+
+def test_generation_in_half_precision(any_architecture, tiny):
+    model = tiny(any_architecture, dtype=torch.bfloat16)
+    found = model.generate(tokens(model, 4), 6, seed=0, top_p=0.9)
+    assert found.shape == (2, 10)
+    assert found.max() < 61
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generation_on_a_gpu(any_architecture, tiny, dtype):
+    model = tiny(any_architecture, dtype=WIDE)
+    prompt = tokens(model, 4)
+    found = model.generate(prompt, 8, seed=0, top_k=20, top_p=0.9)
+    model.cuda()
+    assert torch.equal(model.generate(prompt, 8, seed=0, top_k=20, top_p=0.9).cpu(), found)
+    model.to(dtype)
+    cache = model.new_cache(2)
+    whole, parts = model(prompt), in_chunks(model, prompt.cuda(), (2,), cache)
+    assert (whole - parts).abs().max() < (1e-4 if dtype == torch.float32 else 0.1) * whole.abs().max()
+    assert model.generate(prompt, 8, seed=0).shape == (2, 12)

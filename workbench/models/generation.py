@@ -1,0 +1,297 @@
+"""Generation: one token after the other, greedy or sampled, streamed as it comes.
+
+    p = softmax(logits / temperature), of the `top_k` largest, then of the smallest set whose mass reaches `top_p`
+
+The filters and their order are those of transformers. Each row of a batch draws one number in [0, 1) per token from a
+generator of its own and takes the token at which the cumulative p exceeds it: the tokens of a row depend on the seed
+and the row's place alone, not on the cache, the device or the other rows (up to rounding of the logits).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData, WorkbenchError
+from workbench.files import digest
+
+if TYPE_CHECKING:
+    from workbench.models.cache import KeyValueCache
+    from workbench.models.hooked import HookedModel
+
+HALF = "\ufffd"  # what a decoder writes for bytes that are no whole character, perhaps not yet
+CONTEXT = (
+    8  # tokens of the prompt that the first new one is decoded with: some tokenizers write a first token differently
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn; temperature 0 takes the likeliest, the lowest id of equals."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def check(self, d_vocab: int) -> None:
+        """Raise `WorkbenchError` with the nearest valid value."""
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise WorkbenchError(f"temperature={self.temperature!r}: a finite number from 0 (greedy), 1 as trained")
+        if self.top_k is not None and not _is_count(self.top_k, 1, d_vocab):
+            nearest = min(max(int(self.top_k), 1), d_vocab) if _is_finite(self.top_k) else d_vocab
+            raise WorkbenchError(f"top_k={self.top_k!r}: a whole number 1..{d_vocab} (d_vocab), nearest {nearest}")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise WorkbenchError(f"top_p={self.top_p!r}: above 0, at most 1 (everything); 0.9 is usual")
+
+    def choose(self, logits: Tensor, drawn: Tensor) -> Tensor:
+        """Token ids [batch] of logits [batch, d_vocab], for numbers in [0, 1) drawn [batch]."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        mass = self.probabilities(logits).cumsum(-1)
+        found = torch.searchsorted(mass, drawn[:, None] * mass[:, -1:], right=True)[:, 0]
+        return found.minimum((mass < mass[:, -1:]).sum(-1))  # rounding may reach the whole mass
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What is drawn from [batch, d_vocab], in float32 or better; the filters leave one token or more."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scaled = (wide - wide.amax(-1, keepdim=True)) / self.temperature
+        if self.top_k is not None:
+            scaled = scaled.masked_fill(scaled < scaled.topk(self.top_k).values[:, -1:], -math.inf)
+        if self.top_p is not None and self.top_p < 1:
+            ranked, order = scaled.sort(stable=True, dim=-1, descending=True)
+            each = ranked.softmax(-1)
+            beyond = each.cumsum(-1) - each >= self.top_p  # those before it suffice
+            beyond[:, 0] = False
+            scaled = scaled.masked_fill(beyond.scatter(-1, order, beyond), -math.inf)
+        return scaled.softmax(-1)
+
+
+class Writer:
+    """Text of one row's new tokens as they come: whole characters, and never the beginning of a stop string."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self.tokenizer, self.stops, self.stopped = tokenizer, stops, False
+        self.ids, self.held = list(prompt[-CONTEXT:]), ""
+        self.start, self.read = 0, len(self.ids)  # decoded again with the next token, and written already
+
+    def add(self, token: int) -> str:
+        """What the token makes certain."""
+        self.ids.append(token)
+        before, now = (self.tokenizer.decode(self.ids[self.start : end]) for end in (self.read, None))
+        if not now.endswith(HALF):
+            self._write(now[len(before) :])
+        at = [i for stop in self.stops if (i := self.held.find(stop)) >= 0]
+        if at:
+            self.stopped = True
+            piece, self.held = self.held[: min(at)], ""
+            return piece
+        keep = max((n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
+        piece, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return piece
+
+    def _write(self, text: str) -> None:
+        self.held += text
+        self.start, self.read = self.read, len(self.ids)
+
+    def end(self) -> str:
+        """What is left when nothing follows."""
+        if self.stopped:
+            return ""
+        before, now = (self.tokenizer.decode(self.ids[self.start : end]) for end in (self.read, None))
+        return self.held + now[len(before) :]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One new token of every row: ids [batch], whether the row was still going, whether it ends here, and its text."""
+
+    ids: Tensor
+    live: list[bool]
+    done: list[bool]
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Prompt and continuation [batch, pos]; rows that ended early are padded with the end id or what ended them.
+
+    `lengths`: tokens of each row, those that ended it included. `ended`: by a `stop` or at the `length` asked for.
+    `texts`: prompt and continuation up to what ended it, where the prompt was text.
+    """
+
+    ids: Tensor
+    lengths: list[int]
+    ended: list[Literal["stop", "length"]]
+    texts: list[str]
+
+
+def generate(model: HookedModel, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Generated:
+    """Everything about a continuation; options as in `HookedModel.generate`."""
+    columns = [model.to_tokens(prompt)]
+    lengths = [columns[0].shape[1]] * len(columns[0])
+    texts = [prompt] if isinstance(prompt, str) else list(prompt) if is_text(prompt) else []
+    for step in steps(model, prompt, max_new_tokens, **options):
+        columns.append(step.ids[:, None])
+        lengths = [n + going for n, going in zip(lengths, step.live, strict=True)]
+        texts = [text + piece for text, piece in zip(texts, step.texts, strict=True)] if texts else []
+    ended: list[Literal["stop", "length"]] = ["stop" if done else "length" for done in step.done]
+    return Generated(torch.cat(columns, 1), lengths, ended, texts)
+
+
+def stream(model: HookedModel, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Iterator[Any]:
+    """One item for each new token, in the form of the prompt; refuses at once, runs as it is read."""
+    found = steps(model, prompt, max_new_tokens, **options)
+    items = (step.texts if is_text(prompt) else step.ids for step in found)
+    if not is_single(prompt):
+        return items
+    return (item[0] if isinstance(item, list) else int(item[0]) for item in items)
+
+
+def is_text(prompt: Any) -> bool:
+    """Whether a prompt is text or texts rather than ids."""
+    return isinstance(prompt, str) or (isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], str))
+
+
+def is_single(prompt: Any) -> bool:
+    """Whether a prompt is one sequence rather than a batch."""
+    return isinstance(prompt, str) or (not is_text(prompt) and torch.as_tensor(prompt).ndim == 1)
+
+
+def steps(
+    model: HookedModel,
+    prompt: Any,
+    max_new_tokens: int = 64,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: Any = None,
+    use_cache: bool = True,
+) -> Iterator[Step]:
+    """New tokens one after the other; every option is checked before anything runs."""
+    ids = model.to_tokens(prompt)
+    _refuse_length(max_new_tokens, ids.shape[1], model.config.n_ctx)
+    if seed is not None and not _is_count(seed, 0, 2**63 - 1):
+        raise WorkbenchError(f"seed={seed!r}: a whole number from 0, or None for another text each time")
+    ends, strings = _stops(model, stop)
+    writing = bool(strings) or is_text(prompt)  # what the tokenizer cannot write is not drawn then
+    vocabulary = min(model.config.d_vocab, model.tokenizer.vocab_size) if writing else model.config.d_vocab
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling.check(vocabulary)
+    if seed is None and temperature:
+        seed = int(torch.randint(2**63 - 1, ()))
+    return _Decoding(
+        model=model,
+        cache=model.new_cache(len(ids), reserve=ids.shape[1] + max_new_tokens - 1) if use_cache else None,
+        sampling=sampling,
+        vocabulary=vocabulary,
+        generators=[_generator(seed, row) for row in range(len(ids))] if temperature else [],
+        writers=[Writer(model.tokenizer, row, strings) for row in ids.tolist()] if writing else [],
+        ends=ends,
+        padding=_end_of(model),
+    ).run(ids, max_new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decoding:
+    """What stays the same from token to token."""
+
+    model: HookedModel
+    cache: KeyValueCache | None
+    sampling: Sampling
+    vocabulary: int
+    generators: list[torch.Generator]
+    writers: list[Writer]
+    ends: set[int]
+    padding: int | None
+
+    def run(self, ids: Tensor, count: int) -> Iterator[Step]:
+        new, done = ids, [False] * len(ids)
+        for left in reversed(range(count)):
+            live, chosen = [not d for d in done], self._chosen(ids, new).tolist()
+            pads = [self.padding if self.padding is not None else old for old in ids[:, -1].tolist()]
+            tokens = [token if going else pad for token, going, pad in zip(chosen, live, pads, strict=True)]
+            done = [not going or token in self.ends for token, going in zip(tokens, live, strict=True)]
+            texts = []
+            for row, writer in enumerate(self.writers):
+                text = "" if done[row] else writer.add(tokens[row])  # what ends a row is not part of its text
+                done[row] |= writer.stopped
+                texts.append(text + (writer.end() if live[row] and (done[row] or not left) else ""))
+            new = torch.tensor(tokens, device=ids.device)[:, None]
+            ids = torch.cat((ids, new), 1)
+            yield Step(new[:, 0], live, done, texts)
+            if all(done):
+                return
+
+    @torch.no_grad()
+    def _chosen(self, ids: Tensor, new: Tensor) -> Tensor:
+        """The next token of every row [batch]."""
+        logits = self.model(ids) if self.cache is None else self.model(new, past_kv_cache=self.cache)
+        logits = logits[:, -1, : self.vocabulary]
+        if not bool(logits.amax(-1).isfinite().all()):
+            raise BadData(
+                f"the logits after {ids.shape[1]} tokens have no finite maximum: weights or a hook make NaN or infinity"
+            )
+        draws = [torch.rand((), generator=g) for g in self.generators] or [torch.zeros(())] * len(ids)
+        return self.sampling.choose(logits, torch.stack(draws).to(logits.device))
+
+
+def _refuse_length(count: Any, prompt: int, n_ctx: int) -> None:
+    room = n_ctx - prompt
+    if room < 1:
+        raise BadData(f"the prompt fills the model's context of n_ctx={n_ctx} tokens: shorten it")
+    if not _is_count(count, 1, room):
+        nearest = min(max(int(count), 1), room) if _is_finite(count) else room
+        raise BadData(
+            f"max_new_tokens={count!r}: a prompt of {prompt} tokens leaves room for 1..{room} of n_ctx={n_ctx},"
+            f" nearest {nearest}"
+        )
+
+
+def _generator(seed: int | None, row: int) -> torch.Generator:
+    return torch.Generator().manual_seed(int(digest("generate", seed, row), 16) % 2**63)
+
+
+def _end_of(model: HookedModel) -> int | None:
+    """The tokenizer's end of a document, None where there is none."""
+    if model.tokenizer is None:
+        return None
+    try:
+        return int(model.tokenizer.eos_id)
+    except BadData:  # a tokenizer that does not say
+        return None
+
+
+def _stops(model: HookedModel, stop: Any) -> tuple[set[int], list[str]]:
+    """Ids and strings that end a row."""
+    given = list(stop) if isinstance(stop, list | tuple | set | frozenset) else [] if stop is None else [stop]
+    end, d_vocab = _end_of(model), model.config.d_vocab
+    ends, strings = {end} if end is not None and (given or stop is None) else set[int](), list[str]()
+    for one in given:
+        if isinstance(one, str) and one:
+            strings.append(one)
+        elif _is_count(one, 0, d_vocab - 1):
+            ends.add(int(one))
+        else:
+            raise BadData(f"stop={one!r}: a token id 0..{d_vocab - 1} or a text that is not empty, or a list of them")
+    if strings and model.tokenizer is None:
+        raise BadData(f"stop={strings[0]!r}: this model came without a tokenizer, so give token ids 0..{d_vocab - 1}")
+    return ends, strings
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
+def _is_count(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
