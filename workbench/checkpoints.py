@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from workbench.config import ModelConfig
-from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, WorkbenchError, suggest
+from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, UnknownName, WorkbenchError, suggest
 from workbench.files import digest, replacing, write_json
 from workbench.formats import huggingface
 from workbench.formats.huggingface import CONFIG, WEIGHTS
@@ -160,8 +160,9 @@ def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
     for key, only in plain.items():
         if (found := rope.get(key, values.get(key, only))) != only:
             raise NotCovered(f"{where}: {key}={found!r} is not supported, only {only!r}")
-    if {values.get("rope_theta"), rope.get("rope_theta")} - {None} > {rope.get("rope_theta")}:
-        raise BadCheckpoint(f"{where} contradicts itself: rope_theta is {values['rope_theta']} and, in {rope}, another")
+    thetas = [found for found in (values.get("rope_theta"), rope.get("rope_theta")) if found is not None]
+    if len(thetas) == 2 and thetas[0] != thetas[1]:
+        raise BadCheckpoint(f"{where} contradicts itself: rope_theta is {thetas[0]} and, in {rope}, another")
     settings = {ours: values[theirs] for ours, theirs in _KEYS.items() if values.get(theirs) is not None}
     if "rope_theta" in rope:
         settings["rope_theta"] = rope["rope_theta"]
@@ -169,7 +170,7 @@ def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
     if values.get("head_dim") not in (None, config.d_head):
         raise NotCovered(f"{where}: head_dim={values['head_dim']}, only hidden_size / heads = {config.d_head}")
     window = values.get("sliding_window", 4096) if values.get("model_type") == "mistral" else None
-    if window is not None and window < config.n_ctx:
+    if window is not None and not (isinstance(window, int) and window >= config.n_ctx):
         raise NotCovered(f"{where}: sliding_window={window} is not supported, only attention to all earlier positions")
     return config
 
@@ -304,9 +305,11 @@ def _own(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     own = values.get("workbench") or {}
     try:
         if own:
-            architecture(own["architecture"])
-            dict(own.get("options", {}))
-    except (KeyError, TypeError, ValueError) as error:
+            known, options = architecture(own["architecture"]).options, own.get("options", {})
+            if strange := [key for key in options if key not in known]:
+                raise UnknownName(f"option of {own['architecture']}", strange[0], known)
+            _ = options | {}
+    except (KeyError, TypeError, AttributeError, WorkbenchError) as error:
         raise BadCheckpoint(f"{where} does not name its architecture well, workbench={own!r}: {error}") from error
     return own
 

@@ -33,7 +33,7 @@ class NotCovered(BadCheckpoint):
     """A sound checkpoint of a model that our decoder does not compute; the message says what it is and what opens it."""
 
 
-class Observed(UserWarning):
+class ObservedInstead(UserWarning):
     """A checkpoint our decoder does not compute was opened as another library's module, and is observed from outside."""
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from workbench.models.transformer import Transformer
 
 RUN_FILE, CORPORA = "run.json", ".corpora"
+EXAMPLE = 32  # random tokens on which another library's module is looked at
 
 
 def runs_folder(given: str | Path | None = None) -> Path:
@@ -228,7 +229,7 @@ def load(
     `step`: `last`, `first` or a number, of a run or a series (see `workbench.series`). `architecture`, `config` and
     `options` complete and override what the files say; where neither says an architecture, a `transformer` is assumed
     with an `ArchitectureAssumed` warning. What our decoder does not compute is opened in transformers and observed, with
-    an `Observed` warning. `model.source` says where the weights come from: path, format, step, stripped prefixes, SHA-256.
+    an `ObservedInstead` warning. `model.source` says where the weights come from: path, format, step, stripped prefixes, SHA-256.
     Raises `BadCheckpoint` for missing, damaged, contradictory or unsafe files.
     """
     from workbench.checkpoints import load_state
@@ -275,14 +276,17 @@ def _one_of_series(path: str | Path, step: str | int) -> tuple[Path, int | None]
     return found[int(number)], int(number)
 
 
-def _observed(module: torch.nn.Module, state: State, device: str | torch.device | None) -> Any:
-    """Another library's module, observed from outside, with the facts of its files."""
+def _observed(module: Any, state: State, device: str | torch.device | None) -> Any:
+    """Another library's module, observed from outside, with its tokenizer and the facts of its files."""
     import torch
 
     import workbench
+    from workbench.formats.vocabulary import tokenizer_beside
 
-    module.to(device or "cpu")
-    example = torch.zeros(1, 8, dtype=torch.long, device=device)
-    model = workbench.observe(module, example)
-    model.source = state.info.provenance
+    path, config = state.info.path, module.config
+    longest = int(getattr(config, "max_position_embeddings", EXAMPLE) or EXAMPLE)
+    ids = torch.randint(config.vocab_size, (2, min(EXAMPLE, longest)), generator=torch.Generator().manual_seed(0))
+    tokenizer = tokenizer_beside(path, config.vocab_size) if path.is_dir() else None
+    model = workbench.observe(module.to(device or "cpu"), ids.to(device or "cpu"), tokenizer=tokenizer, quiet=True)
+    model.source |= state.info.provenance
     return model

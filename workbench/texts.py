@@ -16,7 +16,7 @@ from workbench.errors import BadData, suggest
 
 COLUMNS = ("text", "content")
 TABLES = (".jsonl", ".parquet")
-NAME = re.compile(r"datasets:(?P<name>[^@:]+)(?:@(?P<config>[^:]+))?(?::(?P<split>[^:]+))?")
+NAME = re.compile(r"datasets:(?P<name>[^@:]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
 
 
 def is_dataset(name: object) -> bool:

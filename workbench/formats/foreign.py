@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from workbench.errors import BadCheckpoint, NotCovered, Observed
+from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead
 from workbench.formats import gpt2
 from workbench.formats.state import State
 
 
 def module_of(state: State, reason: NotCovered, dtype: torch.dtype | None = None) -> Any:
-    """The module a checkpoint belongs to, in evaluation mode, with an `Observed` warning that says why.
+    """The module a checkpoint belongs to, in evaluation mode, with an `ObservedInstead` warning that says why.
 
     Raises `reason` itself where no library here computes the model.
     """
@@ -29,7 +29,9 @@ def module_of(state: State, reason: NotCovered, dtype: torch.dtype | None = None
         module = _from_transformers(state, reason, dtype)
     else:
         raise reason
-    warnings.warn(f"{reason}. Opened as transformers' {type(module).__name__} and observed.", Observed, stacklevel=3)
+    warnings.warn(
+        f"{reason}. Opened as transformers' {type(module).__name__} and observed.", ObservedInstead, stacklevel=3
+    )
     return module
 
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documented w
 from workbench.errors import BadCheckpoint
 from workbench.formats.stored import CHUNK, Stored
 
+DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError)  # what archives stumble over
 MOST_PICKLE = 1 << 28  # bytes: names and settings, never weights
 
 
@@ -82,7 +83,7 @@ def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
                 )
                 if info.compress_type == zipfile.ZIP_STORED:
                     found[begin] = info
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
+    except DAMAGE as error:
         raise BadCheckpoint(f"{path} is damaged or no PyTorch checkpoint: {error}; copy it again") from error
     return found
 
@@ -138,5 +139,5 @@ def check_sums(path: Path, tensors: Iterable[Stored]) -> None:
                 with archive.open(info) as record:
                     while record.read(CHUNK):
                         pass
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except DAMAGE as error:
         raise BadCheckpoint(f"{path} is damaged: {error}; copy it again") from error

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from workbench.errors import BadCheckpoint
 
-CHUNK = 1 << 24  # bytes read at a time: small beside a model, large beside a system call
+CHUNK = 1 << 20  # bytes read at a time: small beside a model, large beside a system call
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -58,9 +58,10 @@ class Stored:
             return self.held.to(dtype or self.dtype)
         flat = torch.empty(self.span, dtype=dtype or self.dtype)
         begin = 0
-        for chunk in self._chunks(name):
+        for chunk in self._chunks(name, flat if flat.dtype == self.dtype else None):
             self._refuse_unbounded(name, chunk)
-            flat[begin : begin + len(chunk)].copy_(chunk)
+            if flat.dtype != self.dtype:
+                flat[begin : begin + len(chunk)].copy_(chunk)
             begin += len(chunk)
         return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride).contiguous()
 
@@ -69,18 +70,19 @@ class Stored:
         for chunk in self._chunks(name) if self.held is None else [self.held.flatten()]:
             self._refuse_unbounded(name, chunk)
 
-    def _chunks(self, name: str) -> Iterator[torch.Tensor]:
+    def _chunks(self, name: str, into: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """The elements in pieces, each in its place in `into`, or else all in one buffer."""
         size = torch.empty(0, dtype=self.dtype).element_size()
-        left, buffer = self.span, torch.empty(min(self.span, CHUNK // size), dtype=self.dtype)
+        step = CHUNK // size
+        buffer = torch.empty(min(self.span, step), dtype=self.dtype) if into is None else None
         try:
-            with self.path.open("rb") as file:
+            with self.path.open("rb", buffering=0) as file:
                 file.seek(self.offset)
-                while left:
-                    chunk = buffer[: min(left, len(buffer))]
-                    wanted = memoryview(chunk.view(torch.uint8).numpy())
-                    if file.readinto(wanted) != len(wanted):
+                for begin in range(0, self.span, step):
+                    n = min(step, self.span - begin)
+                    chunk = into[begin : begin + n] if into is not None else buffer[:n]  # type: ignore[index]
+                    if not _filled(file, memoryview(chunk.view(torch.uint8).numpy())):
                         raise BadCheckpoint(f"{self.path} ends inside {name}: it is cut off; copy it again")
-                    left -= len(chunk)
                     yield chunk
         except OSError as error:
             raise BadCheckpoint(f"{self.path} cannot be read: {error}") from error
@@ -95,6 +97,15 @@ class Stored:
             raise BadCheckpoint(
                 f"{self.path}: {name} holds {what}: the training diverged or the file is damaged; choose an earlier step"
             )
+
+
+def _filled(file: Any, space: memoryview) -> bool:
+    """Read until a space is full; False where the file ends before."""
+    while len(space):
+        if not (n := file.readinto(space)):
+            return False
+        space = space[n:]
+    return True
 
 
 def safetensors_table(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:

@@ -1,0 +1,181 @@
+"""Tables, datasets and token files as data: rows become documents, ids keep their width, and what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import workbench
+from workbench.corpus import from_files, read_documents
+from workbench.data import open_data, open_tokens, prepare, read_tokens
+from workbench.errors import BadCheckpoint, BadData
+
+PROSE = ["\n\n".join(" ".join(f"{name}{i + j}" for j in range(20)) for i in range(0, 900, 20)) for name in "abcdefgh"]
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """The same rows as text lines of JSON, as Parquet, and as a folder that `datasets` reads."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    rows = "\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(PROSE))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "set" / "train.jsonl").write_text(rows)
+    pd.DataFrame({"id": range(len(PROSE)), "text": PROSE}).to_parquet(tmp_path / "rows.parquet")
+    return tmp_path
+
+
+def test_rows_of_tables_and_datasets_are_the_same_documents(tables):
+    found = [read_documents([where])[0] for where in (tables / "rows.jsonl", tables / "rows.parquet")]
+    found.append(read_documents([f"datasets:{tables}/set"])[0])
+    for documents in found:
+        assert [d.text for d in documents] == [d.text for d in found[0]]
+        assert "\n".join(d.text for d in documents).replace("\n", "") == "".join(PROSE).replace("\n", "")
+    assert {d.domain for d in found[2]} == {"set"}
+    assert len(read_documents([f"datasets:{tables}/set:train[:2]", tables / "rows.jsonl"])[1]) == 2
+
+
+def test_a_table_trains_and_measures(tables, tiny):
+    data = prepare(texts=[tables / "rows.jsonl"], vocabulary=270)
+    assert data.batch(0, 2, 16, 0).shape == (2, 16)
+    model = tiny(config={"d_vocab": 270})
+    model.tokenizer = data.tokenizer
+    frames = [
+        workbench.measure(model, "loss", str(where), T=16, n=4)
+        for where in (tables / "rows.jsonl", tables / "rows.parquet", f"datasets:{tables}/set")
+    ]
+    assert all(len(frame) == 1 and frame["n"].item() == 4 for frame in frames)
+    assert frames[0]["value"].item() == frames[1]["value"].item() == frames[2]["value"].item()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{', "line 2, is no JSON"),
+        ("a.jsonl", b'{"body": "x", "title": "y"}', r"line 1: which column is the text\?"),
+        ("a.jsonl", b"[1]", "line 1, is a list"),
+        ("a.jsonl", b"\xff", "line 1, is no JSON"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "line 1 holds half a character"),
+        ("a.jsonl", b"\n", "holds no text"),
+        ("a.jsonl", b"[" * 100_000, "line 1, is no JSON"),
+        ("a.parquet", b"PAR1", "damaged or no Parquet file"),
+    ],
+)
+def test_tables_that_do_not_fit_are_named(tmp_path, name, data, told):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(BadData, match=told):
+        from_files([tmp_path / name])
+
+
+def test_a_table_without_one_text_column_is_refused(tmp_path):
+    pd.DataFrame({"question": ["a"], "answer": ["b"]}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(BadData, match="which column is the text"):
+        from_files([tmp_path / "a.parquet"])
+    pd.DataFrame({"n": [1]}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(BadData, match="which column is the text"):
+        from_files([tmp_path / "a.parquet"])
+
+
+def test_a_dataset_that_cannot_be_had_is_named(tmp_path):
+    with pytest.raises(BadData, match=r"the dataset '.*nowhere' cannot be had"):
+        from_files([f"datasets:{tmp_path}/nowhere"])
+    with pytest.raises(BadData, match="names no dataset; write datasets:NAME"):
+        from_files(["datasets:"])
+
+
+# ---- token files -----------------------------------------------------------------------------------------------------
+
+IDS = np.random.default_rng(0).integers(0, 61, 1000)
+
+
+def headed(ids, magic, version, width):
+    """A file as llm.c and modded-nanogpt write it."""
+    head = np.zeros(256, "<i4")
+    head[:3] = magic, version, len(ids)
+    return head.tobytes() + ids.astype(f"<u{width}").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "vocabulary"),
+    [
+        (IDS.astype("<u2").tobytes(), 61),
+        (IDS.astype("<u2").tobytes(), 2**16),
+        (IDS.astype("<u4").tobytes(), 2**16 + 1),
+        (headed(IDS, 20240520, 1, 2), 61),
+        (headed(IDS, 20240520, 1, 2), 2**17),
+        (headed(IDS, 20240801, 7, 4), 61),
+    ],
+)
+def test_the_width_of_ids_comes_from_the_header_or_the_vocabulary(tmp_path, data, vocabulary):
+    (tmp_path / "a.bin").write_bytes(data)
+    assert np.array_equal(read_tokens(tmp_path / "a.bin", vocabulary), IDS)
+
+
+@pytest.mark.parametrize(
+    ("data", "vocabulary", "told"),
+    [
+        (IDS.astype("<u2").tobytes()[:-1], 61, "1999 bytes are no ids of 2 bytes"),
+        (
+            IDS.astype("<u2").tobytes(),
+            60,
+            r"holds id 60, outside the vocabulary 0\.\.59: it belongs to another tokenizer",
+        ),
+        (IDS.astype("<u2").tobytes(), 2**17, "outside the vocabulary|ids of 4 bytes"),
+        (
+            headed(IDS, 20240520, 1, 2)[:-2],
+            61,
+            "says version 1 and 1000 ids, which its 3022 bytes do not hold: it is cut off",
+        ),
+        (headed(IDS, 20240520, 9, 2), 61, "says version 9"),
+        (b"", 61, "0 bytes are no ids"),
+    ],
+)
+def test_token_files_that_do_not_fit_are_refused(tmp_path, data, vocabulary, told):
+    (tmp_path / "a.bin").write_bytes(data)
+    with pytest.raises(BadData, match=told):
+        read_tokens(tmp_path / "a.bin", vocabulary)
+
+
+def test_token_files_train_measure_and_are_found_again(tmp_path, tiny):
+    IDS.astype("<u2").tofile(tmp_path / "train.bin")
+    IDS[::-1].astype("<u2").tofile(tmp_path / "val.bin")
+    data = open_tokens([tmp_path / "train.bin", tmp_path / "val.bin"], 61)
+    assert (len(data.train), len(data.validation)) == (1000, 1000)
+    epoch = torch.cat([data.batch(step, 10, 20, seed=3) for step in range(5)])
+    assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, IDS.reshape(50, 20).tolist()))
+    sample = data.sample(7, 20, seed=1)
+    assert [row.tolist() for row in sample.ids] == [IDS[::-1].reshape(50, 20)[i].tolist() for i in sample.documents]
+    again = open_data(data.describe(), tmp_path)
+    assert again.hash == data.hash
+    frame = workbench.measure(tiny(), "loss", str(tmp_path / "val.bin"), T=20, n=7)
+    assert frame["n"].item() == 7
+    IDS[:-1].astype("<u2").tofile(tmp_path / "val.bin")
+    with pytest.raises(BadCheckpoint, match="no longer what this run was trained on"):
+        open_data(data.describe(), tmp_path)
+
+
+def test_one_token_file_gives_both_sides_and_needs_its_vocabulary(tmp_path):
+    IDS.astype("<u2").tofile(tmp_path / "all.bin")
+    data = open_tokens([tmp_path / "all.bin"], 61)
+    assert np.array_equal(np.concatenate([data.train, data.validation]), IDS)
+    assert len(data.validation) == 100
+    with pytest.raises(BadData, match="do not say their vocabulary"):
+        open_tokens([tmp_path / "all.bin"], None)
+    with pytest.raises(BadData, match="fill no window of 500"):
+        data.sample(1, 500)
+
+
+def test_a_run_trained_on_token_files_measures_on_them(tmp_path, tiny):
+    from workbench.training import train
+
+    IDS.astype("<u2").tofile(tmp_path / "all.bin")
+    recipe = workbench.TrainConfig(steps=2, batch=2, T=16, warmup=1, validation_sequences=2)
+    run = train(
+        "transformer", open_tokens([tmp_path / "all.bin"], 61), name="ids", runs=tmp_path / "runs", model=tiny().config,
+        train=recipe, seed=0,
+    )  # fmt: skip
+    assert workbench.measure(run, "loss", n=3)["n"].item() == 3
