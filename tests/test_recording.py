@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from own_loop import GPT, PLAIN, loop, loss_of, tokens
 from torch import nn
 
-from workbench import Recorder, RecorderCallback
+from workbench import Recorder, RecorderCallback, observe
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.listing import listing
 from workbench.measuring import measure
@@ -25,65 +26,11 @@ from workbench.recording import DEFAULT, NotRecorded, quantities
 from workbench.recording.folder import SPAN
 from workbench.runs import Run, is_locked, list_runs
 
-PLAIN = ("gradient_norm", "update_ratio", "weight_norm", "activation_gradient_norm", "hidden_norm", "value_norm")
-
-
-class Block(nn.Module):
-    """A block as in many a notebook: fused queries, keys and values."""
-
-    def __init__(self, d, heads):
-        super().__init__()
-        self.heads = heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.attn = nn.ModuleDict({"c_attn": nn.Linear(d, 3 * d), "c_proj": nn.Linear(d, d)})
-        self.mlp = nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
-
-    def forward(self, x):
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.attn["c_attn"](self.ln_1(x)).chunk(3, -1)
-        )
-        z = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        x = x + self.attn["c_proj"](z)
-        return x + self.mlp(self.ln_2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, d=16, layers=2, vocabulary=31):
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocabulary, d), nn.Embedding(64, d)
-        self.h = nn.ModuleList(Block(d, 2) for _ in range(layers))
-        self.ln_f, self.lm_head = nn.LayerNorm(d), nn.Linear(d, vocabulary, bias=False)
-
-    def forward(self, ids):
-        x = self.wte(ids) + self.wpe.weight[: ids.shape[1]]
-        for block in self.h:
-            x = block(x)
-        return self.lm_head(self.ln_f(x))
-
 
 @pytest.fixture
 def gpt():
     torch.manual_seed(0)
     return GPT()
-
-
-def tokens(step, batch=3, length=12, vocabulary=31):
-    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(step))
-
-
-def loss_of(model, ids):
-    logits = model(ids)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def loop(model, recorder, steps, *, first=0, lr=0.1):
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for step in range(first, first + steps):
-        loss = loss_of(model, tokens(step))
-        optimizer.zero_grad()
-        loss.backward()
-        recorder.step(loss)
-        optimizer.step()
 
 
 def rows(folder, metric, **axes):
@@ -181,16 +128,19 @@ def test_activation_gradients_are_those_of_run_with_grads(tiny, tmp_path):
 
 def test_a_foreign_module_by_hand(gpt, tmp_path):
     """Streams, values (the last third of the fused map) and their gradients, against a run with everything kept."""
-    ids, kept = tokens(0), {}
+    ids, kept, wide = tokens(0), {}, []
     x = gpt.wte(ids) + gpt.wpe.weight[: ids.shape[1]]
     for i, block in enumerate(gpt.h):
         kept["stream", i] = x
-        kept["v", i] = block.attn["c_attn"](block.ln_1(x))[..., 32:]
+        hook = block.attn["c_attn"].register_forward_hook(lambda m, i, out: wide.append(out))
         x = block(x)
+        hook.remove()
+        kept["v", i] = wide[-1][..., 32:]
     kept["stream", 2] = x
     loss = F.cross_entropy(gpt.lm_head(gpt.ln_f(x))[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    streams = [kept["stream", i] for i in range(3)]
-    gradients = dict(zip(range(3), torch.autograd.grad(loss, streams), strict=True))
+    found = torch.autograd.grad(loss, [*(kept["stream", i] for i in range(3)), *wide])
+    gradients = {("stream", i): g for i, g in enumerate(found[:3])}
+    gradients |= {("v", i): g[..., 32:] for i, g in enumerate(found[3:])}
     with Recorder(gpt, 1, tmp_path / "r", quantities=PLAIN) as recorder:
         loss_of(gpt, ids).backward()
         recorder.step()
@@ -198,8 +148,8 @@ def test_a_foreign_module_by_hand(gpt, tmp_path):
         metric = "hidden_norm" if site == "stream" else "value_norm"
         found = value(tmp_path / "r", metric, site=site, layer=layer)
         assert found == pytest.approx(float(tensor.detach().norm(dim=-1).mean()), rel=1e-5)
-    for layer, gradient in gradients.items():
-        found = value(tmp_path / "r", "activation_gradient_norm", site="stream", layer=layer)
+    for (site, layer), gradient in gradients.items():
+        found = value(tmp_path / "r", "activation_gradient_norm", site=site, layer=layer)
         assert found == pytest.approx(float(gradient.norm()), rel=1e-4)
     parts = set(zip(*(rows(tmp_path / "r", "gradient_norm")[c] for c in ("part", "layer")), strict=True))
     assert {("W_QKV", 0), ("W_O", 1), ("W_mlp.0", 1)} <= parts
@@ -207,6 +157,40 @@ def test_a_foreign_module_by_hand(gpt, tmp_path):
         float(gpt.h[1].attn["c_attn"].weight.grad.norm())
     )
     assert {"W_E", "W_pos", "W_U", "all"} <= set(rows(tmp_path / "r", "gradient_norm")["part"])
+
+
+def test_an_observed_module_shows_its_attention(gpt, tmp_path):
+    """The loop calls the module itself; concentration against patterns formed whole, values and gradients as without."""
+    ids = tokens(0, batch=2, length=20)
+    observed = observe(gpt, ids, quiet=True)
+    x = gpt.wte(ids) + gpt.wpe.weight[: ids.shape[1]]
+    for layer, block in enumerate(gpt.h):
+        q, k, _ = (
+            y.unflatten(-1, (2, -1)).transpose(1, 2) for y in block.attn["c_attn"](block.ln_1(x)).detach().chunk(3, -1)
+        )
+        scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -math.inf)
+        pattern = scores.softmax(-1)
+        importance = pattern.mean(1).sum(1) / 20
+        if layer == 0:
+            with Recorder(observed, 1, tmp_path / "r") as recorder:
+                loss_of(gpt, ids).backward()
+                recorder.step()
+            gradients = {n: p.grad.clone() for n, p in gpt.named_parameters()}
+        found = value(tmp_path / "r", "importance_entropy", layer=layer)
+        assert found == pytest.approx(float(-(importance * importance.log()).sum(-1).mean()), rel=1e-5)
+        for head in range(2):
+            sink = value(tmp_path / "r", "sink_mass", layer=layer, head=head)
+            assert sink == pytest.approx(float(pattern[:, head, 1:, 0].mean()), rel=1e-4)
+        x = block(x)
+    with Recorder(gpt, 1, tmp_path / "plain", quantities=PLAIN) as recorder:
+        gpt.zero_grad()
+        loss_of(gpt, ids).backward()
+        recorder.step()
+    assert all(torch.equal(gradients[n], p.grad) for n, p in gpt.named_parameters())
+    for site in ("stream", "v"):
+        norms = [rows(tmp_path / n, "activation_gradient_norm", site=site)["value"].to_list() for n in ("plain", "r")]
+        assert sorted(norms[0]) == pytest.approx(sorted(norms[1]), rel=1e-5)
+    assert "W_QKV" in set(rows(tmp_path / "r", "update_ratio")["part"])
 
 
 def test_recording_changes_no_bit_of_the_training(gpt, tiny, tmp_path):
@@ -263,7 +247,9 @@ def test_unknown_and_impossible_quantities_are_refused(gpt, tiny, tmp_path):
 
 
 def test_what_the_default_cannot_show_is_said_and_written_down(gpt, tmp_path):
-    with pytest.warns(NotRecorded, match=r"not recorded: .*row_entropy \(GPT shows no row_entropy\)"):
+    with pytest.warns(
+        NotRecorded, match=r"not recorded: .*row_entropy \(GPT shows no row_entropy; give workbench.observe"
+    ):
         recorder = Recorder(gpt, 1, tmp_path / "r")
     loop(gpt, recorder, 1)
     recorder.close()
@@ -377,7 +363,7 @@ def test_coefficients_and_a_learned_average_are_followed(tiny, tmp_path):
 CHILD = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from test_recording import GPT, PLAIN, loop
+from own_loop import GPT, PLAIN, loop, loss_of, tokens
 from workbench import Recorder
 torch.set_num_threads(1)
 """
@@ -386,7 +372,6 @@ DDP = (
     + """
 rank, world = int(sys.argv[3]), int(sys.argv[4])
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/meet", rank=rank, world_size=world)
-from test_recording import loss_of, tokens
 torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(GPT())
 recorder = Recorder(model, 2, sys.argv[2] + "/r", quantities=PLAIN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -46,9 +47,15 @@ UNCOMPILED = _Uncompiled()
 class Listener:
     """Means over the sequences of all forward passes between `start` and `stop`, and sums of squared gradients."""
 
-    def __init__(self, taps: Sequence[Tap], metrics: Sequence[Metric], gradients: Sequence[str]) -> None:
-        reads = [(tap, [m for m in metrics if tap.alias in aliases_of(m)], tap.alias in gradients) for tap in taps]
-        self.plan = [(tap, found, wanted) for tap, found, wanted in reads if found or wanted]
+    def __init__(
+        self, taps: Sequence[Tap], metrics: Sequence[Metric], gradients: Sequence[str], observed: Any = None
+    ) -> None:
+        self.observed, self.runs = observed, list[ExitStack]()
+        self.plan: list[tuple[Tap, list[Metric], bool]] = []
+        for tap in taps:
+            found, wanted = [m for m in metrics if tap.alias in aliases_of(m)], tap.alias in gradients and not tap.inert
+            if found or wanted:
+                self.plan.append((tap, found, wanted))
         self.names = {m.name for _, found, _ in self.plan for m in found}
         self.names |= {PULL for _, _, wanted in self.plan if wanted}
         self.seconds = 0.0  # spent in the hooks
@@ -68,6 +75,10 @@ class Listener:
         if not self.plan:
             return
         UNCOMPILED.begin(self)
+        if self.observed is not None:
+            foreign = self.observed.foreign
+            self.handles.append(foreign.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self.handles.append(foreign.register_forward_hook(self._leave, always_call=True))
         for index, (tap, _, _) in enumerate(self.plan):
             hook = partial(self._heard, index)
             register = tap.module.register_forward_pre_hook if tap.before else tap.module.register_forward_hook
@@ -80,6 +91,21 @@ class Listener:
         self.handles.clear()
         UNCOMPILED.end(self)
 
+    def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
+        """An observed module is about to run: its hook points hear that run, unless `Observed` itself started it."""
+        from workbench.observing.listening import Listening
+
+        self.runs.append(ExitStack())
+        given = [
+            t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point()
+        ]
+        if given and torch.is_grad_enabled() and not self.observed.lock._is_owned():
+            self.runs[-1].enter_context(Listening(self.observed, given[0]).open())
+
+    def _leave(self, *_: Any) -> None:
+        if self.runs:
+            self.runs.pop().close()
+
     def _heard(self, index: int, module: Any, args: Any, kwargs: Any, output: Any = None) -> Tensor | None:
         if not torch.is_grad_enabled():  # a validation in between
             return None
@@ -88,7 +114,7 @@ class Listener:
         found = tap.take((args, kwargs) if tap.before else output)
         branch = None
         if found is not None:
-            self._reduce(index, tap, metrics, found)
+            self._reduce(index, tap, metrics, tap.part(found.detach()))
             if wanted and found.requires_grad:
                 branch = found.view_as(found) if tap.branch else None
                 (found if branch is None else branch).register_hook(partial(self._pulled, index))
@@ -103,7 +129,7 @@ class Listener:
             if length < metric.min_length:
                 self.short[metric.name] = f"needs sequences of {metric.min_length} tokens; these have {length}"
                 continue
-            value = metric.function(found.detach())
+            value = metric.function(found)
             if "pos" in metric.axes:
                 value = value.mean(1 + metric.axes.index("pos"))
             total, n = self.sums.get((index, metric.name), (0, 0))
@@ -112,7 +138,7 @@ class Listener:
     @torch.no_grad()
     def _pulled(self, index: int, gradient: Tensor) -> None:
         began = time.perf_counter()
-        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        square = torch.linalg.vector_norm(self.plan[index][0].part(gradient), dtype=torch.float32).square()
         self.squares[index] = self.squares[index] + square if index in self.squares else square
         self.seconds += time.perf_counter() - began
 

@@ -25,7 +25,7 @@ from workbench.metrics import METRICS
 from workbench.recording.folder import Folder
 from workbench.recording.listener import PULL, Listener
 from workbench.recording.quantities import DEFAULT, UNITS, aliases_of, chosen
-from workbench.recording.taps import blocks_of, is_ours, places, taps_of
+from workbench.recording.taps import blocks_of, is_observed, is_ours, places, taps_of
 from workbench.runs import runs_folder
 
 PULLED = ("stream", "v", "own_v", "first_v")
@@ -43,7 +43,8 @@ class Recorder:
     """Records a module's training into a run folder. `step` after `backward`, `close` after the last optimiser step.
 
     Args:
-        model: any module; wrapped in DistributedDataParallel or compiled is fine, sharded is refused.
+        model: any module; wrapped in DistributedDataParallel or compiled is fine, sharded is refused. A foreign module
+            under `workbench.observe` shows its attention too; the loop goes on calling the module itself.
         every: optimiser steps between logging steps.
         folder: the run folder; default a new one, named by the model and the time, under `runs` or `$WORKBENCH_RUNS`.
         quantities: names from `quantities()`.
@@ -226,13 +227,15 @@ class Recorder:
         seen = {tap.alias for tap in taps}
         for name, aliases in reads.items():
             if not seen & set(aliases):
-                self.unavailable[name] = f"{type(self.model).__name__} shows no {' or '.join(aliases)}"
+                seeing = "" if is_ours(self.model) else "; give workbench.observe(model, ids) instead"
+                self.unavailable[name] = f"{type(self.model).__name__} shows no {' or '.join(aliases)}{seeing}"
         if "coefficient" in self.quantities and not is_ours(self.model) and strict:
             self.unavailable["coefficient"] = f"{type(self.model).__name__} is no model of workbench"
         if strict and self.unavailable:
             name, reason = next(iter(self.unavailable.items()))
             raise WorkbenchError(f"{name} cannot be recorded: {reason}")
-        return Listener(taps, [m for m in metrics if m.name not in self.unavailable], pulled)
+        found = [m for m in metrics if m.name not in self.unavailable]
+        return Listener(taps, found, pulled, self.model if is_observed(self.model) else None)
 
     def _tell_missing(self) -> None:
         """Say once what a step did not show: too short sequences, or hooks that nobody called."""

@@ -1,7 +1,7 @@
 """Where a module's streams, values and attention statistics pass by, and what its matrices are called.
 
-Our models: hook points by name. Anyone else's: the longest list of like blocks gives the streams (what each block reads, and
-what leaves the last); a value projection inside a block gives the values.
+Our models, and modules under `workbench.observe`: hook points by name. Anyone else's: the longest list of like blocks gives
+the streams (what each block reads, and what leaves the last); a value projection inside a block gives the values.
 """
 
 from __future__ import annotations
@@ -28,22 +28,38 @@ FOREIGN = {
 """Matrices of GPT-2's and Llama's layouts that our own models name otherwise."""
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _last_third(tensor: Tensor) -> Tensor:
+    return tensor.chunk(3, -1)[2]
+
+
 @dataclass(frozen=True)
 class Tap:
-    """A place where one activation passes: `take` finds it in what the module got (`before`) or gave."""
+    """A place where one activation passes: `part` of the tensor that `take` finds in what the module got (`before`) or gave."""
 
     alias: str
     axes: Mapping[str, Any]  # site and layer, as records name them
     module: nn.Module
     take: Callable[[Any], Tensor | None]
+    part: Callable[[Tensor], Tensor] = _as_it_is
     before: bool = False
     branch: bool = False  # a hook point: its gradient is that of what leaves it there alone
+    inert: bool = False  # a copy beside the model: it carries no gradient
 
 
 def is_ours(model: nn.Module) -> bool:
     """Whether a module is one of the package's models; does not import them for the sake of asking."""
     hooked = sys.modules.get("workbench.models.hooked")
     return hooked is not None and isinstance(model, hooked.HookedModel)
+
+
+def is_observed(model: nn.Module) -> bool:
+    """Whether it is somebody else's module under our names."""
+    observed = sys.modules.get("workbench.observing.observed")
+    return observed is not None and isinstance(model, observed.Observed)
 
 
 def taps_of(model: nn.Module, aliases: Iterable[str]) -> list[Tap]:
@@ -63,7 +79,8 @@ def _our_taps(model: Any, alias: str) -> Iterator[Tap]:
         name = stream_hook(layer, n_layers) if alias == "stream" else ACTIVATIONS[alias].hook.format(layer=layer)
         if name in model.hook_dict:
             axes = {"site": "final", "layer": n_layers} if layer == "final" else {"site": alias, "layer": layer}
-            yield Tap(alias, axes, model.hook_dict[name], _whole, branch=True)
+            inert = is_observed(model) and model.inert(name)
+            yield Tap(alias, axes, model.hook_dict[name], _whole, branch=not inert, inert=inert)
 
 
 # ---- anyone else's modules -------------------------------------------------------------------------------------------
@@ -85,23 +102,19 @@ def _foreign_taps(model: nn.Module, alias: str) -> Iterator[Tap]:
     for layer, block in enumerate(blocks if alias == "v" else ()):
         found = _value_projection(block)
         if found is not None:
-            yield Tap(alias, {"site": alias, "layer": layer}, found[0], found[1])
+            yield Tap(alias, {"site": alias, "layer": layer}, found[0], _whole, found[1])
 
 
-def _value_projection(block: nn.Module) -> tuple[nn.Module, Callable[[Any], Tensor | None]] | None:
+def _value_projection(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]] | None:
     for name, module in block.named_modules():
         last = name.rsplit(".", 1)[-1]
         if last in VALUES and hasattr(module, "weight"):
-            return module, _whole
+            return module, _as_it_is
         if last == "c_attn" and getattr(module, "weight", None) is not None:
             rows, columns = sorted(module.weight.shape)
             if columns == 3 * rows:  # GPT-2's queries, keys and values in one
                 return module, _last_third
     return None
-
-
-def _last_third(found: Any) -> Tensor | None:
-    return found.chunk(3, -1)[2] if isinstance(found, Tensor) and found.ndim > 2 else None
 
 
 def _first_states(found: Any) -> Tensor | None:
@@ -118,7 +131,7 @@ def _first_states(found: Any) -> Tensor | None:
 def places(model: nn.Module) -> dict[str, tuple[str, int | None]]:
     """(part, layer) of each matrix by parameter name, no two alike; foreign ones begin with `W_` as well."""
     names = [name for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad]
-    place = part_of if is_ours(model) else _foreign_place
+    place = part_of if is_ours(model) and not is_observed(model) else _foreign_place
     found = {name: place(name) for name in names}
     taken = Counter(found.values())
     return {n: at if taken[at] == 1 else (f"W_{_bare(n)}", at[1]) for n, at in found.items()}
