@@ -15,18 +15,31 @@ from workbench.kernels.attention import attention_reference, attention_statistic
 from workbench.metrics import METRICS, find, metric
 from workbench.metrics.attention import (
     ConcentrationParts,
+    effective_keys,
     importance_entropy,
     induction_score,
+    received_ratio,
     row_entropy,
     sink_mass,
     sink_rate,
     token_importance,
+    top_importance,
     uniform_entropy,
     uniform_importance,
+    value_weighted_importance,
 )
 from workbench.metrics.base import harmonic
-from workbench.metrics.residual import hidden_norm, hidden_peak, loss, repetition_floor, token_similarity
+from workbench.metrics.residual import (
+    collapse_residual,
+    hidden_norm,
+    hidden_peak,
+    loss,
+    massive_activations,
+    repetition_floor,
+    token_similarity,
+)
 from workbench.metrics.retention import TokenProbe
+from workbench.metrics.spectrum import EffectiveRank, Spectrum
 from workbench.metrics.values import TokenIdentityShare, value_drain, value_norm
 from workbench.metrics.weights import cache_bytes, cache_traffic, gradient_norm, part_of
 
@@ -458,3 +471,99 @@ def test_concentration_parts_add_up_and_do_not_depend_on_the_batches():
     assert halves.result() == pytest.approx(found, abs=1e-12)
     p = (sums / 9).mean(1)
     assert found[""] == pytest.approx(float((p * (p / uniform_importance(9)).log()).sum(-1).mean()), abs=1e-12)
+
+
+# ---- effective keys, ranks, what is received -------------------------------------------------------------------------
+
+
+def test_effective_keys_count_evenly_attended_keys():
+    """Uniform rows of 1, 2, 3, 4 keys: their mean is 2.5, all keys in sight; a peaked head has 1."""
+    rows = torch.arange(1, 5, dtype=torch.double).log()[None, None]
+    assert effective_keys(rows).item() == pytest.approx(2.5)
+    assert effective_keys(rows, share=True).item() == pytest.approx(1)
+    assert effective_keys(rows * 0).item() == 1
+    assert METRICS["effective_keys"].controls["uniform_causal"](4) == 2.5
+
+
+def test_top_importance_is_ranked_and_its_cumulative_form_adds_up():
+    pattern = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [0.1, 0.1, 0.8]], dtype=torch.double)
+    p = [1.6 / 3, 0.8 / 3, 0.6 / 3]
+    assert top_importance(received(pattern))[0].tolist() == pytest.approx(p)
+    assert top_importance(received(pattern), cumulative=True)[0].tolist() == pytest.approx([p[0], p[0] + p[1], 1])
+    assert top_importance(torch.ones(2, 3, 50)).shape == (2, 10)
+
+
+def test_received_ratio_is_one_for_uniform_attention_and_2_for_twice_as_much():
+    uniform = received(uniform_pattern(5))
+    assert received_ratio(uniform)[0].tolist() == pytest.approx([1] * 5)
+    assert received_ratio(2 * uniform)[0].tolist() == pytest.approx([2] * 5)
+
+
+def test_value_weighted_importance_ignores_positions_without_value():
+    v = torch.tensor([[[[0.0, 0]], [[3.0, -1]], [[1.0, 1]]]])  # 1-norms 0, 4, 2
+    sums = torch.tensor([[[2.0, 0.5, 0.5], [2.5, 0.25, 0.25]]])
+    expected = [0, 0.75 * 4 / (0.75 * 6), 0.75 * 2 / (0.75 * 6)]
+    assert value_weighted_importance(sums, v)[0].tolist() == pytest.approx(expected)
+
+
+# ---- collapse, massive entries, spectra ------------------------------------------------------------------------------
+
+
+def test_collapse_residual_by_hand_and_against_similarity():
+    same, orthogonal = torch.ones(1, 4, 3), torch.eye(4)[None]
+    assert collapse_residual(same).item() == 0
+    assert collapse_residual(orthogonal).item() == pytest.approx(math.sqrt(3 / 4))
+    assert METRICS["collapse_residual"].controls["orthogonal"](4) == pytest.approx(math.sqrt(3 / 4))
+    unit = torch.nn.functional.normalize(seeded(2, 9, 5).double(), dim=-1)
+    T, r = 9, collapse_residual(unit)
+    torch.testing.assert_close((T * (1 - r**2) - 1) / (T - 1), token_similarity(unit))
+    assert collapse_residual(torch.cat((5 * seeded(1, 1, 3), same), 1), skip=1).item() == 0
+
+
+def test_massive_activations_by_the_published_criterion():
+    x = torch.ones(1, 4, 5) * 0.1
+    x[0, 2, 3] = -150
+    assert massive_activations(x).item() == pytest.approx(1500)
+    assert massive_activations(x, count=True).item() == 1
+    assert massive_activations(x / 2, count=True).item() == 0  # 75 is not above 100
+    x[0, 0] = 150  # six of twenty entries
+    assert massive_activations(x * 2, count=True).item() == 6
+
+
+def test_effective_rank_of_equal_and_of_single_directions():
+    """Four orthogonal vectors of one length use 4 directions; one repeated uses 1, and has no centred variance."""
+    spread, single = EffectiveRank(), EffectiveRank()
+    spread.update(torch.eye(4)[None] * 3)
+    single.update(torch.ones(1, 6, 4))
+    found = spread.result()
+    assert found == pytest.approx({"": 4, "participation": 4, "pcs_99": 3, "top_share": 0.25, "trace": 9})
+    assert single.result() == pytest.approx({"": 1, "participation": 1, "pcs_99": 0, "top_share": 1, "trace": 4})
+
+
+def test_effective_rank_by_hand_for_shares_one_and_three_quarters():
+    accumulator = EffectiveRank()
+    accumulator.update(torch.tensor([[[3.0**0.5, 0], [0, 1]]]))
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    found = accumulator.result()
+    assert found[""] == pytest.approx(math.exp(entropy))
+    assert found["participation"] == pytest.approx(1 / (0.75**2 + 0.25**2))
+
+
+def test_spectra_are_free_of_scale_rotation_and_batches():
+    x = seeded(3, 7, 2, 3).double()
+    turn = torch.linalg.qr(seeded(6, 6).double())[0]
+    turned = (x.flatten(2) @ turn * 5).view_as(x)
+    for kind in (EffectiveRank, Spectrum):
+        whole, other, parts, rest = kind(), kind(), kind(), kind()
+        whole.update(x)
+        other.update(turned)
+        parts.update(x[:1])
+        rest.update(x[1:])
+        parts.merge(rest)
+        for key, value in whole.result().items():
+            if key != "trace":
+                assert other.result()[key] == pytest.approx(value, abs=1e-9)
+            assert parts.result()[key] == pytest.approx(value, abs=1e-9)
+    shares = whole.result()[""]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(1)
