@@ -218,9 +218,8 @@ def _from_shapes(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
     first = {n.removeprefix("model.layers.0."): s for n, s in shapes.items() if n.startswith("model.layers.0.")}
     layers = {int(m[1]) for n in shapes if (m := re.match(r"model\.layers\.(\d+)\.", n))}
     found: dict[str, Any] = {"n_layers": max(layers) + 1}
-    for name, keys in ((EMBEDDINGS, ("d_vocab", "d_model")),):
-        if len(shapes[name]) == 2:
-            found |= dict(zip(keys, shapes[name], strict=True))
+    if len(shapes[EMBEDDINGS]) == 2:
+        found |= dict(zip(("d_vocab", "d_model"), shapes[EMBEDDINGS], strict=True))
     for name, key in (("mlp.gate_proj.weight", "d_mlp"), ("self_attn.k_proj.weight", "k")):
         if len(first.get(name, ())) == 2:
             found[key] = first[name][0]
@@ -229,7 +228,7 @@ def _from_shapes(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
 
 def _told(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings a script wrote down, by our names; of two spellings the first that is there."""
-    found = {}
+    found: dict[str, Any] = {}
     for ours, theirs in _KEYS.items():
         for key in (ours, theirs, *_SPELLINGS.get(ours, ())):
             if values.get(key) is not None:

@@ -54,12 +54,13 @@ def _from_transformers(state: State, reason: NotCovered, dtype: torch.dtype | No
         stored.check(name)
     try:
         with _quiet():
-            module, found = AutoModelForCausalLM.from_pretrained(
+            opened: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, local_files_only=True, trust_remote_code=False, output_loading_info=True,
                 dtype=dtype or torch.float32,
             )  # fmt: skip
     except Exception as error:
         raise BadCheckpoint(f"{reason}; transformers cannot open it either: {_first_line(error)}") from error
+    module, found = opened
     lost = {kind: sorted(map(str, found.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}
     if any(lost.values()):
         told = "; ".join(f"{kind} {', '.join(names[:5])}" for kind, names in lost.items() if names)

@@ -38,7 +38,7 @@ def module_of(state: State, dtype: torch.dtype | None = None) -> Any:
         raise NotCovered(
             f"{where}: model_args has {strange[0]!r}, which nanoGPT does not; {suggest(strange[0], list(KNOWN))}"
         )
-    sizes = {key: settings.get(key) for key in KNOWN if key not in ("bias", "dropout")}
+    sizes: dict[str, Any] = {key: settings.get(key) for key in KNOWN if key not in ("bias", "dropout")}
     if bad := [key for key, n in sizes.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1]:
         raise BadCheckpoint(f"{where}: model_args says {bad[0]}={sizes[bad[0]]!r}; it must be a positive whole number")
     if sizes["n_embd"] % sizes["n_head"]:

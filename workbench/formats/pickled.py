@@ -118,7 +118,7 @@ def _stored(tensor: torch.Tensor, path: Path, records: dict[int, zipfile.ZipInfo
         return Stored(path, tensor.dtype, shape, held=tensor.detach())
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     stride = None if tensor.is_contiguous() else tensor.stride()
-    first = tensor.storage_offset() * tensor.element_size()
+    first = int(tensor.storage_offset()) * tensor.element_size()
     if 0 in shape:
         return Stored(path, tensor.dtype, shape)
     stored = Stored(path, tensor.dtype, shape, (begin or 0) + first, stride)

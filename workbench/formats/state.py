@@ -120,9 +120,9 @@ def strip(tensors: Mapping[str, Stored], path: Path) -> tuple[dict[str, Stored],
         if any(part in name.split(".") for name in names.values()):
             names = {k: ".".join(p for p in name.split(".") if p != part) for k, name in names.items()}
             taken.append(f"{part}.")
-    while (part := _shared(list(names.values()))) is not None:
-        names = {k: name.removeprefix(f"{part}.") for k, name in names.items()}
-        taken.append(f"{part}.")
+    while (shared := _shared(list(names.values()))) is not None:
+        names = {k: name.removeprefix(f"{shared}.") for k, name in names.items()}
+        taken.append(f"{shared}.")
     if len(set(names.values())) < len(names):
         twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
         both = [k for k, name in names.items() if name == twice]

@@ -95,10 +95,11 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> dict[s
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
     for name in ("bos", "eos"):
         try:
-            ids[f"{name}_token_id"] = getattr(tokenizer, f"{name}_id")
+            number: int | None = getattr(tokenizer, f"{name}_id")
         except BadData:  # a tokenizer that does not say
-            ids[f"{name}_token_id"] = None
-            continue
-        settings[f"{name}_token"] = tokenizer._backend.id_to_token(ids[f"{name}_token_id"])
+            number = None
+        ids[f"{name}_token_id"] = number
+        if number is not None:
+            settings[f"{name}_token"] = tokenizer._backend.id_to_token(number)
     write_json(folder / SETTINGS, settings | {"clean_up_tokenization_spaces": False})
     return ids
