@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,42 +15,13 @@ import torch
 from torch import Tensor
 
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.files import digest
+from workbench.interventions.base import intervention
 from workbench.models.hooked import HookedModel
 from workbench.names import ACTIVATIONS
 
 SITES = ("own_v", "v", "q", "k")
 REPLACEMENTS = ("token_mean", "mean", "zero")
 TABLE_TOKENS = 65_536  # enough to see nearly every id of a small vocabulary
-
-
-@dataclass(frozen=True)
-class Intervention:
-    """A registered experiment: `function(model, sample, data, batch)` yields record rows."""
-
-    function: Callable[..., Iterator[dict[str, Any]]]
-    unit: str
-    range: str
-    reading: str
-    source: str
-    min_length: int = 2
-
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return self.function.__name__
-
-    @property
-    def summary(self) -> str:
-        """First line of the docstring."""
-        return (inspect.getdoc(self.function) or "").split("\n", 1)[0]
-
-    def version(self) -> str:
-        """Changes with the code."""
-        return digest(*(inspect.getsource(f) for f in (self.function, TokenMeans, token_means, replaced, _losses)))
-
-
-INTERVENTIONS: dict[str, Intervention] = {}
 
 
 def _hooks(model: HookedModel, site: str, layers: Sequence[int]) -> dict[int, str]:
@@ -140,6 +110,9 @@ def _losses(
     return torch.cat(found).double()
 
 
+@intervention(
+    unit="nats", range="any", reading="lower: less context is needed", source="after Bank of Values, arXiv 2606.02780"
+)
 def value_ablation(
     model: HookedModel, sample: Any, data: Any, batch: int, *, sites: Sequence[str] = ("own_v",)
 ) -> Iterator[dict[str, Any]]:
@@ -153,7 +126,9 @@ def value_ablation(
     beside the mean. Unit: nats.
     """
     if data is None:
-        raise WorkbenchError("value_ablation needs training sequences for its table of means: give a run, or data with a training side")
+        raise WorkbenchError(
+            "value_ablation needs training sequences for its table of means: give a run, or data with a training side"
+        )
     device, T, n_layers = model.embed.weight.device, sample.ids.shape[1], model.config.n_layers
     batches = [ids.to(device) for ids in sample.ids.split(batch)]
     training = data.batch(0, max(1, TABLE_TOKENS // T), T, 0)  # the same documents whatever the batch
@@ -175,8 +150,3 @@ def _change_rows(changes: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
         yield {"variant": how, "value": float(change.mean()), "se": se, "unit": "nats"}
     zero, token = float(changes["zero"].mean()), float(changes["token_mean"].mean())
     yield {"variant": "kept", "value": 1 - token / zero if zero > 0 else math.nan, "unit": "share"}
-
-
-INTERVENTIONS["value_ablation"] = Intervention(
-    value_ablation, "nats", "any", "lower: less context is needed", "after Bank of Values, arXiv 2606.02780"
-)

@@ -1,0 +1,82 @@
+"""How an experiment on a whole model is registered: `@intervention` on a generator of record rows."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.files import digest
+
+Experiment = Callable[..., Iterator[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """A registered experiment: `function(model, sample, data, batch)` yields record rows."""
+
+    function: Experiment
+    unit: str
+    range: str
+    reading: str
+    source: str
+    min_length: int = 2
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.__name__
+
+    @property
+    def summary(self) -> str:
+        """First line of the docstring."""
+        return (inspect.getdoc(self.function) or "").split("\n", 1)[0]
+
+    def version(self) -> str:
+        """Changes with the code of its module."""
+        return digest(inspect.getsource(sys.modules[self.function.__module__]))
+
+
+INTERVENTIONS: dict[str, Intervention] = {}
+
+
+def intervention(
+    *,
+    unit: str,
+    range: str,  # noqa: A002 - the word of the record
+    reading: str,
+    source: str,
+    min_length: int = 2,
+) -> Callable[[Experiment], Experiment]:
+    """Register an experiment under its function's name."""
+
+    def register(function: Experiment) -> Experiment:
+        INTERVENTIONS[function.__name__] = Intervention(function, unit, range, reading, source, min_length)
+        return function
+
+    return register
+
+
+def batches_of(model: Any, sample: Any, batch: int) -> list[Tensor]:
+    """The sample's ids [n, T] in batches on the model's device."""
+    return [ids.to(model.embed.weight.device) for ids in sample.ids.split(batch)]
+
+
+@torch.no_grad()
+def losses(model: Any, batches: Sequence[Tensor]) -> Tensor:
+    """Mean next-token loss of each document in nats, float64 on the CPU."""
+    found = [model(ids, return_type="loss", loss_per_token=True).mean(1) for ids in batches]
+    return torch.cat(found).double().cpu()
+
+
+def over_documents(values: Tensor, **axes: Any) -> dict[str, Any]:
+    """One row: mean over documents, its standard error, n."""
+    values = values.double()
+    se = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
+    return {**axes, "value": float(values.mean()), "se": se, "n": len(values)}

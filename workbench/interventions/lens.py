@@ -1,0 +1,96 @@
+"""What each stream says of the next token already, and what each part of the model adds to its logit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import WorkbenchError
+from workbench.interventions.base import batches_of, intervention, over_documents
+from workbench.names import stream_hook
+
+CHUNK = 64  # positions whose logits are held at a time
+
+
+def _lens(model: Any, x: Tensor, targets: Tensor, final: Tensor) -> dict[str, Tensor]:
+    """Loss, divergence from the model's own prediction, and rank of the target, per document [batch]."""
+    found: dict[str, list[Tensor]] = {"loss": [], "kl": [], "rank": []}
+    for part, target, true in zip(*(t.split(CHUNK, dim=1) for t in (x, targets, final)), strict=True):
+        log_p = model.unembed(model.ln_final(part)).double().log_softmax(-1)
+        mine = log_p.gather(-1, target[..., None])
+        found["loss"].append(-mine.squeeze(-1))
+        found["kl"].append((true.exp() * (true - log_p)).sum(-1))
+        found["rank"].append((log_p > mine).sum(-1).double())
+    return {name: torch.cat(parts, 1).mean(1).cpu() for name, parts in found.items()}
+
+
+@intervention(
+    unit="nats", range=">= 0", reading="lower: the answer is readable earlier",
+    source="logit lens (nostalgebraist 2020); loss, divergence from the output, rank of the next token",
+)  # fmt: skip
+@torch.no_grad()
+def logit_lens(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """Prediction read off each stream: softmax(W_U norm(h_n)), with the model's own final norm.
+
+    The loss of the next token; `kl`: divergence of the reading from the model's prediction; `rank`: tokens ahead of the
+    true one (0: it leads). Layer n is what block n reads, L the final norm's input, where loss and output agree.
+    Caution: early layers need not speak the head's language (basis drift), and value paths change what depth is used for.
+    """
+    n_layers = model.config.n_layers
+    names = {layer: stream_hook(layer, n_layers) for layer in range(n_layers + 1)}
+    found: dict[tuple[int, str], list[Tensor]] = {}
+    for ids in batches_of(model, sample, batch):
+        logits, cache = model.run_with_cache(ids, names_filter=list(names.values()))
+        final, targets = logits[:, :-1].double().log_softmax(-1), ids[:, 1:]
+        for layer, name in names.items():
+            for variant, values in _lens(model, cache[name][:, :-1], targets, final).items():
+                found.setdefault((layer, variant), []).append(values)
+    for (layer, variant), parts in found.items():
+        unit = "tokens" if variant == "rank" else "nats"
+        yield over_documents(torch.cat(parts), layer=layer, variant=None if variant == "loss" else variant, unit=unit)
+
+
+@intervention(
+    unit="logits", range="any", reading="higher: pushes the next token",
+    source="direct logit attribution with the final scale frozen; value paths as in Elhage et al. 2021",
+)  # fmt: skip
+@torch.no_grad()
+def logit_attribution(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """What each part adds to the next token's logit, beyond what it adds to the mean logit; mean over positions.
+
+    Exact: embedding, attention and MLP of each layer sum to the logit (checked at each call). Attention is split further
+    by where its values come from: `attn.own`, `attn.first`, `attn.source.<j>`, `attn.table`, `attn.cross`. Caution: direct
+    effects only; what a part does through later layers is not in it.
+    """
+    from workbench.decomposition import decompose
+
+    head = model.unembed.weight.double()
+    direction = head - head.mean(0)  # a logit minus the mean logit
+    found: dict[tuple[str, int | None], list[Tensor]] = {}
+    for ids in batches_of(model, sample, batch):
+        parts = decompose(model, ids, to="final", by="value_path")
+        rows = direction[ids[:, 1:]] * model.ln_final.weight.double()
+        sums: dict[tuple[str, int | None], Tensor] = {}
+        for label, part in zip(parts.labels, parts.parts, strict=True):
+            key = _component(label)
+            sums[key] = sums.get(key, 0) + (part[:, :-1].double() * rows).sum(-1).mean(1).cpu()
+        for key, values in sums.items():
+            found.setdefault(key, []).append(values)
+    for (part, layer), pieces in found.items():
+        yield over_documents(torch.cat(pieces), part=part, layer=layer, unit="logits")
+
+
+def _component(label: str) -> tuple[str, int | None]:
+    """(part, layer) of a label: `embed`, `3_mlp_out`, `L2H1.first` -> (`attn.first`, 2)."""
+    if label == "embed":
+        return "embed", None
+    if label.startswith("L"):
+        where, _, path = label.partition(".")
+        return f"attn.{path}", int(where[1:].split("H")[0])
+    layer, _, kind = label.partition("_")
+    if kind != "mlp_out":
+        raise WorkbenchError(f"unknown component {label!r}")
+    return "mlp", int(layer)
