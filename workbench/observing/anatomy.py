@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
+from workbench.observing.fitting import explained
 from workbench.observing.layouts import Path, find, get
 from workbench.observing.masks import CAUSAL
 from workbench.observing.projections import Projection, Tap, alike, run_of, search
@@ -149,7 +150,7 @@ def _chosen(trace: Trace, blocks: str | Sequence[str] | None) -> list[tuple[Atte
 
 def _block_of(trace: Trace, attention: Attention, found: list[Attention]) -> Execution:
     """The outermost execution around an attention, and no other, that reads and makes a stream."""
-    around = [e for e in attention.within.stack()[1:] if _stream(e)]
+    around = [e for e in attention.within.stack()[1:] if _stream(trace, e)]
     alone = [e for e in around if sum(e.holds(a.times[-1]) for a in found) == 1]
     if alone:
         listed = [e for e in alone if e.name.rsplit(".", 1)[-1].isdigit()]
@@ -165,13 +166,17 @@ def _block_of(trace: Trace, attention: Attention, found: list[Attention]) -> Exe
     )
 
 
-def _stream(entry: Execution) -> tuple[Seen, Seen] | None:
+def _stream(trace: Trace, entry: Execution) -> tuple[Seen, Seen] | None:
     """The stream [batch, pos, d_model] that an execution reads and the one it makes, of one width."""
     for made in entry.made:
         for given in entry.given:
-            if given.shape == made.shape and len(made.shape) == 3:
+            if given.shape == made.shape and _streamed(trace, made):
                 return given, made
     return None
+
+
+def _streamed(trace: Trace, seen: Seen) -> bool:
+    return len(seen.shape) == 3 and seen.shape[:2] == (trace.batch, trace.length)
 
 
 def _nothing(trace: Trace, prefixes: list[str]) -> str:
@@ -183,7 +188,7 @@ def _nothing(trace: Trace, prefixes: list[str]) -> str:
         return f"no attention was seen under {prefixes}; it was seen in {seen[:8] or 'no part at all'}"
     if trace.others:
         return (
-            f"no attention was seen, but calls to {', '.join(sorted(trace.others))}: a custom kernel cannot be read; run the "
+            f"no attention was seen; {', '.join(sorted(trace.others))} was: that cannot be read; run the "
             "module with scaled_dot_product_attention or eager softmax attention (Hugging Face: attn_implementation='sdpa')"
         )
     return (
@@ -197,7 +202,7 @@ def _name(entry: Execution) -> str:
 
 
 def _layer(trace: Trace, attention: Attention, block: Execution) -> Layer:
-    streams = _stream(block)
+    streams = _stream(trace, block)
     assert streams is not None
     same = {"fused": ["fused"], "eager": ["product", "softmax", "product"]}[attention.kind]
     calls = tuple(
@@ -230,7 +235,7 @@ def _projections(trace: Trace, layers: list[Layer], blocks: list[Execution]) -> 
             layer.v = alike(*known, inside_of(trace, block), layer.block)
         if layer.v is not None:
             layer.rows["own"] = layer.v.of(_made(trace, block, layer.v))
-        layer.z = _output_projection(trace, layer, block)
+        layer.z = _output_projection(trace, layer, block, layers[0].attention.v)
 
 
 def _made(trace: Trace, block: Execution, tap: Tap) -> Tensor:
@@ -247,16 +252,25 @@ def _matrix(trace: Trace, entry: Execution) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 2
 
 
-def _output_projection(trace: Trace, layer: Layer, block: Execution) -> Tap | None:
-    """The input of the first matrix after the attention that is as wide as its heads together."""
-    inside = inside_of(trace, block)
-    width = layer.attention.z.flatten(1).shape[1]
+def _output_projection(trace: Trace, layer: Layer, block: Execution, first: Tensor) -> Tap | None:
+    """The input of W_O: of the matrix after the attention that reads its heads, or them and something of the values.
+
+    Inside the part that attends it may also read what no fit explains (a gate, a norm).
+    """
+    inside, attention = inside_of(trace, block), layer.attention
     for entry in inside:
-        if entry.start > layer.attention.times[-1] and _matrix(trace, entry):
-            seen = next((s for s in entry.given if s.rows.shape[1] == width and len(s.shape) == 3), None)
-            if seen is not None:
-                layer.rows["z"] = seen.rows.unflatten(1, layer.attention.z.shape[1:])
-                return Tap(entry.name, run_of(entry, inside), seen.path)
+        if entry.start < attention.times[-1] or not _matrix(trace, entry):
+            continue
+        seen = next(
+            (s for s in entry.given if s.rows.shape == attention.z.flatten(1).shape and len(s.shape) == 3), None
+        )
+        if seen is None:
+            continue
+        heads = seen.rows.unflatten(1, attention.z.shape[1:])
+        own = attention.within is not block and attention.within.holds(entry.start)
+        if own or explained(heads, attention.z, attention.v, first):
+            layer.rows["z"] = heads
+            return Tap(entry.name, run_of(entry, inside), seen.path)
     return None
 
 
@@ -265,7 +279,7 @@ def _additions(trace: Trace, layer: Layer, block: Execution) -> None:
     inside, target = inside_of(trace, block), layer.rows["out"].double() - layer.rows["in"].double()
     outputs = [
         (e, s) for e in sorted(inside, key=lambda e: (len(e.stack()), e.start)) for s in e.made
-        if e.name != MATRIX and s.rows.shape == layer.rows["in"].shape and len(s.shape) == 3
+        if e.name != MATRIX and s.rows.shape == layer.rows["in"].shape and (len(s.shape) == 2 or _streamed(trace, s))
     ]  # fmt: skip
     size = layer.rows["out"].double().abs().max()
     eps = torch.finfo(layer.rows["out"].dtype).eps * 32

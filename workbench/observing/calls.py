@@ -75,7 +75,7 @@ def interface(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
     causal = named.get("is_causal")
     mask = named.get("attention_mask")
     return Fused(
-        lambda **given: function(*(given.pop(name) for name in _INTERFACE if name in given), **given),
+        lambda **given: function(*[given.pop(name) for name in _INTERFACE if name in given], **given),
         named,
         mask,
         mask is None and bool(getattr(module, "is_causal", True) if causal is None else causal),
@@ -130,6 +130,9 @@ def product(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     if name == "einsum":
         return _einsum(function, args, kwargs)
     first = PRODUCTS[name]
+    if "batch1" in kwargs and "batch2" in kwargs:
+        args = (*args[:1], kwargs["batch1"], kwargs["batch2"])
+        kwargs = {key: value for key, value in kwargs.items() if not key.startswith("batch")}
     pair = args[first : first + 2]
     if len(pair) < 2 or not all(isinstance(x, Tensor) and x.ndim > 2 for x in pair):
         return None

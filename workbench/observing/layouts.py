@@ -59,11 +59,13 @@ def _listed(thing: Any) -> bool:
 
 
 def by_position(x: Tensor, batch: int, length: int) -> Tensor | None:
-    """[batch * pos, width] from [batch, pos, ...], [batch, head, pos, d_head] or [batch * pos, width]; else None."""
+    """[batch * pos, width] from [batch, pos, ...], [pos, batch, ...], [batch, head, pos, d_head], [batch * pos, width]."""
     if not x.is_floating_point() or x.ndim < 2:
         return None
     if x.ndim > 2 and x.shape[:2] == (batch, length):
         return x.reshape(batch * length, -1)
+    if x.ndim == 3 and x.shape[:2] == (length, batch):
+        return x.transpose(0, 1).reshape(batch * length, -1)
     if x.ndim == 4 and (x.shape[0], x.shape[2]) == (batch, length):
         return x.transpose(1, 2).reshape(batch * length, -1)
     return x if x.ndim == 2 and x.shape[0] == batch * length else None
@@ -73,6 +75,8 @@ def from_positions(rows: Tensor, like: Tensor, batch: int, length: int) -> Tenso
     """The inverse of `by_position`, in the layout of `like`."""
     if like.ndim == 4 and like.shape[:2] != (batch, length):
         return rows.view(batch, length, like.shape[1], like.shape[3]).transpose(1, 2)
+    if like.ndim == 3 and like.shape[:2] != (batch, length):
+        return rows.view(batch, length, -1).transpose(0, 1)
     return rows.view(like.shape)
 
 

@@ -20,9 +20,9 @@ from workbench.models.hooked import hooked, probabilities
 from workbench.names import STATISTICS
 from workbench.observing.anatomy import Layer
 from workbench.observing.calls import Fused, Product, arrange, restore
+from workbench.observing.fitting import fit
 from workbench.observing.layouts import by_position, from_heads, from_positions, get, put, to_heads
 from workbench.observing.masks import CAUSAL, HIDDEN, kind_of, masked_statistics, pattern_statistics
-from workbench.observing.paths import fit
 from workbench.observing.projections import Projection, Tap
 from workbench.observing.tracing import MATRIX, causal_attention
 from workbench.observing.watching import Watch, eagerly, interfaces, watching
@@ -134,7 +134,7 @@ class Listening:
             for name in ("attn_out", "mlp_out"):
                 tap = getattr(layer, name)
                 if tap is not None and hooked(getattr(whole.blocks[i], f"hook_{name}")):
-                    yield tap, False, partial(self.fire, getattr(whole.blocks[i], f"hook_{name}")), i
+                    yield tap, False, partial(self._addition, getattr(whole.blocks[i], f"hook_{name}")), i
             for name in ("q", "k", "v"):
                 projection = getattr(layer, name)
                 point = whole.own_point(i) if name == "v" else self.point(i, name)
@@ -201,6 +201,12 @@ class Listening:
 
     def _here(self, tap: Tap, run: int, layer: int | None) -> bool:
         return run == tap.run and (self.running[-1] if self.running else None) == layer
+
+    def _addition(self, point: Any, made: Tensor) -> Tensor:
+        """What is added to the stream [batch, pos, d_model], which some write as [batch * pos, d_model]."""
+        shaped = made.view(self.batch, self.length, -1)
+        found = self.fire(point, shaped)
+        return made if found is shaped else found.view(made.shape)
 
     def _project(self, i: int, name: str, projection: Projection, point: Any, made: Tensor) -> Tensor:
         """Own values, or queries and keys before their rotation, among a projection's columns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from workbench.observing.layouts import tensors
 from workbench.observing.observed import Observed, refuse_dropout
 from workbench.observing.paths import Path, paths_of
 from workbench.observing.tracing import Trace
-from workbench.observing.watching import eagerly, unwrapped
+from workbench.observing.watching import COMPILED, eagerly, unwrapped
 
 Call = Callable[[nn.Module, Tensor], Any]
 _TARGETS = ("targets", "labels")
@@ -65,6 +66,10 @@ def observe(
         return found, paths_of(found.layers)
 
     _refuse_changed(inner, run, plain, tokens)
+    if "torch._dynamo" in sys.modules and COMPILED not in notes:
+        with torch.no_grad():
+            usual = run(inner, tokens)
+        notes += [] if same(usual, plain) else [COMPILED]
     found, paths = again(None)
     compiled = hasattr(module, "_orig_mod")
     observed = Observed(

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from workbench.observing.anatomy import Layer
+from workbench.observing.fitting import EXACT, fit
 
 Source = str | int  # `first`, `own`, or the layer whose own values are read
-EXACT = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Residuals below this are rounding."""
 SEEN = 1e-6  # coefficients below this are none
 _SAME = 1e-3  # coefficients this near are one published constant
 
@@ -34,17 +33,6 @@ class Path:
     residual: float
     exact: bool
     head: int | None = None
-
-
-def fit(target: Tensor, sources: Sequence[Tensor]) -> tuple[list[float], float]:
-    """Least-squares coefficients of `sources` for `target`, all of one shape, and the relative residual; float64."""
-    y = target.detach().double().flatten()
-    size = float(y.norm())
-    if not sources or not size:
-        return [0.0] * len(sources), 0.0 if not size else 1.0
-    x = torch.stack([s.detach().double().flatten() for s in sources], dim=1)
-    found = torch.linalg.lstsq(x.cpu(), y.cpu()[:, None], driver="gelsd").solution[:, 0]
-    return found.tolist(), float((x.cpu() @ found - y.cpu()).norm()) / size
 
 
 def paths_of(layers: Sequence[Layer]) -> list[Path]:
@@ -129,7 +117,9 @@ def architecture_of(layers: Sequence[Layer], paths: Sequence[Path]) -> tuple[str
             return "unknown", {}, "something is added to the attention's output; see value_paths()"
         parts.append("neutreno")
         options |= _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])
-    if _averaged(layers):
+    if (left := _averaged(layers)) is not None:
+        if left > EXACT.get(layers[0].rows["in"].dtype, 1e-2):
+            return "unknown", {}, f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it"
         parts.append("denseformer")
     return "+".join(parts) or "transformer", options, ""
 
@@ -161,11 +151,12 @@ def _constant(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: mean} if max(abs(v - mean) for v in values) < _SAME else {}
 
 
-def _averaged(layers: Sequence[Layer]) -> bool:
-    """Whether some block reads a weighted sum of the embedding and several blocks' outputs."""
+def _averaged(layers: Sequence[Layer]) -> float | None:
+    """What weighted sums of the embedding and earlier blocks' outputs leave of the blocks' inputs; None where these are plain."""
+    left = None
     for i, layer in enumerate(layers[1:], 1):
-        rows, before = layer.rows["in"], layers[i - 1].rows["out"]
-        if not torch.equal(rows, before):
-            _, residual = fit(rows, [layers[0].rows["in"], *(earlier.rows["out"] for earlier in layers[:i])])
-            return residual < EXACT.get(rows.dtype, 1e-2)
-    return False
+        rows = layer.rows["in"]
+        if not torch.equal(rows, layers[i - 1].rows["out"]):
+            sources = [layers[0].rows["in"], *(earlier.rows["out"] for earlier in layers[:i])]
+            left = max(left or 0.0, fit(rows, sources)[1])
+    return left

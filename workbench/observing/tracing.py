@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 
 from workbench.errors import WorkbenchError
 from workbench.kernels.attention import attention_statistics
@@ -120,6 +121,8 @@ class Trace:
         handles = []
         try:
             for name, part in self.module.named_modules():
+                if isinstance(part, HookPoint):  # listening at one may change what its model does
+                    continue
                 handles += [
                     part.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
                     part.register_forward_hook(self._leave, with_kwargs=True),
@@ -159,7 +162,7 @@ class Trace:
 
     def other(self, name: str) -> None:
         """Remember a name."""
-        self.others.add(name)
+        self.others.add(f"a call of {name} (a custom kernel)")
 
     def matrix(self, made: Any) -> Any:
         """Record an output of a matrix by itself, which may belong to no part of its own."""
@@ -199,6 +202,8 @@ class Trace:
         pattern = run(scores)
         time = self._count("softmax")
         if scores.shape[-2:] != (self.length, self.length):
+            if scores.ndim > 3 and scores.shape[-2] == self.length:
+                self.others.add(f"softmax over {tuple(scores.shape)} (extra columns: sink logits, a prefix or a cache)")
             return pattern
         before = [(t, call) for t, call, out in self._products if out.numel() == scores.numel()]
         if before:

@@ -147,7 +147,7 @@ def eagerly() -> Iterator[None]:
         yield
 
 
-_COMPILED = "torch.compile: runs that are listened to are eager, others compiled; the two may round differently"
+COMPILED = "torch.compile: runs that are listened to are eager, others compiled; the two may round differently"
 
 
 def unwrapped(module: nn.Module) -> tuple[nn.Module, list[str]]:
@@ -160,9 +160,9 @@ def unwrapped(module: nn.Module) -> tuple[nn.Module, list[str]]:
             module = module.module
         elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
             module = module._orig_mod  # type: ignore[assignment]  # of OptimizedModule
-            notes.append(_COMPILED)
+            notes.append(COMPILED)
         else:
             break
     if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules()):
-        notes.append(_COMPILED)
+        notes.append(COMPILED)
     return module, notes
