@@ -31,3 +31,19 @@ def tiny():
         return build(architecture, {**TINY, "init_std": std, **(config or {})}, seed=seed, dtype=dtype, **options)
 
     return make
+
+
+@pytest.fixture
+def awake(tiny):
+    """`tiny` whose learned coefficients and gains have left their neutral start."""
+
+    def make(architecture="transformer", **options):
+        model = tiny(architecture, **options)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if p.ndim < 2 or name.startswith("dwa."):
+                    p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        return model
+
+    return make

@@ -74,13 +74,40 @@ def test_checkpoints_are_even_in_the_logarithm():
 
 
 def test_matrices_decay_and_gains_and_coefficients_do_not(any_architecture):
-    model = build(any_architecture, MODEL)
+    model = build(any_architecture, MODEL.replace(n_heads=4))
     groups = optimiser(model, RECIPE).param_groups
     decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
     for name, parameter in model.named_parameters():
         matrix = name.endswith("_proj.weight") or name in ("embed.weight", "unembed.weight")
-        assert (id(parameter) in decayed) == matrix, name
+        table = ".tables." in name or ".gates." in name
+        assert (id(parameter) in decayed) == (matrix or table), name
     assert {g["weight_decay"] for g in groups} == {0.1, 0.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "option", "coefficients"),
+    [
+        ("resformer_learnable", "decay_lambda", ["resformer_learnable.first", "resformer_learnable.own"]),
+        (
+            "resformer_learnable_plus",
+            "decay_lambda",
+            [f"resformer_learnable_plus.{x}" for x in ("own", "logits", "scale")],
+        ),
+        ("resformer_dense", "decay_lambda", ["resformer_dense.rows.1"]),
+        ("value_embedding", "decay_lambda", ["value_embedding.own", "value_embedding.table"]),
+        ("denseformer", "decay_alpha", ["dwa.alphas.0.weight", "dwa.alphas.1.weight"]),
+    ],
+)
+def test_coefficients_decay_where_asked_for(architecture, option, coefficients):
+    for asked in (True, False):
+        model = build(architecture, MODEL, **{option: asked})
+        decayed = {id(p) for g in optimiser(model, RECIPE).param_groups if g["weight_decay"] for p in g["params"]}
+        for name, parameter in model.named_parameters():
+            if name in coefficients:
+                assert (id(parameter) in decayed) == asked, name
+            elif "resformer" in name or "dwa" in name:
+                raise AssertionError(f"{name} is a coefficient too")
+        assert id(model.ln_final.weight) not in decayed
 
 
 def test_the_first_step_is_adamw_by_hand(tmp_path):
@@ -104,10 +131,10 @@ def test_the_first_step_is_adamw_by_hand(tmp_path):
 
 
 def test_architectures_of_one_seed_start_and_learn_from_the_same(tmp_path):
-    models = {a: dict(build(a, MODEL, seed=5).named_parameters()) for a in ARCHITECTURES}
+    models = {a: dict(build(a, MODEL.replace(n_heads=4), seed=5).named_parameters()) for a in ARCHITECTURES}
     for tensors in models.values():
         for name, tensor in tensors.items():
-            if name in models["transformer"]:
+            if name in models["transformer"] and tensor.shape == models["transformer"][name].shape:
                 assert torch.equal(tensor, models["transformer"][name]), name
     losses = [
         telemetry(start(tmp_path, a, recipe=RECIPE.replace(lr=1e-30, weight_decay=0.0, warmup=0)))

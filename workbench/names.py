@@ -1,7 +1,10 @@
 """The vocabulary: every activation, the hook point where it is seen, its axes, one line of meaning.
 
-Names and layouts are TransformerLens' classic ones; what value-residual models add stands beside them
-(`own`, `first`, the coefficients, DenseFormer's averages and the streamed attention statistics).
+Names and layouts are TransformerLens' classic ones; what value-residual models add stands beside them: a tensor on its
+way into a layer at `attn.own` (as projected there), `attn.first` (the first layer's), `attn.table` (by token id) and
+`attn.cross` (keys, values, scores and pattern of another layer); the coefficients in use; DenseFormer's averages; the
+streamed attention statistics. Where others than the first layer are sources, all stand at `attn.source.<layer>`, and where
+several layers' keys are read, at `attn.cross.<layer>`.
 """
 
 from __future__ import annotations
@@ -45,14 +48,51 @@ ACTIVATIONS: dict[str, Activation] = {
     "v_mix": Activation(
         hook="blocks.{layer}.attn.hook_v_mix", axes="source", meaning="value coefficients in use: sources, own last"
     ),
+    "table_v": _block("attn.table.hook_v", "pos kv_head d_head", "value looked up by token id"),
+    "cross_v": _block("attn.cross.hook_v", "pos kv_head d_head", "another layer's value, attended to beside the own"),
+    "own_q": _block("attn.own.hook_q", "pos head d_head", "query as projected here, where it is mixed"),
+    "own_k": _block("attn.own.hook_k", "pos kv_head d_head", "key as projected here, where it is mixed"),
+    "first_q": _block("attn.first.hook_q", "pos head d_head", "first layer's query as it arrives here"),
+    "first_k": _block("attn.first.hook_k", "pos kv_head d_head", "first layer's key as it arrives here"),
+    "first_rot_q": _block(
+        "attn.first.hook_rot_q", "pos head d_head", "first layer's rotated query, for its pattern here"
+    ),
+    "first_rot_k": _block(
+        "attn.first.hook_rot_k", "pos kv_head d_head", "first layer's rotated key, for its pattern here"
+    ),
+    "cross_rot_k": _block(
+        "attn.cross.hook_rot_k", "pos kv_head d_head", "another layer's rotated key, attended to here"
+    ),
+    "q_mix": Activation(
+        hook="blocks.{layer}.attn.hook_q_mix", axes="source", meaning="query coefficients in use: sources, own last"
+    ),
+    "k_mix": Activation(
+        hook="blocks.{layer}.attn.hook_k_mix", axes="source", meaning="key coefficients in use: sources, own last"
+    ),
     "z": _block("attn.hook_z", "pos head d_head", "attention output per head, exactly what W_O multiplies"),
     "scores": _block("attn.hook_attn_scores", "head query key", "scaled, masked attention scores (T x T)"),
     "pattern": _block("attn.hook_pattern", "head query key", "attention probabilities (T x T)"),
+    "cross_scores": _block("attn.cross.hook_attn_scores", "head query key", "scores of another layer's keys (T x T)"),
+    "cross_pattern": _block(
+        "attn.cross.hook_pattern", "head query key", "attention to another layer's keys; with `pattern` rows sum to 1"
+    ),
+    "first_pattern": _block(
+        "attn.first.hook_pattern", "head query key", "first layer's softmax, before it is mixed in"
+    ),
+    "own_pattern": _block(
+        "attn.own.hook_pattern", "head query key", "this layer's softmax, before the first's is mixed in"
+    ),
     "received": _block("attn.hook_received", "head pos", "attention received by each position: column sums"),
     "row_entropy": _block("attn.hook_row_entropy", "head pos", "entropy of each query's attention, nats"),
     "row_max": _block("attn.hook_row_max", "head pos", "largest attention weight of each query"),
     "sink": _block("attn.hook_sink", "head pos", "attention of each query to position 0"),
     "lse": _block("attn.hook_lse", "head pos", "log-sum-exp of each query's scores"),
+    "dwa_in": _block("hook_dwa_in", "pos d_model", "raw block output, before the average of outputs"),
+    "dwa_weights": Activation(
+        hook="blocks.{layer}.hook_dwa_weights",
+        axes="source",
+        meaning="weights of the averaged outputs in use, own last",
+    ),
     "logits": Activation(hook="", axes="batch pos vocab", meaning="the model's output"),
     "tokens": Activation(hook="", axes="batch pos", meaning="input token ids"),
 }
@@ -93,7 +133,37 @@ def layer_of(hook: str) -> int | None:
 
 
 LABELS = {
-    "transformer": "Transformer", "resformer": "ResFormer", "svformer": "SVFormer", "neutreno": "NeuTRENO",
-    "denseformer": "DenseFormer", "resformer+neutreno": "ResFormer + NeuTRENO", "residual_k": "key residual (control)",
-}  # fmt: skip
+    "transformer": "Transformer",
+    "resformer": "ResFormer",
+    "resformer_constant": "ResFormer constant (2, 1)",
+    "resformer_learnable": "ResFormer learnable",
+    "resformer_learnable_plus": "ResFormer Learnable-Plus",
+    "resformer_sparse": "ResFormer sparse",
+    "resformer_dense": "ResFormer dense",
+    "svformer": "SVFormer",
+    "neutreno": "NeuTRENO",
+    "denseformer": "DenseFormer",
+    "gqa": "GQA2",
+    "mqa": "MQA",
+    "cla": "CLA2",
+    "share_q": "shared queries (control)",
+    "share_k": "shared keys (control)",
+    "share_v": "shared values (control)",
+    "cross_layer": "cross-layer attention",
+    "cross_layer_all": "cross-layer attention, all",
+    "same_key": "same-key averaging",
+    "identity_map": "identity mapping (control)",
+    "residual_q": "query residual (control)",
+    "residual_k": "key residual (control)",
+    "residual_attention": "attention residual (control)",
+    "residual_hidden": "hidden residual (control)",
+    "value_embedding": "value embeddings",
+    "bank_of_values": "Bank of Values",
+    "gated_attention": "gated attention",
+    "cut_skip": "first skip cut (control)",
+    "resformer+neutreno": "ResFormer + NeuTRENO",
+    "resformer+denseformer": "ResFormer + DenseFormer",
+    "svformer+gqa": "SVFormer + GQA4",
+    "svformer+cla": "SVFormer + CLA2",
+}
 """Architectures as their papers write them."""

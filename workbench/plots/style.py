@@ -17,6 +17,13 @@ from workbench.names import LABELS
 COLOURS = {
     "transformer": "#0072B2", "resformer": "#D55E00", "svformer": "#009E73", "neutreno": "#56B4E9", "denseformer": "#E69F00",
     "resformer+neutreno": "#8F8500", "residual_k": "#CC79A7",
+    # relatives are shades of one family
+    "resformer_constant": "#B03A00", "resformer_learnable": "#F0793A", "resformer_learnable_plus": "#8C2D04",
+    "resformer_sparse": "#F4A582", "resformer_dense": "#E8443A", "svformer+gqa": "#66C2A4", "svformer+cla": "#00563B",
+    "resformer+denseformer": "#B8860B", "gqa": "#1F9E9E", "mqa": "#0B6B75", "cla": "#5AA469", "share_q": "#A6BDDB",
+    "share_k": "#74A9CF", "share_v": "#2B8CBE", "cross_layer": "#7B5EA7", "cross_layer_all": "#4B3A78", "same_key": "#A98BD4",
+    "identity_map": "#C9B3E6", "residual_q": "#E7A6C8", "residual_attention": "#AA4488", "residual_hidden": "#771155",
+    "value_embedding": "#B5651D", "bank_of_values": "#7A4A1E", "gated_attention": "#6F7F8F", "cut_skip": "#3F4A55",
 }  # fmt: skip
 SITES = {
     "v": "effective values",

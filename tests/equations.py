@@ -1,0 +1,214 @@
+"""Logits of every architecture from its published equations: loops over layers and heads, no code of the models.
+
+`logits(name, weights, shape, ids, options)` reads the weights by their names in a checkpoint; the defaults, too, are
+written here a second time. Layers are numbered from 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+RESFORMER = {"lambda_v1": 0.5, "lambda_own": 0.5, "layers": "all", "source_layer": 0, "detach_source": False}
+PARTS = {  # name -> (family, its settings)
+    "transformer": ("transformer", {}),
+    "resformer": ("resformer", RESFORMER),
+    "resformer_constant": ("resformer", RESFORMER | {"lambda_v1": 2, "lambda_own": 1}),
+    "resformer_sparse": ("resformer", RESFORMER | {"lambda_v1": 5, "lambda_own": 1, "layers": "late"}),
+    "resformer_learnable": ("learnable", {"lambda_v1": 0.5, "lambda_own": 0.5, "decay_lambda": False}),
+    "resformer_learnable_plus": (
+        "plus", {"lambda_own": 0.5, "plus_logit_init": "zeros", "plus_scale_init": None, "decay_lambda": False}
+    ),
+    "resformer_dense": (
+        "dense", {"lambda_source": 1, "lambda_own": 1, "dense_source": "raw", "decay_lambda": False}
+    ),
+    "svformer": ("svformer", {"anchors": None, "refresh_every": None}),
+    "neutreno": ("neutreno", {"neutreno_lambda": 0.4}),
+    "denseformer": ("denseformer", {"dilation": 1, "period": 1, "decay_alpha": False}),
+    "gqa": ("gqa", {"query_group": 2}),
+    "mqa": ("gqa", {"query_group": "all"}),
+    "cla": ("sharing", {"share": "kv", "group": 2}),
+    "share_q": ("sharing", {"share": "q", "group": 2}),
+    "share_k": ("sharing", {"share": "k", "group": 2}),
+    "share_v": ("sharing", {"share": "v", "group": 2}),
+    "cross_layer": ("cross_layer", {"source": "previous"}),
+    "cross_layer_all": ("cross_layer", {"source": "all"}),
+    "same_key": ("same_key", {"source": "all", "same_key_weight": 1}),
+    "identity_map": ("identity_map", {"identity_source": "all", "identity_scale": 1}),
+    "residual_q": ("residual_q", {"lambda_q1": 0.5, "lambda_q_own": 0.5}),
+    "residual_k": ("residual_k", {"lambda_k1": 0.5, "lambda_k_own": 0.5}),
+    "residual_attention": ("residual_attention", {"lambda_a1": 0.5, "lambda_a_own": 0.5, "attn_mix": "prob"}),
+    "residual_hidden": ("residual_hidden", {"lambda_h1": 1, "lambda_h_own": 1}),
+    "value_embedding": (
+        "value_embedding", {"value_tables": None, "lambda_table": 0.5, "lambda_own": 0.5, "decay_lambda": False}
+    ),
+    "bank_of_values": ("bank", {"bank_layers": None}),
+    "gated_attention": ("gate", {}),
+    "cut_skip": ("cut_skip", {"cut": "both"}),
+}  # fmt: skip
+TOGETHER = {  # what was published for some of them together
+    ("resformer", "neutreno"): {"neutreno_lambda": 0.2},
+    ("svformer", "gqa"): {"query_group": 4},
+    ("svformer", "cla"): {"share": "k"},
+}
+
+
+def settings(name, options):
+    """Family -> settings."""
+    parts = name.split("+")
+    found = {family: dict(values) for family, values in (PARTS[part] for part in parts)}
+    published = [values for both, values in TOGETHER.items() if set(both) <= set(parts)]
+    for key, value in [item for values in (*published, options) for item in values.items()]:
+        (owner,) = [family for family, values in found.items() if key in values]
+        found[owner][key] = value
+    return found
+
+
+def norm(x, gain, eps):
+    return gain * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def rope(x, theta):
+    """[batch, pos, d_head] turned as in the Llama implementation: angles in two halves."""
+    T, width = x.shape[-2:]
+    angle = torch.arange(T, dtype=x.dtype)[:, None] * theta ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+def before(source, n):
+    """Layers before n that a source names."""
+    return [
+        m
+        for m in range(n)
+        if source in ("all", m) or (source == "first" and m == 0) or (source == "previous" and m == n - 1)
+    ]
+
+
+def logits(name, weights, shape, ids, options):
+    """[batch, pos, vocab]; `shape` has n_layers, n_heads, n_key_value_heads, d_model, rms_norm_eps, rope_theta."""
+    s, p = settings(name, options), weights
+    L, H, G, T = shape.n_layers, shape.n_heads, shape.n_key_value_heads, ids.shape[1]
+    dh = shape.d_model // H
+    if "gqa" in s:
+        group = s["gqa"]["query_group"]
+        G = 1 if group == "all" else H // group
+    future = torch.ones(T, T).triu(1).bool()
+
+    def head(x, h):
+        return x[..., h * dh : (h + 1) * dh]
+
+    def lent(n, tensor):
+        """The layer whose tensor n uses."""
+        if "sharing" in s and tensor in s["sharing"]["share"]:
+            group = s["sharing"]["group"]
+            return 0 if group == "all" else (n // group) * group
+        if "svformer" in s and tensor == "v":
+            anchors, every = s["svformer"]["anchors"], s["svformer"]["refresh_every"]
+            anchors = anchors or [a for a in range(L) if (a % every == 0 if every else a == 0)]
+            return max(a for a in anchors if a <= n)
+        return n
+
+    def scores(q, k, h):
+        """[batch, query, key] of query head h, the future masked."""
+        s = rope(head(q, h), shape.rope_theta) @ rope(head(k, h * G // H), shape.rope_theta).transpose(1, 2)
+        return (s / math.sqrt(dh)).masked_fill(future, -math.inf)
+
+    def value(n, x):
+        """(own, attended) values of layer n."""
+        if "bank" in s:
+            layers = s["bank"]["bank_layers"]
+            if n in (range(L - max(1, L // 3), L) if layers is None else layers):
+                return (p[f"bank_of_values.tables.{n}"][ids],) * 2
+        if lent(n, "v") != n:
+            return (V[lent(n, "v")],) * 2
+        own = x @ p[f"blocks.{n}.attn.v_proj.weight"].T
+        if "resformer" in s:
+            o, layers = s["resformer"], s["resformer"]["layers"]
+            if n > o["source_layer"] and (
+                layers == "all" or (n >= L - max(1, round(3 * L / 8)) if layers == "late" else n in layers)
+            ):
+                first = OWN[o["source_layer"]]
+                return own, o["lambda_v1"] * (first.detach() if o["detach_source"] else first) + o["lambda_own"] * own
+        if "learnable" in s and n > 0:
+            first, mine = p["resformer_learnable.first"], p["resformer_learnable.own"]
+            return own, first[n - 1] * V[0] + mine[n - 1] * own
+        if "plus" in s and n > 0:
+            at = "resformer_learnable_plus."
+            share = p[at + "logits"].exp() / p[at + "logits"].exp().sum()
+            return own, p[at + "scale"] * share[n - 1] * V[0] + p[at + "own"][n - 1] * own
+        if "dense" in s and n > 0:
+            earlier, row = {"raw": OWN, "mixed": V}[s["dense"]["dense_source"]], p[f"resformer_dense.rows.{n}"]
+            return own, sum(row[i] * earlier[i] for i in range(n)) + row[n] * own
+        if "same_key" in s and (sources := before(s["same_key"]["source"], n)):
+            w = s["same_key"]["same_key_weight"]
+            return own, (own + w * sum(OWN[m] for m in sources)) / (1 + w * len(sources))
+        if "value_embedding" in s:
+            tables = s["value_embedding"]["value_tables"] or min(3, max(1, L // 2))
+            at, with_table = "value_embedding.", [*range(tables), *range(L - tables, L)]
+            mixed = p[at + "own"][n] * own
+            if n in with_table:
+                i = with_table.index(n)
+                mixed = mixed + p[at + "table"][i] * p[f"{at}tables.{i % tables}"][ids]
+            return own, mixed
+        return own, own
+
+    y = embedding = p["embed.weight"][ids]
+    X, Q, K, V, OWN = [embedding], [], [], [], []
+    for n in range(L):
+        at = f"blocks.{n}."
+        x = norm(y, p[at + "ln1.weight"], shape.rms_norm_eps)
+        for tensor, found in (("q", Q), ("k", K)):
+            if lent(n, tensor) != n:
+                found.append(found[lent(n, tensor)])
+                continue
+            own = x @ p[f"{at}attn.{tensor}_proj.weight"].T
+            if f"residual_{tensor}" in s and n > 0:
+                o = s[f"residual_{tensor}"]
+                own = o[f"lambda_{tensor}1"] * found[0] + o[f"lambda_{tensor}_own"] * own
+            found.append(own)
+        own, attended = value(n, x)
+        V.append(attended)
+        OWN.append(attended if n == 0 else own)  # the first layer's are what it attends with
+        U = []
+        for h in range(H):
+            g = h * G // H
+            v = head(V[n], g)
+            if "cross_layer" in s and (sources := before(s["cross_layer"]["source"], n)):
+                joint = torch.cat([scores(Q[n], K[m], h) for m in (n, *sources)], -1).softmax(-1)
+                u = joint @ torch.cat([head(V[m], g) for m in (n, *sources)], -2)
+            elif "residual_attention" in s and n > 0:
+                o, both = s["residual_attention"], (scores(Q[0], K[0], h), scores(Q[n], K[n], h))
+                if o["attn_mix"] == "prob":
+                    u = (o["lambda_a1"] * both[0].softmax(-1) + o["lambda_a_own"] * both[1].softmax(-1)) @ v
+                else:
+                    first, mine = (x.masked_fill(future, 0) for x in both)
+                    mixed = o["lambda_a1"] * first + o["lambda_a_own"] * mine
+                    u = mixed.masked_fill(future, -math.inf).softmax(-1) @ v
+            else:
+                u = scores(Q[n], K[n], h).softmax(-1) @ v
+            if "neutreno" in s and n > 0:
+                u = u + s["neutreno"]["neutreno_lambda"] * (head(V[0], g) - v)
+            if "identity_map" in s and (sources := before(s["identity_map"]["identity_source"], n)):
+                u = u + s["identity_map"]["identity_scale"] / len(sources) * sum(head(OWN[m], g) for m in sources)
+            U.append(u)
+        U = torch.cat(U, -1)
+        if "gate" in s:
+            U = U / (1 + torch.exp(-x @ p[f"gated_attention.gates.{n}"].T))
+        cut = s["cut_skip"]["cut"] if "cut_skip" in s and n == 0 else "none"
+        middle = U @ p[at + "attn.o_proj.weight"].T + (0 if cut in ("attn", "both") else y)
+        m = norm(middle, p[at + "ln2.weight"], shape.rms_norm_eps)
+        gate = m @ p[at + "mlp.gate_proj.weight"].T
+        y = (gate / (1 + torch.exp(-gate)) * (m @ p[at + "mlp.up_proj.weight"].T)) @ p[at + "mlp.down_proj.weight"].T
+        y = y + (0 if cut in ("mlp", "both") else middle)
+        X.append(y)
+        if "residual_hidden" in s and n < L - 1:
+            y = s["residual_hidden"]["lambda_h1"] * embedding + s["residual_hidden"]["lambda_h_own"] * y
+        if "denseformer" in s and (n + 1) % s["denseformer"]["period"] == 0:
+            dilation = s["denseformer"]["dilation"]
+            stored = [X[j] for j in range(n + 2) if (n + 1 - j) % dilation == 0]
+            alpha = p[f"dwa.alphas.{n}.weight"][0]
+            assert len(alpha) == (n + 1) // dilation + 1
+            y = sum(a * x for a, x in zip(alpha, stored, strict=True))
+    return norm(y, p["ln_final.weight"], shape.rms_norm_eps) @ p["unembed.weight"].T
