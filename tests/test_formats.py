@@ -82,6 +82,16 @@ def test_directories_written_by_transformers_open_single_and_sharded(tmp_path, t
     assert (model.embed.weight.data_ptr() == model.unembed.weight.data_ptr()) == tied
 
 
+@pytest.mark.parametrize("spelling", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16", "dtype": None}])
+def test_both_spellings_of_the_type_are_read_and_weights_are_float32_unless_asked(tmp_path, spelling):
+    hugging_face().to(torch.bfloat16).save_pretrained(tmp_path)
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    config = json.loads((tmp_path / CONFIG).read_text()) | spelling
+    (tmp_path / CONFIG).write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    same(quietly(tmp_path), llama(IDS).logits)
+    assert quietly(tmp_path, dtype=torch.bfloat16).embed.weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_directories_with_pickled_weights_open(tmp_path, sharded):
     llama = hugging_face()
@@ -302,10 +312,7 @@ def test_the_authors_weights_open_as_pickled_files_too(tmp_path, name):
     options = {k: v for k, v in found.items() if k.startswith(("lambda", "neutreno", "dilation", "period"))}
     model = workbench.load(tmp_path, architecture=found["architecture"], **options)
     torch.testing.assert_close(model(expected["input_ids"]), expected["logits"], atol=1e-5, rtol=0)
-    bare = workbench.load(
-        tmp_path / "pytorch_model.bin", architecture=found["architecture"],
-        config={"n_heads": 4, "n_ctx": 128, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0}, **options,
-    )  # fmt: skip
+    bare = workbench.load(tmp_path / "pytorch_model.bin", architecture=found["architecture"], **options)
     assert torch.equal(bare(expected["input_ids"]), model(expected["input_ids"]))
 
 

@@ -35,6 +35,8 @@ def open_state(path: str | Path) -> State:
     if not path.exists():
         near = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
         raise BadCheckpoint(f"{path} does not exist; {suggest(path.name, near)}")
+    if path.name in (huggingface.WEIGHTS, huggingface.PICKLED) and (path.parent / huggingface.CONFIG).exists():
+        return huggingface.read(path.parent)
     if path.suffix == ".safetensors":
         return plain.read_safetensors(path)
     container = unpickle(path)
