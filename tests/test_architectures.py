@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import equations
 import pytest
@@ -746,3 +747,22 @@ def test_grouped_heads_of_the_config_and_of_the_architecture_must_agree():
         WorkbenchError, match="query_group=4 means 1 key-value heads, but the config has n_key_value_heads=2"
     ):
         compose("mqa", SMALL.replace(n_key_value_heads=2))
+
+
+# ---- what is written about them --------------------------------------------------------------------------------------
+
+
+def test_each_file_says_its_formula_source_seam_parameters_cache_and_degenerate_case():
+    files = {sys.modules[s.__module__] for entry in ARCHITECTURES.values() for s in entry.shortcuts}
+    for file in files:
+        said = str(file.__doc__)
+        assert "=" in said.partition("Source:")[0], file
+        heads = [line.partition(":")[0] for line in said.splitlines()]
+        for head in ("Source", "Seam", "Parameters", "Cache", "Degenerate case"):
+            assert heads.count(head) == 1, (file, head)
+
+
+def test_every_architecture_is_described_for_readers_of_the_dashboard():
+    from app.views.start import MODELS
+
+    assert set(MODELS) == set(ARCHITECTURES)

@@ -17,10 +17,36 @@ the bare tokens, to the deep layers as well. The models here are small, trained 
 MODELS = {
     "transformer": "the ordinary model, no shortcut",
     "resformer": "each layer mixes its own values half and half with the first layer's",
+    "resformer_constant": "the same, with the first layer's values counted twice",
+    "resformer_learnable": "the same, and training finds how much of each",
+    "resformer_learnable_plus": "the same, and the layers compete for one trained total",
+    "resformer_sparse": "only the last layers mix in the first layer's values, and strongly",
+    "resformer_dense": "each layer adds up the values of all layers before it, in trained amounts",
     "svformer": "each layer uses the first layer's values and has none of its own",
     "neutreno": "each layer's attention output is pulled towards the first layer's values",
     "denseformer": "each layer reads a learned average of all earlier layers, not values in particular",
+    "gqa": "two heads share each set of keys and values, to save memory",
+    "mqa": "all heads share one set of keys and values, to save memory",
+    "cla": "every second layer uses the keys and values of the layer before it, to save memory",
+    "share_q": "a control: every second layer uses the *queries* of the layer before it",
+    "share_k": "a control: every second layer uses the *keys* of the layer before it",
+    "share_v": "a control: every second layer uses the *values* of the layer before it",
+    "cross_layer": "each layer also attends to the keys and values of the layer before it, at twice the work",
+    "cross_layer_all": "each layer also attends to the keys and values of all layers before it",
+    "same_key": "each layer averages the values of all layers so far",
+    "identity_map": "a control: earlier layers' values are added at their own place, past the attention",
+    "residual_q": "a control: the same shortcut on the *queries*, which ask",
     "residual_k": "a control: the same shortcut on the *keys*, which decide where attention goes",
+    "residual_attention": "a control: the same shortcut on the attention *weights*",
+    "residual_hidden": "a control: the bare tokens are added again to what each layer reads",
+    "value_embedding": "the first and last layers add a learned value for each token",
+    "bank_of_values": "the last layers look their values up in a table, one for each token",
+    "gated_attention": "each layer decides from its input how much of its attention output to let through",
+    "cut_skip": "a control: nothing passes by the first layer, so only the shortcut could carry the bare tokens",
+    "resformer+neutreno": "the mixed values of ResFormer and the pull of NeuTRENO together",
+    "resformer+denseformer": "the mixed values of ResFormer and the averages of DenseFormer together",
+    "svformer+gqa": "the first layer's values everywhere, and four heads share each set of keys and values",
+    "svformer+cla": "the first layer's values everywhere, and pairs of layers share their keys",
 }
 
 
@@ -34,7 +60,8 @@ def draw() -> None:
         st.button("Look again", icon=":material/refresh:")
         return
     st.markdown(WORDS)
-    st.markdown("\n".join(f"- **{state.name_of(name)}**: {about}." for name, about in MODELS.items()))
+    here = {e.architecture for e in entries}
+    st.markdown("\n".join(f"- **{state.name_of(name)}**: {about}." for name, about in MODELS.items() if name in here))
     status = state.demo_status()
     live = bool(status and status["running"])
     has_maps = _attention_runs() != []

@@ -3,8 +3,9 @@
 V_n = E_n[token] for the layers of the bank, which have no value projection.
 
 Source: Bank of Values (2026), arXiv 2606.02780, as reported by others: a free table in the last third of the layers.
-Seam: `lender`, of a table. Parameters: a table [d_vocab, D] for each layer of the bank, whose W_V is gone.
-The cache holds the looked-up values like any others.
+Seam: `lender`, of a table.
+Parameters: (d_vocab - d) D for each layer of the bank: a table [d_vocab, D], and no W_V.
+Cache: 2 L T D; looked-up values are held like any others.
 Degenerate case: bank_layers = [] is the vanilla decoder; a table that holds a vanilla first layer's values is that layer.
 """
 

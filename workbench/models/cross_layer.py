@@ -5,8 +5,10 @@ m = n - 1 (`source = previous`), the first layer (`first`), or a layer; `all`: e
 
 Source: Zhou et al. (2024), Value Residual Learning, the exact form that the value residual approximates: with K_m := K_n
 it is A_n (V_n + V_m) / 2. The layer m of the trained model is not stated.
-Seam: the attention; cost grows with the number of layers read, the cache does not (they are cached anyway).
-Parameters: none. Degenerate case: a decoder of one layer; or keys of the others that no query sees.
+Seam: the attention; its cost grows with the number of layers read. V_m is what layer m attends with.
+Parameters: none.
+Cache: 2 L T D; the layers read are cached anyway.
+Degenerate case: L = 1; or keys of the others that no query sees, or that are its own together with its own values.
 """
 
 from __future__ import annotations

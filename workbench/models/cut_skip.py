@@ -4,7 +4,10 @@
 
 Source: Zhou et al. (2025), Value Residual Learning, as reported by others: with the first layer's hidden skip cut, values
 of the second layer must begin to help; which of its two skips was cut is not said.
-Seam: the skip connections. Parameters: none. Degenerate case: cut = none is the vanilla decoder.
+Seam: the skip connections.
+Parameters: none.
+Cache: 2 L T D.
+Degenerate case: cut = none is the vanilla decoder.
 """
 
 from __future__ import annotations

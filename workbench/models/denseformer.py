@@ -5,8 +5,11 @@ Y_i = sum over j <= i of alpha_ij X_j, X_0 the embedding, X_i = Block_i(Y_{i-1})
 Source: Pagliardini, Mohtashami, Fleuret, Jaggi (NeurIPS 2024), DenseFormer. As in their package: after block i (from 0)
 an average stands where (i + 1) mod period = 0, over the outputs whose index has the residue (i + 1) mod dilation,
 the block's own weight last; elsewhere the output passes unchanged but is kept. The weights are unconstrained.
-Seam: stream. Parameters: `dwa.alphas.<block>.weight` [1, sources], own weight 1 and the others 0 at the start, which is
-the vanilla decoder exactly. Weight decay on them: `decay_alpha` (off; in the published experiments they decay).
+Seam: stream; `dwa.alphas.<block>.weight` [1, sources] start with own weight 1 and the others 0. Weight decay on them:
+`decay_alpha` (off; in the published experiments they decay).
+Parameters: the sum of floor((i + 1) / dilation) + 1 over the blocks i with (i + 1) mod period = 0; 1x1: L (L + 3) / 2.
+Cache: 2 L T D; the averages need the new token's outputs only.
+Degenerate case: the start is the vanilla decoder exactly.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ Head h reads key-value head floor(h / s), s = `query_group`; multi-query attenti
 
 Source: Ainslie et al. (2023), GQA; Shazeer (2019), Fast Transformer Decoding (one head). GQA-g of Zhou et al. (2024) has g
 query heads for each key-value head.
-Seam: the decoder's shape (`n_key_value_heads`). Parameters: -2 L d (d - D). Cache: 1 / s of the decoder's bytes.
+Seam: the decoder's shape (`n_key_value_heads`).
+Parameters: -2 L d (d - D), D = d / s.
+Cache: 2 L T D, D = d / s: 1 / s of the decoder's bytes.
 Degenerate case: query_group = 1 is the vanilla decoder.
 """
 

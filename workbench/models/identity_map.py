@@ -4,8 +4,10 @@ U_n = A_n V_n^own + identity_scale * mean over m of V_m^own, over the earlier la
 token's own position.
 
 Source: Zhou et al. (2024), Value Residual Learning, the control that approximates cross-layer attention badly.
-Seam: attention output, before W_O. With grouped heads the values are repeated to the query heads. Parameters: none.
-Degenerate case: identity_scale = 0 is the vanilla decoder.
+Seam: attention output, before W_O. With grouped heads the values are repeated to the query heads.
+Parameters: none.
+Cache: 2 L T D; the mean needs the new token's values only.
+Degenerate case: identity_scale = 0, or L = 1, is the vanilla decoder.
 """
 
 from __future__ import annotations

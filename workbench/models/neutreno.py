@@ -6,7 +6,10 @@ Source: Nguyen, Nguyen, Baraniuk (NeurIPS 2023), Mitigating Over-smoothing in Tr
 Functionals; lambda = 0.4 as there for language and as in Zhou et al. (2024). With grouped heads V_1 and V_n are
 repeated to the query heads first (the published code assumes as many). Together with ResFormer V_n is the mixed value
 and lambda = 0.2 (Zhou et al.'s code).
-Seam: attention output, before W_O. Parameters: none. Degenerate case: neutreno_lambda = 0 is the vanilla decoder.
+Seam: attention output, before W_O.
+Parameters: none.
+Cache: 2 L T D; the pull needs the new token's values only.
+Degenerate case: neutreno_lambda = 0 is the vanilla decoder.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ as reported by others; the own coefficient of these layers, 1, is our reading).
 Seam: values, before the head split and the cache write; V_1 is not detached, so W_1^V hears from every layer.
 Options: `layers` that mix, `source_layer` instead of the first (it and the layers before it are standard),
 `detach_source` (a different model, as some re-implementations have it).
-Parameters: none. Degenerate case: lambda_v1 = 0, lambda_own = 1 is the vanilla decoder.
+Parameters: none.
+Cache: 2 L T D; each layer stores its mixed values, V_1 is the first layer's own entry.
+Degenerate case: lambda_v1 = 0, lambda_own = 1 is the vanilla decoder; layers = [] too.
 """
 
 from __future__ import annotations

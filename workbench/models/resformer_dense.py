@@ -4,7 +4,9 @@ V_n = lambda_nn V_n^own + sum over i < n of lambda_ni V_i, for n >= 2.
 
 Source: Zhou et al. (2025), Value Residual Learning, as reported by others; their figure has all weights 1 at the start.
 Whether V_i is the layer's own projection or already mixed is not said: `dense_source` is `raw` (default) or `mixed`.
-Seam: values. Parameters: `rows.<layer>` [layer + 1], own last; L (L + 1) / 2 - 1 together.
+Seam: values; `rows.<layer>` [layer + 1] are the coefficients, own last.
+Parameters: L (L + 1) / 2 - 1.
+Cache: 2 L T D.
 Degenerate case: lambda_source = 0, lambda_own = 1 is the vanilla decoder; with source 1 alone it is the learnable form.
 """
 

@@ -6,7 +6,10 @@ Learnable-Plus: lambda_n1 = scale * softmax over n = 2..L of logits, scale share
 Source: Zhou et al. (2025), Value Residual Learning, as reported by others: starts 0.5 and 0.5; for Plus own 0.5 and
 scale L. The start of the logits is disputed: `plus_logit_init` is `zeros` (lambda_n1 = L / (L - 1)), `randn:<sd>`, or
 `ramp:<slope>` (slope * (n - 2)). The papers do not say whether the coefficients decay: `decay_lambda`, off.
-Seam: values, as in the fixed form; V_1 is not detached. Parameters: 2 (L - 1); Plus 2 (L - 1) + 1.
+Seam: values, as in the fixed form; V_1 is not detached. Layers that borrow their values have nothing to mix, so a
+combination that would leave coefficients without effect is refused.
+Parameters: 2 (L - 1); Plus 2 (L - 1) + 1.
+Cache: 2 L T D.
 Degenerate case: lambda_n1 = 0, lambda_n2 = 1 (Plus: scale 0) is the vanilla decoder; at the start Learnable is the
 identity form and Plus the constant form (L / (L - 1), 0.5).
 """

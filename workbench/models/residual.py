@@ -5,7 +5,10 @@ head split and the rotation (which is linear, so the place makes no difference).
 
 Source: Zhou et al. (2024), Value Residual Learning, ablation over residual targets; the published weights are not
 stated, the defaults are those of the value residual (0.5, 0.5).
-Seam: queries or keys. Parameters: none. Degenerate case: weights (0, 1) are the vanilla decoder.
+Seam: queries or keys.
+Parameters: none.
+Cache: 2 L T D; the keys stored are the mixed ones.
+Degenerate case: weights (0, 1) are the vanilla decoder.
 """
 
 from __future__ import annotations

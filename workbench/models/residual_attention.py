@@ -5,7 +5,9 @@ A_n' = lambda_a1 A_1 + lambda_a_own A_n after the softmax (`attn_mix = prob`), o
 
 Source: Zhou et al. (2025), Value Residual Learning, ablation over residual targets, as reported by others; the published
 place and weights are unknown, the defaults keep the rows' sums at 1.
-Seam: the attention. With `prob` there is no log-sum-exp of the mixture. Parameters: none.
+Seam: the attention. With `prob` there is no log-sum-exp of the mixture.
+Parameters: none.
+Cache: 2 L T D; the first layer's keys are its own entry.
 Degenerate case: lambda_a1 = 0, lambda_a_own = 1 is the vanilla decoder.
 """
 

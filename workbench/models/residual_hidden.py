@@ -4,7 +4,9 @@ H'_{n-1} = lambda_h1 H_0 + lambda_h_own H_{n-1} is the input of block n >= 2, sk
 
 Source: Zhou et al. (2025), Value Residual Learning, ablation over residual targets, as reported by others; the published
 weights are unknown, the defaults (1, 1) add. It changes queries, keys and values at once.
-Seam: stream (after every block but the last). Parameters: none.
+Seam: stream (after every block but the last).
+Parameters: none.
+Cache: 2 L T D.
 Degenerate case: lambda_h1 = 0, lambda_h_own = 1 is the vanilla decoder.
 """
 

@@ -4,7 +4,10 @@ U_n = A_n (V_n^own + w sum over m of V_m^own) / (1 + w M) over the M earlier lay
 softmax over keys repeated with log w added to the copies' scores. With `all` and w = 1: the mean of all values so far.
 
 Source: Zhou et al. (2024), Value Residual Learning, the approximation of cross-layer attention from which ResFormer comes.
-Seam: values. Parameters: none. Degenerate case: same_key_weight = 0, or a decoder of one layer, is the vanilla decoder.
+Seam: values.
+Parameters: none.
+Cache: 2 L T D.
+Degenerate case: same_key_weight = 0, or L = 1, is the vanilla decoder.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@ projections and reuse the cached keys, after the rotation, and values.
 
 Source: Brandon et al. (2024), Reducing Transformer Key-Value Cache Size with Cross-Layer Attention (keys and values);
 sharing of one tensor alone: ablations of Zhou et al. (2024), Value Residual Learning.
-Seam: `lender`. Parameters: -(L - ceil(L / s)) d D for each of keys and values shared, d^2 for queries.
-Cache: 2 ceil(L / s) T D elements for keys and values shared; sharing queries saves none. A group need not divide L.
-Options: `group`, and `share`: kv, k or v (with SVFormer the values are the anchor's, so CLA shares keys alone there).
+Seam: `lender`. What is borrowed is what the first layer of the group attends with, mixed values included. A group need
+not divide L.
+Options: `group` s, and `share`: kv, k, v or q (with SVFormer the values are the anchor's, so CLA shares keys alone there).
+Parameters: -(L - ceil(L / s)) d D for each of keys and values shared, -(L - ceil(L / s)) d^2 for queries.
+Cache: (L + ceil(L / s)) T D where keys or values are shared, 2 ceil(L / s) T D for both, 2 L T D for queries.
 Degenerate case: group = 1 is the vanilla decoder.
 """
 

@@ -4,7 +4,9 @@ U_n = A_n V_1 for layers n >= 2; those layers have no value projection.
 
 Source: Zhou et al. (2024), Value Residual Learning, as in the authors' code (one anchor, the first layer; but their code
 writes the shared values into every layer's cache, ours holds them once).
-Seam: `lender`. Parameters: -(L - k) d D for k anchors. Cache: (L + k) / (2 L) of the decoder's bytes.
+Seam: `lender`.
+Parameters: -(L - k) d D for k anchors.
+Cache: (L + k) T D, which is (L + k) / (2 L) of the decoder's bytes.
 Options: `anchors`, layers (from 0) with values of their own, each later layer reads the latest anchor's; or
 `refresh_every` r: anchors 0, r, 2r, ...
 Degenerate case: anchors = all layers is the vanilla decoder.

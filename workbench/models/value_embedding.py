@@ -5,7 +5,9 @@ layers V_n = lambda_n1 V_n^own.
 
 Source: modded-nanogpt (Jordan et al. 2024), three tables, coefficients learned from (0.5, 0.5); with fewer than six layers
 half as many tables as layers.
-Seam: values; a table is a source that no layer computes. Parameters: K tables [d_vocab, D], lambda [L] and [2 K].
+Seam: values; a table is a source that no layer computes. `own` [L] and `table` [2 K] are the coefficients.
+Parameters: K d_vocab D + L + 2 K.
+Cache: 2 L T D, the mixed values.
 Degenerate case: table weights 0 and own weights 1 are the vanilla decoder.
 """
 
