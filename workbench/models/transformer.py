@@ -5,6 +5,8 @@
 
 Source: the baseline of Zhou et al. (2024), Value Residual Learning; rotary positions in half-split form. No bias, no
 dropout, untied head. The attention itself is in `attention.py`; points without hooks cost nothing.
+Parameters: 2 vocab d + L (2 d^2 + 2 d D + 3 d f) + (2 L + 1) d, D = d_key_value.
+Cache: 2 L T D elements for T tokens.
 """
 
 from __future__ import annotations
@@ -157,7 +159,8 @@ class Transformer(HookedModel):
         """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""
         x = at(self, "hook_embed", self.embed(tokens))
         turn = self.rotary(tokens.shape[1], x, 0 if cache is None else cache.length)
-        memory, history = Memory(), [x]
+        memory: Memory = {}
+        history = [x]
         for shortcut in self.preparing:
             memory.update(shortcut.prepare(tokens))
         for layer, block in enumerate(self.blocks):
