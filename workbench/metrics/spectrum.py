@@ -39,11 +39,16 @@ class _Moments:
         self.second = second if not len(self.second) else self.second + second
 
     def eigenvalues(self, *, centred: bool = False) -> Tensor:
-        """Eigenvalues of the second moment (1/N) sum v v^T, or of the covariance; descending, none below 0."""
+        """Eigenvalues of the second moment (1/N) sum v v^T, or of the covariance; descending, none below 0.
+
+        NaN where a vector was not finite.
+        """
         moment = self.second / self.n
         if centred:
             mean = self.sum / self.n
             moment = moment - torch.outer(mean, mean)
+        if not moment.isfinite().all():
+            return torch.full_like(moment[0], math.nan)
         return torch.linalg.eigvalsh(moment).flip(0).clamp_min(0)
 
 
