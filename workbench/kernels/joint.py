@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,26 +51,47 @@ def _fused(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tenso
     length, sets, width = q.shape[1], len(keys), values[0].shape[-1]
     past = keys[0].shape[1] - length
     # position-major, so that all keys up to a position are one slice
-    k, v = (torch.stack(list(x), 2).flatten(1, 2) if sets > 1 else x[0] for x in (keys, values))
+    k, v = (torch.cat(tuple(x), 2).view(len(q), -1, *x[0].shape[2:]) if sets > 1 else x[0] for x in (keys, values))
     if v.shape[-1] < k.shape[-1]:  # unequal widths would leave the fused path
         v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
-    grouped = k.shape[2] != q.shape[2]
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if length == 1 or (sets == 1 and past == 0):
-        z = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, enable_gqa=grouped)
-        return z[..., :width].transpose(1, 2)
-    strips = []
-    for start in range(0, length, STRIP):
-        end = min(start + STRIP, length)
-        seen = sets * (past + end)
-        latest = torch.arange(past + start, past + end, device=q.device)[:, None]
-        mask = torch.arange(past + end, device=q.device).repeat_interleave(sets) <= latest
-        strips.append(
-            F.scaled_dot_product_attention(
-                q[:, :, start:end], k[:, :, :seen], v[:, :, :seen], attn_mask=mask, enable_gqa=grouped
-            )
-        )
-    return torch.cat(strips, 2)[..., :width].transpose(1, 2)
+    if sets == 1 and past == 0:
+        z = attend(q, k, v, is_causal=True)
+    elif length == 1:
+        z = attend(q, k, v)
+    elif length <= STRIP:
+        z = attend(q, k, v, attn_mask=_mask(sets, past + length, q)[-length:])
+    else:
+        strips, mask = [], _mask(sets, past + length, q)
+        for start in range(0, length, STRIP):
+            end = min(start + STRIP, length)
+            seen = sets * (past + end)
+            strip = q[:, :, start:end], k[:, :, :seen], v[:, :, :seen]
+            strips.append(attend(*strip, attn_mask=mask[start - end :, -seen:].contiguous()))  # GPUs ask for alignment
+        z = torch.cat(strips, 2)
+    return z[..., :width].transpose(1, 2)
+
+
+_MASKS: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}  # of short sequences, where making one would show
+_MASK_SIZE, _MASK_COUNT = 2**18, 16  # elements, masks: 16 MiB at most
+
+
+@torch.inference_mode(False)  # a mask made in inference mode could never be trained with
+def _mask(sets: int, positions: int, like: Tensor) -> Tensor:
+    """To add to the scores of the last STRIP queries with all keys, position by position; earlier ones read its end."""
+    short = STRIP * sets * positions <= _MASK_SIZE and not torch.compiler.is_compiling()
+    key = sets, positions, like.dtype, like.device
+    if short and (held := _MASKS.get(key)) is not None:
+        return held
+    latest = torch.arange(positions - STRIP, positions, device=like.device)[:, None]
+    future = torch.arange(positions, device=like.device).repeat_interleave(sets) > latest
+    mask = torch.zeros(future.shape, dtype=like.dtype, device=like.device).masked_fill_(future, -math.inf)
+    if short:
+        if len(_MASKS) >= _MASK_COUNT:
+            _MASKS.clear()
+        _MASKS[key] = mask
+    return mask
 
 
 def joint_scores(softmax: Softmax, start: int, end: int) -> Float[Tensor, "batch head query set pos"]:

@@ -37,6 +37,9 @@ class Rotary(nn.Module):
     def forward(self, length: int, like: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines from position `start`, each [length, 1, d_head], computed once for a device and dtype."""
         key = (like.device, like.dtype)
+        if torch.compiler.is_compiling():  # part of the graph, which would be made again for a table made meanwhile
+            cos, sin = self._table(like)
+            return cos[start : start + length], sin[start : start + length]
         if key not in self.tables:
             self.tables[key] = self._table(like)
         cos, sin = self.tables[key]

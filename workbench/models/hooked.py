@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,9 +32,38 @@ Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
 
 
 class Switch:
-    """One per model: `on` where somebody may be listening. Off, no hook point is even looked at."""
+    """One per model: `on` where somebody may be listening. Off, no hook point is even looked at.
 
-    on = True
+    Graphs of `torch.compile` know no hooks and are guarded by `on = False`. While it is on, a compiled model finds another
+    `forward`, which runs outside them: PyTorch itself would take no notice of a hook that comes later.
+    """
+
+    def __init__(self, model: HookedModel | None = None) -> None:
+        self.on, self.model = model is None, model
+
+    def listen(self) -> None:
+        """Look at the hook points from now on."""
+        self.on = True
+        if self.model is not None and "torch._dynamo" in sys.modules:  # else nothing is compiled yet
+            self.model.__dict__["forward"] = uncompiled(self.model)
+
+    def rest(self) -> None:
+        """Look at no hook point, until somebody listens again."""
+        self.on = False
+        if self.model is not None:
+            self.model.__dict__.pop("forward", None)
+
+
+def uncompiled(model: HookedModel) -> Callable[..., Any]:
+    """The model's `forward` outside every graph; ids are still checked in one, as fullgraph=True wants one at least."""
+    reason = "hooks and key-value caches are no part of a graph"
+    run = torch.compiler.disable(partial(type(model).forward, model), reason=reason)
+
+    @partial(torch.compiler.disable, recursive=False, reason=reason)
+    def forward(tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(model.to_tokens(tokens), *args, **kwargs)
+
+    return forward
 
 
 class Point(HookPoint):
@@ -44,7 +74,7 @@ class Point(HookPoint):
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch."""
         handle = super().register_forward_hook(*args, **kwargs)
-        self.switch.on = True
+        self.switch.listen()
         return handle
 
     def remove_hooks(self, *args: Any, **kwargs: Any) -> None:
@@ -55,7 +85,7 @@ class Point(HookPoint):
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch."""
         handle = super().register_full_backward_hook(*args, **kwargs)
-        self.switch.on = True
+        self.switch.listen()
         return handle
 
 
@@ -70,7 +100,9 @@ class Part(nn.Module):
 
 
 def hooked(point: HookPoint) -> bool:
-    """Whether anything listens at a hook point."""
+    """Whether anything listens at a hook point. A graph would keep the answer for good, so none is made of it."""
+    if torch.compiler.is_compiling():  # a part of the model, compiled alone: PyTorch goes on outside the graph
+        raise WorkbenchError("hooks are no part of a graph: compile the model itself, torch.compile(model)")
     return bool(point._forward_hooks or point._backward_hooks)
 
 
@@ -270,7 +302,7 @@ class HookedModel(HookedRootModule):
         self.tokenizer: Any = None
         self.absent: dict[str, str] = {}  # hook points one would expect -> why this model lacks them
         self.lock = threading.RLock()
-        self.switch = Switch()
+        self.switch = Switch(self)
         self._cfg = TransformerBridgeConfig(
             d_model=config.d_model,
             d_head=config.d_head,
@@ -328,6 +360,8 @@ class HookedModel(HookedRootModule):
             raise UnknownName("return_type", return_type, ["logits", "loss", "both"])
         ids = self.to_tokens(tokens)
         if torch.compiler.is_compiling():
+            if self.switch.on or past_kv_cache is not None:
+                return uncompiled(self)(ids, return_type, loss_per_token=loss_per_token, past_kv_cache=past_kv_cache)
             logits = self.logits(ids)
         elif past_kv_cache is not None:
             with self.lock, torch.no_grad():
@@ -399,9 +433,9 @@ class HookedModel(HookedRootModule):
 
     def _logits(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         if self.switch.on:
-            self.switch.on = False  # before looking, so that whoever comes meanwhile is not missed
+            self.switch.rest()  # before looking, so that whoever comes meanwhile is not missed
             if any(map(hooked, self.hook_points())):
-                self.switch.on = True
+                self.switch.listen()
         try:
             return self.logits(ids) if cache is None else self.logits(ids, cache)
         except IndexError:  # from the embedding
@@ -649,7 +683,7 @@ class HookedModel(HookedRootModule):
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("lock", "forward")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
