@@ -29,6 +29,7 @@ from workbench.formats.vocabulary import export_tokenizer
 from workbench.models import ARCHITECTURES, Transformer, architecture, compose
 
 HEAD = "lm_head.weight"
+MOST = 2**40  # of anything in a config
 
 _NAMES = {  # ours -> Llama's
     "embed.weight": "model.embed_tokens.weight",
@@ -242,8 +243,7 @@ def fits(
     """Options under which an architecture has just these tensors, None where it never has."""
     chosen = _settle(name, config, shapes, options)
     try:
-        with torch.device("meta"):
-            expected = compose(name, config, **chosen)
+        expected = _without_memory(name, config, chosen)
     except WorkbenchError:
         return None
     wanted = {llama_name(n): list(p.shape) for n, p in expected.named_parameters()}
@@ -287,8 +287,7 @@ def load_state(
     if architecture_name is None:
         architecture_name, options = _assume(info.path, shape, shapes, options)
     options = _settle(architecture_name, shape, shapes, options)
-    with torch.device("meta"):  # no memory until the tensors are known to fit
-        model = compose(architecture_name, shape, **options)
+    model = _without_memory(architecture_name, shape, options)
     _refuse_unfit(model, info.path, shapes)
     for name, stored in state.tensors.items():
         if not stored.dtype.is_floating_point:
@@ -298,6 +297,19 @@ def load_state(
     model.assumed = assumed
     model.source = info.provenance | {"seed": own.get("seed"), "step": own.get("step", info.step)}
     return model
+
+
+def _without_memory(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Transformer:
+    """An architecture whose tensors have names and shapes only; none is made before the checkpoint's are known to fit."""
+    if (largest := max(v for v in dataclasses.astuple(config) if isinstance(v, int))) > MOST:
+        raise BadCheckpoint(f"no {name} can be built with {config}: {largest} is beyond all sizes")
+    try:
+        with torch.device("meta"):
+            return compose(name, config, **options)
+    except (RuntimeError, OverflowError) as error:  # shapes beyond what can be counted
+        raise BadCheckpoint(
+            f"no {name} can be built with {config}: {next(iter(str(error).splitlines()), '')}"
+        ) from error
 
 
 def _own(values: Mapping[str, Any], where: Path) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadCheckpoint(f"{path} is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # no UTF-8, no JSON, endless numbers, endless nesting
         raise BadCheckpoint(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise BadCheckpoint(f"{path} holds a {type(value).__name__}, not a JSON object")

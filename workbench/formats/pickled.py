@@ -6,6 +6,7 @@ which the places in the file are noted; a file's own checksums are held against 
 
 from __future__ import annotations
 
+import re
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ from workbench.errors import BadCheckpoint
 from workbench.formats.stored import CHUNK, Stored
 
 DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError)  # what archives stumble over
+UNSAFE = re.compile(r"Unsupported global: GLOBAL ([\w.]+)")
+HARMLESS = ("argparse.Namespace", "pathlib.", "numpy.", "datetime.")  # what scripts leave in their settings
 MOST_PICKLE = 1 << 28  # bytes: names and settings, never weights
 
 
@@ -48,8 +51,8 @@ def _load(path: Path) -> Any:
 def _why(path: Path, error: Exception) -> str:
     try:
         culprits = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # of a file so damaged that it cannot be listed, the first error says more
-        culprits = []
+    except Exception:  # files of before PyTorch 1.6 and damaged ones cannot be listed; the first error names one
+        culprits = UNSAFE.findall(str(error))
     if not culprits:
         told = next(iter(str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()), "")
         return f"is damaged or no PyTorch checkpoint: {type(error).__name__}: {told}"
@@ -59,10 +62,10 @@ def _why(path: Path, error: Exception) -> str:
             f"holds a whole pickled module ({named}), which only running its code could open. Where that code is, save "
             "the weights alone, torch.save(module.state_dict(), path), and open that file"
         )
-    return (
-        f"would have to run code to be opened: it holds {named}. Save it again without them; where you trust them, allow "
-        f"just these: with torch.serialization.safe_globals([{named}]): workbench.load(path)"
-    )
+    told = f"would have to run code to be opened: it holds {named}. Save it again without them"
+    if all(c.startswith(HARMLESS) for c in culprits):
+        told += f"; where you trust the file, allow just these: with torch.serialization.safe_globals([{named}]): workbench.load(path)"
+    return told
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------

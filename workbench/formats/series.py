@@ -62,7 +62,9 @@ def is_checkpoint(path: Path) -> bool:
 def _named(paths: Iterable[Path]) -> list[tuple[int, Path]]:
     found = []
     for path in (p for p in paths if is_checkpoint(p)):
-        if (step := step_in_name(path)) is None:
+        step = step_in_name(path)
+        step = step_in_name(path.parent) if step is None else step  # step_500/model.pt
+        if step is None:
             raise BadCheckpoint(f"{path} does not name its step; give a pattern with a (?P<step>...) group")
         found.append((step, path))
     return found
