@@ -14,11 +14,21 @@ from transformer_lens.hook_points import HookPoint
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.kernels import attention_reference
+from workbench.kernels.joint import STRIP
 from workbench.models import ARCHITECTURES
 from workbench.names import QUADRATIC, STATISTICS, is_statistic, position_axis
 
 WIDE = torch.float64
-COMBINED = ["resformer+denseformer", "svformer+residual_k"]
+COMBINED = ["resformer+cross_layer", "neutreno+gated_attention", "value_embedding+residual_k"]
+KV_HEADS = {"gqa": 2, "mqa": 1, "svformer+gqa": 1}
+"""Of four heads, where the architecture itself says how many."""
+
+
+def grouped(architecture, kv_heads):
+    """Config with so many key-value heads; skips where the architecture has a number of its own."""
+    if kv_heads not in (4, KV_HEADS.get(architecture, kv_heads)):
+        pytest.skip(f"{architecture} has {KV_HEADS[architecture]} key-value heads of 4, {kv_heads} would contradict it")
+    return {"n_key_value_heads": kv_heads}
 
 
 def tokens(length, *, batch=2, seed=0):
@@ -115,13 +125,20 @@ def test_nested_hooks_leave_the_outer_ones_standing(tiny):
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
 def test_a_cache_is_an_activation_cache_with_our_names_and_layouts(tiny, architecture):
-    model = tiny(architecture, config={"n_key_value_heads": 2})
+    kv_heads = KV_HEADS.get(architecture, 2)
+    model = tiny(architecture, config={"n_key_value_heads": kv_heads})
     plain = model(tokens(5))
     logits, cache = model.run_with_cache(tokens(5))
     assert isinstance(cache, ActivationCache)
     torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)  # streamed statistics take the streamed output
     assert set(cache.keys()) == {name for name in model.hook_dict if not name.endswith(QUADRATIC)}
-    shapes = {"q": (2, 5, 4, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 8), "z": (2, 5, 4, 8), "pattern": (2, 4, 5, 5)}
+    shapes = {
+        "q": (2, 5, 4, 8),
+        "k": (2, 5, kv_heads, 8),
+        "v": (2, 5, kv_heads, 8),
+        "z": (2, 5, 4, 8),
+        "pattern": (2, 4, 5, 5),
+    }
     for name, shape in shapes.items():
         assert cache[name, 1].shape == shape
     assert cache["resid_pre", 1].shape == (2, 5, 32)
@@ -164,17 +181,18 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_caching_everything_forms_no_quadratic_tensor(any_architecture, tiny):
-    """T = 256 with 4 heads of 8: a pattern has 4 T^2 = 262,144 elements, everything else at most 256 T (a strip)."""
-    T = 256
-    model = tiny(any_architecture, config={"n_ctx": T, "d_vocab": 61})
+    """T = 512 with 4 heads: a pattern has 4 T^2 elements; all else at most a strip of queries with the keys they see."""
+    T = 512
+    model = tiny(any_architecture, config={"n_ctx": T, "n_layers": 2})
     ids = tokens(T, batch=1)
     names = [name for name in model.hook_dict if not is_statistic(name)]
+    sets = 2 if any_architecture.startswith("cross_layer") else 0
     with torch.no_grad(), LargestTensor() as largest:
         model.run_with_cache(ids)
-    assert largest.elements < T * T * 4
+    assert largest.elements <= T * T * 2
     with torch.no_grad(), LargestTensor() as plain:
         model.run_with_cache(ids, names_filter=[n for n in names if not n.endswith(QUADRATIC)])
-    assert plain.elements <= T * 61
+    assert plain.elements <= T * max(61, STRIP * sets)  # logits, or a strip's mask
     with torch.no_grad(), LargestTensor() as eager:
         model.run_with_cache(ids, names_filter="blocks.0.attn.hook_pattern")
     assert eager.elements == T * T * 4
@@ -233,8 +251,8 @@ def test_remove_batch_dim_drops_the_batch_and_nothing_else(any_architecture, tin
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
 def test_pos_slice_cuts_the_position_of_every_hook_point(tiny, architecture, cut, remove):
     """Sizes are all different, so a cut along heads or the batch would show."""
-    config = {"d_model": 36, "n_heads": 6, "n_key_value_heads": 3, "n_layers": 2}
-    model = tiny(architecture, config=config)
+    config = {"d_model": 36, "n_heads": 6, "n_layers": 2} | ({} if architecture == "mqa" else {"n_key_value_heads": 3})
+    model = tiny(architecture, config=config, **({"query_group": 2} if architecture == "svformer+gqa" else {}))
     ids = tokens(8, batch=1 if remove else 2)
     everything = list(model.hook_dict)
     whole = model.run_with_cache(ids, names_filter=everything)[1]
@@ -245,7 +263,7 @@ def test_pos_slice_cuts_the_position_of_every_hook_point(tiny, architecture, cut
         true, point = whole[name], name.rsplit(".", 1)[-1]
         if point.removeprefix("hook_") in STATISTICS or name.endswith(QUADRATIC):
             axis = 2
-        elif point in ("hook_v_mix", "hook_k_mix", "hook_dwa_weights"):
+        elif point in ("hook_q_mix", "hook_k_mix", "hook_v_mix", "hook_dwa_weights"):
             axis = None
         else:
             axis = 1
@@ -277,6 +295,47 @@ def test_an_edit_of_one_branch_concerns_that_layer_alone(tiny, architecture):
     assert torch.equal(after["v", 0], before["v", 0])
     assert torch.equal(after["blocks.2.attn.first.hook_v"], before["blocks.2.attn.first.hook_v"])
     assert not torch.allclose(after["z", 1], before["z", 1])
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+def test_an_edit_where_a_tensor_is_read_stays_with_its_reader(tiny, architecture):
+    """Whatever a layer borrows or mixes: earlier layers and the other readers keep what they had, its own output moves."""
+    model = tiny(architecture, dtype=WIDE)
+    ids, points = tokens(5), ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k")
+    layers = [
+        [n for n in model.hook_dict if n.startswith(f"blocks.{i}.attn.") and n.endswith(points)] for i in range(3)
+    ]
+    _, before = model.run_with_cache(ids)
+    for layer in (1, 2):
+        for name in layers[layer]:
+            if name.count(".") == 3:
+                continue  # the layer's own points; branches have a part of their own
+            with model.hooks([(name, lambda x, hook: x * torch.linspace(0.5, 2, 5, dtype=WIDE)[:, None, None])]):
+                _, after = model.run_with_cache(ids)
+            assert all(torch.equal(before[other], after[other]) for i in range(layer) for other in layers[i]), name
+            borrowed = [other for other in layers[layer] if other.count(".") > 3 and other != name]
+            assert all(torch.equal(before[other], after[other]) for other in borrowed), name
+            assert not torch.allclose(before["z", layer], after["z", layer]), name
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+def test_mixed_tensors_are_their_branches_times_the_coefficients_in_use(tiny, architecture):
+    """`hook_v_mix` is [sources + 1], own last; the sources in the order of their layers."""
+    model = tiny(architecture, dtype=WIDE)
+    _, cache = model.run_with_cache(tokens(5))
+    mixed = [name for name in model.hook_dict if name.endswith("_mix")]
+    for name in mixed:
+        stem, tensor = name.rsplit(".", 1)[0], name[-5]
+        sources = [n for n in model.hook_dict if n.startswith(f"{stem}.source.") and n.endswith(f".hook_{tensor}")]
+        sources += [n for n in (f"{stem}.first.hook_{tensor}", f"{stem}.table.hook_{tensor}") if n in model.hook_dict]
+        parts = [cache[n] for n in (*sources, f"{stem}.own.hook_{tensor}")]
+        if architecture == "value_embedding+residual_k" and len(parts) == 1:
+            assert cache[name].shape == (1,)  # a layer without a table: its own values alone, times their coefficient
+        total = sum(w * part for w, part in zip(cache[name], parts, strict=True))
+        torch.testing.assert_close(cache[f"{stem}.hook_{tensor}"], total, atol=1e-12, rtol=0)
+    assert bool(mixed) == any(
+        "v" in b.attn.mixers or "k" in b.attn.mixers or "q" in b.attn.mixers for b in model.blocks
+    )
 
 
 def test_own_and_mix_edits_by_hand(tiny):
@@ -335,17 +394,98 @@ def test_denseformer_points_exist_only_where_an_average_stands(tiny):
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_statistics_are_those_of_the_pattern(any_architecture, tiny, kv_heads, grad):
-    model = tiny(any_architecture, config={"n_key_value_heads": kv_heads}, dtype=WIDE)
+def softmax_of(scores):
+    """Rows of exponentials over their sum, minus infinity masked."""
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def scores_of(q, k):
+    """[batch, head, query, key] of rotated q and k, one head and pair at a time."""
+    B, T, H, d = q.shape
+    scores = torch.full((B, H, T, T), float("-inf"), dtype=q.dtype)
+    for h in range(H):
+        kv = h * k.shape[2] // H
+        for i in range(T):
+            scores[:, h, i, : i + 1] = (q[:, i : i + 1, h] * k[:, : i + 1, kv]).sum(-1) / d**0.5
+    return scores
+
+
+def attention_by_hand(architecture, cache, layer):
+    """(patterns by part, all keys' log-sum-exp or None) of a layer, from the architecture's equation.
+
+    Cross-layer attention: one softmax over own keys and the others'; residual attention: half of the first layer's
+    pattern and half of the own; all others: their own softmax.
+    """
+    own = scores_of(cache["rot_q", layer], cache["rot_k", layer])
+    stem = f"blocks.{layer}.attn"
+    if architecture == "residual_attention" and layer > 0:
+        first = softmax_of(scores_of(cache["rot_q", 0], cache["rot_k", 0]))
+        return {f"{stem}.first": first, f"{stem}.own": softmax_of(own)}, None
+    read = {"cross_layer": (layer - 1,), "cross_layer_all": range(layer)}.get(architecture, ()) if layer else ()
+    others = [scores_of(cache["rot_q", layer], cache["rot_k", j]) for j in read]
+    whole = torch.cat([own, *others], -1)
+    names = [stem, *(f"{stem}.cross" + (f".{j}" if len(read) > 1 else "") for j in read)]
+    return dict(zip(names, softmax_of(whole).split(own.shape[-1], -1), strict=True)), whole.logsumexp(-1)
+
+
+@pytest.mark.parametrize(("eager", "grad"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_statistics_are_those_of_the_pattern(any_architecture, tiny, kv_heads, grad, eager):
+    """Streamed beside the fused attention, or taken from patterns that were formed: what a naive attention has.
+
+    Of several key sets a position receives what it receives in all together, and the row's entropy is over all keys.
+    """
+    model = tiny(any_architecture, config=grouped(any_architecture, kv_heads), dtype=WIDE)
     with torch.set_grad_enabled(grad):
-        _, cache = model.run_with_cache(tokens(9))
+        _, cache = model.run_with_cache(tokens(9), names_filter=list(model.hook_dict) if eager else None)
     for layer in range(3):
-        _, pattern, true = attention_reference(cache["rot_q", layer], cache["rot_k", layer], cache["v", layer])
-        torch.testing.assert_close(cache["pattern", layer], pattern)
-        for name in STATISTICS:
-            torch.testing.assert_close(cache[name, layer, "attn"], getattr(true, name), atol=1e-12, rtol=1e-9)
+        parts, lse = attention_by_hand(any_architecture, cache, layer)
+        for part, pattern in parts.items():
+            torch.testing.assert_close(cache[f"{part}.hook_pattern"], pattern, atol=1e-12, rtol=1e-9)
+        whole, weight = torch.stack(list(parts.values()), -2), 1.0
+        if lse is None:
+            whole, weight = whole.mean(-2, keepdim=True), 0.5
+            assert f"blocks.{layer}.attn.hook_lse" not in cache
+            torch.testing.assert_close(cache["pattern", layer], weight * sum(parts.values()), atol=1e-12, rtol=1e-9)
+        expected = {
+            "received": whole.sum((-3, -2)),
+            "row_entropy": -torch.xlogy(whole, whole).sum((-1, -2)),
+            "row_max": whole.amax((-1, -2)),
+            "sink": whole[..., 0].sum(-1),
+            "lse": lse,
+        }
+        assert expected.keys() == set(STATISTICS)
+        for name, true in expected.items():
+            if true is not None:
+                torch.testing.assert_close(cache[name, layer, "attn"], true, atol=1e-12, rtol=1e-9)
+        if len(parts) == 1:
+            reference = attention_reference(cache["rot_q", layer], cache["rot_k", layer], cache["v", layer])[2]
+            torch.testing.assert_close(reference.received, expected["received"], atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("architecture", ["cross_layer", "cross_layer_all", "resformer+cross_layer"])
+def test_rows_of_all_halves_of_a_cross_layer_attention_sum_to_1(tiny, architecture):
+    model = tiny(architecture, dtype=WIDE)
+    _, cache = model.run_with_cache(tokens(7))
+    for layer in (1, 2):
+        stem = f"blocks.{layer}.attn."
+        halves = [n for n in model.hook_dict if n.startswith(stem) and n.endswith("hook_pattern")]
+        assert len(halves) == (layer + 1 if architecture.endswith("all") else 2)
+        total = sum(cache[half].sum(-1) for half in halves)
+        torch.testing.assert_close(total, torch.ones_like(total), atol=1e-12, rtol=0)
+        assert min(cache[half].sum(-1).max() for half in halves) > 0.2  # none is idle
+
+
+def test_what_a_mixture_of_patterns_lacks_is_refused_with_the_reason(tiny):
+    """Mixed before the softmax (`logit`) it is one softmax again, and has both."""
+    model = tiny("residual_attention")
+    for point, told in (("lse", "no log-sum-exp"), ("attn_scores", "not the softmax of any scores")):
+        name = f"blocks.1.attn.hook_{point}"
+        with pytest.raises(WorkbenchError, match=f"{name} does not exist: .*{told}.*first and own hook_attn_scores"):
+            model.run_with_cache(tokens(4), names_filter=name)
+        assert f"blocks.0.attn.hook_{point}" in model.hook_dict
+        assert name in tiny("residual_attention", attn_mix="logit").hook_dict
 
 
 @pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
@@ -406,7 +546,7 @@ def differences(model, ids, name, direction, *, step=1e-6):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
 def test_gradients_of_activations_equal_finite_differences(tiny, architecture, kv_heads):
-    model = tiny(architecture, dtype=WIDE, config={"n_key_value_heads": kv_heads})
+    model = tiny(architecture, dtype=WIDE, config=grouped(architecture, kv_heads))
     ids = tokens(6)
     loss, values, grads = model.run_with_grads(ids, None)
     assert loss.item() == pytest.approx(model(ids, return_type="loss").item(), abs=1e-12)
@@ -421,16 +561,40 @@ def test_gradients_of_activations_equal_finite_differences(tiny, architecture, k
         assert (grad * direction).sum().item() == pytest.approx(slope, abs=1e-7, rel=1e-5), name
 
 
-def test_gradient_of_the_first_value_is_its_own_path_plus_every_branch(tiny):
+def read_from(model, layer):
+    """Hook points where later layers read a layer's values."""
+    found = []
+    for block in model.blocks[layer + 1 :]:
+        for branches in ({j: b for j, (b, _) in block.attn.branches["v"].items()}, block.attn.reads.get("v", {})):
+            if layer in branches:
+                found.append(branches[layer].hook_v.name)
+    return found
+
+
+def test_gradient_of_the_first_value_is_its_own_path_plus_every_branch(any_architecture, tiny):
     """Own path: the gradient when later layers read a detached copy."""
-    for architecture in ("resformer", "svformer", "neutreno"):
-        model = tiny(architecture, dtype=WIDE)
-        name, branches = "blocks.0.attn.hook_v", [f"blocks.{i}.attn.first.hook_v" for i in (1, 2)]
-        _, _, grads = model.run_with_grads(tokens(6), [name, *branches])
-        with model.hooks([(branch, lambda v, hook: v.detach()) for branch in branches]):
-            own = model.run_with_grads(tokens(6), name)[2][name]
-        torch.testing.assert_close(grads[name], own + sum(grads[b] for b in branches), atol=1e-14, rtol=1e-10)
-        assert all(grads[branch].abs().max() > 0 for branch in branches)
+    model = tiny(any_architecture, dtype=WIDE)
+    name, branches = "blocks.0.attn.hook_v", read_from(model, 0)
+    _, _, grads = model.run_with_grads(tokens(6), [name, *branches])
+    with model.hooks([(branch, lambda v, hook: v.detach()) for branch in branches]):
+        own = model.run_with_grads(tokens(6), name)[2][name]
+    torch.testing.assert_close(grads[name], own + sum(grads[b] for b in branches), atol=1e-14, rtol=1e-10)
+    assert all(grads[branch].abs().max() > 0 for branch in branches)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "read"),
+    [
+        ("transformer", []),
+        ("resformer", ["1.attn.first", "2.attn.first"]),
+        ("resformer_dense", ["1.attn.first", "2.attn.source.0"]),
+        ("cla", ["1.attn.first"]),
+        ("cross_layer_all", ["1.attn.cross", "2.attn.cross.0"]),
+        ("value_embedding", []),
+    ],
+)
+def test_branches_stand_where_a_value_is_read(tiny, architecture, read):
+    assert read_from(tiny(architecture), 0) == [f"blocks.{branch}.hook_v" for branch in read]
 
 
 def test_gradient_of_the_coefficients_by_hand(tiny):
@@ -542,7 +706,7 @@ def test_one_thread_may_nest(tiny):
 @pytest.fixture
 def lensed(any_architecture, tiny):
     """A model with gains away from 1, its logits and a whole cache, in float64."""
-    model = tiny(any_architecture, dtype=WIDE, config={"n_key_value_heads": 2})
+    model = tiny(any_architecture, dtype=WIDE, config={"n_key_value_heads": KV_HEADS.get(any_architecture, 2)})
     with torch.no_grad():
         model.ln_final.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
         return model, *model.run_with_cache(tokens(6))
@@ -553,14 +717,12 @@ def test_residual_parts_sum_to_the_stream(lensed):
     parts, labels = cache.decompose_resid(return_labels=True)
     assert labels[:3] == ["embed", "0_attn_out", "0_mlp_out"]
     assert len(labels) == 7
-    torch.testing.assert_close(
-        parts.sum(0), cache["resid_post", 2]
-    )  # DenseFormer too: its averages start at the identity
+    torch.testing.assert_close(parts.sum(0), cache["resid_post", 2])
     accumulated, labels = cache.accumulated_resid(return_labels=True)
     assert labels == ["0_pre", "1_pre", "2_pre", "final_post"]
     torch.testing.assert_close(accumulated[-1], cache["resid_post", 2])
-    heads = cache.stack_head_results()
-    torch.testing.assert_close(heads.sum(0), sum(cache["attn_out", layer] for layer in range(3)))
+    heads, attention = cache.stack_head_results(), cache.decompose_resid(mode="attn", incl_embeds=False)
+    torch.testing.assert_close(heads.sum(0), attention.sum(0))
 
 
 def test_logit_attributions_sum_to_the_logits(lensed):

@@ -435,13 +435,14 @@ def test_a_projection_that_a_layer_borrows_is_refused_with_whose_it_uses(awake, 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_singular_vectors_pair_each_query_head_with_its_own_values(awake, kv_heads):
-    """Head 3 reads key-value head floor(3 kv / 4): right singular vectors of W_V W_O, through the head."""
+    """Head h reads key-value head floor(h kv / 4): right singular vectors of W_V W_O, through the head."""
     model = awake("resformer", config={"n_key_value_heads": kv_heads})
-    found = SVDInterpreter(model).get_singular_vectors("OV", 1, num_vectors=3, head_index=3)
-    w_v = model.blocks[1].attn.W_V[3 * kv_heads // 4]
-    vectors = torch.linalg.svd(w_v @ model.blocks[1].attn.W_O[3])[2][:3]
-    expected = (model.W_U.T @ vectors.T)[:, None]
-    close(found.abs(), expected.abs(), 1e-8)  # a singular vector's sign is free
+    for h in range(4):
+        found = SVDInterpreter(model).get_singular_vectors("OV", 1, num_vectors=3, head_index=h)
+        w_v = model.blocks[1].attn.W_V[h * kv_heads // 4]
+        vectors = torch.linalg.svd(w_v @ model.blocks[1].attn.W_O[h])[2][:3]
+        expected = (model.W_U.T @ vectors.T)[:, None]
+        close(found.abs(), expected.abs(), 1e-8)  # a singular vector's sign is free
     for kind in ("w_in", "w_out"):
         assert SVDInterpreter(model).get_singular_vectors(kind, 2).shape == (61, 1, 10)
 
