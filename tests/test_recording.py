@@ -17,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from own_loop import GPT, PLAIN, loop, loss_of, tokens
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench import Recorder, RecorderCallback, observe
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.listing import listing
 from workbench.measuring import measure
 from workbench.recording import DEFAULT, NotRecorded, quantities
+from workbench.recording import recorder as recorder_file
 from workbench.recording.folder import SPAN
 from workbench.runs import Run, is_locked, list_runs
 
@@ -227,6 +229,31 @@ def test_between_logging_steps_no_hook_stands(gpt, tmp_path):
     assert standing == [True, False, False, True, False, False, True]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in gpt.modules())
     assert sorted(rows(tmp_path / "r", "hidden_norm")["step"].unique()) == [0, 3, 6]
+
+
+class Fetches(TorchDispatchMode):
+    """Counts numbers that Python asks a tensor for: on a GPU each would wait for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_record_is_fetched_once(tiny, tmp_path, monkeypatch):
+    model, ids, fetched = tiny("resformer").train(), torch.randint(61, (2, 70)), []
+    monkeypatch.setattr(recorder_file, "_fetched", lambda pending: fetched.append(len(pending)) or ())
+    names = [n for n in quantities() if n != "coefficient"]
+    with Recorder(model, 1, tmp_path / "r", quantities=names) as recorder, Fetches() as fetches:
+        for _ in range(3):
+            model(ids, return_type="loss").backward()
+            recorder.step()
+    assert len(fetched) == 3
+    assert min(fetched) > 150
+    assert fetches.count == 0
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -539,6 +566,41 @@ def test_it_says_what_it_costs(gpt, tmp_path):
     assert shares["step"].tolist() == [5, 10]
     assert shares["value"].between(0.0, 0.9).all()
     assert (rows(tmp_path / "r", "seconds_per_step")["value"] > 0).all()
+
+
+@pytest.fixture
+def training_page(monkeypatch):
+    """The Training page of a folder, as a browser at an address sees it."""
+    from streamlit.testing.v1 import AppTest
+
+    def show(folder, **address):
+        monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
+        monkeypatch.setattr(sys, "argv", ["main.py"])
+        at = AppTest.from_file(str(Path(__file__).parent.parent / "app" / "main.py"), default_timeout=60).run()
+        at.switch_page("views/training.py")
+        for key, value in address.items():
+            at.query_params[key] = value
+        at.run()
+        assert not at.exception, [e.message for e in at.exception]
+        assert not at.warning
+        return at
+
+    return show
+
+
+def test_the_training_page_shows_a_recording_while_it_is_made(gpt, training_page, tmp_path):
+    recorder = Recorder(gpt, 1, tmp_path / "mine", quantities=PLAIN)
+    loop(gpt, recorder, 2)
+    first = training_page(tmp_path, quantity="hidden_norm")
+    assert first.selectbox(key="w_quantity").value == "hidden_norm"
+    assert set(first.selectbox(key="w_quantity").options) == {q.replace("_", " ") for q in PLAIN[1:]}
+    recorder.folder.flush()
+    loop(gpt, recorder, 5, first=2)
+    recorder.close()
+    at = training_page(tmp_path)
+    charts = [chart.proto.alt for chart in at.get("plotly_chart")]
+    for title in ("Train loss", "Gradient norms", "Update ratio", "Seconds per step", "What recording costs"):
+        assert any(title in alt for alt in charts), (title, charts)
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ def _fetched(pending: Sequence[tuple[dict[str, Any], Tensor]]) -> Iterator[dict[
 def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Frobenius norms in one launch, float32 or better; of a sparse gradient, those of its entries."""
     found = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    return list(torch._foreach_norm(found, 2, torch.promote_types(found[0].dtype, torch.float32)))
+    return list(torch._foreach_norm(found, 2, torch.promote_types(found[0].dtype, torch.float32))) if found else []
 
 
 def _unscaled(scaler: Any) -> bool:
