@@ -360,11 +360,7 @@ def test_resformer_halves_are_ones_with_half_the_output_projection(tiny):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("source", "weight"), [("previous", 1), ("first", 0.3), ("all", 1), ("all", 2.5), (1, 4)])
 def test_cross_layer_attention_with_its_own_keys_is_the_same_key_mean(tiny, source, weight, kv_heads):
-    """softmax(Q [K_n; K_n]) [V_n; V_m] = A_n (V_n + w V_m) / (1 + w), ln w added to the copy's scores.
-
-    The values read are those attended with, so only the layer is compared, not the model: V_m is own in one, mixed in
-    the other.
-    """
+    """softmax(Q [K_n; K_n]) [V_n; V_m] = A_n (V_n + w V_m) / (1 + w), ln w added to the copy's scores."""
     config = {"n_layers": 4, "n_key_value_heads": kv_heads}
     exact = tiny("cross_layer", dtype=WIDE, config=config, source=source)
     averaged = tiny("same_key", dtype=WIDE, config=config, source=source, same_key_weight=weight)
