@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -396,11 +397,21 @@ def _terminated(*_: Any) -> None:
     raise KeyboardInterrupt("ended")
 
 
+_standard = warnings.formatwarning
+
+
+def _one_sentence(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
+    """Our own warnings as a sentence; a line of code says nothing to who typed a command."""
+    ours = category.__module__ == "workbench.errors"
+    return f"workbench: {message}\n" if ours else _standard(message, category, *where, **more)
+
+
 def main() -> None:
     """Run a command; what a user can cause is one sentence on stderr and exit code 2, Ctrl-C is 130."""
     from workbench.errors import WorkbenchError
 
     signal.signal(signal.SIGTERM, _terminated)
+    warnings.formatwarning = _one_sentence
     try:
         app()
     except WorkbenchError as error:
