@@ -49,7 +49,7 @@ def concentration(frame: pd.DataFrame) -> str:
     whole = rows[rows["variant"].isna()].dropna(subset=["value"])
     if whole.empty:
         return "Not measured: this model's attention gives no statistics."
-    top = whole.loc[whole["value"].idxmax()]
+    top = whole.sort_values("value").iloc[-1]
     layer = int(top["layer"])
     parts = rows[(rows["layer"] == layer) & rows["variant"].notna()].set_index("variant")["value"]
     names = {
@@ -80,7 +80,7 @@ def sinks(frame: pd.DataFrame) -> str:
         return "Not measured: this model's attention gives no statistics."
     heads = mass[mass["head"].notna()]
     strong = heads[heads["value"] > SINK]
-    top = heads.loc[heads["value"].idxmax()]
+    top = heads.sort_values("value").iloc[-1]
     floor = f"uniform attention would give {even.iloc[0]:.1%}" if len(even) else ""
     place = f"layer {int(top['layer'])}, head {int(top['head'])}"
     if strong.empty:
@@ -93,7 +93,7 @@ def sinks(frame: pd.DataFrame) -> str:
     drain = drain[drain["layer"].isin(layers)]
     said = "their values were not measured"
     if len(drain):
-        worst = drain.loc[drain["value"].idxmin()]
+        worst = drain.sort_values("value").iloc[0]
         low, high = (worst["value"] + sign * 2 * _zero(worst["se"]) for sign in (-1, 1))
         verdict = "drained" if high < DRAINED else "not drained" if low > DRAINED else "unresolved"
         said = (
@@ -148,21 +148,21 @@ def token_share(frame: pd.DataFrame) -> str:
     )
 
 
-def _together(frame: pd.DataFrame) -> pd.DataFrame:
-    """Change of the loss with the values of all layers after the first replaced, by replacement."""
+def _together(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
+    """Change of the loss and its error with the values of all layers after the first replaced, by replacement."""
     rows = _at(frame, "value_ablation")
     rows = rows[rows["layer"].isna()]
-    return rows.set_index("variant")[["value", "se"]]
+    values, errors = rows["value"].astype(float), rows["se"].astype(float).fillna(0.0)
+    return {str(k): (v, e) for k, v, e in zip(rows["variant"], values, errors, strict=True)}
 
 
-def _replaced(frame: pd.DataFrame) -> str:
-    change = _together(frame)
-    if "token_mean" not in change.index:
+def _replaced(change: dict[str, tuple[float, float]]) -> str:
+    if "token_mean" not in change:
         return "No layer after the first has values of its own."
-    token, zero = change.loc["token_mean"], change.loc["zero"]
+    (token, token_se), (zero, zero_se) = change["token_mean"], change["zero"]
     return (
-        f"Replacing all later layers' own values by their token's mean costs {token['value']:+.3f} ± {_zero(token['se']):.3f} nats, "
-        f"by zero {zero['value']:+.3f} ± {_zero(zero['se']):.3f}."
+        f"Replacing all later layers' own values by their token's mean costs {token:+.3f} ± {token_se:.3f} nats, "
+        f"by zero {zero:+.3f} ± {zero_se:.3f}."
     )
 
 
@@ -186,18 +186,18 @@ def _path(frame: pd.DataFrame) -> str | None:
 
 def residual(frame: pd.DataFrame) -> str:
     """What speaks for and against a value residual in this model."""
-    if (path := _path(frame)) is not None:
-        return f"It has a value path already ({path}). {_replaced(frame)} Whether that path is why needs a model trained without it."
     change = _together(frame)
+    if (path := _path(frame)) is not None:
+        return f"It has a value path already ({path}). {_replaced(change)} Whether that path is why needs a model trained without it."
     mass = _at(frame, "sink_mass")
     formed = bool(len(mass)) and float(mass["value"].max()) > SINK
-    if "token_mean" not in change.index:
+    if "token_mean" not in change:
         return "Undecided: no layer after the first has values of its own that could be replaced."
-    token, zero = change.loc["token_mean"], change.loc["zero"]
-    kept = 1 - token["value"] / zero["value"] if zero["value"] > 0 else math.nan
+    (token, _), (zero, error) = change["token_mean"], change["zero"]
+    kept = 1 - token / zero if zero > 0 else 0.0
     for_it, against = [], []
-    facts = _replaced(frame).rstrip(".").replace("Replacing", "replacing")
-    if math.isnan(kept) or zero["value"] <= 2 * _zero(zero["se"]):
+    facts = _replaced(change).rstrip(".").replace("Replacing", "replacing")
+    if zero <= 2 * error:
         against.append(f"removing later values changes the loss by no more than its error ({facts})")
     elif kept >= MOSTLY:
         for_it.append(
