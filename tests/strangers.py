@@ -268,6 +268,33 @@ class Pair(nn.Module):
         return self.student(idx)[0]
 
 
+class Inline(nn.Module):
+    """Everything in one forward: lists of matrices, no block that is a module."""
+
+    def __init__(self, norms=True):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(VOCABULARY, D), nn.Linear(D, VOCABULARY)
+        self.qkv = nn.ModuleList(nn.Linear(D, 3 * D) for _ in range(LAYERS))
+        self.out = nn.ModuleList(nn.Linear(D, D) for _ in range(LAYERS))
+        self.up = nn.ModuleList(nn.Linear(D, 2 * D) for _ in range(LAYERS))
+        self.down = nn.ModuleList(nn.Linear(2 * D, D) for _ in range(LAYERS))
+        self.norm_1, self.norm_2 = (nn.ModuleList(nn.LayerNorm(D) for _ in range(LAYERS)) for _ in range(2))
+        self.final, self.norms = nn.LayerNorm(D), norms
+
+    def norm(self, part, x):
+        return part(x) if self.norms else F.layer_norm(x, (D,))
+
+    def forward(self, idx):
+        x, first = self.emb(idx), None
+        for i in range(LAYERS):
+            q, k, v = self.qkv[i](self.norm(self.norm_1[i], x)).chunk(3, dim=-1)
+            first = v if first is None else first
+            v = 0.2 * first + 0.8 * v if i else v
+            x = x + self.out[i](causal(split(q), split(k), split(v)).transpose(1, 2).reshape(x.shape))
+            x = x + self.down[i](F.gelu(self.up[i](self.norm(self.norm_2[i], x))))
+        return self.head(self.norm(self.final, x))
+
+
 class PaperBlock(nn.Module):
     """Nested outputs, a list handed from block to block, keywords only: how the value residual was published."""
 

@@ -16,6 +16,7 @@ from strangers import (
     DenselyMixed,
     GroupedAttention,
     HeadwiseMixed,
+    Inline,
     InPlaceBlock,
     ListOfHeads,
     Looped,
@@ -61,6 +62,7 @@ STRANGERS = {
     "averaged": Averaged,
     "looped": Looped,
     "nested outputs": Paper,
+    "inline": Inline,
 }
 
 
@@ -541,6 +543,32 @@ def test_what_is_only_computed_beside_the_module_cannot_be_replaced(ids):
             observed(ids)
 
 
+@torch.no_grad()
+def test_a_decoder_without_block_modules_is_read_by_the_numbers_of_its_parts(ids):
+    module = large(Inline())
+    observed = see(module, ids)
+    assert observed.architecture == "resformer"
+    seen = {}
+    handles = [
+        n.register_forward_pre_hook(lambda m, a, i=i: seen.update({i: a[0]})) for i, n in enumerate(module.norm_1)
+    ]
+    module(ids)
+    for handle in handles:
+        handle.remove()
+    _, cache = observed.run_with_cache(ids)
+    for i in range(LAYERS):
+        assert torch.equal(cache[f"blocks.{i}.hook_resid_pre"], seen[i])
+    with (
+        observed.hooks([("blocks.1.hook_resid_pre", lambda x, hook: x * 0)]),
+        pytest.raises(WorkbenchError, match="can be read, not replaced"),
+    ):
+        observed(ids)
+    bare = see(large(Inline(norms=False)), ids)
+    assert bare.options["lambda_v1"] == pytest.approx(0.2, abs=1e-6)
+    with pytest.raises(WorkbenchError, match="no part in it reads the stream"):
+        bare.run_with_cache(ids, names_filter="blocks.1.hook_resid_pre")
+
+
 @pytest.mark.parametrize("name", ["hidden lambdas", "torch.softmax", "baddbmm"])
 def test_gradients_of_activations_equal_those_of_the_module_itself(name, ids):
     module = large(STRANGERS[name]())
@@ -664,7 +692,7 @@ def test_soft_caps_keep_values_and_pattern_but_not_what_would_be_wrong(ids):
 
 @pytest.mark.parametrize(
     ("tokens", "cause"),
-    [([[1.5, 2.5]], "needs token ids"), ([[1, 2, 3]], "16 positions"), ([[1, 2], [3]], "no table of token ids")],
+    [([[1.5, 2.5]], "needs token ids"), ([[1, 2, 3]], "8 positions"), ([[1, 2], [3]], "no table of token ids")],
 )
 def test_bad_example_tokens_are_refused(tokens, cause):
     with pytest.raises(BadData, match=cause):

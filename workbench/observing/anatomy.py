@@ -58,6 +58,9 @@ class Layer:
     attn_out: Tap | None = None
     mlp_out: Tap | None = None
     rows: dict[str, Tensor] = field(default_factory=dict)
+    loose: tuple[str, ...] = ()  # parts that run in it, where the block itself is no part
+    stream: Tap | None = None  # there: what first reads the stream
+    streams: bool = True  # whether the stream was found
 
     @property
     def statistics(self) -> bool:
@@ -92,11 +95,16 @@ def anatomy(trace: Trace, output: Any, blocks: str | Sequence[str] | None) -> An
     inside = [block for _, block in chosen]
     for layer, block in zip(layers, inside, strict=True):
         _additions(trace, layer, block)
+    known = all(layer.attn_out is not None for layer in layers if layer.loose)
+    for layer in layers:
+        layer.streams = known or not layer.loose
     logits = find(output, lambda x: _is_logits(x, trace))
     width = layers[0].rows["in"].shape[1]
     embed = _embedding(trace, inside[0], width)
     head = _head(trace, inside[-1], width, get(output, logits) if logits is not None else None)
     final = _final(trace, head, inside[-1], layers[-1]) if head is not None else None
+    if layers[-1].loose:
+        final = _reads(trace, inside[-1], width) if known else None
     vocabulary = _vocabulary(trace.module, embed, get(output, logits) if logits is not None else None)
     if logits is not None and embed is not None and get(output, logits).shape[-1] == width != vocabulary:
         logits = head = final = None  # hidden states of a module without a head
@@ -136,6 +144,8 @@ def _chosen(trace: Trace, blocks: str | Sequence[str] | None) -> list[tuple[Atte
     for attention in found:
         if attention.refusal:
             raise WorkbenchError(f"attention in {_name(attention.within)} cannot be read: {attention.refusal}")
+    if (loose := _loose(trace, found)) is not None:
+        return list(zip(found, loose, strict=True))
     pairs = [(a, _block_of(trace, a, found)) for a in found]
     stacks = Counter(
         re.sub(r"\d+", "*", block.name.rsplit(".", 1)[0] if "." in block.name else "") for _, block in pairs
@@ -164,6 +174,51 @@ def _block_of(trace: Trace, attention: Attention, found: list[Attention]) -> Exe
     raise WorkbenchError(
         f"{_name(around[-1])} makes {len(several)} attention calls ({', '.join(several[:4])}); one per block can be read"
     )
+
+
+def _loose(trace: Trace, found: list[Attention]) -> list[Execution] | None:
+    """Blocks that are no parts themselves: runs of parts with one number in their names around each attention.
+
+    None where the attentions are not all called from one place, or the numbers do not tell them apart.
+    """
+    within, blocks, width = found[0].within, list[Execution](), 0
+    if any(a.within is not within for a in found) or len(found) < 2:
+        return None
+    mine = [e for e in trace.executions if e.parent is within and number(e.name) is not None]
+    for attention in found:
+        before = [e for e in mine if e.start < attention.times[0]]
+        parts = [e for e in mine if before and number(e.name) == number(before[-1].name)]
+        given = next((s for e in parts for s in e.given if _streamed(trace, s)), None)
+        if not parts or given is None or (blocks and parts[0].start < blocks[-1].end):
+            return None
+        stems = {re.split(_NUMBER, e.name, maxsplit=1)[0] for e in parts}
+        name = f"{stems.pop() if len(stems) == 1 else '*.'}{number(parts[0].name)}"
+        end = max(parts[-1].end, attention.times[-1])
+        blocks.append(Execution(name, "loose", within, parts[0].start - 1, end, [given]))
+        width = given.rows.shape[1]
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        last = _reads(trace, block, width) if after is None else None
+        found_there = after.given if after is not None else last[0].given if last is not None else block.given
+        block.made = found_there[:1]
+    return blocks
+
+
+_NUMBER = r"(?<![^.])\d+(?![^.])"
+
+
+def number(name: str) -> int | None:
+    """The first number among the components of a part's name."""
+    match = re.search(_NUMBER, name)
+    return int(match[0]) if match else None
+
+
+def _reads(trace: Trace, block: Execution, width: int) -> tuple[Execution, Path] | None:
+    """What first reads a tensor as wide as the stream after a block."""
+    for entry in trace.executions:
+        seen = next((s for s in entry.given if _streamed(trace, s) and s.rows.shape[1] == width), None)
+        if entry.start > block.end and seen is not None and entry.name != MATRIX:
+            return entry, seen.path
+    return None
 
 
 def _stream(trace: Trace, entry: Execution) -> tuple[Seen, Seen] | None:
@@ -202,7 +257,8 @@ def _name(entry: Execution) -> str:
 
 
 def _layer(trace: Trace, attention: Attention, block: Execution) -> Layer:
-    streams = _stream(trace, block)
+    loose = block.kind == "loose"
+    streams = (block.given[0], block.made[0]) if loose else _stream(trace, block)
     assert streams is not None
     same = {"fused": ["fused"], "eager": ["product", "softmax", "product"]}[attention.kind]
     calls = tuple(
@@ -211,7 +267,13 @@ def _layer(trace: Trace, attention: Attention, block: Execution) -> Layer:
     )
     run = sum(e.name == block.name and e.start < block.start for e in trace.executions)
     rows = {"in": streams[0].rows, "out": streams[1].rows}
-    return Layer(block.name, run, streams[0].path, streams[1].path, attention, calls, rows=rows)
+    layer = Layer(block.name, run, streams[0].path, streams[1].path, attention, calls, rows=rows)
+    if loose:
+        inside = [e for e in inside_of(trace, block) if e.name != MATRIX]
+        layer.loose = tuple(dict.fromkeys(e.name for e in inside))
+        reader = next(e for e in inside if any(s is streams[0] for s in e.given))
+        layer.stream = Tap(reader.name, run_of(reader, inside), streams[0].path)
+    return layer
 
 
 def inside_of(trace: Trace, block: Execution) -> list[Execution]:
@@ -229,13 +291,22 @@ def _projections(trace: Trace, layers: list[Layer], blocks: list[Execution]) -> 
         layer.v = search(before, layer.attention.v)
         layer.q = search(before, layer.attention.q, starts=trace.starts)
         layer.k = search(before, layer.attention.k, starts=trace.starts)
-    known = next(((layer.v, layer.block) for layer in layers if layer.v is not None), None)
+    known = next(((layer.v, layer) for layer in layers if layer.v is not None), None)
     for layer, block in zip(layers, blocks, strict=True):
         if layer.v is None and known is not None:
-            layer.v = alike(*known, inside_of(trace, block), layer.block)
+            layer.v = alike(known[0], inside_of(trace, block), _renamed(known[0].module, known[1], layer))
         if layer.v is not None:
             layer.rows["own"] = layer.v.of(_made(trace, block, layer.v))
         layer.z = _output_projection(trace, layer, block, layers[0].attention.v)
+
+
+def _renamed(name: str, was: Layer, now: Layer) -> str:
+    """The name of a part of one block in another."""
+    if name == MATRIX:
+        return name
+    if not now.loose:
+        return now.block + name.removeprefix(was.block)
+    return re.sub(_NUMBER, str(number(now.loose[0])), name, count=1)
 
 
 def _made(trace: Trace, block: Execution, tap: Tap) -> Tensor:
@@ -267,7 +338,7 @@ def _output_projection(trace: Trace, layer: Layer, block: Execution, first: Tens
         if seen is None:
             continue
         heads = seen.rows.unflatten(1, attention.z.shape[1:])
-        own = attention.within is not block and attention.within.holds(entry.start)
+        own = attention.within.start > block.start and attention.within.holds(entry.start)
         if own or explained(heads, attention.z, attention.v, first):
             layer.rows["z"] = heads
             return Tap(entry.name, run_of(entry, inside), seen.path)
@@ -288,18 +359,18 @@ def _additions(trace: Trace, layer: Layer, block: Execution) -> None:
         return bool((sum(p.double() for p in parts) - target).abs().max() <= eps * size)
 
     time = layer.attention.times[-1]
-    for entry, seen in outputs:
-        if entry.end < time:
-            continue
-        if sums(seen.rows):
-            layer.attn_out = Tap(entry.name, run_of(entry, inside), seen.path)
-            return
+    ready = [(entry, seen) for entry, seen in outputs if entry.end > time]
+    for entry, seen in ready:
         for other, more in outputs:
             apart = other.start > entry.end or other.end < entry.start
             if apart and sums(seen.rows, more.rows):
                 pair = sorted([(entry, seen), (other, more)], key=lambda p: _distance(p[0], time))
                 layer.attn_out, layer.mlp_out = (Tap(e.name, run_of(e, inside), s.path) for e, s in pair)
                 return
+    for entry, seen in ready:
+        if sums(seen.rows):
+            layer.attn_out = Tap(entry.name, run_of(entry, inside), seen.path)
+            return
 
 
 def _distance(entry: Execution, time: int) -> int:

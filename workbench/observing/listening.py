@@ -30,7 +30,7 @@ from workbench.observing.watching import Watch, eagerly, interfaces, watching
 if TYPE_CHECKING:
     from workbench.observing.observed import Observed
 
-_ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "v_mix", *STATISTICS)
+_ATTENTION = ("v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "v_mix", *STATISTICS)
 _MOST_POSITIONS = 4096  # enough for coefficients to 1e-7
 
 
@@ -50,8 +50,24 @@ class Listening:
         self.kinds: dict[int, str] = {}  # masks already looked at
         self.masks: list[Tensor] = []  # kept so that their ids stay theirs
         self.at = {(layer.block, layer.run): i for i, layer in enumerate(self.layers)}
-        mixed = [i for i in range(len(self.layers)) if self._mixes(i)]
-        self.needed = {j for i in mixed for j in (*observed.mixing(i), i)}  # layers whose own values are read again
+        attentions: Any = [block.attn for block in cast(Any, observed.blocks)]
+        self.points = [  # of each layer's attention, those that somebody listens to
+            {n.removeprefix("hook_"): p for n, p in attn._modules.items() if n.startswith("hook_") and hooked(p)}
+            for attn in attentions
+        ]
+        each = {i: observed.sources_of(i) for i in range(len(self.layers))}
+        self.mixed = {i: s for i, s in each.items() if "v_mix" in self.points[i] or any(map(hooked, s.values()))}
+        self.needed = {
+            j for i in self.mixed for j in (*observed.mixing(i), i)
+        }  # layers whose own values are read again
+        found = [(i, *heard) for i in each for heard in self._projections(i)]
+        self.parts = [heard for heard in found if heard[2].module != MATRIX]
+        self.bare: dict[tuple[int, int], list[tuple[str, Projection, Any]]] = {}  # by layer, and which bare matrix
+        for i, name, projection, point in found:
+            if projection.module == MATRIX:
+                self.bare.setdefault((i, projection.run), []).append((name, projection, point))
+        inside = {i for i, points in enumerate(self.points) if points.keys() & set(_ATTENTION)}
+        self.attentive = inside | self.needed | {i for i, _ in self.bare}  # layers whose calls are of interest
 
     # ---- hook points -------------------------------------------------------------------------------------------------
 
@@ -65,7 +81,7 @@ class Listening:
 
     def show(self, point: Any, tensor: Tensor) -> None:
         """Fire a hook point that can only be read."""
-        if hooked(point) and self._hooks_of(point, tensor) is not tensor:
+        if point is not None and hooked(point) and self._hooks_of(point, tensor) is not tensor:
             raise WorkbenchError(f"{point.name} can be read, not replaced: it is computed beside the module")
 
     def _hooks_of(self, point: Any, tensor: Tensor) -> Tensor:
@@ -79,44 +95,53 @@ class Listening:
             self.watch.silent = before
 
     def point(self, i: int, name: str) -> Any:
-        """Hook point of a layer, None where it has none."""
-        return getattr(self.observed.blocks[i].attn, f"hook_{name}", None)
+        """Hook point of a layer's attention, None where nobody listens to it."""
+        return self.points[i].get(name)
 
     def wanted(self, i: int, *names: str) -> bool:
         """Whether somebody listens to one of a layer's attention points."""
-        return any((p := self.point(i, name)) is not None and hooked(p) for name in names)
+        points = self.points[i]
+        return any(name in points for name in names)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """While open, the module's runs are heard."""
-        attentive = any(self._attentive(i) for i in range(len(self.layers)))
         with contextlib.ExitStack() as stack:
             for handle in self._handles():
                 stack.callback(handle.remove)
-            if attentive:
+            if self.attentive:
                 self.watch = stack.enter_context(watching(self, interfaces(self.module)))
             else:
                 stack.enter_context(eagerly())
             yield
 
-    def _mixes(self, i: int) -> bool:
-        return self.wanted(i, "v_mix") or any(hooked(p) for p in self.observed.sources_of(i).values())
+    def _projections(self, i: int) -> Iterator[tuple[str, Projection, Any]]:
+        """What is wanted of a layer's projections: q, k or v, where it stands, its hook point."""
+        layer = self.layers[i]
+        for name, projection in (("q", layer.q), ("k", layer.k), ("v", layer.v)):
+            point = self.observed.own_point(i) if name == "v" else self.point(i, name)
+            heard = point is not None and hooked(point)
+            if projection is not None and (heard or (name == "v" and i in self.needed)):
+                yield name, projection, point
 
     def _handles(self) -> Iterator[Any]:
         """Hooks on just the parts that something is heard of, blocks first, so that they know where they are."""
         parts = dict(self.module.named_modules())
-        blocks = {layer.block for layer in self.layers}
+        blocks = {layer.block for layer in self.layers if not layer.loose}
+        for i, layer in enumerate(self.layers):
+            for name in layer.loose:
+                yield parts[name].register_forward_pre_hook(partial(self._step, i, Counter()))
         for name in blocks:
             yield parts[name].register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
         taps: dict[str, list[tuple[Tap, bool, Callable[[Tensor], Tensor], int | None]]] = {}
-        for tap, given, hear, layer in self._taps():
-            taps.setdefault(tap.module, []).append((tap, given, hear, layer))
-        for name, heard in taps.items():
-            yield parts[name].register_forward_pre_hook(partial(self._given, name, heard), with_kwargs=True)
-            if any(not given for _, given, _, _ in heard):
-                yield parts[name].register_forward_hook(partial(self._made, name, heard), with_kwargs=True)
+        for heard in self._taps():
+            taps.setdefault(heard[0].module, []).append(heard)
+        for name, listeners in taps.items():
+            yield parts[name].register_forward_pre_hook(partial(self._given, name, listeners), with_kwargs=True)
+            if any(not given for _, given, _, _ in listeners):
+                yield parts[name].register_forward_hook(partial(self._made, name, listeners), with_kwargs=True)
         for name in blocks:
             yield parts[name].register_forward_hook(partial(self._leave, name), with_kwargs=True)
 
@@ -129,23 +154,25 @@ class Listening:
         if anatomy.head is not None and hooked((head := cast(Any, whole.unembed)).hook_in):
             yield anatomy.head, True, partial(self.fire, head.hook_in), None
         if anatomy.final is not None and hooked(last.hook_resid_post):
-            yield anatomy.final, True, partial(self.fire, last.hook_resid_post), None
+            shown = partial(self._shown, (last.hook_resid_post,))
+            yield (
+                anatomy.final,
+                True,
+                shown if self.layers[-1].loose else partial(self.fire, last.hook_resid_post),
+                None,
+            )
         for i, layer in enumerate(self.layers):
+            before = whole.blocks[i - 1].hook_resid_post if i and layer.streams else None
+            if layer.stream is not None and layer.streams and self._heard(whole.blocks[i].hook_resid_pre, before):
+                yield layer.stream, True, partial(self._shown, (whole.blocks[i].hook_resid_pre, before)), i
             for name in ("attn_out", "mlp_out"):
                 tap = getattr(layer, name)
                 if tap is not None and hooked(getattr(whole.blocks[i], f"hook_{name}")):
                     yield tap, False, partial(self._addition, getattr(whole.blocks[i], f"hook_{name}")), i
-            for name in ("q", "k", "v"):
-                projection = getattr(layer, name)
-                point = whole.own_point(i) if name == "v" else self.point(i, name)
-                if (
-                    projection is not None
-                    and projection.module != MATRIX
-                    and ((point is not None and hooked(point)) or (name == "v" and i in self.needed))
-                ):
-                    yield projection, False, partial(self._project, i, name, projection, point), i
             if layer.z is not None and self.wanted(i, "z"):
                 yield layer.z, True, partial(self._output, i), i
+        for i, name, projection, point in self.parts:
+            yield projection, False, partial(self._project, i, name, projection, point), i
 
     def _enter(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> Any:
         i = self.at.get((name, self.runs[name]), -1)
@@ -175,32 +202,47 @@ class Listening:
         return None if found is stream else put(output, self.layers[i].stream_out, found)
 
     def _given(self, name: str, heard: Any, part: nn.Module, args: Any, kwargs: Any) -> Any:
-        run = self._run(name)
-        counts = self.within[-1] if self.running else self.runs
-        counts[name] += 1
+        self.runs[name] += 1
+        if self.running:
+            self.within[-1][name] += 1
         given = args, kwargs
         for tap, before, hear, layer in heard:
-            if before and self._here(tap, run, layer):
+            if before and self._here(tap, layer):
                 tensor = get(given, tap.path)
                 found = hear(tensor)
                 given = given if found is tensor else put(given, tap.path, found)
         return None if given[0] is args and given[1] is kwargs else given
 
     def _made(self, name: str, heard: Any, part: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        run = self._run(name) - 1
         changed = output
         for tap, before, hear, layer in heard:
-            if not before and self._here(tap, run, layer):
+            if not before and self._here(tap, layer):
                 tensor = get(changed, tap.path)
                 found = hear(tensor)
                 changed = changed if found is tensor else put(changed, tap.path, found)
         return None if changed is output else changed
 
-    def _run(self, name: str) -> int:
-        return (self.within[-1] if self.running else self.runs)[name]
+    def _here(self, tap: Tap, layer: int | None) -> bool:
+        """Whether the run of a part that has begun last is that of a tap: among all, or among those in its layer."""
+        if layer is None:
+            return self.runs[tap.module] == tap.run + 1
+        return bool(self.running) and self.running[-1] == layer and self.within[-1][tap.module] == tap.run + 1
 
-    def _here(self, tap: Tap, run: int, layer: int | None) -> bool:
-        return run == tap.run and (self.running[-1] if self.running else None) == layer
+    def _step(self, i: int, fresh: Counter[str], part: nn.Module, args: Any) -> None:
+        """A part runs that belongs to a layer whose block is no part: from here on the layer is running."""
+        if self.running != [i]:
+            self.running, self.within = [i], [fresh]
+
+    @staticmethod
+    def _heard(*points: Any) -> bool:
+        return any(point is not None and hooked(point) for point in points)
+
+    def _shown(self, points: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        """Fire hook points of a stream that goes on beside its reader, so that it can only be read here."""
+        handed = tensor.clone() if self.observed.anatomy.in_place else tensor
+        for point in points:
+            self.show(point, handed)
+        return tensor
 
     def _addition(self, point: Any, made: Tensor) -> Tensor:
         """What is added to the stream [batch, pos, d_model], which some write as [batch * pos, d_model]."""
@@ -230,15 +272,11 @@ class Listening:
 
     def matrix(self, made: Any) -> Any:
         """Fire on a projection that is called by itself."""
-        i, count = self._call("matrix")
-        if i < 0 or not isinstance(made, Tensor):
+        if not self.bare:
             return made
-        for name in ("q", "k", "v"):
-            projection = getattr(self.layers[i], name)
-            point = self.observed.own_point(i) if name == "v" else self.point(i, name)
-            heard = (point is not None and hooked(point)) or (name == "v" and i in self.needed)
-            if projection is not None and heard and (projection.module, projection.run) == (MATRIX, count):
-                made = self._project(i, name, projection, point, made)
+        place = self._call("matrix")
+        for name, projection, point in self.bare.get(place, ()) if isinstance(made, Tensor) else ():
+            made = self._project(place[0], name, projection, point, made)
         return made
 
     def other(self, name: str) -> None:
@@ -256,10 +294,11 @@ class Listening:
         """Fire around one whole attention."""
         i, count = self._call("fused")
         layer = self.layers[i]
-        if i < 0 or layer.attention.kind != "fused" or layer.calls != (count,) or not self._attentive(i):
+        if i < 0 or layer.attention.kind != "fused" or layer.calls != (count,) or i not in self.attentive:
             return call.run()
         q, k, v = call.heads(self.batch)
-        self._refuse(i, q, k, self._kind(call), call.dropout)
+        matters = self.wanted(i, "rot_q", "rot_k", *STATISTICS)
+        self._refuse(i, q, k, self._kind(call) if matters else CAUSAL, call.dropout)
         times = layer.attention.repeats
         short_k, short_v = k[:, :, ::times], v[:, :, ::times]
         factor = call.scale * q.shape[-1] ** 0.5
@@ -296,10 +335,6 @@ class Listening:
             self.masks.append(call.mask)
         return self.kinds[id(call.mask)]
 
-    def _attentive(self, i: int) -> bool:
-        own = self.observed.own_point(i)
-        return self.wanted(i, *_ATTENTION) or i in self.needed or (own is not None and hooked(own))
-
     def _inputs(self, i: int, q: Tensor, k: Tensor, v: Tensor, factor: float) -> dict[str, Tensor]:
         """Fire on q, k, v [batch, pos, head, d_head] as the attention reads them; what was replaced, by name."""
         changed: dict[str, Tensor] = {}
@@ -318,10 +353,10 @@ class Listening:
         """Fire the sources of a mixed value, and the coefficients they stand in it with."""
         if i in self.needed and self.layers[i].v is None and not self.observed.mixing(i):
             self.own[i] = v
-        if not self._mixes(i):
+        if i not in self.mixed:
             return
         layers = self.observed.mixing(i)
-        for j, point in self.observed.sources_of(i).items():
+        for j, point in self.mixed[i].items():
             self.show(point, self.own[j])
         if self.wanted(i, "v_mix"):
             parts = [self.own[j] for j in layers]
@@ -374,7 +409,7 @@ class Listening:
         """Fire around the two products of an eager attention."""
         i, count = self._call("product")
         layer = self.layers[i]
-        if i < 0 or layer.attention.kind != "eager" or not self._attentive(i):
+        if i < 0 or layer.attention.kind != "eager" or i not in self.attentive:
             return call.run()
         if count == layer.calls[0]:
             return self._score_product(i, call)

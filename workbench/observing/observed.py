@@ -15,7 +15,7 @@ import pandas as pd
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
-from workbench.models.hooked import HookedModel, LossFn, NamesFilter, Part, Point
+from workbench.models.hooked import Cache, HookedModel, LossFn, NamesFilter, Part, Point
 from workbench.names import STATISTICS, is_statistic
 from workbench.observing.anatomy import Anatomy, Layer
 from workbench.observing.layouts import get
@@ -89,7 +89,10 @@ class Observed(HookedModel):
     def _block(self, i: int, layer: Layer) -> Part:
         part = Part()
         part.attn = attn = Part()
-        names = ["resid_pre", "resid_post", *(n for n in ("attn_out", "mlp_out") if getattr(layer, n) is not None)]
+        names = [
+            *(("resid_pre", "resid_post") if layer.streams else ()),
+            *(n for n in ("attn_out", "mlp_out") if getattr(layer, n) is not None),
+        ]
         for name in names:
             setattr(part, f"hook_{name}", Point())
         shown = ["v", "z", *(n for n in ("q", "k") if getattr(layer, n) is not None)]
@@ -135,7 +138,8 @@ class Observed(HookedModel):
 
     def inert(self, name: str) -> bool:
         """Whether a hook point can only be read: statistics, fitted coefficients, copies of earlier layers' values."""
-        return is_statistic(name) or name.endswith("hook_v_mix") or ".attn.first." in name or ".attn.source." in name
+        copy = name.endswith("hook_v_mix") or ".attn.first." in name or ".attn.source." in name
+        return copy or is_statistic(name) or (bool(self.anatomy.layers[0].loose) and ".hook_resid_" in name)
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -188,6 +192,12 @@ class Observed(HookedModel):
                 "needs them at every position; give observe() a call= that makes it return them all"
             )
         return found
+
+    def run_with_cache(  # type: ignore[override]  # the second argument may be given by position
+        self, tokens: Any, names: NamesFilter = None, *, names_filter: NamesFilter = None, **kwargs: Any
+    ) -> tuple[Any, Cache]:
+        """(output, cache) of a run at the named hook points, as on our own models; `names_filter` is `names`."""
+        return super().run_with_cache(tokens, names_filter=names if names_filter is None else names_filter, **kwargs)
 
     def run_with_grads(
         self, tokens: Any, names: NamesFilter, loss_fn: LossFn | None = None

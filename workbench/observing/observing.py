@@ -20,7 +20,7 @@ from workbench.observing.watching import COMPILED, eagerly, unwrapped
 
 Call = Callable[[nn.Module, Tensor], Any]
 _TARGETS = ("targets", "labels")
-_FEWEST = 16  # positions; with fewer, coincidences decide
+_FEWEST = 8  # positions; with fewer, coincidences decide
 
 
 def observe(
@@ -36,7 +36,7 @@ def observe(
 
     Args:
         module: anything whose `module(ids)` runs a decoder; DistributedDataParallel and compiled modules are taken apart.
-        example_tokens: ids [batch, pos] (or [pos]) it can read, 16 positions at least, of the kind it will be used on: no two
+        example_tokens: ids [batch, pos] (or [pos]) it can read, 8 positions at least, of the kind it will be used on: no two
             parts should agree by chance, so real text or random ids rather than zeros.
         call: `call(module, ids)` where the module wants more than ids, for example masks.
         blocks: where the module holds several stacks of blocks: the name, or names, of the one to observe.
@@ -89,7 +89,7 @@ def _tokens(module: nn.Module, given: Any) -> Tensor:
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise BadData(f"example_tokens of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids [batch, pos]")
-    if ids.numel() < _FEWEST or ids.shape[1] < 4:
+    if ids.numel() < _FEWEST or ids.shape[1] < 2:
         raise BadData(f"example_tokens of shape {tuple(ids.shape)}: {_FEWEST} positions or more tell parts apart")
     device = next((p.device for p in module.parameters()), ids.device)
     return ids.to(device, torch.long)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.layouts import Path
-from workbench.observing.tracing import MATRIX, Execution
+from workbench.observing.tracing import Execution
 
 _NARROW = (torch.float16, torch.bfloat16)
 _MOST = 2**26  # entries of a table of all columns against all columns
@@ -109,9 +109,8 @@ def search(executions: list[Execution], wanted: Tensor, *, starts: Tensor | None
     return None
 
 
-def alike(known: Projection, was_in: str, executions: list[Execution], block: str) -> Projection | None:
-    """The same projection in another block, where its part runs there and is as wide."""
-    name = MATRIX if known.module == MATRIX else block + known.module.removeprefix(was_in)
+def alike(known: Projection, executions: list[Execution], name: str) -> Projection | None:
+    """The same projection in a part of another name, where that runs among the executions and is as wide."""
     last = known.columns.stop if isinstance(known.columns, slice) else max(known.columns) + 1
     same = [e for e in executions if e.name == name]
     if len(same) <= known.run:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NO_OWN = "no output in the block has its numbers: no value projection of its own, or values changed beyond recognition"
 _NO_TURN = "no output in the block has its norms (a norm or factor after the projection)"
+_NO_STREAM = "the block is no part of its own, and no part in it reads the stream (a norm that is a bare function)"
 _NO_SUM = "no two outputs in the block add up to what it adds to the stream (scaled, normed or averaged)"
 
 
@@ -49,7 +50,8 @@ def _of_layer(observed: Observed, i: int, layer: Layer) -> Iterator[tuple[str, b
         f"{'scaled dot product' if attention.kind == 'fused' else 'softmax'} in {attention.within.name or 'the module'}"
     )
     masked = "" if attention.mask == CAUSAL else attention.mask
-    yield "stream", True, layer.block, ""
+    loose = "the block is no part of its own: the stream can be read here, not replaced" if layer.loose else ""
+    yield "stream", layer.streams, layer.block, loose if layer.streams else _NO_STREAM
     for site, missing in (("attn_out", _NO_SUM), ("mlp_out", _NO_SUM)):
         yield site, *_tap(getattr(layer, site), missing)
     for site, missing in (("q", _NO_TURN), ("k", _NO_TURN)):

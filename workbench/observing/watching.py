@@ -7,6 +7,7 @@ Face's `AttentionInterface` (flash, flex, home-made ones) are seen where the int
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -44,6 +45,27 @@ class Listener(Protocol):
         """A call that may be an attention which cannot be read, by its name."""
 
 
+@functools.cache
+def _kind(function: Any) -> str | None:
+    """What a torch function may be to us; None where it is nothing."""
+    name = _name(function)
+    if name == "scaled_dot_product_attention":
+        return "fused"
+    if name == "softmax":
+        return "softmax"
+    if name == "multi_head_attention_forward":
+        return "composite"
+    if name in PRODUCTS or name == "einsum":
+        return "product"
+    if name in MATRICES:
+        return "matrix"
+    return "other" if TELLING.search(name) else None
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", "") or str(function)
+
+
 class Watch(TorchFunctionMode):
     """Tells a listener of the calls that attention can be read from; every other call passes at once."""
 
@@ -53,24 +75,24 @@ class Watch(TorchFunctionMode):
         self.silent = False  # inside a call that was told of as a whole, or a hook of the listener's own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _kind(func)
+        if kind is None or self.silent:  # nearly always
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "") or str(func)
-        if self.silent:
-            return func(*args, **kwargs)
-        if name == "multi_head_attention_forward":
+        if kind == "fused":
+            return self.listener.fused(fused(func, args, kwargs))
+        if kind == "softmax":
+            return self._softmax(func, args, kwargs)
+        if kind == "composite":
             with self:
                 return _seen_through(func)(*args, **kwargs)
-        if name in MATRICES and any(isinstance(x, nn.Parameter) for x in (*args, *kwargs.values())):
+        if kind == "other":
+            self.listener.other(_name(func))
+            return func(*args, **kwargs)
+        if any(isinstance(x, nn.Parameter) for x in (*args, *kwargs.values())):
             return self.listener.matrix(func(*args, **kwargs))
-        if name == "scaled_dot_product_attention":
-            return self.listener.fused(fused(func, args, kwargs))
-        if name == "softmax":
-            return self._softmax(func, args, kwargs)
-        if (name in PRODUCTS or name == "einsum") and (call := product(func, args, kwargs)) is not None:
-            return self.listener.product(call)
-        if TELLING.search(name):
-            self.listener.other(name)
-        return func(*args, **kwargs)
+        call = product(func, args, kwargs) if kind == "product" else None
+        return func(*args, **kwargs) if call is None else self.listener.product(call)
 
     def _softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
         scores = args[0] if args else kwargs.get("input")
