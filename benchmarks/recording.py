@@ -31,7 +31,7 @@ from workbench.runs import Run
 
 SIZES = {
     "mini": ({"n_layers": 8, "d_model": 256, "n_heads": 8, "d_mlp": 704, "d_vocab": 2048, "n_ctx": 512}, 2, 256),
-    "tiny": ({"n_layers": 4, "d_model": 64, "n_heads": 4, "d_mlp": 176, "d_vocab": 1024, "n_ctx": 128}, 8, 128),
+    "tiny": ({"n_layers": 8, "d_model": 64, "n_heads": 4, "d_mlp": 176, "d_vocab": 1024, "n_ctx": 128}, 4, 128),
 }
 KINDS = ("ours", "foreign", "compiled")  # the last: the foreign one under torch.compile, which a logging step leaves
 DEFAULT_LIMIT, IDLE_LIMIT, EVERY = 1.03, 1.01, 100
@@ -110,7 +110,7 @@ def run(table: Table, size: str, kind: str, folder: Path, seconds: float) -> Non
     name = f"{size}, {kind}"
     plain, default = (loops(size, kind, folder / "run")(every) for every in (None, EVERY))
     calls = {"plain": lambda: plain.steps(EVERY), "default": lambda: default.steps(EVERY)}
-    found = interleave(calls, seconds=seconds, rounds=5)
+    found = interleave(calls, seconds=seconds, rounds=3)
     base, mine = found["plain"].milliseconds / EVERY, found["default"].milliseconds / EVERY
     table.row(f"{EVERY} steps, run", name, base, mine, found["default"].ratio, DEFAULT_LIMIT)
     assert default.recorder is not None
