@@ -174,3 +174,76 @@ def test_gradient_share_of_a_layer_is_its_coefficient_times_its_own_gradient(tin
 def test_a_cross_layer_model_counts_the_branch_to_the_first_layer(tiny, ids):
     rows = run("shortcut_gradient_share", tiny("cross_layer", dtype=WIDE), ids)
     assert [r["layer"] for r in rows] == [0, 1]
+
+
+# ---- likeness of layers, tokens found again, what a sink writes --------------------------------------------------------
+
+
+def test_layer_similarity_is_the_cosine_of_a_tokens_vectors(tiny, ids):
+    model = tiny(dtype=WIDE)
+    _, cache = model.run_with_cache(ids)
+    rows = run("layer_similarity", model, ids)
+    a, b = cache["resid_pre", 2], cache["resid_pre", 1]
+    cosine = torch.cosine_similarity(a, b, dim=-1).mean().item()
+    assert found(rows, site="stream", layer=2, source=1, unit="cosine") == pytest.approx(cosine, abs=1e-12)
+    assert found(rows, site="stream", layer=2, source=2, unit="cosine") == pytest.approx(1)
+
+
+def test_cka_equals_its_gram_form_and_ignores_rotation_and_scale(tiny, ids):
+    model = tiny("resformer", dtype=WIDE)
+    _, cache = model.run_with_cache(ids)
+
+    def gram(x):
+        x = x.flatten(2).flatten(0, 1)
+        x = x - x.mean(0)
+        return x @ x.T
+
+    k, m = (
+        gram(cache["own_v"] if "own_v" in cache else cache["blocks.2.attn.own.hook_v"]),
+        gram(cache["blocks.1.attn.own.hook_v"]),
+    )
+    true = ((k * m).sum() / (k.norm() * m.norm())).item()
+    rows = run("layer_similarity", model, ids, batch=2)
+    assert found(rows, site="own_v", layer=2, source=1, variant="cka") == pytest.approx(true, abs=1e-10)
+    turn = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=WIDE))[0]
+    with torch.no_grad():
+        weight = model.blocks[2].attn.v_proj.weight
+        weight.copy_(3 * turn @ weight)
+    with model.hooks([("blocks.2.attn.hook_v", lambda v, hook: cache["v", 2])]):
+        turned = run("layer_similarity", model, ids, batch=5)
+    assert found(turned, site="own_v", layer=2, source=1, variant="cka") == pytest.approx(true, abs=1e-10)
+
+
+def test_the_embedding_and_first_values_name_their_token_and_noise_does_not(tiny, ids):
+    rows = run("nearest_embedding", tiny("svformer", dtype=WIDE), ids)
+    assert found(rows, site="stream", layer=0, variant="top_1") == 1
+    for layer in range(3):
+        assert found(rows, site="v", layer=layer, variant="top_1") == 1
+    chance = found(rows, site="stream", layer=0, control="chance")
+    assert chance == pytest.approx(sum(1 / r for r in range(1, 62)) / 61)
+    model = tiny(dtype=WIDE)
+    generator = torch.Generator().manual_seed(3)
+    with model.hooks(
+        [("blocks.2.hook_resid_pre", lambda x, hook: torch.randn(x.shape, generator=generator, dtype=WIDE))]
+    ):
+        rows = run("nearest_embedding", model, ids, batch=5)
+    assert found(rows, site="stream", layer=2, unit="1 / rank", control=None) < 4 * chance
+
+
+def test_a_head_that_only_sees_a_drained_first_token_writes_nothing_and_a_full_one_everything(tiny, ids):
+    model = tiny(dtype=WIDE)
+    only_first = lambda s, hook: s.masked_fill(torch.arange(s.shape[-1]) > 0, -torch.inf)  # noqa: E731
+    with model.hooks([("blocks.1.attn.hook_attn_scores", only_first)]):
+        rows = run("sink_output", model, ids)
+    assert found(rows, layer=1, head=2, variant=None) == pytest.approx(1)
+    assert found(rows, layer=1, head=2, variant="spread") == pytest.approx(0, abs=1e-9)
+
+    def drained(v, hook):
+        v = v.clone()
+        v[:, 0] = 0
+        return v
+
+    with model.hooks([("blocks.1.attn.hook_v", drained)]):
+        rows = run("sink_output", model, ids)
+    assert found(rows, layer=1, head=2, variant=None) == 0
+    assert found(rows, layer=1, head=2, variant="spread") > 0.1

@@ -38,7 +38,7 @@ from workbench.metrics.residual import (
     repetition_floor,
     token_similarity,
 )
-from workbench.metrics.retention import TokenProbe
+from workbench.metrics.retention import PreviousTokenProbe, TokenProbe
 from workbench.metrics.spectrum import EffectiveRank, Spectrum
 from workbench.metrics.values import TokenIdentityShare, value_drain, value_norm
 from workbench.metrics.weights import cache_bytes, cache_traffic, gradient_norm, part_of
@@ -388,6 +388,20 @@ def test_shifted_control_is_no_rotation_onto_itself():
     accumulator = TokenProbe(shifted=True)
     accumulator.update(seeded(1, 16, 2), torch.arange(16)[None])
     assert accumulator.documents[0][1].tolist() == [*range(8, 16), *range(8)]
+
+
+def test_the_previous_token_is_read_only_where_it_was_mixed_in():
+    """Vectors that are a code of the previous token: the one probe reads it, the other finds nothing of the present one."""
+    tokens = torch.randint(7, (24, 40), generator=torch.Generator().manual_seed(0))
+    vectors = seeded(7, 12, seed=1)[tokens.roll(1, 1)]
+    found = {}
+    for kind in (PreviousTokenProbe, TokenProbe):
+        accumulator = kind()
+        accumulator.update(vectors, tokens)
+        found[kind] = accumulator.result()
+    assert found[PreviousTokenProbe]["accuracy"] > 0.99
+    assert found[PreviousTokenProbe]["fraction"] > 0.9
+    assert abs(found[TokenProbe]["fraction"]) < 0.1
 
 
 # ---- weights and gradients -------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ def concentration(frame: pd.DataFrame) -> str:
     init = ""
     if _has_init(frame):
         before = _at(frame, "concentration_parts", last=False)
-        before = before[before["variant"].isna() & (before["layer"] == layer)]["value"]
-        init = f", {before.iloc[0]:.2f} at random init" if len(before) else ""
+        start = before[before["variant"].isna() & (before["layer"] == layer)]["value"]
+        init = f", {start.iloc[0]:.2f} at random init" if len(start) else ""
     strength = "Hardly" if top["value"] < 0.05 else "Yes"
     span = f"{whole['value'].min():.2f} to {whole['value'].max():.2f}"
     return (

@@ -4,11 +4,22 @@
 registers every experiment in `INTERVENTIONS`.
 """
 
-from workbench.interventions import ablation, gradients, lens, values
+from workbench.interventions import ablation, gradients, lens, retention, similarity, values
 from workbench.interventions.base import INTERVENTIONS, Intervention, intervention
 from workbench.interventions.values import TokenMeans, replaced, token_means, value_ablation
 
 __all__ = [
-    "INTERVENTIONS", "Intervention", "TokenMeans", "ablation", "gradients", "intervention", "lens", "replaced", "token_means",
-    "value_ablation", "values",
-]  # fmt: skip
+    "INTERVENTIONS",
+    "Intervention",
+    "TokenMeans",
+    "ablation",
+    "gradients",
+    "intervention",
+    "lens",
+    "replaced",
+    "retention",
+    "similarity",
+    "token_means",
+    "value_ablation",
+    "values",
+]

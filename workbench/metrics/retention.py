@@ -93,6 +93,25 @@ class TokenProbe:
         return [tune @ weight.T, held @ weight.T]
 
 
+@metric(
+    unit="bits", range="<= entropy of the tokens", reading="higher: the vector has mixed in its neighbour", folds=1,
+    source="V-information, Xu et al. 2020, of the token before", sites=("stream", "z"),
+    variants={"accuracy": {}, "fraction": {}}, units={"accuracy": "share", "fraction": "share"},
+    controls={"shifted": {"shifted": True}}, min_length=4,
+)  # fmt: skip
+class PreviousTokenProbe(TokenProbe):
+    """Bits of the previous token's identity that a linear softmax probe recovers: mixing, where `token_probe` is retention.
+
+    As `token_probe`, with the target one position before; position 0, which has none, is left out. Caution: neighbours are
+    alike in text, so the identity of a token tells of the one before it; layer 0's stream, which has mixed nothing in, is
+    the baseline.
+    """
+
+    def update(self, vectors: Float[Tensor, "batch pos *width"], tokens: Int[Tensor, "batch pos"]) -> None:
+        """Keep a batch of documents."""
+        super().update(vectors[:, 1:], tokens[:, :-1])
+
+
 def _log_p(prior: Tensor, seen: Tensor, evidence: Tensor) -> Tensor:
     """Log-probabilities [pos, d_vocab]: `evidence` [pos, seen] shifts the seen tokens' share among themselves."""
     log_p = prior.repeat(len(evidence), 1)

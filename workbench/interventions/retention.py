@@ -1,0 +1,111 @@
+"""Whether a token can be found again in a vector without training anything, and what a sink writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.interventions.base import batches_of, intervention, over_documents
+from workbench.names import ACTIVATIONS, stream_hook
+
+CHUNK = 64  # positions whose scores over the vocabulary are held at a time
+
+
+def _ranks(x: Tensor, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(1 / rank, whether first) of the true id among all rows of a table by cosine, mean per document [batch]."""
+    unit = torch.nn.functional.normalize(table.double(), dim=-1)
+    inverse, first = [], []
+    for part, target in zip(x.double().split(CHUNK, 1), ids.split(CHUNK, 1), strict=True):
+        scores = part @ unit.T  # the vector's own length does not change the order
+        ahead = (scores > scores.gather(-1, target[..., None])).sum(-1)
+        inverse.append(1 / (1 + ahead.double()))
+        first.append((ahead == 0).double())
+    return torch.cat(inverse, 1).mean(1).cpu(), torch.cat(first, 1).mean(1).cpu()
+
+
+@intervention(
+    unit="1 / rank", range="0..1", reading="higher: the token can be read off the vector",
+    source="rank of the input token by cosine; values against the first layer's value of every token",
+)  # fmt: skip
+@torch.no_grad()
+def nearest_embedding(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """How well a vector's nearest table row names its own token: mean reciprocal rank; `top_1`: share ranked first.
+
+    The streams are compared with the rows of W_E, values with the table of first-layer values of every token. Nothing is
+    trained. Chance is about (ln V + 0.58) / V (control). Caution: a layer may keep the token in other directions, so a low
+    rank is no loss of information; layer 1's own values and every SVFormer value are rows of the table by construction.
+    """
+    n_layers, vocabulary = model.config.n_layers, model.config.d_vocab
+    places = {stream_hook(n, n_layers): ("stream", n) for n in range(n_layers + 1)}
+    for site in ("own_v", "v"):
+        places |= {ACTIVATIONS[site].hook.format(layer=n): (site, n) for n in range(n_layers)}
+    places = {name: place for name, place in places.items() if name in model.hook_dict}
+    values = _first_values(model)
+    tables = {"stream": model.embed.weight, "own_v": values, "v": values}
+    found: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
+    for ids in batches_of(model, sample, batch):
+        _, cache = model.run_with_cache(ids, names_filter=list(places))
+        for name, (site, layer) in places.items():
+            if (table := tables[site]) is not None:
+                found.setdefault((site, layer), []).append(_ranks(cache[name].flatten(2), table, ids))
+    chance = sum(1 / rank for rank in range(1, vocabulary + 1)) / vocabulary
+    for (site, layer), parts in found.items():
+        rank, first = (torch.cat(column) for column in zip(*parts, strict=True))
+        yield over_documents(rank, site=site, layer=layer, unit="1 / rank")
+        yield over_documents(first, site=site, layer=layer, variant="top_1", unit="share")
+        yield {"site": site, "layer": layer, "control": "chance", "value": chance, "unit": "1 / rank"}
+
+
+def _first_values(model: Any) -> Tensor | None:
+    """Effective value of every token in layer 0 [d_vocab, width]: it depends on nothing but the token."""
+    name = "blocks.0.attn.hook_v"
+    if name not in model.hook_dict:
+        return None
+    ids = torch.arange(model.config.d_vocab, device=model.embed.weight.device)
+    rows = []
+    for part in ids.split(model.config.n_ctx):
+        rows.append(model.run_with_cache(part[None], names_filter=name)[1][name][0].flatten(1))
+    return torch.cat(rows)
+
+
+@intervention(
+    unit="ratio", range=">= 0", reading="near 0: the sink writes nothing; large: it writes to every position",
+    source="attention to position 0 times its value through W_O, over the head's whole output",
+)  # fmt: skip
+@torch.no_grad()
+def sink_output(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """What position 0 contributes to each head's output: ||A_i0 v_0 W_O|| / ||z_i W_O||, mean over queries i > 0.
+
+    `spread`: variance of the head's output over positions, as a share of its mean square; a broadcasting sink has a large
+    ratio and little spread, a drained one a small ratio. Read with the sink's mass: only heads that are sinks are meant.
+    Caution: the ratio passes 1 where the rest cancels it.
+    """
+    layers = (
+        [n for n in range(model.config.n_layers) if hasattr(model.blocks[n].attn, "W_O")]
+        if hasattr(model, "blocks")
+        else []
+    )
+    points = ("sink", "v", "z")
+    found: dict[tuple[int, int, str | None], list[Tensor]] = {}
+    for ids in batches_of(model, sample, batch):
+        names = [f"blocks.{n}.attn.hook_{x}" for n in layers for x in points]
+        _, cache = model.run_with_cache(ids, names_filter=names)
+        for n in layers:
+            sink, v, z = (cache[f"blocks.{n}.attn.hook_{x}"].double() for x in points)
+            w_o = model.blocks[n].attn.W_O.double()
+            first = v[:, 0].repeat_interleave(z.shape[2] // v.shape[2], dim=1)
+            written = torch.einsum("bhd,hdm->bhm", first, w_o).norm(dim=-1)[..., None] * sink
+            out = torch.einsum("bphd,hdm->bhpm", z, w_o)
+            ratio = (written[..., 1:] / out.norm(dim=-1)[..., 1:].clamp_min(1e-300)).mean(-1)
+            spread = out[:, :, 1:].var(2, unbiased=False).sum(-1) / out[:, :, 1:].square().sum(-1).mean(-1).clamp_min(
+                1e-300
+            )
+            for head in range(z.shape[2]):
+                found.setdefault((n, head, None), []).append(ratio[:, head].cpu())
+                found.setdefault((n, head, "spread"), []).append(spread[:, head].cpu())
+    for (layer, head, variant), parts in found.items():
+        unit = "share" if variant else "ratio"
+        yield over_documents(torch.cat(parts), layer=layer, head=head, variant=variant, unit=unit)
