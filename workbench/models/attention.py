@@ -136,8 +136,8 @@ class Attention(Part):
                 self.mixers[name] = shortcut, sources
                 setattr(self, f"hook_{name}_mix", Point())  # [sources + 1], own last
         layers = sorted(j for j in wanted if isinstance(j, int))
-        tables = [j for j in wanted if isinstance(j, str)]
-        self.branches[name] = {j: (self._branch(j, layers), wanted[j]) for j in [*layers, *tables]}
+        order: list[Source] = [*layers, *(j for j in wanted if isinstance(j, str))]
+        self.branches[name] = {j: (self._branch(j, layers), wanted[j]) for j in order}
         for branch, _ in self.branches[name].values():
             branch.show(name)
 
@@ -149,10 +149,11 @@ class Attention(Part):
         if list(layers) == [0]:
             self.first = getattr(self, "first", None) or Branch()
             return self.first
-        self.source = getattr(self, "source", None) or nn.ModuleDict()
-        if str(source) not in self.source:
-            self.source[str(source)] = Branch()
-        return self.source[str(source)]
+        others: Any = getattr(self, "source", None) or nn.ModuleDict()
+        self.source = others
+        if str(source) not in others:
+            others[str(source)] = Branch()
+        return others[str(source)]
 
     def _wire_jointly(self, joint: Shortcut) -> None:
         """Branches of what the softmaxes read, and who shows the scores and patterns of which."""
@@ -160,9 +161,8 @@ class Attention(Part):
         found = {t: js for t in ("rot_q", "rot_k", "v") if (js := joint.sources(t, self.layer))}
         layers = sorted({j for js in found.values() for j in js})
         if len(layers) > 1:
-            group = nn.ModuleDict({str(j): Branch() for j in layers})
-            setattr(self, joint.branch, group)
-            others = {j: group[str(j)] for j in layers}
+            others = {j: Branch() for j in layers}
+            setattr(self, joint.branch, nn.ModuleDict({str(j): branch for j, branch in others.items()}))
         else:
             branch = getattr(self, joint.branch, None) or Branch()
             setattr(self, joint.branch, branch)
@@ -329,7 +329,8 @@ class Attention(Part):
         softmaxes, values = self.joint.softmaxes(self.layer, q, k, read), [v, *read.get("v", {}).values()]
         if self.switch.on:
             wanted = [point for point in self.statistics if hooked(point)]
-            quadratic = [getattr(p, n, None) for ps in [*self.parts, [self]] for p in ps for n in _QUADRATIC]
+            shown: list[Part] = [self, *(part for parts in self.parts for part in parts)]
+            quadratic = [getattr(part, name, None) for part in shown for name in _QUADRATIC]
             if any(point is not None and hooked(point) for point in quadratic):
                 scores, pattern = patterns(softmaxes, self.parts, self)
                 if wanted:

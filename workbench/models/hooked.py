@@ -235,6 +235,8 @@ class Cache(ActivationCache):
     (TransformerLens' own shorthand would pass over `own` and hand out another tensor).
     """
 
+    cache_dict: Any
+
     decompose_resid = arriving(ActivationCache.decompose_resid)
     stack_head_results = arriving(ActivationCache.stack_head_results)
     stack_neuron_results = arriving(ActivationCache.stack_neuron_results)

@@ -12,6 +12,7 @@ Cache: 2 L T D elements for T tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +140,7 @@ class Transformer(HookedModel):
         self.preparing = tuple(s for s in shortcuts if overrides(s, "prepare"))  # a tuple: not registered a second time
         averager = next((s for s in shortcuts if overrides(s, "stream_sources")), None)
         self.averaged = [averager.stream_sources(i) if averager else () for i in range(config.n_layers)]
-        self.averagers = (averager,) if averager else ()
+        self.averagers: tuple[Shortcut, ...] = (averager,) if averager else ()
         for block, sources in zip(self.blocks, self.averaged if averager else (), strict=False):
             block.hook_dwa_in = Point()  # raw block output
             if sources:
@@ -237,9 +238,12 @@ class Transformer(HookedModel):
             drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
             tensor.copy_(drawn * self.config.init_std)
 
+        def prefixed(prefix: str, name: str, tensor: Tensor) -> None:
+            draw(f"{prefix}.{name}", tensor)
+
         own = tuple(f"{s.prefix}." for s in self.shortcuts)
         for name, tensor in self.named_parameters():
             if tensor.ndim == 2 and not name.startswith(own):
                 draw(name, tensor)
         for shortcut in self.shortcuts:
-            shortcut.initialise(lambda name, tensor, prefix=shortcut.prefix: draw(f"{prefix}.{name}", tensor))
+            shortcut.initialise(partial(prefixed, shortcut.prefix))
