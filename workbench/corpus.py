@@ -143,7 +143,8 @@ def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tupl
     """Files and datasets cut into documents, all on one side, and an entry for each of them."""
     paths = list(paths)
     named = [str(path) for path in paths if is_dataset(path)]
-    found = _text_files([Path(path) for path in paths if not is_dataset(path)]) if len(named) < len(paths) or not named else {}
+    given = [Path(path) for path in paths if not is_dataset(path)]
+    found = _text_files(given) if given or not named else {}
     common = os.path.commonpath([path.parent for path in found]) if found else ""
     documents, files = [], []
     for path, (domain, data) in found.items():
