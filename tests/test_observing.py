@@ -281,6 +281,20 @@ def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, i
     assert see(model, ids).architecture == architecture
 
 
+def shares(q, k, v, layer, kept={}):  # noqa: B006 - what the first layer of each pair leaves for the second
+    kept[layer] = k, v
+    return F.scaled_dot_product_attention(q, *kept[layer - layer % 2], is_causal=True)
+
+
+def test_sparse_mixing_sharing_and_mere_scaling_are_told_apart(ids):
+    sparse = see(large(GPT([(1, 1), (0, 1), (5, 1)])), ids)
+    assert (sparse.architecture, sparse.options["layers"]) == ("resformer", (2,))
+    assert sparse.options["lambda_v1"] == pytest.approx(5, abs=1e-6)
+    assert see(large(GPT(attend=shares)), ids).architecture == "cla"
+    scaled = see(large(GPT([(1, 1), (0, 0.5), (0, 0.5)])), ids)
+    assert scaled.architecture == "unknown"
+
+
 def test_several_layers_and_heads_with_coefficients_of_their_own(ids):
     dense = see(large(GPT(attention=DenselyMixed)), ids).value_paths()
     found = dense[dense["layer"] == 2].set_index("source")["coefficient"]
@@ -414,6 +428,20 @@ def test_a_loss_needs_every_position_and_gets_it(ids):
     assert torch.equal(observed(ids, return_type="loss"), loss)
     frame = workbench.measure(observed, "loss", ids)
     assert frame["value"].item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@torch.inference_mode()
+def test_flat_logits_and_inference_mode(ids):
+    class Flat(GPT):
+        def forward(self, idx):
+            return super().forward(idx)[0].flatten(0, 1)
+
+    module = large(Flat())
+    observed = see(module, ids)
+    logits, cache = observed.run_with_cache(ids, ["blocks.1.attn.hook_v"])
+    assert torch.equal(logits.flatten(0, 1), module(ids))
+    assert list(cache.keys()) == ["blocks.1.attn.hook_v"]
+    assert workbench.measure(observed, "loss", ids)["value"].notna().all()
 
 
 def test_a_module_without_logits_has_activations_but_no_loss(ids):

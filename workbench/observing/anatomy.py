@@ -382,7 +382,10 @@ def _distance(entry: Execution, time: int) -> int:
 
 
 def _is_logits(x: Tensor, trace: Trace) -> bool:
-    return x.is_floating_point() and x.ndim == 3 and x.shape[0] == trace.batch and x.shape[1] in (trace.length, 1)
+    """[batch, pos, d_vocab], of the last position alone, or [batch * pos, d_vocab]."""
+    flat = x.ndim == 2 and x.shape[0] == trace.batch * trace.length
+    deep = x.ndim == 3 and x.shape[0] == trace.batch and x.shape[1] in (trace.length, 1)
+    return x.is_floating_point() and (flat or deep)
 
 
 def _embedding(trace: Trace, block: Execution, width: int) -> tuple[Execution, Path] | None:

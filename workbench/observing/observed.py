@@ -186,6 +186,8 @@ class Observed(HookedModel):
         if self.anatomy.logits is None:
             return output
         found = get(output, self.anatomy.logits)
+        if found.ndim == 2 and len(found) == tokens.numel():
+            found = found.view(*tokens.shape, -1)
         if self.full and found.shape[:2] != tokens.shape:
             raise WorkbenchError(
                 f"{type(self.foreign).__name__} gives logits {tuple(found.shape)} for tokens {tuple(tokens.shape)}: a loss "

@@ -53,7 +53,7 @@ def observe(
     inner, notes = unwrapped(module)
     tokens = _tokens(inner, example_tokens)
     refuse_dropout(inner)
-    with torch.no_grad(), eagerly():
+    with torch.inference_mode(False), torch.no_grad(), eagerly():
         plain = call(inner, tokens) if call else inner(tokens)
     every, word = _every(inner, call, plain, tokens)
     notes += [word] if word else []
@@ -67,7 +67,7 @@ def observe(
 
     _refuse_changed(inner, run, plain, tokens)
     if "torch._dynamo" in sys.modules and COMPILED not in notes:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             usual = run(inner, tokens)
         notes += [] if same(usual, plain) else [COMPILED]
     found, paths = again(None)
@@ -92,7 +92,8 @@ def _tokens(module: nn.Module, given: Any) -> Tensor:
     if ids.numel() < _FEWEST or ids.shape[1] < 2:
         raise BadData(f"example_tokens of shape {tuple(ids.shape)}: {_FEWEST} positions or more tell parts apart")
     device = next((p.device for p in module.parameters()), ids.device)
-    return ids.to(device, torch.long)
+    with torch.inference_mode(False):
+        return ids.to(device, torch.long).clone()
 
 
 def _every(module: nn.Module, call: Call | None, plain: Any, tokens: Tensor) -> tuple[Call, str]:
@@ -117,7 +118,7 @@ def _refuse_changed(module: nn.Module, run: Call, plain: Any, tokens: Tensor) ->
         raise WorkbenchError(f"attention in {random.within.name} cannot be read: {random.refusal}")
     if same(plain, heard):
         return
-    with torch.no_grad(), eagerly():
+    with torch.inference_mode(False), torch.no_grad(), eagerly():
         again = run(module, tokens)
     if not same(plain, again):
         raise WorkbenchError(

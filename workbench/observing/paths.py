@@ -107,7 +107,7 @@ def architecture_of(layers: Sequence[Layer], paths: Sequence[Path]) -> tuple[str
         worst = max(paths, key=lambda p: p.residual)
         return "unknown", {}, f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained"
     if any(not _near(p.coefficients, {"own": 1.0}) for p in values):
-        name, options = _value_name(values)
+        name, options = _value_name(values, layers)
         if name is None:
             return "unknown", {}, "values are mixed in a way of their own; see value_paths()"
         parts.append(name)
@@ -128,18 +128,22 @@ def _near(found: Mapping[Source, float], wanted: Mapping[Source, float]) -> bool
     return all(abs(found.get(k, 0.0) - wanted.get(k, 0.0)) < _SAME for k in {*found, *wanted})
 
 
-def _value_name(values: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
+def _value_name(values: Sequence[Path], layers: Sequence[Layer]) -> tuple[str | None, dict[str, Any]]:
     later = [p for p in values if p.layer and not _near(p.coefficients, {"own": 1.0})]
-    shared = [
-        p for p in later if any(_near(p.coefficients, {source: 1.0}) for source in p.coefficients if source != "own")
-    ]
-    if len(shared) == len(later):
-        lacking = {p.layer for p in later}
-        return "svformer", {"anchors": tuple(p.layer for p in values if p.layer not in lacking)}
+    lent = {p.layer: s for p in later for s in p.coefficients if s != "own" and _near(p.coefficients, {s: 1.0})}
+    if len(lent) == len(later):
+        keys = {i: (layers[i].attention.k, layers[0 if s == "first" else int(s)].attention.k) for i, s in lent.items()}
+        if all(torch.equal(*pair) for pair in keys.values()):
+            return "cla", {}
+        return "svformer", {"anchors": tuple(p.layer for p in values if p.layer not in lent)}
     if all(set(p.coefficients) <= {"first", "own"} and p.head is None for p in later):
-        mixed = [p for p in values if p.layer]
-        first = _constant("lambda_v1", [p.coefficients["first"] for p in mixed])
-        return "resformer", first | _constant("lambda_own", [p.coefficients.get("own", 0.0) for p in mixed])
+        if all(abs(p.coefficients["first"]) < SEEN for p in later):
+            return None, {}  # only scaled
+        found: dict[str, Any] = _constant("lambda_v1", [p.coefficients["first"] for p in later])
+        found |= _constant("lambda_own", [p.coefficients.get("own", 0.0) for p in later])
+        return "resformer", found if len(later) == len(layers) - 1 else found | {
+            "layers": tuple(p.layer for p in later)
+        }
     if any(len(p.coefficients) > 2 for p in later) and all(p.head is None for p in later):
         return "resformer_dense", {}
     return None, {}

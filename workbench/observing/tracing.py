@@ -106,7 +106,7 @@ class Trace:
 
     def run(self, call: Callable[[Tensor], Any]) -> Any:
         """The module's output of the run."""
-        with torch.no_grad(), self._hooks(), watching(self, interfaces(self.module)):
+        with torch.inference_mode(False), torch.no_grad(), self._hooks(), watching(self, interfaces(self.module)):
             return call(self.tokens)
 
     @property
@@ -152,6 +152,10 @@ class Trace:
         found = by_position(tensor, self.batch, self.length)
         if found is not None:
             into.append(Seen(path, found[self.rows].clone(), tuple(tensor.shape)))
+            self._remember(tensor)
+
+    def _remember(self, tensor: Tensor) -> None:
+        if not tensor.is_inference():  # those count no versions
             self.versions.append((tensor, tensor._version))
 
     def _tick(self) -> int:
@@ -179,7 +183,8 @@ class Trace:
         time = self._count("fused")
         found = get(raw, call.output)
         q, k, v = call.heads(self.batch)
-        self.versions += [(x, x._version) for x in (*call.qkv, found)]
+        for tensor in (*call.qkv, found):
+            self._remember(tensor)
         if self._unfit(q, k, "fused", time):
             return raw
         mask = kind_of(call.mask, call.causal, self.length, call.window)
