@@ -70,6 +70,7 @@ def measure(
         if progress:
             progress(f"{subject.axes['run']} step {subject.axes['step']}")
         frames.append(_measure_one(subject, wanted, samples[_sharing(subject, data)], batch))
+        subject.forget()
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
 
 

@@ -48,6 +48,10 @@ class Subject:
         assert self.run is not None
         return self.run.load(self.step, device=self.device)
 
+    def forget(self) -> None:
+        """Let a loaded model go: a series is measured one step at a time."""
+        self.__dict__.pop("model", None)
+
     @cached_property
     def weights(self) -> str:
         """Content address of the weights, for a run without loading them into a model."""
