@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ def _fused(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tenso
     length, sets, width = q.shape[1], len(keys), values[0].shape[-1]
     past = keys[0].shape[1] - length
     # position-major, so that all keys up to a position are one slice
-    k, v = (torch.cat(tuple(x), 2).view(len(q), -1, *x[0].shape[2:]) if sets > 1 else x[0] for x in (keys, values))
+    k, v = (torch.cat(tuple(x), 2).view(q.shape[0], -1, *x[0].shape[2:]) if sets > 1 else x[0] for x in (keys, values))
     if v.shape[-1] < k.shape[-1]:  # unequal widths would leave the fused path
         v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
     attend = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2])
@@ -61,37 +62,39 @@ def _fused(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tenso
     elif length == 1:
         z = attend(q, k, v)
     elif length <= STRIP:
-        z = attend(q, k, v, attn_mask=_mask(sets, past + length, q)[-length:])
+        z = attend(q, k, v, attn_mask=_mask(length, sets, past + length, q))
     else:
-        strips, mask = [], _mask(sets, past + length, q)
+        strips, mask = [], _mask(STRIP, sets, past + length, q)
         for start in range(0, length, STRIP):
             end = min(start + STRIP, length)
             seen = sets * (past + end)
             strip = q[:, :, start:end], k[:, :, :seen], v[:, :, :seen]
             strips.append(attend(*strip, attn_mask=mask[start - end :, -seen:].contiguous()))  # GPUs ask for alignment
         z = torch.cat(strips, 2)
-    return z[..., :width].transpose(1, 2)
+    return (z if z.shape[-1] == width else z[..., :width]).transpose(1, 2)
 
 
-_MASKS: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}  # of short sequences, where making one would show
+_MASKS: dict[tuple[Any, ...], Tensor] = {}  # of short sequences, where making one would show
 _MASK_SIZE, _MASK_COUNT = 2**18, 16  # elements, masks: 16 MiB at most
 
 
-@torch.inference_mode(False)  # a mask made in inference mode could never be trained with
-def _mask(sets: int, positions: int, like: Tensor) -> Tensor:
-    """To add to the scores of the last STRIP queries with all keys, position by position; earlier ones read its end."""
-    short = STRIP * sets * positions <= _MASK_SIZE and not torch.compiler.is_compiling()
-    key = sets, positions, like.dtype, like.device
-    if short and (held := _MASKS.get(key)) is not None:
-        return held
-    latest = torch.arange(positions - STRIP, positions, device=like.device)[:, None]
-    future = torch.arange(positions, device=like.device).repeat_interleave(sets) > latest
-    mask = torch.zeros(future.shape, dtype=like.dtype, device=like.device).masked_fill_(future, -math.inf)
-    if short:
+def _mask(queries: int, sets: int, positions: int, like: Tensor) -> Tensor:
+    """To add to the scores of the last `queries` with all keys, position by position; earlier ones read its end."""
+    key = queries, sets, positions, like.dtype, like.device
+    if queries * sets * positions > _MASK_SIZE or torch.compiler.is_compiling():
+        return _new_mask(*key)
+    if (mask := _MASKS.get(key)) is None:
         if len(_MASKS) >= _MASK_COUNT:
             _MASKS.clear()
-        _MASKS[key] = mask
+        mask = _MASKS[key] = _new_mask(*key)
     return mask
+
+
+@torch.inference_mode(False)  # a mask made in inference mode could never be trained with
+def _new_mask(queries: int, sets: int, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    latest = torch.arange(positions - queries, positions, device=device)[:, None]
+    future = torch.arange(positions, device=device).repeat_interleave(sets) > latest
+    return torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -math.inf)
 
 
 def joint_scores(softmax: Softmax, start: int, end: int) -> Float[Tensor, "batch head query set pos"]:
