@@ -220,6 +220,22 @@ def test_what_a_hook_computes_itself_is_no_call_of_the_module(ids):
     assert torch.equal(kept["v"], clean["blocks.1.attn.hook_v"])
 
 
+@torch.no_grad()
+def test_nothing_stays_behind_after_an_error_in_a_hook(ids):
+    module = large(GPT(LAMBDAS))
+    observed = see(module, ids)
+    plain = observed(ids)
+
+    def fails(tensor, hook):
+        raise RuntimeError("a caller's own")
+
+    for point in ("hook_resid_pre", "attn.own.hook_v", "attn.hook_v", "attn.hook_received"):
+        with pytest.raises(RuntimeError, match="a caller's own"), observed.hooks([(f"blocks.1.{point}", fails)]):
+            observed(ids)
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+        assert torch.equal(observed.run_with_cache(ids)[0], plain)
+
+
 def test_an_idle_run_is_the_module_and_nothing_else(ids, monkeypatch):
     observed = see(large(GPT()), ids)
 
