@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.errors import WorkbenchError
+from workbench.observing.blocks import NUMBER, chosen_blocks, number, reads, stream_of, streamed
 from workbench.observing.fitting import explained
 from workbench.observing.layouts import Path, find, get
 from workbench.observing.masks import CAUSAL
 from workbench.observing.projections import Projection, Tap, alike, run_of, search
-from workbench.observing.tracing import MATRIX, Attention, Execution, Seen, Trace, rows_at
+from workbench.observing.tracing import MATRIX, Attention, Execution, Trace, rows_at
 
 _CONTEXT = (
     "max_position_embeddings", "n_positions", "block_size", "n_ctx", "max_seq_len", "max_seq_length", "context_length",
@@ -89,7 +88,7 @@ class Anatomy:
 
 def anatomy(trace: Trace, output: Any, blocks: str | Sequence[str] | None) -> Anatomy:
     """Read a trace; raises `WorkbenchError` naming what cannot be observed and what to do."""
-    chosen = _chosen(trace, blocks)
+    chosen = chosen_blocks(trace, blocks)
     layers = [_layer(trace, found, block) for found, block in chosen]
     _projections(trace, layers, [block for _, block in chosen])
     inside = [block for _, block in chosen]
@@ -104,7 +103,7 @@ def anatomy(trace: Trace, output: Any, blocks: str | Sequence[str] | None) -> An
     head = _head(trace, inside[-1], width, get(output, logits) if logits is not None else None)
     final = _final(trace, head, inside[-1], layers[-1]) if head is not None else None
     if layers[-1].loose:
-        final = _reads(trace, inside[-1], width) if known else None
+        final = reads(trace, inside[-1], width) if known else None
     vocabulary = _vocabulary(trace.module, embed, get(output, logits) if logits is not None else None)
     if logits is not None and embed is not None and get(output, logits).shape[-1] == width != vocabulary:
         logits = head = final = None  # hidden states of a module without a head
@@ -129,136 +128,12 @@ def _tap(trace: Trace, found: tuple[Execution, Path] | None) -> Tap | None:
     return None if found is None else Tap(found[0].name, run_of(found[0], trace.executions), found[1])
 
 
-# ---- blocks ----------------------------------------------------------------------------------------------------------
-
-
-def _chosen(trace: Trace, blocks: str | Sequence[str] | None) -> list[tuple[Attention, Execution]]:
-    """Each attention with the run of the block that holds it."""
-    prefixes = [blocks] if isinstance(blocks, str) else list(blocks or [])
-    found = [
-        a for a in trace.attentions
-        if not prefixes or any(e.name == p or e.name.startswith(f"{p}.") for p in prefixes for e in a.within.stack())
-    ]  # fmt: skip
-    if not found:
-        raise WorkbenchError(_nothing(trace, prefixes))
-    for attention in found:
-        if attention.refusal:
-            raise WorkbenchError(f"attention in {_name(attention.within)} cannot be read: {attention.refusal}")
-    if (loose := _loose(trace, found)) is not None:
-        return list(zip(found, loose, strict=True))
-    pairs = [(a, _block_of(trace, a, found)) for a in found]
-    stacks = Counter(
-        re.sub(r"\d+", "*", block.name.rsplit(".", 1)[0] if "." in block.name else "") for _, block in pairs
-    )
-    if len(stacks) > 1:
-        names = " and ".join(sorted(stacks))
-        raise WorkbenchError(
-            f"attention was seen in several stacks of blocks: {names}; observe one of the submodules, or name one as blocks="
-        )
-    return pairs
-
-
-def _block_of(trace: Trace, attention: Attention, found: list[Attention]) -> Execution:
-    """The outermost execution around an attention, and no other, that reads and makes a stream."""
-    around = [e for e in attention.within.stack()[1:] if _stream(trace, e)]
-    alone = [e for e in around if sum(e.holds(a.times[-1]) for a in found) == 1]
-    if alone:
-        listed = [e for e in alone if e.name.rsplit(".", 1)[-1].isdigit()]
-        return (listed or alone)[0]
-    if not around:
-        raise WorkbenchError(
-            f"attention in {_name(attention.within)} is in no block: no part around it reads and makes a stream "
-            f"[batch, pos, d_model]; make each block a submodule of its own"
-        )
-    several = [_name(a.within) for a in found if around[-1].holds(a.times[-1])]
-    raise WorkbenchError(
-        f"{_name(around[-1])} makes {len(several)} attention calls ({', '.join(several[:4])}); one per block can be read"
-    )
-
-
-def _loose(trace: Trace, found: list[Attention]) -> list[Execution] | None:
-    """Blocks that are no parts themselves: runs of parts with one number in their names around each attention.
-
-    None where the attentions are not all called from one place, or the numbers do not tell them apart.
-    """
-    within, blocks, width = found[0].within, list[Execution](), 0
-    if any(a.within is not within for a in found) or len(found) < 2:
-        return None
-    mine = [e for e in trace.executions if e.parent is within and number(e.name) is not None]
-    for attention in found:
-        before = [e for e in mine if e.start < attention.times[0]]
-        parts = [e for e in mine if before and number(e.name) == number(before[-1].name)]
-        given = next((s for e in parts for s in e.given if _streamed(trace, s)), None)
-        if not parts or given is None or (blocks and parts[0].start < blocks[-1].end):
-            return None
-        stems = {re.split(_NUMBER, e.name, maxsplit=1)[0] for e in parts}
-        name = f"{stems.pop() if len(stems) == 1 else '*.'}{number(parts[0].name)}"
-        end = max(parts[-1].end, attention.times[-1])
-        blocks.append(Execution(name, "loose", within, parts[0].start - 1, end, [given]))
-        width = given.rows.shape[1]
-    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
-        last = _reads(trace, block, width) if after is None else None
-        found_there = after.given if after is not None else last[0].given if last is not None else block.given
-        block.made = found_there[:1]
-    return blocks
-
-
-_NUMBER = r"(?<![^.])\d+(?![^.])"
-
-
-def number(name: str) -> int | None:
-    """The first number among the components of a part's name."""
-    match = re.search(_NUMBER, name)
-    return int(match[0]) if match else None
-
-
-def _reads(trace: Trace, block: Execution, width: int) -> tuple[Execution, Path] | None:
-    """What first reads a tensor as wide as the stream after a block."""
-    for entry in trace.executions:
-        seen = next((s for s in entry.given if _streamed(trace, s) and s.rows.shape[1] == width), None)
-        if entry.start > block.end and seen is not None and entry.name != MATRIX:
-            return entry, seen.path
-    return None
-
-
-def _stream(trace: Trace, entry: Execution) -> tuple[Seen, Seen] | None:
-    """The stream [batch, pos, d_model] that an execution reads and the one it makes, of one width."""
-    for made in entry.made:
-        for given in entry.given:
-            if given.shape == made.shape and _streamed(trace, made):
-                return given, made
-    return None
-
-
-def _streamed(trace: Trace, seen: Seen) -> bool:
-    return len(seen.shape) == 3 and seen.shape[:2] == (trace.batch, trace.length)
-
-
-def _nothing(trace: Trace, prefixes: list[str]) -> str:
-    parts = [type(part).__name__ for part in trace.module.modules() if isinstance(part, torch.jit.ScriptModule)]
-    if parts:
-        return f"{parts[0]} is TorchScript, whose calls cannot be seen: observe the original Python module"
-    if prefixes:
-        seen = sorted({_name(a.within) for a in trace.attentions})
-        return f"no attention was seen under {prefixes}; it was seen in {seen[:8] or 'no part at all'}"
-    if trace.others:
-        return (
-            f"no attention was seen; {', '.join(sorted(trace.others))} was: that cannot be read; run the "
-            "module with scaled_dot_product_attention or eager softmax attention (Hugging Face: attn_implementation='sdpa')"
-        )
-    return (
-        "no attention was seen: no scaled_dot_product_attention, and no softmax over [..., pos, pos] between two matrix "
-        "products (a custom kernel, a hand-written softmax or no attention at all); use scaled_dot_product_attention"
-    )
-
-
-def _name(entry: Execution) -> str:
-    return entry.name or entry.kind
+# ---- layers ----------------------------------------------------------------------------------------------------------
 
 
 def _layer(trace: Trace, attention: Attention, block: Execution) -> Layer:
     loose = block.kind == "loose"
-    streams = (block.given[0], block.made[0]) if loose else _stream(trace, block)
+    streams = (block.given[0], block.made[0]) if loose else stream_of(trace, block)
     assert streams is not None
     same = {"fused": ["fused"], "eager": ["product", "softmax", "product"]}[attention.kind]
     calls = tuple(
@@ -306,7 +181,7 @@ def _renamed(name: str, was: Layer, now: Layer) -> str:
         return name
     if not now.loose:
         return now.block + name.removeprefix(was.block)
-    return re.sub(_NUMBER, str(number(now.loose[0])), name, count=1)
+    return re.sub(NUMBER, str(number(now.loose[0])), name, count=1)
 
 
 def _made(trace: Trace, block: Execution, tap: Tap) -> Tensor:
@@ -350,7 +225,7 @@ def _additions(trace: Trace, layer: Layer, block: Execution) -> None:
     inside, target = inside_of(trace, block), layer.rows["out"].double() - layer.rows["in"].double()
     outputs = [
         (e, s) for e in sorted(inside, key=lambda e: (len(e.stack()), e.start)) for s in e.made
-        if e.name != MATRIX and s.rows.shape == layer.rows["in"].shape and (len(s.shape) == 2 or _streamed(trace, s))
+        if e.name != MATRIX and s.rows.shape == layer.rows["in"].shape and (len(s.shape) == 2 or streamed(trace, s))
     ]  # fmt: skip
     size = layer.rows["out"].double().abs().max()
     eps = torch.finfo(layer.rows["out"].dtype).eps * 32
