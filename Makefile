@@ -37,6 +37,7 @@ bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, agai
 	$(BIN)/python benchmarks/instrumentation.py
 	$(BIN)/python benchmarks/attention_statistics.py
 	$(BIN)/python benchmarks/token_similarity.py
+	$(BIN)/python benchmarks/observing.py
 	$(BIN)/python benchmarks/generation.py
 
 browser:  ## install a browser for the browser tests and PNG export (Debian, Ubuntu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -332,6 +333,19 @@ def test_values_that_no_path_explains_are_said_to_be_unexplained(ids):
     assert paths[paths["layer"] == 1]["residual"].min() > 0.1
     assert observed.architecture == "unknown"
     assert "unexplained" in repr(observed)
+
+
+@torch.no_grad()
+def test_a_copy_observes_the_copied_module(ids):
+    observed = see(large(GPT(LAMBDAS)), ids)
+    other = copy.deepcopy(observed)
+    other.foreign.transformer["h"][1].attn.lambdas = (0.9, 0.2)
+    point = "blocks.1.attn.hook_v_mix"
+    for model, first in ((observed, 0.3141592), (other, 0.9)):
+        assert model.run_with_cache(ids, point)[1][point][0].item() == pytest.approx(first, abs=1e-6)
+        paths = model.value_paths()
+        assert paths[paths["layer"] == 1]["coefficient"].iloc[0] == pytest.approx(first, abs=1e-6)
+    assert not torch.equal(observed(ids), other(ids))
 
 
 def test_coefficients_are_those_of_now(ids):

@@ -51,10 +51,10 @@ class Observed(HookedModel):
         anatomy: Anatomy,
         paths: list[Path],
         *,
-        idle: Callable[[Tensor], Any],
-        heard: Callable[[Tensor], Any],
-        every: Callable[[Tensor], Any],
-        again: Callable[[Tensor | None], tuple[Anatomy, list[Path]]],
+        outer: nn.Module,
+        usual: Callable[[nn.Module, Tensor], Any],
+        every: Callable[[nn.Module, Tensor], Any],
+        again: Callable[[nn.Module, Tensor | None], tuple[Anatomy, list[Path]]],
         notes: list[str],
         tokenizer: Any,
     ) -> None:
@@ -64,9 +64,9 @@ class Observed(HookedModel):
         self.source = {"path": f"observed {type(foreign).__name__}"}
         self.anatomy, self.fits, self.notes = anatomy, paths, [*notes, *anatomy.notes, *([why] if why else [])]
         # beside the registered modules: nothing of the foreign one is renamed, moved, saved or put into another mode
-        self.__dict__["foreign"] = foreign
+        self.__dict__["foreign"], self.__dict__["outer"] = foreign, outer
         self.__dict__["embed"] = self._embedding()
-        self._idle, self._heard, self._every, self._again = idle, heard, every, again
+        self._usual, self._every, self._again = usual, every, again
         self.full = False  # whether logits of every position are needed
         self._points()
         self.absent = absences(self)
@@ -175,12 +175,12 @@ class Observed(HookedModel):
             raise WorkbenchError(
                 f"{type(self.foreign).__name__} gives no logits [batch, pos, d_vocab]: there is no loss"
             )
-        run = self._every if self.full else self._heard if self.switch.on else self._idle
-        if self.switch.on:
-            refuse_dropout(self.foreign)
-            with Listening(self, tokens).open():
-                return self._logits_in(run(tokens), tokens)
-        return self._logits_in(run(tokens), tokens)
+        run = self._every if self.full else self._usual
+        if not self.switch.on:
+            return self._logits_in(run(self.outer, tokens), tokens)
+        refuse_dropout(self.foreign)
+        with Listening(self, tokens).open():
+            return self._logits_in(run(self.foreign, tokens), tokens)
 
     def _logits_in(self, output: Any, tokens: Tensor) -> Any:
         if self.anatomy.logits is None:
@@ -236,7 +236,7 @@ class Observed(HookedModel):
         given; at least a few dozen positions make a sharp fit.
         """
         with self.lock:
-            return frame(self._again(None if tokens is None else self.to_tokens(tokens))[1])
+            return frame(self._again(self.foreign, None if tokens is None else self.to_tokens(tokens))[1])
 
     @property
     def sites(self) -> pd.DataFrame:

@@ -59,9 +59,9 @@ def observe(
     notes += [word] if word else []
     run = call or (lambda m, ids: m(ids))
 
-    def again(others: Tensor | None) -> tuple[Anatomy, list[Path]]:
-        trace = Trace(inner, tokens if others is None else others)
-        output = trace.run(lambda ids: every(inner, ids))
+    def again(part: nn.Module, others: Tensor | None = None) -> tuple[Anatomy, list[Path]]:
+        trace = Trace(part, tokens if others is None else others)
+        output = trace.run(lambda ids: every(part, ids))
         found = anatomy(trace, output, blocks)
         return found, paths_of(found.layers)
 
@@ -70,12 +70,11 @@ def observe(
         with torch.inference_mode(False), torch.no_grad():
             usual = run(inner, tokens)
         notes += [] if same(usual, plain) else [COMPILED]
-    found, paths = again(None)
-    compiled = hasattr(module, "_orig_mod")
+    found, paths = again(inner)
+    outer = module if hasattr(module, "_orig_mod") else inner
     observed = Observed(
-        inner, found, paths, idle=lambda ids: run(module if compiled else inner, ids), heard=lambda ids: run(inner, ids),
-        every=lambda ids: every(inner, ids), again=again, notes=notes, tokenizer=tokenizer,
-    )  # fmt: skip
+        inner, found, paths, outer=outer, usual=run, every=every, again=again, notes=notes, tokenizer=tokenizer
+    )
     if not quiet:
         print(observed)
     return observed
