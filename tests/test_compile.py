@@ -264,6 +264,7 @@ assert torch._dynamo.config.skip_nnmodule_hook_guards and torch.compiler.get_def
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's backend uses what PyTorch deprecates
 @pytest.mark.parametrize("architecture", ["resformer", "cross_layer"])
 def test_machine_code_is_faster_equal_and_hears_hooks(tiny, architecture):
     model = tiny(architecture, std=0.02, config={"n_layers": 4, "d_model": 128, "d_mlp": 352, "d_vocab": 512})
