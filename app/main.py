@@ -9,6 +9,7 @@ from app import state, url
 
 PAGES = {
     "start": ("Start", ":material/flag:", "The demo's two experiments"),
+    "xray": ("X-ray", ":material/radiology:", "One model at a glance"),
     "training": ("Training", ":material/trending_down:", "Losses, gradients, coefficients"),
     "depth": ("Depth", ":material/layers:", "Any measure over layers"),
     "prompt": ("Prompt", ":material/chat:", "Your text, two models"),

@@ -18,7 +18,7 @@ from workbench.files import digest, write_text
 
 KEYS = (
     "set", "models", "metric", "site", "variant", "step", "view", "x", "log", "left", "right", "layer", "head", "prompt",
-    "stored", "race_left", "race_right", "race_step", "seed",
+    "stored", "race_left", "race_right", "race_step", "seed", "run",
 )  # fmt: skip
 LONGEST_LINK = 200
 

@@ -161,6 +161,14 @@ def measured(common: dict, kind: str) -> list[dict]:
                         "unit": "share",
                     }
                 )
+        for layer in range(2):
+            rows.append(
+                at
+                | {"metric": "value_drain", "site": "own_v", "layer": layer, "value": 0.9, "se": 0.02, "unit": "ratio"}
+            )
+            for variant, value in ((None, 0.4), ("first_position", 0.1), ("profile", 0.1), ("content", 0.2)):
+                part = {"metric": "concentration_parts", "layer": layer, "variant": variant, "unit": "nats"}
+                rows.append(at | part | {"value": value * step / 20, "se": 0.01})
         fast = FORMED.get(common["architecture"], 8)
         rows.append(
             at | {"metric": "loss", "value": 4.0 - 0.01 * step * (20 - fast) + 0.01 * seed, "se": 0.1, "unit": "nats"}

@@ -13,7 +13,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 APP = Path(__file__).parent.parent / "app"
-PAGES = ("start", "training", "depth", "prompt")
+PAGES = ("start", "xray", "training", "depth", "prompt")
 FOLDERS = ("populated", "empty", "missing", "damaged", "half_written", "foreign")
 
 
@@ -255,3 +255,26 @@ def test_no_page_writes_raw_html_and_pages_stay_short():
         assert "st.html" not in source
     for path in (APP / "views").glob("*.py"):
         assert "torch" not in path.read_text()
+
+
+# ---- X-ray -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_four_answers_of_a_measured_run_are_those_of_the_command(page, tmp_path):
+    from workbench import xrays
+    from workbench.config import ModelConfig, TrainConfig
+    from workbench.data import RepeatedData
+    from workbench.training import train
+
+    shape = ModelConfig(n_layers=2, d_model=16, n_heads=4, d_mlp=24, d_vocab=64, n_ctx=128)
+    recipe = TrainConfig(steps=4, batch=4, T=64, warmup=2, validate_every=4, validation_sequences=8)
+    run = train("transformer", RepeatedData(), name="mine", runs=tmp_path, model=shape, train=recipe, device="cpu")
+    at = page(tmp_path, "xray", run="mine")
+    assert any("Not measured on this run yet" in i.value for i in at.info)
+    assert at.code[0].value == "workbench xray mine"
+    found = xrays.xray(run.path, n=8)
+    at = page(tmp_path, "xray", run="mine")
+    assert len(charts(at)) == 4
+    shown = " ".join(m.value.replace("\\", "") for m in at.markdown)
+    for answer in found.answers:
+        assert answer.sentence in shown

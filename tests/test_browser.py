@@ -27,7 +27,7 @@ FLAGS = [
 ]  # fmt: skip
 MAIN = Path(__file__).parent.parent / "app" / "main.py"
 HARMLESS = ("/_stcore/health", "/_stcore/host-config")  # what the front end tries first below a page's own address
-PAGES = {"": 4, "training": 4, "depth": 1, "prompt": 3}  # address -> figures at least
+PAGES = {"": 4, "xray": 4, "training": 4, "depth": 1, "prompt": 3}  # address -> figures at least
 
 
 @pytest.fixture(scope="module")

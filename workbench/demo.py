@@ -35,7 +35,7 @@ RACE_TRAIN = TrainConfig(
 RACE_METRICS = ("induction_score",)
 SERIES_METRICS = ("importance_entropy", "token_similarity", "value_drain", "hidden_peak")  # at every checkpoint
 TEXT_METRICS = (
-    "token_identity_share", "importance_entropy", "token_importance", "row_entropy", "sink_rate", "sink_mass",
+    "token_identity_share", "importance_entropy", "concentration_parts", "token_importance", "row_entropy", "sink_rate", "sink_mass",
     "token_similarity", "value_norm", "value_drain", "hidden_norm", "hidden_peak", "loss", "cache_bytes",
 )  # fmt: skip
 COST = {"race": 1.0, "text": 4.0}  # relative, for the time left

@@ -12,27 +12,28 @@ import html
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import plotly.graph_objects as go
-import torch
-from torch import Tensor
 
 from workbench import plots
 from workbench.browser import picture
-from workbench.corpus import embedded, from_files
-from workbench.data import Sample, TextData
 from workbench.diagnosis import concentration, residual, sinks, token_share
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import write_text
-from workbench.measuring import measure
 from workbench.runs import RUN_FILE, Run, load
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.data import Sample
 
 METRICS = (
     "loss", "concentration_parts", "sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_identity_share", "value_ablation",
 )  # fmt: skip
 SHORT = "sink_rate"  # needs 64 tokens
+NEEDED = ("concentration_parts", "sink_mass", "value_drain", "token_identity_share", "value_ablation")
 WIDTH, HEIGHT = 1400, 1400
 STYLE = """
 :root { color-scheme: light }
@@ -126,6 +127,8 @@ def xray(
 
     Raises `BadData` where the model has neither tokenizer nor data, `WorkbenchError` for what cannot be measured.
     """
+    from workbench.measuring import measure  # torch and TransformerLens, which a page of stored records does not need
+
     subject = _subject(thing, device)
     names = [m for m in METRICS if m != SHORT or _length(subject, T, data) >= 64]
     frame = measure(subject, names, _data(subject, data, n, T), steps=_steps(subject), n=n, T=T, progress=progress)
@@ -178,7 +181,7 @@ def _steps(subject: Any) -> str:
 
 
 def _length(subject: Any, T: int | None, data: Any) -> int:
-    if isinstance(data, Tensor):
+    if hasattr(data, "shape"):
         return int(data.shape[-1])
     return T or (subject.train.T if isinstance(subject, Run) else min(128, subject.config.n_ctx))
 
@@ -193,15 +196,22 @@ class _Halves:
         return self.ids[len(self.ids) // 2 :]
 
     def sample(self) -> Sample:
+        from workbench.data import Sample
+
         half = self.ids[: len(self.ids) // 2]
         return Sample(half, list(range(len(half))), "given ids", "ids", self)
 
 
 def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
     """What to measure on, with a training side for the table of token means."""
+    import torch
+
+    from workbench.corpus import embedded, from_files
+    from workbench.data import Sample, TextData
+
     if data is None and isinstance(subject, Run):
         return None
-    if isinstance(data, Tensor | list | tuple):
+    if isinstance(data, torch.Tensor | list | tuple):
         ids = torch.as_tensor(data)
         if ids.ndim != 2 or len(ids) < 4:
             raise BadData(f"ids of shape {tuple(ids.shape)}: an X-ray needs [n, T] with 4 sequences or more")

@@ -70,6 +70,7 @@ def draw() -> None:
     _limits()
     st.subheader("Where to go next")
     for page, title, icon in (
+        ("xray", "X-ray: four questions about one model, answered", ":material/radiology:"),
         ("training", "Training: which model predicts better, seed by seed", ":material/trending_down:"),
         ("depth", "Depth: any measure, layer by layer, before and after training", ":material/layers:"),
         ("prompt", "Prompt: type a text and compare two models on it", ":material/chat:"),

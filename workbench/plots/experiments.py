@@ -138,7 +138,7 @@ def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
     """Attention to position 0 of every head, and the first token's value norm against the others', per layer."""
     rows, values = checked(mass), checked(drain) if len(drain) else drain
     figure = make_subplots(
-        1, 2, subplot_titles=["attention to the first token", "norm of its value"], horizontal_spacing=0.16
+        1, 2, subplot_titles=["attention to the first token", "norm of its value"], horizontal_spacing=0.24
     )
     heads = rows[rows["control"].isna()]
     figure.add_scatter(
