@@ -263,7 +263,6 @@ def show(
     key: str,
     *,
     download: bool = False,
-    width: int | None = None,
     numbers: str | None = "The numbers of this figure",
 ) -> None:
     """A figure with its alt text, its numbers and, on demand, its files; what cannot be drawn is said instead."""
@@ -272,7 +271,6 @@ def show(
     except WorkbenchError as error:
         st.info(plain(error))
         return
-    made = plots.narrow(made, width) if width else made  # characters of a line in a narrow column
     made.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
     st.plotly_chart(made, width="stretch", key=key, config=plots.CONFIG, alt=plots.alt_text(made))
     if numbers:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import streamlit as st
 
 from app import state, url
-from workbench import xrays
+from workbench import plots, xrays
+
+LINE = 58  # characters in half a page
 
 
 def draw() -> None:
@@ -34,7 +38,8 @@ def draw() -> None:
             with column:
                 st.subheader(answer.question)
                 st.write(url.plain(answer.sentence))
-                state.show(lambda a=answer: a.figure, answer.records, answer.question.split()[0].lower(), width=58)
+                drawn = functools.partial(plots.narrow, answer.figure, LINE)
+                state.show(drawn, answer.records, answer.question.split()[0].lower())
     st.caption("The same as one offline page and a picture:")
     st.code(f"workbench xray {name}", language="bash")
 
