@@ -390,6 +390,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(ask, told):
         (lambda: TrainConfig(steps=1, batch=1, T=8, lr=-1), "lr=-1: must be a positive float"),
         (lambda: TrainConfig(steps=1, batch=1, T=1), "needs 2 tokens"),
         (lambda: TrainConfig(steps=1, batch=1, T=8, bf16=1), "bf16=1: must be a bool"),
+        (lambda: TrainConfig(steps=1, batch=1, T=8, lr_factors=5), "lr_factors=5: must map patterns"),
+        (lambda: TrainConfig(steps=1, batch=1, T=8, lr_factors={"a": 0}), "0 of 'a' must be a positive number"),
         (lambda: TrainConfig.of({"steps": 3}), "lacks batch, T"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The repeated-token task: its second half is its first, and a batch depends on seed and step alone."""
+"""Tasks with a known answer: repeats repeat, triggers copy, and a batch depends on seed and step alone."""
 
 import os
 import subprocess
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from workbench.data import BackcopyData, open_data
 from workbench.errors import BadData
-from workbench.tasks import RepeatedTokens, repeated_tokens
+from workbench.tasks import BackcopyTokens, RepeatedTokens, backcopy_tokens, repeated_tokens
 
 
 def test_the_second_half_repeats_the_first() -> None:
@@ -110,3 +111,66 @@ def test_drawn_periods_repeat_within_the_range() -> None:
 def test_a_shortest_period_outside_the_length_is_refused(shortest: int) -> None:
     with pytest.raises(BadData, match="32"):
         RepeatedTokens(period=32, shortest=shortest)
+
+
+# ---- a bigram chain with triggers ------------------------------------------------------------------------------------
+
+
+def test_a_certain_chain_copies_by_hand() -> None:
+    """1 -> 2 -> 3 -> 1, start -> 1, and 3 is a trigger: what follows it is the 2 before it, then 3 again."""
+    chain = torch.zeros(4, 4)
+    for one, other in ((0, 1), (1, 2), (2, 3), (3, 1)):
+        chain[one, other] = 1.0
+    triggers = torch.tensor([False, False, False, True])
+    ids = backcopy_tokens(2, 9, chain, triggers, generator=torch.Generator().manual_seed(0))
+    assert ids.tolist() == [[0, 1, 2, 3, 2, 3, 2, 3, 2]] * 2
+    assert ids.dtype == torch.int64
+
+
+def test_copies_follow_triggers_and_the_rest_follows_the_chain() -> None:
+    task = BackcopyTokens(vocabulary=6, triggers=2)
+    ids = task.batch(0, 400, 60, 1)
+    assert (ids[:, 0] == 0).all()
+    assert (ids[:, 1:] > 0).all()
+    counts = torch.zeros(6, 6)
+    for row in ids.tolist():
+        for t in range(1, 59):
+            if row[t] >= 4:
+                assert row[t + 1] == row[t - 1] < 4
+            else:
+                counts[row[t], row[t + 1]] += 1
+    followed = counts[1:4] / counts[1:4].sum(1, keepdim=True)
+    # thousands of draws a row: five standard errors of a share of a half are below 0.05
+    assert (followed - task.chain[1:4]).abs().max() < 0.05
+    assert torch.allclose(task.chain.sum(1), torch.ones(6))
+
+
+def test_a_chain_that_would_copy_the_start_is_refused() -> None:
+    triggers = torch.tensor([False, False, True])
+    for pair in ((1, 0), (0, 2)):
+        chain = torch.zeros(3, 3)
+        chain[pair] = 1.0
+        with pytest.raises(BadData, match="START"):
+            backcopy_tokens(1, 4, chain, triggers, generator=torch.Generator())
+
+
+def test_the_chain_is_one_language_and_its_batches_are_drawn_by_seed_and_step() -> None:
+    task, again = BackcopyTokens(), BackcopyTokens()
+    assert torch.equal(task.chain, again.chain)
+    assert torch.equal(task.batch(3, 8, 16, 1), again.batch(3, 8, 16, 1))
+    assert not torch.equal(task.batch(3, 8, 16, 1), task.batch(4, 8, 16, 1))
+    assert not torch.equal(task.batch(3, 8, 16, 1), task.batch(3, 8, 16, 2))
+    assert torch.equal(task.validation(4, 16), again.validation(4, 16))
+    assert task.hash != BackcopyTokens(triggers=5).hash
+    with pytest.raises(BadData, match="leaves at most 61"):
+        BackcopyTokens(triggers=62)
+
+
+def test_losses_of_copies_and_of_the_chain_are_told_apart(tmp_path: Path) -> None:
+    """Tokens 0 1 3 1 2 with the trigger 3: the third loss is the copy's, the other three the chain's."""
+    data = BackcopyData(vocabulary=4, triggers=1)
+    losses = torch.tensor([[1.0, 2.0, 4.0, 6.0]])
+    found = data.readings(losses, torch.tensor([[0, 1, 3, 1, 2]]))
+    assert found["copy_loss"].item() == 4.0
+    assert found["chain_loss"].item() == 3.0
+    assert open_data(data.describe(), tmp_path) == data

@@ -128,6 +128,37 @@ def test_the_first_step_is_adamw_by_hand(tmp_path):
     assert noted["value"].item() == pytest.approx(float(total), rel=1e-5)
 
 
+def test_rate_factors_of_some_parameters_are_adamw_by_hand(tmp_path):
+    """Five times the rate for block 0, its decay with it, the rest at the schedule's."""
+    recipe = RECIPE.replace(steps=2, warmup=0, lr_final=1.0, clip=0.0, lr_factors={"blocks.0.*": 5, "unembed.*": 0.5})
+    run = start(tmp_path, "transformer", recipe=recipe, seed=3)
+    model = build("transformer", MODEL, seed=3).train()
+    groups = []
+    for name, p in model.named_parameters():
+        rate = 5e-2 if name.startswith("blocks.0.") else 5e-3 if name.startswith("unembed") else 1e-2
+        groups.append({"params": [p], "lr": rate, "weight_decay": 0.1 if p.ndim == 2 else 0.0})
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(2):
+        reference.zero_grad()
+        model(RepeatedData().batch(step, 4, 16, 3), return_type="loss").backward()
+        reference.step()
+    trained = dict(run.load().named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained[name], parameter, rtol=1e-5, atol=1e-6, msg=name)
+    assert run.train.lr_factors == {"blocks.0.*": 5, "unembed.*": 0.5}
+    assert start(tmp_path, "transformer", recipe=recipe, seed=3).finished
+
+
+def test_a_run_from_before_a_key_came_is_still_its_own(tmp_path):
+    path = start(tmp_path).path / "run.json"
+    info = json.loads(path.read_text())
+    del info["train"]["lr_factors"]
+    path.write_text(json.dumps(info))
+    assert start(tmp_path).finished
+    with pytest.raises(WorkbenchError, match="exists with another train"):
+        start(tmp_path, recipe=RECIPE.replace(lr_factors={"blocks.0.*": 2}))
+
+
 def test_architectures_of_one_seed_start_and_learn_from_the_same(tmp_path):
     models = {a: dict(build(a, MODEL.replace(n_heads=4), seed=5).named_parameters()) for a in ARCHITECTURES}
     for tensors in models.values():
@@ -200,6 +231,8 @@ def test_precision_and_device_of_one_training_are_its_own(tmp_path, straight):
         ({"name": "../up"}, "plain folder name"),
         ({"lambda_v": 1.0}, "lambda_v1"),
         ({"architecture": "resfromer"}, "resformer"),
+        ({"recipe": RECIPE.replace(lr_factors={"block.0.*": 5})}, r"unknown pattern .*'block\.0\.\*'"),
+        ({"recipe": RECIPE.replace(lr_factors={"blocks.0.*": 5, "*.attn.*": 2})}, "both fit blocks.0.attn"),
     ],
 )
 def test_what_cannot_be_trained_leaves_nothing_behind(tmp_path, changes, says):

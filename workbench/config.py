@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.errors import UnknownName, WorkbenchError
 
 
 def _known(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
-    fields = [field.name for field in dataclasses.fields(cls)]
+    fields = [each.name for each in dataclasses.fields(cls)]
     for key in values:
         if key not in fields:
             raise UnknownName(kind, key, fields)
@@ -24,20 +24,23 @@ def _known(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
 
 def _complete(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
     _known(cls, kind, values)
-    required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    missing_both = (dataclasses.MISSING, dataclasses.MISSING)
+    required = [f.name for f in dataclasses.fields(cls) if (f.default, f.default_factory) == missing_both]
     if missing := [key for key in required if key not in values]:
         raise WorkbenchError(f"config lacks {', '.join(missing)}")
 
 
 def _numbers(config: Any, *, may_be_zero: tuple[str, ...] = ()) -> None:
     """Refuse what is no finite number, no whole one where an int is declared, or not positive."""
-    for field in dataclasses.fields(config):
-        value, kind = getattr(config, field.name), str(field.type)
+    for each in dataclasses.fields(config):
+        value, kind = getattr(config, each.name), str(each.type)
+        if kind not in ("int", "float", "bool"):
+            continue
         allowed = (int, float) if kind == "float" else (int,)
         typed = isinstance(value, allowed) and isinstance(value, bool) == (kind == "bool")
-        zero = kind == "bool" or field.name in may_be_zero
+        zero = kind == "bool" or each.name in may_be_zero
         if not typed or not 0 <= value < math.inf or (value == 0 and not zero):
-            raise WorkbenchError(f"{field.name}={value!r}: must be a {'' if zero else 'positive '}{kind}")
+            raise WorkbenchError(f"{each.name}={value!r}: must be a {'' if zero else 'positive '}{kind}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,7 @@ class TrainConfig:
 
     `batch` sequences of `T` tokens a step over all processes; `warmup` and `steps` in steps; `log_every` steps between
     telemetry rows, `save_every` between resume points; `checkpoints` per doubling of the step (plus step 0 and the
-    last).
+    last). `lr_factors`: pattern of parameter names -> factor on their learning rate, as {"blocks.0.*": 5}.
     """
 
     steps: int
@@ -131,11 +134,20 @@ class TrainConfig:
     save_every: int = 100
     checkpoints: int = 1
     bf16: bool = False
+    lr_factors: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         _numbers(self, may_be_zero=("warmup", "weight_decay", "lr_final", "beta1", "beta2", "clip"))
         if self.T < 2:
             raise WorkbenchError(f"T={self.T}: a sequence needs 2 tokens")
+        if not isinstance(self.lr_factors, Mapping):
+            raise WorkbenchError(
+                f'lr_factors={self.lr_factors!r}: must map patterns to factors, as {{"blocks.0.*": 5}}'
+            )
+        for pattern, factor in self.lr_factors.items():
+            if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+                raise WorkbenchError(f"lr_factors: {factor!r} of {pattern!r} must be a positive number")
+        object.__setattr__(self, "lr_factors", dict(self.lr_factors))
 
     def replace(self, **changes: Any) -> TrainConfig:
         """A copy with some keys changed."""

@@ -1,4 +1,4 @@
-"""Where token sequences come from: a corpus, the repeated-token task, or what a caller hands in.
+"""Where token sequences come from: a corpus, a task with a known answer, or what a caller hands in.
 
 Training data is a pure function of (seed, step); measuring reads at most one window per document.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from workbench import corpus as corpora
 from workbench.errors import BadCheckpoint, BadData, UnknownName
 from workbench.files import digest, write_json
-from workbench.tasks import RepeatedTokens
+from workbench.tasks import BackcopyTokens, RepeatedTokens
 from workbench.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
 
 
@@ -55,7 +55,7 @@ class Data(Protocol):
     def domains(self) -> tuple[str, ...]: ...
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor: ...
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample: ...
-    def readings(self, per_token: Tensor) -> dict[str, Tensor]: ...
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]: ...
     def describe(self) -> dict[str, Any]: ...
 
 
@@ -101,7 +101,7 @@ class TextData:
         ids, documents = self.validation.sequences(n, T, seed=seed, domain=domain)
         return Sample(ids, documents, f"validation/{domain}" if domain else "validation")
 
-    def readings(self, per_token: Tensor) -> dict[str, Tensor]:
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """Further numbers to follow in the loss per token [batch, T - 1]: none on text."""
         return {}
 
@@ -171,7 +171,7 @@ class RepeatedData:
             raise UnknownName("domain", domain, self.domains)
         return Sample(self._task(T).validation(n, seed), range(n), "validation", "repeated")
 
-    def readings(self, per_token: Tensor) -> dict[str, Tensor]:
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """`copy_loss`: mean loss in the second half from its second token on, where every period lets it be copied."""
         return {"copy_loss": per_token[:, (per_token.shape[1] + 1) // 2 :].mean()}
 
@@ -179,6 +179,55 @@ class RepeatedData:
         """What a run records of its data."""
         told = {"vocabulary": self.vocabulary, "shortest": self.shortest, "domains": list(self.domains)}
         return {"kind": "repeated", "hash": self.hash, **told}
+
+
+@dataclass(frozen=True)
+class BackcopyData:
+    """A bigram chain with trigger tokens, after each of which the token before it is copied; id 0 starts every sequence."""
+
+    vocabulary: int = 64
+    triggers: int = 4
+    kind: str = "backcopy"
+    domains: tuple[str, ...] = ("backcopy",)
+
+    @cached_property
+    def _task(self) -> BackcopyTokens:
+        return BackcopyTokens(vocabulary=self.vocabulary, triggers=self.triggers)
+
+    @property
+    def tokenizer(self) -> None:
+        """There is no text behind the chain."""
+        return
+
+    @property
+    def hash(self) -> str:
+        """Content address of the task."""
+        return self._task.hash
+
+    @property
+    def d_vocab(self) -> int:
+        """Size of the vocabulary, start token included."""
+        return self.vocabulary
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        """Batch of a step [size, T], a function of (seed, step)."""
+        return self._task.batch(step, size, T, seed)
+
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
+        """Held-out sequences; each is a document of its own."""
+        if domain not in (None, *self.domains):
+            raise UnknownName("domain", domain, self.domains)
+        return Sample(self._task.validation(n, T, seed), range(n), "validation", "backcopy", self)
+
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """`copy_loss`: mean loss of the tokens after a trigger (NaN where none is there); `chain_loss`: of all others."""
+        copied = self._task.is_trigger(tokens[:, :-1])
+        return {"copy_loss": per_token[copied].mean(), "chain_loss": per_token[~copied].mean()}
+
+    def describe(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        told = {"vocabulary": self.vocabulary, "triggers": self.triggers, "domains": list(self.domains)}
+        return {"kind": "backcopy", "hash": self.hash, **told}
 
 
 HEADERS = {20240520: (1, 2), 20240801: (7, 4)}  # magic -> (version, bytes of an id), as llm.c and modded-nanogpt write
@@ -222,7 +271,7 @@ class TokenData:
         chosen = _order(len(windows), seed, 0)[:n]
         return Sample(torch.from_numpy(windows[chosen].astype(np.int64)), [int(i) for i in chosen], "validation")
 
-    def readings(self, per_token: Tensor) -> dict[str, Tensor]:
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """Further numbers to follow in the loss per token [batch, T - 1]: none."""
         return {}
 
@@ -309,6 +358,8 @@ def open_data(description: dict[str, Any], root: Path) -> Data:
         return _reopen_tokens(description, name)
     if kind == "repeated" and isinstance(description.get("vocabulary"), int):
         return RepeatedData(description["vocabulary"], description.get("shortest"))
+    if kind == "backcopy" and isinstance(description.get("vocabulary"), int):
+        return BackcopyData(description["vocabulary"], description["triggers"])
     if kind == "imported":
         raise BadCheckpoint(
             "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus"

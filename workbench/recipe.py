@@ -1,17 +1,20 @@
 """The recipe as pure functions: learning rate of a step, checkpoint grid, optimiser.
 
 Source: Zhou et al. (2024), Value Residual Learning: AdamW (0.9, 0.95), decay on matrices and the embedding only, linear
-warm-up from 1e-7, cosine to a tenth of the peak.
+warm-up from 1e-7, cosine to a tenth of the peak. Factors on the rate of some parameters are controls, not part of it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from workbench.config import TrainConfig
+from workbench.errors import UnknownName, WorkbenchError
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -31,10 +34,36 @@ def checkpoint_steps(steps: int, per_doubling: int) -> list[int]:
     return sorted({0, steps} | grid)
 
 
+def rate_factors(names: Iterable[str], config: TrainConfig) -> dict[str, float]:
+    """Factor on the learning rate of every parameter, 1 where no pattern of `lr_factors` fits.
+
+    Raises `UnknownName` for a pattern that fits no parameter, `WorkbenchError` where two fit one.
+    """
+    known = list(names)
+    found: dict[str, str] = {}
+    for pattern in config.lr_factors:
+        fitting = [name for name in known if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise UnknownName("pattern of parameters in lr_factors", pattern, known)
+        if twice := next((name for name in fitting if name in found), None):
+            raise WorkbenchError(f"lr_factors: {found[twice]!r} and {pattern!r} both fit {twice}; keep one")
+        found |= dict.fromkeys(fitting, pattern)
+    return {name: float(config.lr_factors[found[name]]) if name in found else 1.0 for name in known}
+
+
 def optimiser(model: Any, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decay on what `model.decays`: matrices and the embedding, coefficients only where an option says so."""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    decayed, kept = [p for n, p in named if model.decays(n)], [p for n, p in named if not model.decays(n)]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    """AdamW with decay on what `model.decays`: matrices and the embedding, coefficients only where an option says so.
+
+    A group for each pair of decay and factor on the learning rate; the factor stands in the group, and AdamW's decay, which
+    is multiplied with the rate, grows with it.
+    """
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    groups: dict[tuple[bool, float], list[torch.Tensor]] = {}
+    for name, factor in rate_factors(named, config).items():
+        groups.setdefault((bool(model.decays(name)), factor), []).append(named[name])
+    settings = [
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "factor": factor, "lr": config.lr * factor}
+        for (decays, factor), parameters in groups.items()
+    ]  # fmt: skip
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(settings, lr=config.lr, betas=betas, eps=config.eps, fused=True)

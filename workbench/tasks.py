@@ -1,6 +1,7 @@
-"""Synthetic data with a known answer: random tokens repeated, which only a copying model predicts.
+"""Synthetic data with a known answer: random tokens repeated, and a bigram chain with tokens that call for a copy.
 
-The second half equals the first, so its loss falls to 0 where induction works; the first half stays at ln(vocabulary).
+Repeated: the second half equals the first, so its loss falls to 0 where induction works; the first half stays at
+ln(vocabulary). Backcopy: a head has nothing to do except after a trigger, so it needs a place to look at meanwhile.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from workbench.errors import BadData
@@ -74,6 +76,89 @@ class RepeatedTokens:
         if wrong is not None:
             raise BadData(f"token id {wrong} is not in the vocabulary; ids go from 0 to {self.vocabulary - 1}")
         return [SYMBOLS[i] if i < len(SYMBOLS) else f"#{i}" for i in found]
+
+
+START = 0
+SHARPNESS = 2.0  # standard deviation of the chain's log odds: most rows have a few likely followers
+
+
+def backcopy_tokens(
+    batch: int, T: int, chain: torch.Tensor, triggers: torch.Tensor, *, generator: torch.Generator
+) -> torch.Tensor:
+    """Sequences of a bigram chain in which what follows a trigger is the token before the trigger: int64 [batch, T].
+
+    Token 0 is START. `chain` [vocabulary, vocabulary]: probability of the next token (column) after each (row), START's row
+    that of the first one; it must lead neither to START nor from START to a trigger, so that every copy is an ordinary
+    token. `triggers` [vocabulary]: which tokens are.
+    """
+    import torch
+
+    _check(batch=(batch, 1), T=(T, 2))
+    if bool(chain[:, START].any()) or bool(chain[START, triggers].any()):
+        raise BadData("the chain leads to START, or from START to a trigger; give those pairs probability 0")
+    ids = torch.full((batch, T), START)
+    for t in range(1, T):
+        last = ids[:, t - 1]
+        drawn = torch.multinomial(chain[last], 1, generator=generator)[:, 0]
+        ids[:, t] = torch.where(triggers[last], ids[:, max(t - 2, 0)], drawn)
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackcopyTokens:
+    """Bigram-Backcopy after Guo et al. (2024), Active-Dormant Attention Heads (arXiv 2410.13835); 0 is the start token.
+
+    Theirs takes its chain from letters of Shakespeare; ours is drawn once, softmax of N(0, 2^2) log odds, and is the same
+    language for every seed. Triggers are the last ids.
+    """
+
+    vocabulary: int = 64
+    triggers: int = 4
+
+    def __post_init__(self) -> None:
+        _check(vocabulary=(self.vocabulary, 4), triggers=(self.triggers, 1))
+        if self.triggers > self.vocabulary - 3:
+            raise BadData(
+                f"triggers is {self.triggers}; a vocabulary of {self.vocabulary} leaves at most {self.vocabulary - 3}"
+            )
+
+    @property
+    def hash(self) -> str:
+        """A short content address of the task, not of a batch."""
+        return digest("backcopy", self.vocabulary, self.triggers)
+
+    @cached_property
+    def is_triggering(self) -> torch.Tensor:
+        """Which tokens call for a copy [vocabulary]."""
+        import torch
+
+        return torch.arange(self.vocabulary) >= self.vocabulary - self.triggers
+
+    def is_trigger(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Which of some tokens are triggers."""
+        return tokens >= self.vocabulary - self.triggers
+
+    @cached_property
+    def chain(self) -> torch.Tensor:
+        """Probabilities of the next token [vocabulary, vocabulary]; rows of triggers are never read."""
+        import torch
+
+        odds = SHARPNESS * torch.randn(self.vocabulary, self.vocabulary, generator=_generator("backcopy chain"))
+        odds[:, START] = -torch.inf
+        odds[START, self.is_triggering] = -torch.inf
+        return odds.softmax(1)
+
+    def batch(self, step: int, batch_size: int, T: int, seed: int) -> torch.Tensor:
+        """The training batch of one step, [batch_size, T]."""
+        _check(step=(step, 0), seed=(seed, 0))
+        generator = _generator("backcopy", seed, step)
+        return backcopy_tokens(batch_size, T, self.chain, self.is_triggering, generator=generator)
+
+    def validation(self, n: int, T: int, seed: int = 0) -> torch.Tensor:
+        """A fixed held-out set [n, T], from numbers that no training step draws."""
+        _check(seed=(seed, 0))
+        generator = _generator("backcopy validation", seed)
+        return backcopy_tokens(n, T, self.chain, self.is_triggering, generator=generator)
 
 
 def _generator(*name: object) -> torch.Generator:

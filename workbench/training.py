@@ -33,9 +33,9 @@ from workbench.data import Data
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import read_json, replacing, write_json
 from workbench.metrics import METRICS
-from workbench.models import build
+from workbench.models import build, compose
 from workbench.models.transformer import Transformer
-from workbench.recipe import checkpoint_steps, learning_rate, optimiser
+from workbench.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
 from workbench.runs import CORPORA, RUN_FILE, Run
 from workbench.telemetry import Telemetry
 
@@ -61,7 +61,7 @@ def create(
     """
     if not name or Path(name).name != name or name.startswith("."):
         raise WorkbenchError(f"run name {name!r}: one plain folder name, not starting with a dot")
-    built = build_options(architecture, model, options)
+    built = _outline(architecture, model, train, options)
     info = {
         "format": FORMAT, "architecture": architecture, "options": built, "seed": seed,
         "model": asdict(model), "train": asdict(train), "data": data.describe(),
@@ -71,6 +71,8 @@ def create(
     path = runs / name
     if (path / RUN_FILE).exists():
         old = read_json(path / RUN_FILE)
+        if isinstance(old.get("train"), dict):
+            old["train"] = asdict(TrainConfig.of(old["train"]))  # keys that came later had their defaults
         if differing := [k for k in info if k not in ("versions", "created") and _plain(old.get(k)) != _plain(info[k])]:
             raise WorkbenchError(f"{path} exists with another {', '.join(differing)}; choose another name or remove it")
         return Run.open(path)
@@ -82,12 +84,12 @@ def create(
     return Run.open(path)
 
 
-def build_options(architecture: str, model: ModelConfig, options: dict[str, Any]) -> dict[str, Any]:
+def _outline(architecture: str, model: ModelConfig, train: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
     """All options of an architecture with the given ones in place; the unknown are refused before anything is written."""
     with torch.device("meta"):
-        from workbench.models import compose
-
-        return compose(architecture, model, **options).options
+        built = compose(architecture, model, **options)
+    rate_factors((name for name, _ in built.named_parameters()), train)
+    return built.options
 
 
 def _plain(value: Any) -> Any:
@@ -219,7 +221,7 @@ class _Loop:
     def _update(self) -> Tensor:
         config, step = self.config, self.step
         for group in self.optimiser.param_groups:
-            group["lr"] = learning_rate(step, config)
+            group["lr"] = learning_rate(step, config) * group["factor"]
         share = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
         tokens = self.data.batch(step, config.batch, config.T, self.run.seed)[share].to(self.accelerator.device)
         if self.main and (step % config.validate_every == 0):
@@ -228,17 +230,17 @@ class _Loop:
         loss = per_token.mean()
         self.optimiser.zero_grad(set_to_none=True)
         self.accelerator.backward(loss)
-        total = self._measure_step(loss, per_token)
+        total = self._measure_step(loss, per_token, tokens)
         if config.clip:
             torch.nn.utils.clip_grads_with_norm_(self.bare.parameters(), config.clip, total)
         self.optimiser.step()
         return loss.detach()
 
-    def _measure_step(self, loss: Tensor, per_token: Tensor) -> Tensor:
+    def _measure_step(self, loss: Tensor, per_token: Tensor, tokens: Tensor) -> Tensor:
         """Note the step's numbers; returns the total gradient norm, which clipping needs anyway."""
         gradients = {n: p.grad for n, p in self.bare.named_parameters() if p.grad is not None}
         total = torch.nn.utils.get_total_norm(gradients.values())
-        readings = {"train_loss": loss, **self.data.readings(per_token)}
+        readings = {"train_loss": loss, **self.data.readings(per_token, tokens)}
         if self.accelerator.num_processes > 1:
             readings = {k: self.accelerator.reduce(v.detach(), "mean") for k, v in readings.items()}
         if self.main:
@@ -276,7 +278,7 @@ class _Loop:
                     for ids in sample.ids.split(self.config.batch)
                 ]
             losses = torch.cat(parts)
-            self._note_validation(losses, domain)
+            self._note_validation(losses, sample.ids.to(losses.device), domain)
         ids = sample.ids[:4].to(self.accelerator.device)
         names, weights = zip(*self.bare.named_parameters(), strict=True)
         with torch.enable_grad():
@@ -284,12 +286,12 @@ class _Loop:
         self._note_gradients(dict(zip(names, found, strict=True)), "output")
         self.bare.train()
 
-    def _note_validation(self, per_token: Tensor, domain: str) -> None:
+    def _note_validation(self, per_token: Tensor, tokens: Tensor, domain: str) -> None:
         per_document, T = per_token.mean(1), self.config.T
         se = float(per_document.std() / len(per_document) ** 0.5) if len(per_document) > 1 else None
         axes = {"data": domain, "T": T, "n": len(per_document), "unit": "nats"}
         self.telemetry.add(self.step, "validation_loss", per_document.mean(), se=se, **axes)
-        for metric, value in self.data.readings(per_token).items():
+        for metric, value in self.data.readings(per_token, tokens).items():
             self.telemetry.add(self.step, metric, value, variant="validation", **axes)
 
     def _note(self, loss: float, rate: float, due: bool) -> None:
