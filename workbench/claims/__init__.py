@@ -1,0 +1,33 @@
+"""What the field claims of value residuals, each with what supports and refutes it, and a verdict from the runs at hand.
+
+Importing this package registers every claim in `CLAIMS`; a module is a question, a function in it a claim. Verdicts are
+pure functions of tables: nothing here reads a file or runs a model.
+"""
+
+from workbench.claims import (
+    averages,
+    concentration,
+    cross_layer,
+    depth,
+    downstream,
+    induction,
+    loss,
+    optimisation,
+    place,
+    sharing,
+    sinks,
+    smoothing,
+    tokens,
+)
+from workbench.claims.base import CLAIMS, RUN_COLUMNS, STATUSES, Claim, Evidence, Verdict, claim
+
+QUESTIONS = {
+    module.__name__.rpartition(".")[-1]: (module.__doc__ or "").strip()
+    for module in (
+        loss, place, optimisation, concentration, sinks, smoothing, tokens, depth, cross_layer, sharing, averages, induction,
+        downstream,
+    )
+}  # fmt: skip
+"""Each group of claims, and the question it answers."""
+
+__all__ = ["CLAIMS", "QUESTIONS", "RUN_COLUMNS", "STATUSES", "Claim", "Evidence", "Verdict", "claim"]

@@ -1,0 +1,103 @@
+"""Does attention concentrate less, where, and is that the shortcut's doing or the loss's?"""
+
+from __future__ import annotations
+
+from workbench.claims.base import (
+    Evidence,
+    Status,
+    Undecided,
+    Verdict,
+    claim,
+    deep_of,
+    joined,
+    name_of,
+    status_of,
+    table_of,
+    within,
+)
+from workbench.claims.loss import PAPER
+from workbench.claims.sinks import METHODS, SINK_SEEDS, need_sinks
+from workbench.statistics import Interval, paired_seeds
+
+AT_INIT = 0.03  # nats: the largest distance found at random init between 256 and 2,048 tokens
+THIRD = 2  # the third layer, counted from 0
+
+
+@claim(
+    supports="at random init the importance entropy equals that of uniform causal attention in every layer; training lowers "
+    "it from the third "
+    "layer on",
+    refutes="either part fails",
+    scale="any; the first part is a test",
+    published="entropy 7.194 to 7.204 at random init, 468M (axis of a figure in the paper); uniform causal attention has 7.2025 at 2,048 "
+    "tokens (our computation)",
+    source=PAPER, metrics=("importance_entropy", "concentration_parts"), steps="ends",
+    shows={"metric": "importance_entropy", "variant": "deficit"},
+)  # fmt: skip
+def concentration_is_learned(evidence: Evidence) -> Verdict:
+    """Concentration of attention is learned: absent at random init, it appears with training from the third layer on."""
+    mine = evidence.on("text").comparable("transformer")
+    start = mine.rows("importance_entropy", step="first", variant="deficit")
+    farthest = float(start["value"].abs().max())
+    trained = mine.model_of(mine.rows("importance_entropy", variant="deficit"), "transformer")
+    late = trained[trained["layer"] >= THIRD]
+    if late.empty:
+        raise Undecided("not_checkable", "Needs three layers or more.")
+    found = {f"layer {n}": within(rows) for n, rows in late.groupby("layer")}
+    status = joined(status_of(i, 1, least=2) for i in found.values())
+    if farthest > AT_INIT:
+        status = "refuted"
+    told = ", ".join(f"{name} {i}" for name, i in found.items())
+    sentence = (
+        f"At random init no layer is farther than {farthest:.3f} nats from uniform causal attention (tolerance {AT_INIT}), over "
+        f"{_and_models(mine)}; trained, the Transformer's deficit is {told} nats. The deficit mixes sinks, local attention and content."
+    )
+    return Verdict(status, sentence, table_of(found, "nats"))
+
+
+def _and_models(evidence: Evidence) -> str:
+    return f"{len(evidence.models)} models" if len(evidence.models) > 1 else name_of(evidence.models[0])
+
+
+@claim(
+    supports="ResFormer and SVFormer have a smaller entropy deficit in deep layers at equal step and at equal loss, an equal "
+    "one in the first "
+    "two; NeuTRENO keeps its sinks",
+    refutes="no difference once losses are matched, or a larger deficit",
+    scale="a vanilla model that has sinks, five seeds",
+    published="entropy axes 1.4 to 2.8 (468M) and 2.75 to 4.50 (82M) (ticks in the paper's figures); their length is not "
+    "stated, about 20 and "
+    "100 tokens by inference, so they are never drawn over ours",
+    source=PAPER, metrics=("importance_entropy", "concentration_parts", "sink_mass", "sink_rate"), steps="late",
+    shows={"metric": "importance_entropy", "variant": "deficit"},
+)  # fmt: skip
+def less_concentration_in_deep_layers(evidence: Evidence) -> Verdict:
+    """ResFormer and SVFormer concentrate attention less in deep layers, beyond what their lower loss implies."""
+    pair = evidence.on("text").comparable("transformer", METHODS)
+    formed, depth = need_sinks(pair), int(pair.runs["n_layers"].max())
+    now = pair.rows("importance_entropy", variant="deficit")
+    over_time = pair.rows("importance_entropy", step="all", variant="deficit")
+    found: dict[str, Interval] = {}
+    statuses: list[Status] = []
+    for model in (m for m in METHODS if m in pair.models):
+        deep = found[f"{model}, deep layers"] = pair.difference(deep_of(now, depth), model, "transformer")
+        equal = found[f"{model}, deep layers, equal loss"] = pair.at_equal_loss(
+            deep_of(over_time, depth), model, "transformer"
+        )
+        found[f"{model}, first two layers"] = pair.difference(now[now["layer"] < THIRD], model, "transformer")
+        statuses += [status_of(i, -1, SINK_SEEDS) for i in (deep, equal)]
+    told = "; ".join(f"{name} {i}" for name, i in found.items())
+    return Verdict(
+        joined(statuses),
+        f"{formed}; deficit minus the Transformer's: {told} nats{_kept(pair)}.",
+        table_of(found, "nats"),
+    )
+
+
+def _kept(pair: Evidence) -> str:
+    """Whether NeuTRENO keeps its sinks, where it is here."""
+    if "neutreno" not in pair.models:
+        return ""
+    mass = pair.rows("sink_mass")
+    top = {m: pair.model_of(mass, m).groupby("seed")["value"].max().astype(float) for m in ("neutreno", "transformer")}
+    return f"; NeuTRENO's strongest head minus the Transformer's {paired_seeds(top['neutreno'], top['transformer'])}"

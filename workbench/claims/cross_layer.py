@@ -1,0 +1,54 @@
+"""What does a value residual approximate?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.claims.base import Evidence, Undecided, Verdict, claim, joined, name_of, status_of, table_of, within
+from workbench.claims.loss import PAPER
+
+TRAINED = ("cross_layer", "same_key", "identity_map")
+
+
+@claim(
+    supports="in a trained vanilla model same-key averaging is close to cross-layer attention in every layer, identity mapping is not",
+    refutes="the reverse",
+    scale="one trained vanilla model of 8 layers; documents decide",
+    published="same-key well above identity, axis from 0.3 to 0.9; trained, identity mapping is far worse, up to +0.5 nats, "
+    "and ResFormer ends "
+    "below exact cross-layer attention (figures of the paper): the largest and safest effect in it",
+    source=PAPER, metrics=("cross_layer_approximation",), models=("transformer",),
+    shows={"metric": "cross_layer_approximation", "variant": ...},
+)  # fmt: skip
+def same_key_averaging_approximates(evidence: Evidence) -> Verdict:
+    """Averaging values under one key approximates cross-layer attention; adding values past the attention pattern does not."""
+    mine = evidence.on("text").comparable("transformer").only(["transformer"])
+    rows = mine.rows("cross_layer_approximation", variant=...)
+    keys = ["run", "seed", "layer"]
+    wide = rows.pivot_table(index=keys, columns="variant", values=["value", "se"]).reset_index()
+    gap = wide[keys].droplevel(1, axis=1).assign(
+        value=wide["value", "same_key"] - wide["value", "identity"],
+        se=np.hypot(wide["se", "same_key"], wide["se", "identity"]),  # as if independent: wider than paired
+        n=rows["n"].min(),
+    )  # fmt: skip
+    found = {f"layer {n}": within(part) for n, part in gap.groupby("layer")}
+    status = joined(status_of(i, 1) for i in found.values())
+    cosine = {how: float(wide["value", how].mean()) for how in ("same_key", "identity")}
+    own = mine.rows("cross_layer_approximation", control="own")["value"].mean()
+    told = ", ".join(f"{name} {i}" for name, i in found.items())
+    sentence = (
+        f"Cosine with cross-layer attention: same-key {cosine['same_key']:.2f}, identity {cosine['identity']:.2f}, the layer's own output "
+        f"alone {own:.2f}; same-key - identity by layer: {told}{_trained(evidence)}."
+    )
+    return Verdict(status, sentence, table_of(found, "cosine"))
+
+
+def _trained(evidence: Evidence) -> str:
+    """Losses of models trained with the approximations, where they are here."""
+    try:
+        group = evidence.on("text").comparable("transformer", TRAINED)
+        losses = group.losses()
+    except Undecided:
+        return ""
+    told = [f"{name_of(m)} {group.difference(losses, m, 'transformer')}" for m in TRAINED if m in group.models]
+    return f"; trained so, loss minus the Transformer's: {', '.join(told)} nats"

@@ -1,0 +1,77 @@
+"""Do tokens grow alike with depth, who slows it, and is it linked to concentration?"""
+
+from __future__ import annotations
+
+import pandas as pd
+from scipy import stats
+
+from workbench.claims.base import Evidence, Undecided, Verdict, claim, few, joined, name_of, status_of, table_of
+from workbench.claims.loss import PAPER
+from workbench.claims.sinks import need_sinks
+from workbench.statistics import Interval, over_seeds, paired_seeds
+
+POINTS = 6  # pairs of a layer and a model, before a rank correlation says anything
+
+
+@claim(
+    supports="over layers and models entropy is low where tokens are alike, also without position 0",
+    refutes="the correlation vanishes or turns without position 0",
+    scale="a trained vanilla model that has sinks",
+    published="Llama 8B and Mistral 7B at up to 2,048 tokens: entropy shaped as a W between 2 and 6, similarity as an M "
+    "between 0.05 and 0.30 (paper)",
+    source=PAPER, metrics=("importance_entropy", "token_similarity", "sink_mass", "sink_rate"), steps="ends",
+    shows={"metric": "token_similarity", "site": "stream"},
+)  # fmt: skip
+def smoothing_and_concentration_are_linked(evidence: Evidence) -> Verdict:
+    """Over-smoothing and concentration of attention are linked."""
+    mine = evidence.on("text").comparable("transformer")
+    formed = need_sinks(mine)
+    entropy = mine.rows("importance_entropy")
+    found = {
+        said: _correlation(entropy, mine.rows("token_similarity", site="stream", variant=variant))
+        for variant, said in ((None, "all positions"), ("excl0", "without position 0"))
+    }
+    status = joined(status_of(i, -1) for i in found.values())
+    told = "; ".join(f"{name} {i}{few(i)}" for name, i in found.items())
+    return Verdict(
+        status, f"{formed}; rank correlation of entropy and similarity over layers and models: {told}.", table_of(found)
+    )
+
+
+def _correlation(entropy: pd.DataFrame, similarity: pd.DataFrame) -> Interval:
+    """Spearman's rank correlation over (model, layer) within each seed, then over seeds."""
+    keys = ["run", "seed", "layer"]
+    both = entropy[[*keys, "value"]].merge(similarity[[*keys, "value"]], on=keys, suffixes=("_e", "_s"))
+    parts = [rows for _, rows in both.groupby("seed") if len(rows) >= POINTS and rows["value_e"].nunique() > 1]
+    if not parts:
+        raise Undecided("not_checkable", f"Needs {POINTS} layers, over all models of a seed, for a rank correlation.")
+    return over_seeds([float(stats.spearmanr(rows["value_e"], rows["value_s"]).statistic) for rows in parts])
+
+
+@claim(
+    supports="training raises NeuTRENO's pairwise similarity per layer less than vanilla's, each against its own random init",
+    refutes="the difference of trained minus init is nil or reversed",
+    scale="any trained size, three seeds; low similarity at random init is there before any training and is no finding",
+    published="a figure for vision transformers only (reported by others)",
+    source="Nguyen et al. 2023, NeuTRENO, arXiv "
+    "2312.00751", metrics=("token_similarity",), models=("transformer", "neutreno"), steps="ends",
+    shows={"metric": "token_similarity", "site": "stream"},
+)  # fmt: skip
+def neutreno_smooths_less(evidence: Evidence) -> Verdict:
+    """NeuTRENO keeps tokens less alike than softmax attention."""
+    pair = evidence.on("text").comparable("transformer", "neutreno")
+    ends = {
+        step: pair.rows("token_similarity", step=step, site="stream").query("layer > 0") for step in ("last", "first")
+    }
+    change = {m: pair.by_seed(ends["last"], m) - pair.by_seed(ends["first"], m) for m in ("neutreno", "transformer")}
+    found = {
+        "trained minus init": paired_seeds(change["neutreno"], change["transformer"]),
+        "trained alone": pair.difference(ends["last"], "neutreno", "transformer"),
+    }
+    first = found["trained minus init"]
+    sentence = (
+        f"Similarity of hidden states, NeuTRENO - {name_of('transformer')}, layers after the embedding: trained minus init "
+        f"{first}{few(first)}; "
+        f"trained alone {found['trained alone']} (contains the difference at init)."
+    )
+    return Verdict(status_of(first, -1), sentence, table_of(found, "cosine"))
