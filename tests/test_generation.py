@@ -17,7 +17,8 @@ from workbench.measuring import measure
 from workbench.metrics.weights import cache_bytes, cache_traffic
 from workbench.models import ARCHITECTURES, compose, generation
 from workbench.models.generation import Sampling
-from workbench.models.hooked import HookedModel, hooked
+from workbench.models.hooked import HookedModel
+from workbench.models.points import hooked
 from workbench.tokenizer import train_tokenizer
 
 WIDE = torch.float64

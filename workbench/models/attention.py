@@ -17,8 +17,9 @@ from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
 from workbench.kernels.attention import AttentionStatistics, attention_statistics, statistics_of
 from workbench.kernels.joint import Softmax, joint_attention, joint_scores, joint_statistics, statistics_of_sets
+from workbench.models.activations import causal_scores, probabilities
 from workbench.models.cache import KeyValueCache
-from workbench.models.hooked import Part, Point, at, causal_scores, hooked, keep, lent, probabilities
+from workbench.models.points import Part, Point, at, hooked, keep, lent
 from workbench.models.shortcut import Memory, Projection, Shortcut, Source, State, mix, overrides
 from workbench.names import STATISTICS
 

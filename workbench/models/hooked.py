@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens import HookedRootModule
 from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice
@@ -23,115 +19,15 @@ from transformer_lens.utilities import Slice
 from workbench.config import ModelConfig
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.models import generation
+from workbench.models.activations import Cache, RebuiltPatterns
 from workbench.models.cache import KeyValueCache
+from workbench.models.lens_tools import LensTools
+from workbench.models.points import Part, Point, Switch, hooked
 from workbench.names import QUADRATIC, is_statistic, position_axis
 
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
-
-
-class Switch:
-    """One per model: `on` where somebody may be listening. Off, no hook point is even looked at.
-
-    Graphs of `torch.compile` know no hooks and are guarded by `on = False`. While it is on, a compiled model finds another
-    `forward`, which runs outside them: PyTorch itself would take no notice of a hook that comes later.
-    """
-
-    def __init__(self, model: HookedModel | None = None) -> None:
-        self.on, self.model = model is None, model
-
-    def listen(self) -> None:
-        """Look at the hook points from now on."""
-        self.on = True
-        if self.model is not None and "torch._dynamo" in sys.modules:  # else nothing is compiled yet
-            self.model.__dict__["forward"] = uncompiled(self.model)
-
-    def rest(self) -> None:
-        """Look at no hook point, until somebody listens again."""
-        self.on = False
-        if self.model is not None:
-            self.model.__dict__.pop("forward", None)
-
-
-def uncompiled(model: HookedModel) -> Callable[..., Any]:
-    """The model's `forward` outside every graph; ids are still checked in one, as fullgraph=True wants one at least."""
-    reason = "hooks and key-value caches are no part of a graph"
-    run = torch.compiler.disable(partial(type(model).forward, model), reason=reason)
-
-    @partial(torch.compiler.disable, recursive=False, reason=reason)
-    def forward(tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(model.to_tokens(tokens), *args, **kwargs)
-
-    return forward
-
-
-class Point(HookPoint):
-    """A hook point that turns its model's switch on when somebody begins to listen."""
-
-    switch = Switch()
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As in PyTorch."""
-        handle = super().register_forward_hook(*args, **kwargs)
-        self.switch.listen()
-        return handle
-
-    def remove_hooks(self, *args: Any, **kwargs: Any) -> None:
-        """As in TransformerLens, at once where there are none."""
-        if self.fwd_hooks or self.bwd_hooks:
-            super().remove_hooks(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As in PyTorch."""
-        handle = super().register_full_backward_hook(*args, **kwargs)
-        self.switch.listen()
-        return handle
-
-
-class Part(nn.Module):
-    """A module with hook points; they and its projections are made by name."""
-
-    switch = Switch()
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-
-def hooked(point: HookPoint) -> bool:
-    """Whether anything listens at a hook point. A graph would keep the answer for good, so none is made of it."""
-    if torch.compiler.is_compiling():  # a part of the model, compiled alone: PyTorch goes on outside the graph
-        raise WorkbenchError("hooks are no part of a graph: compile the model itself, torch.compile(model)")
-    return bool(point._forward_hooks or point._backward_hooks)
-
-
-def at(part: Any, name: str, tensor: Tensor) -> Tensor:
-    """A tensor as it leaves the hook point `name` of a part; without hooks the point is not called."""
-    if not part.switch.on:
-        return tensor
-    point = getattr(part, name)
-    return point(tensor) if hooked(point) else tensor
-
-
-def lent(part: Any, name: str, tensor: Tensor) -> Tensor:
-    """As `at`, for a tensor that others read too: hooks get a copy, so that an edit in place (patching does) stays here."""
-    if not part.switch.on or not hooked(point := getattr(part, name)):
-        return tensor
-    copy = tensor.clone()
-    if torch.compiler.is_compiling() or copy.is_inference():
-        return point(copy)
-    version = copy._version
-    found = point(copy)
-    return tensor if found is copy and copy._version == version else found
-
-
-def keep(module: nn.Module) -> None:
-    """Let attribute lookups find a module's children without `nn.Module.__getattr__`, three times faster.
-
-    `setattr` drops such an entry when it replaces a child; `add_module` on a finished model would not.
-    """
-    module.__dict__.update({name: child for name, child in module._modules.items() if isinstance(child, nn.Module)})
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) -> Tensor:
@@ -146,143 +42,7 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
     return loss.unflatten(0, (tokens.shape[0], -1)) if per_token else loss
 
 
-def causal_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Scaled, masked scores [..., head, query, key] of rotated q [..., pos, head, d_head] and k with its kv heads."""
-    k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
-    scores = torch.einsum("...qhd,...khd->...hqk", q, k) * q.shape[-1] ** -0.5
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(future, float("-inf"))
-
-
-def probabilities(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Attention pattern of scores, in float32 or better, then `dtype`."""
-    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
-
-
-class RebuiltPatterns(dict[Any, Tensor]):
-    """Cached activations; scores and patterns are rebuilt from rotated queries and keys when they are named."""
-
-    recipes: Sequence[Any] = ()
-    """How to rebuild those of layers whose attention is no single softmax (`attention.Recipe`)."""
-
-    def with_recipes(self, recipes: Sequence[Any]) -> RebuiltPatterns:
-        """These activations, which know further recipes."""
-        self.recipes = recipes
-        return self
-
-    def __missing__(self, key: Any) -> Tensor:
-        if key not in self:
-            raise KeyError(key)
-        for recipe in self.recipes:
-            if key in recipe.makes:
-                return recipe(self, key)
-        stem, point = key.rsplit(".", 1)
-        q, k = self[f"{stem}.hook_rot_q"], self[f"{stem}.hook_rot_k"]
-        scores = causal_scores(q, k)
-        return scores if point == "hook_attn_scores" else probabilities(scores, q.dtype)
-
-    def __contains__(self, key: object) -> bool:
-        if super().__contains__(key):
-            return True
-        for recipe in self.recipes:
-            if key in recipe.makes:
-                return recipe.needs <= self.keys()
-        stem, _, point = str(key).rpartition(".")
-        return point in QUADRATIC and {f"{stem}.hook_rot_q", f"{stem}.hook_rot_k"} <= self.keys()
-
-
-def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
-    """One of TransformerLens' decompositions of the stream, each part multiplied by how much of it arrives there.
-
-    Theirs adds outputs up as they leave their blocks, which is the stream only where every skip connection stands and
-    nothing is averaged. A remainder is what is missing to the stream; where nothing is averaged or cut, all is theirs.
-    """
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def exact(self: Cache, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        model: Any = self.model
-        n_layers, labelled = model.cfg.n_layers, given["return_labels"]
-        layer = n_layers if given["layer"] in (None, -1) else given["layer"]
-        paths = model.stream_paths(layer, mid=given.get("mlp_input", False), cache=self.cache_dict)
-        tensors = RebuiltPatterns(self.cache_dict)
-        if 0 < layer < n_layers:  # the stream at this layer; a block's output may still be averaged on its way there
-            tensors[f"blocks.{layer - 1}.hook_resid_post"] = self["resid_pre", layer]
-        given |= {"self": ActivationCache(tensors, self.model, self.has_batch_dim), "return_labels": True}
-        parts, labels = method(*bound.args, **bound.kwargs)
-        weights = [paths.get(re.sub(r"^L(\d+)([HN]).*", _output_of, label), 1.0) for label in labels]
-        if any(weight != 1.0 for weight in weights):
-            total = parts.sum(0)
-            parts = parts * parts.new_tensor(weights).view(-1, *[1] * (parts.ndim - 1))
-            if labels[-1] == "remainder":
-                parts[-1] = total - parts[:-1].sum(0)
-        return (parts, labels) if labelled else parts
-
-    return exact
-
-
-def _output_of(match: re.Match[str]) -> str:
-    return f"{match[1]}_{'attn' if match[2] == 'H' else 'mlp'}_out"
-
-
-class Cache(ActivationCache):
-    """TransformerLens' ActivationCache whose patterns cost nothing until they are named.
-
-    Its decompositions sum to the stream in every architecture, and `cache["v", 3, "own"]` is `blocks.3.attn.own.hook_v`
-    (TransformerLens' own shorthand would pass over `own` and hand out another tensor).
-    """
-
-    cache_dict: Any
-
-    decompose_resid = arriving(ActivationCache.decompose_resid)
-    stack_head_results = arriving(ActivationCache.stack_head_results)
-    stack_neuron_results = arriving(ActivationCache.stack_neuron_results)
-    get_full_resid_decomposition = arriving(ActivationCache.get_full_resid_decomposition)
-
-    def __getitem__(self, key: Any) -> Tensor:
-        """By name or shorthand; `(name, layer, branch)` with a branch as `own`, `first`, `source.2`, `cross`."""
-        if isinstance(key, tuple) and len(key) == 3 and re.match(r"(own|first|source|table|cross)\b", str(key[2])):
-            point, layer, branch = key
-            layer = layer + self.model.cfg.n_layers if layer < 0 else layer
-            key = f"blocks.{layer}.attn.{branch}.hook_{point}"
-            if key not in self.cache_dict:
-                raise KeyError(key)
-        return super().__getitem__(key)
-
-    def to(self, device: str | torch.device) -> Cache:
-        """The same cache with its tensors on a device."""
-        moved = RebuiltPatterns({name: value.to(device) for name, value in self.cache_dict.items()})
-        self.cache_dict = moved.with_recipes(self.cache_dict.recipes)
-        return self
-
-    def apply_slice_to_batch_dim(self, batch_slice: Any) -> Cache:
-        """A cache of some of the sequences."""
-        cut = super().apply_slice_to_batch_dim(batch_slice)
-        kept = RebuiltPatterns(cut.cache_dict).with_recipes(self.cache_dict.recipes)
-        return Cache(kept, self.model, has_batch_dim=cut.has_batch_dim)
-
-
-_STACKED = dict.fromkeys(("W_Q", "W_K", "W_V", "W_O"), "attn") | dict.fromkeys(("W_in", "W_gate", "W_out"), "mlp")
-_BIASES = {"b_Q": "Hd", "b_K": "Gd", "b_V": "Gd", "b_O": "D", "b_in": "M", "b_gate": "M", "b_out": "D"}
-
-
-class _Weights(dict[str, Tensor]):
-    """Weights by name; one that a layer lacks says why."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.absent: dict[str, str] = {}
-
-    def __missing__(self, name: str) -> Tensor:
-        if name in self.absent:
-            raise WorkbenchError(self.absent[name])
-        raise KeyError(name)
-
-
-class HookedModel(HookedRootModule):
+class HookedModel(LensTools, HookedRootModule):
     """A hooked decoder on token ids or text. One thread at a time runs it: hooks are state of the module.
 
     Subclasses define `logits(tokens)` and call `setup()` last.
@@ -589,98 +349,6 @@ class HookedModel(HookedRootModule):
             for (name, value), grad in zip(captured.items(), found, strict=True)
         }
         return loss.detach(), {name: value.detach() for name, value in captured.items()}, grads
-
-    # ---- what TransformerLens' tools read ----------------------------------------------------------------------------
-
-    @property
-    def W_E(self) -> Tensor:  # noqa: N802
-        """[d_vocab, d_model]."""
-        return self.embed.weight
-
-    @property
-    def W_U(self) -> Tensor:  # noqa: N802
-        """[d_model, d_vocab]."""
-        return self.unembed.weight.T
-
-    @property
-    def b_U(self) -> Tensor:  # noqa: N802
-        """[d_vocab], zeros: the head has no bias."""
-        return self.unembed.weight.new_zeros(self.config.d_vocab)
-
-    @property
-    def W_pos(self) -> Tensor:  # noqa: N802
-        """[n_ctx, d_model], zeros: positions enter by rotation and add nothing to the stream."""
-        return self.embed.weight.new_zeros(self.config.n_ctx, self.config.d_model)
-
-    def __getattr__(self, name: str) -> Any:
-        """Weights stacked over the layers under TransformerLens' names, zeros for the biases; as in `nn.Module` else.
-
-        `W_Q`, `W_K`, `W_V` and `W_O` [layer, (kv_)head, ...], `W_in`, `W_gate` and `W_out`; raises `WorkbenchError`
-        where a layer has no such projection.
-        """
-        if name in _STACKED:
-            return torch.stack([getattr(getattr(block, _STACKED[name]), name) for block in self.blocks])
-        if name in _BIASES:
-            c = self.config
-            sizes = {"H": c.n_heads, "G": c.n_key_value_heads, "d": c.d_head, "D": c.d_model, "M": c.d_mlp}
-            return self.embed.weight.new_zeros(c.n_layers, *(sizes[axis] for axis in _BIASES[name]))
-        return super().__getattr__(name)
-
-    def accumulated_bias(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
-        """[d_model], zeros: no projection of ours has a bias."""
-        return self.embed.weight.new_zeros(self.config.d_model)
-
-    def tl_parameters(self) -> dict[str, Tensor]:
-        """Weights under TransformerLens' names, one entry per layer.
-
-        `W_K` and `W_V` are repeated to the query heads that read them, `W_V` as projected (coefficients of mixing are not
-        folded in). A layer that borrows its queries, keys or values has no such entry: asked for, it says whose it uses.
-        """
-        found: dict[str, Tensor] = _Weights({"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "unembed.b_U": self.b_U})
-        found["ln_final.w"] = self.ln_final.weight
-        repeats = self.config.n_heads // self.config.n_key_value_heads
-        for i, block in enumerate(self.blocks):
-            found |= {f"blocks.{i}.{norm}.w": getattr(block, norm).weight for norm in ("ln1", "ln2")}
-            for name, part in _STACKED.items():
-                try:
-                    weight = getattr(getattr(block, part), name)
-                except WorkbenchError as error:
-                    found.absent[f"blocks.{i}.{part}.{name}"] = str(error)  # type: ignore[attr-defined]
-                    continue
-                found[f"blocks.{i}.{part}.{name}"] = (
-                    weight.repeat_interleave(repeats, 0) if name in ("W_K", "W_V") else weight
-                )
-        return found
-
-    def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
-        """Direction of the normalised stream, before the final gain, that raises each token's logit: [..., d_model].
-
-        Tokens are ids, or a text that is one token.
-        """
-        tokens = self.to_single_token(tokens) if isinstance(tokens, str) else tokens
-        ids = torch.as_tensor(tokens, device=self.unembed.weight.device)
-        return self.unembed.weight[ids] * self.ln_final.weight
-
-    def to_str_tokens(self, text: Any, prepend_bos: bool | None = None) -> list[str]:
-        """Legible tokens of one text or one row of ids; numbers where there is no tokenizer."""
-        ids = self.to_tokens(text, prepend_bos)[0].tolist()
-        return self.tokenizer.token_strings(ids) if self.tokenizer else [str(i) for i in ids]
-
-    def to_string(self, tokens: Any) -> str:
-        """Text of one row of ids."""
-        ids = self.to_tokens(tokens)[0].tolist()
-        return self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
-
-    def to_single_str_token(self, token: int) -> str:
-        """Legible form of one id."""
-        return self.to_str_tokens(torch.tensor([int(token)]))[0]
-
-    def to_single_token(self, text: str) -> int:
-        """Id of a text that is one token; raises `BadData` where it is several."""
-        ids = self.to_tokens(text)[0].tolist()
-        if len(ids) != 1:
-            raise BadData(f"{text!r} is {len(ids)} tokens, not one")
-        return ids[0]
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from workbench.config import ModelConfig
 from workbench.files import digest
 from workbench.models.attention import Attention, Recipe, Rotary
 from workbench.models.cache import KeyValueCache
-from workbench.models.hooked import HookedModel, Part, Point, at, hooked, keep, lent
+from workbench.models.hooked import HookedModel
+from workbench.models.points import Part, Point, at, hooked, keep, lent
 from workbench.models.shortcut import Memory, Shortcut, Weight, mix, overrides
 
 

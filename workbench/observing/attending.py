@@ -14,7 +14,8 @@ from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.kernels.attention import AttentionStatistics
-from workbench.models.hooked import hooked, probabilities
+from workbench.models.activations import probabilities
+from workbench.models.points import hooked
 from workbench.names import STATISTICS
 from workbench.observing.anatomy import Layer
 from workbench.observing.calls import Fused, Product, arrange, restore

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from workbench.models.hooked import hooked
+from workbench.models.points import hooked
 from workbench.observing.attending import Attending
 from workbench.observing.layouts import by_position, from_positions, get, put
 from workbench.observing.projections import Projection, Tap

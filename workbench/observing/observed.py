@@ -15,7 +15,9 @@ import pandas as pd
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
-from workbench.models.hooked import Cache, HookedModel, LossFn, NamesFilter, Part, Point
+from workbench.models.activations import Cache
+from workbench.models.hooked import HookedModel, LossFn, NamesFilter
+from workbench.models.points import Part, Point
 from workbench.names import STATISTICS, is_statistic
 from workbench.observing.anatomy import Anatomy, Layer
 from workbench.observing.layouts import get

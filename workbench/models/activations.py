@@ -1,0 +1,134 @@
+"""Cached activations: patterns cost nothing until they are named, TransformerLens' decompositions sum to the stream."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformer_lens import ActivationCache
+
+from workbench.names import QUADRATIC
+
+
+def causal_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Scaled, masked scores [..., head, query, key] of rotated q [..., pos, head, d_head] and k with its kv heads."""
+    k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
+    scores = torch.einsum("...qhd,...khd->...hqk", q, k) * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(future, float("-inf"))
+
+
+def probabilities(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Attention pattern of scores, in float32 or better, then `dtype`."""
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
+
+
+class RebuiltPatterns(dict[Any, Tensor]):
+    """Cached activations; scores and patterns are rebuilt from rotated queries and keys when they are named."""
+
+    recipes: Sequence[Any] = ()
+    """How to rebuild those of layers whose attention is no single softmax (`attention.Recipe`)."""
+
+    def with_recipes(self, recipes: Sequence[Any]) -> RebuiltPatterns:
+        """These activations, which know further recipes."""
+        self.recipes = recipes
+        return self
+
+    def __missing__(self, key: Any) -> Tensor:
+        if key not in self:
+            raise KeyError(key)
+        for recipe in self.recipes:
+            if key in recipe.makes:
+                return recipe(self, key)
+        stem, point = key.rsplit(".", 1)
+        q, k = self[f"{stem}.hook_rot_q"], self[f"{stem}.hook_rot_k"]
+        scores = causal_scores(q, k)
+        return scores if point == "hook_attn_scores" else probabilities(scores, q.dtype)
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        for recipe in self.recipes:
+            if key in recipe.makes:
+                return recipe.needs <= self.keys()
+        stem, _, point = str(key).rpartition(".")
+        return point in QUADRATIC and {f"{stem}.hook_rot_q", f"{stem}.hook_rot_k"} <= self.keys()
+
+
+def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
+    """One of TransformerLens' decompositions of the stream, each part multiplied by how much of it arrives there.
+
+    Theirs adds outputs up as they leave their blocks, which is the stream only where every skip connection stands and
+    nothing is averaged. A remainder is what is missing to the stream; where nothing is averaged or cut, all is theirs.
+    """
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def exact(self: Cache, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        model: Any = self.model
+        n_layers, labelled = model.cfg.n_layers, given["return_labels"]
+        layer = n_layers if given["layer"] in (None, -1) else given["layer"]
+        paths = model.stream_paths(layer, mid=given.get("mlp_input", False), cache=self.cache_dict)
+        tensors = RebuiltPatterns(self.cache_dict)
+        if 0 < layer < n_layers:  # the stream at this layer; a block's output may still be averaged on its way there
+            tensors[f"blocks.{layer - 1}.hook_resid_post"] = self["resid_pre", layer]
+        given |= {"self": ActivationCache(tensors, self.model, self.has_batch_dim), "return_labels": True}
+        parts, labels = method(*bound.args, **bound.kwargs)
+        weights = [paths.get(re.sub(r"^L(\d+)([HN]).*", _output_of, label), 1.0) for label in labels]
+        if any(weight != 1.0 for weight in weights):
+            total = parts.sum(0)
+            parts = parts * parts.new_tensor(weights).view(-1, *[1] * (parts.ndim - 1))
+            if labels[-1] == "remainder":
+                parts[-1] = total - parts[:-1].sum(0)
+        return (parts, labels) if labelled else parts
+
+    return exact
+
+
+def _output_of(match: re.Match[str]) -> str:
+    return f"{match[1]}_{'attn' if match[2] == 'H' else 'mlp'}_out"
+
+
+class Cache(ActivationCache):
+    """TransformerLens' ActivationCache whose patterns cost nothing until they are named.
+
+    Its decompositions sum to the stream in every architecture, and `cache["v", 3, "own"]` is `blocks.3.attn.own.hook_v`
+    (TransformerLens' own shorthand would pass over `own` and hand out another tensor).
+    """
+
+    cache_dict: Any
+
+    decompose_resid = arriving(ActivationCache.decompose_resid)
+    stack_head_results = arriving(ActivationCache.stack_head_results)
+    stack_neuron_results = arriving(ActivationCache.stack_neuron_results)
+    get_full_resid_decomposition = arriving(ActivationCache.get_full_resid_decomposition)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """By name or shorthand; `(name, layer, branch)` with a branch as `own`, `first`, `source.2`, `cross`."""
+        if isinstance(key, tuple) and len(key) == 3 and re.match(r"(own|first|source|table|cross)\b", str(key[2])):
+            point, layer, branch = key
+            layer = layer + self.model.cfg.n_layers if layer < 0 else layer
+            key = f"blocks.{layer}.attn.{branch}.hook_{point}"
+            if key not in self.cache_dict:
+                raise KeyError(key)
+        return super().__getitem__(key)
+
+    def to(self, device: str | torch.device) -> Cache:
+        """The same cache with its tensors on a device."""
+        moved = RebuiltPatterns({name: value.to(device) for name, value in self.cache_dict.items()})
+        self.cache_dict = moved.with_recipes(self.cache_dict.recipes)
+        return self
+
+    def apply_slice_to_batch_dim(self, batch_slice: Any) -> Cache:
+        """A cache of some of the sequences."""
+        cut = super().apply_slice_to_batch_dim(batch_slice)
+        kept = RebuiltPatterns(cut.cache_dict).with_recipes(self.cache_dict.recipes)
+        return Cache(kept, self.model, has_batch_dim=cut.has_batch_dim)

@@ -1,0 +1,131 @@
+"""What TransformerLens' tools ask of a model beside its hooks: stacked weights, zeros for biases, tokens as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.config import ModelConfig
+from workbench.errors import BadData, WorkbenchError
+
+_STACKED = dict.fromkeys(("W_Q", "W_K", "W_V", "W_O"), "attn") | dict.fromkeys(("W_in", "W_gate", "W_out"), "mlp")
+_BIASES = {"b_Q": "Hd", "b_K": "Gd", "b_V": "Gd", "b_O": "D", "b_in": "M", "b_gate": "M", "b_out": "D"}
+
+
+class _Weights(dict[str, Tensor]):
+    """Weights by name; one that a layer lacks says why."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.absent: dict[str, str] = {}
+
+    def __missing__(self, name: str) -> Tensor:
+        if name in self.absent:
+            raise WorkbenchError(self.absent[name])
+        raise KeyError(name)
+
+
+class LensTools:
+    """Mixed into `HookedModel`; it reads the embedding, the blocks, the head and the tokenizer."""
+
+    if TYPE_CHECKING:
+        config: ModelConfig
+        embed: nn.Embedding
+        unembed: nn.Linear
+        ln_final: Any
+        blocks: Any
+        tokenizer: Any
+
+        def to_tokens(self, text: Any, prepend_bos: bool | None = None) -> Tensor: ...
+
+    @property
+    def W_E(self) -> Tensor:  # noqa: N802
+        """[d_vocab, d_model]."""
+        return self.embed.weight
+
+    @property
+    def W_U(self) -> Tensor:  # noqa: N802
+        """[d_model, d_vocab]."""
+        return self.unembed.weight.T
+
+    @property
+    def b_U(self) -> Tensor:  # noqa: N802
+        """[d_vocab], zeros: the head has no bias."""
+        return self.unembed.weight.new_zeros(self.config.d_vocab)
+
+    @property
+    def W_pos(self) -> Tensor:  # noqa: N802
+        """[n_ctx, d_model], zeros: positions enter by rotation and add nothing to the stream."""
+        return self.embed.weight.new_zeros(self.config.n_ctx, self.config.d_model)
+
+    def __getattr__(self, name: str) -> Any:
+        """Weights stacked over the layers under TransformerLens' names, zeros for the biases; as in `nn.Module` else.
+
+        `W_Q`, `W_K`, `W_V` and `W_O` [layer, (kv_)head, ...], `W_in`, `W_gate` and `W_out`; raises `WorkbenchError`
+        where a layer has no such projection.
+        """
+        if name in _STACKED:
+            return torch.stack([getattr(getattr(block, _STACKED[name]), name) for block in self.blocks])
+        if name in _BIASES:
+            c = self.config
+            sizes = {"H": c.n_heads, "G": c.n_key_value_heads, "d": c.d_head, "D": c.d_model, "M": c.d_mlp}
+            return self.embed.weight.new_zeros(c.n_layers, *(sizes[axis] for axis in _BIASES[name]))
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    def accumulated_bias(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
+        """[d_model], zeros: no projection of ours has a bias."""
+        return self.embed.weight.new_zeros(self.config.d_model)
+
+    def tl_parameters(self) -> dict[str, Tensor]:
+        """Weights under TransformerLens' names, one entry per layer.
+
+        `W_K` and `W_V` are repeated to the query heads that read them, `W_V` as projected (coefficients of mixing are not
+        folded in). A layer that borrows its queries, keys or values has no such entry: asked for, it says whose it uses.
+        """
+        found: dict[str, Tensor] = _Weights({"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "unembed.b_U": self.b_U})
+        found["ln_final.w"] = self.ln_final.weight
+        repeats = self.config.n_heads // self.config.n_key_value_heads
+        for i, block in enumerate(self.blocks):
+            found |= {f"blocks.{i}.{norm}.w": getattr(block, norm).weight for norm in ("ln1", "ln2")}
+            for name, part in _STACKED.items():
+                try:
+                    weight = getattr(getattr(block, part), name)
+                except WorkbenchError as error:
+                    found.absent[f"blocks.{i}.{part}.{name}"] = str(error)  # type: ignore[attr-defined]
+                    continue
+                found[f"blocks.{i}.{part}.{name}"] = (
+                    weight.repeat_interleave(repeats, 0) if name in ("W_K", "W_V") else weight
+                )
+        return found
+
+    def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
+        """Direction of the normalised stream, before the final gain, that raises each token's logit: [..., d_model].
+
+        Tokens are ids, or a text that is one token.
+        """
+        tokens = self.to_single_token(tokens) if isinstance(tokens, str) else tokens
+        ids = torch.as_tensor(tokens, device=self.unembed.weight.device)
+        return self.unembed.weight[ids] * self.ln_final.weight
+
+    def to_str_tokens(self, text: Any, prepend_bos: bool | None = None) -> list[str]:
+        """Legible tokens of one text or one row of ids; numbers where there is no tokenizer."""
+        ids = self.to_tokens(text, prepend_bos)[0].tolist()
+        return self.tokenizer.token_strings(ids) if self.tokenizer else [str(i) for i in ids]
+
+    def to_string(self, tokens: Any) -> str:
+        """Text of one row of ids."""
+        ids = self.to_tokens(tokens)[0].tolist()
+        return self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
+
+    def to_single_str_token(self, token: int) -> str:
+        """Legible form of one id."""
+        return self.to_str_tokens(torch.tensor([int(token)]))[0]
+
+    def to_single_token(self, text: str) -> int:
+        """Id of a text that is one token; raises `BadData` where it is several."""
+        ids = self.to_tokens(text)[0].tolist()
+        if len(ids) != 1:
+            raise BadData(f"{text!r} is {len(ids)} tokens, not one")
+        return ids[0]
