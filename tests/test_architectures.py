@@ -678,6 +678,7 @@ def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
         ("svformer", {"refresh_every": 3, "anchors": [0, 2]}, r"contradict refresh_every=3, which means \(0, 3\)"),
         ("neutreno", {"neutreno_lambda": "0.4"}, "neutreno_lambda='0.4'"),
         ("denseformer", {"period": 5}, "period from 1 to n_layers=4; nearest dilation=1, period=4"),
+        ("denseformer", {"dilation": 9}, "dilation from 1 to 5, .*nearest dilation=5"),
         ("denseformer", {"dilation": 0}, "dilation from 1.*nearest dilation=1"),
         ("denseformer", {"dilation": 1.5}, "dilation.*1.5"),
         (

@@ -33,10 +33,11 @@ class DenseFormer(Shortcut):
 
     def __init__(self, config: ModelConfig, *, dilation: int = 1, period: int = 1, decay_alpha: bool = False) -> None:
         super().__init__(config)
-        if dilation < 1 or period < 1 or period > config.n_layers:
+        blocks = config.n_layers  # from a dilation of blocks + 1 on, each block would average itself alone
+        if not 1 <= dilation <= blocks + 1 or not 1 <= period <= blocks:
             raise WorkbenchError(
-                f"dilation={dilation}, period={period}: dilation from 1, period from 1 to n_layers={config.n_layers};"
-                f" nearest dilation={max(dilation, 1)}, period={min(max(period, 1), config.n_layers)}"
+                f"dilation={dilation}, period={period}: dilation from 1 to {blocks + 1}, period from 1 to n_layers={blocks};"
+                f" nearest dilation={min(max(dilation, 1), blocks + 1)}, period={min(max(period, 1), blocks)}"
             )
         self.dilation, self.period = dilation, period
         self.decays = self.decay_alpha = bool(decay_alpha)
