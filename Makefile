@@ -38,6 +38,8 @@ bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, agai
 	$(BIN)/python benchmarks/attention_statistics.py
 	$(BIN)/python benchmarks/token_similarity.py
 	$(BIN)/python benchmarks/observing.py
+	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/generation.py
 
 browser:  ## install a browser for the browser tests and PNG export (Debian, Ubuntu)
