@@ -240,6 +240,46 @@ def generate(
 
 
 @app.command()
+def study(
+    file: Annotated[Path, typer.Argument(help="A study's .toml file, as those under analyses/studies.")],
+    runs: Runs = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps of tiny models, to see that it works.")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="One for each core unless given.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the tables (.parquet).")] = Path("results"),
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train the runs of a study file that are not there yet, and compare its cells over seeds.
+
+    Ctrl-C stops and the same command goes on; a run that fails is told at the end, after all others.
+    """
+    from workbench.console import demo_progress, say, table
+    from workbench.errors import WorkbenchError
+    from workbench.runs import runs_folder
+    from workbench.studying import keep, read_study, run_study, summary
+
+    asked, folder = read_study(file), runs_folder(runs)
+    try:
+        with demo_progress() as told:
+            frame = run_study(asked, folder, quick=quick, processes=processes, device=device, told=told)
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        raise
+    cells = summary(asked, frame)
+    if as_json:
+        print(cells.to_json(orient="records"))
+    else:
+        say(asked.question)
+        table(cells)
+    for path in keep(asked, frame, folder, out):
+        if not as_json:
+            say(f"kept: {path}")
+    if len(broken := frame[frame["failed"] != ""]):
+        first = broken.iloc[0]
+        raise WorkbenchError(f"{len(broken)} of {len(frame)} runs failed, first {first['run']}: {first['failed']}")
+
+
+@app.command()
 def plot(
     records: Annotated[Path, typer.Argument(help="Records as `measure --out` writes them (.parquet).")],
     out: Annotated[Path, typer.Option(help="The figure: one offline .html page.")] = Path("figure.html"),

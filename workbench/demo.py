@@ -8,21 +8,14 @@ Every architecture runs with the same seeds, so equal-named weights and all batc
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, write_json
-from workbench.runs import CORPORA
+from workbench.jobs import Status, run_jobs, shared_text
 
 STATUS = ".demo.json"
 RACE_ARCHITECTURES = ("svformer", "resformer", "transformer", "residual_k")
@@ -105,21 +98,9 @@ def _setting(job: Job) -> tuple[Any, ModelConfig, TrainConfig]:
     return data, preset.model.replace(d_vocab=data.d_vocab), recipe
 
 
-@functools.lru_cache(maxsize=1)
 def corpus(runs: Path, *, quick: bool = False) -> Any:
     """The embedded corpus and its tokenizer, built once per runs folder and shared by all workers."""
-    from filelock import FileLock
-
-    from workbench.data import open_data, prepare
-
-    root = runs / CORPORA
-    root.mkdir(parents=True, exist_ok=True)
-    pointer = root / ("demo-quick.json" if quick else "demo.json")
-    with FileLock(root / ".lock"):
-        if not pointer.exists():
-            data = prepare(root=root, max_bytes=1_000_000 if quick else None)
-            write_json(pointer, data.describe())
-    return open_data(read_json(pointer), root)
+    return shared_text(runs, "demo-quick" if quick else "demo", max_bytes=1_000_000 if quick else None)
 
 
 def run_demo(
@@ -138,67 +119,9 @@ def run_demo(
     """
     runs.mkdir(parents=True, exist_ok=True)
     plan = jobs(runs, seeds=seeds, quick=quick, device=device)
-    status = Status(runs, plan, told)
-    with (
-        _one_thread(),
-        ProcessPoolExecutor(workers or min(os.cpu_count() or 1, 8), multiprocessing.get_context("spawn")) as pool,
-    ):
-        futures: dict[Future[str], Job] = {pool.submit(work, job): job for job in plan}
-        try:
-            for future in as_completed(futures):
-                status.done(futures[future], future.exception())
-        except KeyboardInterrupt:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    status = Status(runs / STATUS, {job.name: COST[job.experiment] for job in plan}, told)
+    run_jobs(work, plan, workers, lambda job, error: status.done(job.name, error))
     status.finish()
     if status.failures:
         name, error = next(iter(status.failures.items()))
         raise WorkbenchError(f"{len(status.failures)} of {len(plan)} models failed, first {name}: {error}")
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Children start with one thread each: two on a busy core make small models many times slower."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
-class Status:
-    """How far the demo is; written for whoever looks."""
-
-    def __init__(self, runs: Path, plan: list[Job], told: Callable[[dict[str, Any]], None] | None) -> None:
-        self.path, self.plan, self.told = runs / STATUS, plan, told
-        self.begin, self.ready, self.failures = time.time(), set[str](), dict[str, str]()
-        self._write(False)
-
-    def done(self, job: Job, error: BaseException | None) -> None:
-        """Note that a model is ready or failed."""
-        if error is None:
-            self.ready.add(job.name)
-        else:
-            self.failures[job.name] = f"{type(error).__name__}: {error}"
-        self._write(False)
-
-    def finish(self) -> None:
-        """Note the end."""
-        self._write(True)
-
-    def _write(self, finished: bool) -> None:
-        elapsed = time.time() - self.begin
-        cost = {job.name: COST[job.experiment] for job in self.plan}
-        paid = sum(cost[name] for name in self.ready)
-        left = elapsed / paid * (sum(cost.values()) - paid) if paid else None
-        status = {
-            "finished": finished, "elapsed_s": round(elapsed, 1), "left_s": None if left is None else round(left, 1),
-            "models": [job.name for job in self.plan], "ready": sorted(self.ready), "failed": self.failures,
-        }  # fmt: skip
-        write_json(self.path, status)
-        if self.told:
-            self.told(status)

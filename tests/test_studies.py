@@ -1,0 +1,309 @@
+"""Studies: files that are refused by name, runs that resume, broken cells beside whole ones, tables worked by hand."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from workbench import jobs as processes
+from workbench.config import PRESETS
+from workbench.errors import BadData, UnknownName
+from workbench.models import ARCHITECTURES, compose
+from workbench.recipe import rate_factors
+from workbench.runs import Run
+from workbench.studying import keep, outcomes, plan, prepare_data, read_study, run_study, sizes, summary, work
+
+FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml"))
+NAMED = {
+    "learning_rate", "lambda", "source_layer", "target_layers", "first_layer_rate", "bos", "lengths", "sizes",
+    "sink_bigram_backcopy", "mini",
+}  # fmt: skip
+SMALL = """
+question = "Is it earlier?"
+seeds = [0, 1, 2]
+outcome = "formation_step"
+baseline = "transformer"
+data = { kind = "repeated", vocabulary = 16 }
+model = { n_layers = 2, d_model = 16, n_heads = 2, d_mlp = 8, d_vocab = 16, n_ctx = 32 }
+recipe = { steps = 4, batch = 2, T = 16, warmup = 1, validate_every = 4, save_every = 2, validation_sequences = 2 }
+[[models]]
+architecture = "transformer"
+[[models]]
+architecture = "resformer"
+"""
+
+
+def written(folder, text=SMALL, *changes):
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "small.toml"
+    path.write_text(text)
+    return path
+
+
+# ---- the files that come with it -------------------------------------------------------------------------------------
+
+
+def test_every_study_has_its_file():
+    assert {file.stem for file in FILES} == NAMED
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["whole", "quick"])
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_cell_of_the_study_files_can_be_built(file, quick):
+    study = read_study(file)
+    assert len(study.seeds) >= (5 if file.stem in ("sink_bigram_backcopy", "bos") else 3)
+    for job in plan(study, Path("runs"), quick=quick)[: len(study.cells)]:
+        model, recipe = sizes(job)
+        assert model.n_ctx >= recipe.T
+        with torch.device("meta"):
+            built = compose(job.cell.architecture, model, **job.cell.settings["options"])
+        rate_factors((name for name, _ in built.named_parameters()), recipe)
+        if quick:
+            assert recipe.steps * recipe.batch * recipe.T <= 256
+
+
+def test_mini_holds_every_architecture_and_the_controls_differ_in_rate_alone():
+    mini, rates = (read_study(FILES[0].parent / f"{name}.toml") for name in ("mini", "first_layer_rate"))
+    assert {cell.architecture for cell in mini.cells} == set(ARCHITECTURES)
+    assert mini.preset == "mini"
+    factors = {cell.name: dict(cell.settings["recipe"].get("lr_factors", {})) for cell in rates.cells}
+    assert factors["faster layer factor=5"] == {"blocks.0.*": 5}
+    assert factors["faster values factor=10"] == {"blocks.0.attn.v_proj.weight": 10}
+    assert {cell.architecture for cell in rates.cells if "faster" in cell.name} == {"transformer"}
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_is_crossed_with_every_model_and_named_points_set_several_keys(tmp_path):
+    more = """
+vary.options.lambda_v1 = [0.5, 2.0]
+[grid]
+recipe.lr = [1e-3, 4e-3]
+[[grid.length]]
+name = "short"
+recipe = { T = 8, batch = 4 }
+[[grid.length]]
+name = "long"
+"""
+    study = read_study(written(tmp_path, SMALL + more))
+    assert len(study.cells) == 3 * 4
+    assert study.axes == ["lr", "length"]
+    cell = next(c for c in study.cells if c.name == "resformer lambda_v1=2 lr=0.004 length=short")
+    assert cell.settings["options"] == {"lambda_v1": 2.0}
+    assert cell.settings["recipe"] | {"lr": 4e-3, "T": 8, "batch": 4} == cell.settings["recipe"]
+    jobs = plan(study, tmp_path)
+    assert [job.seed for job in jobs] == [0] * 12 + [1] * 12 + [2] * 12
+    assert "small-resformer-lambda_v1=2-lr=0.004-length=short-s2" in {job.name for job in jobs}
+    _, recipe = sizes(next(job for job in jobs if job.cell == cell))
+    assert (recipe.lr, recipe.T, recipe.batch) == (4e-3, 8, 4)
+    assert recipe.weight_decay == PRESETS["tiny"].train.weight_decay
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ([("outcome =", "outcom =")], UnknownName, "did you mean outcome"),
+        ([("formation_step", "formation_steps")], UnknownName, "did you mean formation_step"),
+        ([('baseline = "transformer"', 'baseline = "transfomer"')], UnknownName, "did you mean transformer"),
+        ([('architecture = "resformer"', 'architecture = "resfromer"')], UnknownName, "did you mean resformer"),
+        ([("steps = 4", "step = 4")], UnknownName, "unknown training key 'step'; did you mean steps"),
+        ([("n_heads = 2", "n_head = 2")], UnknownName, "did you mean n_heads"),
+        ([("vocabulary = 16", "vocab = 16")], UnknownName, "did you mean vocabulary"),
+        ([('"repeated", vocabulary = 16', '"repeeted"')], UnknownName, "did you mean repeated"),
+        ([('"repeated", vocabulary = 16', '"text"')], BadData, "text has no copy loss"),
+        ([("seeds = [0, 1, 2]", "seeds = [0, 0]")], BadData, "different whole numbers"),
+        ([('architecture = "resformer"', 'architecture = "transformer"')], BadData, "two models are called 'transformer'"),
+        ([('question = "Is it earlier?"', "")], BadData, "lacks question"),
+        ([("[[models]]", "[[model]]")], BadData, "no TOML|lacks models"),
+        ([('architecture = "resformer"', 'architecture = "resformer"\noptions.lambda_v2 = 1')], UnknownName, "lambda_v1"),
+        ([("seeds =", "grid.recip.lr = [1]\nseeds =")], UnknownName, "did you mean recipe"),
+        ([("seeds =", 'tuned = "lr"\nseeds =')], UnknownName, "tuned axis"),
+        ([("seeds =", "measure.metric = ['loss']\nseeds =")], UnknownName, "did you mean metrics"),
+    ],
+)  # fmt: skip
+def test_what_a_file_says_wrongly_is_named_with_the_nearest(tmp_path, changes, kind, says):
+    with pytest.raises(kind, match=says):
+        read_study(written(tmp_path, SMALL, *changes))
+
+
+def test_a_file_that_is_no_study_is_named(tmp_path):
+    with pytest.raises(BadData, match=r"nothing\.toml"):
+        read_study(tmp_path / "nothing.toml")
+    (tmp_path / "half.toml").write_text("question = ")
+    with pytest.raises(BadData, match=r"half\.toml is no TOML"):
+        read_study(tmp_path / "half.toml")
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_study_trains_tells_what_broke_and_trains_nothing_twice(tmp_path):
+    """Real processes. The second model's rate destroys it, the third one's shape cannot be built."""
+    broken = '\n[[models]]\narchitecture = "svformer"\nrecipe = { lr = 1e30, clip = 0.0, warmup = 0 }\n'
+    broken += '[[models]]\narchitecture = "gqa"\noptions.query_group = 7\n'
+    study = read_study(written(tmp_path, SMALL.replace("[0, 1, 2]", "[0]") + broken))
+    heard = []
+    frame = run_study(study, tmp_path / "runs", processes=1, told=heard.append)
+    by_model = frame.set_index("model")
+    assert (by_model.loc[["transformer", "resformer"], "failed"] == "").all()
+    assert "the loss is" in by_model.loc["svformer", "failed"]
+    assert "query_group=7" in by_model.loc["gqa", "failed"]
+    assert heard[-1]["finished"]
+    assert len(heard[-1]["failed"]) == 2
+    run = Run.open(tmp_path / "runs" / by_model.loc["resformer", "run"])
+    weights = run.step_folder(4) / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert by_model.loc["resformer", "validation_loss"] == pytest.approx(math.log(16), abs=0.1)
+    verdicts = summary(study, frame).set_index("model")["verdict"]
+    assert verdicts["svformer"] == "unresolved: 1 of 1 runs failed"
+    kept = keep(study, frame, tmp_path / "runs", tmp_path / "out")
+    assert [path.name for path in kept] == ["small.parquet", "small-runs.parquet"]
+    pd.testing.assert_frame_equal(
+        pd.read_parquet(kept[1])[["run", "failed"]], frame[["run", "failed"]], check_dtype=False
+    )
+    jobs = [job for job in plan(study, tmp_path / "runs") if job.cell.model == "resformer"]
+    work(processes_with_data(jobs[0]))
+    assert weights.stat().st_mtime_ns == before
+
+
+def processes_with_data(job):
+    import dataclasses
+
+    return dataclasses.replace(job, data=prepare_data(job))
+
+
+def test_an_interrupted_run_of_a_study_goes_on(tmp_path, monkeypatch):
+    from workbench import training
+
+    study = read_study(written(tmp_path))
+    job = processes_with_data(plan(study, tmp_path / "runs")[0])
+    update = training._Loop._update
+
+    def interrupted(loop):
+        if loop.step == 2:
+            loop.stop = True
+        return update(loop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Loop, "_update", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="stopped after step 3 of 4"):
+            work(job)
+    assert not Run.open(tmp_path / "runs" / job.name).finished
+    work(job)
+    assert Run.open(tmp_path / "runs" / job.name).telemetry("metric = 'train_loss'")["step"].tolist() == [0, 1, 2, 3]
+
+
+def test_measures_of_a_study_are_kept_with_it(tmp_path):
+    study = read_study(
+        written(tmp_path, 'measure = { metrics = ["loss", "sink_mass"], n = 2 }\n' + SMALL, ("[0, 1, 2]", "[0]"))
+    )
+    jobs = [processes_with_data(job) for job in plan(study, tmp_path / "runs")]
+    for job in jobs:
+        work(job)
+    kept = keep(study, outcomes(study, jobs, {}), tmp_path / "runs", tmp_path / "out")
+    records = pd.read_parquet(kept[-1])
+    assert kept[-1].name == "small-records.parquet"
+    assert set(records["metric"]) == {"loss", "sink_mass"}
+    assert set(records["step"]) == {0, 4}
+    assert set(records["architecture"]) == {"transformer", "resformer"}
+
+
+def test_text_that_is_not_there_breaks_its_cells_alone(tmp_path):
+    text = SMALL.replace("formation_step", "validation_loss").replace("[0, 1, 2]", "[0]")
+    text += '[[models]]\narchitecture = "svformer"\ndata = { kind = "text", texts = ["nowhere.txt"] }\n'
+    study = read_study(written(tmp_path, text))
+    assert study.cells[-1].settings["data"] == {"kind": "text", "texts": [str(tmp_path / "nowhere.txt")]}
+    frame = run_study(study, tmp_path / "runs", processes=1).set_index("model")
+    assert "nowhere.txt" in frame.loc["svformer", "failed"]
+    assert (frame.loc[["transformer", "resformer"], "failed"] == "").all()
+
+
+def _dies(number):
+    if number == 2:
+        os._exit(9)
+    return number
+
+
+def test_a_killed_process_fails_its_own_job_and_no_other():
+    heard = {}
+    processes.run_jobs(_dies, [1, 2, 3, 4], 2, lambda job, error: heard.update({job: error}))
+    assert {job for job, error in heard.items() if error is None} == {1, 3, 4}
+    assert isinstance(heard[2], processes.BrokenProcessPool)
+
+
+# ---- what they say ---------------------------------------------------------------------------------------------------
+
+
+def table(**steps):
+    """Runs with these formation steps per model and seed, at one rate."""
+    rows = [
+        {"model": model, "lr": "1", "architecture": model, "seed": seed, "run": f"{model}-{seed}", "formation_step": value}
+        for model, values in steps.items()
+        for seed, value in enumerate(values)
+    ]  # fmt: skip
+    return pd.DataFrame(rows).assign(failed="")
+
+
+@pytest.mark.parametrize(
+    ("steps", "difference", "verdict"),
+    [
+        ([80, 91, 99], -20.0, "earlier"),  # -20 in every seed: no spread at all
+        ([99, 100, 125], -2.0, "unresolved"),  # -1, -11, +6: 4.30 * 8.54 / sqrt(3) = 21.2 around -2
+        ([121, 130, 140], 20.3333, "later"),  # 21, 19, 21
+        ([80, 91, math.nan], math.nan, "unresolved: not formed in 1 of 3 runs"),
+    ],
+)
+def test_a_difference_counts_beyond_its_band_over_paired_seeds(tmp_path, steps, difference, verdict):
+    study = read_study(written(tmp_path, "grid.recipe.lr = [1.0]\n" + SMALL))
+    row = summary(study, table(transformer=[100, 111, 119], resformer=steps)).set_index("model").loc["resformer"]
+    assert row["difference"] == pytest.approx(difference, abs=1e-3, nan_ok=True)
+    assert row["verdict"] == verdict
+    if verdict == "unresolved":
+        half = 4.302653 * math.sqrt(((-1 + 2) ** 2 + (-11 + 2) ** 2 + (6 + 2) ** 2) / 2) / math.sqrt(3)
+        assert (row["low"], row["high"]) == pytest.approx((-2 - half, -2 + half), rel=1e-5)
+
+
+def test_two_seeds_decide_nothing(tmp_path):
+    study = read_study(written(tmp_path, "grid.recipe.lr = [1.0]\n" + SMALL))
+    rows = summary(study, table(transformer=[100, 100], resformer=[50, 51])).set_index("model")
+    assert rows.loc["transformer", "verdict"] == "baseline"
+    assert rows.loc["resformer", "verdict"] == "unresolved: 2 of the 3 seeds needed"
+    assert (rows.loc["resformer", "least"], rows.loc["resformer", "largest"]) == (50, 51)
+
+
+def test_each_model_takes_its_own_best_value_of_the_tuned_axis(tmp_path):
+    """Vanilla is best at rate 2 (60), ResFormer at rate 1 (50): at equal rates -50 and +15, best against best -10."""
+    study = read_study(written(tmp_path, 'tuned = "lr"\ngrid.recipe.lr = [1.0, 2.0]\n' + SMALL))
+    slow = table(transformer=[100, 100, 100], resformer=[50, 50, 50])
+    fast = table(transformer=[60, 60, 60], resformer=[75, 75, 75]).assign(lr="2")
+    rows = summary(study, pd.concat([slow, fast], ignore_index=True)).set_index(["model", "lr"])
+    assert rows.loc[("resformer", "1"), "difference"] == -50
+    assert rows.loc[("resformer", "2"), "difference"] == 15
+    assert rows.loc[("resformer", "best (1)"), "difference"] == -10
+    assert rows.loc[("resformer", "best (1)"), "verdict"] == "earlier"
+    assert rows.loc[("transformer", "best (2)"), "verdict"] == "baseline"
+
+
+# ---- the whole command -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_study_runs_in_its_quick_form(file, tmp_path_factory):
+    root = tmp_path_factory.getbasetemp() / "quick-studies"  # one corpus for all
+    study = read_study(file)
+    frame = run_study(study, root, quick=True)
+    assert (frame["failed"] == "").all(), frame[frame["failed"] != ""][["run", "failed"]].to_dict("records")
+    assert frame["validation_loss"].notna().all()
+    cells = summary(study, frame)
+    assert cells["verdict"].str.match("baseline|unresolved").all()
+    for path in keep(study, frame, root, root / "out"):
+        assert len(pd.read_parquet(path))
