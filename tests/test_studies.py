@@ -16,7 +16,8 @@ from workbench.errors import BadData, UnknownName
 from workbench.models import ARCHITECTURES, compose
 from workbench.recipe import rate_factors
 from workbench.runs import Run
-from workbench.studying import keep, outcomes, plan, prepare_data, read_study, run_study, sizes, summary, work
+from workbench.studies import read_study
+from workbench.studying import keep, outcomes, plan, prepare_data, run_study, sizes, summary, work
 
 FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml"))
 NAMED = {
@@ -287,9 +288,9 @@ def test_each_model_takes_its_own_best_value_of_the_tuned_axis(tmp_path):
     rows = summary(study, pd.concat([slow, fast], ignore_index=True)).set_index(["model", "lr"])
     assert rows.loc[("resformer", "1"), "difference"] == -50
     assert rows.loc[("resformer", "2"), "difference"] == 15
-    assert rows.loc[("resformer", "best (1)"), "difference"] == -10
-    assert rows.loc[("resformer", "best (1)"), "verdict"] == "earlier"
-    assert rows.loc[("transformer", "best (2)"), "verdict"] == "baseline"
+    assert rows.loc[("resformer", "best (1, at the edge)"), "difference"] == -10
+    assert rows.loc[("resformer", "best (1, at the edge)"), "verdict"] == "earlier"
+    assert rows.loc[("transformer", "best (2, at the edge)"), "verdict"] == "baseline"
 
 
 # ---- the whole command -----------------------------------------------------------------------------------------------

@@ -256,7 +256,8 @@ def study(
     from workbench.console import demo_progress, say, table
     from workbench.errors import WorkbenchError
     from workbench.runs import runs_folder
-    from workbench.studying import keep, read_study, run_study, summary
+    from workbench.studies import read_study
+    from workbench.studying import keep, run_study, summary
 
     asked, folder = read_study(file), runs_folder(runs)
     try:

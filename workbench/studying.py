@@ -1,32 +1,9 @@
-"""A study: one readable TOML file that names architectures x settings x seeds; its runs, and what they say together.
-
-    question = "Does the value residual win at every learning rate?"
-    preset = "tiny"                      # the model and recipe that [model] and [recipe] change
-    seeds = [0, 1, 2]
-    outcome = "formation_step"           # or validation_loss
-    baseline = "transformer"             # whom the others are compared with at equal [grid]; a model may name its own
-    data = { kind = "repeated" }         # text (texts, vocabulary, bos), repeated (vocabulary, shortest), backcopy
-    recipe = { steps = 150 }
-    grid.recipe.lr = [2e-3, 4e-3]        # crossed with every model
-
-    [[models]]
-    architecture = "transformer"
-    [[models]]
-    architecture = "resformer"
-    vary.options.lambda_v1 = [0.5, 2]    # one model each; also model, recipe, data
-
-Under `grid` and `vary`, a name that is no section is an axis of named points: `[[grid.size]]` with `name` and sections.
-`tuned = "lr"` names the grid axis of which every model may take its best value, for the second comparison. `[measure]` takes
-`metrics`, `steps` and `n`. Unknown keys are refused; runs are resumed, and a finished one is not trained again.
-"""
+"""The runs of a study: trained in parallel, resumed, and compared over paired seeds with the baseline their file names."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,25 +12,14 @@ from typing import Any
 import pandas as pd
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError
 from workbench.findings import formation_steps
 from workbench.jobs import Status, run_jobs, shared_text
 from workbench.results import load_records, write_parquet
 from workbench.runs import CORPORA, Run
 from workbench.statistics import Interval, over_seeds, paired_seeds
+from workbench.studies import OUTCOMES, Cell, Study, label
 
-KEYS = (
-    "question", "preset", "seeds", "outcome", "baseline", "tuned", "data", "model", "recipe", "grid", "models", "measure",
-)  # fmt: skip
-SECTIONS = ("options", "model", "recipe", "data")
-MODEL_KEYS = ("architecture", "name", "baseline", "vary", *SECTIONS)
-DATA_KEYS = {
-    "text": ("kind", "texts", "vocabulary", "bos"),
-    "repeated": ("kind", "vocabulary", "shortest"),
-    "backcopy": ("kind", "vocabulary", "triggers"),
-}
-MEASURE_KEYS = ("metrics", "steps", "n")
-OUTCOMES = {"validation_loss": ("lower", "higher"), "formation_step": ("earlier", "later")}  # below, above the baseline
 LEAST_SEEDS = 3
 QUICK_SEEDS = 2
 QUICK_RECIPE = {
@@ -61,41 +27,6 @@ QUICK_RECIPE = {
     "checkpoints": 1, "bf16": False,
 }  # fmt: skip
 QUICK_LENGTH, QUICK_BYTES, QUICK_VOCABULARY = 32, 1_000_000, 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One set of settings, trained with every seed. `model` is what it is called, `point` where on the grid it stands."""
-
-    model: str
-    baseline: str
-    point: Mapping[str, Any] = field(default_factory=dict)
-    architecture: str
-    settings: Mapping[str, Mapping[str, Any]]  # by section
-
-    @property
-    def name(self) -> str:
-        """Model and grid point in words."""
-        return " ".join([self.model, *(f"{axis}={_label(value)}" for axis, value in self.point.items())])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """What a study file says."""
-
-    name: str
-    question: str
-    preset: str
-    seeds: tuple[int, ...]
-    outcome: str
-    tuned: str | None
-    cells: tuple[Cell, ...]
-    measure: Mapping[str, Any]
-
-    @property
-    def axes(self) -> list[str]:
-        """Axes of the grid."""
-        return list(self.cells[0].point)
 
 
 @dataclass(frozen=True)
@@ -113,165 +44,7 @@ class Job:
     @property
     def name(self) -> str:
         """The run's folder."""
-        plain = re.sub(r"[^\w.=+-]+", "-", self.cell.name).strip("-")
-        return f"{'quick-' if self.quick else ''}{self.study.name}-{plain}-s{self.seed}"
-
-
-# ---- the file --------------------------------------------------------------------------------------------------------
-
-
-def read_study(path: str | Path) -> Study:
-    """The study of a file; raises `UnknownName` for keys and names, `BadData` for a file that cannot be read."""
-    file = Path(path)
-    try:
-        told = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadData(f"{file}: {error.strerror or error}; give a study's .toml file") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadData(f"{file} is no TOML: {error}") from error
-    _known("study", told, KEYS)
-    if missing := [key for key in ("question", "baseline", "models") if key not in told]:
-        raise BadData(f"{file} lacks {', '.join(missing)}")
-    seeds, outcome, preset = (
-        told.get("seeds", [0, 1, 2]),
-        told.get("outcome", "validation_loss"),
-        told.get("preset", "tiny"),
-    )
-    whole = isinstance(seeds, list) and seeds and all(type(s) is int and s >= 0 for s in seeds)
-    if not whole or len(set(seeds)) < len(seeds):
-        raise BadData(f"seeds={seeds!r}: give different whole numbers of at least 0")
-    if outcome not in OUTCOMES:
-        raise UnknownName("outcome", outcome, OUTCOMES)
-    if preset not in PRESETS:
-        raise UnknownName("preset", preset, PRESETS)
-    common = {s: _table(f"{s} of the study", told.get(s, {})) for s in ("model", "recipe", "data")}
-    cells = tuple(_cells(told, common, file))
-    measure = _table("measure", told.get("measure", {}))
-    _known("measure", measure, MEASURE_KEYS)
-    study = Study(
-        name=file.stem, question=str(told["question"]), preset=preset, seeds=tuple(seeds), outcome=outcome,
-        tuned=told.get("tuned"), cells=cells, measure=measure,
-    )  # fmt: skip
-    _refuse(study)
-    return study
-
-
-def _beside(file: Path, text: str) -> str:
-    """A text's path as seen from the study file; names of data sets stay."""
-    return text if text.startswith("datasets:") else str((file.parent / text).resolve())
-
-
-def _merged(layers: Sequence[Mapping[str, Any]], section: str, file: Path) -> dict[str, Any]:
-    """A section of all layers, later ones over earlier; data of another kind leaves nothing of the earlier."""
-    found: dict[str, Any] = {}
-    for layer in layers:
-        told = layer.get(section, {})
-        found = dict(told) if section == "data" and "kind" in told else found | told
-    if section == "data" and "texts" in found:
-        found["texts"] = [_beside(file, text) for text in _list("texts", found["texts"])]
-    return found
-
-
-def _cells(told: Mapping[str, Any], common: Mapping[str, Mapping[str, Any]], file: Path) -> Iterator[Cell]:
-    grid = _axes("grid", told.get("grid", {}))
-    entries = told["models"]
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise BadData("models: give at least one [[models]] table with an architecture")
-    for entry in entries:
-        _known("model", entry, MODEL_KEYS)
-        if "architecture" not in entry:
-            raise BadData(f"[[models]] {entry}: lacks its architecture")
-        own = {s: _table(f"{s} of {entry['architecture']}", entry.get(s, {})) for s in SECTIONS}
-        for chosen in _points(_axes("vary", entry.get("vary", {}))):
-            labels = [f"{axis}={_label(value)}" for axis, (value, _) in chosen.items()]
-            name = " ".join([entry.get("name", entry["architecture"]), *labels])
-            for point in _points(grid):
-                layers = [common, own, *(s for _, s in chosen.values()), *(s for _, s in point.values())]
-                settings = {s: _merged(layers, s, file) for s in SECTIONS}
-                where = {axis: value for axis, (value, _) in point.items()}
-                yield Cell(
-                    model=name,
-                    baseline=entry.get("baseline", told["baseline"]),
-                    point=where,
-                    architecture=entry["architecture"],
-                    settings=settings,
-                )
-
-
-Choice = tuple[Any, Mapping[str, Mapping[str, Any]]]  # a value as it is shown, and the settings it stands for
-
-
-def _axes(kind: str, told: Any) -> dict[str, list[Choice]]:
-    """Axis -> its choices; a section's key is named by the key alone."""
-    found: dict[str, list[Choice]] = {}
-    for name, values in _table(kind, told).items():
-        if name in SECTIONS:
-            for key, choices in _table(f"{kind}.{name}", values).items():
-                found[key] = [(value, {name: {key: value}}) for value in _list(f"{kind}.{name}.{key}", choices)]
-        elif isinstance(values, list) and all(isinstance(value, dict) and "name" in value for value in values):
-            for value in values:
-                _known(f"{kind}.{name}", value, ("name", *SECTIONS))
-            found[name] = [(value["name"], {s: value[s] for s in SECTIONS if s in value}) for value in values]
-        else:
-            raise UnknownName(f"section of {kind} (an axis of points needs tables with a name)", name, SECTIONS)
-    return found
-
-
-def _points(axes: Mapping[str, list[Choice]]) -> Iterator[dict[str, Choice]]:
-    for values in itertools.product(*axes.values()):
-        yield dict(zip(axes, values, strict=True))
-
-
-def _refuse(study: Study) -> None:
-    """Raise for names and keys that would fail in every run; values that cannot be built are left to their cell."""
-    from workbench.models import architecture
-
-    models = list(dict.fromkeys(cell.model for cell in study.cells))
-    for cell in study.cells:
-        if cell.baseline not in models:
-            raise UnknownName("baseline", cell.baseline, models)
-    if study.tuned is not None and study.tuned not in study.axes:
-        raise UnknownName("tuned axis of the grid", study.tuned, study.axes)
-    jobs = plan(study, Path())
-    if len({job.name for job in jobs}) < len(jobs):
-        names = [cell.name for cell in study.cells]
-        raise BadData(f"two models are called {next(n for n in names if names.count(n) > 1)!r}; give one a name")
-    for cell in study.cells:
-        _known(f"option of {cell.architecture}", cell.settings["options"], architecture(cell.architecture).options)
-        _known("config key", cell.settings["model"], [f.name for f in dataclasses.fields(ModelConfig)])
-        _known("training key", cell.settings["recipe"], [f.name for f in dataclasses.fields(TrainConfig)])
-        kind = cell.settings["data"].get("kind", "text")
-        if kind not in DATA_KEYS:
-            raise UnknownName("kind of data", kind, DATA_KEYS)
-        _known(f"key of {kind} data", cell.settings["data"], DATA_KEYS[kind])
-        if study.outcome == "formation_step" and kind == "text":
-            raise BadData("outcome formation_step needs repeated or backcopy data: text has no copy loss")
-
-
-def _known(kind: str, told: Mapping[str, Any], choices: Any) -> None:
-    for key in told:
-        if key not in choices:
-            raise UnknownName(kind if " of " in kind or "key" in kind else f"key of {kind}", key, choices)
-
-
-def _table(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadData(f"{name} is {value!r}; give a table")
-    return value
-
-
-def _list(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise BadData(f"{name} is {value!r}; give a list of values")
-    return value
-
-
-def _label(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ",".join(f"{k}={v}" for k, v in value.items())
-    if isinstance(value, list):
-        return ",".join(map(str, value)) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{'quick-' if self.quick else ''}{self.study.name}-{self.cell.folder}-s{self.seed}"
 
 
 # ---- the runs --------------------------------------------------------------------------------------------------------
@@ -396,7 +169,7 @@ def outcomes(study: Study, jobs: Sequence[Job], failures: Mapping[str, str]) -> 
     formation step where the data can be copied, and `failed`."""
     rows = []
     for job in jobs:
-        axes = {axis: _label(value) for axis, value in job.cell.point.items()}
+        axes = {axis: label(value) for axis, value in job.cell.point.items()}
         row = {
             "model": job.cell.model,
             **axes,
@@ -439,7 +212,7 @@ def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
         for (_, group), (_, real) in zip(
             chosen.groupby(["model", *rest], sort=False), best.groupby(["model", *rest], sort=False), strict=True
         ):
-            rows.append(_compared(study, chosen, rest, group) | {study.tuned: f"best ({real[study.tuned].iloc[0]})"})
+            rows.append(_compared(study, chosen, rest, group) | {study.tuned: _found_best(study, real)})
     return pd.DataFrame(rows)
 
 
@@ -449,6 +222,14 @@ def _best(study: Study, group: pd.DataFrame) -> pd.DataFrame:
         lambda x: math.inf if x.isna().any() else x.mean()
     )
     return group[group[study.tuned] == means.idxmin()]
+
+
+def _found_best(study: Study, runs: pd.DataFrame) -> str:
+    """The best value in words; at the edge of its axis a better one may lie outside."""
+    assert study.tuned is not None
+    tried = list(dict.fromkeys(label(cell.point[study.tuned]) for cell in study.cells))
+    found = runs[study.tuned].iloc[0]
+    return f"best ({found}{', at the edge' if found in (tried[0], tried[-1]) else ''})"
 
 
 def _compared(study: Study, frame: pd.DataFrame, axes: Sequence[str], group: pd.DataFrame) -> dict[str, Any]:
