@@ -1,1 +1,1 @@
-"""Scripts that answer one question each from runs: `python -m analyses.NAME [--runs DIR] [--out DIR]`."""
+"""Scripts that answer one question each from runs: `python -m analyses.NAME [RUN...] [--quick] [--out DIR]`."""

@@ -1,4 +1,4 @@
-"""The command line: demo, train, measure, generate, plot, report, app, list. Each command's help is its docstring.
+"""The command line: demo, train, measure, analyze, generate, plot, report, app, list. Each command's help is its docstring.
 
 Heavy imports happen inside the commands, so `--help` answers at once.
 """
@@ -312,6 +312,55 @@ def report(
 
 
 @app.command()
+def analyze(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Runs, or folders of runs; the runs folder unless given.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for tables, figures and the page.")] = Path("results"),
+    question: Annotated[
+        list[str] | None, typer.Option(help="A name from `workbench list claims`; repeat for more, all unless given.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Text for runs that came without data.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Documents at most.")] = 64,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
+    png: Annotated[
+        bool, typer.Option("--png", help="Draw the figures as PNG too; needs Chrome, Chromium or Edge.")
+    ] = False,
+    runs: Runs = None,
+    as_json: Json = False,
+) -> None:
+    """Say for each claim of the field what these runs decide, with tables, figures and one offline page.
+
+    What was measured before is not run again; Ctrl-C stops and the same command goes on.
+    """
+    import os
+
+    from workbench.analysing import analyse, verdicts, write_figures, write_tables
+    from workbench.claimspage import write_page
+    from workbench.console import say, status
+    from workbench.runs import runs_folder
+
+    chosen = list(paths or [runs_folder(runs)])
+    with status("measuring") as told:
+        found = analyse(
+            chosen, questions=question, data=data, n=n, workers=workers or min(os.cpu_count() or 1, 8),
+            told=lambda done, total, name: told(f"measured {name}, {done} of {total} runs"),
+        )  # fmt: skip
+        told("writing")
+        write_tables(found, out)
+        write_figures(found, out, png=png)
+    page = write_page(found, out, f"workbench analyze {' '.join(map(str, chosen))} --out {out}")
+    if as_json:
+        print(verdicts(found).to_json(orient="records"))
+        return
+    for j in found.judged:
+        say(f"{j.claim.name}: {j.verdict.status.replace('_', ' ')}. {j.verdict.sentence}")
+    for name, why in found.problems.items():
+        say(f"left out: {name}: {why}")
+    say(f"page: {page}")
+
+
+@app.command()
 def xray(
     path: Annotated[Path, typer.Argument(help="A run, its name, or any checkpoint `load` opens.")],
     data: Annotated[
@@ -359,11 +408,13 @@ def dashboard(runs: Runs = None, port: Annotated[int, typer.Option(help="Port on
 
 @app.command(name="list")
 def list_things(
-    what: Annotated[str, typer.Argument(help="architectures, metrics, interventions, presets or runs.")] = "runs",
+    what: Annotated[
+        str, typer.Argument(help="architectures, metrics, interventions, presets, claims or runs.")
+    ] = "runs",
     runs: Runs = None,
     as_json: Json = False,
 ) -> None:
-    """List what can be named: architectures with their options, metrics, interventions, presets, or the runs there are."""
+    """List what can be named: architectures with their options, metrics, interventions, presets, claims, or the runs."""
     from workbench.console import say, table
     from workbench.listing import LISTINGS, listing
     from workbench.runs import runs_folder

@@ -1,4 +1,4 @@
-"""Tables of everything that can be named: architectures, metrics, interventions, presets, runs."""
+"""Tables of everything that can be named: architectures, metrics, interventions, presets, claims, runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 
 from workbench.errors import UnknownName
 
-LISTINGS = ("architectures", "metrics", "interventions", "presets", "runs")
+LISTINGS = ("architectures", "metrics", "interventions", "presets", "claims", "runs")
 
 
 def listing(what: str, runs: Path) -> tuple[pd.DataFrame, list[str]]:
@@ -21,6 +21,7 @@ def listing(what: str, runs: Path) -> tuple[pd.DataFrame, list[str]]:
         "metrics": _metrics,
         "interventions": _interventions,
         "presets": _presets,
+        "claims": _claims,
     }.get(what, lambda: _runs(runs))()
 
 
@@ -81,6 +82,18 @@ def _presets() -> tuple[pd.DataFrame, list[str]]:
             }
         )
     return pd.DataFrame(rows), []
+
+
+def _claims() -> tuple[pd.DataFrame, list[str]]:
+    from workbench.claims import CLAIMS, QUESTIONS
+
+    rows = [
+        {"question": question, "claim": c.name, "text": c.text, "checkable at": c.scale}
+        for question in QUESTIONS
+        for c in CLAIMS.values()
+        if c.question == question
+    ]
+    return pd.DataFrame(rows), ["`workbench analyze RUN... --question NAME` says what runs decide of them"]
 
 
 def _runs(folder: Path) -> tuple[pd.DataFrame, list[str]]:

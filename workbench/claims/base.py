@@ -28,7 +28,7 @@ LEAST_SEEDS = 3
 Z = 1.96  # of a normal interval over many documents
 RECIPE = (
     "data", "T", "batch", "steps", "n_layers", "d_model", "n_heads", "d_mlp", "d_vocab", "warmup", "lr_final",
-    "weight_decay",
+    "weight_decay", "optimiser",
 )  # fmt: skip
 SETTING = (*RECIPE, "lr")
 """What runs must have in common before they are compared."""
@@ -84,6 +84,11 @@ class Evidence:
     def on(self, task: str) -> Evidence:
         """The evidence of runs trained on `text` or on `repeated` tokens."""
         return self.of(self.runs[self.runs["task"] == task])
+
+    def largest(self) -> Evidence:
+        """The comparable runs (at any learning rate) that hold most models, then most runs."""
+        groups = [rows for _, rows in self.runs.groupby(list(RECIPE), dropna=False)]
+        return self.of(max(groups, key=lambda rows: (rows["model"].nunique(), len(rows)))) if groups else self
 
     def named(self, choices: Sequence[str]) -> str:
         """The first of several interchangeable models that is here."""
@@ -141,7 +146,7 @@ class Evidence:
         if len(broken):
             raise Undecided(
                 "not_checkable",
-                f"{metric} is not a number in {_and(sorted(set(broken['run'])))}; the weights or activations are broken.",
+                f"{metric} is not a number in {_and(sorted(set(broken['run'])))}: broken weights, or too few documents.",
             )
         return rows
 

@@ -51,7 +51,7 @@ def lower_loss(evidence: Evidence) -> Verdict:
     sentence = (
         f"{name_of(model)} - Transformer: {whole} nats over {whole.n} seeds{few(whole)}, lower in {better} of "
         f"{len(domains)} domains; " + _same_documents(pair, model)
-        + f"equal loss after {saved} of the steps saved; "
+        + _earlier(saved)
         + (f"each at its best of {rates} learning rates {tuned}." if rates > 1 else "one learning rate, tuned for neither.")
     )  # fmt: skip
     found = {"all domains": whole, **domains, f"best of {rates} learning rates": tuned, "share of steps saved": saved}
@@ -73,14 +73,23 @@ def tuned_difference(evidence: Evidence, model: str, baseline: str = "transforme
 
 
 def steps_saved(pair: Evidence, model: str, baseline: str = "transformer") -> Interval:
-    """Share of its steps that the model saves until the baseline's final loss, over seeds; NaN without curves."""
+    """Share of its steps that the model saves until the baseline's final loss, over seeds; NaN where one never gets there."""
     curves, found = pair.curves(), []
     for _, rows in pair.runs.groupby("seed"):
         run = rows.groupby("model")["run"].first()
         if {run.get(model), run.get(baseline)} <= curves.keys():
             curve, base = curves[run[model]], curves[run[baseline]]
             found.append(1 - step_at_loss(curve, float(base.iloc[-1])) / float(base.index[-1]))
-    return over_seeds([x for x in found if math.isfinite(x)])
+    return over_seeds(found)
+
+
+def _earlier(saved: Interval) -> str:
+    """The share of steps saved in words; a seed that never comes down to the baseline's loss makes it unknown."""
+    if not saved.n:
+        return ""
+    if not math.isfinite(saved.value):
+        return "the Transformer's final loss is not reached in every seed; "
+    return f"the Transformer's final loss is reached {_percent(saved)} of the steps earlier; "
 
 
 def _same_documents(pair: Evidence, model: str) -> str:

@@ -1,0 +1,213 @@
+"""From runs to verdicts: scripts in their quick form, the page and its files, what is measured once and what is left out."""
+
+import importlib
+import json
+import pkgutil
+import shutil
+import sys
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+import analyses
+from analyses.common import QUICK_MODEL, QUICK_TRAIN, quick_runs
+from workbench.analysing import analyse, chosen, facts, find_runs, plan, verdicts, write_tables
+from workbench.claims import CLAIMS, QUESTIONS, STATUSES
+from workbench.claimspage import DECIDED, write_page
+from workbench.cli import app
+from workbench.errors import BadData, UnknownName
+from workbench.models import hooked
+from workbench.results import read_parquet
+from workbench.runs import Run
+
+SCRIPTS = [m.name for m in pkgutil.iter_modules(analyses.__path__) if m.name != "common" and not m.ispkg]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """One folder for all quick runs: what several scripts need is trained and measured once."""
+    return tmp_path_factory.mktemp("quick")
+
+
+@pytest.fixture
+def three(shared):
+    """Runs of three models with two seeds each."""
+    return quick_runs(shared, ("transformer", "resformer", "svformer"), seeds=2)
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_in_its_quick_form(name, shared, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--quick", str(shared), "--out", str(tmp_path)])
+    script = importlib.import_module(f"analyses.{name}")
+    script.main()
+    said = capsys.readouterr().out
+    for claim in (CLAIMS[c] for c in script.CLAIMS):
+        assert f"Claim: {claim.text}" in said
+        assert f"Published: {claim.published}" in said
+    told = (tmp_path / f"{name}.txt").read_text()
+    assert told.count("Here: ") == len(script.CLAIMS)
+    assert any(words in told for words in STATUSES.values())
+    table = pd.read_parquet(tmp_path / f"{name}.parquet")
+    assert len(table)
+    assert "missing" not in table, "the quick form measures what its table shows"
+    assert list(pd.read_csv(tmp_path / f"{name}.csv").columns) == list(table.columns)
+    assert "plotly" in (tmp_path / f"{name}.html").read_text().lower()
+
+
+def test_scripts_cover_every_claim_once():
+    asked = [claim for name in SCRIPTS for claim in importlib.import_module(f"analyses.{name}").CLAIMS]
+    assert sorted(asked) == sorted(CLAIMS)
+
+
+def test_every_script_asks_states_and_says_what_refutes():
+    for name in SCRIPTS:
+        text = importlib.import_module(f"analyses.{name}").__doc__
+        assert text.split("\n", 1)[0].endswith("?"), name
+        assert "Claim" in text, name
+        assert "efuted" in text, name
+
+
+# ---- evidence --------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_told_apart_by_the_options_that_are_not_their_defaults(shared):
+    odd = ("resformer", {"source_layer": 1}), ("transformer", {"lr_factors": {"blocks.0.*": 5.0}})
+    made = quick_runs(shared, ("resformer", *odd))
+    assert [facts(Run.open(path))["model"] for path in made] == [
+        "resformer", "resformer[layers=[2, 3],source_layer=1]", "transformer[lr_factors={blocks.0.*: 5.0}]",
+    ]  # fmt: skip
+
+
+def test_facts_of_a_run_are_its_own(three):
+    found = facts(Run.open(three[0]))
+    d, f, v, n = QUICK_MODEL.d_model, QUICK_MODEL.d_mlp, QUICK_MODEL.d_vocab, QUICK_MODEL.n_layers
+    assert found["parameters"] == 2 * v * d + n * (4 * d * d + 3 * d * f) + (2 * n + 1) * d
+    assert found["tokens"] == QUICK_TRAIN.steps * QUICK_TRAIN.batch * QUICK_TRAIN.T
+    assert (found["task"], found["bos"], found["seed"]) == ("text", False, 0)
+
+
+def test_plan_asks_for_each_metric_at_the_steps_its_claims_need(three):
+    run = Run.open(three[0])
+    found = plan(run, [CLAIMS["richer_values"], CLAIMS["lower_loss"]])
+    assert found == {
+        0: ("effective_rank", "loss"),
+        **dict.fromkeys(run.steps[1:-1], ("loss",)),
+        run.steps[-1]: ("effective_rank", "loss"),
+    }
+    assert plan(Run.open(three[4]), [CLAIMS["deep_values_need_little_context"]]) == {}, (
+        "a claim about vanilla models alone"
+    )
+
+
+def test_what_was_measured_is_not_run_again(three, monkeypatch):
+    first = analyse(three, claims=["same_key_averaging_approximates"], n=8)
+
+    def never(*_, **__):
+        raise AssertionError("a model ran")
+
+    monkeypatch.setattr(hooked.HookedModel, "forward", never)
+    again = analyse(three, claims=["same_key_averaging_approximates"], n=8)
+    assert again.judged[0].verdict.sentence == first.judged[0].verdict.sentence
+
+
+def test_workers_find_the_same(three):
+    alone = analyse(three[:2], claims=["same_cost"], n=8)
+    pair = analyse(three[:2], claims=["same_cost"], n=8, workers=2)
+    order = ["run", "metric", "step", "control"]
+    ours, theirs = (a.evidence.records.sort_values(order).reset_index(drop=True) for a in (alone, pair))
+    pd.testing.assert_frame_equal(ours, theirs)
+
+
+def test_sequences_too_short_for_a_metric_are_said_and_the_rest_goes_on(tmp_path):
+    recipe = QUICK_TRAIN.replace(T=32)
+    from workbench.data import prepare
+    from workbench.training import train
+
+    data = prepare(root=tmp_path / ".corpora", max_bytes=400_000, vocabulary=300)
+    shape = QUICK_MODEL.replace(d_vocab=data.d_vocab)
+    for model in ("transformer", "resformer"):
+        train(model, data, name=model, runs=tmp_path, model=shape, train=recipe, device="cpu")
+    found = analyse([tmp_path], claims=["less_concentration_in_deep_layers"], n=8)
+    assert "sink_rate needs sequences of 64 tokens, these have 32" in found.problems["transformer"]
+    assert found.judged[0].verdict.status == "gated", "the sink mass is there and says that no sink formed"
+
+
+def test_damaged_and_unfinished_runs_are_left_out_with_their_reason(three, tmp_path):
+    for path in three:
+        shutil.copytree(path, tmp_path / path.name)
+    corpora = three[0].parent / ".corpora"
+    shutil.copytree(corpora, tmp_path / ".corpora")
+    (tmp_path / three[0].name / "run.json").write_text("{")
+    last = Run.open(three[1]).steps[-1]
+    shutil.rmtree(tmp_path / three[1].name / f"step_{last:06d}")
+    weights = tmp_path / three[2].name / f"step_{last:06d}" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    shutil.rmtree(tmp_path / three[2].name / "records", ignore_errors=True)
+    found = analyse([tmp_path], claims=["lower_loss"], n=8)
+    assert "cannot be read" in found.problems[three[0].name]
+    assert "not finished" in found.problems[three[1].name]
+    assert "loss" in found.problems[three[2].name]
+    assert found.judged[0].verdict.status == "not_checkable"
+    assert "Needs runs of transformer" in found.judged[0].verdict.sentence
+
+
+def test_no_run_at_all_is_refused(tmp_path):
+    with pytest.raises(BadData, match="no finished run"):
+        find_runs([tmp_path])
+    with pytest.raises(BadData, match="no such run"):
+        find_runs([tmp_path / "nowhere"])
+
+
+def test_unknown_questions_are_refused_with_the_nearest():
+    with pytest.raises(UnknownName, match="tokens"):
+        chosen(["token"])
+    with pytest.raises(UnknownName, match="lower_loss"):
+        chosen(None, ["lower_los"])
+    assert len(chosen()) == len(CLAIMS)
+    assert {c.question for c in chosen(["sinks"])} == {"sinks"}
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_page_puts_what_is_decided_in_front_and_folds_the_rest(three, tmp_path):
+    found = analyse(three, n=8, questions=["loss", "cross_layer", "sharing", "sinks"])
+    page = write_page(found, tmp_path, "workbench analyze x").read_text()
+    front, _, folded = page.partition("<h2>Not decided here</h2>")
+    for j in found.judged:
+        assert f'id="{j.claim.name}"' in (front if j.verdict.status in DECIDED else folded)
+    assert page.count("<script") <= 2 * sum(j.figure is not None for j in found.judged) + 2
+    assert "http" not in folded.split("<h2>Provenance</h2>")[1], "nothing is fetched"
+    assert "workbench analyze x" in folded
+
+
+def test_tables_hold_what_the_sentences_say(three, tmp_path):
+    found = analyse(three, n=8, claims=["lower_loss", "fewer_parameters"])
+    write_tables(found, tmp_path)
+    table = pd.read_parquet(tmp_path / "verdicts.parquet")
+    assert table["claim"].tolist() == ["lower_loss", "fewer_parameters"]
+    pd.testing.assert_frame_equal(table, verdicts(found))
+    assert read_parquet([tmp_path / "records.parquet"])["metric"].unique().tolist() == ["loss"]
+    assert "all domains" in pd.read_csv(tmp_path / "tables" / "lower_loss.csv")["comparison"].tolist()
+
+
+def test_command_writes_everything_and_speaks_json(three, tmp_path):
+    command = ["analyze", *map(str, three), "--out", str(tmp_path), "--question", "loss", "--n", "8", "--workers", "1"]
+    said = CliRunner().invoke(app, command)
+    assert said.exit_code == 0, said.output
+    assert "lower_loss: unresolved" in said.output
+    assert (tmp_path / "claims.html").exists()
+    assert (tmp_path / "verdicts.csv").exists()
+    assert (tmp_path / "figures" / "lower_loss.html").exists()
+    told = CliRunner().invoke(app, [*command, "--json"])
+    assert {row["claim"] for row in json.loads(told.stdout)} == {c for c in CLAIMS if CLAIMS[c].question == "loss"}
+
+
+def test_claims_can_be_listed():
+    said = CliRunner().invoke(app, ["list", "claims", "--json"])
+    assert len(json.loads(said.stdout)) == len(CLAIMS)
+    assert {row["question"] for row in json.loads(said.stdout)} == set(QUESTIONS)
