@@ -29,7 +29,7 @@ contracts: $(VENV)/.installed-dev
 slow: $(VENV)/.installed-dev  ## browser, demo and other minutes-long tests
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
-docs: $(VENV)/.installed-dev  ## regenerate docs/models.md and docs/metrics.md
+docs: $(VENV)/.installed-dev  ## regenerate docs/models.md, docs/metrics.md and docs/figures.md
 	$(BIN)/python -m workbench.docs docs
 
 bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, against plain twins

@@ -5,6 +5,7 @@ import json
 import pkgutil
 import shutil
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -17,6 +18,9 @@ from workbench.claims import CLAIMS, QUESTIONS, STATUSES
 from workbench.claimspage import DECIDED, write_page
 from workbench.cli import app
 from workbench.errors import BadData, UnknownName
+from workbench.figures import FIGURES
+from workbench.interventions import INTERVENTIONS
+from workbench.metrics import METRICS
 from workbench.models import hooked
 from workbench.results import read_parquet
 from workbench.runs import Run
@@ -211,3 +215,22 @@ def test_claims_can_be_listed():
     said = CliRunner().invoke(app, ["list", "claims", "--json"])
     assert len(json.loads(said.stdout)) == len(CLAIMS)
     assert {row["question"] for row in json.loads(said.stdout)} == set(QUESTIONS)
+
+
+# ---- the page of figures ---------------------------------------------------------------------------------------------
+
+
+def test_figures_name_what_there_is():
+    root = Path(analyses.__path__[0]).parent
+    measures = {*METRICS, *INTERVENTIONS}
+    for shown in FIGURES:
+        words = shown.command.split()
+        if words[:2] == ["python", "-m"]:
+            assert words[2].removeprefix("analyses.") in SCRIPTS, shown.command
+            script = importlib.import_module(words[2])
+            assert set(shown.claims) <= set(script.CLAIMS), shown.where
+        else:
+            assert words[1] in {command.name or command.callback.__name__ for command in app.registered_commands}
+            assert {words[i + 1] for i, word in enumerate(words) if word == "-m"} <= measures
+        assert not shown.study or (root / "analyses" / "studies" / f"{shown.study}.toml").exists(), shown.study
+    assert sorted(claim for shown in FIGURES for claim in shown.claims) == sorted(CLAIMS)

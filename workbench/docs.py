@@ -1,4 +1,4 @@
-"""`docs/models.md` and `docs/metrics.md`, written from the registries: `python -m workbench.docs docs`."""
+"""`docs/models.md`, `metrics.md` and `figures.md`, written from the registries: `python -m workbench.docs docs`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 import sys
 from pathlib import Path
 
+from workbench.claims import CLAIMS, QUESTIONS
+from workbench.figures import FIGURES
 from workbench.files import write_text
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
@@ -66,11 +68,37 @@ def metrics_page() -> str:
     return "".join(parts)
 
 
+def figures_page() -> str:
+    """Every figure or table of the papers with our command, then every claim with what supports and refutes it."""
+    parts = [HEAD + "# Figures and claims\n\n## What the papers show, and what shows it here\n\n"]
+    parts.append(
+        "`RUN...` is any number of runs, or a folder of them. Studies train the runs that a question needs.\n\n"
+    )
+    parts.append("| figure or table | command | what it shows | claims | study |\n|---|---|---|---|---|\n")
+    for f in FIGURES:
+        claims = ", ".join(f"[{c}](#{c})" for c in f.claims)
+        study = f"`workbench study analyses/studies/{f.study}.toml`" if f.study else ""
+        parts.append(f"| {f.where} | `{f.command}` | {f.shows} | {claims} | {study} |\n")
+    parts.append(
+        "\nA difference inside its 95 % interval over seeds is unresolved, and so is one with fewer than three seeds.\n"
+    )
+    for question, asked in QUESTIONS.items():
+        parts.append(f"\n## {asked}\n")
+        for claim in (c for c in CLAIMS.values() if c.question == question):
+            told = {
+                "Supported where": claim.supports, "Refuted where": claim.refutes, "Checkable at": claim.scale,
+                "Published": claim.published, "Source": claim.source,
+            }  # fmt: skip
+            parts.append(f"\n### {claim.name}\n\n{claim.text}\n\n")
+            parts.append("".join(f"- {key}: {value}\n" for key, value in told.items()))
+    return "".join(parts)
+
+
 def _text(thing: object) -> str:
     return (inspect.getdoc(thing) or "").replace("||", r"\|\|")
 
 
-PAGES = {"models.md": models_page, "metrics.md": metrics_page}
+PAGES = {"models.md": models_page, "metrics.md": metrics_page, "figures.md": figures_page}
 
 
 def write(folder: Path) -> None:
