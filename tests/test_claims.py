@@ -633,3 +633,10 @@ def test_records_of_other_runs_do_not_count():
     assert isinstance(whole, Evidence)
     assert set(whole.only(["resformer"]).telemetry["run"]) == {of["run"] for of in made if of["model"] == "resformer"}
     assert run("resformer")["run"] == "resformer-s0"
+
+
+def test_a_race_with_more_seeds_does_not_hide_what_was_measured_on_text():
+    made, rows = with_sinks()
+    race = runs("transformer", "resformer", seeds=5, task="repeated", data="r", parameters=9e9)
+    found = judged("sinks_drains_and_peaks_vanish_together", made + race, rows)
+    assert "value_drain" in found.sentence, "the sinks were found, and what is missing is named"

@@ -280,7 +280,7 @@ def figure(claim: Claim, evidence: Evidence) -> go.Figure | None:
     metric = shows.pop("metric", None)
     if metric is None:
         return None
-    part = evidence.on("repeated" if metric == "copy_loss" else "text")
+    part = evidence.on("repeated") if metric == "copy_loss" else evidence.measured()
     if claim.models:
         part = part.of(part.runs[part.runs["architecture"].isin(claim.models)])
     part = part.largest()

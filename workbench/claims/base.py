@@ -85,6 +85,10 @@ class Evidence:
         """The evidence of runs trained on `text` or on `repeated` tokens."""
         return self.of(self.runs[self.runs["task"] == task])
 
+    def measured(self) -> Evidence:
+        """The evidence of runs whose activations are measured: all but the races on repeated tokens."""
+        return self.of(self.runs[self.runs["task"] != "repeated"])
+
     def largest(self) -> Evidence:
         """The comparable runs (at any learning rate) that hold most models, then most runs."""
         groups = [rows for _, rows in self.runs.groupby(list(RECIPE), dropna=False)]

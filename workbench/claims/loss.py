@@ -186,7 +186,7 @@ def fewer_tokens(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def same_cost(evidence: Evidence) -> Verdict:
     """A value residual costs the same memory and compute as the vanilla Transformer."""
-    pair = evidence.comparable("transformer", RESFORMERS)
+    pair = evidence.measured().comparable("transformer", RESFORMERS)
     model = pair.named(RESFORMERS)
     cache = pair.rows("cache_bytes")
     ratio = float(pair.by_seed(cache, model).mean() / pair.by_seed(cache, "transformer").mean())

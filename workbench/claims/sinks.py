@@ -71,7 +71,7 @@ def _from_one(evidence: Evidence, metric: str, model: str, baseline: str, **axes
 )  # fmt: skip
 def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
     """Attention sinks, drained values and hidden peaks of the first token vanish together in value-residual models."""
-    pair = evidence.comparable("transformer", METHODS)
+    pair = evidence.measured().comparable("transformer", METHODS)
     formed, model = need_sinks(pair), pair.named(METHODS)
     mass = pair.rows("sink_mass")
     top = pair.model_of(mass, "transformer").groupby("layer")["value"].mean().idxmax()
@@ -96,7 +96,7 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
     """A trained start token decides whether value-residual models lose their sinks."""
-    arms = {bool(bos): evidence.of(rows) for bos, rows in evidence.runs.groupby("bos")}
+    arms = {bool(bos): evidence.of(rows) for bos, rows in evidence.measured().runs.groupby("bos")}
     if len(arms) < 2:
         raise Undecided("not_checkable", "Needs both arms: runs with a start token (--bos first) and without.")
     changes, formed = {}, {}
