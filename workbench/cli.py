@@ -198,12 +198,15 @@ def measure(
 ) -> None:
     """Measure runs or checkpoints and print the records; what was measured before is not run again."""
     from workbench.console import status, table
+    from workbench.launched import rank
     from workbench.measuring import measure as run_measures
 
     with status("measuring") as told:
         frame = run_measures(
             list(paths), metric, data, steps=_steps(steps), n=n, T=length, batch=batch, device=device, progress=told
         )
+    if rank():  # of several processes, the first one speaks
+        return
     if out is not None:
         _write(frame, out)
     elif as_json:

@@ -1,7 +1,7 @@
 """One pass of a model over sequences: activations are reduced inside the hooks, then every number gets its error bar.
 
 Per-sequence metrics: mean, standard error and n over documents. Accumulated ones: the error by deleting one of the metric's
-groups of documents at a time (jackknife).
+groups of documents at a time (jackknife). Processes of one launch take turns over the batches and exchange what they find.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench import launched
 from workbench.data import Sample
 from workbench.metrics import Metric
 from workbench.metrics.base import AXES
@@ -88,7 +89,7 @@ def collect(model: Transformer, sample: Sample, jobs: Sequence[Job], batch: int)
     whole = [job for job in jobs if set(job.metric.reads(job.site)) <= set(WHOLE)]
     if not whole and not any(plan.values()):
         return
-    for start in range(0, len(sample.ids), batch):
+    for start in launched.share(range(0, len(sample.ids), batch)):
         ids = sample.ids[start : start + batch].to(model.embed.weight.device)
         documents = range(start, start + len(ids))
         reducers = [hook for layer, entries in plan.items() for hook in _reducers(layer, entries, ids, documents)]
@@ -96,6 +97,27 @@ def collect(model: Transformer, sample: Sample, jobs: Sequence[Job], batch: int)
             logits = (getattr(model, "everywhere", model) if whole else model)(ids)
         for job in whole:
             job.feed(None, {"logits": logits, "tokens": ids}, documents)
+    _exchange(jobs)
+
+
+def _exchange(jobs: Sequence[Job]) -> None:
+    """Put together what the processes of one launch found: batches in their order, accumulators merged fold by fold."""
+    parts = launched.gathered([job.found for job in jobs])
+    if len(parts) == 1:
+        return
+    for number, job in enumerate(jobs):
+        found = [part[number] for part in parts]
+        layers = {layer: None for one in found for layer in one}
+        if job.metric.form == "per_sequence":
+            turns = {layer: itertools.zip_longest(*(one.get(layer, ()) for one in found)) for layer in layers}
+            job.found = {layer: [t for turn in turns[layer] for t in turn if t is not None] for layer in layers}
+            continue
+        whole = {layer: [job.metric.function(**job.options) for _ in range(job.metric.folds)] for layer in layers}
+        for one in found:
+            for layer, folds in one.items():
+                for fold, more in zip(whole[layer], folds, strict=True):
+                    fold.merge(more)
+        job.found = whole
 
 
 def _reducers(

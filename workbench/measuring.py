@@ -1,6 +1,7 @@
 """Checkpoint + metrics + data -> records, each number with its error bar.
 
-What is stored already under the same weights, data, metric and options is not run again.
+What is stored already under the same weights, data, metric and options is not run again. Under `accelerate launch` the
+processes share the work and all return the same records; the first one keeps them.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench import launched
 from workbench.collecting import collect, jobs_of, rows_of, samples_of
 from workbench.data import Sample
 from workbench.errors import UnknownName, WorkbenchError
@@ -58,7 +61,7 @@ def measure(
     wanted = [_find(name) for name in ([metrics] if isinstance(metrics, str) else metrics)]
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
-    chosen, samples = subjects(models_or_runs, steps, device), dict[Any, Sample]()
+    chosen, samples = subjects(models_or_runs, steps, launched.join(device)), dict[Any, Sample]()
     for subject in chosen:
         shared = _sharing(subject, data)
         if shared not in samples:
@@ -67,7 +70,7 @@ def measure(
         refuse_short(samples[shared], wanted)
     frames = []
     for subject in chosen:
-        if progress:
+        if progress and launched.rank() == 0:
             progress(f"{subject.axes['run']} step {subject.axes['step']}")
         frames.append(_measure_one(subject, wanted, samples[_sharing(subject, data)], batch))
         subject.forget()
@@ -99,10 +102,14 @@ def _sharing(subject: Subject, data: Any) -> Any:
 def _measure_one(subject: Subject, wanted: Sequence[Measure], sample: Sample, batch: int) -> pd.DataFrame:
     keys = {digest(subject.weights, sample.hash, item.name, item.version()): item for item in wanted}
     stored = subject.get(sample, list(keys))
+    if launched.processes() > 1:  # what the first one knew: it may have kept more since the others looked
+        stored = subject.get(sample, launched.gathered(list(stored))[0])
     missing = {key: item for key, item in keys.items() if key not in stored}
     if missing:
         fresh = _compute(subject, missing, sample, batch)
-        subject.put(sample, fresh)
+        if subject.run is None or launched.rank() == 0:
+            subject.put(sample, fresh)
+        launched.gathered(None)  # nobody goes on before they are kept
         stored |= {key: frame for key, (frame, _) in fresh.items()}
     frame = pd.concat([stored[key] for key in keys], ignore_index=True)
     return typed(frame.assign(**subject.axes))  # a renamed run keeps its numbers
@@ -117,8 +124,8 @@ def _compute(subject: Subject, missing: Mapping[str, Measure], sample: Sample, b
             )
     streamed = {k: jobs_of(m) for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
     collect(model, sample, [job for jobs in streamed.values() for job in jobs], batch)
-    results = {}
-    for key, item in missing.items():
+
+    def results(key: str, item: Measure) -> Tables:
         rows: Iterable[dict[str, Any]]
         samples: Iterable[dict[str, Any]] = ()
         if key in streamed:
@@ -129,8 +136,9 @@ def _compute(subject: Subject, missing: Mapping[str, Measure], sample: Sample, b
         else:
             rows = _derived_rows(model, item, sample)
         common = _common(subject, key, item, sample)
-        results[key] = records(common | row for row in rows), records((common | r for r in samples), SAMPLE_COLUMNS)
-    return results
+        return records(common | row for row in rows), records((common | r for r in samples), SAMPLE_COLUMNS)
+
+    return launched.dealt({key: partial(results, key, item) for key, item in missing.items()})
 
 
 def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[str, Any]:

@@ -8,7 +8,6 @@ in nothing but their architecture. `accelerate` supplies devices, precision and 
 from __future__ import annotations
 
 import atexit
-import gc
 import math
 import os
 import platform
@@ -27,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from workbench import launched
 from workbench.checkpoints import save, write_tensors
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data import Data
@@ -159,7 +159,7 @@ def _refuse(data: Data, model: ModelConfig, config: TrainConfig, seed: int, chec
 def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
     """The device and precision of one training; accelerate keeps those of the first in a process for all others."""
     if "WORLD_SIZE" in os.environ:
-        atexit.register(_leave_group)
+        atexit.register(launched.leave)
     else:  # no launcher: no process group that has to live on
         AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if config.bf16 else "no")
@@ -168,13 +168,6 @@ def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
     if config.batch % accelerator.num_processes:
         raise WorkbenchError(f"batch={config.batch} does not divide over {accelerator.num_processes} processes")
     return accelerator
-
-
-def _leave_group() -> None:
-    """End the launcher's process group before the interpreter does: its threads abort a process that just exits."""
-    gc.collect()  # a finished training holds the group, and with it the threads, through its wrapped model
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class _Loop:
