@@ -80,6 +80,16 @@ def test_mini_holds_every_architecture_and_the_controls_differ_in_rate_alone():
     assert {cell.architecture for cell in rates.cells if "faster" in cell.name} == {"transformer"}
 
 
+@pytest.mark.parametrize("name", ["learning_rate", "source_layer"])
+def test_kept_results_are_of_the_study_as_it_stands(name):
+    study, folder = read_study(FILES[0].parent / f"{name}.toml"), FILES[0].parent / "results"
+    runs = pd.read_parquet(folder / f"{name}-runs.parquet")
+    assert list(runs["run"]) == [job.name for job in plan(study, Path("runs"))]
+    assert (runs["failed"] == "").all()
+    again = summary(study, runs)
+    pd.testing.assert_frame_equal(again, pd.read_parquet(folder / f"{name}.parquet"), check_dtype=False)
+
+
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +280,13 @@ def test_a_difference_counts_beyond_its_band_over_paired_seeds(tmp_path, steps, 
     if verdict == "unresolved":
         half = 4.302653 * math.sqrt(((-1 + 2) ** 2 + (-11 + 2) ** 2 + (6 + 2) ** 2) / 2) / math.sqrt(3)
         assert (row["low"], row["high"]) == pytest.approx((-2 - half, -2 + half), rel=1e-5)
+
+
+def test_a_baseline_that_has_not_formed_decides_nothing(tmp_path):
+    study = read_study(written(tmp_path, "grid.recipe.lr = [1.0]\n" + SMALL))
+    rows = summary(study, table(transformer=[100, math.nan, 119], resformer=[1, 2, 3])).set_index("model")
+    assert rows.loc["resformer", "verdict"] == "unresolved: the baseline not formed in 1 of 3 runs"
+    assert (rows.loc["transformer", "n"], rows.loc["transformer", "mean"]) == (2, 109.5)
 
 
 def test_two_seeds_decide_nothing(tmp_path):

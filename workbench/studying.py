@@ -247,15 +247,16 @@ def _compared(study: Study, frame: pd.DataFrame, axes: Sequence[str], group: pd.
         "model": first["model"], **{axis: first[axis] for axis in study.axes}, "outcome": study.outcome, "n": len(known),
         "mean": known.mean(), "least": known.min(), "largest": known.max(),
         "difference": change.value, "low": change.low, "high": change.high,
-        "verdict": "baseline" if is_baseline else _verdict(study, change, values, failed), "failed": failed,
+        "verdict": "baseline" if is_baseline else _verdict(study, change, values, base, failed), "failed": failed,
     }  # fmt: skip
 
 
-def _verdict(study: Study, change: Interval, values: pd.Series, failed: int) -> str:
+def _verdict(study: Study, change: Interval, values: pd.Series, base: pd.Series, failed: int) -> str:
     if failed:
         return f"unresolved: {failed} of {len(values)} runs failed"
-    if study.outcome == "formation_step" and values.isna().any():
-        return f"unresolved: not formed in {int(values.isna().sum())} of {len(values)} runs"
+    for whose, steps in (("", values), ("the baseline ", base)):
+        if study.outcome == "formation_step" and steps.isna().any():
+            return f"unresolved: {whose}not formed in {int(steps.isna().sum())} of {len(steps)} runs"
     if change.n < LEAST_SEEDS:
         return f"unresolved: {change.n} of the {LEAST_SEEDS} seeds needed"
     below, above = OUTCOMES[study.outcome]
