@@ -132,6 +132,7 @@ def conclude(found: Analysis, name: str, numbers: pd.DataFrame, out: Path) -> No
             f"  Published: {j.claim.published}.",
             f"  Would refute it: {j.claim.refutes}.",
             f"  Here: {STATUSES[j.verdict.status]}. {j.verdict.sentence}",
+            f"  Runs: {len(j.verdict.runs)}{f' ({j.verdict.setting})' if j.verdict.runs else ''}.",
         ]
     lines += [f"Left out: {run}: {why}" for run, why in found.problems.items()]
     for line in lines:

@@ -18,9 +18,9 @@ QUICK = ("transformer", "resformer", "neutreno", "denseformer")
 
 
 def ours(evidence: Evidence) -> pd.DataFrame:
-    """Final losses by model and domain, with size and tokens beside them."""
-    sizes = evidence.runs.groupby("model")[["parameters", "tokens", "lr"]].agg("unique")
-    return final_losses(evidence.on("text")).merge(sizes.astype(str), on="model")
+    """Final losses by model and domain, with the largest size and most tokens beside them."""
+    sizes = evidence.runs.groupby("model")[["parameters", "tokens"]].max()
+    return final_losses(evidence.on("text")).merge(sizes, on="model")
 
 
 def main() -> None:

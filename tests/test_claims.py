@@ -640,3 +640,35 @@ def test_a_race_with_more_seeds_does_not_hide_what_was_measured_on_text():
     race = runs("transformer", "resformer", seeds=5, task="repeated", data="r", parameters=9e9)
     found = judged("sinks_drains_and_peaks_vanish_together", made + race, rows)
     assert "value_drain" in found.sentence, "the sinks were found, and what is missing is named"
+
+
+def test_a_verdict_names_the_runs_it_compared():
+    made, told = with_losses({"transformer": 2.73, "resformer": 2.70, "denseformer": 2.6})
+    found = judged("lower_loss", made, (), told)
+    assert set(found.runs) == {of["run"] for of in made if of["model"] != "denseformer"}
+    assert found.setting == "4 layers, width 64, 400,000 parameters, 128 tokens, batch 8, 300 steps, rate 0.004"
+    assert judged("lower_loss", []).setting == ""
+
+
+def test_among_equal_settings_the_baselines_best_rate_is_compared():
+    worse, told = with_losses({"transformer": 2.9, "resformer": 2.7}, lr=1e-3)
+    better, more = with_losses({"transformer": 2.6, "resformer": 2.59}, lr=2e-3)
+    found = judged("lower_loss", worse + better, (), told + more)
+    assert found.table.set_index("comparison").loc["all domains", "value"] == pytest.approx(-0.01)
+
+
+def test_a_training_that_broke_is_named():
+    made, told = with_losses({"transformer": 2.73, "resformer": 2.70})
+    broken = [r | {"value": math.inf} if r["run"] == made[0]["run"] and r["step"] == LAST else r for r in told]
+    found = judged("lower_loss", made, (), broken)
+    assert found.status == "not_checkable"
+    assert made[0]["run"] in found.sentence
+
+
+def test_a_model_that_lacks_a_measure_is_named():
+    made = runs("transformer", "resformer")
+    rows = per_layer([of for of in made if of["model"] == "transformer"], "effective_rank", lambda of, n: 3.0, site="v")
+    rows += [r | {"variant": "trace"} for r in rows] + [r | {"site": "own_v"} for r in rows]
+    found = judged("richer_values", made, rows)
+    assert found.status == "not_checkable"
+    assert "effective_rank is not measured for resformer" in found.sentence

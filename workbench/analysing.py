@@ -241,14 +241,14 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     table = pd.DataFrame([facts(run, data) for run in gathered], columns=list(RUN_COLUMNS))
     label = dict(zip(table["run"], table["model"], strict=True))
     where = f"metric in {TOLD}"
-    told = [run.telemetry(where) for run in gathered]
+    written = [run.telemetry(where) for run in gathered]
     frames = [
         _joined([f for f, _, _ in gathered.values()]),
-        _joined(told),
+        _joined(written),
         _joined([s for _, s, _ in gathered.values()]),
     ]
-    named = [f.assign(architecture=f["run"].map(label)) if len(f) else f for f in frames]
-    return Evidence(table, *named)
+    kept, told, samples = (f.assign(architecture=f["run"].map(label)) if len(f) else f for f in frames)
+    return Evidence(table, kept, told, samples)
 
 
 def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -271,19 +271,17 @@ def chosen(questions: Sequence[str] | None = None, claims: Sequence[str] | None 
 
 def judge(evidence: Evidence, claims: Sequence[Claim]) -> tuple[Judged, ...]:
     """The verdict and the figure of every claim."""
-    return tuple(Judged(claim, claim.judge(evidence), figure(claim, evidence)) for claim in claims)
+    found = [(claim, claim.judge(evidence)) for claim in claims]
+    return tuple(Judged(claim, verdict, figure(claim, verdict, evidence)) for claim, verdict in found)
 
 
-def figure(claim: Claim, evidence: Evidence) -> go.Figure | None:
-    """The numbers a claim is about, in the largest group of comparable runs; None where there are none."""
+def figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> go.Figure | None:
+    """The numbers a claim is about, of the runs its verdict compared; None where there are none."""
     shows = dict(claim.shows)
     metric = shows.pop("metric", None)
     if metric is None:
         return None
-    part = evidence.on("repeated") if metric == "copy_loss" else evidence.measured()
-    if claim.models:
-        part = part.of(part.runs[part.runs["architecture"].isin(claim.models)])
-    part = part.largest()
+    part = evidence.of(evidence.runs[evidence.runs["run"].isin(verdict.runs)])
     table = part.telemetry if metric in TOLD else part.records
     rows = table[table["metric"] == metric]
     shows.setdefault("variant", None)
@@ -341,6 +339,7 @@ def verdicts(analysis: Analysis) -> pd.DataFrame:
     """One row per claim: question, claim, status, sentence, what is published."""
     rows = [
         {"question": j.claim.question, "claim": j.claim.name, "status": j.verdict.status, "sentence": j.verdict.sentence,
+         "runs": len(j.verdict.runs), "setting": j.verdict.setting,
          "text": j.claim.text, "published": j.claim.published, "source": j.claim.source}
         for j in analysis.judged
     ]  # fmt: skip

@@ -75,6 +75,7 @@ def _article(j: Judged, script: bool) -> str:
 def _facts(j: Judged) -> str:
     claim = j.claim
     told = {
+        **({"Runs": f"{len(j.verdict.runs)}: {j.verdict.setting}"} if j.verdict.runs else {}),
         "Published": claim.published, "Supported by": claim.supports, "Refuted by": claim.refutes, "Checkable at": claim.scale,
         "Source": claim.source,
     }  # fmt: skip

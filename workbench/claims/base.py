@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -32,17 +32,23 @@ RECIPE = (
 )  # fmt: skip
 SETTING = (*RECIPE, "lr")
 """What runs must have in common before they are compared."""
+WORDS = {
+    "n_layers": "{:.0f} layers", "d_model": "width {:.0f}", "parameters": "{:,.0f} parameters", "T": "{:.0f} tokens",
+    "batch": "batch {:.0f}", "steps": "{:.0f} steps", "lr": "rate {:g}",
+}  # fmt: skip
 RUN_COLUMNS = ("run", "model", "architecture", "seed", *SETTING, "tokens", "parameters", "bos", "task", "options")
 RESFORMERS = ("resformer", "resformer_constant", "resformer_learnable", "resformer_learnable_plus", "resformer_sparse")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What runs say of a claim; `table` holds the numbers behind the sentence."""
+    """What runs say of a claim; `table` holds the numbers behind the sentence, `runs` names those that were compared."""
 
     status: Status
     sentence: str
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
+    runs: tuple[str, ...] = ()
+    setting: str = ""
 
 
 class Undecided(Exception):
@@ -65,6 +71,8 @@ class Evidence:
     records: pd.DataFrame = field(default_factory=lambda: records([]))
     telemetry: pd.DataFrame = field(default_factory=lambda: records([]))
     samples: pd.DataFrame = field(default_factory=lambda: records([], SAMPLE_COLUMNS))
+    compared: list[pd.DataFrame] = field(default_factory=list, repr=False)
+    """Runs that `comparable` has chosen so far, for the verdict to name."""
 
     @property
     def models(self) -> list[str]:
@@ -74,8 +82,8 @@ class Evidence:
     def of(self, runs: pd.DataFrame) -> Evidence:
         """The evidence of these runs alone."""
         kept = set(runs["run"])
-        tables = (t[t["run"].isin(kept)] for t in (self.records, self.telemetry, self.samples))
-        return Evidence(runs, *tables)
+        records, telemetry, samples = (t[t["run"].isin(kept)] for t in (self.records, self.telemetry, self.samples))
+        return replace(self, runs=runs, records=records, telemetry=telemetry, samples=samples)
 
     def only(self, models: Iterable[str]) -> Evidence:
         """The evidence of these models alone."""
@@ -89,11 +97,6 @@ class Evidence:
         """The evidence of runs whose activations are measured: all but the races on repeated tokens."""
         return self.of(self.runs[self.runs["task"] != "repeated"])
 
-    def largest(self) -> Evidence:
-        """The comparable runs (at any learning rate) that hold most models, then most runs."""
-        groups = [rows for _, rows in self.runs.groupby(list(RECIPE), dropna=False)]
-        return self.of(max(groups, key=lambda rows: (rows["model"].nunique(), len(rows)))) if groups else self
-
     def named(self, choices: Sequence[str]) -> str:
         """The first of several interchangeable models that is here."""
         return next(name for name in choices if name in self.models)
@@ -101,8 +104,9 @@ class Evidence:
     def comparable(self, *wanted: str | Sequence[str], ignoring: Sequence[str] = ()) -> Evidence:
         """Runs of the one setting that has every wanted model (each a name, or several that will do) with most seeds.
 
-        `ignoring`: what may differ (`lr` in a sweep). Among equals the larger model wins, then the longer training. Raises
-        `Undecided` naming what is missing, or what differs where models exist but never under equal conditions.
+        `ignoring`: what may differ (`lr` in a sweep). Among equals the larger model wins, then the longer training, then the
+        lower loss of the first model. Raises `Undecided` naming what is missing, or what differs where models exist but
+        never under equal conditions.
         """
         groups = [(name,) if isinstance(name, str) else tuple(name) for name in wanted]
         absent = [" or ".join(g) for g in groups if not set(g) & set(self.models)]
@@ -113,7 +117,8 @@ class Evidence:
             seeds = [rows[rows["model"].isin(g)].groupby("model")["seed"].nunique().max() for g in groups]
             if all(s > 0 for s in seeds):
                 size, steps = rows["parameters"].fillna(0).max(), rows["steps"].fillna(0).max()
-                found.append(((float(min(seeds)), float(size), float(steps)), rows))
+                loss = self._final(rows[rows["model"].isin(groups[0])])
+                found.append(((float(min(seeds)), float(size), float(steps), -loss), rows))
         if not found:
             chosen = self.runs[self.runs["model"].isin([name for g in groups for name in g])]
             differ = [c for c in SETTING if c not in ignoring and chosen[c].nunique(dropna=False) > 1]
@@ -122,7 +127,17 @@ class Evidence:
                 f"{_and([' or '.join(g) for g in groups])} are here, but never under equal conditions: they differ in "
                 f"{_and(differ)}. Train them with equal data, length, size and recipe.",
             )
-        return self.of(max(found, key=lambda pair: pair[0])[1])
+        chosen = max(found, key=lambda pair: pair[0])[1]
+        self.compared.append(chosen[chosen["model"].isin([name for g in groups for name in g])])
+        return self.of(chosen)
+
+    def _final(self, runs: pd.DataFrame) -> float:
+        """Mean final validation loss of some runs, infinite where none is known."""
+        told = self.telemetry[
+            (self.telemetry["metric"] == "validation_loss") & self.telemetry["run"].isin(set(runs["run"]))
+        ]
+        last = told[told["step"] == told.groupby("run")["step"].transform("max")]["value"]
+        return float(last.mean()) if len(last) and np.isfinite(last.astype(float)).all() else math.inf
 
     # ---- numbers -----------------------------------------------------------------------------------------------------
 
@@ -163,8 +178,14 @@ class Evidence:
         return rows[rows["run"].isin(self.runs.loc[self.runs["model"] == model, "run"])]
 
     def difference(self, rows: pd.DataFrame, model: str, baseline: str) -> Interval:
-        """Mean over seeds of model - baseline, paired by seed."""
-        return paired_seeds(self.by_seed(rows, model), self.by_seed(rows, baseline))
+        """Mean over seeds of model - baseline, paired by seed; raises `Undecided` where a model has no such number."""
+        each = {name: self.by_seed(rows, name) for name in (model, baseline)}
+        if absent := [name for name, values in each.items() if values.empty]:
+            metric = rows["metric"].iloc[0] if "metric" in rows and len(rows) else "the loss"
+            raise Undecided(
+                "not_checkable", f"{metric} is not measured for {_and(absent)}: it was left out, or the model has none."
+            )
+        return paired_seeds(each[model], each[baseline])
 
     def losses(self) -> pd.DataFrame:
         """Final validation loss of each run and domain; from training, else from the measured loss.
@@ -175,9 +196,10 @@ class Evidence:
         measured = self.records[(self.records["metric"] == "loss") & self.records["control"].isna()]
         rows = pd.concat([told, measured[~measured["run"].isin(set(told["run"]))]], ignore_index=True)
         rows = rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
-        rows = rows[np.isfinite(rows["value"].astype(float))]
         if rows.empty:
             raise Undecided("not_checkable", f"No validation loss of {_and(self.models)} is known.")
+        if broken := sorted(set(rows.loc[~np.isfinite(rows["value"].astype(float)), "run"])):
+            raise Undecided("not_checkable", f"The loss of {_and(broken)} is not a number: the training broke.")
         return rows[["run", "seed", "data", "value"]].merge(self.runs[["run", "model", "lr", "tokens"]], on="run")
 
     def curves(self) -> dict[str, pd.Series]:
@@ -251,6 +273,17 @@ def name_of(model: str) -> str:
     return f"{LABELS.get(base, base).removesuffix(' (control)')}{bracket}{options}"
 
 
+def setting_of(runs: pd.DataFrame) -> str:
+    """What the compared runs have in common, in words; a range where they differ. Empty for no runs."""
+    told = []
+    for column, form in WORDS.items():
+        found = sorted(runs[column].dropna().unique())
+        if found:
+            low, high = form.format(found[0]), form.format(found[-1])
+            told.append(low if low == high else f"{low} to {high}")
+    return ", ".join(told)
+
+
 def here(evidence: Evidence) -> str:
     """Which models there are, in words."""
     return f"here are {_and(evidence.models)}" if evidence.models else "here are no runs that can be used"
@@ -314,10 +347,13 @@ class Claim:
 
     def judge(self, evidence: Evidence) -> Verdict:
         """The verdict of this evidence; what is missing is said, not raised."""
+        compared: list[pd.DataFrame] = []
         try:
-            return self.function(evidence)
+            verdict = self.function(replace(evidence, compared=compared))
         except Undecided as reason:
-            return reason.verdict
+            verdict = reason.verdict
+        runs = pd.concat(compared).drop_duplicates("run") if compared else evidence.runs.head(0)
+        return replace(verdict, runs=tuple(runs["run"]), setting=setting_of(runs))
 
 
 CLAIMS: dict[str, Claim] = {}

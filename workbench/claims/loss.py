@@ -106,8 +106,10 @@ def _same_documents(pair: Evidence, model: str) -> str:
 def _by_size(evidence: Evidence, model: str, size: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(method, baseline) tables of size and loss."""
     losses = evidence.losses().groupby(["run", "model"], as_index=False)["value"].mean()
-    losses = losses.merge(evidence.runs[["run", size, "seed"]].rename(columns={size: "size"}), on="run")
-    tables = [losses[losses["model"] == name].rename(columns={"value": "loss"}) for name in (model, "transformer")]
+    losses = losses.merge(evidence.runs[["run", size, "seed", "lr"]].rename(columns={size: "size"}), on="run")
+    means = losses.groupby(["model", "size", "lr"])["value"].transform("mean")
+    best = losses[means == means.groupby([losses["model"], losses["size"]]).transform("min")]  # each at its best rate
+    tables = [best[best["model"] == name].rename(columns={"value": "loss"}) for name in (model, "transformer")]
     return tables[0], tables[1]
 
 
