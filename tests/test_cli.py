@@ -9,7 +9,21 @@ import pytest
 
 from workbench.cli import app as commands
 
-EXPECTED = {"demo", "train", "study", "import", "export", "measure", "generate", "plot", "report", "xray", "app", "list"}
+EXPECTED = {
+    "demo",
+    "train",
+    "study",
+    "import",
+    "export",
+    "measure",
+    "analyze",
+    "generate",
+    "plot",
+    "report",
+    "xray",
+    "app",
+    "list",
+}
 
 
 def run(*arguments, cwd=None, **environment):
