@@ -99,6 +99,7 @@ def test_is_one_graph_that_hears_hooks_added_later(tiny, ids, any_architecture):
     assert breaks() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["resformer", "cross_layer", "residual_attention"])
 def test_other_lengths_break_no_graph(tiny, architecture):
     model = tiny(architecture, config={"n_layers": 2, "n_ctx": 150})
@@ -150,6 +151,7 @@ def test_hooks_are_heard_by_a_compiled_function_that_calls_the_model(tiny, ids):
 
 
 @broken_graphs
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forward", "logits"])
 def test_hooks_are_heard_by_a_compiled_method(tiny, ids, method):
     model = tiny("neutreno")
@@ -157,6 +159,7 @@ def test_hooks_are_heard_by_a_compiled_method(tiny, ids, method):
 
 
 @broken_graphs
+@pytest.mark.slow
 def test_hooks_are_heard_by_blocks_compiled_alone(tiny, ids):
     model = tiny("denseformer")
     for block in model.blocks:
