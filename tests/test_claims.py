@@ -313,6 +313,14 @@ def test_concentration_is_learned(trained, start, status):
     assert judged("concentration_is_learned", made, rows).status == status
 
 
+def test_one_seed_does_not_decide_what_training_does():
+    found = judged(
+        "concentration_is_learned", made := runs("transformer", seeds=1), deficits(made, lambda of, n: -0.5, 0.0)
+    )
+    assert found.status == "unresolved"
+    assert "1 of the 3 seeds" in found.sentence
+
+
 def with_sinks(models=("transformer", "resformer"), seeds=5, strongest=0.5, **facts):
     made = runs(*models, seeds=seeds, **facts)
     return made, sinks(made, lambda of: strongest if of["model"] == "transformer" else 0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from workbench.claims.base import (
+    LEAST_SEEDS,
     Evidence,
     Status,
     Undecided,
@@ -45,12 +46,16 @@ def concentration_is_learned(evidence: Evidence) -> Verdict:
         raise Undecided("not_checkable", "Needs three layers or more.")
     found = {f"layer {n}": within(rows) for n, rows in late.groupby("layer")}
     status = joined(status_of(i, 1, least=2) for i in found.values())
+    seeds = trained["seed"].nunique()
     if farthest > AT_INIT:
         status = "refuted"
+    elif seeds < LEAST_SEEDS:  # documents tell one model's layers apart, not what training does
+        status = "unresolved"
     told = ", ".join(f"{name} {i}" for name, i in found.items())
     sentence = (
         f"At random init no layer is farther than {farthest:.3f} nats from uniform causal attention (tolerance {AT_INIT}), over "
-        f"{_and_models(mine)}; trained, the Transformer's deficit is {told} nats. The deficit mixes sinks, local attention and content."
+        f"{_and_models(mine)}; trained, the Transformer's deficit is {told} nats ({seeds} of the {LEAST_SEEDS} seeds needed). "
+        "The deficit mixes sinks, local attention and content."
     )
     return Verdict(status, sentence, table_of(found, "nats"))
 
