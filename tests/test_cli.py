@@ -13,6 +13,7 @@ EXPECTED = {
     "demo",
     "train",
     "study",
+    "estimate",
     "import",
     "export",
     "measure",

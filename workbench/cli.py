@@ -216,6 +216,40 @@ def measure(
 
 
 @app.command()
+def estimate(
+    architecture: Annotated[str, typer.Argument(help="A name from `workbench list architectures`, or a+b.")],
+    preset: Annotated[str, typer.Option(help="A name from `workbench list presets`.")] = "tiny",
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", "-m", help="Estimate measuring these instead of training.")
+    ] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Architecture option as key=value.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Config key as key=value, e.g. n_layers=8.")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help="Training key as key=value, e.g. batch=64.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Documents to measure.")] = 64,
+    length: Annotated[int | None, typer.Option("-T", "--length", min=2, help="Tokens of each document.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Documents at a time while measuring.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Say how much memory a training will need, or with -m a measurement, before it runs."""
+    from workbench.config import PRESETS, ModelConfig
+    from workbench.console import status, table
+    from workbench.estimating import measuring_memory, training_memory
+
+    shape = ModelConfig.of(preset).replace(**_settings(model, "model"))
+    train, options = PRESETS[preset].train.replace(**_settings(recipe, "recipe")), _settings(option, "option")
+    with status("estimating") as told:
+        if metric:
+            T = length or train.T
+            frame = measuring_memory(architecture, shape, metric, n=n, T=T, batch=batch, progress=told, **options)
+        else:
+            frame = training_memory(architecture, shape, train, **options)
+    if as_json:
+        print(frame.to_json(orient="records"))
+    else:
+        table(frame)
+
+
+@app.command()
 def generate(
     path: Annotated[Path, typer.Argument(help="A run or a checkpoint.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; token ids as '3 14 15' where there is no tokenizer.")],

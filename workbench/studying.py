@@ -26,7 +26,7 @@ QUICK_RECIPE = {
     "steps": 4, "batch": 2, "warmup": 1, "log_every": 2, "validate_every": 2, "validation_sequences": 4, "save_every": 4,
     "checkpoints": 1, "bf16": False,
 }  # fmt: skip
-QUICK_LENGTH, QUICK_BYTES, QUICK_VOCABULARY = 32, 1_000_000, 512
+QUICK_LENGTH, QUICK_BYTES, QUICK_VOCABULARY = 64, 1_000_000, 512  # sink rates need 64 tokens
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,131 @@
+"""What is foretold of memory, against what fresh processes really took."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from workbench.config import ModelConfig, TrainConfig
+from workbench.errors import BadData, UnknownName
+from workbench.estimating import LiveBytes, measuring_memory, training_memory
+
+SHAPES = {  # parameters that matter, activations that matter, and long sequences
+    "wide": (ModelConfig(n_layers=3, d_model=512, n_heads=4, d_mlp=1792, d_vocab=8000, n_ctx=64), 2, 32),
+    "batch": (ModelConfig(n_layers=4, d_model=128, n_heads=4, d_mlp=352, d_vocab=1024, n_ctx=256), 12, 256),
+    "long": (ModelConfig(n_layers=2, d_model=128, n_heads=4, d_mlp=352, d_vocab=2048, n_ctx=2048), 1, 2048),
+}
+TRIED = ["batch", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("wide", "long"))]
+CHILD = """
+import json, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from workbench import estimating
+from workbench.config import ModelConfig, TrainConfig
+from workbench.data import Sample
+from workbench.measuring import measure
+from workbench.models import build
+from workbench.training import train
+from workbench.data import RepeatedData
+kind, architecture, model, batch, T, metrics, root = json.loads(sys.argv[1])
+config = ModelConfig(**model)
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+before = estimating.LIBRARIES
+if kind == "training":
+    recipe = TrainConfig(steps=3, batch=batch, T=T, warmup=1, validate_every=3, save_every=3, validation_sequences=4)
+    train(architecture, RepeatedData(config.d_vocab), name="r", runs=Path(root), model=config, train=recipe, device="cpu")
+else:
+    ids = torch.randint(config.d_vocab, (3 * batch, T), generator=torch.Generator().manual_seed(5))
+    measure(build(architecture, config), metrics, Sample(ids, range(3 * batch), "x"), batch=batch)
+print(json.dumps([before, status("VmHWM:")]))
+"""
+METRICS = ["loss", "importance_entropy", "sink_mass", "token_similarity", "effective_rank"]
+
+
+def real(kind, architecture, shape, root, metrics=METRICS):
+    """Resident bytes of a fresh process before its first model and at its peak."""
+    from dataclasses import asdict
+
+    model, batch, T = shape
+    arguments = json.dumps([kind, architecture, asdict(model), batch, T, metrics, str(root)])
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, arguments], capture_output=True, text=True, timeout=200, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def ratios(frame, before, peak):
+    """Foretold over real: of everything, and of what is above the libraries."""
+    sizes = frame.set_index("part")["bytes"]
+    print(frame.to_string(), before / 2**20, peak / 2**20)
+    return sizes["total"] / peak, (sizes["total"] - sizes["libraries"]) / (peak - before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+@pytest.mark.parametrize("shape", TRIED)
+def test_training_takes_what_was_foretold(shape, tmp_path):
+    model, batch, T = SHAPES[shape]
+    told = training_memory("resformer", model, TrainConfig(steps=3, batch=batch, T=T, validation_sequences=4))
+    whole, tensors = ratios(told, *real("training", "resformer", SHAPES[shape], tmp_path))
+    assert 1 / 1.5 < whole < 1.5
+    assert 1 / 1.5 < tensors < 1.5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+@pytest.mark.parametrize("shape", TRIED)
+def test_measuring_takes_what_was_foretold(shape, tmp_path):
+    model, batch, T = SHAPES[shape]
+    at_once = 4 * batch
+    told = measuring_memory("resformer", model, METRICS, n=3 * at_once, T=T, batch=at_once)
+    whole, tensors = ratios(told, *real("measuring", "resformer", (model, at_once, T), tmp_path))
+    assert 1 / 1.5 < whole < 1.5
+    assert 1 / 1.5 < tensors < 1.5
+
+
+def test_storages_are_counted_once_and_until_they_go():
+    """Two layers of 8 x 8 float32 weights (512 bytes); 4 x 8 inputs, views of them, and outputs of 128 bytes each."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    with LiveBytes(model.parameters()) as live, torch.no_grad():
+        assert live.now == 512
+        x = torch.ones(4, 8)
+        view = x[:2].T
+        assert live.now == 512 + 128
+        y = model(x)
+        assert live.peak == 512 + 3 * 128, "input, hidden and output at once"
+        assert live.now == 512 + 2 * 128, "the hidden one is gone"
+        del x, y
+        assert live.now == 512 + 128, "the view holds its storage"
+        del view
+        assert live.now == 512
+
+
+def test_parts_are_what_they_are_called():
+    model, batch, T = SHAPES["batch"]
+    told = training_memory("transformer", model, TrainConfig(steps=3, batch=batch, T=T)).set_index("part")["bytes"]
+    parameters = 2 * 1024 * 128 + 4 * (4 * 128**2 + 3 * 128 * 352) + 9 * 128
+    assert told["weights"] == told["gradients"] == 4 * parameters
+    assert told["optimiser"] == 8 * parameters
+    assert told["total"] == told.drop("total").sum()
+    twice = training_memory("transformer", model, TrainConfig(steps=3, batch=2 * batch, T=T)).set_index("part")["bytes"]
+    assert twice["activations"] == pytest.approx(2 * told["activations"], rel=0.1)
+
+
+def test_what_cannot_be_estimated_is_refused():
+    model, *_ = SHAPES["wide"]
+    with pytest.raises(UnknownName, match="resformer"):
+        training_memory("resfromer", model, TrainConfig(steps=1, batch=1, T=8))
+    with pytest.raises(UnknownName, match="pattern"):
+        training_memory("resformer", model, TrainConfig(steps=1, batch=1, T=8, lr_factors={"none.*": 2}))
+    with pytest.raises(UnknownName, match="sink_mass"):
+        measuring_memory("resformer", model, "sink_mas", T=32)
+    with pytest.raises(BadData, match="n_ctx=64"):
+        measuring_memory("resformer", model, "loss", T=128)
