@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import analyses
 from analyses.common import QUICK_MODEL, QUICK_TRAIN, quick_runs
-from workbench.analysing import analyse, chosen, facts, find_runs, plan, verdicts, write_tables
+from workbench import analysing
+from workbench.analysing import analyse, chosen, facts, find_runs, gather, plan, verdicts, write_tables
 from workbench.claims import CLAIMS, QUESTIONS, STATUSES
 from workbench.claimspage import DECIDED, write_page
 from workbench.cli import app
@@ -22,7 +23,7 @@ from workbench.figures import FIGURES
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
 from workbench.models import hooked
-from workbench.results import read_parquet
+from workbench.results import read_parquet, records
 from workbench.runs import Run
 
 SCRIPTS = [m.name for m in pkgutil.iter_modules(analyses.__path__) if m.name != "common" and not m.ispkg]
@@ -105,6 +106,17 @@ def test_plan_asks_for_each_metric_at_the_steps_its_claims_need(three):
     assert plan(Run.open(three[4]), [CLAIMS["deep_values_need_little_context"]]) == {}, (
         "a claim about vanilla models alone"
     )
+
+
+def test_dear_measures_read_fewer_documents_and_fewer_checkpoints(three, monkeypatch):
+    run, asked = Run.open(three[0]), []
+    monkeypatch.setattr(analysing, "DEAR", {"loss": 3})
+    monkeypatch.setattr(
+        analysing, "measure", lambda run, names, data, steps, n: asked.append((names, steps, n)) or records([])
+    )
+    gather(run, {2: ("loss", "sink_mass")}, n=8)
+    assert sorted(asked) == [(["loss"], [2], 3), (["sink_mass"], [2], 8)]
+    assert list(plan(run, [CLAIMS["token_information_is_preserved"]])) == sorted({run.steps[0], *run.steps[-2:]})
 
 
 def test_what_was_measured_is_not_run_again(three, monkeypatch):

@@ -35,6 +35,7 @@ from workbench.runs import Run, list_runs
 
 TOLD = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")  # of what training wrote down
 LATE = 3  # checkpoints at the end, between which losses are matched
+DEAR = {"token_probe": 32}  # documents at most, for what takes half a minute a checkpoint on 64
 BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_every", "checkpoints")
 Told = Callable[[int, int, str], None]
 """Called with (done, all, what is being done)."""
@@ -146,7 +147,12 @@ def plan(run: Run, claims: Iterable[Claim]) -> dict[int, tuple[str, ...]]:
 def _steps(have: Sequence[int], which: str) -> list[int]:
     if not have:
         return []
-    choices = {"last": have[-1:], "ends": [have[0], have[-1]], "late": [have[0], *have[-LATE:]]}
+    choices = {
+        "last": have[-1:],
+        "ends": [have[0], have[-1]],
+        "late": [have[0], *have[-LATE:]],
+        "matched": [have[0], *have[-2:]],
+    }
     return sorted(set(choices[which]))
 
 
@@ -159,15 +165,16 @@ def gather(run: Run, wanted: dict[int, tuple[str, ...]], *, data: Any = None, n:
     for step, names in wanted.items():
         fit, short = _fitting(names, run.train.T)
         problems += [s for s in short if s not in problems]
-        try:
-            if fit:
-                frames.append(measure(run, fit, data, steps=[step], n=n))
-        except WorkbenchError:
-            for name in fit:  # one of them does not work here: which?
-                try:
-                    frames.append(measure(run, name, data, steps=[step], n=n))
-                except WorkbenchError as error:
-                    problems.append(f"{name} at step {step}: {error}")
+        for most in sorted({DEAR.get(name, n) for name in fit}):
+            together = [name for name in fit if DEAR.get(name, n) == most]
+            try:
+                frames.append(measure(run, together, data, steps=[step], n=min(n, most)))
+            except WorkbenchError:
+                for name in together:  # one of them does not work here: which?
+                    try:
+                        frames.append(measure(run, name, data, steps=[step], n=min(n, most)))
+                    except WorkbenchError as error:
+                        problems.append(f"{name} at step {step}: {error}")
     frame = pd.concat(frames, ignore_index=True)
     return frame, _samples(run, frame), problems
 

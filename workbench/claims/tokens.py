@@ -32,7 +32,7 @@ KEPT = 0.5  # of what zeroing costs
     refutes="fewer bits",
     scale="any trained size, three seeds; values are left out, where the first layer's are a lookup by construction",
     published="no probe in any version of the paper",
-    source=PAPER, metrics=("token_probe",), models=("transformer", *RESFORMERS), steps="late",
+    source=PAPER, metrics=("token_probe",), models=("transformer", *RESFORMERS), steps="matched",
     shows={"metric": "token_probe", "site": "stream"},
 )  # fmt: skip
 def token_information_is_preserved(evidence: Evidence) -> Verdict:
