@@ -1,4 +1,4 @@
-"""The command line: demo, train, measure, analyze, generate, plot, report, app, list. Each command's help is its docstring.
+"""The command line: demo, train, study, estimate, measure, analyze, generate, plot, report, app, list. A command's help is its docstring.
 
 Heavy imports happen inside the commands, so `--help` answers at once.
 """
@@ -77,7 +77,7 @@ def train(
             help="Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME; else the embedded corpus."
         ),
     ] = None,
-    task: Annotated[str, typer.Option(help="text, or repeated for random tokens repeated once.")] = "text",
+    task: Annotated[str, typer.Option(help="text, repeated (random tokens repeated once) or backcopy.")] = "text",
     shortest: Annotated[
         int | None, typer.Option(help="Task repeated: draw each period from this to half the length, not fixed.")
     ] = None,
@@ -97,7 +97,7 @@ def train(
     """Train one model, or go on where an interrupted training of the same name stopped."""
     from workbench.config import PRESETS, ModelConfig
     from workbench.console import say, train_progress
-    from workbench.data import RepeatedData, open_tokens, prepare
+    from workbench.data import BackcopyData, RepeatedData, open_tokens, prepare
     from workbench.errors import UnknownName
     from workbench.models import architecture as find_architecture
     from workbench.runs import CORPORA, runs_folder
@@ -105,14 +105,16 @@ def train(
 
     if preset not in PRESETS:
         raise UnknownName("preset", preset, PRESETS)
-    if task not in ("text", "repeated"):
-        raise UnknownName("task", task, ["text", "repeated"])
+    if task not in ("text", "repeated", "backcopy"):
+        raise UnknownName("task", task, ["text", "repeated", "backcopy"])
     find_architecture(architecture)  # refuse before the corpus is built
     folder, chosen, options = runs_folder(runs), PRESETS[preset], _settings(option, "option")
     sizes, settings = _settings(model, "model"), chosen.train.replace(**_settings(recipe, "recipe"))
     vocabulary = vocabulary or sizes.get("d_vocab")
     if task == "repeated":
         data: Any = RepeatedData(vocabulary or 64, shortest)
+    elif task == "backcopy":
+        data = BackcopyData(vocabulary or 64)
     elif text and all(path.suffix == ".bin" for path in text):
         data = open_tokens(text, vocabulary)
     else:
