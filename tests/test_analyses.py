@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import analyses
 from analyses.common import QUICK_MODEL, QUICK_TRAIN, quick_runs
 from workbench import analysing
-from workbench.analysing import analyse, chosen, facts, find_runs, gather, plan, verdicts, write_tables
+from workbench.analysing import analyse, chosen, facts, find_runs, gather, matching_steps, plan, verdicts, write_tables
 from workbench.claims import CLAIMS, QUESTIONS, STATUSES
 from workbench.claimspage import DECIDED, write_page
 from workbench.cli import app
@@ -98,11 +98,7 @@ def test_facts_of_a_run_are_its_own(three):
 def test_plan_asks_for_each_metric_at_the_steps_its_claims_need(three):
     run = Run.open(three[0])
     found = plan(run, [CLAIMS["richer_values"], CLAIMS["lower_loss"]])
-    assert found == {
-        0: ("effective_rank", "loss"),
-        **dict.fromkeys(run.steps[1:-1], ("loss",)),
-        run.steps[-1]: ("effective_rank", "loss"),
-    }
+    assert found == {run.steps[0]: ("effective_rank",), run.steps[-1]: ("effective_rank", "loss")}
     assert plan(Run.open(three[4]), [CLAIMS["deep_values_need_little_context"]]) == {}, (
         "a claim about vanilla models alone"
     )
@@ -116,7 +112,17 @@ def test_dear_measures_read_fewer_documents_and_fewer_checkpoints(three, monkeyp
     )
     gather(run, {2: ("loss", "sink_mass")}, n=8)
     assert sorted(asked) == [(["loss"], [2], 3), (["sink_mass"], [2], 8)]
-    assert list(plan(run, [CLAIMS["token_information_is_preserved"]])) == sorted({run.steps[0], *run.steps[-2:]})
+
+
+def test_checkpoints_around_equal_loss_are_measured(three, monkeypatch):
+    """The vanilla model ends at 4.0, which the other passes at step 25, between its checkpoints 20 and 30."""
+    base, method = (Run.open(three[i]) for i in (0, 2))
+    curves = {base: pd.Series({0: 6.0, 40: 4.0}), method: pd.Series({0: 6.0, 20: 4.5, 30: 3.5, 40: 3.0})}
+    monkeypatch.setattr(analysing, "_curve", curves.__getitem__)
+    monkeypatch.setattr(Run, "steps", property(lambda run: [0, 10, 20, 30, 40]))
+    assert matching_steps([base, method]) == {base: [40], method: [20, 30]}
+    asked = plan(method, [CLAIMS["token_information_is_preserved"]], [20, 30])
+    assert list(asked) == [0, 20, 30, 40]
 
 
 def test_what_was_measured_is_not_run_again(three, monkeypatch):

@@ -24,6 +24,7 @@ import torch
 
 from workbench import plots
 from workbench.claims import CLAIMS, QUESTIONS, RUN_COLUMNS, Claim, Evidence, Verdict
+from workbench.claims.base import SETTING
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import write_text
 from workbench.interventions import INTERVENTIONS
@@ -32,9 +33,10 @@ from workbench.metrics import METRICS
 from workbench.models import compose
 from workbench.results import SAMPLE_COLUMNS, read_parquet, records, write_parquet
 from workbench.runs import Run, list_runs
+from workbench.statistics import step_at_loss
 
 TOLD = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")  # of what training wrote down
-LATE = 3  # checkpoints at the end, between which losses are matched
+BASELINE = "transformer"
 DEAR = {"token_probe": 32}  # documents at most, for what takes half a minute a checkpoint on 64
 BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_every", "checkpoints")
 Told = Callable[[int, int, str], None]
@@ -132,28 +134,54 @@ def _outline(architecture: str, shape: str, options: str) -> tuple[int, str]:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def plan(run: Run, claims: Iterable[Claim]) -> dict[int, tuple[str, ...]]:
-    """Which metrics the claims need of a run at which of its checkpoints."""
+def plan(run: Run, claims: Iterable[Claim], matched: Sequence[int] = ()) -> dict[int, tuple[str, ...]]:
+    """Which metrics the claims need of a run at which of its checkpoints; `matched` are those around equal losses."""
     kind = str(run.info["data"]["kind"])
     wanted: dict[int, dict[str, None]] = {}
     for claim in claims:
         if kind == "repeated" or (claim.models and run.architecture not in claim.models):
             continue
-        for step in _steps(run.steps, claim.steps):
+        for step in _steps(run.steps, claim.steps, matched):
             wanted.setdefault(step, {}).update(dict.fromkeys(claim.metrics))
     return {step: tuple(names) for step, names in sorted(wanted.items()) if names}
 
 
-def _steps(have: Sequence[int], which: str) -> list[int]:
+def _steps(have: Sequence[int], which: str, matched: Sequence[int]) -> list[int]:
     if not have:
         return []
-    choices = {
-        "last": have[-1:],
-        "ends": [have[0], have[-1]],
-        "late": [have[0], *have[-LATE:]],
-        "matched": [have[0], *have[-2:]],
-    }
+    ends = [have[0], have[-1]]
+    choices = {"last": have[-1:], "ends": ends, "matched": [*ends, *matched]}
     return sorted(set(choices[which]))
+
+
+def matching_steps(runs: Sequence[Run]) -> dict[Run, list[int]]:
+    """Checkpoints of each run around the step at which it had a loss that ends its baseline, or one that it is the baseline of.
+
+    Runs are compared with the vanilla model of the same setting and seed; those without written losses have none.
+    """
+    found: dict[Run, list[int]] = {run: [] for run in runs}
+    curves = {run: _curve(run) for run in runs}
+    groups: dict[tuple[Any, ...], list[tuple[Run, str]]] = {}
+    for run in runs:
+        fact = facts(run)
+        groups.setdefault((*(fact[c] for c in SETTING), fact["seed"]), []).append((run, fact["model"]))
+    for members in groups.values():
+        for base in (run for run, model in members if model == BASELINE and len(curves[run])):
+            for run in (r for r, _ in members if r is not base and len(curves[r])):
+                loss = max(float(curves[run].min()), float(curves[base].min()))
+                for one in (run, base):
+                    step, have = step_at_loss(curves[one], loss), one.steps
+                    found[one] += [
+                        max((s for s in have if s <= step), default=0),
+                        min((s for s in have if s >= step), default=0),
+                    ]
+    return {run: sorted(set(steps)) for run, steps in found.items()}
+
+
+def _curve(run: Run) -> pd.Series:
+    told = run.telemetry("metric = 'validation_loss' and variant is null")
+    curve = told.groupby("step")["value"].mean().sort_index()
+    return curve.set_axis(curve.index.astype(int)).astype(float)
 
 
 Gathered = tuple[pd.DataFrame, pd.DataFrame, list[str]]
@@ -214,7 +242,8 @@ def collect(
     told: Told | None = None,
 ) -> tuple[Evidence, dict[str, str]]:
     """Measure what the claims need of every run, in processes of one thread each, and return the evidence and problems."""
-    jobs = {run: (str(run.path), plan(run, claims), data, n) for run in runs}
+    matched = matching_steps(runs)
+    jobs = {run: (str(run.path), plan(run, claims, matched[run]), data, n) for run in runs}
     gathered: dict[Run, Gathered] = {}
     problems: dict[str, str] = {}
 

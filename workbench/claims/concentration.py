@@ -73,7 +73,7 @@ def _and_models(evidence: Evidence) -> str:
     published="entropy axes 1.4 to 2.8 (468M) and 2.75 to 4.50 (82M) (ticks in the paper's figures); their length is not "
     "stated, about 20 and "
     "100 tokens by inference, so they are never drawn over ours",
-    source=PAPER, metrics=("importance_entropy", "concentration_parts", "sink_mass", "sink_rate"), steps="late",
+    source=PAPER, metrics=("importance_entropy", "concentration_parts", "sink_mass", "sink_rate"), steps="matched",
     shows={"metric": "importance_entropy", "variant": "deficit"},
 )  # fmt: skip
 def less_concentration_in_deep_layers(evidence: Evidence) -> Verdict:

@@ -32,7 +32,7 @@ SLOWER = 0.05  # of the step time, before it counts as slower
     refutes="it is above 0, or its sign flips once the baseline has its own best learning rate",
     scale="any size, three seeds; the effect is about 0.03 nats, 1 %",
     published="-0.0272, -0.0323 and -0.0269 nats at 82M, 180M and 468M, better in 7 of 7 domains, one seed (the paper's table)",
-    source=PAPER, metrics=("loss",), steps="late", shows={"metric": "validation_loss"},
+    source=PAPER, metrics=("loss",), steps="last", shows={"metric": "validation_loss"},
 )  # fmt: skip
 def lower_loss(evidence: Evidence) -> Verdict:
     """At equal size and data a value residual ends at a lower validation loss than the vanilla Transformer."""
