@@ -392,7 +392,8 @@ def write_tables(analysis: Analysis, out: Path) -> list[Path]:
 
 
 def _both(frame: pd.DataFrame, path: Path) -> list[Path]:
-    write_text(path.with_suffix(".csv"), frame.to_csv(index=False))
+    readable = frame.drop(columns="provenance", errors="ignore")  # nine tenths of the bytes; Parquet keeps it
+    write_text(path.with_suffix(".csv"), readable.to_csv(index=False))
     write_parquet(frame, path.with_suffix(".parquet"))
     return [path.with_suffix(".csv"), path.with_suffix(".parquet")]
 
