@@ -44,7 +44,7 @@ def three(shared):
 # ---- scripts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS[:2], *(pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS[2:])])
 def test_script_in_its_quick_form(name, shared, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--quick", str(shared), "--out", str(tmp_path)])
     script = importlib.import_module(f"analyses.{name}")

@@ -758,6 +758,7 @@ for path in large:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from Linux's /proc")
+@pytest.mark.slow
 def test_opening_takes_the_memory_of_the_weights_and_no_more(tmp_path, tiny):
     """Peak resident memory in a fresh process against the file's bytes, at most 1.1 times."""
     size = {"n_layers": 3, "d_model": 512, "d_mlp": 1536, "d_vocab": 12_000}

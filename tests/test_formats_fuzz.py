@@ -181,6 +181,7 @@ def survives(act, file, data):
 
 
 @pytest.mark.parametrize("form", LOADED)
+@pytest.mark.slow
 def test_damaged_checkpoints_load_or_are_refused_by_name(tiny, tmp_path, form, monkeypatch):
     # what would be observed is sound; observing it has tests of its own
     monkeypatch.setattr(workbench, "observe", lambda module, ids, **_: SimpleNamespace(source={}), raising=False)
@@ -193,6 +194,7 @@ def test_damaged_checkpoints_load_or_are_refused_by_name(tiny, tmp_path, form, m
     assert not heard
 
 
+@pytest.mark.slow
 def test_damaged_files_of_modules_to_be_filled_are_refused_by_name(tmp_path):
     file = tmp_path / "a.pt"
     torch.save({"a": torch.ones(3, 4).T, "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.tensor(1)}, file)
@@ -226,6 +228,7 @@ SIDE = {
 
 
 @pytest.mark.parametrize("form", SIDE)
+@pytest.mark.slow
 def test_damaged_files_beside_checkpoints_are_read_or_refused_by_name(tmp_path, form):
     write, name, act = SIDE[form]
     file = tmp_path / name
