@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 METRICS = (
     "loss", "concentration_parts", "sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_identity_share", "value_ablation",
 )  # fmt: skip
+DOCUMENTS = 32
 SHORT = "sink_rate"  # needs 64 tokens
 NEEDED = ("concentration_parts", "sink_mass", "value_drain", "token_identity_share", "value_ablation")
 WIDTH, HEIGHT = 1400, 1400
@@ -112,7 +113,7 @@ def xray(
     thing: Any,
     data: Any = None,
     *,
-    n: int = 32,
+    n: int = DOCUMENTS,
     T: int | None = None,
     device: str | None = None,
     progress: Callable[[str], None] | None = None,
@@ -134,6 +135,7 @@ def xray(
     frame = measure(subject, names, _data(subject, data, n, T), steps=_steps(subject), n=n, T=T, progress=progress)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
     given = f" --data {data}" if isinstance(data, str | Path) else ""
+    given += (f" --n {n}" if n != DOCUMENTS else "") + (f" --tokens {T}" if T else "")
     where = subject.path if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
     return XRay(
         name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,7 +106,8 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
 
     Exact: U = softmax(Q_n [K_n; K_m]^T / sqrt(d)) [V_n; V_m], m = n - 1. `same_key`: A_n (V_n + V_m) / 2, what a value
     residual computes. `identity`: A_n V_n + V_m; `identity_all`: A_n V_n + the mean of all earlier values. `own`: A_n V_n
-    alone, the baseline. Mean cosine over tokens of the head outputs together. Caution: meant for a vanilla model.
+    alone, the baseline. Mean cosine over tokens of the head outputs together. A model of one layer has no rows.
+    Caution: meant for a vanilla model.
     """
     from workbench.kernels.joint import Softmax, joint_attention
 
@@ -138,5 +138,3 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
     for (layer, how), parts in found.items():
         row = over_documents(torch.cat(parts), layer=layer, unit="cosine")
         yield row | ({"control": "own"} if how == "own" else {"variant": how})
-    if not found:
-        yield {"value": math.nan, "unit": "cosine"}

@@ -57,4 +57,12 @@ def layer_similarity(model: Any, sample: Any, data: Any, batch: int) -> Iterator
             size = centred[n, n].norm() * centred[m, m].norm()
             yield over_documents(torch.cat(parts), site=site, layer=n, source=m, unit="cosine")
             alike = float(centred[n, m].square().sum() / size)
-            yield {"site": site, "layer": n, "source": m, "variant": "cka", "value": alike, "unit": "share"}
+            yield {
+                "site": site,
+                "layer": n,
+                "source": m,
+                "variant": "cka",
+                "value": alike,
+                "n": len(sample.ids),
+                "unit": "share",
+            }

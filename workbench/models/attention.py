@@ -81,11 +81,7 @@ class Attention(Part):
         self.branches: dict[str, dict[Source, tuple[Branch, State]]] = {}  # what it mixes, borrows or is pulled toward
         self.mixers: dict[str, tuple[Shortcut, tuple[Source, ...]]] = {}  # who mixes, and which of the sources
         self.reads: dict[str, dict[Source, Branch]] = {}  # what its softmaxes read of other layers
-        self.kept: dict[str, tuple[State, ...]] = {
-            "q": (),
-            "k": (),
-            "v": (),
-        }  # what later layers want, told by the model
+        self.kept: dict[str, tuple[State, ...]] = {"q": (), "k": (), "v": ()}  # what later layers want; the model tells
         self.attended: tuple[str, ...] = ()  # rotated queries, keys or values that their softmaxes want
         self.absent: dict[str, str] = {}  # statistics that do not exist here, and why
         self.joint = next((s for s in shortcuts if s.attends(layer)), None)
