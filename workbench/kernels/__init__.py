@@ -1,5 +1,16 @@
 """Fast paths, each beside the plain reference it must equal."""
 
-from workbench.kernels.attention import AttentionStatistics, attention_reference, attention_statistics
+from workbench.kernels.attention import attention_form, attention_statistics
+from workbench.kernels.pooled import attention_window, bucket_edges, pooled_attention, pooled_maximum
+from workbench.kernels.reference import AttentionStatistics, attention_reference
 
-__all__ = ["AttentionStatistics", "attention_reference", "attention_statistics"]
+__all__ = [
+    "AttentionStatistics",
+    "attention_form",
+    "attention_reference",
+    "attention_statistics",
+    "attention_window",
+    "bucket_edges",
+    "pooled_attention",
+    "pooled_maximum",
+]

@@ -1,0 +1,120 @@
+"""Attention output and concentration statistics from stock fused calls: those that also return the rows' log-sum-exp.
+
+With scaled masked scores s_ij, lse_i = ln sum_j exp s_ij and A_ij = exp(s_ij - lse_i):
+
+    z, lse         one call
+    H_i            = lse_i - scale q_i . (sum_j A_ij k_j): one more call, with the keys as values
+    received_j     = sum_i exp(s_ij - lse_i): exp of the log-sum-exp of the *transposed* attention, a third call. Turned
+                   back to front it is causal too, and -lse_i rides in spare channels of the head, split into parts that
+                   16-bit types hold
+    sink_i         = exp(s_i0 - lse_i)
+    row_max_i      = exp(max_j s_ij - lse_i): no fused call gives a maximum, so the scores pass once more, in strips
+
+Against the strips H_i is a difference of two numbers as large as the scores, so it keeps their absolute error, not a
+small entropy's own. The calls are PyTorch's private ones (the public one keeps the log-sum-exp to itself):
+FlashAttention, Dao et al. 2022, arXiv 2205.14135.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from workbench.errors import WorkbenchError
+from workbench.kernels.reference import AttentionStatistics, refuse_other
+from workbench.kernels.strips import score_strips
+
+_CALLS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
+_SPARE = 8  # channels: the widths that flash attention on a GPU takes are multiples of 8
+_WIDEST = 256  # channels of a head on a GPU
+_PARTS = 3  # of a float32 number in a 16-bit type
+_UNIT = 64.0  # what the parts are multiples of: float16 reaches 4e6 that way
+
+
+def runs_fused(device: torch.device, dtype: torch.dtype, d_head: int) -> bool:
+    """Whether `fused_statistics` can run: this PyTorch has the call, and on a GPU the hardware, type and width fit."""
+    if not hasattr(torch.ops.aten, _CALLS.get(device.type, "no call")):
+        return False
+    if device.type == "cpu":
+        return True
+    return (
+        torch.version.hip is None
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        and _padded(d_head) <= _WIDEST
+    )
+
+
+def _padded(d_head: int) -> int:
+    return -(-(d_head + _PARTS) // _SPARE) * _SPARE
+
+
+@torch.no_grad()
+def fused_statistics(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    v: Float[Tensor, "batch pos kv_head d_head"],
+    *,
+    scale: float | None = None,
+) -> tuple[Float[Tensor, "batch pos head d_head"], AttentionStatistics]:
+    """As `attention_statistics`, in fused calls; raises `WorkbenchError` where `runs_fused` says no, or for a scale that is not above 0."""
+    refuse_other(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0 or not runs_fused(q.device, q.dtype, q.shape[-1]):
+        raise WorkbenchError(
+            f"no fused call for scale {scale}, {q.dtype}, width {q.shape[-1]} on {q.device}; use strips"
+        )
+    with torch.autocast(q.device.type, enabled=False):
+        z, received, row_entropy, sink, lse = fused_but_maximum(q, k, v, scale=scale)
+        top = torch.empty_like(lse)
+        for strip in score_strips(q, k, scale=scale):
+            found = top[strip.sequences, strip.heads, strip.queries]
+            found.copy_(strip.scores.amax(-1).view(found.shape))
+    row_max = top.sub_(lse).exp_().clamp_(max=1)
+    return z, AttentionStatistics(received=received, row_entropy=row_entropy, row_max=row_max, sink=sink, lse=lse)
+
+
+def fused_but_maximum(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    v: Float[Tensor, "batch pos kv_head d_head"],
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The three calls: output, received, row entropy, sink and lse."""
+    heads = q.shape[2]
+    q, k, v = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (q, k, v))
+    z, lse = _call(q, k, v, scale)
+    mean_key, _ = _call(q, k, k, scale)
+    wide, first = q.to(lse.dtype), k[:, :, :1].to(lse.dtype)
+    entropy = lse - scale * (wide * mean_key).sum(-1)
+    sink = (scale * (wide * first).sum(-1) - lse).exp()
+    return z.transpose(1, 2), _received(q, k, lse, scale), entropy.clamp_(min=0), sink, lse
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of [batch, head, pos, d_head] with equal heads: output and lse [batch, head, pos]."""
+    width = q.shape[-1]
+    if missing := -width % _SPARE:
+        q, k, v = (torch.nn.functional.pad(x, (0, missing)) for x in (q, k, v))
+    call: Callable[..., tuple[Tensor, ...]] = getattr(torch.ops.aten, _CALLS[q.device.type])
+    z, lse = call(q, k, v, is_causal=True, scale=scale)[:2]
+    return z[..., :width], lse[..., : q.shape[2]]
+
+
+def _received(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """sum_i exp(s_ij - lse_i) [batch, head, pos]: the last position first, each key is a query of the rows that see it."""
+    width = q.shape[-1]
+    columns, rows = (x.new_zeros(*x.shape[:-1], _padded(width)) for x in (k, q))
+    columns[..., :width], rows[..., :width] = k.flip(2), q.flip(2)
+    columns[..., width : width + _PARTS] = _UNIT
+    rest = lse.flip(-1) / (-scale * _UNIT)
+    for channel in range(width, width + _PARTS):
+        rows[..., channel] = rest
+        rest = rest - rows[..., channel]
+    # values as wide as the keys: with other widths the call is not the fused one
+    return _call(columns, rows, rows, scale)[1].flip(-1).exp()

@@ -1,0 +1,135 @@
+"""Pictures of a causal attention pattern that is never formed: a pooled overview, and any window of it exactly.
+
+Buckets are runs of neighbouring positions, as even as they can be: with T positions and B buckets, bucket b holds positions
+floor(b T / B) .. floor((b + 1) T / B) - 1; sequences shorter than B have one bucket for each position. Everything runs in
+strips of queries: memory O(T) beside the result.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from workbench.errors import WorkbenchError
+from workbench.kernels.reference import refuse_other
+from workbench.kernels.strips import Strip, of_heads, score_strips
+
+BUCKETS = 64
+
+
+def bucket_edges(length: int, buckets: int) -> list[int]:
+    """First position of each bucket, and the length at the end: min(buckets, length) + 1 increasing numbers from 0."""
+    if buckets < 1 or length < 1:
+        raise WorkbenchError(f"{buckets} buckets of {length} positions: each must be at least 1")
+    count = min(buckets, length)
+    return [b * length // count for b in range(count + 1)]
+
+
+@torch.no_grad()
+def pooled_attention(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    *,
+    scale: float | None = None,
+    buckets: int | tuple[int, int] = BUCKETS,
+) -> Float[Tensor, "batch head query_bucket key_bucket"]:
+    """Mean over the queries of a bucket of the attention each sends to the keys of a bucket together; rows sum to 1.
+
+    A mass, not a mean weight: divide by the number of keys in a bucket for that. Future buckets are exactly 0. Float32, or
+    float64 for float64 inputs.
+
+    Args:
+        q: queries after rotary embedding.
+        k: keys after rotary embedding; query head h reads kv head h * kv_heads // heads.
+        scale: factor on q . k; 1 / sqrt(d_head) unless given.
+        buckets: how many, of both or of (queries, keys); `bucket_edges` tells their positions.
+    """
+    picture, rows, key_bucket = _empty(q, k, buckets)
+    for strip in score_strips(q, k, scale=scale):
+        weight = _exponentiate(strip.scores)
+        for inside, found in _tiles(strip, rows, picture):
+            sent = weight[:, inside].mT @ strip.scores[:, inside]
+            found.index_add_(1, key_bucket[: strip.queries.stop], sent.squeeze(1))
+    return picture.div_(torch.tensor(rows, device=q.device).diff()[:, None])
+
+
+@torch.no_grad()
+def pooled_maximum(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    *,
+    scale: float | None = None,
+    buckets: int | tuple[int, int] = BUCKETS,
+) -> Float[Tensor, "batch head query_bucket key_bucket"]:
+    """Largest attention weight of any query of a bucket on any key of a bucket: single strong links that a mean hides.
+
+    Arguments as of `pooled_attention`; future buckets are exactly 0.
+    """
+    picture, rows, key_bucket = _empty(q, k, buckets)
+    for strip in score_strips(q, k, scale=scale):
+        weight = _exponentiate(strip.scores)
+        pattern = strip.scores.mul_(weight)
+        for inside, found in _tiles(strip, rows, picture):
+            where = key_bucket[: strip.queries.stop].expand(len(found), -1)
+            found.scatter_reduce_(1, where, pattern[:, inside].amax(1), "amax")
+    return picture
+
+
+@torch.no_grad()
+def attention_window(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    lse: Float[Tensor, "batch head pos"],
+    queries: slice,
+    keys: slice,
+    *,
+    scale: float | None = None,
+) -> Float[Tensor, "batch head query key"]:
+    """Exact pattern entries A_ij = exp(s_ij - lse_i) of a window of queries and keys; keys in a query's future are 0.
+
+    Memory and time grow with the window alone. `lse` is that of `attention_statistics` for the same q, k and scale. Slices
+    as Python reads them, steps included; raises `WorkbenchError` for an empty one.
+    """
+    refuse_other(q, k, k)
+    length, heads, width = q.shape[1:]
+    places = torch.arange(length, device=q.device)
+    rows, columns = (places[range(length)[wanted]] for wanted in (queries, keys))
+    if not len(rows) or not len(columns):
+        raise WorkbenchError(f"a window of {queries} and {keys} has nothing in it; there are {length} positions")
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    chosen = of_heads(k[:, columns], slice(None), heads)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("bihd,bjhd->bhij", q[:, rows].to(dtype), chosen.to(dtype))
+    scores.mul_(width**-0.5 if scale is None else scale).sub_(lse[..., rows, None])
+    return scores.exp_().masked_fill_(columns > rows[:, None], 0)
+
+
+def _empty(q: Tensor, k: Tensor, buckets: int | tuple[int, int]) -> tuple[Tensor, list[int], Tensor]:
+    """The picture to fill, first positions of its query buckets, and the bucket of every key."""
+    refuse_other(q, k, k)
+    batch, length, heads, _ = q.shape
+    rows, columns = (bucket_edges(length, c) for c in ((buckets, buckets) if isinstance(buckets, int) else buckets))
+    key_bucket = torch.arange(len(columns) - 1).repeat_interleave(torch.tensor(columns).diff()).to(q.device)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return torch.zeros(batch, heads, len(rows) - 1, len(columns) - 1, dtype=dtype, device=q.device), rows, key_bucket
+
+
+def _exponentiate(scores: Tensor) -> Tensor:
+    """Replace the scores by exp(s - row maximum); what each row must be multiplied with to sum to 1, [pair, query, 1]."""
+    scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    return scores.sum(-1, keepdim=True).reciprocal_()
+
+
+def _tiles(strip: Strip, rows: list[int], picture: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Queries of a strip that share a bucket, and that bucket's row of the picture [pair, key_bucket] to write to."""
+    start, end = strip.queries.start, strip.queries.stop
+    bucket = bisect_right(rows, start) - 1
+    while rows[bucket] < end:
+        inside = slice(max(rows[bucket] - start, 0), min(rows[bucket + 1], end) - start)
+        # a strip has all heads of several sequences, or some of one: a view either way
+        yield inside, picture[strip.sequences, strip.heads, bucket].view(-1, picture.shape[-1])
+        bucket += 1

@@ -1,0 +1,171 @@
+"""Attention output and concentration statistics in one pass over strips of queries, without the T x T pattern.
+
+With scaled masked scores s_ij, m_i = max_j s_ij, e_ij = exp(s_ij - m_i) and Z_i = sum_j e_ij the pattern is
+A_ij = e_ij / Z_i and
+
+    z_i = sum_j A_ij v_j                    received_j = sum_i A_ij        lse_i = m_i + ln Z_i
+    H_i = ln Z_i - sum_j A_ij (s_ij - m_i)  row_max_i = 1 / Z_i            sink_i = A_i0
+
+Both terms of H_i are >= 0, so a peaked row keeps its small entropy exactly however large its scores are.
+
+A strip holds whole rows (all keys up to its last query), so unlike the online softmax (Milakov & Gimelshein 2018,
+arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv 2205.14135) nothing is rescaled and the column sums need no
+second pass. Memory beside the output is two strips and one copy of a few heads: O(T). The sink is the share of
+attention on the first position (Gu et al. 2024, arXiv 2410.10781).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from workbench.kernels.reference import AttentionStatistics, refuse_other
+
+# (most rows, elements) of a strip of scores. CPU: near the second-level cache. Elsewhere: few, large launches.
+_CPU_STRIP = 64, 2**18
+_DEVICE_STRIP = 1024, 2**26
+_FEWEST_ROWS = 64  # below this the matrix products lose more than the cache gains
+
+
+@torch.no_grad()
+def strip_statistics(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    v: Float[Tensor, "batch pos kv_head d_head"],
+    *,
+    scale: float | None = None,
+    budget: int | None = None,
+) -> tuple[Float[Tensor, "batch pos head d_head"], AttentionStatistics]:
+    """As `attention_statistics`, in strips, on any device and in any dtype.
+
+    Sums run in float32 (float64 for float64 inputs), also under autocast; on a GPU the products follow
+    `torch.set_float32_matmul_precision`. `budget`: elements in one strip of scores (two strips are held); a strip never has
+    fewer than 64 rows of one head.
+    """
+    refuse_other(q, k, v)
+    batch, length, heads, width = q.shape
+    rows, n_batch, n_head = _sizes(q, budget)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    z = torch.empty_like(q, memory_format=torch.contiguous_format)
+    received = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
+    rowwise = torch.empty(4, batch, heads, length, dtype=dtype, device=q.device)
+    # one allocation: the allocator hands many small ones back to the system, and faulting them in again costs up to 3x
+    strip, sequence = n_batch * n_head * rows * length, n_batch * n_head * length * width
+    workspace = torch.empty(2 * strip + 3 * sequence, dtype=dtype, device=q.device)
+    strips, copies = workspace[: 2 * strip].view(2, -1), workspace[2 * strip :].view(3, -1, length, width)
+    # base-2 scores: exp2 is never slower than exp, and 4x faster where exp leaves the vectorised path
+    scale = (width**-0.5 if scale is None else scale) * math.log2(math.e)
+
+    with torch.autocast(q.device.type, enabled=False):
+        for b in range(0, batch, n_batch):
+            for h in range(0, heads, n_head):
+                at = slice(b, b + n_batch), slice(h, h + n_head)
+                out = z[at[0], :, at[1]].transpose(1, 2)
+                n = out.shape[0] * out.shape[1]
+                for x, copy in zip((q, k, v), copies, strict=True):
+                    copy[:n].view(out.shape).copy_(of_heads(x[at[0]], at[1], heads).transpose(1, 2))
+                _attend(
+                    copies[:, :n], scale, rows, strips, out, received[at].view(n, -1), rowwise[:, *at].view(4, n, -1)
+                )
+    top, total, first, dot = rowwise
+    log_total = total.log2()
+    return z, AttentionStatistics(
+        received=received,
+        row_entropy=((log_total - dot / total) * math.log(2)).clamp_(min=0),
+        row_max=1 / total,
+        sink=first / total,
+        lse=(top + log_total) * math.log(2),
+    )
+
+
+def _sizes(q: Tensor, budget: int | None = None) -> tuple[int, int, int]:
+    """Rows of a strip, and how many sequences and heads share one."""
+    batch, length, heads, _ = q.shape
+    most_rows, elements = _CPU_STRIP if q.device.type == "cpu" else _DEVICE_STRIP
+    elements = elements if budget is None else budget
+    # causal work wasted above the diagonal is rows / length
+    rows = min(length, max(_FEWEST_ROWS, min(elements // length, most_rows, length // 16)))
+    pairs = max(1, elements // (rows * length))  # of short sequences
+    return rows, min(batch, max(1, pairs // heads)), min(heads, pairs)
+
+
+def _attend(
+    qkv: Float[Tensor, "three pair pos d_head"],
+    scale: float,
+    rows: int,
+    strips: Float[Tensor, "two elements"],
+    z: Float[Tensor, "batch head pos d_head"],
+    received: Float[Tensor, "pair pos"],
+    rowwise: Float[Tensor, "four pair pos"],
+) -> None:
+    """Fill z, received and rowwise (of each row: maximum, sum, first, entropy sum; base 2, unnormalised) by strips."""
+    q, k, v = qkv
+    n, length, _ = q.shape
+    # finite, so that a masked entry is exactly 0 in e * s as well as in e
+    future = torch.full((rows, rows), torch.finfo(q.dtype).min / 2, dtype=q.dtype, device=q.device).triu_(1)
+    for start in range(0, length, rows):
+        end = min(start + rows, length)
+        r = end - start
+        s, e = (strip[: n * r * end].view(n, r, end) for strip in strips)
+        torch.baddbmm(s, q[:, start:end], k[:, :end].mT, beta=0, alpha=scale, out=s)
+        s[:, :, start:].add_(future[:r, :r])
+        top = s.amax(-1, keepdim=True)
+        torch.exp2(s.sub_(top), out=e)
+        total = e.sum(-1, keepdim=True)
+        weight = total.reciprocal()
+        z[:, :, start:end] = torch.bmm(e, v[:, :end]).mul_(weight).view(*z.shape[:2], r, -1)
+        received[:, :end] += torch.bmm(weight.mT, e).squeeze(1)
+        for out, value in zip(rowwise, (top, total, e[:, :, :1], s.mul_(e).sum(-1, keepdim=True)), strict=True):
+            out[:, start:end] = value.squeeze(-1)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Scaled scores [batch * head, query, key] of some sequences, heads and queries with all keys up to the last query.
+
+    Masked ones are -inf. The next strip overwrites them.
+    """
+
+    sequences: slice
+    heads: slice
+    queries: slice
+    scores: Float[Tensor, "pair query key"]
+
+
+def score_strips(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    *,
+    scale: float | None = None,
+) -> Iterator[Strip]:
+    """Every causal score once, a strip at a time; float32, or float64 for float64 inputs."""
+    batch, length, heads, width = q.shape
+    rows, n_batch, n_head = _sizes(q)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    strip = torch.empty(n_batch * n_head * rows * length, dtype=dtype, device=q.device)
+    future = torch.full((rows, rows), -math.inf, dtype=dtype, device=q.device).triu_(1)
+    for b, h in itertools.product(range(0, batch, n_batch), range(0, heads, n_head)):
+        at = slice(b, min(b + n_batch, batch)), slice(h, min(h + n_head, heads))
+        mine = (q[at[0], :, at[1]], of_heads(k[at[0]], at[1], heads))
+        queries, keys = (x.transpose(1, 2).flatten(0, 1).to(dtype) for x in mine)
+        for start in range(0, length, rows):
+            end = min(start + rows, length)
+            s = strip[: len(queries) * (end - start) * end].view(len(queries), end - start, end)
+            with torch.autocast(q.device.type, enabled=False):
+                alpha = width**-0.5 if scale is None else scale
+                torch.baddbmm(s, queries[:, start:end], keys[:, :end].mT, beta=0, alpha=alpha, out=s)
+            s[:, :, start:].add_(future[: end - start, : end - start])
+            yield Strip(*at, slice(start, end), s)
+
+
+def of_heads(x: Tensor, chosen: slice, heads: int) -> Tensor:
+    """The heads of x [batch, pos, kv_head, d_head] that the chosen of all query heads read."""
+    if x.shape[2] == heads:
+        return x[:, :, chosen]
+    return x[:, :, torch.arange(heads, device=x.device)[chosen] * x.shape[2] // heads]
