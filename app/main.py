@@ -5,14 +5,16 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import state, url
+from app import url
+from app.source import root, source
 
 PAGES = {
-    "start": ("Start", ":material/flag:", "The demo's two experiments"),
-    "xray": ("X-ray", ":material/radiology:", "One model at a glance"),
-    "training": ("Training", ":material/trending_down:", "Losses, gradients, coefficients"),
+    "start": ("Start", ":material/flag:", "What is here, and one model at a glance"),
+    "training": ("Training", ":material/trending_down:", "Losses, gradients, coefficients over time"),
     "depth": ("Depth", ":material/layers:", "Any measure over layers"),
-    "prompt": ("Prompt", ":material/chat:", "Your text, two models"),
+    "attention": ("Attention", ":material/grid_on:", "Where every head looks"),
+    "prompt": ("Prompt", ":material/chat:", "Your text: what is read, kept and predicted"),
+    "intervene": ("Intervene", ":material/build:", "Change something, see what follows"),
 }
 
 
@@ -26,7 +28,7 @@ def main() -> None:
     with st.sidebar:
         st.subheader("workbench")
         for name, (title, icon, about) in PAGES.items():
-            url.link(f"views/{name}.py", title, icon, about)
+            url.link(name, title, icon, about)
     url.check_link()
     page.run()
     _problems()
@@ -34,9 +36,10 @@ def main() -> None:
 
 def _problems() -> None:
     """Folders that cannot be read, named once at the foot of every page."""
-    entries, problems = state.listing()
+    found = source().catalogue()
+    problems = found.problems
     with st.sidebar:
-        st.caption(f"{len(entries)} runs in {url.plain(state.root())}")
+        st.caption(f"{len(found.entries)} runs in {url.plain(root())}")
     if problems:
         with st.expander(f"{len(problems)} folders here could not be read as runs", icon=":material/folder_off:"):
             found = pd.DataFrame({"folder": list(problems), "what is wrong": list(problems.values())})

@@ -15,12 +15,16 @@ import streamlit as st
 
 from workbench.errors import WorkbenchError
 from workbench.files import digest, write_text
+from workbench.views.link import PAGES, SELECTION, Link
 
-KEYS = (
-    "set", "models", "metric", "site", "variant", "step", "view", "x", "log", "left", "right", "layer", "head", "prompt",
-    "stored", "race_left", "race_right", "race_step", "seed", "run",
-)  # fmt: skip
+KEYS = {*SELECTION, *(key for keys in PAGES.values() for key in keys)}
 LONGEST_LINK = 200
+
+
+def here(page: str) -> Link:
+    """The address of this page as a link; keys that other pages know are left out."""
+    known = (*SELECTION, *PAGES[page])
+    return Link(page, {key: st.query_params[key] for key in known if key in st.query_params})
 
 
 def plain(text: Any) -> str:
@@ -106,10 +110,10 @@ def check_link() -> None:
         )
 
 
-def link(page: str, label: str, icon: str, about: str | None = None) -> None:
-    """A link to another page that carries the selection along."""
-    carried = {k: v for k, v in st.query_params.items() if k in KEYS}
-    st.page_link(page, label=label, icon=icon, help=about, query_params=carried)
+def link(page: str, label: str, icon: str, about: str | None = None, **changes: str) -> None:
+    """A link to another page that carries the selection along, with some of it changed."""
+    carried = {k: v for k, v in st.query_params.items() if k in KEYS} | changes
+    st.page_link(f"views/{page}.py", label=label, icon=icon, help=about, query_params=carried)
 
 
 def prompt(label: str, default: str, about: str, folder: Path, longest: int) -> str:

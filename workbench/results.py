@@ -108,7 +108,8 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self.folder / ".lock", timeout=60):
-                for kind, new, columns in (("", frame, COLUMNS), (".samples", samples, SAMPLE_COLUMNS)):
+                # the records last: a measurement counts as done once they stand, so its samples must stand before
+                for kind, new, columns in ((".samples", samples, SAMPLE_COLUMNS), ("", frame, COLUMNS)):
                     path = self._path(weights, data, kind)
                     old = read_parquet([path], columns) if path.exists() else records([], columns)
                     old = old[~_keys(old).isin(set(_keys(frame)))]
@@ -120,5 +121,23 @@ class Store:
 
 def load_records(folders: Iterable[Path], where: str = "") -> pd.DataFrame:
     """All records kept under the given runs' folders."""
-    files = [p for folder in folders for p in sorted((folder / "records").glob("*.parquet"))]
-    return read_parquet([p for p in files if not p.name.endswith(".samples.parquet")], where=where)
+    return read_parquet([path for folder in folders for path in _record_files(folder)], where=where)
+
+
+def metrics_of(folders: Iterable[Path]) -> tuple[str, ...]:
+    """Names of the metrics that the given runs have records of; files that cannot be read count as empty."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found: set[str] = set()
+    for folder in folders:
+        for path in _record_files(folder):
+            try:
+                found |= set(pq.read_table(path, columns=["metric"])["metric"].unique().to_pylist())
+            except (OSError, KeyError, pa.ArrowException):
+                continue
+    return tuple(sorted(str(name) for name in found if name is not None))
+
+
+def _record_files(folder: Path) -> list[Path]:
+    return [p for p in sorted((folder / "records").glob("*.parquet")) if not p.name.endswith(".samples.parquet")]

@@ -7,30 +7,57 @@ everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and
 model.
 """
 
+from workbench.plots.compare import compared, difference, timelapse
 from workbench.plots.experiments import ablation, concentration, race, sinks
+from workbench.plots.grids import Grid, grid_table, grids
+from workbench.plots.losses import against_loss
 from workbench.plots.records import FORMS, form_of, plot
-from workbench.plots.style import COLOURS, CONFIG, alt_text, colour, html, label, narrow, reading, site, subtitle, table
+from workbench.plots.style import (
+    COLOURS,
+    CONFIG,
+    DETAIL,
+    MINUS,
+    alt_text,
+    colour,
+    html,
+    label,
+    narrow,
+    ordered,
+    reading,
+    site,
+    subtitle,
+    table,
+)
 from workbench.plots.tokens import along_tokens, attention_map, attention_pair, next_tokens
 from workbench.plots.training import coefficients, gradient_map, pace, relative
 
 __all__ = [
     "COLOURS",
     "CONFIG",
+    "DETAIL",
     "FORMS",
+    "MINUS",
+    "Grid",
     "ablation",
+    "against_loss",
     "along_tokens",
     "alt_text",
     "attention_map",
     "attention_pair",
     "coefficients",
     "colour",
+    "compared",
     "concentration",
+    "difference",
     "form_of",
     "gradient_map",
+    "grid_table",
+    "grids",
     "html",
     "label",
     "narrow",
     "next_tokens",
+    "ordered",
     "pace",
     "plot",
     "race",
@@ -40,4 +67,5 @@ __all__ = [
     "site",
     "subtitle",
     "table",
+    "timelapse",
 ]

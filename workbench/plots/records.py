@@ -13,8 +13,10 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.plots.style import (
+    DETAIL,
     DIVERGING,
     GREY,
+    MINUS,
     SEQUENTIAL,
     axis_title,
     colour,
@@ -86,15 +88,18 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[_Panel]:
             for k in varying
             if not pd.isna(values[k])
         )
+        if minus := str(values["unit"]).endswith(MINUS):
+            name = f"{MINUS}: {name}" if name else MINUS
         chosen = form or form_of(rows)
         if chosen in MAPS:
             measured = rows[rows["control"].isna()]
             for architecture in ordered(measured["architecture"]):
                 mine = measured[measured["architecture"] == architecture]
                 for step in sorted(mine["step"].unique()):
-                    at = "" if np.isnan(step) else f", step {step:.0f}"
+                    at = "" if np.isnan(step) or DETAIL in architecture else f", step {step:.0f}"
                     part = mine if np.isnan(step) else mine[mine["step"] == step]
-                    yield _Panel(chosen, f"{label(architecture)}{at}" + (f": {name}" if name else ""), part, key)
+                    titled = name if minus else f"{label(architecture)}{at}" + (f": {name}" if name else "")
+                    yield _Panel(chosen, titled, part, key)
         elif chosen == "steps" and rows["layer"].nunique() + rows["head"].nunique() > 2:
             places = (
                 rows.loc[rows["control"].isna(), ["layer", "head"]].drop_duplicates().sort_values(["layer", "head"])
@@ -130,7 +135,8 @@ def plot(
         raise WorkbenchError(
             f"{len(panels)} panels do not fit one figure; keep fewer metrics, variants, sites or steps"
         )
-    columns = min(len(panels), 2 if len(panels) <= 6 else 3)
+    abreast = len(panels) > 6 or (len(panels) == 3 and all(p.form in MAPS for p in panels))
+    columns = min(len(panels), 3 if abreast else 2)
     count = -(-len(panels) // columns)
     titles = [p.title for p in panels] if len(panels) > 1 or panels[0].title else None
     figure = make_subplots(
@@ -189,9 +195,9 @@ def _link_axes(figure: go.Figure, panels: Sequence[_Panel], columns: int) -> Non
 def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, panel: int) -> None:
     low, high = float(rows["value"].min()), float(rows["value"].max())
     unit = str(rows["unit"].dropna().iloc[0]) if rows["unit"].notna().any() else ""
-    signed = low < 0 < high
-    whole = unit.startswith("share") and rows["position"].nunique() < 2 and rows["index"].nunique() < 2
-    limit = max(-low, high)
+    signed = low < 0 < high or unit.endswith(MINUS)
+    whole = not signed and unit.startswith("share") and rows["position"].nunique() < 2 and rows["index"].nunique() < 2
+    limit = max(-low, high) or 1.0
     span = (-limit, limit) if signed else (0.0, 1.0) if whole else (low, high)
     bar = {"title": {"text": words(unit)}, "x": 1.02 + 0.1 * index, "thickness": 14}
     name = "coloraxis" if index == 0 else f"coloraxis{index + 1}"

@@ -23,7 +23,7 @@ COLOURS = {
     "resformer+denseformer": "#B8860B", "gqa": "#1F9E9E", "mqa": "#0B6B75", "cla": "#5AA469", "share_q": "#A6BDDB",
     "share_k": "#74A9CF", "share_v": "#2B8CBE", "cross_layer": "#7B5EA7", "cross_layer_all": "#4B3A78", "same_key": "#A98BD4",
     "identity_map": "#C9B3E6", "residual_q": "#E7A6C8", "residual_attention": "#AA4488", "residual_hidden": "#771155",
-    "value_embedding": "#B5651D", "bank_of_values": "#7A4A1E", "gated_attention": "#6F7F8F", "cut_skip": "#3F4A55",
+    "value_embedding": "#B5651D", "bank_of_values": "#7A4A1E", "gated_attention": "#6F7F8F", "cut_skip": "#3F4A55", "A − B": "#8B6FC0",
 }  # fmt: skip
 SITES = {
     "v": "effective values",
@@ -38,25 +38,51 @@ READINGS = {
     "train_loss": "lower: better prediction", "validation_loss": "lower: better prediction", "copy_loss": "lower: copies better",
     "gradient_norm": "higher: stronger pull", "tokens_per_second": "higher: faster",
 }  # fmt: skip
+MINUS = "A − B"  # a difference of two subjects
+DETAIL = " · "  # between a series and one run of it
 GREY, GRID, SEQUENTIAL, DIVERGING = "#808080", "rgba(128,128,128,0.25)", "Cividis", "RdBu_r"
 CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 
 
 def colour(architecture: str) -> str:
-    """The architecture's colour; an unregistered name gets one of its own from its hash."""
+    """The architecture's colour; an unregistered name gets one of its own from its hash.
+
+    `resformer · A: s1, step 300`, one run at one step, has its architecture's; `B′:`, the second of two that are alike, a
+    lighter one.
+    """
+    series, _, detail = architecture.partition(DETAIL)
+    if detail:
+        plain = colour(series.split(" ")[0])
+        return _lighter(plain) if detail.startswith("B′") else plain
     hue = int(hashlib.sha256(architecture.encode()).hexdigest()[:4], 16) % 360
     return COLOURS.get(architecture, f"hsl({hue},55%,48%)")
 
 
+def _lighter(plain: str) -> str:
+    """A colour half way to white."""
+    if not plain.startswith("#"):
+        return plain
+    return "#" + "".join(f"{(int(plain[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
+
+
 def label(architecture: str) -> str:
     """The architecture's name as its paper writes it, safe inside a figure."""
-    return markup.escape(LABELS.get(architecture, architecture))
+    series, _, detail = architecture.partition(DETAIL)
+    tag, _, rest = detail.rpartition(": ")
+    named = LABELS.get(series, series) + (DETAIL + rest if rest else "")
+    return markup.escape(f"{tag.rstrip('′')}: {named}" if tag else named)
 
 
 def ordered(names: Any) -> list[str]:
-    """Architectures in the order of their colours, the others after them."""
+    """Architectures in the order of their colours, the others after them; A before B, their difference last."""
     known = list(COLOURS)
-    return sorted({str(n) for n in names}, key=lambda n: (known.index(n) if n in known else len(known), n))
+
+    def place(name: str) -> tuple[bool, str, int, str]:
+        series, _, detail = name.partition(DETAIL)
+        tag, registered = detail.rpartition(": ")[0], series.split(" ")[0]
+        return name == MINUS, tag, known.index(registered) if registered in known else len(known), name
+
+    return sorted({str(n) for n in names}, key=place)
 
 
 def pale(architecture: str, alpha: float = 0.18) -> str:
@@ -194,7 +220,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def html(figure: go.Figure, *, script: bool = True, whole: bool = False) -> str:
     """The figure as HTML that works offline and uploads nothing; `script=False` for all but the first of a page."""
-    body = figure.to_html(include_plotlyjs=script, full_html=False, config=CONFIG)
+    body = figure.to_html(include_plotlyjs=script, full_html=False, config=CONFIG, auto_play=False)
     said = markup.escape(alt_text(figure), quote=True)
     inside = f'<figure role="img" aria-label="{said}">{body}</figure>'
     if not whole:

@@ -1,0 +1,80 @@
+"""The selection in the sidebar, the same on every page: the experiment, model A at a step, and model B to compare it with."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app import url
+from app.source import source
+from workbench import plots
+from workbench.catalogue import Entry
+from workbench.errors import WorkbenchError
+from workbench.names import LABELS
+from workbench.views import Link
+
+
+def choose(page: str) -> Link | None:
+    """Draw the selection; returns the page's link with every choice written out, None where there is nothing to look at."""
+    ask = source()
+    found = ask.catalogue()
+    if not found.entries:
+        return None
+    with st.sidebar:
+        groups = _groups(found.entries)
+        asked = st.query_params.get("a")
+        of_a = next((e.group for e in found.entries if e.name == asked), None)
+        default = of_a if of_a and "set" not in st.query_params else ask.group(Link(page))[0].group
+        group = url.choose(
+            "Experiment", "set", list(groups), default, show=lambda g: _titled(groups[g]),
+            help="Runs of one data, shape and recipe: what may be compared",
+        )  # fmt: skip
+        link = url.here(page).but(set=group)
+        ready = [e for e in groups[group] if e.steps]
+        if not ready:
+            st.caption("No checkpoint here yet.")
+            return link.but(a=None, b=None, step=None, step_b=None, compare=None)
+        link = _model(link, "a", "step", "Model A", ready, "resformer")
+        if url.switch("Compare with a second model or step", "compare", help="Every page then shows A, B and A − B"):
+            others = ready + [e for e in found.entries if e.steps and e.group != group]
+            link = _model(link.but(compare=1), "b", "step_b", "Model B", others, "transformer", follow="step")
+        else:
+            link = link.but(compare=None, b=None, step_b=None)
+    return link
+
+
+def _model(
+    link: Link, key: str, step_key: str, label: str, runs: list[Entry], prefer: str, follow: str | None = None
+) -> Link:
+    """A select box of runs and a slider of the chosen one's steps."""
+    names = [e.name for e in runs]
+    default = next((e.name for e in runs if e.architecture == prefer), names[0])
+    name = url.choose(label, key, names, default, show=_run_words({e.name: e for e in runs}))
+    steps = list(next(e for e in runs if e.name == name).steps)
+    led = link.whole(follow) if follow else None
+    step = url.choose(f"Training step of {label[-1]}", step_key, steps, led if led in steps else steps[-1], slider=True)
+    return link.but(**{key: name, step_key: step})
+
+
+def choose_models(link: Link) -> Link:
+    """Pills over the compared series of the experiment; the link with those that were chosen."""
+    runs = source().group(link)
+    names = plots.ordered({e.series for e in runs})
+    chosen = url.choose_many("Models", "models", names, show=lambda n: LABELS.get(n, n))
+    if not chosen:
+        raise WorkbenchError("Choose at least one model.")
+    return link.but(models=",".join(chosen))
+
+
+def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.group, []).append(entry)
+    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
+
+
+def _titled(runs: list[Entry]) -> str:
+    return f"{runs[0].title} ({len(runs)} run{'s' if len(runs) > 1 else ''})"
+
+
+def _run_words(entries: dict[str, Entry]):  # type: ignore[no-untyped-def]
+    return lambda name: f"{LABELS.get(entries[name].series, entries[name].series)}, seed {entries[name].seed} ({name})"

@@ -1,0 +1,181 @@
+"""What every page has: its frame, its figures with their tables and files, and the drawer that says where they come from."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from app import jobs, url
+from app.selection import choose
+from app.source import source
+from workbench import plots
+from workbench.errors import WorkbenchError
+from workbench.views import Drawing, Link
+from workbench.views.base import View, timelapse
+
+EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."
+
+
+def page(name: str, title: str, about: str, body: Callable[[Link], None]) -> None:
+    """Draw a page: its title, what it answers, the selection, the body and the drawer; what cannot be done is said instead."""
+    st.title(title)
+    link = choose(name)
+    if link is None:
+        st.info(EMPTY)
+        return
+    st.markdown(about)
+    st.session_state["drawn"] = []
+    try:
+        body(link)
+    except WorkbenchError as error:
+        st.info(url.plain(error))
+    except jobs.Running:
+        pass
+    _drawer(link)
+
+
+def show(view: View, link: Link, *, long: str | None = None) -> Drawing | None:
+    """A view with its table, its files and its time-lapse; None where it cannot be drawn (and why, on the page).
+
+    `long`: what the work is called where it may take more than a moment; it then shows progress and can be cancelled.
+    """
+    name, ask = view.__name__, source()
+    try:
+        if long is None:
+            drawing = view(ask, link)
+        else:
+            drawing = jobs.run(
+                ("view", name, str(ask.folder), str(link)), long, lambda progress: _told(view, link, progress)
+            )
+    except WorkbenchError as error:
+        st.info(url.plain(error), icon=":material/info:")
+        return None
+    except jobs.Running:
+        return None
+    for run, why in ask.problems.items():
+        st.warning(f"{url.plain(run)} is left out: {url.plain(why)}", icon=":material/broken_image:")
+    _figure(drawing, name)
+    if drawing.said:
+        st.markdown(drawing.said)
+    _beneath(view, link, drawing, name)
+    st.session_state["drawn"].append((name, drawing.table))
+    return drawing
+
+
+def _told(view: View, link: Link, progress: Callable[[int, int], None]) -> Drawing:
+    ask = source()
+    ask.progress = progress
+    return view(ask, link)
+
+
+def _figure(drawing: Drawing, key: str) -> None:
+    figure = drawing.figure
+    figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
+    st.plotly_chart(figure, width="stretch", key=f"figure_{key}", config=plots.CONFIG, alt=plots.alt_text(figure))
+
+
+def _beneath(view: View, link: Link, drawing: Drawing, name: str) -> None:
+    """Numbers, files, the command and the time-lapse of a figure; each made only when somebody asks."""
+    panel = st.expander("Numbers, files, command, time-lapse", on_change="rerun", key=f"open_{name}")
+    if not panel.open:
+        return
+    with panel:
+        st.dataframe(
+            plots.table(drawing.table), width="stretch", hide_index=True, key=f"table_{name}",
+            alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
+        )  # fmt: skip
+        left, middle, right = st.columns(3)
+        left.download_button(
+            "Numbers (CSV)", lambda: plots.table(drawing.table).to_csv(index=False), f"{name}.csv", "text/csv",
+            key=f"csv_{name}", on_click="ignore", width="stretch",
+        )  # fmt: skip
+        middle.download_button(
+            "Figure (HTML)", lambda: plots.html(drawing.figure, whole=True), f"{name}.html", "text/html",
+            key=f"html_{name}", on_click="ignore", width="stretch",
+        )  # fmt: skip
+        st.caption(
+            "The same from a terminal; the ending of the file decides: .svg and .png for papers, .parquet, .csv, .html"
+        )
+        st.code(command(link, name), language="bash", wrap_lines=True)
+        if right.toggle("Play over checkpoints", key=f"play_{name}"):
+            _play(view, link, name)
+
+
+def _play(view: View, link: Link, name: str) -> None:
+    work = functools.partial(_lapse, view, link)
+    try:
+        played = jobs.run(("timelapse", name, str(link)), "Drawing every checkpoint", work)
+    except WorkbenchError as error:
+        st.info(url.plain(error))
+        return
+    except jobs.Running:
+        return
+    figure = played.figure
+    figure.update_layout(font_color=None, title_subtitle_font_color=None)
+    st.plotly_chart(figure, width="stretch", key=f"lapse_{name}", config=plots.CONFIG, alt=plots.alt_text(figure))
+    st.download_button(
+        "Time-lapse (HTML)", lambda: plots.html(figure, whole=True), f"{name}-steps.html", "text/html",
+        key=f"lapse_html_{name}", on_click="ignore",
+    )  # fmt: skip
+    st.code(f"{command(link, name)} --play", language="bash", wrap_lines=True)
+
+
+def _lapse(view: View, link: Link, progress: Callable[[int, int], None]) -> Drawing:
+    return timelapse(view, source(), link, progress)
+
+
+def command(link: Link, name: str, out: str | None = None) -> str:
+    """What draws a view from a terminal."""
+    return f'workbench view "{link}" --only {name} --out {out or name}.svg'
+
+
+# ---- the drawer ------------------------------------------------------------------------------------------------------
+
+
+def _drawer(link: Link) -> None:
+    """Where this page's numbers come from, whether the models hold together, and how to have it all again."""
+    drawer = st.expander("Where this comes from: command, provenance, self-check", icon=":material/receipt_long:",
+                         on_change="rerun", key="drawer")  # fmt: skip
+    if not drawer.open:
+        return
+    with drawer:
+        st.markdown("**Command.** Draws this page as one offline file, from the same link:")
+        st.code(f'workbench view "{link}" --out {link.page}.html', language="bash", wrap_lines=True)
+        st.markdown("**Provenance** of the numbers on this page: weights, data and code they were measured with.")
+        facts = provenance([table for _, table in st.session_state["drawn"]])
+        if facts.empty:
+            st.caption("Nothing on this page was read from stored records.")
+        else:
+            st.dataframe(facts, hide_index=True, width="stretch", key="provenance", alt="Provenance of the numbers")
+        st.markdown("**Self-check** of the chosen models: whether what they compute adds up.")
+        if st.toggle("Run it", key="self_check"):
+            _self_check(link)
+
+
+def provenance(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """The distinct facts behind records, one row each."""
+    rows: dict[str, dict[str, Any]] = {}
+    for table in tables:
+        if "provenance" in table:
+            for text in table["provenance"].dropna().unique()[:500]:
+                fact = json.loads(text)
+                fact.pop("key", None)
+                rows.setdefault(json.dumps(fact, sort_keys=True), fact)
+    return pd.DataFrame([{k: str(v) for k, v in fact.items()} for fact in rows.values()])
+
+
+def _self_check(link: Link) -> None:
+    ask = source()
+    for subject in ask.subjects(link):
+        try:
+            found = ask.look("checking.check", subject, ask.prompt(link))
+        except WorkbenchError as error:
+            st.info(url.plain(f"{subject.title}: {error}"))
+            continue
+        st.markdown(f"{url.plain(subject.title)}")
+        st.dataframe(found, hide_index=True, width="stretch", key=f"check_{subject.tag}", alt="Self-check of a model")

@@ -1,0 +1,113 @@
+"""The dashboard's source of numbers: `workbench.views.Source` with everything cached, keyed by plain values.
+
+Models: at most two, each used under its lock and released for good. Answers about models are kept on the server, so nothing is
+computed twice; whatever takes long is a job with progress that can be cancelled (`app.jobs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from workbench.catalogue import Catalogue, Entry, catalogue
+from workbench.runs import runs_folder
+from workbench.views import Source, Subject
+from workbench.views.source import call_look, open_model, read_table, tokens_of
+
+MOST_MODELS = 2
+HEAVY = ("attention.keep",)  # answers that are shared as they are, not copied
+
+
+def root() -> Path:
+    """The folder of runs: `--runs DIR` after `--`, else the environment's, else ./runs."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--runs")
+    return runs_folder(parser.parse_known_args(sys.argv[1:])[0].runs)
+
+
+def source() -> Source:
+    """The source of this server's folder; a new one each time a page runs, over shared caches."""
+    return Cached(root())
+
+
+class Cached(Source):
+    """A source whose every answer is kept."""
+
+    def catalogue(self) -> Catalogue:
+        """The runs of the folder; only those that changed are read again."""
+        kept = _catalogues()
+        kept[self.folder] = catalogue(self.folder, kept.get(self.folder))
+        return kept[self.folder]
+
+    def table(self, entry: Entry, kind: str, metrics: tuple[str, ...] | None) -> pd.DataFrame | str:
+        """One run's telemetry or records; shared, so never written to."""
+        return _table(entry.path, entry.series, kind, metrics, entry.stamp)
+
+    def model(self, subject: Subject) -> Any:
+        """The model of a subject."""
+        return _model(subject.entry.path, subject.step, _weights_stamp(subject))
+
+    def look(self, what: str, subject: Subject, text: str | None, **options: Any) -> Any:
+        """The answer of a look; `progress`, if given, is called while it is computed and is no part of the key."""
+        progress = options.pop("progress", None)
+        function = _kept if what in HEAVY else _look
+        place = subject.entry.path, subject.step, _weights_stamp(subject), subject.entry.kind
+        return function(what, *place, text, tuple(sorted(options.items())), progress)
+
+    def tokens(self, subject: Subject, text: str | None) -> list[str]:
+        """The tokens of a prompt, as people read them."""
+        return _tokens(subject.entry.path, subject.step, _weights_stamp(subject), subject.entry.kind, text)
+
+
+@st.cache_resource(show_spinner=False)
+def _catalogues() -> dict[Path, Catalogue]:
+    return {}
+
+
+@st.cache_resource(max_entries=2048, show_spinner=False)
+def _table(
+    path: str, series: str, kind: str, metrics: tuple[str, ...] | None, stamp: tuple[int, ...]
+) -> pd.DataFrame | str:
+    return read_table(path, series, kind, metrics)
+
+
+def _weights_stamp(subject: Subject) -> int:
+    folder = Path(subject.entry.path) / f"step_{subject.step:06d}"
+    return max((p.stat().st_mtime_ns for p in folder.glob("*")), default=0)
+
+
+def _release(model: Any) -> None:
+    if hasattr(model, "lock"):
+        with model.lock:
+            model.to("cpu")
+            model.reset_hooks()
+
+
+@st.cache_resource(max_entries=MOST_MODELS, on_release=_release, show_spinner=False)
+def _model(path: str, step: int, stamp: int) -> Any:
+    return open_model(path, step)
+
+
+@st.cache_data(max_entries=256, max_size="400MB", show_spinner=False)
+def _look(
+    what: str, path: str, step: int, stamp: int, kind: str, text: str | None, options: tuple[Any, ...], _progress: Any
+) -> Any:
+    told = {} if _progress is None else {"progress": _progress}
+    return call_look(what, _model(path, step, stamp), kind, text, **dict(options), **told)
+
+
+@st.cache_resource(max_entries=8, show_spinner=False)
+def _kept(
+    what: str, path: str, step: int, stamp: int, kind: str, text: str | None, options: tuple[Any, ...], _progress: Any
+) -> Any:
+    return call_look(what, _model(path, step, stamp), kind, text, **dict(options))
+
+
+@st.cache_data(max_entries=256, show_spinner=False)
+def _tokens(path: str, step: int, stamp: int, kind: str, text: str | None) -> list[str]:
+    return tokens_of(_model(path, step, stamp), kind, text)

@@ -1,0 +1,171 @@
+"""What is in a folder of runs, without opening a checkpoint: one entry a run, kept in one index file.
+
+    catalogue("runs").entries
+
+`.index.json` holds the entries beside the time each run last changed; only runs that changed since are read again, so a
+folder of hundreds of runs opens at once. Where the folder cannot be written, everything still works, only slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.files import digest, read_json, write_json
+from workbench.results import metrics_of
+from workbench.runs import RUN_FILE, Run, is_locked
+
+INDEX, VERSION = ".index.json", 1
+DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a run without opening its checkpoints."""
+
+    name: str
+    path: str
+    stamp: tuple[int, ...]  # changes when anything in the folder appears or is replaced
+    architecture: str
+    options: dict[str, Any]
+    series: str  # the architecture, with options where runs of one group differ in them
+    seed: int
+    kind: str  # of data: text, repeated, backcopy, tokens, recorded, ...
+    group: str  # runs of one group share data, shape and recipe, and may be compared
+    title: str  # of the group, in words
+    steps: tuple[int, ...]  # with a whole checkpoint
+    last: int  # the recipe's last step
+    n_layers: int
+    n_heads: int
+    n_ctx: int
+    measured: tuple[str, ...]  # names of the metrics that have records
+
+    @property
+    def being_written(self) -> bool:
+        """Whether somebody is training or recording it now."""
+        return is_locked(Path(self.path))
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The runs of a folder, by name, and what is wrong with the folders that look like runs and cannot be read."""
+
+    folder: str
+    entries: tuple[Entry, ...]
+    problems: dict[str, str]
+
+    def entry(self, name: str) -> Entry:
+        """The run of a name; raises `UnknownName` with the nearest."""
+        found = next((e for e in self.entries if e.name == name), None)
+        if found is None:
+            raise UnknownName("run", name, [e.name for e in self.entries])
+        return found
+
+
+def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
+    """The runs under a folder, from `known` or the index file where they have not changed; an absent folder is empty."""
+    root = Path(folder).resolve()
+    stamps = {path: stamp_of(path) for path in _folders(root)}
+    old = known if known is not None and known.folder == str(root) else _read(root)
+    before = {Path(e.path): e for e in old.entries}
+    entries, problems = [], {}
+    for path, stamp in stamps.items():
+        if path in before and before[path].stamp == stamp:
+            entries.append(before[path])
+            continue
+        try:
+            entries.append(_entry(Run.open(path), stamp))
+        except WorkbenchError as error:
+            problems[path.name] = str(error)
+        except DAMAGE as error:
+            problems[path.name] = f"run.json is incomplete: {type(error).__name__} {error}"
+    found = Catalogue(str(root), tuple(_told_apart(entries)), problems)
+    if found.entries != old.entries:
+        _write(root, found)
+    return found
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """When a run's folder and what is in it last changed, nanoseconds."""
+    return tuple(_changed(p) for p in (path, path / RUN_FILE, path / "telemetry", path / "records"))
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _folders(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    found = sorted(p for p in root.iterdir() if not p.name.startswith(".") and p.is_dir())
+    return [p for p in found if (p / RUN_FILE).exists() or any(p.glob("step_*"))]  # others are somebody else's
+
+
+def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
+    common = {
+        "name": run.name, "path": str(run.path), "stamp": stamp, "architecture": run.architecture, "seed": run.seed,
+        "options": dict(run.info.get("options") or {}), "measured": metrics_of([run.path]),
+    }  # fmt: skip
+    if run.recorded:  # each recording is a series of its own, for nothing says they are alike
+        return Entry(
+            **common, series=run.name, kind="recorded", group="recorded", title="recorded in other loops", steps=(), last=0,
+            n_layers=int(run.info["model"]["n_layers"]), n_heads=0, n_ctx=0,
+        )  # fmt: skip
+    model, train, data = run.model, run.train, run.info["data"]
+    kind = str(data["kind"])
+    return Entry(
+        **common, series=run.architecture, kind=kind, steps=tuple(run.steps), last=train.steps,
+        group=f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}",
+        title=f"{_words(kind, data)}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps",
+        n_layers=model.n_layers, n_heads=model.n_heads, n_ctx=model.n_ctx,
+    )  # fmt: skip
+
+
+def _words(kind: str, data: dict[str, Any]) -> str:
+    tasks = {"repeated": "repeated random tokens", "backcopy": "bigrams with triggers that copy back"}
+    return tasks.get(kind) or f"text ({', '.join(map(str, data.get('domains', ())))})"
+
+
+def _told_apart(entries: list[Entry]) -> Iterable[Entry]:
+    """The entries, each series named by the options in which runs of its group and architecture differ."""
+    kin: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        kin.setdefault((entry.group, entry.architecture), []).append(entry)
+    for entry in entries:
+        if entry.kind == "recorded":
+            yield entry
+            continue
+        mine, alike = entry.options, kin[entry.group, entry.architecture]
+        differing = sorted(k for k in mine if any(other.options.get(k) != mine[k] for other in alike))
+        told = "".join(f" {k}={mine[k]}" for k in differing)
+        yield dataclasses.replace(entry, series=entry.architecture + told)
+
+
+def _read(root: Path) -> Catalogue:
+    """What the index file says; empty where there is none of ours."""
+    nothing = Catalogue(str(root), (), {})
+    try:
+        kept = read_json(root / INDEX)
+        if kept["version"] != VERSION or kept["folder"] != str(root):
+            return nothing
+        tuples = ("stamp", "steps", "measured")
+        entries = [Entry(**{k: tuple(v) if k in tuples else v for k, v in row.items()}) for row in kept["entries"]]
+    except DAMAGE:
+        return nothing
+    inside = [e for e in entries if Path(e.path).parent == root and Path(e.path).name == e.name]
+    return Catalogue(str(root), tuple(inside), {})
+
+
+def _write(root: Path, found: Catalogue) -> None:
+    with contextlib.suppress(WorkbenchError):  # a folder that may only be read has no index
+        if root.is_dir():
+            rows = [dataclasses.asdict(entry) for entry in found.entries]
+            write_json(root / INDEX, {"version": VERSION, "folder": str(root), "entries": rows})

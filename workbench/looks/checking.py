@@ -1,0 +1,69 @@
+"""Whether a model holds together on a prompt: what must add up does, and nothing looks into the future."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import torch
+
+from workbench.decomposition import decompose
+from workbench.errors import WorkbenchError
+from workbench.looks.attention import keep, window
+from workbench.looks.reading import one_prompt
+from workbench.models.hooked import HookedModel
+
+ROUNDING = 1e-3
+"""Largest relative error that float32 sums of a deep model may show."""
+
+
+@torch.no_grad()
+def check(model: HookedModel, ids: Any) -> pd.DataFrame:
+    """A row for each check: check, error (relative, largest), holds, meaning.
+
+    - `attention rows`: every row of the attention maps sums to 1;
+    - `parts of the stream`: embedding, heads and MLPs add up to what the final norm reads;
+    - `value paths`: the own, first and other parts of each head's values do too;
+    - `causality`: a changed last token changes no earlier prediction;
+    - `repeatability`: a second run gives the same logits.
+
+    A check that does not apply to the architecture says so in `meaning` and holds None.
+    """
+    found = one_prompt(model, ids)[:, :256]
+    logits = model(found)
+    size = float(logits.abs().max())
+
+    def other_end() -> float:
+        changed = found.clone()
+        changed[0, -1] = (changed[0, -1] + 1) % model.config.d_vocab
+        return float((model(changed)[:, :-1] - logits[:, :-1]).abs().max()) / size
+
+    def rows() -> float:
+        kept = keep(model, found)
+        sums = [
+            window(kept, layer, head, most=found.shape[1]).weights
+            for layer in kept.layers
+            for head in range(len(kept.layers[layer][0].queries))
+        ]
+        return max(float(abs(torch.from_numpy(w).nan_to_num().sum(-1) - 1).max()) for w in sums)
+
+    def added(by: str) -> float:
+        parts = decompose(model, found, by=by)  # type: ignore[arg-type]
+        whole = model.run_with_cache(found, names_filter=["ln_final.hook_in"])[1]["ln_final.hook_in"]
+        return float((sum(p.double() for p in parts.parts) - whole.double()).abs().max() / whole.abs().max())
+
+    checks = {
+        "attention rows": (rows, "each row of attention sums to 1"),
+        "parts of the stream": (lambda: added("head"), "embedding, heads and MLPs add up to the stream that the final norm reads"),
+        "value paths": (lambda: added("value_path"), "own, first and other values add up to the same"),
+        "causality": (other_end, "a changed last token changes no earlier prediction"),
+        "repeatability": (lambda: float((model(found) - logits).abs().max()) / size, "a second run gives the same"),
+    }
+    table = []
+    for name, (error_of, meaning) in checks.items():
+        try:
+            error = error_of()
+            table.append({"check": name, "error": error, "holds": error < ROUNDING, "meaning": meaning})
+        except (WorkbenchError, NotImplementedError, AttributeError, KeyError) as reason:
+            table.append({"check": name, "error": None, "holds": None, "meaning": f"does not apply: {reason}"})
+    return pd.DataFrame(table)

@@ -1,0 +1,113 @@
+"""A | B | A - B: two subjects on shared scales, and their difference on one of its own; and a figure that plays over steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench.errors import WorkbenchError
+from workbench.plots.records import checked, plot
+from workbench.plots.style import MINUS
+
+AXES = (
+    "metric", "data", "T", "site", "part", "layer", "source", "head", "position", "index", "variant", "unit",
+)  # fmt: skip
+
+
+def difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
+    """Records of A minus B wherever both have one, axis by axis; the init curve and the controls are left out.
+
+    The standard error is that of a difference of independent means, which is too wide where both saw the same documents.
+    """
+    last = []
+    for frame in (checked(a), checked(b)):
+        rows = frame[frame["control"].isna()]
+        last.append(rows[rows["step"].isna() | (rows["step"] == rows["step"].max())].reset_index(drop=True))
+    keyed = [f.assign(**{c: f[c].astype("str").fillna("") for c in AXES}) for f in last]
+    both = keyed[0].reset_index(names="row").merge(keyed[1], on=list(AXES), suffixes=("", "_b"))
+    rows = last[0].loc[both["row"]].reset_index(drop=True)
+    facts = json.dumps({"reading": "above 0: higher in A"})
+    return rows.assign(
+        value=both["value"] - both["value_b"],
+        se=np.sqrt(both["se"] ** 2 + both["se_b"] ** 2),
+        architecture=MINUS,
+        run=MINUS,
+        unit=rows["unit"].astype("str").fillna("") + f", {MINUS}",
+        provenance=facts,
+    )
+
+
+def compared(parts: Sequence[pd.DataFrame], **options: Any) -> go.Figure:
+    """Records of one subject, or of two and their difference in a panel of its own; options as of `plot`.
+
+    Raises `WorkbenchError` where there is nothing to draw.
+    """
+    full = [p for p in parts if len(p)]
+    if len(full) < 2:
+        return plot(pd.concat(full) if full else parts[0], **options)
+    minus = difference(*full)
+    if minus.empty:
+        return plot(pd.concat(full, ignore_index=True), **options)
+    names = full[0]["metric"].unique()
+    title = options.pop("title", "") or (str(names[0]).replace("_", " ").capitalize() if len(names) == 1 else "")
+    return plot(pd.concat([*full, minus], ignore_index=True), title=title, **options)
+
+
+def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
+    """Figures of one kind as one that plays: a slider over their labels, a play and a pause button, scales held still.
+
+    Raises `WorkbenchError` where there are none.
+    """
+    if not figures:
+        raise WorkbenchError("no checkpoints to play over")
+    most = max(len(f.data) for _, f in figures)
+    stage = max(i for i, (_, f) in enumerate(figures) if len(f.data) == most)  # the last one with all curves
+    base = go.Figure(figures[stage][1])
+    frames = []
+    for label, figure in figures:
+        present = [trace.update(visible=True) for trace in go.Figure(figure).data]
+        absent = [{"type": trace.type, "visible": False} for trace in base.data[len(present) :]]
+        told = {"title": {"subtitle": {"text": figure.layout.title.subtitle.text}}}
+        frames.append(go.Frame(data=[*present, *absent], name=label, traces=list(range(most)), layout=told))
+    base.frames = frames
+    _hold(base, [f for _, f in figures])
+    play = {"frame": {"duration": 500, "redraw": True}, "transition": {"duration": 0}, "fromcurrent": True}
+    stop = {"frame": {"duration": 0, "redraw": False}, "mode": "immediate"}
+    at = {"frame": {"duration": 0, "redraw": True}, "mode": "immediate", "transition": {"duration": 0}}
+    steps = [{"method": "animate", "label": label, "args": [[label], at]} for label, _ in figures]
+    margin, height = base.layout.margin, base.layout.height or 450
+    under = 110
+    return base.update_layout(
+        updatemenus=[{
+            "type": "buttons", "direction": "left", "x": 0, "xanchor": "left", "y": 0, "yanchor": "top", "showactive": False,
+            "pad": {"t": 66, "r": 10},
+            "buttons": [{"label": "▶ play", "method": "animate", "args": [None, play]},
+                        {"label": "❚❚ stop", "method": "animate", "args": [[None], stop]}],
+        }],
+        sliders=[{"active": stage, "steps": steps, "x": 0.2, "len": 0.8, "y": 0, "yanchor": "top", "pad": {"t": 56},
+                  "currentvalue": {"prefix": "", "visible": True}}],
+        height=height + under, margin_b=(margin.b or 50) + under,
+    )  # fmt: skip
+
+
+def _hold(base: go.Figure, figures: Sequence[go.Figure]) -> None:
+    """Axes and colours that span all frames, so that what moves is the model and not the scale."""
+    for axis in {t.yaxis or "y" for t in base.data if t.type == "scatter"}:
+        values = [np.asarray(t.y, dtype=float) for f in figures for t in f.data
+                  if t.type == "scatter" and (t.yaxis or "y") == axis and t.y is not None and len(t.y) and t.y[0] is not None]  # fmt: skip
+        finite = np.concatenate(values) if values else np.zeros(0)
+        finite = finite[np.isfinite(finite)]
+        name = "yaxis" + axis[1:]
+        if len(finite) and base.layout[name].type != "category":
+            room = 0.05 * (float(finite.max() - finite.min()) or 1.0)
+            base.layout[name].range = [float(finite.min()) - room, float(finite.max()) + room]
+    for name in [k for k in base.layout if k.startswith("coloraxis")]:
+        spans = [(f.layout[name].cmin, f.layout[name].cmax) for f in figures if name in f.layout]
+        lows, highs = [low for low, _ in spans if low is not None], [high for _, high in spans if high is not None]
+        if lows and highs:
+            base.layout[name].update(cmin=min(lows), cmax=max(highs))

@@ -1,0 +1,134 @@
+"""Maps of numbers over two named axes (layer by position, layer by head, query by key), alone or as A | B | A - B."""
+
+from __future__ import annotations
+
+import html as markup
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.errors import WorkbenchError
+from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed
+
+MOST_TICKS, MOST_TEXTS, MOST_CELLS = 26, 600, 512 * 512
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Numbers [row, column] with names for both; NaN is left blank.
+
+    `texts` stand in the cells where there is room; `span` fixes the colour scale (None: from the numbers, centred at 0 where
+    they have both signs); `upward`: row 0 at the bottom, as layers are drawn.
+    """
+
+    values: np.ndarray
+    rows: Sequence[str]
+    columns: Sequence[str]
+    unit: str
+    row_title: str
+    column_title: str
+    texts: np.ndarray | None = None
+    span: tuple[float, float] | None = None
+    upward: bool = True
+
+    def __post_init__(self) -> None:
+        if self.values.shape != (len(self.rows), len(self.columns)):
+            raise WorkbenchError(
+                f"a map {self.values.shape} does not fit {len(self.rows)} rows, {len(self.columns)} columns"
+            )
+
+    def minus(self, other: Grid) -> Grid:
+        """This map less another of the same axes; raises `WorkbenchError` where their axes differ."""
+        if list(self.rows) != list(other.rows) or list(self.columns) != list(other.columns):
+            raise WorkbenchError("A and B have different rows or columns here, so A − B is not drawn")
+        return replace(self, values=self.values - other.values, texts=None, span=None)
+
+
+def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, height: int = 420) -> go.Figure:
+    """One map, or A and B on one scale with A - B on its own beside them where their axes agree.
+
+    Raises `WorkbenchError` where a map has more cells than a page can hold.
+    """
+    first = parts[0][1]
+    if any(g.values.size > MOST_CELLS for _, g in parts):
+        raise WorkbenchError(f"a map of {first.values.shape} cells is too large to draw; choose a window")
+    shown, signed = list(parts), False
+    if len(parts) == 2:
+        try:
+            shown.append((MINUS, first.minus(parts[1][1])))
+            signed = True
+        except WorkbenchError as reason:
+            under = f"{under}; {reason}" if under else str(reason)
+    figure = make_subplots(
+        1, len(shown), subplot_titles=[markup.escape(t) for t, _ in shown] if len(shown) > 1 else None,
+        horizontal_spacing=0.09 if len(shown) > 2 else 0.12,
+    )  # fmt: skip
+    for i, (name, grid) in enumerate(shown):
+        minus = signed and i == len(shown) - 1
+        _add(figure, grid, name, i + 1, "coloraxis2" if minus else "coloraxis", first=i == 0)
+    figure = dressed(figure, title, under, height)
+    figure.update_layout(coloraxis=_scale([g for _, g in parts], parts[0][1].unit, 1.01))
+    if signed:
+        figure.update_layout(coloraxis2=_scale([shown[-1][1]], MINUS, 1.09, signed=True))
+    return figure
+
+
+def grid_table(parts: Sequence[tuple[str, Grid]], most: int = 100_000) -> pd.DataFrame:
+    """The numbers of maps as rows, blanks left out, at most so many."""
+    frames = []
+    for name, grid in parts:
+        row, column = np.nonzero(np.isfinite(grid.values))
+        columns = {
+            "model": name, grid.row_title: np.asarray(grid.rows, dtype=object)[row],
+            grid.column_title: np.asarray(grid.columns, dtype=object)[column], grid.unit: grid.values[row, column],
+        }  # fmt: skip
+        if grid.texts is not None:
+            columns["text"] = np.asarray(grid.texts, dtype=object)[row, column]
+        frames.append(pd.DataFrame(columns))
+    return pd.concat(frames, ignore_index=True).head(most)
+
+
+def _add(figure: go.Figure, grid: Grid, name: str, column: int, colours: str, *, first: bool) -> None:
+    x, y = (unique([markup.escape(str(t)) for t in names]) for names in (grid.columns, grid.rows))
+    small = grid.texts is not None and grid.values.size <= MOST_TEXTS
+    hover = f"{grid.row_title} %{{y}}<br>{grid.column_title} %{{x}}<br>%{{z:.4g}} {markup.escape(grid.unit)}"
+    texts = None if grid.texts is None else [[markup.escape(str(t)) for t in row] for row in grid.texts]
+    figure.add_heatmap(
+        z=grid.values.astype("float32"), x=x, y=y, name=name, coloraxis=colours, hoverongaps=False, text=texts,
+        texttemplate="%{text}" if small else None, hovertemplate=hover + ("<br>%{text}" if texts else "") + "<extra></extra>",
+        row=1, col=column,
+    )  # fmt: skip
+    for update, names, title in (
+        (figure.update_xaxes, x, grid.column_title), (figure.update_yaxes, y, grid.row_title if first else ""),
+    ):  # fmt: skip
+        every = max(1, -(-len(names) // MOST_TICKS))
+        ticks = {"tickvals": names[::every], "tickfont": {"size": 10}, "type": "category", "showgrid": False}
+        update(title_text=title, **ticks, row=1, col=column)
+    figure.update_xaxes(tickangle=-90 if max(map(len, x)) > 3 else 0, row=1, col=column)
+    figure.update_yaxes(autorange=True if grid.upward else "reversed", row=1, col=column)
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """The names, those that repeat told apart by invisible spaces: a category axis merges equal ones."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, -1) + 1
+        found.append(name + "\u200b" * seen[name])
+    return found
+
+
+def _scale(found: Sequence[Grid], unit: str, x: float, signed: bool = False) -> dict[str, object]:
+    values = np.concatenate([g.values[np.isfinite(g.values)].ravel() for g in found])
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    span = found[0].span
+    signed = signed or (span is None and low < 0 < high)
+    if span is None:
+        limit = max(abs(low), abs(high)) or 1.0
+        span = (-limit, limit) if signed else (low, high if high > low else low + 1.0)
+    bar = {"title": {"text": markup.escape(unit)}, "thickness": 12, "x": x}
+    return {"colorscale": DIVERGING if signed else SEQUENTIAL, "cmin": span[0], "cmax": span[1], "colorbar": bar}

@@ -1,0 +1,10 @@
+"""Every view of the dashboard as a link, a figure and a table; the page and `workbench view LINK` draw the same.
+
+`VIEWS[page][name](ask, link)` gives a `Drawing`: `ask` is a `Source` (where numbers come from), `link` a `Link` (what was chosen).
+"""
+
+from workbench.views.base import VIEWS, Drawing, drawings, view
+from workbench.views.link import PAGES, Link
+from workbench.views.source import Source, Subject
+
+__all__ = ["PAGES", "VIEWS", "Drawing", "Link", "Source", "Subject", "drawings", "view"]

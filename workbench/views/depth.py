@@ -1,0 +1,120 @@
+"""Any measure over layers: for the runs of an experiment, or for model A and model B."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from workbench import plots
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.views.base import Drawing, view
+from workbench.views.link import Link
+from workbench.views.source import Source
+
+FORMS = {
+    "auto": "as its axes suggest",
+    "profile": "lines over layers",
+    "positions": "map: layer by position",
+    "heads": "map: layer by head",
+    "ranks": "map: layer by rank",
+    "steps": "lines over training steps",
+}
+AXES = {"profile": "layer", "positions": "position", "heads": "head", "ranks": "index", "steps": "step"}
+MAPS = ("positions", "heads", "ranks")
+PLAIN, METRIC = "plain", "token_identity_share"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What there is to choose from, and what is chosen."""
+
+    metrics: list[str]
+    metric: str
+    sites: list[str]
+    site: str | None
+    variants: list[str]
+    variant: str
+    forms: list[str]
+    form: str
+    seeds: list[str]
+    seed: str
+    steps: list[int]
+    step: int | None
+    rows: pd.DataFrame  # of the chosen measure, place and variant; all runs, all steps
+
+
+def options(ask: Source, link: Link) -> Options:
+    """The choices of a link, the absent ones at their defaults; raises `WorkbenchError` for what is not there."""
+    runs = [s.entry for s in ask.subjects(link)] if link.on("compare") else ask.chosen(link)
+    metrics = sorted({m for e in runs for m in e.measured})
+    if not metrics:
+        raise WorkbenchError("nothing has been measured on these runs yet")
+    metric = _pick("measure", link.text("metric"), metrics, METRIC)
+    rows = ask.records(runs, [metric])
+    if rows.empty:
+        raise WorkbenchError(f"the records of {metric.replace('_', ' ')} cannot be read")
+    sites = sorted(rows["site"].dropna().unique())
+    site = _pick("place", link.text("site"), sites, "own_v") if sites else None
+    rows = rows if site is None else rows[rows["site"] == site]
+    variants = [PLAIN] * bool(rows["variant"].isna().any()) + sorted(rows["variant"].dropna().unique())
+    variant = _pick("variant", link.text("variant"), variants, PLAIN)
+    rows = rows[rows["variant"].isna()] if variant == PLAIN else rows[rows["variant"] == variant]
+    forms = ["auto", *(form for form, axis in AXES.items() if rows[axis].nunique() > 1)]
+    form = _pick("view", link.text("view"), forms, "auto")
+    seeds = ["all", *(str(s) for s in sorted(rows["seed"].dropna().unique()))]
+    seed = _pick("seed", link.text("seed"), seeds, "all")
+    steps = sorted(int(s) for s in rows["step"].dropna().unique())
+    step = None
+    if steps and form != "steps":
+        asked = link.whole("step")
+        step = asked if asked in steps else max((s for s in steps if asked is None or s <= asked), default=steps[0])
+    return Options(metrics, metric, sites, site, variants, variant, forms, form, seeds, seed, steps, step, rows)
+
+
+def about(metric: str) -> str:
+    """What a measure or an experiment is, as its docstring says."""
+    import inspect
+
+    from workbench.interventions import INTERVENTIONS
+    from workbench.metrics import METRICS
+
+    item = METRICS.get(metric) or INTERVENTIONS.get(metric)
+    return inspect.getdoc(item.function) or "" if item else ""
+
+
+def _pick(kind: str, asked: str | None, choices: list[str], default: str) -> str:
+    if asked is not None and asked not in choices:
+        raise UnknownName(kind, asked, choices)
+    return asked or (default if default in choices else choices[0])
+
+
+@view("depth")
+def layers(ask: Source, link: Link) -> Drawing:
+    """The measure over layers (or heads, positions, steps), with its value at random init and under its baseline."""
+    chosen = options(ask, link)
+    form = None if chosen.form == "auto" else chosen.form
+    if link.on("compare"):
+        parts = []
+        for subject in ask.subjects(link):
+            mine = chosen.rows[chosen.rows["run"] == subject.entry.name]
+            parts.append(_at(mine, subject.step, form).assign(architecture=subject.series))
+        figure = plots.compared(parts, form=form)
+        return Drawing(figure, pd.concat(parts, ignore_index=True))
+    rows = chosen.rows if chosen.seed == "all" else chosen.rows[chosen.rows["seed"] == int(chosen.seed)]
+    if chosen.step is not None:
+        rows = _at(rows, chosen.step, form)
+    return Drawing(plots.plot(rows, form=form), rows)
+
+
+def _at(rows: pd.DataFrame, step: int, form: str | None) -> pd.DataFrame:
+    """Rows of a step; in lines over layers those of step 0 beside them."""
+    if form == "steps" or rows["step"].isna().all():
+        return rows
+    here = rows[rows["step"] == step]
+    if here.empty:
+        raise WorkbenchError(
+            f"not measured at step {step}; steps with records: {sorted(int(s) for s in rows['step'].dropna().unique())}"
+        )
+    maps = form in MAPS or (form is None and plots.form_of(here) in MAPS)
+    return here if maps else rows[rows["step"].isin([0, step])]

@@ -1,0 +1,81 @@
+"""What was chosen, as text: `depth?metric=sink_mass&a=text-resformer-s0&step=1000`; the page's address and the command's argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+from workbench.errors import BadData, UnknownName
+
+SELECTION = ("set", "a", "step", "compare", "b", "step_b", "models", "prompt", "stored")
+"""Keys that every page carries along: the experiment, models A and B at their steps, the compared series, the prompt."""
+PAGES: dict[str, tuple[str, ...]] = {
+    "start": ("show",),
+    "training": ("x", "log", "quantity", "where"),
+    "depth": ("metric", "site", "variant", "view", "seed", "depth"),
+    "attention": ("layer", "head", "queries", "keys", "lock", "scale", "tokens"),
+    "prompt": ("site", "layer", "head", "position", "target", "against", "quantity"),
+    "intervene": ("edits", "sweep", "other", "target", "against", "layer", "head", "draft"),
+}
+"""Pages, and the keys of each beside the selection's."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A page and its options, all text; absent ones take the page's defaults."""
+
+    page: str
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """A link from an address (`http://127.0.0.1:8501/depth?metric=loss`) or its end (`depth?metric=loss`).
+
+        Raises `UnknownName` for pages and keys that are not there, `BadData` for a key that is given twice.
+        """
+        parts = urlsplit(text.strip())
+        page = parts.path.strip("/") or "start"
+        if page not in PAGES:
+            raise UnknownName("page", page, PAGES)
+        found = parse_qsl(parts.query, keep_blank_values=True)
+        for key, _ in found:
+            if key not in (*SELECTION, *PAGES[page]):
+                raise UnknownName(f"key of page {page}", key, (*SELECTION, *PAGES[page]))
+        if len(dict(found)) < len(found):
+            raise BadData(f"{text}: a key is given twice")
+        return cls(page, dict(found))
+
+    def __str__(self) -> str:
+        known = (*SELECTION, *PAGES.get(self.page, ()))
+        asked = [(key, self.options[key]) for key in known if self.options.get(key) is not None]
+        return self.page + (f"?{urlencode(asked, quote_via=quote, safe='/:,;+=')}" if asked else "")
+
+    def but(self, **changes: Any) -> Link:
+        """The same link with some options changed; None takes one out."""
+        options = {**self.options, **{k: v if v is None else str(v) for k, v in changes.items()}}
+        return Link(self.page, {k: v for k, v in options.items() if v is not None})
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """An option as text."""
+        return self.options.get(key, default)
+
+    def whole(self, key: str, default: int | None = None) -> int | None:
+        """An option as a whole number; raises `BadData` where it is none."""
+        value = self.options.get(key)
+        if value is None:
+            return default
+        try:
+            return int(value)
+        except ValueError:
+            raise BadData(f"{key}={value!r} in the link is no whole number") from None
+
+    def on(self, key: str) -> bool:
+        """Whether a switch is on."""
+        return self.options.get(key) == "1"
+
+    def many(self, key: str) -> list[str] | None:
+        """A list `a,b`; None where the link does not say."""
+        value = self.options.get(key)
+        return None if value is None else [part for part in value.split(",") if part]
