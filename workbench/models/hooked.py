@@ -87,6 +87,10 @@ class HookedModel(LensTools, HookedRootModule):
         """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""
         raise NotImplementedError
 
+    def losses(self, tokens: Tensor) -> Tensor | None:
+        """Loss of each next token [batch, pos - 1] without all logits at once; None where that does not pay."""
+        return None
+
     @property
     def cfg(self) -> TransformerBridgeConfig:
         """The shape in TransformerLens' words, with the device and dtype that the weights have now."""
@@ -131,6 +135,9 @@ class HookedModel(LensTools, HookedRootModule):
                 logits = self._logits(ids, past_kv_cache)
         else:
             with self.lock:
+                losses = self._run(self.losses, ids) if return_type == "loss" else None
+                if losses is not None:
+                    return losses if loss_per_token else losses.mean()
                 logits = self._logits(ids)
         if return_type in ("logits", None):
             return logits if return_type else None
@@ -194,12 +201,15 @@ class HookedModel(LensTools, HookedRootModule):
         return generation.stream(self, prompt, max_new_tokens, **options)
 
     def _logits(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        return self._run(self.logits, ids) if cache is None else self._run(self.logits, ids, cache)
+
+    def _run(self, how: Callable[..., Any], ids: Tensor, *more: Any) -> Any:
         if self.switch.on:
             self.switch.rest()  # before looking, so that whoever comes meanwhile is not missed
             if any(map(hooked, self.hook_points())):
                 self.switch.listen()
         try:
-            return self.logits(ids) if cache is None else self.logits(ids, cache)
+            return how(ids, *more)
         except IndexError:  # from the embedding
             self._refuse_ids(ids)
             raise

@@ -20,11 +20,15 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.files import digest
+from workbench.kernels.cross_entropy import PAYS, cross_entropy
 from workbench.models.attention import Attention, Recipe, Rotary
 from workbench.models.cache import KeyValueCache
 from workbench.models.hooked import HookedModel
 from workbench.models.points import Part, Point, at, hooked, keep, lent
 from workbench.models.shortcut import Memory, Shortcut, Weight, mix, overrides
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where PyTorch keeps who listens to a module."""
 
 
 class RMSNorm(Part):
@@ -159,6 +163,19 @@ class Transformer(HookedModel):
 
     def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""
+        return self.unembed(self.normalised(tokens, cache))
+
+    def losses(self, tokens: Tensor) -> Tensor | None:
+        """As `HookedModel.losses`: from chunks of logits, where there are many and none but the loss reads them."""
+        head, logits = self.unembed, len(tokens) * (tokens.shape[1] - 1) * self.config.d_vocab
+        if logits < PAYS or type(head) is not Unembed or any(getattr(head, hooks) for hooks in HOOKS):
+            return None
+        x = at(head, "hook_in", self.normalised(tokens))[:, :-1]
+        losses = cross_entropy(x.flatten(0, 1), head.weight, tokens[:, 1:].flatten())
+        return losses.unflatten(0, (len(tokens), -1))
+
+    def normalised(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Token ids [batch, pos] -> what the unembedding reads [batch, pos, d_model]."""
         x = at(self, "hook_embed", self.embed(tokens))
         turn = self.rotary(tokens.shape[1], x, 0 if cache is None else cache.length)
         memory: Memory = {}
@@ -170,7 +187,7 @@ class Transformer(HookedModel):
             x = at(block, "hook_resid_post", x) if not self.averagers else self.average(layer, x, history)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return self.unembed(self.ln_final(x))
+        return self.ln_final(x)
 
     def average(self, layer: int, x: Tensor, history: list[Tensor]) -> Tensor:
         """What the next block reads where outputs are averaged; the last `hook_resid_post` is the final norm's input."""

@@ -1,0 +1,132 @@
+"""Next-token cross-entropy straight from the normalised stream, without the logits of all positions at once.
+
+    l_i = logsumexp_j (x_i . w_j) - x_i . w_{y_i},     dl_i / dlogits_i = p_i - onehot(y_i),  p_i = softmax_j (x_i . w_j)
+
+Logits live for a chunk of positions, in one reused buffer that becomes p - onehot in place. The gradients of a mean (or a
+sum) are gathered in the same pass, where the logits are at hand anyway, so a step multiplies as often as the plain one;
+other weights of the positions form them again in the backward pass. Logarithms and sums in float32 or better.
+Source: the order of work of Liger Kernel (Hsu et al. 2024, arXiv 2410.10989); torch 2.13 has a `linear_cross_entropy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+CHUNK = 2**23  # logits held at a time: 32 MiB in float32
+FEWEST = 128  # positions; the gradient of the matrix is read and written once a chunk
+PAYS = 2**24  # logits in all, from which chunks are worth it: 64 MiB
+
+
+def cross_entropy_reference(
+    x: Float[Tensor, "n d_model"], weight: Float[Tensor, "d_vocab d_model"], targets: Int[Tensor, "n"]
+) -> Float[Tensor, "n"]:
+    """The same from all logits at once; what the fast form must equal."""
+    logits = F.linear(x, weight)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
+
+
+def cross_entropy(
+    x: Float[Tensor, "n d_model"],
+    weight: Float[Tensor, "d_vocab d_model"],
+    targets: Int[Tensor, "n"],
+    *,
+    chunk: int | None = None,
+) -> Float[Tensor, "n"]:
+    """Cross-entropy in nats of each position's target, float32 (float64 for float64 inputs); differentiable, also twice.
+
+    Under autocast the products run in its type, as the plain ones would. Equal to the reference but for the order of sums.
+
+    Args:
+        x: what the unembedding reads.
+        weight: its matrix.
+        targets: token ids, each within the vocabulary.
+        chunk: positions at a time; about `CHUNK` logits unless given.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x, weight = (t.to(torch.get_autocast_dtype(device)) for t in (x, weight))
+    rows = chunk or max(FEWEST, CHUNK // len(weight))
+    return _Chunked.apply(x, weight, targets, rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Chunked(torch.autograd.Function):
+    """Saves the inputs and, where they are wanted, the gradients of the losses' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(x, weight, targets)
+        ctx.rows = rows
+        with torch.autocast(x.device.type, enabled=False):
+            losses, *gradients = _pass(x, weight, targets, rows, ctx.needs_input_grad)
+        ctx.gradients = gradients if any(ctx.needs_input_grad) else None
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, targets = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph: somebody differentiates the gradient
+            inputs = [t for t, needs in zip((x, weight), wanted, strict=False) if needs]
+            losses = cross_entropy_reference(x, weight, targets)
+            found = iter(torch.autograd.grad(losses, inputs, upstream, create_graph=True))
+            return next(found) if wanted[0] else None, next(found) if wanted[1] else None, None, None
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good once
+        with torch.autocast(x.device.type, enabled=False):
+            if gradients is None or not _uniform(upstream):
+                del gradients
+                _, *gradients = _pass(x, weight, targets, ctx.rows, wanted, upstream)
+            else:
+                for gradient in gradients:
+                    if gradient is not None:
+                        gradient.mul_(upstream[0])
+        by_x, by_weight = gradients
+        return by_x, None if by_weight is None else by_weight.to(weight.dtype), None, None
+
+
+def _uniform(upstream: Tensor) -> bool:
+    """Whether all positions weigh the same, as in a mean; fake tensors have no numbers and are taken for one."""
+    return isinstance(upstream, FakeTensor) or bool((upstream == upstream[0]).all())
+
+
+def _pass(
+    x: Tensor, weight: Tensor, targets: Tensor, rows: int, wanted: Any, upstream: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses [n] and, where wanted, the gradients of their sum, weighted by `upstream`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    losses = x.new_empty(len(x), dtype=wide)
+    by_x = torch.empty_like(x) if wanted[0] else None
+    by_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+    buffer = x.new_empty(min(rows, len(x)), len(weight))
+    for part in _parts(len(x), rows):
+        mine, target = x[part], targets[part, None]
+        logits = torch.mm(mine, weight.T, out=buffer[: len(mine)]).to(wide)
+        true = logits.gather(1, target)
+        most = logits.amax(1, keepdim=True)
+        total = logits.sub_(most).exp_().sum(1, keepdim=True)
+        losses[part] = (total.log() + most - true)[:, 0]
+        if by_x is None and by_weight is None:
+            continue
+        share = total.reciprocal() if upstream is None else upstream[part, None] / total
+        logits.mul_(share)
+        one = torch.ones_like(share) if upstream is None else upstream[part, None]
+        logits.scatter_add_(1, target, -one)
+        slope = logits.to(x.dtype)
+        if by_x is not None:
+            torch.mm(slope, weight, out=by_x[part])
+        if by_weight is not None:
+            if wide == x.dtype:
+                by_weight.addmm_(slope.T, mine)
+            else:
+                by_weight += slope.T @ mine
+    return losses, by_x, by_weight
+
+
+def _parts(n: int, rows: int) -> Iterator[slice]:
+    return (slice(start, start + rows) for start in range(0, n, rows))
