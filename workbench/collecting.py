@@ -26,6 +26,9 @@ from workbench.names import ACTIVATIONS, stream_hook
 WHOLE = ("logits", "tokens")
 """What is there once for a sequence, not at a hook point."""
 
+LAYER_WEIGHTS = ("W_O",)
+"""Weights of a layer that a metric of activations may read too."""
+
 
 @dataclass
 class Job:
@@ -43,6 +46,8 @@ class Job:
         aliases = [a for a in self.metric.reads(self.site) if a not in WHOLE]
         found = {alias: _hook_of(alias, layer, model) for alias in aliases}
         if (layer is None) is any(ACTIVATIONS[a].per_layer for a in aliases):
+            return {}
+        if not set(self.metric.arguments).isdisjoint(LAYER_WEIGHTS) and not _weights_of(layer, model):
             return {}
         return {a: hook for a, hook in found.items() if hook is not None} if all(found.values()) else {}
 
@@ -82,17 +87,30 @@ def _hook_of(alias: str, layer: Any, model: Transformer) -> str | None:
     return name if name in model.hook_dict else None
 
 
+def _weights_of(layer: Any, model: Transformer) -> dict[str, Tensor]:
+    """`LAYER_WEIGHTS` by name, where this model has them at this layer."""
+    if layer is None or layer in (model.config.n_layers, "final") or not hasattr(model, "blocks"):
+        return {}
+    attn = getattr(model.blocks[layer], "attn", None)
+    return {name: getattr(attn, name).detach() for name in LAYER_WEIGHTS if hasattr(attn, name)}
+
+
 def collect(model: Transformer, sample: Sample, jobs: Sequence[Job], batch: int) -> None:
     """Run the model over the sample once; a layer's activations are dropped as soon as its metrics have read them."""
     layers = [None, *range(model.config.n_layers + 1), "final"]
     plan = {layer: [(job, hooks) for job in jobs if (hooks := job.hooks(layer, model))] for layer in layers}
+    weights = {layer: _weights_of(layer, model) for layer in layers}
     whole = [job for job in jobs if set(job.metric.reads(job.site)) <= set(WHOLE)]
     if not whole and not any(plan.values()):
         return
     for start in launched.share(range(0, len(sample.ids), batch)):
         ids = sample.ids[start : start + batch].to(model.embed.weight.device)
         documents = range(start, start + len(ids))
-        reducers = [hook for layer, entries in plan.items() for hook in _reducers(layer, entries, ids, documents)]
+        reducers = [
+            hook
+            for layer, entries in plan.items()
+            for hook in _reducers(layer, entries, {"tokens": ids} | weights[layer], documents)
+        ]
         with torch.no_grad(), model.hooks(reducers):
             logits = (getattr(model, "everywhere", model) if whole else model)(ids)
         for job in whole:
@@ -121,12 +139,12 @@ def _exchange(jobs: Sequence[Job]) -> None:
 
 
 def _reducers(
-    layer: Any, entries: Sequence[tuple[Job, dict[str, str]]], ids: Tensor, documents: range
+    layer: Any, entries: Sequence[tuple[Job, dict[str, str]]], given: Mapping[str, Tensor], documents: range
 ) -> list[tuple[str, Callable[..., None]]]:
-    """Hooks that hold a layer's activations until the last metric that reads them has them all."""
+    """Hooks that hold a layer's activations, beside what is given, until the last metric that reads them has them all."""
     alias_of = {hook: alias for _, hooks in entries for alias, hook in hooks.items()}
     waiting = {id(job): set(hooks.values()) for job, hooks in entries}
-    held: dict[str, Tensor] = {"tokens": ids}
+    held = dict(given)
 
     def arrive(tensor: Tensor, hook: Any) -> None:
         held[alias_of[hook.name]] = tensor

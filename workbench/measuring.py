@@ -22,9 +22,11 @@ from workbench.data import Sample
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import digest
 from workbench.interventions import INTERVENTIONS, Intervention
+from workbench.kernels import attention_form
 from workbench.metrics import METRICS, Metric
 from workbench.models.cache import KeyValueCache
 from workbench.models.transformer import Transformer
+from workbench.names import STATISTICS
 from workbench.results import SAMPLE_COLUMNS, provenance, records, typed
 from workbench.subjects import Subject, Tables, refuse_unfit, sample_of, subjects
 
@@ -147,10 +149,19 @@ def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[s
     origin = provenance(
         reading=item.reading, key=key, weights=subject.weights, data=sample.hash, metric=f"{item.name}@{item.version()}",
         assumed=subject.model.assumed, torch=torch.__version__.split("+")[0], python=platform.python_version(),
-        device=str(weight.device.type), dtype=str(weight.dtype).removeprefix("torch."),
+        device=str(weight.device.type), dtype=str(weight.dtype).removeprefix("torch."), **_streaming(subject.model, item),
     )  # fmt: skip
     shared = {"metric": item.name, "data": sample.label, "T": sample.ids.shape[1], "provenance": origin}
     return subject.axes | shared
+
+
+def _streaming(model: Transformer, item: Measure) -> dict[str, str]:
+    """How the attention statistics that a measure reads are taken here, where it reads any."""
+    if isinstance(item, Metric) and set(STATISTICS).isdisjoint(item.arguments):
+        return {}  # an experiment may read them too
+    weight, joint = model.embed.weight, [getattr(block.attn, "joint", None) for block in model.blocks]
+    form = attention_form(weight.device, weight.dtype, model.config.d_head)
+    return {"attention": "+".join(sorted({form if one is None else "strips" for one in joint}))}
 
 
 # ---- derived ---------------------------------------------------------------------------------------------------------

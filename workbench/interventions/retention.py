@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from workbench.interventions.base import batches_of, intervention, over_document
 from workbench.names import ACTIVATIONS, stream_hook
 
 CHUNK = 64  # positions whose scores over the vocabulary are held at a time
+SINK_MASS = 0.3  # mean attention to position 0 from which on a head is a sink (Gu et al. 2024, arXiv 2410.10781)
+NO_OP, BROADCAST, ALIKE = 0.2, 0.5, 0.5  # thresholds of ours: ratio at most, ratio at least, spread at most
 
 
 def _ranks(x: Tensor, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,6 +73,26 @@ def _first_values(model: Any) -> Tensor | None:
     return torch.cat(rows)
 
 
+SINK_VARIANTS: dict[str | None, str] = {
+    "mass": "share", None: "ratio", "spread": "share", "no_op": "share of documents", "broadcast": "share of documents",
+}  # fmt: skip
+"""Rows of `sink_output` for each head, and their units."""
+
+
+def sink_kind(mass: float, ratio: float, spread: float) -> Literal["none", "no-op", "broadcast", "mixed"]:
+    """What a head's sink does, from the three numbers of `sink_output`; every threshold is this project's own.
+
+    `none`: mass up to 0.3, no sink. `no-op`: ratio up to 0.2, the sink writes little of what the head writes, so attention
+    rests there. `broadcast`: ratio from 0.5 on and spread up to 0.5, the head writes mostly one vector, to every position.
+    `mixed`: a sink between the two.
+    """
+    if not mass > SINK_MASS:
+        return "none"
+    if ratio <= NO_OP:
+        return "no-op"
+    return "broadcast" if ratio >= BROADCAST and spread <= ALIKE else "mixed"
+
+
 @intervention(
     unit="ratio", range=">= 0", reading="near 0: the sink writes nothing; large: it writes to every position",
     source="attention to position 0 times its value through W_O, over the head's whole output",
@@ -79,9 +101,10 @@ def _first_values(model: Any) -> Tensor | None:
 def sink_output(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """What position 0 contributes to each head's output: ||A_i0 v_0 W_O|| / ||z_i W_O||, mean over queries i > 0.
 
-    `spread`: variance of the head's output over positions, as a share of its mean square; a broadcasting sink has a large
-    ratio and little spread, a drained one a small ratio. Read with the sink's mass: only heads that are sinks are meant.
-    Caution: the ratio passes 1 where the rest cancels it.
+    `spread`: variance of the head's output over positions, as a share of its mean square; `mass`: mean attention of those
+    queries to position 0. A broadcasting sink has a large ratio and little spread, a no-op a small ratio. `no_op` and
+    `broadcast`: share of documents in which the head is a sink of that kind, by thresholds of ours (mass above 0.3; ratio
+    at most 0.2; ratio at least 0.5 and spread at most 0.5). Caution: the ratio passes 1 where the rest cancels it.
     """
     layers = (
         [n for n in range(model.config.n_layers) if hasattr(model.blocks[n].attn, "W_O")]
@@ -103,9 +126,12 @@ def sink_output(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict
             spread = out[:, :, 1:].var(2, unbiased=False).sum(-1) / out[:, :, 1:].square().sum(-1).mean(-1).clamp_min(
                 1e-300
             )
+            mass = sink[..., 1:].mean(-1)
             for head in range(z.shape[2]):
-                found.setdefault((n, head, None), []).append(ratio[:, head].cpu())
-                found.setdefault((n, head, "spread"), []).append(spread[:, head].cpu())
+                numbers = [x[:, head].cpu() for x in (mass, ratio, spread)]
+                kinds = [sink_kind(*one) for one in zip(*(x.tolist() for x in numbers), strict=True)]
+                no_op, broadcast = (torch.tensor([k == kind for k in kinds]) for kind in ("no-op", "broadcast"))
+                for variant, values in zip(SINK_VARIANTS, (*numbers, no_op, broadcast), strict=True):
+                    found.setdefault((n, head, variant), []).append(values)
     for (layer, head, variant), parts in found.items():
-        unit = "share" if variant else "ratio"
-        yield over_documents(torch.cat(parts), layer=layer, head=head, variant=variant, unit=unit)
+        yield over_documents(torch.cat(parts), layer=layer, head=head, variant=variant, unit=SINK_VARIANTS[variant])

@@ -191,11 +191,43 @@ def value_weighted_importance(
 ) -> Float[Tensor, "batch pos"]:
     """Share of each position in what attention moves: received attention times the value's 1-norm, summed over heads.
 
-    c_j ||v_j||_1 / sum. A drained sink counts little here and much in token importance. Caution: the norm is taken before W_O.
+    c_j ||v_j||_1 / sum. A drained sink counts little here and much in token importance. Caution: the norm is taken before
+    W_O; `norm_weighted_importance` takes it after.
     """
     size = wide(v).abs().sum(-1).transpose(1, 2).repeat_interleave(received.shape[1] // v.shape[2], dim=1)
     weighted = (received * size).sum(1)
     return weighted / weighted.sum(-1, keepdim=True)
+
+
+@metric(
+    unit="share", range="0..1, sums to 1", reading="higher: more of what attention writes to the stream comes from here",
+    source="Kobayashi et al. 2020, arXiv 2004.10102 (norm of the weighted, transformed vector)",
+    variants={"per_head": {"per_head": True}, "even_attention": {"even": True}},
+    controls={"uniform_causal": uniform_importance},
+)  # fmt: skip
+def norm_weighted_importance(
+    received: Float[Tensor, "batch head pos"],
+    v: Float[Tensor, "batch pos kv_head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+    *,
+    per_head: bool = False,
+    even: bool = False,
+) -> Float[Tensor, "batch pos *heads"]:
+    """Share of each position in what attention writes: received attention times the norm of its value through W_O.
+
+    sum over queries i and heads of ||A_ij v_j W_O|| = sum over heads of c_j ||v_j W_O||, over its sum on j; `per_head`: of
+    each head by itself. Two controls: `uniform_causal` is even attention to values of one norm, and the variant
+    `even_attention` even attention to these values, so what differs from it is the pattern's doing. Caution: the written
+    vectors may cancel, which norms cannot see; gates and other changes between the pattern and W_O are left out.
+    """
+    heads, T = received.shape[1:]
+    triangle = torch.linalg.qr(wide(W_O).mT, mode="r").R  # ||x W_O|| = ||R x||, R no wider than the head
+    values = wide(v).repeat_interleave(heads // v.shape[2], dim=2)
+    size = torch.einsum("bphd,hrd->bphr", values, triangle).norm(dim=-1)
+    attention = (T * uniform_importance(T)).to(size)[:, None] if even else received.transpose(1, 2)
+    weighted = attention * size
+    weighted = weighted if per_head else weighted.sum(-1)
+    return weighted / weighted.sum(1, keepdim=True)
 
 
 @metric(

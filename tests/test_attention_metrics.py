@@ -1,0 +1,173 @@
+"""What attention writes: importance weighted by norms through W_O, kinds of sinks; by hand and against naive versions."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from workbench import measuring
+from workbench.data import Sample
+from workbench.interventions import INTERVENTIONS
+from workbench.interventions.retention import sink_kind
+from workbench.measuring import measure
+from workbench.metrics import METRICS
+from workbench.metrics.attention import norm_weighted_importance, uniform_importance, value_weighted_importance
+
+
+@pytest.fixture
+def randomly():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def ids(randomly):
+    return torch.randint(61, (3, 20), generator=randomly)
+
+
+# ---- norms through W_O -----------------------------------------------------------------------------------------------
+
+
+def test_norm_weighted_importance_by_hand():
+    """Two positions, values (3, 4) and (1, 0); W_O of head 0 keeps the first channel doubled, of head 1 both as they are."""
+    v = torch.tensor([[[[3.0, 4.0]], [[1.0, 0.0]]]])
+    w_o = torch.tensor([[[2.0, 0, 0], [0, 0, 0]], [[1.0, 0, 0], [0, 0, 1]]])
+    received = torch.tensor([[[1.5, 0.5], [1.0, 1.0]]])
+    # norms: head 0: 6, 2; head 1: 5, 1
+    heads = [[9.0, 1.0], [5.0, 1.0]]
+    expected = [14 / 16, 2 / 16]
+    assert norm_weighted_importance(received, v, w_o)[0].tolist() == pytest.approx(expected)
+    each = norm_weighted_importance(received, v, w_o, per_head=True)
+    assert each[0].T.flatten().tolist() == pytest.approx([0.9, 0.1, 5 / 6, 1 / 6])
+    assert each[0].T.flatten().tolist() == pytest.approx([x / sum(h) for h in heads for x in h])
+    # even attention gives 1.5 and 0.5 of the two queries to every head
+    even = norm_weighted_importance(received, v, w_o, even=True)
+    assert even[0].tolist() == pytest.approx([1.5 * 11 / 18, 0.5 * 3 / 18])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_norm_weighted_importance_sums_the_norms_of_what_each_weight_writes(randomly, kv_heads):
+    T, heads, d_head, d_model = 9, 4, 6, 24
+    pattern = torch.randn(2, heads, T, T, generator=randomly, dtype=torch.double).tril().abs()
+    v = torch.randn(2, T, kv_heads, d_head, generator=randomly, dtype=torch.double)
+    w_o = torch.randn(heads, d_head, d_model, generator=randomly, dtype=torch.double)
+    written = torch.einsum("bhij,bjhd,hdm->bhijm", pattern, v.repeat_interleave(heads // kv_heads, dim=2), w_o)
+    norms = written.norm(dim=-1).sum((1, 2))
+    found = norm_weighted_importance(pattern.sum(-2), v, w_o)
+    torch.testing.assert_close(found, norms / norms.sum(-1, keepdim=True))
+
+
+def test_norm_weighted_importance_of_uniform_attention_and_equal_norms_is_the_control(randomly):
+    T = 12
+    c = (T * uniform_importance(T)).expand(1, 2, T)
+    v = torch.nn.functional.normalize(torch.randn(1, T, 2, 4, generator=randomly, dtype=torch.double), dim=-1)
+    w_o = torch.eye(4, 8, dtype=torch.double).expand(2, 4, 8)  # keeps every length
+    control = METRICS["norm_weighted_importance"].controls["uniform_causal"](T)
+    torch.testing.assert_close(norm_weighted_importance(c, v, w_o)[0], control)
+    torch.testing.assert_close(norm_weighted_importance(torch.rand(1, 2, T), v, w_o, even=True)[0], control)
+
+
+def test_a_value_that_the_output_matrix_drops_counts_only_before_it():
+    v = torch.tensor([[[[0.0, 5.0]], [[1.0, 0.0]]]])
+    w_o = torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
+    received = torch.tensor([[[1.0, 1.0]]])
+    assert norm_weighted_importance(received, v, w_o)[0].tolist() == [0.0, 1.0]
+    assert value_weighted_importance(received, v)[0, 0] > 0.8
+
+
+def test_measuring_hands_in_each_layers_own_output_matrix(tiny, ids):
+    model = tiny(dtype=torch.float64)
+    frame = measure(model, "norm_weighted_importance", ids)
+    _, cache = model.run_with_cache(ids)
+    for layer in range(3):
+        stem = f"blocks.{layer}.attn.hook_"
+        expected = norm_weighted_importance(cache[f"{stem}received"], cache[f"{stem}v"], model.blocks[layer].attn.W_O)
+        rows = frame[(frame["layer"] == layer) & frame["variant"].isna() & frame["control"].isna()]
+        assert rows.sort_values("position")["value"].tolist() == pytest.approx(expected.mean(0).tolist(), rel=1e-5)
+        heads = frame[(frame["layer"] == layer) & (frame["variant"] == "per_head")]
+        assert heads.groupby("head")["value"].sum().tolist() == pytest.approx([1.0] * model.config.n_heads)
+
+
+# ---- kinds of sinks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mass", "ratio", "spread", "kind"),
+    [
+        (0.3, 0.9, 0.1, "none"),
+        (math.nan, 0.9, 0.1, "none"),
+        (0.9, 0.2, 0.9, "no-op"),
+        (0.9, 0.0, 0.0, "no-op"),
+        (0.9, 0.5, 0.5, "broadcast"),
+        (0.9, 1.0, 0.6, "mixed"),
+        (0.9, 0.3, 0.1, "mixed"),
+        (0.9, math.nan, 0.1, "mixed"),
+    ],
+)
+def test_kinds_of_sinks_by_their_thresholds(mass, ratio, spread, kind):
+    assert sink_kind(mass, ratio, spread) == kind
+
+
+def sinks(model, ids):
+    rows = INTERVENTIONS["sink_output"].function(model, Sample(ids, list(range(len(ids))), "x"), None, 2)
+    return {(r["layer"], r["head"], r["variant"]): r for r in rows}
+
+
+def test_sink_output_by_hand(tiny, ids):
+    """Half of every later query's attention on position 0, the rest on itself; all values alike but the first."""
+    model = tiny(dtype=torch.float64)
+    T = ids.shape[1]
+    half = torch.full((T, T), -torch.inf, dtype=torch.float64)
+    half[:, 0] = half.diagonal()[:] = 0.0
+
+    def values(first):
+        def put(v, hook):
+            v = torch.ones_like(v)
+            v[:, 0] *= first
+            return v
+
+        return put
+
+    def run(first):
+        with model.hooks(
+            [
+                ("blocks.1.attn.hook_attn_scores", lambda s, hook: half.expand_as(s)),
+                ("blocks.1.attn.hook_v", values(first)),
+            ]
+        ):
+            return sinks(model, ids)
+
+    # with u = (1, ..., 1) W_O position 0 writes first * u / 2 of (first + 1) * u / 2
+    for first, ratio, kind in ((3.0, 3 / 4, "broadcast"), (0.0, 0.0, "no_op"), (0.5, 1 / 3, None)):
+        found = run(first)
+        assert found[1, 0, "mass"]["value"] == pytest.approx(0.5)
+        assert found[1, 0, None]["value"] == pytest.approx(ratio)
+        assert found[1, 0, "spread"]["value"] == pytest.approx(0, abs=1e-9)
+        for name in ("no_op", "broadcast"):
+            assert found[1, 0, name]["value"] == float(name == kind)
+            assert found[1, 0, name]["unit"] == "share of documents"
+            assert found[1, 0, name]["n"] == len(ids)
+
+
+def test_an_untrained_head_is_no_sink(tiny, ids):
+    found = sinks(tiny(dtype=torch.float64), ids)
+    assert all(r["value"] == 0 for (_, _, variant), r in found.items() if variant in ("no_op", "broadcast"))
+
+
+# ---- where the numbers come from -------------------------------------------------------------------------------------
+
+
+def test_records_of_streamed_statistics_say_how_they_were_taken(tiny, ids, monkeypatch):
+    def told(model, name):
+        return json.loads(measure(model, name, ids)["provenance"].iloc[0]).get("attention")
+
+    model = tiny()
+    assert told(model, "sink_mass") == told(model, "sink_output") == "strips"
+    assert told(model, "value_norm") is None, "it reads no statistics of attention"
+    monkeypatch.setattr(measuring, "attention_form", lambda device, dtype, d_head: f"fused {d_head}")
+    assert told(tiny(seed=1), "sink_mass") == "fused 8"
+    assert told(tiny("cross_layer"), "sink_mass") == "fused 8+strips", (
+        "keys of several layers are always read in strips"
+    )
