@@ -1,0 +1,44 @@
+"""Quantities against the validation loss: what is an effect of the architecture, and what only of how far training has come."""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.plots.style import axis_title, colour, dressed, label, ordered, pale, wrapped
+
+
+def against_loss(frame: pd.DataFrame) -> go.Figure:
+    """Every checkpoint of every run as a point, one panel per quantity; a line joins the checkpoints of one run.
+
+    `frame`: columns run, architecture, seed, step, loss (nats), quantity, value, unit. Models that differ only in progress
+    lie on one curve; at equal loss (one above the other) the distance is the architecture's.
+    """
+    quantities = list(dict.fromkeys(frame["quantity"]))
+    figure = make_subplots(1, len(quantities), subplot_titles=quantities, horizontal_spacing=0.27 / len(quantities))
+    for i, quantity in enumerate(quantities):
+        where = {"row": 1, "col": i + 1}
+        mine = frame[frame["quantity"] == quantity].sort_values(["run", "step"])
+        for architecture in ordered(mine["architecture"]):
+            name, last = label(architecture), True
+            for _, rows in mine[mine["architecture"] == architecture].groupby("run"):
+                symbols = ["circle-open" if step == 0 else "circle" for step in rows["step"]]
+                figure.add_scatter(
+                    x=rows["loss"].astype(float), y=rows["value"].astype(float), mode="lines+markers", name=name,
+                    line={"color": pale(architecture, 0.35), "width": 1},
+                    marker={"color": colour(architecture), "size": [6] * (len(rows) - 1) + [10], "symbol": symbols},
+                    legendgroup=name, showlegend=last and i == 0, customdata=rows[["seed", "step"]].astype(str),
+                    hovertemplate=f"{name}, seed %{{customdata[0]}}, step %{{customdata[1]}}<br>loss %{{x:.3f}}: %{{y:.3g}}"
+                    "<extra></extra>", **where,
+                )  # fmt: skip
+                last = False
+        figure.update_yaxes(title_text=axis_title(str(mine["unit"].iloc[0]), ""), **where)
+        figure.update_xaxes(title_text="validation loss (nats), falling", autorange="reversed", **where)
+    seeds = frame.groupby("architecture")["seed"].nunique()
+    under = (
+        f"{frame['run'].nunique()} runs, {seeds.min()}{f' to {seeds.max()}' if seeds.max() > seeds.min() else ''} seeds per model; "
+        "each point a checkpoint, training goes to the right; open: random init, large: the last; "
+        "points on one curve differ only in progress, a distance at equal loss is the architecture's"
+    )
+    return dressed(figure, "Concentration and similarity against the loss", wrapped(under, 125), 330)
