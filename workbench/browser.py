@@ -1,8 +1,10 @@
-"""A picture of an offline page, drawn by a Chrome, Chromium or Edge that is installed; the product works without one."""
+"""Pictures of offline pages and figures, drawn by a Chrome, Chromium or Edge that is installed; the product works without one."""
 
 from __future__ import annotations
 
+import html
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,27 +46,72 @@ def picture(page: Path, out: Path, *, width: int, height: int) -> Path:
 
     Raises `WorkbenchError` where no browser is found or the one found cannot draw.
     """
-    browser = find_browser()
-    if browser is None:
-        raise WorkbenchError(
-            "no Chrome, Chromium or Edge found to draw the PNG with; set WORKBENCH_BROWSER to one, or open the page"
+    browser = _found()
+    with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
+        drawn = Path(folder) / "page.png"
+        told = _run(
+            browser,
+            folder,
+            page,
+            "--force-device-scale-factor=2",
+            f"--window-size={width},{height}",
+            f"--screenshot={drawn}",
         )
-    with tempfile.TemporaryDirectory() as profile, replacing(out) as part:
-        drawn = Path(profile) / "page.png"
-        command = [
-            browser, "--headless", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=2", f"--user-data-dir={profile}",
-            "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic",
-            "--virtual-time-budget=5000", f"--window-size={width},{height}", f"--screenshot={drawn}", page.resolve().as_uri(),
-        ]  # fmt: skip
-        if sys.platform == "linux" and os.geteuid() == 0:  # root has no sandbox of its own to put the browser into
-            command.insert(1, "--no-sandbox")
-        try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise WorkbenchError(f"{browser} did not draw the page: {error}") from error
         if not drawn.exists():
             raise WorkbenchError(
                 f"{browser} did not draw the page (exit {told.returncode}): {told.stderr.strip()[-300:]}"
             )
         shutil.copyfile(drawn, part)
     return out
+
+
+def vector(page: str, out: Path, *, width: int, height: int) -> Path:
+    """Write the first plotly figure of an HTML page as an SVG of width x height; returns `out`.
+
+    Raises `WorkbenchError` where no browser is found or the one found cannot draw.
+    """
+    browser = _found()
+    with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
+        inside = Path(folder) / "page.html"
+        inside.write_text(
+            page.replace("</body>", f"<script>{_TO_SVG % (width, height)}</script></body>"), encoding="utf-8"
+        )
+        told = _run(browser, folder, inside, "--dump-dom")
+        found = re.search(r'<textarea id="svg">(.*?)</textarea>', told.stdout, re.DOTALL)
+        if found is None:
+            raise WorkbenchError(
+                f"{browser} did not draw the figure (exit {told.returncode}): {told.stderr.strip()[-300:]}"
+            )
+        part.write_text(html.unescape(found[1]), encoding="utf-8")
+    return out
+
+
+_TO_SVG = """
+addEventListener('load', () => Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: 'svg', width: %d, height: %d})
+  .then(url => { const found = document.createElement('textarea'); found.id = 'svg';
+                 found.textContent = decodeURIComponent(url.slice(url.indexOf(',') + 1)); document.body.replaceChildren(found) }))
+"""
+
+
+def _found() -> str:
+    browser = find_browser()
+    if browser is None:
+        raise WorkbenchError(
+            "no Chrome, Chromium or Edge found to draw with; set WORKBENCH_BROWSER to one, or open the page"
+        )
+    return browser
+
+
+def _run(browser: str, folder: str, page: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Open a page without a window and let it settle."""
+    command = [
+        browser, "--headless", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/profile", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic",
+        "--virtual-time-budget=5000", *flags, page.resolve().as_uri(),
+    ]  # fmt: skip
+    if sys.platform == "linux" and os.geteuid() == 0:  # root has no sandbox of its own to put the browser into
+        command.insert(1, "--no-sandbox")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise WorkbenchError(f"{browser} did not draw the page: {error}") from error

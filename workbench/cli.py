@@ -1,4 +1,4 @@
-"""The command line: demo, train, study, estimate, measure, analyze, generate, plot, report, app, list. A command's help is its docstring.
+"""The command line: demo, train, study, measure, analyze, view, report, app, list and more. A command's help is its docstring.
 
 Heavy imports happen inside the commands, so `--help` answers at once.
 """
@@ -337,6 +337,33 @@ def plot(
 
 
 @app.command()
+def view(
+    link: Annotated[
+        str, typer.Argument(help="A page's address or its end, e.g. 'depth?metric=sink_mass&a=text-resformer-s0'.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="The file; its ending says what: .html, .svg, .png, .csv, .parquet, .json.")
+    ] = Path("view.html"),
+    only: Annotated[str | None, typer.Option(help="One view of the page; pictures hold one.")] = None,
+    play: Annotated[bool, typer.Option("--play", help="A time-lapse over the checkpoints of model A (.html).")] = False,
+    runs: Runs = None,
+) -> None:
+    """Draw what a page of the dashboard shows, from its link: a figure for a paper, a table, an offline page."""
+    from workbench.console import say, status
+    from workbench.runs import runs_folder
+    from workbench.views import Link, Source
+    from workbench.views.writing import write
+
+    chosen, ask = Link.parse(link), Source(runs_folder(runs))
+    told = f'workbench view "{chosen}"{f" --only {only}" if only else ""}{" --play" if play else ""} --out {out}'
+    with status("drawing"):
+        path, reasons = write(ask, chosen, out, only=only, play=play, command=told)
+    for name, why in {**ask.problems, **reasons}.items():
+        say(f"left out: {name}: {why}")
+    say(f"view: {path}")
+
+
+@app.command()
 def report(
     runs: Runs = None,
     out: Annotated[Path | None, typer.Option(help="The page; <runs>/report.html unless given.")] = None,
@@ -365,6 +392,7 @@ def analyze(
     png: Annotated[
         bool, typer.Option("--png", help="Draw the figures as PNG too; needs Chrome, Chromium or Edge.")
     ] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Draw the figures as SVG too; needs the same.")] = False,
     runs: Runs = None,
     as_json: Json = False,
 ) -> None:
@@ -383,17 +411,17 @@ def analyze(
     with status("measuring") as told:
         found = analyse(
             chosen, questions=question, data=data, n=n, workers=workers or min(os.cpu_count() or 1, 8),
-            told=lambda done, total, name: told(f"measured {name}, {done} of {total} runs"),
+            told=lambda done, total, name: told(f"measured {done} of {total} runs, last {name}"),
         )  # fmt: skip
         told("writing")
         write_tables(found, out)
-        write_figures(found, out, png=png)
-    page = write_page(found, out, f"workbench analyze {' '.join(map(str, chosen))} --out {out}")
+        page = write_page(found, out, f"workbench analyze {' '.join(map(str, chosen))} --out {out}")
+        write_figures(found, out, png=png, svg=svg)
     if as_json:
         print(verdicts(found).to_json(orient="records"))
         return
     for j in found.judged:
-        say(f"{j.claim.name}: {j.verdict.status.replace('_', ' ')}. {j.verdict.sentence}")
+        say(f"{j.claim.name}: {j.verdict.said}. {j.verdict.sentence}")
     for name, why in found.problems.items():
         say(f"left out: {name}: {why}")
     say(f"page: {page}")

@@ -1,0 +1,121 @@
+"""The views of a link as files: one offline page, a figure for a paper, or the table."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from workbench import plots
+from workbench.browser import picture, vector
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.files import write_text
+from workbench.results import write_parquet
+from workbench.views.base import VIEWS, Drawing, drawings, timelapse
+
+if TYPE_CHECKING:
+    from workbench.views.link import Link
+    from workbench.views.source import Source
+
+WIDTH = 1000
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 1rem auto; padding: 0 1rem }
+table { font-size: 12px } td, th { padding: .1rem .5rem }
+"""
+MOST_ROWS = 500
+
+
+def write(
+    ask: Source, link: Link, out: Path, *, only: str | None = None, play: bool = False, command: str = ""
+) -> tuple[Path, dict[str, str]]:
+    """Write what a link shows; the ending of `out` says as what: .html, .svg, .png, .csv, .parquet, .json.
+
+    `only`: one view of the page; pictures hold one. `play`: over the checkpoints of model A (HTML). Returns the file and, by
+    view, why what is left out cannot be drawn. Raises `UnknownName` for another ending or view, `WorkbenchError` where
+    nothing can be drawn.
+    """
+    if out.suffix not in WRITERS:
+        raise UnknownName("file ending", out.suffix, WRITERS)
+    if play and out.suffix != ".html":
+        raise WorkbenchError(f"a time-lapse is written as .html, not {out.suffix}")
+    made, reasons = {}, {}
+    names = [only] if only else list(_names(ask, link))
+    for name in names:
+        try:
+            ((_, drawing),) = drawings(ask, link, name)
+            made[name] = timelapse(VIEWS[link.page][name], ask, link) if play else drawing
+        except UnknownName:
+            raise
+        except WorkbenchError as reason:
+            reasons[name] = str(reason)
+    if not made:
+        raise WorkbenchError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
+    WRITERS[out.suffix](made, out, f"{link}", command)
+    return out, reasons
+
+
+def _names(ask: Source, link: Link) -> list[str]:
+    import importlib
+
+    importlib.import_module(f"workbench.views.{link.page}")
+    return list(VIEWS[link.page])
+
+
+def _one(made: dict[str, Drawing], out: Path) -> Drawing:
+    if len(made) > 1:
+        raise WorkbenchError(
+            f"{out.name} holds one figure and this page has {len(made)}: choose with --only {' | '.join(made)}"
+        )
+    return next(iter(made.values()))
+
+
+def _table(made: dict[str, Drawing]) -> pd.DataFrame:
+    tables = [d.table.assign(view=name) if len(made) > 1 else d.table for name, d in made.items()]
+    return pd.concat(tables, ignore_index=True) if len(tables) > 1 else tables[0]
+
+
+def _html(made: dict[str, Drawing], out: Path, title: str, command: str) -> None:
+    parts = []
+    for i, drawing in enumerate(made.values()):
+        table = plots.table(drawing.table)
+        rows = table.head(MOST_ROWS).to_html(index=False, border=0, na_rep="")
+        said = f"<p>{html.escape(drawing.said)}</p>" if drawing.said else ""
+        more = f"the numbers ({len(table)} rows{'' if len(table) <= MOST_ROWS else f', the first {MOST_ROWS} here'})"
+        parts.append(
+            f"{plots.html(drawing.figure, script=i == 0)}{said}<details><summary>{more}</summary>{rows}</details>"
+        )
+    named = html.escape(title)
+    write_text(
+        out,
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{named}</title><style>{STYLE}</style></head><body>'
+        f"{''.join(parts)}<p>Reproduce: <code>{html.escape(command)}</code></p></body></html>",
+    )
+
+
+def _svg(made: dict[str, Drawing], out: Path, *_: str) -> None:
+    figure = _one(made, out).figure
+    vector(plots.html(figure, whole=True), out, width=WIDTH, height=int(figure.layout.height or 500))
+
+
+def _png(made: dict[str, Drawing], out: Path, *_: str) -> None:
+    figure = _one(made, out).figure
+    page = out.with_name(f".{out.stem}.html")
+    try:
+        write_text(page, plots.html(figure, whole=True))
+        picture(page, out, width=WIDTH, height=int(figure.layout.height or 500) + 16)
+    finally:
+        page.unlink(missing_ok=True)
+
+
+def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:
+    table = plots.table(_table(made))
+    write_text(out, table.to_csv(index=False) if out.suffix == ".csv" else table.to_json(orient="records"))
+
+
+WRITERS: dict[str, Callable[..., None]] = {
+    ".html": _html, ".svg": _svg, ".png": _png, ".csv": _text, ".json": _text,
+    ".parquet": lambda made, out, *_: write_parquet(_table(made), out),
+}  # fmt: skip
