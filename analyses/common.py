@@ -13,7 +13,7 @@ import pandas as pd
 
 from workbench import plots
 from workbench.analysing import Analysis, analyse
-from workbench.claims import STATUSES, Evidence
+from workbench.claims import Evidence
 from workbench.claims.base import Undecided
 from workbench.config import ModelConfig, TrainConfig
 from workbench.console import say, table
@@ -131,7 +131,7 @@ def conclude(found: Analysis, name: str, numbers: pd.DataFrame, out: Path) -> No
             f"Claim: {j.claim.text}",
             f"  Published: {j.claim.published}.",
             f"  Would refute it: {j.claim.refutes}.",
-            f"  Here: {STATUSES[j.verdict.status]}. {j.verdict.sentence}",
+            f"  Here: {j.verdict.said}. {j.verdict.sentence}",
             f"  Runs: {len(j.verdict.runs)}{f' ({j.verdict.setting})' if j.verdict.runs else ''}.",
         ]
     lines += [f"Left out: {run}: {why}" for run, why in found.problems.items()]

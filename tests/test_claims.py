@@ -127,7 +127,37 @@ def test_lower_loss_is_refuted_where_a_tuned_baseline_turns_it():
     for rate, base, method in ((1e-3, 2.90, 2.80), (2e-3, 2.60, 2.78), (4e-3, 2.80, 2.75)):
         more = with_losses({"transformer": base, "resformer": method}, lr=rate)
         made, told = made + more[0], told + more[1]
-    assert judged("lower_loss", made, (), told).status == "refuted"
+    found = judged("lower_loss", made, (), told)
+    assert found.status == "refuted"
+    assert found.scope == "", "three rates of each"
+
+
+@pytest.mark.parametrize(("rates", "scope"), [(1, "at this one learning rate"), (2, "at 2 learning rates"), (3, "")])
+def test_losses_at_few_learning_rates_say_so(rates, scope):
+    made, told = [], []
+    for rate in (1e-3, 2e-3, 4e-3)[:rates]:
+        more = with_losses({"transformer": 2.73, "resformer": 2.70}, lr=rate)
+        made, told = made + more[0], told + more[1]
+    found = judged("lower_loss", made, (), told)
+    assert (found.status, found.scope) == ("supported", scope)
+    assert found.said == f"supported {scope}".strip()
+
+
+def test_a_lead_that_tuning_leaves_open_is_not_supported():
+    """The method leads at the baseline's best rate; at its own, lower in the mean, its seeds are too far apart to tell."""
+    made, told = [], []
+    for rate, base, method in ((1e-3, 2.90, 2.80), (2e-3, 2.70, 2.69), (4e-3, 2.80, [2.60, 2.72, 2.71])):
+        more = with_losses({"transformer": base, "resformer": method}, lr=rate)
+        made, told = made + more[0], told + more[1]
+    found = judged("lower_loss", made, (), told)
+    table = found.table.set_index("comparison")
+    assert table.loc["all domains", "high"] < 0
+    assert table.loc["best of 3 learning rates", "low"] < 0 < table.loc["best of 3 learning rates", "high"]
+    assert found.status == "unresolved"
+
+
+def test_what_is_not_decided_has_no_scope():
+    assert from_losses("lower_loss", {"transformer": 2.73, "resformer": NOISY}).scope == ""
 
 
 def test_lower_loss_pairs_documents_where_both_read_the_same():
@@ -208,7 +238,10 @@ def test_same_cost(slower, cache, status):
 )
 def test_ahead_of_relatives(neutreno, denseformer, status):
     levels = {"resformer": 2.70, "neutreno": neutreno, "denseformer": denseformer}
-    assert from_losses("ahead_of_relatives", levels).status == status
+    found = from_losses("ahead_of_relatives", levels)
+    assert found.status == status
+    # its loss falls by 0.3 in the last 100 of 300 steps, so 0.03 earlier is 10 steps
+    assert ("the NeuTRENO's final loss is reached 3.3%" in found.sentence) == (neutreno == 2.73)
 
 
 # ---- place -----------------------------------------------------------------------------------------------------------
@@ -340,6 +373,16 @@ def test_sink_claims_are_gated(name, strongest, seeds, why):
     assert why in found.sentence
 
 
+def test_a_gated_claim_shows_its_numbers_at_equal_step_and_at_equal_loss():
+    made, rows = with_sinks(strongest=0.1)
+    more, told = over_training(made, lambda of, n: 0.5 if of["model"] == "transformer" else 0.1, 0.0)
+    found = judged("less_concentration_in_deep_layers", made, rows + more, told)
+    assert found.status == "gated"
+    assert "decide nothing: resformer, deep layers, equal step -0.4 [" in found.sentence
+    # all seeds end at one loss, at which each run is at its own last step: the same distance
+    assert found.table.set_index("comparison").loc["resformer, deep layers, equal loss", "value"] == pytest.approx(-0.4)
+
+
 def over_training(made, end, head_start):
     """Deficit and loss at four checkpoints; `end(run)` is the deficit's end, which grows with the loss's fall."""
     rows = []
@@ -413,20 +456,74 @@ def test_smoothing_and_concentration(slope, status):
     def similarity(of, n):
         return slope * (n + 0.1 * len(of["model"])) if slope else float(random.normal())
 
+    for step in (100, 200, LAST):
+        rows += per_layer(made, "importance_entropy", lambda of, n: n + 0.1 * len(of["model"]), step=step)
+        for variant in (None, "excl0"):
+            rows += per_layer(made, "token_similarity", similarity, site="stream", variant=variant, step=step)
+    found = judged("smoothing_and_concentration_are_linked", made, rows, losses(made, lambda of: 2.7))
+    assert found.status == status
+    assert found.sentence.count("equal step") == found.sentence.count("equal loss") == 2
+
+
+def test_a_link_at_equal_step_alone_is_not_supported():
+    made, rows = with_sinks(seeds=5)
     rows += per_layer(made, "importance_entropy", lambda of, n: n + 0.1 * len(of["model"]))
     for variant in (None, "excl0"):
-        rows += per_layer(made, "token_similarity", similarity, site="stream", variant=variant)
-    assert judged("smoothing_and_concentration_are_linked", made, rows).status == status
+        rows += per_layer(made, "token_similarity", lambda of, n: -n, site="stream", variant=variant)
+    assert judged("smoothing_and_concentration_are_linked", made, rows).status == "unresolved"
+
+
+def test_values_at_a_common_loss_by_hand():
+    """The slow run ends at 3.0; the fast one, 0.5 lower, passed that half way between steps 200 (3.2) and 300 (2.5 + wiggle)."""
+    made = [run("transformer"), run("resformer")]
+    told = [row(made[0], "validation_loss", v, step=s) for s, v in ((0, 6.0), (100, 4.0), (200, 3.5), (LAST, 3.0))]
+    told += [row(made[1], "validation_loss", v, step=s) for s, v in ((0, 6.0), (100, 3.6), (200, 3.2), (LAST, 2.8))]
+    rows = [row(of, "token_similarity", s / 100, step=s, layer=1) for of in made for s in (0, 100, 200, LAST)]
+    shown = evidence(made, rows, told)
+    found = shown.at_common_loss(shown.records).set_index("run")["value"]
+    assert found[made[0]["run"]] == pytest.approx(3.0)
+    assert found[made[1]["run"]] == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize(("rise", "status"), [(0.1, "supported"), (0.5, "refuted"), (None, "unresolved")])
 def test_neutreno_is_compared_beyond_its_init(rise, status):
     made = runs("transformer", "neutreno")
-    start = {"transformer": 0.5, "neutreno": 0.1}
-    rows = per_layer(made, "token_similarity", lambda of, n: start[of["model"]], site="stream", step=0)
     rises = lambda of: 0.3 if of["model"] == "transformer" else (0.1 + 0.2 * of["seed"] if rise is None else rise)  # noqa: E731
-    rows += per_layer(made, "token_similarity", lambda of, n: start[of["model"]] + rises(of), site="stream")
-    assert judged("neutreno_smooths_less", made, rows).status == status
+    found = judged("neutreno_smooths_less", made, similarities(made, rises), losses(made, lambda of: 2.7))
+    assert found.status == status
+    assert "at equal loss" in found.sentence
+
+
+def similarities(made, rises, shares=((0, 0.0), (100, 0.5), (200, 0.8), (LAST, 1.0))):
+    """Similarity of four checkpoints that has risen by `rises(run)` at the end, from a start of the architecture's own."""
+    start = {"transformer": 0.5, "neutreno": 0.1}
+    return [
+        one
+        for step, share in shares
+        for one in per_layer(
+            made,
+            "token_similarity",
+            lambda of, n, s=share: start[of["model"]] + s * rises(of),
+            site="stream",
+            step=step,
+        )
+    ]
+
+
+def test_less_similarity_that_slower_progress_explains_is_not_supported():
+    """Both rise alike as their loss falls; the vanilla model has only come further, so it is not the architecture's doing."""
+    made = runs("transformer", "neutreno")
+    above = {0: 3.0, 100: 1.0, 200: 0.3, LAST: 0.0}
+    end = {"transformer": 2.6, "neutreno": 2.7}
+    rows = [
+        row(of, "token_similarity", 0.0 if step == 0 else 6.0 - end[of["model"]] - above[step], layer=n, site="stream", step=step)
+        for of in made for step in above for n in range(4)
+    ]  # fmt: skip
+    found = judged("neutreno_smooths_less", made, rows, losses(made, lambda of: end[of["model"]]))
+    table = found.table.set_index("comparison")
+    assert table.loc["trained minus init", "high"] < 0
+    assert table.loc["at equal loss minus init", "value"] == pytest.approx(0, abs=2e-3)
+    assert found.status == "unresolved"
 
 
 # ---- tokens and values -----------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def _article(j: Judged, script: bool) -> str:
         drawn = f'<figure role="group" aria-label="{alt}">{plots.html(j.figure, script=script)}</figure>'
     return (
         f'<article class="{verdict.status}" id="{j.claim.name}"><h3>{html.escape(j.claim.text)}</h3>'
-        f'<span class="status">{STATUSES[verdict.status]}</span><p>{html.escape(verdict.sentence)}</p>{_facts(j)}'
+        f'<span class="status">{html.escape(verdict.said)}</span><p>{html.escape(verdict.sentence)}</p>{_facts(j)}'
         f"{_table(verdict.table)}{drawn}</article>"
     )
 

@@ -25,6 +25,7 @@ STATUSES: dict[Status, str] = {
     "not_checkable": "not checkable with these runs",
 }  # fmt: skip
 LEAST_SEEDS = 3
+RATES = 3  # learning rates of each model, before a comparison of losses counts as tuned
 Z = 1.96  # of a normal interval over many documents
 RECIPE = (
     "data", "T", "batch", "steps", "n_layers", "d_model", "n_heads", "d_mlp", "d_vocab", "warmup", "lr_final",
@@ -42,13 +43,22 @@ RESFORMERS = ("resformer", "resformer_constant", "resformer_learnable", "resform
 
 @dataclass(frozen=True)
 class Verdict:
-    """What runs say of a claim; `table` holds the numbers behind the sentence, `runs` names those that were compared."""
+    """What runs say of a claim; `table` holds the numbers behind the sentence, `runs` names those that were compared.
+
+    `scope` limits a status: losses at one learning rate say nothing of others.
+    """
 
     status: Status
     sentence: str
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
     runs: tuple[str, ...] = ()
     setting: str = ""
+    scope: str = ""
+
+    @property
+    def said(self) -> str:
+        """The status in words, with its limits."""
+        return f"{STATUSES[self.status]} {self.scope}".strip()
 
 
 class Undecided(Exception):
@@ -226,6 +236,21 @@ class Evidence:
         frame = pd.DataFrame.from_dict(found, orient="index", columns=["model", "baseline"])
         return paired_seeds(frame["model"], frame["baseline"])
 
+    def at_common_loss(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """A quantity by run, seed and layer where each run had the lowest loss that all runs of its seed have reached.
+
+        `rows`: the quantity at all measured checkpoints. Runs without a loss or without checkpoints around it are left out.
+        """
+        curves, found = self.curves(), []
+        for seed, mine in self.runs.groupby("seed"):
+            runs = [run for run in mine["run"] if run in curves]
+            loss = common_loss([curves[run] for run in runs]) if runs else math.nan
+            here = rows[rows["run"].isin(runs)]
+            for (run, layer), part in here.groupby(["run", "layer"]):
+                value = self._at(part, str(run), curves[str(run)], loss)
+                found.append({"run": run, "seed": seed, "layer": layer, "value": value})
+        return pd.DataFrame(found, columns=["run", "seed", "layer", "value"]).dropna()
+
     @staticmethod
     def _at(rows: pd.DataFrame, run: str, curve: pd.Series, loss: float) -> float:
         series = rows[rows["run"] == run].groupby("step")["value"].mean()
@@ -282,6 +307,12 @@ def setting_of(runs: pd.DataFrame) -> str:
             low, high = form.format(found[0]), form.format(found[-1])
             told.append(low if low == high else f"{low} to {high}")
     return ", ".join(told)
+
+
+def scope_of(runs: pd.DataFrame) -> str:
+    """How far a comparison of losses reaches: a model's best rate is known only where several were tried with each."""
+    rates = int(runs.groupby("model")["lr"].nunique().min()) if len(runs) else RATES
+    return "" if rates >= RATES else "at this one learning rate" if rates == 1 else f"at {rates} learning rates"
 
 
 def here(evidence: Evidence) -> str:
@@ -353,7 +384,10 @@ class Claim:
         except Undecided as reason:
             verdict = reason.verdict
         runs = pd.concat(compared).drop_duplicates("run") if compared else evidence.runs.head(0)
-        return replace(verdict, runs=tuple(runs["run"]), setting=setting_of(runs))
+        of_losses = "loss" in self.metrics or self.shows.get("metric") == "copy_loss"
+        decided = of_losses and verdict.status in ("supported", "refuted")
+        scope = scope_of(runs) if decided else ""
+        return replace(verdict, runs=tuple(runs["run"]), setting=setting_of(runs), scope=scope)
 
 
 CLAIMS: dict[str, Claim] = {}

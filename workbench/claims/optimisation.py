@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from workbench.claims.base import (
+    RATES,
     RESFORMERS,
     Evidence,
     Undecided,
@@ -14,7 +15,7 @@ from workbench.claims.base import (
     status_of,
     table_of,
 )
-from workbench.claims.loss import PAPER, TUNED, tuned_difference
+from workbench.claims.loss import PAPER, tuned_difference
 
 
 @claim(
@@ -49,8 +50,8 @@ def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
     if tuned.n and tuned.sign > 0:
         status = "refuted"
     lacking = []
-    if rates < TUNED:
-        lacking.append(f"{rates} of the {TUNED} learning rates needed")
+    if rates < RATES:
+        lacking.append(f"{rates} of the {RATES} learning rates needed")
     if not controls:
         lacking.append("no vanilla control whose first layer learns faster")
     if lacking and status == "supported":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,22 @@ def need_sinks(evidence: Evidence, baseline: str = "transformer") -> str:
     return f"vanilla has sinks in {formed} of {len(heads)} seeds (strongest head {heads.median():.0%})"
 
 
+def gated(evidence: Evidence, numbers: Callable[[], Mapping[str, Interval]]) -> tuple[str, Mapping[str, Interval]]:
+    """What sinks there are, in words, and a claim's numbers; where none formed, the numbers stand beside the reason, untested."""
+    try:
+        return need_sinks(evidence), numbers()
+    except Undecided as reason:
+        if reason.verdict.status != "gated":
+            raise
+        try:
+            found = numbers()
+        except Undecided:  # not measured either: the condition comes first
+            raise reason from None
+        told = "; ".join(f"{name} {i}" for name, i in found.items())
+        sentence = f"{reason} The numbers all the same, which decide nothing: {told}."
+        raise Undecided("gated", sentence, table_of(found)) from None
+
+
 def _from_one(evidence: Evidence, metric: str, model: str, baseline: str, **axes: Any) -> Interval:
     """Change of |ln ratio| in the layer where the baseline's is largest, model - baseline over seeds: below 0 is toward 1."""
     rows = evidence.rows(metric, **axes)
@@ -72,15 +89,19 @@ def _from_one(evidence: Evidence, metric: str, model: str, baseline: str, **axes
 def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
     """Attention sinks, drained values and hidden peaks of the first token vanish together in value-residual models."""
     pair = evidence.measured().comparable("transformer", METHODS)
-    formed, model = need_sinks(pair), pair.named(METHODS)
-    mass = pair.rows("sink_mass")
-    top = pair.model_of(mass, "transformer").groupby("layer")["value"].mean().idxmax()
+    model = pair.named(METHODS)
     site = "own_v" if model != "svformer" else "v"
-    found = {
-        "attention to the first token": pair.difference(mass[mass["layer"] == top], model, "transformer"),
-        "its value's distance from 1": _from_one(pair, "value_drain", model, "transformer", site=site),
-        "its state's distance from 1": _from_one(pair, "hidden_peak", model, "transformer"),
-    }
+
+    def numbers() -> dict[str, Interval]:
+        mass = pair.rows("sink_mass")
+        top = pair.model_of(mass, "transformer").groupby("layer")["value"].mean().idxmax()
+        return {
+            "attention to the first token": pair.difference(mass[mass["layer"] == top], model, "transformer"),
+            "its value's distance from 1": _from_one(pair, "value_drain", model, "transformer", site=site),
+            "its state's distance from 1": _from_one(pair, "hidden_peak", model, "transformer"),
+        }
+
+    formed, found = gated(pair, numbers)
     status = joined(status_of(i, -1, SINK_SEEDS) for i in found.values())
     told = "; ".join(f"{name} {i}" for name, i in found.items())
     values = "own values" if site == "own_v" else "its shared values, flat over layers by construction"
