@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import os
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,11 @@ import torch
 from workbench import plots
 from workbench.claims import CLAIMS, QUESTIONS, RUN_COLUMNS, Claim, Evidence, Verdict
 from workbench.claims.base import SETTING
+from workbench.claims.concentration import against_loss
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import write_text
 from workbench.interventions import INTERVENTIONS
+from workbench.jobs import run_jobs, time_left
 from workbench.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models import compose
@@ -37,19 +37,21 @@ from workbench.statistics import step_at_loss
 
 TOLD = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")  # of what training wrote down
 BASELINE = "transformer"
+SERIES = 10  # checkpoints at most that show a course, spread evenly over those there are
 DEAR = {"token_probe": 32}  # documents at most, for what takes half a minute a checkpoint on 64
 BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_every", "checkpoints")
 Told = Callable[[int, int, str], None]
-"""Called with (done, all, what is being done)."""
+"""Called with (done, all, the run that is ready and about how long the others take)."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim, its verdict, and the figure that shows it where there is one."""
+    """A claim, its verdict, and where there is one the figure that shows it with the rows behind it."""
 
     claim: Claim
     verdict: Verdict
     figure: go.Figure | None = None
+    shown: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ def _steps(have: Sequence[int], which: str, matched: Sequence[int]) -> list[int]
     if not have:
         return []
     ends = [have[0], have[-1]]
-    choices = {"last": have[-1:], "ends": ends, "matched": [*ends, *matched]}
+    spread = [have[round(i * (len(have) - 1) / (SERIES - 1))] for i in range(SERIES)]
+    choices = {"last": have[-1:], "ends": ends, "matched": [*ends, *matched], "series": [*ends, *matched, *spread]}
     return sorted(set(choices[which]))
 
 
@@ -226,10 +229,19 @@ def _samples(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     return found[found["provenance"].isin(keys)]
 
 
-def _work(job: tuple[str, dict[int, tuple[str, ...]], Any, int]) -> Gathered:
+@dataclass(frozen=True)
+class _Job:
+    """What is to be measured of one run."""
+
+    run: Run
+    wanted: dict[int, tuple[str, ...]]
+    data: Any
+    n: int
+
+
+def _work(job: _Job) -> Gathered:
     torch.set_num_threads(1)
-    path, wanted, data, n = job
-    return gather(Run.open(path), wanted, data=data, n=n)
+    return gather(job.run, job.wanted, data=job.data, n=job.n)
 
 
 def collect(
@@ -241,33 +253,37 @@ def collect(
     workers: int = 1,
     told: Told | None = None,
 ) -> tuple[Evidence, dict[str, str]]:
-    """Measure what the claims need of every run, in processes of one thread each, and return the evidence and problems."""
+    """Measure what the claims need of every run, in processes of one thread each, and return the evidence and problems.
+
+    A run that cannot be measured, or whose process is killed, is a problem; the others go on.
+    """
     matched = matching_steps(runs)
-    jobs = {run: (str(run.path), plan(run, claims, matched[run]), data, n) for run in runs}
+    jobs = [_Job(run, plan(run, claims, matched[run]), data, n) for run in runs]
     gathered: dict[Run, Gathered] = {}
     problems: dict[str, str] = {}
+    begin, took = time.perf_counter(), list[float]()
 
-    def note(run: Run, done: Callable[[], Gathered]) -> None:
-        try:
-            gathered[run] = done()
-        except WorkbenchError as error:
-            problems[run.name] = str(error)
+    def found(job: _Job, what: Gathered) -> None:
+        gathered[job.run] = what
+
+    def done(job: _Job, error: BaseException | None) -> None:
+        if error is not None:
+            told_by_us = isinstance(error, WorkbenchError)
+            problems[job.run.name] = str(error) if told_by_us else f"{type(error).__name__}: {error}"
+        took.append(time.perf_counter() - begin - sum(took))
         if told:
-            told(len(gathered) + len(problems), len(jobs), run.name)
+            told(len(took), len(jobs), f"{job.run.name}{time_left(took, len(jobs) - len(took))}")
 
     if workers <= 1:
-        for run, (_, wanted, _, _) in jobs.items():
-            note(run, lambda run=run, wanted=wanted: gather(run, wanted, data=data, n=n))  # type: ignore[misc]
-    else:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            futures = {pool.submit(_work, job): run for run, job in jobs.items()}
+        for job in jobs:
             try:
-                for future in as_completed(futures):
-                    note(futures[future], future.result)
-            except KeyboardInterrupt:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+                found(job, gather(job.run, job.wanted, data=data, n=n))
+                done(job, None)
+            except WorkbenchError as error:
+                done(job, error)
+    else:
+        run_jobs(_work, jobs, workers, done, found)
+    gathered = {run: gathered[run] for run in runs if run in gathered}  # in their order, whoever was ready first
     problems |= {run.name: "; ".join(said) for run, (_, _, said) in gathered.items() if said}
     return evidence(gathered, data), problems
 
@@ -308,15 +324,18 @@ def chosen(questions: Sequence[str] | None = None, claims: Sequence[str] | None 
 def judge(evidence: Evidence, claims: Sequence[Claim]) -> tuple[Judged, ...]:
     """The verdict and the figure of every claim."""
     found = [(claim, claim.judge(evidence)) for claim in claims]
-    return tuple(Judged(claim, verdict, figure(claim, verdict, evidence)) for claim, verdict in found)
+    return tuple(Judged(claim, verdict, *figure(claim, verdict, evidence)) for claim, verdict in found)
 
 
-def figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> go.Figure | None:
-    """The numbers a claim is about, of the runs its verdict compared; None where there are none."""
-    shows = dict(claim.shows)
+def figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go.Figure | None, pd.DataFrame]:
+    """The numbers a claim is about, of the runs its verdict compared, and their rows; None where there are none."""
+    shows, nothing = dict(claim.shows), (None, pd.DataFrame())
     metric = shows.pop("metric", None)
     if metric is None:
-        return None
+        return nothing
+    if metric == "against_loss":
+        rows = against_loss(evidence, verdict.runs)
+        return (plots.against_loss(rows), rows) if len(rows) else nothing
     part = evidence.of(evidence.runs[evidence.runs["run"].isin(verdict.runs)])
     table = part.telemetry if metric in TOLD else part.records
     rows = table[table["metric"] == metric]
@@ -324,10 +343,12 @@ def figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> go.Figure | No
     for axis, value in shows.items():
         if value is not Ellipsis:
             rows = rows[rows[axis].isna() if value is None else rows[axis] == value]
+    if metric not in TOLD:
+        rows = rows[rows["step"].isin([0]) | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
     try:
-        return _drawn(str(metric), rows)
+        return _drawn(str(metric), rows), rows
     except WorkbenchError:  # nothing was measured, or nothing that fits one figure: the verdict says so itself
-        return None
+        return nothing
 
 
 def _drawn(metric: str, rows: pd.DataFrame) -> go.Figure:
@@ -339,8 +360,7 @@ def _drawn(metric: str, rows: pd.DataFrame) -> go.Figure:
         return plots.coefficients(rows[rows["architecture"] == rows["architecture"].iloc[0]] if len(rows) else rows)
     if metric == "train_loss":
         return plots.plot(rows, smooth=min(100, max(1, int(rows["step"].max() or 0) // 10)) if len(rows) else 1)
-    trained = rows[rows["step"].isin([0]) | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
-    return plots.plot(trained if metric not in TOLD else rows)
+    return plots.plot(rows)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -372,10 +392,10 @@ def analyse(
 
 
 def verdicts(analysis: Analysis) -> pd.DataFrame:
-    """One row per claim: question, claim, status, sentence, what is published."""
+    """One row per claim: question, claim, status with its scope, sentence, what is published."""
     rows = [
-        {"question": j.claim.question, "claim": j.claim.name, "status": j.verdict.status, "sentence": j.verdict.sentence,
-         "runs": len(j.verdict.runs), "setting": j.verdict.setting,
+        {"question": j.claim.question, "claim": j.claim.name, "status": j.verdict.status, "scope": j.verdict.scope,
+         "sentence": j.verdict.sentence, "runs": len(j.verdict.runs), "setting": j.verdict.setting,
          "text": j.claim.text, "published": j.claim.published, "source": j.claim.source}
         for j in analysis.judged
     ]  # fmt: skip
@@ -398,17 +418,29 @@ def _both(frame: pd.DataFrame, path: Path) -> list[Path]:
     return [path.with_suffix(".csv"), path.with_suffix(".parquet")]
 
 
-def write_figures(analysis: Analysis, out: Path, *, png: bool = False) -> list[Path]:
-    """Every figure as an offline HTML page, and as a PNG where that is wanted and a browser is found."""
-    from workbench.browser import picture
+WIDTH = 1200  # pixels of a drawn figure
+
+
+def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
+    """Every figure as an offline HTML page with its rows as a table beside it; where wanted, also drawn by a browser.
+
+    Raises `WorkbenchError` where pictures are wanted and no browser is found; the pages are written before that.
+    """
+    from workbench.browser import picture, vector
 
     written = []
-    for j in analysis.judged:
-        if j.figure is not None:
-            page = out / "figures" / f"{j.claim.name}.html"
-            write_text(page, plots.html(j.figure, whole=True))
-            written.append(page)
-            if png:
-                height = int(j.figure.layout.height or 500) + 60
-                written.append(picture(page, page.with_suffix(".png"), width=1200, height=height))
+    drawn = {j.claim.name: j for j in analysis.judged if j.figure is not None}
+    for name, j in drawn.items():
+        page = out / "figures" / f"{name}.html"
+        write_text(page, plots.html(j.figure, whole=True))
+        written += [page, *_both(j.shown, page.with_suffix(""))]
+    for name, j in drawn.items():
+        page = out / "figures" / f"{name}.html"
+        height = int(j.figure.layout.height or 500)
+        if png:
+            margins = 16
+            written.append(picture(page, page.with_suffix(".png"), width=WIDTH, height=height + margins))
+        if svg:
+            whole = page.read_text(encoding="utf-8")
+            written.append(vector(whole, page.with_suffix(".svg"), width=WIDTH, height=height))
     return written

@@ -25,8 +25,11 @@ def run_jobs(
     plan: Sequence[Job],
     processes: int | None,
     done: Callable[[Job, BaseException | None], None],
+    found: Callable[[Job, Any], None] | None = None,
 ) -> None:
     """Call `work` on every job of the plan in processes of one thread each; `done` hears of each, with its error if any.
+
+    `found` hears what `work` returned, before `done` does.
 
     A process that is killed (out of memory) takes the whole pool with it; the jobs left then get a process each, so that
     the guilty one is known. Ctrl-C stops after what the jobs at hand do about it, as `KeyboardInterrupt`.
@@ -41,8 +44,8 @@ def run_jobs(
             else:
                 done(job, error)
 
-        _run(_pool(size), work, plan, heard)
-        _run(ThreadPoolExecutor(size), functools.partial(_alone, work), left, done)
+        _run(_pool(size), work, plan, heard, found)
+        _run(ThreadPoolExecutor(size), functools.partial(_alone, work), left, done, found)
 
 
 def _run(
@@ -50,12 +53,18 @@ def _run(
     work: Callable[[Job], object],
     plan: Sequence[Job],
     done: Callable[[Job, BaseException | None], None],
+    found: Callable[[Job, Any], None] | None,
 ) -> None:
     with pool:
         try:
             futures: dict[Future[object], Job] = {pool.submit(work, job): job for job in plan}
             for future in as_completed(futures):
-                done(futures[future], future.exception())
+                error = future.exception()
+                if isinstance(error, KeyboardInterrupt):  # a terminal's Ctrl-C reaches the workers too, often before us
+                    raise error
+                if found and error is None:
+                    found(futures[future], future.result())
+                done(futures[future], error)
         except KeyboardInterrupt:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -65,9 +74,9 @@ def _pool(size: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(size, multiprocessing.get_context("spawn"))
 
 
-def _alone(work: Callable[[Job], object], job: Job) -> None:
+def _alone(work: Callable[[Job], object], job: Job) -> object:
     with _pool(1) as pool:
-        pool.submit(work, job).result()
+        return pool.submit(work, job).result()
 
 
 @contextmanager
@@ -82,6 +91,15 @@ def one_thread() -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
+
+
+def time_left(took: Sequence[float], more: int) -> str:
+    """How long so many more pieces of work will take, in words after a comma, from the seconds that each took so far.
+
+    What was there already takes next to nothing and says nothing of the rest: pieces under a tenth of the longest are left out.
+    """
+    real = [seconds for seconds in took if seconds >= max(took) / 10]
+    return f", about {more * sum(real) / len(real):.0f} s left" if real and more else ""
 
 
 class Status:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from workbench.data import Sample
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import digest
 from workbench.interventions import INTERVENTIONS, Intervention
+from workbench.jobs import time_left
 from workbench.kernels import attention_form
 from workbench.metrics import METRICS, Metric
 from workbench.models.cache import KeyValueCache
@@ -70,12 +72,15 @@ def measure(
             samples[shared] = sample_of(data, subject, n, T, seed)
         refuse_unfit(samples[shared], subject)
         refuse_short(samples[shared], wanted)
-    frames = []
+    frames, took = [], list[float]()
     for subject in chosen:
         if progress and launched.rank() == 0:
-            progress(f"{subject.axes['run']} step {subject.axes['step']}")
+            whose, left = subject.axes, time_left(took, len(chosen) - len(took))
+            progress(f"{whose['run']} step {whose['step']}, {len(took) + 1} of {len(chosen)}{left}")
+        begin = time.perf_counter()
         frames.append(_measure_one(subject, wanted, samples[_sharing(subject, data)], batch))
         subject.forget()
+        took.append(time.perf_counter() - begin)
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
 
 
