@@ -1,24 +1,32 @@
 """Experiments on whole models: run them differently, or read what a forward or backward pass alone does not show.
 
-`replaced(model, tokens, layers, how, means)` is the context manager behind `value_ablation`. Importing this package
-registers every experiment in `INTERVENTIONS`.
+`edited(model, "sink:layer=3,head=1")` is the context manager for edits of a forward pass, `replaced(model, tokens, layers,
+how, means)` the one behind `value_ablation`. Importing this package registers every experiment in `INTERVENTIONS`.
 """
 
-from workbench.interventions import ablation, gradients, lens, retention, similarity, values
+from workbench.interventions import ablation, gradients, lens, retention, similarity, throughput, values
 from workbench.interventions.base import INTERVENTIONS, Intervention, intervention
+from workbench.interventions.editing import edited
+from workbench.interventions.edits import Edit, as_edits
+from workbench.interventions.mixing import coefficients
 from workbench.interventions.values import TokenMeans, replaced, token_means, value_ablation
 
 __all__ = [
     "INTERVENTIONS",
+    "Edit",
     "Intervention",
     "TokenMeans",
     "ablation",
+    "as_edits",
+    "coefficients",
+    "edited",
     "gradients",
     "intervention",
     "lens",
     "replaced",
     "retention",
     "similarity",
+    "throughput",
     "token_means",
     "value_ablation",
     "values",
