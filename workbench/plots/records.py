@@ -140,7 +140,11 @@ def plot(
     count = -(-len(panels) // columns)
     titles = [p.title for p in panels] if len(panels) > 1 or panels[0].title else None
     figure = make_subplots(
-        count, columns, subplot_titles=titles, vertical_spacing=0.32 / count, horizontal_spacing=0.2 / columns
+        count,
+        columns,
+        subplot_titles=titles,
+        vertical_spacing=0.32 / count,
+        horizontal_spacing=(0.32 if any(p.key[-1] != panels[0].key[-1] for p in panels) else 0.2) / columns,
     )
     shown: set[str] = set()
     bands: set[str] = set()

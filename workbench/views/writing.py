@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.browser import picture, vector
@@ -95,19 +97,26 @@ def _html(made: dict[str, Drawing], out: Path, title: str, command: str) -> None
     )
 
 
+def _on_paper(made: dict[str, Drawing], out: Path) -> tuple[str, int]:
+    """The one figure as a page, dark on white and without buttons, and its height."""
+    figure = go.Figure(_one(made, out).figure)
+    figure.update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor="white")
+    config = {**plots.CONFIG, "displayModeBar": False}
+    body = figure.to_html(include_plotlyjs=True, full_html=True, config=config, auto_play=False)
+    return body, int(figure.layout.height or 500)
+
+
 def _svg(made: dict[str, Drawing], out: Path, *_: str) -> None:
-    figure = _one(made, out).figure
-    vector(plots.html(figure, whole=True), out, width=WIDTH, height=int(figure.layout.height or 500))
+    page, height = _on_paper(made, out)
+    vector(page, out, width=WIDTH, height=height)
 
 
 def _png(made: dict[str, Drawing], out: Path, *_: str) -> None:
-    figure = _one(made, out).figure
-    page = out.with_name(f".{out.stem}.html")
-    try:
-        write_text(page, plots.html(figure, whole=True))
-        picture(page, out, width=WIDTH, height=int(figure.layout.height or 500) + 16)
-    finally:
-        page.unlink(missing_ok=True)
+    page, height = _on_paper(made, out)
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = Path(folder) / "figure.html"
+        drawn.write_text(page, encoding="utf-8")
+        picture(drawn, out, width=WIDTH, height=height + 16)
 
 
 def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:
