@@ -52,7 +52,11 @@ def _choices(link: Link) -> Link:
     if not link.on("compare"):
         with second:
             bare = bare.but(seed=url.choose("Seed", "seed", found.seeds, "all"))
-    return bare.but(view=view)
+    with third:
+        relative = url.switch(
+            "Relative depth", "depth", help="0 is the first layer, 1 the last: for models of different depths"
+        )
+    return bare.but(view=view, depth=1 if relative else None)
 
 
 def _words(name: str) -> str:

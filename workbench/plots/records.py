@@ -32,11 +32,12 @@ from workbench.plots.style import (
 )
 
 KEY = ["metric", "variant", "site", "part", "data", "T", "unit"]
-FORMS = ("profile", "steps", "positions", "heads", "ranks", "bars")
+FORMS = ("profile", "steps", "positions", "heads", "ranks", "pairs", "bars")
 MAPS = {
     "positions": ("position", "position"),
     "heads": ("head", "head"),
     "ranks": ("index", "rank"),
+    "pairs": ("source", "the other layer"),
 }  # column, in words
 MOST_PANELS = 24
 MOST_PRINTED = 64  # cells of a map that carry their number
@@ -58,7 +59,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.copy()
     frame["architecture"] = frame["architecture"].fillna("model")
     frame["run"] = frame["run"].fillna(frame["architecture"])
-    for name in ("step", "layer", "head", "position", "index", "seed"):
+    for name in ("step", "layer", "source", "head", "position", "index", "seed"):
         frame[name] = frame[name].astype("float64")
     return frame
 
@@ -66,13 +67,15 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
 def form_of(rows: pd.DataFrame) -> str:
     """The form that shows the axes of these records: heat maps for heads and positions, else curves, else bars."""
     measured = rows[rows["control"].isna()]
-    varies = {axis: measured[axis].nunique() for axis in ("layer", "head", "position", "index", "step")}
+    varies = {axis: measured[axis].nunique() for axis in ("layer", "source", "head", "position", "index", "step")}
     if varies["step"] > 2:
         return "steps"
     if varies["position"] > 1:
         return "positions"
     if varies["index"] > 1:
         return "ranks"
+    if varies["source"] > 1:
+        return "pairs"
     return "heads" if varies["head"] > 1 else "profile" if varies["layer"] > 1 else "bars"
 
 
@@ -304,7 +307,10 @@ def _draw_profile(
     figure: go.Figure, panel: _Panel, where: dict[str, int], shown: set[str], bands: set[str], _: int
 ) -> None:
     lines(figure, panel.rows[panel.rows["layer"].notna()], "layer", where, shown, bands)
-    figure.update_xaxes(title_text="layer", dtick=1 if panel.rows["layer"].max() <= 16 else None, **where)
+    if (panel.rows["layer"] % 1 > 0).any():
+        figure.update_xaxes(title_text="relative depth: 0 the first layer, 1 the last", **where)
+    else:
+        figure.update_xaxes(title_text="layer", dtick=1 if panel.rows["layer"].max() <= 16 else None, **where)
 
 
 def _draw_steps(
@@ -357,5 +363,5 @@ def _draw_bars(
 
 
 _DRAW: dict[str, Callable[..., None]] = {
-    "profile": _draw_profile, "steps": _draw_steps, "positions": _draw_map, "heads": _draw_map, "bars": _draw_bars,
+    "profile": _draw_profile, "steps": _draw_steps, "bars": _draw_bars, **dict.fromkeys(MAPS, _draw_map),
 }  # fmt: skip

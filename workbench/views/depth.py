@@ -18,10 +18,18 @@ FORMS = {
     "positions": "map: layer by position",
     "heads": "map: layer by head",
     "ranks": "map: layer by rank",
+    "pairs": "map: layer by layer",
     "steps": "lines over training steps",
 }
-AXES = {"profile": "layer", "positions": "position", "heads": "head", "ranks": "index", "steps": "step"}
-MAPS = ("positions", "heads", "ranks")
+AXES = {
+    "profile": "layer",
+    "positions": "position",
+    "heads": "head",
+    "ranks": "index",
+    "pairs": "source",
+    "steps": "step",
+}
+MAPS = ("positions", "heads", "ranks", "pairs")
 PLAIN, METRIC = "plain", "token_identity_share"
 
 
@@ -99,12 +107,21 @@ def layers(ask: Source, link: Link) -> Drawing:
         for subject in ask.subjects(link):
             mine = chosen.rows[chosen.rows["run"] == subject.entry.name]
             parts.append(_at(mine, subject.step, form).assign(architecture=subject.series))
-        figure = plots.compared(parts, form=form)
-        return Drawing(figure, pd.concat(parts, ignore_index=True))
+        if link.on("depth"):
+            parts = [_relative(part) for part in parts]
+        return Drawing(plots.compared(parts, form=form), pd.concat(parts, ignore_index=True))
     rows = chosen.rows if chosen.seed == "all" else chosen.rows[chosen.rows["seed"] == int(chosen.seed)]
     if chosen.step is not None:
         rows = _at(rows, chosen.step, form)
+    if link.on("depth"):
+        rows = _relative(rows)
     return Drawing(plots.plot(rows, form=form), rows)
+
+
+def _relative(rows: pd.DataFrame) -> pd.DataFrame:
+    """Layers as a share of their run's depth, so that models of different depths lie over each other."""
+    deepest = rows.groupby("run")["layer"].transform("max").clip(lower=1)
+    return rows.assign(layer=rows["layer"].astype("float64") / deepest.astype("float64"))
 
 
 def _at(rows: pd.DataFrame, step: int, form: str | None) -> pd.DataFrame:
