@@ -1,0 +1,221 @@
+"""A link says what is drawn; the page and the command draw the same from it; A, B and A - B share their scales."""
+
+from __future__ import annotations
+
+import dashboard
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench import plots
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.results import records
+from workbench.views import Link, Source, drawings
+from workbench.views.base import timelapse
+from workbench.views.depth import layers
+from workbench.views.writing import write
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    return Source(dashboard.populate(tmp_path_factory.mktemp("runs")))
+
+
+def drawn(ask, link):
+    ((_, drawing),) = drawings(ask, Link.parse(link))
+    return drawing
+
+
+# ---- links ----
+
+
+def test_a_link_is_read_from_an_address_and_written_as_its_end():
+    link = Link.parse("http://127.0.0.1:8501/depth?metric=sink_mass&compare=1&a=text-resformer-s0&prompt=a%20b%26c")
+    assert link.page == "depth"
+    assert link.text("prompt") == "a b&c"
+    assert link.on("compare")
+    assert Link.parse(str(link)) == link
+    assert Link.parse("http://127.0.0.1:8501/").page == "start"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "word"),
+    [
+        ("dept?metric=loss", UnknownName, "did you mean depth"),
+        ("depth?metrik=loss", UnknownName, "did you mean metric"),
+        ("depth?metric=a&metric=b", BadData, "twice"),
+        ("../../etc/passwd", UnknownName, "page"),
+    ],
+)
+def test_links_that_ask_for_what_is_not_there_are_refused_by_name(text, error, word):
+    with pytest.raises(error, match=word):
+        Link.parse(text)
+
+
+def test_a_number_in_a_link_must_be_one():
+    with pytest.raises(BadData, match="whole number"):
+        Link("depth", {"step": "two"}).whole("step")
+
+
+# ---- the selection ----
+
+
+def test_subjects_default_to_the_last_step_and_b_follows_a(ask):
+    (a,) = ask.subjects(Link("depth", {"a": "text-resformer-s1"}))
+    assert (a.entry.name, a.step, a.tag) == ("text-resformer-s1", 20, "")
+    a, b = ask.subjects(Link("depth", {"a": "text-resformer-s1", "b": "text-svformer-s0", "step": "8", "compare": "1"}))
+    assert (a.step, b.step, a.tag, b.tag) == (8, 8, "A", "B")
+    assert a.series == "resformer · A: s1, step 8"
+
+
+def test_two_steps_of_one_run_have_two_shades_of_one_colour(ask):
+    link = Link(
+        "depth", {"a": "text-resformer-s0", "b": "text-resformer-s0", "step": "20", "step_b": "0", "compare": "1"}
+    )
+    a, b = ask.subjects(link)
+    assert plots.colour(a.series) == plots.colour("resformer")
+    assert plots.colour(b.series) != plots.colour(a.series)
+    assert plots.label(b.series) == "B: ResFormer · s0, step 0"
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"a": "text-resformer-s9"}, "did you mean"), ({"a": "text-resformer-s0", "step": "7"}, "no checkpoint at step 7"),
+     ({"set": "nothing"}, "experiment"), ({"a": "../../etc"}, "run")],
+)  # fmt: skip
+def test_subjects_that_are_not_there_are_refused(ask, options, word):
+    with pytest.raises(WorkbenchError, match=word):
+        ask.subjects(Link("depth", options))
+
+
+def test_an_empty_folder_says_what_to_do(tmp_path):
+    with pytest.raises(BadData, match="workbench demo"):
+        Source(tmp_path).subjects(Link("depth"))
+
+
+# ---- differences ----
+
+
+def rows(values, name, **axes):
+    common = {"metric": "m", "unit": "nats", "run": name, "architecture": name, "step": 5}
+    return records([common | axes | {"layer": n, "value": v, "se": s} for n, (v, s) in enumerate(values)])
+
+
+def test_a_difference_is_taken_axis_by_axis_with_the_error_of_a_difference():
+    a, b = rows([(1.0, 3.0), (2.0, 0.3)], "x"), rows([(0.5, 4.0), (5.0, 0.4), (7.0, 0.1)], "y")
+    found = plots.difference(a, b)
+    assert found["value"].tolist() == [0.5, -3.0]
+    assert found["se"].tolist() == pytest.approx([5.0, 0.5])
+    assert set(found["unit"]) == {"nats, A − B"}
+
+
+def test_a_comparison_draws_both_on_one_scale_and_the_difference_on_its_own():
+    a, b = rows([(1.0, 0.1), (2.0, 0.1)], "transformer"), rows([(0.5, 0.1), (5.0, 0.1)], "resformer")
+    figure = plots.compared([a, b])
+    curves = {t.name: t for t in figure.data if t.mode and "markers" in t.mode}
+    assert list(curves[plots.MINUS].y) == [0.5, -3.0]
+    assert curves["Transformer"].yaxis == curves["ResFormer"].yaxis != curves[plots.MINUS].yaxis
+    maps = plots.compared([f.assign(head=pd.array([0, 1], "Int64"), layer=0) for f in (a, b)])
+    kinds = [t.coloraxis for t in maps.data]
+    assert kinds[0] == kinds[1] != kinds[2]
+    own = maps.layout["coloraxis2"]
+    assert own.cmin == -own.cmax
+
+
+def test_grids_subtract_only_where_their_axes_agree():
+    grid = plots.Grid(np.array([[1.0, np.nan]]), ["0"], ["a", "b"], "nats", "layer", "token")
+    other = plots.Grid(np.array([[0.25, np.nan]]), ["0"], ["a", "b"], "nats", "layer", "token")
+    figure = plots.grids([("A", grid), ("B", other)], "t")
+    assert [t.z[0][0] for t in figure.data] == [1.0, 0.25, 0.75]
+    assert figure.data[0].coloraxis == figure.data[1].coloraxis
+    shorter = plots.Grid(np.array([[0.25]]), ["0"], ["a"], "nats", "layer", "token")
+    figure = plots.grids([("A", grid), ("B", shorter)], "t")
+    assert len(figure.data) == 2
+    assert "not drawn" in figure.layout.title.subtitle.text
+    assert len(plots.grid_table([("A", grid)])) == 1
+
+
+def test_equal_tokens_keep_columns_of_their_own():
+    grid = plots.Grid(np.array([[1.0, 2.0]]), ["0"], ["a", "a"], "nats", "layer", "token")
+    assert len(set(plots.grids([("A", grid)], "t").data[0].x)) == 2
+
+
+def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
+    lapse = timelapse(
+        layers, ask, Link("depth", {"metric": "importance_entropy", "a": "text-resformer-s0", "compare": "1"})
+    )
+    assert [f.name for f in lapse.figure.frames] == ["step 0", "step 20"]  # step 8 was not measured
+    assert all(len(f.data) == len(lapse.figure.data) for f in lapse.figure.frames)
+    assert lapse.figure.layout.yaxis.range is not None
+    assert set(lapse.table["frame"]) == {"step 0", "step 20"}
+    with pytest.raises(WorkbenchError, match="too few"):
+        timelapse(layers, ask, Link("depth", {"metric": "value_ablation", "a": "text-resformer-s0", "compare": "1"}))
+
+
+# ---- depth ----
+
+
+def test_depth_draws_the_chosen_runs_with_init_and_baseline(ask):
+    drawing = drawn(ask, "depth?metric=importance_entropy&models=resformer,svformer")
+    names = {t.name for t in drawing.figure.data}
+    assert {"ResFormer", "SVFormer", "uniform causal", "step 0 (random init)"} <= names
+    assert "Transformer" not in names
+
+
+def test_depth_compares_two_models(ask):
+    drawing = drawn(
+        ask, "depth?metric=token_identity_share&site=own_v&compare=1&a=text-resformer-s0&b=text-transformer-s1"
+    )
+    minus = next(t for t in drawing.figure.data if t.name == plots.MINUS)
+    assert list(minus.y) == pytest.approx([0.01, 0.01])
+
+
+def test_relative_depth_ends_at_one(ask):
+    drawing = drawn(ask, "depth?metric=importance_entropy&depth=1")
+    assert drawing.table["layer"].max() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("link", "word"),
+    [
+        ("depth?metric=nonsense", "measure"),
+        ("depth?metric=sink_mass&view=ranks", "view"),
+        ("depth?models=gpt", "model"),
+    ],
+)
+def test_depth_refuses_what_is_not_there(ask, link, word):
+    with pytest.raises(UnknownName, match=word):
+        drawn(ask, link)
+
+
+# ---- files ----
+
+
+def test_a_link_writes_its_page_and_its_tables(ask, tmp_path):
+    link = Link.parse("depth?metric=sink_mass&a=text-resformer-s0&compare=1")
+    page, reasons = write(ask, link, tmp_path / "v.html", command="workbench view x")
+    assert not reasons
+    assert "workbench view x" in page.read_text()
+    table = pd.read_csv(write(ask, link, tmp_path / "v.csv")[0])
+    assert set(table["metric"]) == {"sink_mass"}
+    kept = pd.read_parquet(write(ask, link, tmp_path / "v.parquet")[0])
+    assert len(kept) == len(table)
+    with pytest.raises(UnknownName, match="file ending"):
+        write(ask, link, tmp_path / "v.pdf")
+    with pytest.raises(UnknownName, match="view of page"):
+        write(ask, link, tmp_path / "v.csv", only="nothing")
+    with pytest.raises(WorkbenchError, match="time-lapse"):
+        write(ask, link, tmp_path / "v.csv", play=True)
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_where_a_browser_is(ask, tmp_path):
+    from workbench.browser import find_browser
+
+    if find_browser() is None:
+        pytest.skip("no browser to draw with; `make browser` installs one")
+    link = Link.parse("depth?metric=sink_mass&a=text-resformer-s0")
+    svg = write(ask, link, tmp_path / "v.svg", only="layers")[0].read_text()
+    assert svg.startswith("<svg")
+    assert "Sink mass" in svg
+    assert write(ask, link, tmp_path / "v.png", only="layers")[0].read_bytes()[:4] == b"\x89PNG"
