@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,16 +16,20 @@ SINK_MASS = 0.3  # mean attention to position 0 from which on a head is a sink (
 NO_OP, BROADCAST, ALIKE = 0.2, 0.5, 0.5  # thresholds of ours: ratio at most, ratio at least, spread at most
 
 
-def _ranks(x: Tensor, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(1 / rank, whether first) of the true id among all rows of a table by cosine, mean per document [batch]."""
+def tokens_ahead(x: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """How many rows of a table [d_vocab, width] are nearer to x [batch, pos, width] by cosine than its own: [batch, pos]."""
     unit = torch.nn.functional.normalize(table.double(), dim=-1)
-    inverse, first = [], []
+    found = []
     for part, target in zip(x.double().split(CHUNK, 1), ids.split(CHUNK, 1), strict=True):
         scores = part @ unit.T  # the vector's own length does not change the order
-        ahead = (scores > scores.gather(-1, target[..., None])).sum(-1)
-        inverse.append(1 / (1 + ahead.double()))
-        first.append((ahead == 0).double())
-    return torch.cat(inverse, 1).mean(1).cpu(), torch.cat(first, 1).mean(1).cpu()
+        found.append((scores > scores.gather(-1, target[..., None])).sum(-1))
+    return torch.cat(found, 1)
+
+
+def _ranks(x: Tensor, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(1 / rank, whether first) of the true id among all rows of a table by cosine, mean per document [batch]."""
+    ahead = tokens_ahead(x, table, ids)
+    return (1 / (1 + ahead.double())).mean(1).cpu(), (ahead == 0).double().mean(1).cpu()
 
 
 @intervention(
@@ -45,13 +49,12 @@ def nearest_embedding(model: Any, sample: Any, data: Any, batch: int) -> Iterato
     for site in ("own_v", "v"):
         places |= {ACTIVATIONS[site].hook.format(layer=n): (site, n) for n in range(n_layers)}
     places = {name: place for name, place in places.items() if name in model.hook_dict}
-    values = _first_values(model)
-    tables = {"stream": model.embed.weight, "own_v": values, "v": values}
+    tables = token_tables(model, ("stream", "own_v", "v"))
     found: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
     for ids in batches_of(model, sample, batch):
         _, cache = model.run_with_cache(ids, names_filter=list(places))
         for name, (site, layer) in places.items():
-            if (table := tables[site]) is not None:
+            if (table := tables.get(site)) is not None:
                 found.setdefault((site, layer), []).append(_ranks(cache[name].flatten(2), table, ids))
     chance = sum(1 / rank for rank in range(1, vocabulary + 1)) / vocabulary
     for (site, layer), parts in found.items():
@@ -59,6 +62,14 @@ def nearest_embedding(model: Any, sample: Any, data: Any, batch: int) -> Iterato
         yield over_documents(rank, site=site, layer=layer, unit="1 / rank")
         yield over_documents(first, site=site, layer=layer, variant="top_1", unit="share")
         yield {"site": site, "layer": layer, "control": "chance", "value": chance, "unit": "1 / rank"}
+
+
+def token_tables(model: Any, sites: Sequence[str]) -> dict[str, Tensor]:
+    """The vector of every token [d_vocab, width] that a site is compared with, of those sites that have one."""
+    found = {"stream": model.embed.weight} if "stream" in sites else {}
+    if set(sites) - {"stream"} and (values := _first_values(model)) is not None:
+        found |= {site: values for site in sites if site != "stream"}
+    return found
 
 
 def _first_values(model: Any) -> Tensor | None:

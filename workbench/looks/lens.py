@@ -1,0 +1,205 @@
+"""What a stream says of a token before the model is done: the next one through the head, its own through the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.interventions.retention import token_tables, tokens_ahead
+from workbench.looks.reading import (
+    array,
+    by_layer,
+    chosen_positions,
+    decoder,
+    log_chances,
+    one_prompt,
+    streams,
+    strings_of,
+)
+from workbench.models import Transformer
+from workbench.models.hooked import HookedModel
+from workbench.names import ACTIVATIONS
+
+SITES = ("stream", "own_v", "v")
+OFF = 1e-3
+"""Largest difference in log-probability between the last stream's reading and the output, in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lens:
+    """Predictions read off each stream; row n is what block n reads, row L what the final norm reads: the output."""
+
+    positions: np.ndarray
+    """int64 [pos], the positions that were read."""
+    tokens: list[str]
+    """[pos], the prompt's tokens there."""
+    targets: list[str]
+    """[pos], the tokens that are asked after; empty where there is none."""
+    top_ids: np.ndarray
+    """int32 [layer + 1, pos, top], likeliest first."""
+    top_tokens: list[list[list[str]]]
+    top_probability: np.ndarray
+    """float32 [layer + 1, pos, top]."""
+    probability: np.ndarray
+    """Of the target, float32 [layer + 1, pos]; NaN where there is none, as in `rank`."""
+    rank: np.ndarray
+    """Tokens ahead of the target [layer + 1, pos], 0 where it leads."""
+    entropy: np.ndarray
+    """Of the reading, nats [layer + 1, pos]."""
+    kl: np.ndarray
+    """KL(output || reading), nats [layer + 1, pos]; 0 in the last row."""
+
+
+@torch.no_grad()
+def lens(
+    model: HookedModel,
+    ids: Any,
+    targets: Literal["next", "own"] | int = "next",
+    top: int = 5,
+    *,
+    positions: slice | None = None,
+    letters: bool = False,
+) -> Lens:
+    """Logit lens: softmax(W_U norm(x_n)) of every stream x_n with the model's own final norm, at all positions or some.
+
+    `targets`: the following token (the last position has none), the position's own, or one id everywhere. Costs one run and
+    L + 1 times the head at each position; holds the streams of the chosen positions and a few positions' logits. Raises
+    `BadData` for an observed model or an id outside the vocabulary, `UnknownName` for other targets, and `WorkbenchError`
+    where the last row is not the model's prediction, as after a hook changed a stream. Source: nostalgebraist 2020.
+    Caution: early layers need not speak the head's language.
+    """
+    ours, found = decoder(model, "lens"), one_prompt(model, ids)
+    where = chosen_positions(found.shape[1], positions)
+    top = max(1, min(top, ours.config.d_vocab))
+    wanted = _targets(ours, found[0], targets)[where.start : where.stop]
+    held: dict[Any, Tensor] = {}
+
+    def reduce(key: Any, tensors: dict[str, Tensor]) -> None:
+        held[key] = next(iter(tensors.values()))[0, where.start : where.stop].clone()
+
+    names = {n: [name] for n, name in streams(ours).items()}
+    by_layer(ours, found, {**names, "head": ["unembed.hook_in"]}, reduce)
+    n_rows, n_pos, off = ours.config.n_layers + 1, len(where), 0.0
+    numbers = {n: np.full((n_rows, n_pos), np.nan, np.float32) for n in ("probability", "rank", "entropy", "kl")}
+    top_ids = np.zeros((n_rows, n_pos, top), np.int32)
+    top_probability = np.zeros((n_rows, n_pos, top), np.float32)
+    for chunk, output in log_chances(ours, held["head"], normed=True):
+        for layer in range(n_rows):
+            _, log_p = next(log_chances(ours, held[layer][chunk]))
+            for name, values in _reading(log_p, output, wanted[chunk]).items():
+                numbers[name][layer, chunk] = values
+            best = log_p.topk(top)
+            top_ids[layer, chunk], top_probability[layer, chunk] = best.indices.cpu(), array(best.values.exp())
+        off = max(off, float((log_p - output).abs().max()))
+    if not off <= OFF * (50 if ours.embed.weight.dtype in (torch.float16, torch.bfloat16) else 1):
+        raise WorkbenchError(
+            f"the last stream's reading misses the output by {off:.1e} nats: a hook changed one of them"
+        )
+    named = _named(ours, top_ids, letters)
+    return Lens(
+        positions=np.arange(where.start, where.stop),
+        tokens=strings_of(ours, found[0, where.start : where.stop].tolist(), letters),
+        targets=["" if t < 0 else strings_of(ours, [t], letters)[0] for t in wanted.tolist()],
+        top_ids=top_ids,
+        top_tokens=[[[named[i] for i in cell] for cell in row] for row in top_ids.tolist()],
+        top_probability=top_probability,
+        **numbers,
+    )
+
+
+def _targets(model: Transformer, ids: Tensor, targets: str | int) -> Tensor:
+    """Id asked after at each position [T], -1 for none."""
+    if targets == "next":
+        return torch.cat([ids[1:], ids.new_full((1,), -1)])
+    if targets == "own":
+        return ids
+    if isinstance(targets, str):
+        raise UnknownName("targets", targets, ["next", "own", "a token id"])
+    if isinstance(targets, bool) or targets not in range(model.config.d_vocab):
+        raise BadData(f"token id {targets!r} leaves the vocabulary 0..{model.config.d_vocab - 1}")
+    return torch.full_like(ids, targets)
+
+
+def _reading(log_p: Tensor, output: Tensor, targets: Tensor) -> dict[str, np.ndarray]:
+    """Numbers of log-probabilities [pos, d_vocab]."""
+    mine = log_p.gather(-1, targets.clamp(min=0)[:, None])
+    rank = (log_p > mine).sum(-1).float()
+    none = targets < 0
+    return {
+        "probability": array(mine[:, 0].exp().masked_fill(none, torch.nan)),
+        "rank": array(rank.masked_fill(none, torch.nan)),
+        "entropy": array(-(log_p.exp() * log_p).sum(-1)),
+        "kl": array((output.exp() * (output - log_p)).sum(-1)),
+    }
+
+
+def _named(model: HookedModel, ids: np.ndarray, letters: bool) -> dict[int, str]:
+    found: Sequence[int] = np.unique(ids).tolist()
+    return dict(zip(found, strings_of(model, found, letters), strict=True))
+
+
+# ---- the token itself ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """How well each vector's nearest table row names its own token."""
+
+    positions: np.ndarray
+    """int64 [pos], the positions that were read."""
+    tokens: list[str]
+    """[pos], the prompt's tokens there."""
+    reciprocal_rank: dict[str, np.ndarray]
+    """Of each site `stream`, `own_v`, `v`: 1 / rank of the true token, float32 [layer, pos], NaN where a layer lacks it.
+
+    1 where the true token is first. Streams have L + 1 rows: what the blocks read, and what the final norm reads.
+    """
+    chance: float
+    """Expected 1 / rank of a token drawn at random."""
+
+
+@torch.no_grad()
+def identity(
+    model: HookedModel,
+    ids: Any,
+    *,
+    sites: Sequence[str] = SITES,
+    positions: slice | None = None,
+    letters: bool = False,
+) -> Identity:
+    """Rank of each position's own token by cosine, among the embeddings (streams) or the first layer's values (values).
+
+    Nothing is trained; the same measure as the experiment `nearest_embedding`. Costs one run, one more of the whole
+    vocabulary for the table of values, and pos x d_vocab x width for each layer and site, in float64: choose `positions` of
+    long prompts. Raises `UnknownName` for another site.
+    """
+    found = one_prompt(model, ids)
+    where, n_layers = chosen_positions(found.shape[1], positions), model.config.n_layers
+    if other := next((s for s in sites if s not in SITES), None):
+        raise UnknownName("site", other, SITES)
+    places = {("stream", n): name for n, name in streams(model).items()}
+    places |= {(s, n): ACTIVATIONS[s].hook.format(layer=n) for s in SITES[1:] for n in range(n_layers)}
+    tables = token_tables(model, sites)
+    places = {(s, n): name for (s, n), name in places.items() if s in tables and name in model.hook_dict}
+    ranks = {s: np.full((n_layers + (s == "stream"), len(where)), np.nan, np.float32) for s in sites}
+    true = found[:, where.start : where.stop]
+
+    def reduce(key: tuple[str, int], tensors: dict[str, Tensor]) -> None:
+        site, layer = key
+        x = next(iter(tensors.values())).flatten(2)[:, where.start : where.stop]
+        ranks[site][layer] = array(1 / (1 + tokens_ahead(x, tables[site], true)[0].double()))
+
+    by_layer(model, found, {key: [name] for key, name in places.items()}, reduce)
+    vocabulary = model.config.d_vocab
+    return Identity(
+        positions=np.arange(where.start, where.stop),
+        tokens=strings_of(model, true[0].tolist(), letters),
+        reciprocal_rank=ranks,
+        chance=sum(1 / rank for rank in range(1, vocabulary + 1)) / vocabulary,
+    )

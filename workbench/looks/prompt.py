@@ -1,0 +1,231 @@
+"""What goes into a model and what comes out at each position: tokens, value norms, predictions and losses of one prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData
+from workbench.looks.reading import (
+    array,
+    by_layer,
+    decoder,
+    log_chances,
+    one_position,
+    one_prompt,
+    streams,
+    strings_of,
+    wide,
+)
+from workbench.models import Transformer
+from workbench.models.hooked import HookedModel
+from workbench.tasks import SYMBOLS, RepeatedTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Ids that a model reads, and what they stand for."""
+
+    ids: np.ndarray
+    """int64 [1, T]."""
+    tokens: list[str]
+
+
+def tokenise(
+    model: HookedModel, text: str | None, *, letters: bool = False, period: int = 32, most: int | None = None
+) -> Prompt:
+    """Ids of a text; with `letters`, of repeated-token models, its letters and digits written twice.
+
+    None with `letters` is a fixed sequence of `period` random tokens, written twice. `most`: tokens at most; beyond the
+    model's context, whose positions have no rotation, all are refused. Raises `BadData` for an empty text, letters that are
+    no tokens, a model without a tokenizer, and fewer than 2 or too many tokens.
+    """
+    if letters:
+        ids = _repeated(model, text, period)
+    elif not (text or "").strip():
+        raise BadData("the prompt is empty; type some text")
+    elif model.tokenizer is None:
+        raise BadData("this model has no tokenizer, so it cannot read text")
+    else:
+        ids = model.tokenizer.encode(text)
+    n_ctx = model.config.n_ctx
+    limit = n_ctx if most is None else min(most, n_ctx)
+    if not 2 <= len(ids) <= limit:
+        why = f"this model reads 2 to {n_ctx}, its context" if limit == n_ctx else f"this view reads 2 to {limit}"
+        raise BadData(f"the prompt is {len(ids)} tokens long; {why}")
+    return Prompt(ids=np.array([ids], dtype=np.int64), tokens=strings_of(model, ids, letters))
+
+
+def _repeated(model: HookedModel, text: str | None, period: int) -> list[int]:
+    if text is None:
+        return RepeatedTokens(vocabulary=model.config.d_vocab, period=period).validation(1)[0].tolist()
+    known = SYMBOLS[: model.config.d_vocab]
+    letters = [c for c in text if not c.isspace()]
+    if not letters:
+        raise BadData("the sequence is empty; type some letters or digits")
+    if unknown := sorted(set(letters) - set(known)):
+        raise BadData(f"{' '.join(unknown[:8])}: not among this model's tokens, which are {known}")
+    return [known.index(c) for c in letters] * 2
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """What the model expects after one position, and how well it expected each token."""
+
+    position: int
+    tokens: list[str]
+    top: pd.DataFrame
+    """Likeliest next tokens: rank (from 0), id, token, probability."""
+    loss: np.ndarray
+    """-ln probability of each token given those before it, nats [T]; NaN at position 0."""
+    rank: np.ndarray
+    """Tokens that were likelier [T], 0 where it led; NaN at position 0."""
+
+
+@torch.no_grad()
+def predictions(
+    model: HookedModel, ids: Any, position: int = -1, top: int = 10, *, letters: bool = False
+) -> Predictions:
+    """Next-token probabilities at a position, and the loss of every token.
+
+    Costs one run and the head once more; logits are held for a few positions at a time, of an observed model for all.
+    Raises `BadData` for a position outside the prompt.
+    """
+    found = one_prompt(model, ids)
+    T = found.shape[1]
+    at, top = one_position(T, position), _count(top, model.config.d_vocab)
+    loss, rank = np.full((2, T), np.nan, dtype=np.float32)
+    likeliest: list[Any] = []
+    for where, log_p in _output(model, found):
+        if where.start <= at < where.stop:
+            values, indices = log_p[at - where.start].exp().topk(top)
+            likeliest = list(zip(range(top), indices.tolist(), values.tolist(), strict=True))
+        targets = found[0, where.start + 1 : where.stop + 1, None]
+        mine = log_p[: len(targets)].gather(-1, targets)
+        after = slice(where.start + 1, where.start + 1 + len(targets))
+        loss[after] = array(-mine[:, 0])
+        rank[after] = array((log_p[: len(targets)] > mine).sum(-1))
+    frame = pd.DataFrame(likeliest, columns=["rank", "id", "probability"])
+    frame.insert(2, "token", strings_of(model, frame["id"].tolist(), letters))
+    tokens = strings_of(model, found[0].tolist(), letters)
+    return Predictions(position=at, tokens=tokens, top=frame, loss=loss, rank=rank)
+
+
+def _count(top: int, vocabulary: int) -> int:
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise BadData(f"top={top!r}: how many of the likeliest tokens, at least 1")
+    return min(top, vocabulary)
+
+
+def _output(model: HookedModel, ids: Tensor) -> Any:
+    """(positions, log-probabilities) of the whole prompt, as `log_chances`."""
+    if not isinstance(model, Transformer):
+        everywhere = getattr(model, "everywhere", model)
+        return [(slice(0, ids.shape[1]), wide(everywhere(ids)[0]).log_softmax(-1))]
+    kept: list[Tensor] = []
+    by_layer(model, ids, {"head": ["unembed.hook_in"]}, lambda _, found: kept.extend(found.values()))
+    return log_chances(decoder(model, "predictions"), kept[0][0], normed=True)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Sizes of value vectors and streams; Euclidean norms over all key-value heads, NaN where a layer has no such vector."""
+
+    tokens: list[str]
+    own: np.ndarray
+    """As projected from the layer's own input [layer, T]."""
+    own_part: np.ndarray
+    """The same, times its coefficient [layer, T]: what it puts into the effective value."""
+    first_part: np.ndarray
+    """The first layer's value times its coefficient [layer, T], at the layers that mix or borrow it."""
+    effective: np.ndarray
+    """What the attention multiplies [layer, T]."""
+    cosine: np.ndarray
+    """Between own and effective value [layer, T]."""
+    stream: np.ndarray
+    """[layer + 1, T]: what the blocks read, and what the final norm reads; row 0 is the embedding's in most models."""
+    drains: pd.DataFrame
+    """site, layer, ratio: norm at position 0 over the median of the others; small values are drained, streams peak."""
+
+
+@torch.no_grad()
+def values(model: HookedModel, ids: Any, *, letters: bool = False) -> Values:
+    """Norms of values and streams at each layer and position, and how far mixing turns the values.
+
+    Costs one run; memory one layer's values. NeuTRENO's pull comes after the attention and is no part of a value. Where an
+    observed model's values are mixed, only own and effective are told apart. Source of the ratio: Guo et al. 2024, arXiv
+    2410.13835.
+    """
+    found = one_prompt(model, ids)
+    T, n_layers, shown = found.shape[1], model.config.n_layers, streams(model)
+    rows = {
+        n: np.full((n_layers, T), np.nan, np.float32) for n in ("own", "own_part", "first_part", "effective", "cosine")
+    }
+    stream = np.full((n_layers + 1, T), np.nan, dtype=np.float32)
+    groups: dict[Any, list[str]] = {("stream", n): [name] for n, name in shown.items()}
+    groups |= {n: _value_points(model, n) for n in range(n_layers)}
+
+    def reduce(key: Any, tensors: dict[str, Tensor]) -> None:
+        if isinstance(key, tuple):
+            stream[key[1]] = _norms(next(iter(tensors.values())))
+            return
+        for name, row in _of_layer(model, key, tensors).items():
+            rows[name][key] = row
+
+    by_layer(model, found, groups, reduce)
+    drains = [
+        {"site": site, "layer": layer, "ratio": float(row[0] / np.median(row[1:]))}
+        for site, table in (("own_v", rows["own"]), ("v", rows["effective"]), ("stream", stream))
+        for layer, row in enumerate(table)
+        if not np.isnan(row[0])
+    ]
+    tokens = strings_of(model, found[0].tolist(), letters)
+    return Values(**rows, tokens=tokens, stream=stream, drains=pd.DataFrame(drains, columns=["site", "layer", "ratio"]))
+
+
+def _value_points(model: HookedModel, layer: int) -> list[str]:
+    stem = f"blocks.{layer}.attn"
+    names = [f"{stem}.hook_v", f"{stem}.own.hook_v", f"{stem}.hook_v_mix"]
+    if isinstance(model, Transformer):
+        names += [str(b.hook_v.name) for j, (b, _) in model.blocks[layer].attn.branches["v"].items() if j == 0]
+    else:
+        names.pop()
+    return [n for n in names if n in model.hook_dict]
+
+
+def _of_layer(model: HookedModel, layer: int, tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """Rows of one layer, those that it has."""
+    stem = f"blocks.{layer}.attn"
+    v, own = tensors[f"{stem}.hook_v"], tensors.get(f"{stem}.own.hook_v")
+    found = {"effective": _norms(v)}
+    if own is not None:
+        cosine = torch.cosine_similarity(wide(own[0].flatten(1)), wide(v[0].flatten(1)), dim=-1)
+        found |= {"own": _norms(own), "own_part": _norms(own), "cosine": array(cosine)}
+    if not isinstance(model, Transformer):
+        found.pop("own_part", None)
+        return found
+    attn: Any = model.blocks[layer].attn
+    if "v" in attn.mixers:
+        shares = dict(zip([*attn.mixers["v"][1], "own"], wide(tensors[f"{stem}.hook_v_mix"]).tolist(), strict=True))
+        found["own_part"] = abs(shares["own"]) * found["own"]
+        if 0 in shares:
+            found["first_part"] = abs(shares[0]) * _norms(tensors[str(attn.branches["v"][0][0].hook_v.name)])
+    elif attn.lenders["v"] == 0 and layer > 0:
+        found["first_part"] = found["effective"]
+    return found
+
+
+def _norms(x: Tensor) -> np.ndarray:
+    """[T] of a tensor [1, T, ...]."""
+    return array(wide(x[0].flatten(1)).norm(dim=-1))

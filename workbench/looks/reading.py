@@ -1,0 +1,125 @@
+"""One run on one prompt: its ids are checked, hook points are reduced layer by layer as they fire, the head is spared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData
+from workbench.models import Transformer
+from workbench.models.hooked import HookedModel
+from workbench.names import stream_hook
+from workbench.tasks import SYMBOLS
+
+LOGITS = 2**22
+"""Logits held at a time: 16 MiB in float32."""
+
+
+def one_prompt(model: HookedModel, ids: Any) -> Tensor:
+    """Ids [1, T] on the model's device; raises `BadData` for several prompts, for one token, and beyond the context."""
+    found = model.to_tokens(ids)
+    if len(found) != 1:
+        raise BadData(f"{len(found)} prompts at once: give ids [1, T] of one")
+    if found.shape[1] < 2:
+        raise BadData("the prompt is 1 token long; give at least 2")
+    return found
+
+
+def chosen_positions(T: int, positions: slice | None) -> range:
+    """Positions of a slice of 0..T - 1, None for all; raises `BadData` where it is empty or skips some."""
+    found = range(*(slice(None) if positions is None else positions).indices(T))
+    if not found or found.step != 1:
+        raise BadData(f"positions {positions} of {T}: give a slice of neighbours that holds at least one of 0..{T - 1}")
+    return found
+
+
+def one_position(T: int, position: int) -> int:
+    """A position 0..T - 1, negative ones from the end; raises `BadData` for others."""
+    if isinstance(position, bool) or not isinstance(position, int) or not -T <= position < T:
+        raise BadData(f"position {position!r}: the prompt has positions 0..{T - 1}, or -1..-{T} from its end")
+    return position % T
+
+
+@torch.no_grad()
+def by_layer(
+    model: HookedModel,
+    ids: Tensor,
+    names: Mapping[Any, Sequence[str]],
+    reduce: Callable[[Any, dict[str, Tensor]], None],
+    head: slice = slice(0, 1),
+) -> Tensor:
+    """Run once; `reduce(key, {name: activation})` for each group of hook points, as soon as all of it has fired.
+
+    Nothing of a group is kept behind that, so memory is one layer's. Returns logits [1, pos, d_vocab] of the positions in
+    `head` alone where the model is ours: the logits of a long prompt would outweigh everything else.
+    """
+    owner = {name: key for key, group in names.items() for name in group}
+    model.hook_names(list(owner))  # refused by name before anything runs
+    held: dict[Hashable, dict[str, Tensor]] = {}
+
+    def hold(tensor: Tensor, hook: Any) -> None:
+        key = owner[str(hook.name)]
+        group = held.setdefault(key, {})
+        group[str(hook.name)] = tensor.detach()
+        if len(group) == len(names[key]):
+            reduce(key, held.pop(key))
+
+    def cut(tensor: Tensor, hook: Any) -> Tensor:
+        return tensor[:, head]
+
+    points: list[Any] = [(name, hold) for name in owner]
+    with model.hooks(points + ([("unembed.hook_in", cut)] if isinstance(model, Transformer) else [])):
+        return model(ids)
+
+
+def decoder(model: HookedModel, what: str) -> Transformer:
+    """The model where it is one of ours; raises `BadData` for an observed one, which has no final norm and head to apply."""
+    if not isinstance(model, Transformer):
+        raise BadData(f"a {type(model).__name__} model cannot be asked for its {what}: its norms and head are not ours")
+    return model
+
+
+def streams(model: HookedModel) -> dict[int, str]:
+    """Hook point of each residual stream the model shows: 0..L - 1 what the blocks read, L what the final norm reads."""
+    n_layers = model.config.n_layers
+    return {n: name for n in range(n_layers + 1) if (name := stream_hook(n, n_layers)) in model.hook_dict}
+
+
+def log_chances(model: Transformer, x: Tensor, normed: bool = False) -> Iterator[tuple[slice, Tensor]]:
+    """(positions, log-probabilities [pos, d_vocab]) of streams x [pos, d_model], a few positions at a time.
+
+    Float32 or better. `normed`: x has passed the final norm already.
+    """
+    step = max(1, LOGITS // model.config.d_vocab)
+    for start in range(0, len(x), step):
+        part = x[start : start + step]
+        logits = model.unembed(part if normed else model.ln_final(part))
+        yield slice(start, start + len(part)), wide(logits).log_softmax(-1)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Float32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def array(x: Tensor) -> np.ndarray:
+    """A float32 array."""
+    return x.detach().float().cpu().numpy()
+
+
+def strings_of(model: HookedModel, ids: Sequence[int], letters: bool = False) -> list[str]:
+    """Tokens as people read them: text where the model has a tokenizer, with `letters` those of repeated-token models.
+
+    Ids beyond either, as in a padded vocabulary, are `#<id>`; without a tokenizer they are numbers.
+    """
+    if letters:
+        return [SYMBOLS[i] if i < len(SYMBOLS) else f"#{i}" for i in ids]
+    if model.tokenizer is None:
+        return [str(i) for i in ids]
+    known = model.tokenizer.vocab_size
+    named = iter(model.tokenizer.token_strings([i for i in ids if i < known]))
+    return [next(named) if i < known else f"#{i}" for i in ids]
