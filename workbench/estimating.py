@@ -8,8 +8,7 @@ other devices keep other things, by a few per cent of the activations.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,49 +18,18 @@ import torch
 import torch._dynamo  # as an optimiser's first step does: 70 MiB of code
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data import Sample
 from workbench.errors import BadData
 from workbench.measuring import measure
+from workbench.memory import LiveBytes
 from workbench.metrics import METRICS
 from workbench.models import build, compose
 from workbench.models.transformer import Transformer
 from workbench.recipe import rate_factors
 
 OUTPUT_SEQUENCES = 4  # of which validation differentiates the output
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensor storages alive inside it: `now`, and `peak` since it was last set."""
-
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-        for tensor in held:
-            self._watch(tensor)
-
-    def _watch(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata  # one for all views
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, key)
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._watch(leaf)
-        return out
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Intervention:
     reading: str
     source: str
     min_length: int = 2
+    timed: bool = False
 
     @property
     def name(self) -> str:
@@ -39,8 +41,14 @@ class Intervention:
         return (inspect.getdoc(self.function) or "").split("\n", 1)[0]
 
     def version(self) -> str:
-        """Changes with the code of its module."""
-        return digest(inspect.getsource(sys.modules[self.function.__module__]))
+        """Changes with the code of its module; what a clock says also with the machine, its threads and PyTorch."""
+        where = _machine() if self.timed else ()
+        return digest(inspect.getsource(sys.modules[self.function.__module__]), *where)
+
+
+def _machine() -> tuple[Any, ...]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return platform.node(), platform.machine(), gpu, torch.get_num_threads(), torch.__version__
 
 
 INTERVENTIONS: dict[str, Intervention] = {}
@@ -53,11 +61,15 @@ def intervention(
     reading: str,
     source: str,
     min_length: int = 2,
+    timed: bool = False,
 ) -> Callable[[Experiment], Experiment]:
-    """Register an experiment under its function's name."""
+    """Register an experiment under its function's name.
+
+    `timed`: its numbers are a clock's. No two runs agree; what is kept is the first, and on another machine it is measured anew.
+    """
 
     def register(function: Experiment) -> Experiment:
-        INTERVENTIONS[function.__name__] = Intervention(function, unit, range, reading, source, min_length)
+        INTERVENTIONS[function.__name__] = Intervention(function, unit, range, reading, source, min_length, timed)
         return function
 
     return register

@@ -1,0 +1,138 @@
+"""Tokens per second by a clock that the tests turn, bytes by hand, and a model that is left as it was."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+from foreign import GPT
+
+import workbench
+from workbench.interventions import INTERVENTIONS, throughput
+from workbench.measuring import measure
+
+
+def some_ids(n=3, T=40):
+    return torch.randint(61, (n, T), generator=torch.Generator().manual_seed(n))
+
+
+def read(frame, part, variant=None, control=None):
+    """The one value of a row."""
+
+    def same(column, wanted):
+        return frame[column].isna() if wanted is None else frame[column] == wanted
+
+    (value,) = frame[same("part", part) & same("variant", variant) & same("control", control)]["value"]
+    return value
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock([2, 1])`: the first run of a round takes two seconds, the second one."""
+
+    def turn(lengths):
+        now, calls = 0.0, 0
+
+        def perf_counter():
+            nonlocal now, calls
+            if calls % 2:
+                now += lengths[calls // 2 % len(lengths)]
+            calls += 1
+            return now
+
+        monkeypatch.setattr(throughput, "perf_counter", perf_counter)
+
+    return turn
+
+
+def test_tokens_over_seconds_and_the_ratio_of_a_round(tiny, clock):
+    clock([2.0, 1.0])
+    frame = measure(tiny("resformer"), "throughput", some_ids())
+    assert read(frame, "training") == 3 * 40 / 2
+    assert read(frame, "prefill") == 3 * 24 / 2
+    assert read(frame, "decode") == 3 * 16 / 2
+    assert read(frame, "decode", control="vanilla") == 3 * 16
+    for part in ("training", "prefill", "decode"):
+        assert read(frame, part, "of_vanilla") == 0.5
+    assert (frame["n"] == 3).all()
+    assert (frame["T"] == 40).all()
+    assert frame.groupby("unit").size().to_dict() == {"bytes": 6, "ratio": 3, "tokens/s": 6}
+
+
+def test_bytes_by_hand(tiny):
+    """Decoding holds weights and cache; SVFormer has (L - 1) fewer matrices W_V and value caches than the vanilla decoder."""
+    frame = measure(tiny("svformer"), "throughput", some_ids())
+    weights = 4 * sum(p.numel() for p in tiny().parameters())
+    matrices, values = 2 * 32 * 32 * 4, 2 * 3 * 40 * 32 * 4
+    saved = read(frame, "decode", "peak", "vanilla") - read(frame, "decode", "peak")
+    assert saved == pytest.approx(matrices + values, rel=0.03), "up to the activations of three tokens"
+    assert read(frame, "training", "peak", "vanilla") > 4 * weights, "weights, gradients and two moments"
+    again = measure(tiny("svformer"), "throughput", some_ids(3, 40).clone())
+    assert read(again, "training", "peak") == read(frame, "training", "peak")
+    longer = pd.DataFrame(INTERVENTIONS["throughput"].function(tiny("svformer"), Rows(some_ids(3, 80)), None, 1))
+    assert read(longer, "training", "peak") > read(frame, "training", "peak")
+
+
+class Rows:
+    """As much of a sample as an experiment reads."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+
+def test_the_batch_is_cut_to_what_a_machine_can_hold(tiny, clock, monkeypatch):
+    clock([1.0])
+    monkeypatch.setitem(throughput.MOST_TOKENS, "cpu", 100)
+    frame = measure(tiny(), "throughput", some_ids(9, 40))
+    assert (frame["n"] == 2).all()
+    assert read(frame, "training") == 80
+    assert (measure(tiny(), "throughput", some_ids(2, 128))["n"] == 1).all()
+
+
+@pytest.mark.parametrize("T", [2, 3, 16, 17, 18])
+def test_short_documents_are_read_and_written_too(tiny, clock, T):
+    clock([1.0])
+    frame = measure(tiny(), "throughput", some_ids(2, T))
+    assert read(frame, "prefill") + read(frame, "decode") == 2 * T
+    assert read(frame, "decode") == 2 * min(16, T - 1)
+
+
+def test_the_model_is_left_as_it_was(tiny):
+    model = tiny("resformer_learnable")
+    model.requires_grad_(False)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    measure(model, "throughput", some_ids())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name
+        assert p.grad is None
+        assert not p.requires_grad
+
+
+@pytest.mark.parametrize("architecture", ["cross_layer", "cla", "bank_of_values", "denseformer", "residual_attention"])
+def test_other_caches_are_timed_too(tiny, architecture, clock):
+    clock([1.0])
+    frame = measure(tiny(architecture), "throughput", some_ids(2, 20))
+    assert len(frame) == 15
+    assert (frame["value"] > 0).all()
+
+
+def test_a_foreign_module_is_trained_only_and_has_no_twin(clock):
+    clock([1.0])
+    module = GPT(bias=False).eval()
+    before = [p.clone() for p in module.parameters()]
+    frame = measure(workbench.observe(module, some_ids(2, 20), quiet=True), "throughput", some_ids(2, 20))
+    assert set(frame["part"]) == {"training"}
+    assert frame["control"].isna().all()
+    assert read(frame, "training") == 40
+    assert all(torch.equal(p, old) and p.grad is None for p, old in zip(module.parameters(), before, strict=True))
+
+
+def test_kept_numbers_are_not_timed_again_but_on_another_machine(tiny, monkeypatch):
+    model, ids = tiny(), some_ids()
+    first = measure(model, "throughput", ids)
+    pd.testing.assert_frame_equal(measure(model, "throughput", ids), first)
+    others = {name: entry.version() for name, entry in INTERVENTIONS.items()}
+    monkeypatch.setattr("platform.node", lambda: "another")
+    changed = [name for name, entry in INTERVENTIONS.items() if entry.version() != others[name]]
+    assert changed == ["throughput"]
+    assert measure(model, "throughput", ids)["provenance"][0] != first["provenance"][0]

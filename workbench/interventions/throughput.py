@@ -1,0 +1,159 @@
+"""How fast a model trains, reads and writes on this machine, and how much memory its tensors take meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.interventions.base import intervention
+from workbench.memory import LiveBytes
+from workbench.models import build
+from workbench.models.hooked import next_token_loss
+
+ROUNDS = 5  # that count; one before them does not
+DECODED = 16  # tokens, one at a time
+MOST_TOKENS = {"cpu": 2**11}  # of a batch; elsewhere
+MOST_ELSEWHERE = 2**16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is timed: `run` on what `prepare` made, which is not. `held`: tensors that are there all the time."""
+
+    tokens: int
+    prepare: Callable[[], Any]
+    run: Callable[[Any], object]
+    held: Sequence[Tensor]
+
+
+@intervention(
+    unit="tokens/s", range="> 0", reading="higher: faster on this machine", timed=True,
+    source="wall clock, median of five rounds after a warm-up; bytes counted from the tensors alive",
+)  # fmt: skip
+def throughput(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """Tokens per second of a training step, of reading a prompt (prefill) and of decoding, by the clock.
+
+    `n` is the batch: documents at once, 2,048 tokens in all at most on a CPU and 65,536 elsewhere; T is their length, type
+    and device stand in the provenance. Training: loss, gradients, clipping and AdamW, on a copy of the weights. Prefill and
+    decode: T - 16 tokens at once, then 16 one at a time, with a key-value cache. `peak`: bytes of the tensors alive at the
+    worst moment, weights and moments included, workspaces inside kernels not. Control `vanilla`: the plain decoder of
+    the same shape, in turns with the model; `of_vanilla`: median over rounds of its time over the model's (above 1: faster
+    than vanilla), for a vanilla model the noise itself.
+    Caution: no two runs of a clock agree and a busy machine is slow. Trust the ratio; compare tokens per second from one
+    idle machine only. Hooks that are set are timed too. Bytes repeat exactly.
+    """
+    device = model.embed.weight.device
+    most = max(1, MOST_TOKENS.get(device.type, MOST_ELSEWHERE) // sample.ids.shape[1])
+    ids = sample.ids[:most].to(device)
+    works = {None: _works(model, ids)}
+    if not hasattr(model, "foreign"):
+        works["vanilla"] = _works(build("transformer", model.config, dtype=model.embed.weight.dtype).to(device), ids)
+    for part, mine in works[None].items():
+        turns = {control: found[part] for control, found in works.items()}
+        seconds = _seconds(turns, device)
+        for control, work in turns.items():
+            axes = {"part": part, "control": control, "n": len(ids)}
+            yield axes | {"value": mine.tokens / statistics.median(seconds[control]), "unit": "tokens/s"}
+            yield axes | {"variant": "peak", "value": _peak(work), "unit": "bytes"}
+        if "vanilla" in seconds:
+            ratio = statistics.median(b / a for a, b in zip(seconds[None], seconds["vanilla"], strict=True))
+            yield {"part": part, "variant": "of_vanilla", "n": len(ids), "value": ratio, "unit": "ratio"}
+
+
+def _seconds(turns: Mapping[Any, Work], device: torch.device) -> dict[Any, list[float]]:
+    """Time of each round, all of them in turns, so that what else the machine does meets them alike."""
+    found: dict[Any, list[float]] = {name: [] for name in turns}
+    for number in range(1 + ROUNDS):
+        for name, work in turns.items():
+            ready = work.prepare()
+            _finish(device)
+            begin = perf_counter()
+            work.run(ready)
+            _finish(device)
+            took = perf_counter() - begin
+            if number:
+                found[name].append(took)
+    return found
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what a device has still to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _peak(work: Work) -> int:
+    with LiveBytes(work.held) as live:
+        ready = work.prepare()
+        live.peak = live.now
+        work.run(ready)
+    return live.peak
+
+
+# ---- what is timed ---------------------------------------------------------------------------------------------------
+
+
+def _works(model: Any, ids: Tensor) -> dict[str, Work]:
+    """By part; what keeps no cache of ours is only trained."""
+    if not model.caches:
+        return {"training": _training(model, ids)}
+    weights, new = list(model.parameters()), min(DECODED, ids.shape[1] - 1)
+    prompt = ids[:, : ids.shape[1] - new]
+
+    def read(cache: Any) -> tuple[Any, Tensor]:
+        return cache, model(prompt, past_kv_cache=cache)[:, -1:].argmax(-1)
+
+    def write(ready: tuple[Any, Tensor]) -> None:
+        cache, token = ready
+        for _ in range(new):
+            token = model(token, past_kv_cache=cache)[:, -1:].argmax(-1)
+
+    def empty() -> Any:
+        return model.new_cache(len(ids), reserve=ids.shape[1])
+
+    return {
+        "training": _training(model, ids),
+        "prefill": Work(prompt.numel(), empty, read, weights),
+        "decode": Work(len(ids) * new, lambda: read(empty()), write, weights),
+    }
+
+
+def _training(model: Any, ids: Tensor) -> Work:
+    """Steps of AdamW on a copy of the weights: the gradients are always those of the model as it is."""
+    weights = list(model.parameters())
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in weights]
+    optimiser = torch.optim.AdamW(copies, lr=1e-4, fused=True)
+    every = getattr(model, "everywhere", None)  # a foreign module's logits
+
+    def step(_: object) -> None:
+        with torch.enable_grad(), _trainable(weights):
+            loss = next_token_loss(every(ids), ids) if every else model(ids, return_type="loss")
+            found = torch.autograd.grad(loss, weights, allow_unused=True)
+        for copy, gradient in zip(copies, found, strict=True):
+            copy.grad = gradient
+        torch.nn.utils.clip_grad_norm_(copies, 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+
+    step(None)  # the optimiser makes its moments
+    moments = [tensor for state in optimiser.state.values() for tensor in state.values()]
+    return Work(ids.numel(), lambda: None, step, [*weights, *moments])
+
+
+@contextmanager
+def _trainable(weights: Sequence[Tensor]) -> Iterator[None]:
+    frozen = [p for p in weights if not p.requires_grad]
+    try:
+        for p in frozen:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
