@@ -17,7 +17,9 @@ from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.views import Drawing, Link
 from workbench.views.base import View, timelapse
+from workbench.views.source import LETTERS, PROMPTS, SYMBOLS, TEXT
 
+LONGEST_PROMPT = 100_000  # characters
 EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."
 
 
@@ -61,7 +63,7 @@ def show(view: View, link: Link, *, long: str | None = None) -> Drawing | None:
         st.warning(f"{url.plain(run)} is left out: {url.plain(why)}", icon=":material/broken_image:")
     _figure(drawing, name)
     if drawing.said:
-        st.markdown(drawing.said)
+        st.markdown(url.plain(drawing.said))
     _beneath(view, link, drawing, name)
     st.session_state["drawn"].append((name, drawing.table))
     return drawing
@@ -127,6 +129,18 @@ def _play(view: View, link: Link, name: str) -> None:
 
 def _lapse(view: View, link: Link, progress: Callable[[int, int], None]) -> Drawing:
     return timelapse(view, source(), link, progress)
+
+
+def prompt_box(link: Link) -> Link:
+    """The prompt, mirrored in the address; a long one is stored in the runs folder and linked by its hash."""
+    ask = source()
+    letters = ask.subjects(link)[0].entry.kind in LETTERS
+    label = "Symbols; the model reads them twice in a row" if letters else "Text"
+    about = "Ctrl+Enter runs it. " + (
+        "The demo's models learned to copy 32 symbols." if letters else "Long texts are stored."
+    )
+    url.prompt(label, SYMBOLS if letters else TEXT, about, ask.folder / PROMPTS, LONGEST_PROMPT)
+    return link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
 
 
 def command(link: Link, name: str, out: str | None = None) -> str:

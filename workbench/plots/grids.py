@@ -14,7 +14,8 @@ from plotly.subplots import make_subplots
 from workbench.errors import WorkbenchError
 from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed
 
-MOST_TICKS, MOST_TEXTS, MOST_CELLS = 26, 600, 512 * 512
+MOST_TICKS, MOST_TEXTS, MOST_LETTERS, MOST_CELLS = 26, 32, 7, 512 * 512
+# ticks of a panel, columns with texts, letters of a text, cells
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,23 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
             signed = True
         except WorkbenchError as reason:
             under = f"{under}; {reason}" if under else str(reason)
+    wide = len(first.columns) > 2 * len(first.rows)  # such maps are read above each other
+    rows, columns = (len(shown), 1) if wide else (1, len(shown))
+    tall = (
+        max(170 if len(shown) == 1 else 0, len(shown) * max(90, 24 * len(first.rows))) + 70 * len(shown)
+        if wide
+        else height
+    )
     figure = make_subplots(
-        1, len(shown), subplot_titles=[markup.escape(t) for t, _ in shown] if len(shown) > 1 else None,
-        horizontal_spacing=0.09 if len(shown) > 2 else 0.12,
+        rows, columns, subplot_titles=[markup.escape(t) for t, _ in shown] if len(shown) > 1 else None,
+        horizontal_spacing=0.09 if len(shown) > 2 else 0.12, vertical_spacing=44 / tall, shared_xaxes="all" if wide else False,
     )  # fmt: skip
     for i, (name, grid) in enumerate(shown):
         minus = signed and i == len(shown) - 1
-        _add(figure, grid, name, i + 1, "coloraxis2" if minus else "coloraxis", first=i == 0)
-    figure = dressed(figure, title, under, height)
+        where = {"row": i + 1 if wide else 1, "col": 1 if wide else i + 1}
+        last = not wide or i == len(shown) - 1
+        _add(figure, grid, name, where, "coloraxis2" if minus else "coloraxis", row_title=wide or i == 0, ticks=last)
+    figure = dressed(figure, title, under, tall)
     figure.update_layout(coloraxis=_scale([g for _, g in parts], parts[0][1].unit, 1.01))
     if signed:
         figure.update_layout(coloraxis2=_scale([shown[-1][1]], MINUS, 1.09, signed=True))
@@ -92,24 +102,32 @@ def grid_table(parts: Sequence[tuple[str, Grid]], most: int = 100_000) -> pd.Dat
     return pd.concat(frames, ignore_index=True).head(most)
 
 
-def _add(figure: go.Figure, grid: Grid, name: str, column: int, colours: str, *, first: bool) -> None:
+def _add(
+    figure: go.Figure, grid: Grid, name: str, where: dict[str, int], colours: str, *, row_title: bool, ticks: bool
+) -> None:
     x, y = (unique([markup.escape(str(t)) for t in names]) for names in (grid.columns, grid.rows))
-    small = grid.texts is not None and grid.values.size <= MOST_TEXTS
+    abreast = 1 if len(grid.columns) > 2 * len(grid.rows) else 3
+    small = grid.texts is not None and abreast * len(grid.columns) <= MOST_TEXTS
     hover = f"{grid.row_title} %{{y}}<br>{grid.column_title} %{{x}}<br>%{{z:.4g}} {markup.escape(grid.unit)}"
     texts = None if grid.texts is None else [[markup.escape(str(t)) for t in row] for row in grid.texts]
     figure.add_heatmap(
-        z=grid.values.astype("float32"), x=x, y=y, name=name, coloraxis=colours, hoverongaps=False, text=texts,
-        texttemplate="%{text}" if small else None, hovertemplate=hover + ("<br>%{text}" if texts else "") + "<extra></extra>",
-        row=1, col=column,
+        z=grid.values.astype("float32"), x=x, y=y, name=name, coloraxis=colours, hoverongaps=False, customdata=texts,
+        text=None if grid.texts is None else [[markup.escape(_clipped(str(t))) for t in row] for row in grid.texts],
+        texttemplate="%{text}" if small else None, hovertemplate=hover + ("<br>%{customdata}" if texts else "") + "<extra></extra>",
+        textfont_size=10, **where,
     )  # fmt: skip
     for update, names, title in (
-        (figure.update_xaxes, x, grid.column_title), (figure.update_yaxes, y, grid.row_title if first else ""),
+        (figure.update_xaxes, x, grid.column_title if ticks else ""), (figure.update_yaxes, y, grid.row_title if row_title else ""),
     ):  # fmt: skip
-        every = max(1, -(-len(names) // MOST_TICKS))
-        ticks = {"tickvals": names[::every], "tickfont": {"size": 10}, "type": "category", "showgrid": False}
-        update(title_text=title, **ticks, row=1, col=column)
-    figure.update_xaxes(tickangle=-90 if max(map(len, x)) > 3 else 0, row=1, col=column)
-    figure.update_yaxes(autorange=True if grid.upward else "reversed", row=1, col=column)
+        most = MOST_TICKS * (2 if abreast == 1 else 1)
+        shown = {"tickvals": names[:: max(1, -(-len(names) // most))], "tickfont": {"size": 10}}
+        update(title_text=title, type="category", showgrid=False, **shown, **where)
+    figure.update_xaxes(tickangle=-90 if max(map(len, x)) > 3 else 0, showticklabels=ticks, **where)
+    figure.update_yaxes(autorange=True if grid.upward else "reversed", **where)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 1] + "…"
 
 
 def unique(names: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, the table behind it, and a sentence that reads it."""
+    """A figure, the table behind it, and a sentence that reads it, as plain text."""
 
     figure: go.Figure
     table: pd.DataFrame
