@@ -13,13 +13,13 @@ from typing import Any
 import pandas as pd
 import torch
 
-from workbench.decomposition import Decomposition, decompose, needed
+from workbench.decomposition import By, Decomposition, decompose, needed
 from workbench.errors import BadData
 from workbench.looks.reading import by_layer, decoder, one_position, one_prompt, strings_of
 from workbench.models.activations import Cache, RebuiltPatterns
 from workbench.models.hooked import HookedModel
 
-LEVELS = ("layer", "head", "value_path")
+LEVELS: tuple[By, ...] = ("layer", "head", "value_path")
 COLUMNS = ["level", "part", "layer", "head", "path", "value"]
 
 

@@ -24,6 +24,7 @@ from workbench.looks.reading import (
 )
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
+from workbench.observing.observed import Observed
 from workbench.tasks import SYMBOLS, RepeatedTokens
 
 
@@ -163,9 +164,8 @@ class Values:
 def values(model: HookedModel, ids: Any, *, letters: bool = False) -> Values:
     """Norms of values and streams at each layer and position, and how far mixing turns the values.
 
-    Costs one run; memory one layer's values. NeuTRENO's pull comes after the attention and is no part of a value. Where an
-    observed model's values are mixed, only own and effective are told apart. Source of the ratio: Guo et al. 2024, arXiv
-    2410.13835.
+    Costs one run; memory one layer's values. NeuTRENO's pull comes after the attention and is no part of a value. Source of
+    the ratio: Guo et al. 2024, arXiv 2410.13835.
     """
     found = one_prompt(model, ids)
     T, n_layers, shown = found.shape[1], model.config.n_layers, streams(model)
@@ -196,12 +196,20 @@ def values(model: HookedModel, ids: Any, *, letters: bool = False) -> Values:
 
 def _value_points(model: HookedModel, layer: int) -> list[str]:
     stem = f"blocks.{layer}.attn"
-    names = [f"{stem}.hook_v", f"{stem}.own.hook_v", f"{stem}.hook_v_mix"]
-    if isinstance(model, Transformer):
-        names += [str(b.hook_v.name) for j, (b, _) in model.blocks[layer].attn.branches["v"].items() if j == 0]
-    else:
-        names.pop()
+    names = [f"{stem}.hook_v", f"{stem}.own.hook_v", f"{stem}.hook_v_mix", _mixed(model, layer)[1]]
     return [n for n in names if n in model.hook_dict]
+
+
+def _mixed(model: HookedModel, layer: int) -> tuple[list[Any] | None, str]:
+    """Whose values are mixed with a layer's own (None: nothing is), and the hook point of the first layer's, else empty."""
+    attn: Any = model.blocks[layer].attn
+    if not hasattr(attn, "hook_v_mix"):
+        return None, ""
+    if isinstance(model, Observed):
+        sources, points = list(model.mixing(layer)), model.sources_of(layer)
+    else:
+        sources, points = list(attn.mixers["v"][1]), {j: b.hook_v for j, (b, _) in attn.branches["v"].items()}
+    return sources, str(points[0].name) if 0 in sources else ""
 
 
 def _of_layer(model: HookedModel, layer: int, tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
@@ -209,19 +217,16 @@ def _of_layer(model: HookedModel, layer: int, tensors: dict[str, Tensor]) -> dic
     stem = f"blocks.{layer}.attn"
     v, own = tensors[f"{stem}.hook_v"], tensors.get(f"{stem}.own.hook_v")
     found = {"effective": _norms(v)}
+    sources, first = _mixed(model, layer)
+    shares: dict[Any, float] = {"own": 1.0}
+    if sources is not None:
+        shares = dict(zip([*sources, "own"], wide(tensors[f"{stem}.hook_v_mix"]).tolist(), strict=True))
     if own is not None:
         cosine = torch.cosine_similarity(wide(own[0].flatten(1)), wide(v[0].flatten(1)), dim=-1)
-        found |= {"own": _norms(own), "own_part": _norms(own), "cosine": array(cosine)}
-    if not isinstance(model, Transformer):
-        found.pop("own_part", None)
-        return found
-    attn: Any = model.blocks[layer].attn
-    if "v" in attn.mixers:
-        shares = dict(zip([*attn.mixers["v"][1], "own"], wide(tensors[f"{stem}.hook_v_mix"]).tolist(), strict=True))
-        found["own_part"] = abs(shares["own"]) * found["own"]
-        if 0 in shares:
-            found["first_part"] = abs(shares[0]) * _norms(tensors[str(attn.branches["v"][0][0].hook_v.name)])
-    elif attn.lenders["v"] == 0 and layer > 0:
+        found |= {"own": _norms(own), "own_part": abs(shares["own"]) * _norms(own), "cosine": array(cosine)}
+    if first:
+        found["first_part"] = abs(shares[0]) * _norms(tensors[first])
+    elif own is None and getattr(model.blocks[layer].attn, "lenders", {}).get("v") == 0:
         found["first_part"] = found["effective"]
     return found
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workbench.errors import BadData
@@ -92,12 +93,15 @@ def streams(model: HookedModel) -> dict[int, str]:
 def log_chances(model: Transformer, x: Tensor, normed: bool = False) -> Iterator[tuple[slice, Tensor]]:
     """(positions, log-probabilities [pos, d_vocab]) of streams x [pos, d_model], a few positions at a time.
 
-    Float32 or better. `normed`: x has passed the final norm already.
+    Float32 or better. `normed`: x has passed the final norm already. Norm and head are applied without their hooks, which
+    are the run's own matter.
     """
-    step = max(1, LOGITS // model.config.d_vocab)
+    norm, step = model.ln_final, max(1, LOGITS // model.config.d_vocab)
     for start in range(0, len(x), step):
         part = x[start : start + step]
-        logits = model.unembed(part if normed else model.ln_final(part))
+        if not normed:
+            part = F.rms_norm(part, norm.weight.shape, norm.weight, norm.eps)
+        logits = F.linear(part, model.unembed.weight)
         yield slice(start, start + len(part)), wide(logits).log_softmax(-1)
 
 
