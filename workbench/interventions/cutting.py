@@ -19,18 +19,22 @@ from torch import Tensor
 from workbench.interventions.edits import Sink
 from workbench.kernels.joint import Softmax
 from workbench.models.attention import Attention
+from workbench.models.hooked import HookedModel
 from workbench.models.transformer import Transformer
 
 FORBIDDEN = -1e4
 """What is added to a forbidden score: its exponential is 0 in every dtype, and its factors fit half precision."""
 
 
-def cut_sinks(model: Transformer, layer: int, sinks: Sequence[Sink], stack: ExitStack) -> list[tuple[str, Any]]:
-    """Let the sinks of one layer stand until the stack closes; returns hooks where nothing but a pattern will do.
+def cut_sinks(model: HookedModel, layer: int, sinks: Sequence[Sink], stack: ExitStack) -> list[tuple[str, Any]]:
+    """Let the sinks of one layer stand until the stack closes; returns hooks where nothing but T x T arrays will do.
 
-    That is `keep` where a shortcut defines the attention (cross-layer, attention residual): there T x T arrays are made.
+    That is `keep` where a shortcut defines the attention (cross-layer, attention residual), and both in other people's
+    modules.
     """
     attn = model.blocks[layer].attn
+    if not isinstance(model, Transformer):
+        return [(square_hook(s, layer), _without(s)) for s in sinks]
     kept, cut = ([s for s in sinks if s.how == how] for how in ("keep", "renormalise"))
     if attn.joint is None:
         if kept:  # inside, so that it sees what is forbidden
@@ -48,7 +52,7 @@ def cut_sinks(model: Transformer, layer: int, sinks: Sequence[Sink], stack: Exit
             return [Softmax(s.weight, *widened(s.q, s.keys, cut)) for s in found]
 
         _instead(attn.joint, "softmaxes", softmaxes, stack)
-    return [(name, _pattern_without(s)) for s in kept for name in _patterns(attn)]
+    return [(name, _without(s)) for s in kept for name in _patterns(attn)]
 
 
 def _instead(module: Any, name: str, method: Callable[..., Any], stack: ExitStack) -> None:
@@ -122,13 +126,20 @@ def _patterns(attn: Attention) -> list[str]:
     return [str(part.hook_pattern.name) for part in parts]
 
 
-def _pattern_without(sink: Sink) -> Callable[..., Tensor]:
-    def change(pattern: Tensor, hook: Any) -> Tensor:
-        pattern = pattern.clone()
-        heads = list(sink.head) or list(range(pattern.shape[1]))
-        for p in positions_in(sink.position, pattern.shape[-1]):
-            for head in heads:
-                pattern[:, head, late(p, pattern.shape[-2], pattern.shape[-1], pattern), p] = 0
-        return pattern
+def square_hook(sink: Sink, layer: int) -> str:
+    """Hook point of the T x T array in which a sink can be cut."""
+    return f"blocks.{layer}.attn.hook_{'pattern' if sink.how == 'keep' else 'attn_scores'}"
+
+
+def _without(sink: Sink) -> Callable[..., Tensor]:
+    """Change scores or a pattern [batch, head, query, key]."""
+
+    def change(square: Tensor, hook: Any) -> Tensor:
+        square = square.clone()
+        for p in positions_in(sink.position, square.shape[-1]):
+            for head in sink.head or range(square.shape[1]):
+                gone = late(p, square.shape[-2], square.shape[-1], square)
+                square[:, head, gone, p] = 0 if sink.how == "keep" else -math.inf
+        return square
 
     return change

@@ -4,9 +4,10 @@ Order: edits of one tensor apply as they are listed, each to what the one before
 of the forward pass. A later edit of one coefficient wins. What comes from another layer, position or prompt comes from
 the model as it is before these edits.
 
-Edits cost no T x T array, but for `sink:how=keep` in layers whose attention a shortcut defines. A pattern under an edited
-sink is seen by naming it (`names_filter`, or a hook): a cache without a filter rebuilds it from queries and keys, hence
-without the edit. Values that are edited where a layer makes them are edited for every later layer that borrows or mixes them.
+Edits cost no T x T array, but for sinks of observed models, and `sink:how=keep` where a shortcut defines the attention. A
+pattern under an edited sink is seen by naming it (`names_filter`, or a hook): a cache without a filter rebuilds it from
+queries and keys, hence without the edit. Values that are edited where a layer makes them are edited for every later layer
+that borrows or mixes them.
 
 Source: activation patching as in Meng et al. (2022), ROME, and Wang et al. (2023), IOI; zero and mean ablation as usual.
 """
@@ -23,7 +24,6 @@ from workbench.interventions.edits import Coefficient, Edit, Given, Sink, as_edi
 from workbench.interventions.mixing import KNOBS, path_of, turn_knobs
 from workbench.interventions.places import Inputs, check, layers_of
 from workbench.models.hooked import HookedModel
-from workbench.models.transformer import Transformer
 
 
 @contextmanager
@@ -66,7 +66,6 @@ def standing(model: HookedModel, edits: Sequence[Edit], inputs: Inputs) -> Itera
                 else:
                     hooks += HOOKS[type(edit)](model, edit, layer, inputs)
         for layer, found in sinks.items():
-            assert isinstance(model, Transformer)
             hooks += cut_sinks(model, layer, found, stack)
         stack.enter_context(model.hooks(hooks))
         yield

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.interventions.ablation import branches
+from workbench.interventions.cutting import square_hook
 from workbench.interventions.edits import Coefficient, Edit, Head, Numbers, Patch, Remove, Sink, Values
 from workbench.interventions.mixing import indices, path_of, sources_at
 from workbench.interventions.values import TokenMeans
@@ -59,8 +60,8 @@ def layers_of(model: HookedModel, edit: Edit) -> list[int]:
 
 def _having(model: HookedModel, edit: Edit, layers: range) -> tuple[str, list[int]]:
     """What an edit changes, in words, and the layers that have it."""
-    if isinstance(edit, Sink | Coefficient) and not isinstance(model, Transformer):
-        raise BadData(f"{edit}: a {type(model).__name__} is run as it is; {edit.kind} edits take models of `build`")
+    if isinstance(edit, Coefficient) and not isinstance(model, Transformer):
+        raise BadData(f"{edit}: the coefficients of an {type(model).__name__} model are not ours to set")
     if isinstance(edit, Coefficient):
         path = path_of(model, edit)
         found = {n: sources_at(model, path, n) for n in layers}
@@ -70,7 +71,8 @@ def _having(model: HookedModel, edit: Edit, layers: range) -> tuple[str, list[in
         what = f"coefficient of {path}" + (f" for {edit.source}" if edit.source else "")
         return what, [n for n, names in found.items() if indices(edit.source, names)]
     if isinstance(edit, Sink):
-        return "attention", list(layers)
+        ours = isinstance(model, Transformer)
+        return "attention to cut", [n for n in layers if ours or square_hook(edit, n) in model.hook_dict]
     if isinstance(edit, Values) and edit.site == "arriving":
         return "values that arrive from elsewhere", sorted(branches(model))
     site = getattr(edit, "site", {Remove: "attention or MLP output", Head: "z"}.get(type(edit), ""))
