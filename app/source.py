@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import streamlit as st
 from workbench.catalogue import Catalogue, Entry, catalogue
 from workbench.runs import runs_folder
 from workbench.views import Source, Subject
-from workbench.views.source import call_look, open_model, read_table, tokens_of
+from workbench.views.growing import Growing
+from workbench.views.source import call_kept, call_look, open_model, read_table, tokens_of
 
 MOST_MODELS = 2
 HEAVY = ("attention.keep",)  # answers that are shared as they are, not copied
@@ -44,6 +46,17 @@ class Cached(Source):
         kept[self.folder] = catalogue(self.folder, kept.get(self.folder))
         return kept[self.folder]
 
+    def telemetry(self, entries: Iterable[Entry], metrics: Sequence[str] | None = None) -> pd.DataFrame:
+        """What training wrote down; only parts that are new are read. Shared, so never written to."""
+        runs = tuple(entries)
+        frame, problems = _written(runs, None if metrics is None else tuple(metrics), *_told(runs))
+        self.problems.update(problems)
+        return frame
+
+    def written(self, entries: Iterable[Entry]) -> set[str]:
+        """Names of everything that these runs wrote down in training."""
+        return _growing().names(list(entries))
+
     def table(self, entry: Entry, kind: str, metrics: tuple[str, ...] | None) -> pd.DataFrame | str:
         """One run's telemetry or records; shared, so never written to."""
         return _table(entry.path, entry.series, kind, metrics, entry.stamp)
@@ -52,12 +65,17 @@ class Cached(Source):
         """The model of a subject."""
         return _model(subject.entry.path, subject.step, _weights_stamp(subject))
 
-    def look(self, what: str, subject: Subject, text: str | None, **options: Any) -> Any:
+    def look(self, what: str, subject: Subject, text: str | None, /, **options: Any) -> Any:
         """The answer of a look; `progress`, if given, is called while it is computed and is no part of the key."""
         progress = options.pop("progress", None)
         function = _kept if what in HEAVY else _look
         place = subject.entry.path, subject.step, _weights_stamp(subject), subject.entry.kind
         return function(what, *place, text, tuple(sorted(options.items())), progress)
+
+    def from_kept(self, what: str, kept: str, subject: Subject, text: str | None, **options: Any) -> Any:
+        """The answer of a look on what another one kept."""
+        place = subject.entry.path, subject.step, _weights_stamp(subject), subject.entry.kind
+        return _from_kept(what, kept, *place, text, tuple(sorted(options.items())))
 
     def tokens(self, subject: Subject, text: str | None) -> list[str]:
         """The tokens of a prompt, as people read them."""
@@ -67,6 +85,22 @@ class Cached(Source):
 @st.cache_resource(show_spinner=False)
 def _catalogues() -> dict[Path, Catalogue]:
     return {}
+
+
+def _told(runs: tuple[Entry, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    return tuple(e.stamp for e in runs), tuple(f"{e.path}\0{e.series}" for e in runs)
+
+
+@st.cache_resource(show_spinner=False)
+def _growing() -> Growing:
+    return Growing()
+
+
+@st.cache_resource(max_entries=12, show_spinner=False)
+def _written(
+    _runs: tuple[Entry, ...], metrics: tuple[str, ...] | None, stamps: tuple[Any, ...], names: tuple[str, ...]
+) -> tuple[pd.DataFrame, dict[str, str]]:
+    return _growing().rows(_runs, metrics)
 
 
 @st.cache_resource(max_entries=2048, show_spinner=False)
@@ -106,6 +140,13 @@ def _kept(
     what: str, path: str, step: int, stamp: int, kind: str, text: str | None, options: tuple[Any, ...], _progress: Any
 ) -> Any:
     return call_look(what, _model(path, step, stamp), kind, text, **dict(options))
+
+
+@st.cache_data(max_entries=256, max_size="200MB", show_spinner=False)
+def _from_kept(
+    what: str, kept: str, path: str, step: int, stamp: int, kind: str, text: str | None, options: tuple[Any, ...]
+) -> Any:
+    return call_kept(what, _kept(kept, path, step, stamp, kind, text, (), None), **dict(options))
 
 
 @st.cache_data(max_entries=256, show_spinner=False)

@@ -18,7 +18,7 @@ from workbench.files import digest, write_text
 from workbench.views.link import PAGES, SELECTION, Link
 
 KEYS = {*SELECTION, *(key for keys in PAGES.values() for key in keys)}
-LONGEST_LINK = 200
+LONGEST_LINK, LONGEST_LINE = 200, 2000
 
 
 def here(page: str) -> Link:
@@ -67,6 +67,22 @@ def choose(
     return widget(label, options, key=f"w_{key}", format_func=show, on_change=_mirror, args=(key, str), **kwargs)
 
 
+def segments(
+    label: str, key: str, options: Sequence[str], default: str | None = None, *, show: Callable[[str], str] = str
+) -> str:
+    """One of a few options side by side, mirrored in the URL under `key`."""
+    default = default if default in options else options[0]
+    asked = st.query_params.get(key)
+    if asked is not None and asked not in options:
+        _ignored(label)
+    st.session_state[f"w_{key}"] = asked if asked in options else default
+    chosen = st.segmented_control(
+        label, options, key=f"w_{key}", format_func=show, on_change=_mirror, args=(key, str), required=True,
+        label_visibility="collapsed",
+    )  # fmt: skip
+    return str(chosen or default)
+
+
 def choose_many(
     label: str,
     key: str,
@@ -96,10 +112,51 @@ def choose_many(
     )
 
 
+def span(label: str, key: str, count: int, *, help: str | None = None) -> tuple[int, int]:  # noqa: A002
+    """A slider with two ends over 0..count - 1, mirrored in the URL as `first-last`; all of them unless told otherwise."""
+    asked = st.query_params.get(key)
+    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", asked or "")
+    first, last = (int(found[1]), int(found[2])) if found else (0, count - 1)
+    if asked is not None and (found is None or not first <= last < count):
+        _ignored(label)
+        first, last = 0, count - 1
+    if count < 2:
+        return 0, count - 1
+    st.session_state[f"w_{key}"] = (first, last)
+    write = "{0[0]}-{0[1]}".format
+    return tuple(st.slider(label, 0, count - 1, key=f"w_{key}", on_change=_mirror, args=(key, write), help=help))
+
+
+def change(**changes: Any) -> None:
+    """Change several keys of the URL at once, which is one step back; None takes one out."""
+    kept = {**st.query_params.to_dict(), **{k: None if v is None else str(v) for k, v in changes.items()}}
+    st.query_params.from_dict({k: v for k, v in kept.items() if v is not None})
+
+
 def switch(label: str, key: str, *, help: str | None = None) -> bool:  # noqa: A002 - Streamlit's word
     """A toggle, off unless the URL says 1."""
     st.session_state[f"w_{key}"] = st.query_params.get(key) == "1"
     return st.toggle(label, key=f"w_{key}", on_change=_mirror, args=(key, lambda on: str(int(on))), help=help)
+
+
+def line(label: str, key: str, default: str = "", *, about: str | None = None, placeholder: str | None = None) -> str:
+    """A line of text, mirrored in the URL; an empty one is left out of it."""
+    st.session_state[f"w_{key}"] = st.query_params.get(key, default)[:LONGEST_LINE]
+    return st.text_input(
+        label,
+        key=f"w_{key}",
+        on_change=_keep_line,
+        args=(key,),
+        help=about,
+        placeholder=placeholder,
+        max_chars=LONGEST_LINE,
+    )
+
+
+def _keep_line(key: str) -> None:
+    st.query_params.pop(key, None)
+    if st.session_state[f"w_{key}"]:
+        st.query_params[key] = st.session_state[f"w_{key}"]
 
 
 def check_link() -> None:

@@ -20,7 +20,7 @@ from workbench.files import digest, read_json, write_json
 from workbench.results import metrics_of
 from workbench.runs import RUN_FILE, Run, is_locked
 
-INDEX, VERSION = ".index.json", 1
+INDEX, VERSION = ".index.json", 2
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError)
 
 
@@ -44,6 +44,7 @@ class Entry:
     n_heads: int
     n_ctx: int
     measured: tuple[str, ...]  # names of the metrics that have records
+    tokens: int = 0  # read in a training step; 0 where nobody knows
 
     @property
     def being_written(self) -> bool:
@@ -125,12 +126,15 @@ def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
         **common, series=run.architecture, kind=kind, steps=tuple(run.steps), last=train.steps,
         group=f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}",
         title=f"{_words(kind, data)}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps",
-        n_layers=model.n_layers, n_heads=model.n_heads, n_ctx=model.n_ctx,
+        n_layers=model.n_layers, n_heads=model.n_heads, n_ctx=model.n_ctx, tokens=0 if kind == "imported" else train.batch * train.T,
     )  # fmt: skip
 
 
 def _words(kind: str, data: dict[str, Any]) -> str:
-    tasks = {"repeated": "repeated random tokens", "backcopy": "bigrams with triggers that copy back"}
+    tasks = {
+        "repeated": "random tokens, written twice", "backcopy": "random tokens where some marks repeat the token before them",
+        "tokens": "token ids from files", "imported": "imported checkpoints, data unknown",
+    }  # fmt: skip
     return tasks.get(kind) or f"text ({', '.join(map(str, data.get('domains', ())))})"
 
 

@@ -1,125 +1,175 @@
-"""Training: losses, learning rate, gradients, coefficients and speed, as training wrote them down."""
+"""Training: losses, gradients, coefficients and pace, as training wrote them down; live while somebody writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pandas as pd
 import streamlit as st
 
-from app import state, url
+from app import url
+from app.selection import choose_models
+from app.shell import page, show
+from app.source import source
 from workbench import plots
+from workbench.names import LABELS
+from workbench.views import Link, training
 
-ELSEWHERE = (
-    "train_loss", "validation_loss", "copy_loss", "gradient_norm", "coefficient", "learning_rate", "tokens_per_second",
-    "seconds_per_step", "recorder_share",
-)  # fmt: skip
-MOST_LAYERS = 12
+ABOUT = (
+    "How each model got better, step by step. Everything here was written down while training ran: by `workbench train`, or by a "
+    "`Recorder` in a loop of your own. Lines are means over seeds; a band around a line spans the seeds, and lines whose bands "
+    "overlap are not told apart."
+)
+PARTS = {
+    "loss": "Loss", "gradients": "Gradients", "coefficients": "Learned coefficients", "inside": "Inside the model",
+    "pace": "Rate and pace",
+}  # fmt: skip
+LIVE = 3  # seconds between looks at runs that are being written
 
 
 def draw() -> None:
-    st.title("Training")
-    entries, _ = state.listing()
-    if not entries:
-        st.info("No runs here yet: `make demo` trains some, `workbench train` your own.")
-        return
-    runs = state.choose_models(state.choose_set(entries))
-    if not runs:
-        return
-    log = url.switch("Steps on a logarithmic axis", "log")
-    live = state.being_written(runs)
-    st.fragment(_figures, run_every=5 if live else None)(runs, log, live)
+    page("training", "Training", ABOUT, _body)
 
 
-def _figures(runs: Sequence[state.Entry], log: bool, was_live: bool) -> None:
-    """Everything that was written down; drawn anew every five seconds while somebody writes."""
-    if was_live and not state.being_written(runs):
+def _body(link: Link) -> None:
+    ask = source()
+    if not link.on("compare"):
+        link = choose_models(link)
+    parts = training.present(training.quantities(ask, link))
+    live = any(e.being_written for e in training.runs(ask, link))
+    if not parts:
+        st.info("These runs have written nothing yet. The first numbers appear a few seconds after training starts.")
+        st.fragment(_until_something, run_every=LIVE if live else None)(link)
+        return
+    shown = url.segments("Part", "show", parts, show=PARTS.__getitem__)
+    link = DRAW[shown][0](link.but(show=shown))
+    st.fragment(_figures, run_every=LIVE if live else None)(link, shown, live)
+
+
+def _until_something(link: Link) -> None:
+    if training.quantities(source(), link):
         st.rerun()
-    frame = state.table(runs, "telemetry")
-    if frame.empty:
-        st.info("These runs have written nothing yet. Telemetry appears a few seconds after training starts.")
-        return
-    by = {str(metric): rows for metric, rows in frame.groupby("metric")}
-    st.header("Loss")
-    st.markdown(
-        "Lower is better: the loss is the surprise per token, in nats, on text the model has not been trained on. Bands span the "
-        "seeds. Curves whose bands overlap are not told apart."
-    )
-    if "validation_loss" in by:
-        loss = by["validation_loss"]
-        state.show(lambda: plots.plot(loss, log_x=log), loss, "validation", download=True)
-        if "transformer" in set(loss["architecture"]) and loss["architecture"].nunique() > 1:
-            st.markdown("The same, minus the Transformer of the same seed: below zero is better than the Transformer.")
-            paired = state.paired(loss)
-            state.show(
-                lambda: plots.plot(paired, log_x=log, title="Validation loss minus the Transformer's"),
-                paired,
-                "relative",
-            )
-    if "train_loss" in by:
-        loss = by["train_loss"]
-        state.show(lambda: plots.plot(loss, log_x=log, smooth=15), loss, "train")
-    if "copy_loss" in by:
-        copy = by["copy_loss"]
-        st.markdown("On repeated tokens only the second half can be predicted; this is the loss there.")
-        state.show(lambda: plots.race(copy, log_x=log), copy, "copy")
-    st.header("Gradients")
-    st.markdown(
-        "How strongly the loss pulls on each weight matrix (W_Q, W_K, W_V, W_O of attention, then the MLP's) in each layer. "
-        "Dark: hardly any pull. A strong pull on the first layer's W_V is expected where later layers use its values too."
-    )
-    if "gradient_norm" in by:
-        norms = by["gradient_norm"]
-        if (norms["variant"] == "clipped").any():
-            st.markdown("Recorded inside a Trainer that clips first: these are the norms after clipping.")
-            norms = norms.assign(variant=norms["variant"].where(norms["variant"] != "clipped"))
-        state.show(lambda: plots.gradient_map(norms), norms, "gradients")
-    if "coefficient" in by:
-        st.header("Coefficients")
-        st.markdown(
-            "Numbers the shortcut itself learns: with what weight each earlier output enters what the next block reads."
-        )
-        for series, rows in by["coefficient"].groupby("architecture"):
-            state.show(lambda rows=rows: plots.coefficients(rows), rows, f"coefficients_{series}")  # type: ignore[misc]
-    _inside(by, log)
-    st.header("Pace")
-    if "learning_rate" in by:
-        rate = by["learning_rate"]
-        state.show(lambda: plots.plot(rate, log_x=log), rate, "learning_rate")
-    if "tokens_per_second" in by:
-        pace = by["tokens_per_second"]
-        st.markdown("Tokens per second on this machine, with other work beside it; for a fair comparison train alone.")
-        state.show(lambda: plots.pace(pace), pace, "pace")
-    if "seconds_per_step" in by:
-        spent = by["seconds_per_step"]
-        state.show(lambda: plots.plot(spent, log_x=log), spent, "seconds")
-    if "recorder_share" in by:
-        share = by["recorder_share"]
-        st.markdown("The part of the loop's time that recording itself took, writing included: 0.01 is one per cent.")
-        state.show(lambda: plots.plot(share, log_x=log, title="What recording costs"), share, "share")
 
 
-def _inside(by: dict[str, pd.DataFrame], log: bool) -> None:
-    """Quantities that a recorder took in the loop: one at a time, a panel for each layer."""
-    others = sorted(name for name in by if name not in ELSEWHERE)
-    if not others:
-        return
-    st.header("Inside the model")
-    st.markdown("What a recorder took from the batches trained on, mean over heads where there are several.")
-    first, second = st.columns(2)
+def _figures(link: Link, shown: str, was_live: bool) -> None:
+    """The figures of a part; drawn anew every few seconds while somebody writes, from what is new."""
+    ask = source()
+    writing = [e for e in training.runs(ask, link) if e.being_written] if was_live else []
+    if was_live:
+        st.session_state["drawn"] = []
+        if not writing:
+            st.rerun()
+        names = ", ".join(url.plain(e.name) for e in writing[:4]) + (" and others" if len(writing) > 4 else "")
+        st.caption(f":material/fiber_manual_record: Being written now: {names}. Drawn anew every {LIVE} seconds.")
+    DRAW[shown][1](link, training.quantities(ask, link))
+
+
+# ---- choices, then figures, of each part -----------------------------------------------------------------------------
+
+
+def _axes(link: Link) -> Link:
+    """Steps or tokens, and whether they are on a logarithmic axis."""
+    first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
+    known = all(e.tokens for e in training.runs(source(), link))
     with first:
-        quantity = url.choose("Quantity", "quantity", others, "update_ratio", show=lambda m: m.replace("_", " "))
-    rows = by[quantity]
-    axis = "part" if rows["part"].notna().any() else "site"
+        axes = ["step", "tokens"] if known else ["step"]
+        x = url.choose("Along", "x", axes, "step", show={"step": "training steps", "tokens": "tokens read"}.__getitem__)
     with second:
-        places = sorted(rows[axis].dropna().unique())
-        place = url.choose("Where", "where", places, show=plots.site)
-    rows = rows if place is None else rows[rows[axis] == place]
-    layers = sorted(rows["layer"].dropna().unique())
-    kept = layers[:: -(-len(layers) // MOST_LAYERS)] if layers else []
-    rows = (rows[rows["layer"].isin(kept)] if kept else rows).assign(head=float("nan"))
-    state.show(lambda: plots.plot(rows, form="steps", log_x=log), rows, "inside", download=True)
+        log = url.switch("Logarithmic axis", "log", help="The first steps as wide as the last ones")
+    link = link.but(x=x, log=int(log))
+    if link.text("show") == "loss":
+        with third:
+            words = {training.TOTAL: "mean over domains", training.EACH: "each domain by itself"}
+            several = [training.TOTAL, training.EACH] if len(training.domains(source(), link)) > 1 else [training.TOTAL]
+            link = link.but(domain=url.choose("Validation text", "domain", several, show=words.__getitem__))
+        with fourth:
+            widths = [1, 5, training.SMOOTH, 50, 200]
+            link = link.but(
+                smooth=url.choose("Smooth training loss over", "smooth", widths, training.SMOOTH, show=_steps)
+            )
+    return link
 
+
+def _steps(width: int) -> str:
+    return "nothing" if width == 1 else f"{width} steps"
+
+
+def _loss(link: Link, found: set[str]) -> None:
+    if "validation_loss" in found:
+        st.markdown(
+            "**Validation loss**: the surprise per token, in nats, on text the model was not trained on. **Lower is better.**"
+        )
+        show(training.loss, link)
+        if not link.on("compare"):
+            st.markdown("**Relative loss**: the same, minus the model without a shortcut that saw the same batches.")
+            show(training.relative, link)
+    if "copy_loss" in found:
+        st.markdown(
+            "**Copying**: some tokens here can only be guessed by looking back at what came before; the loss there."
+        )
+        show(training.copy_loss, link)
+    if "train_loss" in found:
+        st.markdown("**Training loss**: the same surprise on the batches that were being learned from.")
+        show(training.train_loss, link)
+
+
+def _step(link: Link) -> Link:
+    """A slider over the steps at which gradients were written down; it follows the step of model A until it is moved."""
+    steps = training.logged(source(), link)
+    led = max((s for s in steps if s <= (link.whole("step") or steps[-1])), default=steps[0])
+    at = url.choose("Written down at step", "at", steps, led, slider=True)
+    return link if at == led else link.but(at=at)
+
+
+def _gradients(link: Link, found: set[str]) -> None:
+    st.markdown(
+        "How strongly the loss pulls on each weight matrix: of attention what asks (`W_Q`), what is matched (`W_K`), what is "
+        "passed on (`W_V`) and how it is put together (`W_O`), then those of the MLP. Dark: hardly any pull, so hardly any learning. "
+        "A strong pull on the first layer's `W_V` is expected where later layers use its values too."
+    )
+    show(training.gradients, link)
+    show(training.gradients_over_time, link)
+
+
+def _series(link: Link) -> Link:
+    if link.on("compare"):
+        return link
+    names = training.learning(source(), link)
+    of = url.choose("Model", "of", names, show=lambda n: LABELS.get(n, n)) if len(names) > 1 else names[0]
+    return link.but(of=of)
+
+
+def _coefficients(link: Link, found: set[str]) -> None:
+    st.markdown(
+        "Numbers the shortcut itself learns: with what weight each earlier output enters what the next block reads."
+    )
+    show(training.coefficients, link)
+
+
+def _quantity(link: Link) -> Link:
+    ask, (first, second) = source(), st.columns(2)
+    found = training.inside(training.quantities(ask, link))
+    with first:
+        quantity = url.choose("Quantity", "quantity", found, "update_ratio", show=lambda m: m.replace("_", " "))
+    with second:
+        where = url.choose("Where", "where", training.places(ask, link, quantity), show=plots.site)
+    return _axes(link.but(quantity=quantity, where=where))
+
+
+def _inside(link: Link, found: set[str]) -> None:
+    st.markdown("What a recorder took from the batches trained on; the mean over heads where there are several.")
+    show(training.recorded, link)
+
+
+def _pace(link: Link, found: set[str]) -> None:
+    views = {"learning_rate": training.learning_rate, "tokens_per_second": training.pace,
+             "seconds_per_step": training.seconds, "recorder_share": training.recording_share}  # fmt: skip
+    for name, function in views.items():
+        if name in found:
+            show(function, link)
+
+
+DRAW = {
+    "loss": (_axes, _loss), "gradients": (_step, _gradients), "coefficients": (_series, _coefficients),
+    "inside": (_quantity, _inside), "pace": (_axes, _pace),
+}  # fmt: skip
 
 if __name__ == "__main__":
     draw()

@@ -7,9 +7,10 @@ everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and
 model.
 """
 
+from workbench.plots.beside import beside
 from workbench.plots.compare import compared, difference, timelapse
 from workbench.plots.experiments import ablation, concentration, race, sinks
-from workbench.plots.grids import Grid, grid_table, grids
+from workbench.plots.grids import Grid, grid_table, grids, unique
 from workbench.plots.losses import against_loss
 from workbench.plots.records import FORMS, form_of, plot
 from workbench.plots.style import (
@@ -19,6 +20,7 @@ from workbench.plots.style import (
     MINUS,
     alt_text,
     colour,
+    dressed,
     html,
     label,
     narrow,
@@ -44,11 +46,13 @@ __all__ = [
     "alt_text",
     "attention_map",
     "attention_pair",
+    "beside",
     "coefficients",
     "colour",
     "compared",
     "concentration",
     "difference",
+    "dressed",
     "form_of",
     "gradient_map",
     "grid_table",
@@ -68,4 +72,5 @@ __all__ = [
     "subtitle",
     "table",
     "timelapse",
+    "unique",
 ]

@@ -1,6 +1,11 @@
-"""Figures of training: differences from a baseline, gradients, coefficients, pace."""
+"""Figures of training: curves of runs and their differences, gradients, coefficients, pace."""
 
 from __future__ import annotations
+
+import html as markup
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -8,8 +13,73 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
+from workbench.plots.compare import AXES
 from workbench.plots.records import checked, plot
-from workbench.plots.style import SEQUENTIAL, dressed, label, ordered, outer_titles, subtitle, words
+from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed, label, ordered, outer_titles, subtitle, words
+
+RATIO = "A ÷ B"  # the difference of two logarithms
+MOST_POINTS, MOST_COLUMNS, MOST_PRINTED = 600, 160, 48  # of a curve, of a map over steps, cells that carry their number
+
+
+def thinned(frame: pd.DataFrame, most: int = MOST_POINTS) -> tuple[pd.DataFrame, int]:
+    """The frame with neighbouring steps averaged where there are more than `most`, and how many steps a point then spans.
+
+    A point stands at the first of its steps; `width` is 1 where nothing was averaged.
+    """
+    steps = np.sort(frame["step"].dropna().unique().astype("int64"))
+    if len(steps) <= most:
+        return frame, 1
+    width = -(-int(steps[-1] - steps[0] + 1) // most)
+    axes = [c for c in frame.columns if c not in ("value", "se")]
+    binned = frame.assign(step=(frame["step"] // width * width).astype("Int64"))
+    means = binned.groupby(axes, dropna=False, as_index=False, sort=False)[["value", "se"]].mean()
+    return means[frame.columns], width
+
+
+def curve_difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
+    """Curves of A minus B at every step that both wrote down; the standard error is that of independent means."""
+    last = [f[f["control"].isna()].reset_index(drop=True) for f in (a, b)]
+    keys = ["step", *AXES]
+    keyed = [f.assign(**{c: f[c].astype("str").fillna("") for c in keys}) for f in last]
+    means = keyed[1].groupby(keys, as_index=False)[["value", "se"]].mean()
+    both = keyed[0].reset_index(names="row").merge(means, on=keys, suffixes=("", "_b"))
+    rows = last[0].loc[both["row"]].reset_index(drop=True)
+    return rows.assign(
+        value=both["value"] - both["value_b"],
+        se=np.sqrt(both["se"] ** 2 + both["se_b"] ** 2),
+        architecture=MINUS,
+        run=MINUS,
+        unit=rows["unit"].astype("str").fillna("") + f", {MINUS}",
+        provenance=json.dumps({"reading": "below 0: lower in A"}),
+    )
+
+
+def curves(parts: Sequence[pd.DataFrame], *, title: str, smooth: int = 1, log_x: bool = False) -> go.Figure:
+    """Curves over training: of the runs of one part, or of A, of B and, in a panel of its own, of A minus B."""
+    full = [p for p in parts if len(p)]
+    if len(full) == 2:
+        full.append(curve_difference(*full))
+    made, widths = zip(*(thinned(p) for p in full), strict=True) if full else ((), ())
+    if not made:
+        raise WorkbenchError("nothing to draw: these runs have not written it down")
+    figure = plot(pd.concat(made, ignore_index=True), form="steps", smooth=smooth, log_x=log_x, title=title)
+    if log_x:
+        figure.update_xaxes(dtick="D2")
+    if max(widths) > 1:
+        under = figure.layout.title.subtitle.text
+        figure.update_layout(title_subtitle_text=f"{under}; each point the mean of {max(widths)} steps")
+    return figure
+
+
+def on_tokens(figure: go.Figure, log_x: bool = False) -> go.Figure:
+    """A figure of curves whose x values are tokens: says so on its axes and where the pointer is."""
+    for axis in figure.select_xaxes():
+        if axis.title.text:
+            axis.title.text = "tokens read in training" + (" (log scale, 0 not shown)" if log_x else "")
+    for trace in figure.data:
+        if trace.hovertemplate:
+            trace.hovertemplate = trace.hovertemplate.replace("<br>step %", "<br>tokens %")
+    return figure
 
 
 def relative(frame: pd.DataFrame, baseline: str = "transformer") -> pd.DataFrame:
@@ -22,57 +92,152 @@ def relative(frame: pd.DataFrame, baseline: str = "transformer") -> pd.DataFrame
     return paired.assign(value=paired["value"] - paired["value_base"], se=np.nan)[frame.columns]
 
 
+def matrices(frame: pd.DataFrame) -> pd.DataFrame:
+    """Gradient norms of weight matrices, those after clipping where a loop clips first; raises `WorkbenchError` for none."""
+    plain = frame["variant"].isna() | (frame["variant"] == "clipped")
+    norms = frame[(frame["metric"] == "gradient_norm") & plain & frame["part"].str.startswith("W_", na=False)]
+    return checked(norms.assign(variant=None))
+
+
+def clipped(frame: pd.DataFrame) -> bool:
+    """Whether gradients were recorded after clipping."""
+    return bool(((frame["metric"] == "gradient_norm") & (frame["variant"] == "clipped")).any())
+
+
+def at_step(rows: pd.DataFrame, step: float | None) -> pd.DataFrame:
+    """Rows of the last step that was written down at or before `step`; of the last one for None."""
+    steps = np.sort(rows["step"].dropna().unique())
+    before = steps[steps <= step] if step is not None else steps
+    return rows[rows["step"] == (before[-1] if len(before) else steps[0])]
+
+
+def gradient_layers(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False) -> go.Figure:
+    """Gradient norm of each matrix in each layer at one step, a map for each (name, rows), logarithmic colour on one scale.
+
+    `compare`: the two parts and, on a scale of its own, A divided by B: the difference of their logarithms.
+    """
+    rows = [(name, part[part["layer"].notna()]) for name, part in parts]
+    rows = [(name, part) for name, part in rows if len(part)]
+    if not rows:
+        raise WorkbenchError("no gradient of a layer's matrix was written down here")
+    names = _in_order({str(p) for _, part in rows for p in part["part"]})
+    grids = [(name, _log10(part.pivot_table(index="layer", columns="part", values="value").reindex(columns=names)))
+             for name, part in rows]  # fmt: skip
+    found = pd.concat([part for _, part in rows])
+    steps = sorted({int(part["step"].max()) for _, part in rows})
+    under = subtitle(found, f"training step {' and '.join(map(str, steps))}", *_reading(found))
+    figure, columns = _maps(grids, "layer %{y}, %{x}", compare=compare, abreast=3, gap=96)
+    figure.update_xaxes(type="category", tickangle=-60, tickfont_size=10)
+    figure.update_yaxes(dtick=1 if max(len(grid) for _, grid in grids) <= 16 else None, title_text="")
+    figure.update_yaxes(title_text="layer", col=1)
+    lines = -(-len(figure.data) // columns) * (96 + 34 * max(3, *(len(grid) for _, grid in grids)))
+    return _scaled(dressed(figure, "Gradient norms, layer by layer", under, lines))
+
+
 def gradient_map(frame: pd.DataFrame) -> go.Figure:
     """Gradient norm of each matrix and layer over training, logarithmic colour, one panel per architecture on one scale."""
-    rows = checked(
-        frame[
-            (frame["metric"] == "gradient_norm")
-            & frame["variant"].isna()
-            & frame["part"].str.startswith("W_", na=False)
-        ]
-    )
-    names = ordered(rows["architecture"])
-    columns = min(len(names), 2)
-    count = -(-len(names) // columns)
+    rows = matrices(frame)
+    return gradient_maps([(label(name), rows[rows["architecture"] == name]) for name in ordered(rows["architecture"])])
+
+
+def gradient_maps(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False) -> go.Figure:
+    """The same over training for each (name, rows); `compare`: of A, of B, and A divided by B."""
+    thin = [(name, *thinned(rows, MOST_COLUMNS)) for name, rows in parts]
+    grids = [(name, _over_steps(rows)) for name, rows, _ in thin]
+    found, width = pd.concat([rows for _, rows, _ in thin]), max(width for _, _, width in thin)
+    said = f"each column the mean of {width} steps" if width > 1 else ""
+    under = subtitle(found, "rows: matrix and layer", *_reading(found), said)
+    figure, columns = _maps(grids, "%{y} at step %{x}", compare=compare, abreast=2, gap=70)
+    most = max(len(grid) for _, grid in grids)
+    figure.update_yaxes(tickfont_size=9, dtick=1 if most <= 40 else None, type="category")
+    if compare:
+        figure.update_yaxes(showticklabels=False)
+        figure.update_yaxes(showticklabels=True, col=1)
+    figure.update_xaxes(title_text="training step")
+    outer_titles(figure, len(figure.data), columns)
+    count = -(-len(figure.data) // columns)
+    return _scaled(dressed(figure, "Gradient norms over training", under, count * (70 + max(200, min(12 * most, 560)))))
+
+
+def _reading(rows: pd.DataFrame) -> list[str]:
+    return ["mean over seeds" if rows["seed"].nunique() > 1 else "", "lighter: stronger pull"]
+
+
+def _maps(
+    grids: list[tuple[str, pd.DataFrame]], place: str, *, compare: bool, abreast: int, gap: int
+) -> tuple[go.Figure, int]:
+    """Panels of logarithms, so many abreast, and how many there are."""
+    shown = list(grids)
+    if compare and len(grids) == 2:
+        shown.append((RATIO, grids[0][1].sub(grids[1][1]).dropna(how="all").dropna(how="all", axis=1)))
+    columns = len(shown) if compare else min(len(shown), abreast)
+    count = -(-len(shown) // columns)
+    room = max(len(grid) for _, grid in shown) * 20 + gap
     figure = make_subplots(
-        count, columns, subplot_titles=[label(n) for n in names], vertical_spacing=0.22 / count, horizontal_spacing=0.14
-    )
-    top, bottom = -np.inf, np.inf
-    for i, name in enumerate(names):
-        mine = rows[rows["architecture"] == name]
-        where = mine["part"] + mine["layer"].map(lambda n: "" if pd.isna(n) else f" {n:.0f}")
-        grid = (
-            mine.assign(where=where)
-            .pivot_table(index="where", columns="step", values="value", aggfunc="mean")
-            .sort_index(ascending=False)
+        count, columns, subplot_titles=[name for name, _ in shown], horizontal_spacing=0.14 / columns + 0.02,
+        vertical_spacing=min(0.9 / max(count - 1, 1), gap / (room * count)),
+    )  # fmt: skip
+    for i, (name, grid) in enumerate(shown):
+        z = grid.to_numpy(dtype="float32")
+        x, y = (
+            [int(n) for n in axis] if axis.dtype.kind in "fi" else [markup.escape(str(n)) for n in axis]
+            for axis in (grid.columns, grid.index)
         )
-        z = np.log10(
-            grid.to_numpy(dtype="float32"), where=grid.to_numpy() > 0, out=np.full(grid.shape, np.nan, dtype="float32")
-        )
-        top, bottom = max(top, float(np.nanmax(z))), min(bottom, float(np.nanpercentile(z, 3)))
-        hover = f"{label(name)}<br>%{{y}} at step %{{x}}: %{{customdata:.3g}}<extra></extra>"
-        x, y = grid.columns.tolist(), grid.index.tolist()
-        at = {"row": i // columns + 1, "col": i % columns + 1}
+        ratio = name == RATIO
+        said = "A is %{customdata:.2f} times B" if ratio else "%{customdata:.3g}"
+        few = grid.size <= MOST_PRINTED
         figure.add_heatmap(
-            z=z, x=x, y=y, customdata=grid, coloraxis="coloraxis", name=label(name), hovertemplate=hover, **at
-        )
-        figure.update_yaxes(tickfont_size=9, dtick=1, **at)
-        figure.update_xaxes(title_text="training step", **at)
-    outer_titles(figure, len(names), columns)
-    ticks = list(range(int(np.floor(bottom)), int(np.ceil(top)) + 1))
-    bar = {
-        "title": {"text": "norm"},
-        "tickvals": ticks,
-        "ticktext": [f"10<sup>{t}</sup>" for t in ticks],
-        "thickness": 14,
-    }
-    figure = dressed(
-        figure,
-        "Gradient norms",
-        subtitle(rows, "mean over seeds; rows: matrix and layer; lighter: stronger pull"),
-        430 * count,
+            z=z, x=x, y=y, customdata=10**z, coloraxis="coloraxis2" if ratio else "coloraxis", name=name,
+            text=[[f"{v:.2g}" if np.isfinite(v) else "" for v in row] for row in 10.0**z] if few else None,
+            texttemplate="%{text}" if few else None, textfont_size=9, hoverongaps=False,
+            hovertemplate=f"{name}<br>{place}: {said}<extra></extra>", row=i // columns + 1, col=i % columns + 1,
+        )  # fmt: skip
+    return figure, columns
+
+
+def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """log10 of the norms [matrix and layer, step], the first layer's matrices on top."""
+    where = rows["part"].astype(str) + rows["layer"].map(lambda n: "" if pd.isna(n) else f" {n:.0f}")
+    order = rows.assign(where=where).drop_duplicates("where").sort_values(["part", "layer"], ascending=False)["where"]
+    return _log10(rows.assign(where=where).pivot_table(index="where", columns="step", values="value")).reindex(order)
+
+
+def _log10(grid: pd.DataFrame) -> pd.DataFrame:
+    return np.log10(grid.where(grid > 0).astype("float64"))
+
+
+def _in_order(parts: set[str]) -> list[str]:
+    """Matrices as a block reads them: attention, then the MLP, then others by name."""
+    known = ["W_Q", "W_K", "W_V", "W_O", "W_gate", "W_up", "W_in", "W_down", "W_out"]
+    return [p for p in known if p in parts] + sorted(parts - set(known))
+
+
+def _scaled(figure: go.Figure) -> go.Figure:
+    """One logarithmic colour scale for all norms, and a diverging one for their ratio."""
+    norms, ratios = (
+        np.concatenate([np.zeros(0), *(np.asarray(t.z).ravel() for t in figure.data if t.coloraxis == axis)])
+        for axis in ("coloraxis", "coloraxis2")
     )
-    return figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": bottom, "cmax": top, "colorbar": bar})
+    norms, ratios = norms[np.isfinite(norms)], ratios[np.isfinite(ratios)]
+    if not len(norms):
+        raise WorkbenchError("all gradients are zero here")
+    bottom, top = float(np.percentile(norms, 3)), float(norms.max())
+    bar = {"title": {"text": "norm"}, "thickness": 12, "x": 1.01, **_ticks(bottom, top)}
+    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": bottom, "cmax": top, "colorbar": bar})
+    if len(ratios):
+        limit = float(np.percentile(np.abs(ratios), 98)) or 1.0
+        bar = {"title": {"text": "A ÷ B"}, "thickness": 12, "x": 1.12, **_ticks(-limit, limit, "×")}
+        figure.update_layout(coloraxis2={"colorscale": DIVERGING, "cmin": -limit, "cmax": limit, "colorbar": bar})
+    return figure
+
+
+def _ticks(low: float, high: float, sign: str = "") -> dict[str, Any]:
+    """Plain numbers between two logarithms, as dense as their distance allows; the powers of ten alone where they are many."""
+    powers = range(int(np.floor(low)), int(np.ceil(high)) + 1)
+    fine = (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.3, 8)
+    steps = fine if high - low < 0.8 else (1, 2, 5) if high - low < 3 else (1,)
+    marks = [m * 10.0**p for p in powers for m in steps if low <= np.log10(m * 10.0**p) <= high]
+    return {"tickvals": [float(np.log10(m)) for m in marks], "ticktext": [f"{sign}{m:g}" for m in marks]}
 
 
 def coefficients(frame: pd.DataFrame) -> go.Figure:

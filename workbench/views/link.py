@@ -12,12 +12,12 @@ from workbench.errors import BadData, UnknownName
 SELECTION = ("set", "a", "step", "compare", "b", "step_b", "models", "prompt", "stored")
 """Keys that every page carries along: the experiment, models A and B at their steps, the compared series, the prompt."""
 PAGES: dict[str, tuple[str, ...]] = {
-    "start": ("show",),
-    "training": ("x", "log", "quantity", "where"),
+    "start": ("show", "claim", "left", "right", "at"),
+    "training": ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),
     "depth": ("metric", "site", "variant", "view", "seed", "depth"),
-    "attention": ("layer", "head", "queries", "keys", "lock", "scale", "tokens"),
+    "attention": ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch"),
     "prompt": ("site", "layer", "head", "position", "target", "against", "quantity"),
-    "intervene": ("edits", "sweep", "other", "target", "against", "layer", "head", "draft"),
+    "intervene": ("edits", "kind", "sweep", "over", "of", "other", "target", "against", "site"),
 }
 """Pages, and the keys of each beside the selection's."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pandas as pd
 
@@ -143,6 +144,10 @@ class Source:
         """What training wrote down, `architecture` being the series; runs whose files are damaged are in `problems`."""
         return self._tables(entries, "telemetry", metrics)
 
+    def written(self, entries: Iterable[Entry]) -> set[str]:
+        """Names of everything that these runs wrote down in training."""
+        return set(self.telemetry(entries)["metric"].dropna())
+
     def _tables(self, entries: Iterable[Entry], kind: str, metrics: Sequence[str] | None) -> pd.DataFrame:
         parts = []
         for entry in entries:
@@ -164,14 +169,21 @@ class Source:
 
     # ---- looks at models ----
 
-    def look(self, what: str, subject: Subject, text: str | None, **options: Any) -> Any:
+    def look(self, what: str, subject: Subject, text: str | None, /, **options: Any) -> Any:
         """The answer of `workbench.looks.<module>.<function>`, `what` being `module.function`, about a model and a prompt.
 
         `text`: the prompt (None for a repeated-token model: its own fixed sequence). `options` are plain values for the
         function; `other` is a second prompt. Raises `WorkbenchError` where the checkpoint cannot be opened or the prompt
-        read, and whatever the function refuses.
+        read, and whatever the function refuses. `means` names a site whose table of token means the function gets.
         """
         return call_look(what, self.model(subject), subject.entry.kind, text, **options)
+
+    def from_kept(self, what: str, kept: str, subject: Subject, text: str | None, **options: Any) -> Any:
+        """The answer of the look `what` on what the look `kept` keeps of a model and a prompt; no model is run for it.
+
+        Pairs of whole numbers among the options are slices.
+        """
+        return call_kept(what, self.look(kept, subject, text), **options)
 
     def model(self, subject: Subject) -> Any:
         """The model of a subject."""
@@ -216,19 +228,46 @@ def open_model(path: str, step: int) -> Any:
             raise WorkbenchError(told) from error
 
 
-def call_look(what: str, model: Any, kind: str, text: str | None, **options: Any) -> Any:
+def call_look(what: str, model: Any, kind: str, text: str | None, /, **options: Any) -> Any:
     """Call a function of `workbench.looks` on a model and the ids of a text, holding the model's lock."""
     from workbench.looks.prompt import tokenise
 
     module, _, name = what.partition(".")
     function = getattr(importlib.import_module(f"workbench.looks.{module}"), name)
     letters = kind in LETTERS
-    if isinstance(options.get("other"), str):
-        options["other"] = tokenise(model, options["other"], letters=letters).ids
+    for second in ("other", "corrupted"):
+        if isinstance(options.get(second), str):
+            options[second] = tokenise(model, options[second], letters=letters).ids
+    if isinstance(options.get("means"), str):
+        options["means"] = _means(model, options["means"])
     if letters and "letters" in inspect.signature(function).parameters:
         options["letters"] = True
     with model.lock:
         return function(model, tokenise(model, text, letters=letters).ids, **options)
+
+
+_MEANS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+MEANS_TOKENS = 32_768
+
+
+def _means(model: Any, site: str) -> Any:
+    """The table of means per token id of a site, from training documents of the model's run; kept as long as the model."""
+    from workbench.interventions.values import token_means
+
+    kept = _MEANS.setdefault(model, {})
+    if site not in kept:
+        run = Run.open(Path(model.source["path"]).parent)
+        ids = run.data.batch(0, max(1, MEANS_TOKENS // run.train.T), run.train.T, 0)
+        device = model.embed.weight.device
+        kept[site] = token_means(model, site, [part.to(device) for part in ids.split(8)])
+    return kept[site]
+
+
+def call_kept(what: str, kept: Any, **options: Any) -> Any:
+    """Call a function of `workbench.looks` on what another one kept; pairs of whole numbers are slices."""
+    module, _, name = what.partition(".")
+    function = getattr(importlib.import_module(f"workbench.looks.{module}"), name)
+    return function(kept, **{k: slice(*v) if isinstance(v, tuple) else v for k, v in options.items()})
 
 
 def tokens_of(model: Any, kind: str, text: str | None) -> list[str]:

@@ -1,0 +1,72 @@
+"""Figures of one make side by side: A, B and A - B in columns, the first two on shared scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.plots.style import MINUS, dressed
+
+KEPT = ("type", "dtick", "rangemode", "tickvals", "ticktext")  # of an axis, beside its title
+
+
+def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = "") -> go.Figure:
+    """Figures (name, figure) in columns, their panels one below the other; panels of a row share their y scale.
+
+    The column named `A − B` has scales of its own. The subtitle is the first figure's unless given.
+    """
+    panels = [_panels(figure) for _, figure in figures]
+    count = max(map(len, panels))
+    first = max((figure for _, figure in figures), key=lambda f: len(_titles(f)))
+    named = (_titles(first) + [""] * count)[:count] if count > 1 else [""]
+    titles = [f"{name}: {panel}" if panel else name for panel in named for name, _ in figures]
+    made = make_subplots(
+        count, len(figures), subplot_titles=titles, horizontal_spacing=0.24 / len(figures), vertical_spacing=0.3 / count
+    )
+    for column, ((name, figure), axes) in enumerate(zip(figures, panels, strict=True), 1):
+        known = {str(t.name) for t in made.data}
+        for trace in figure.data:
+            row = axes.index(trace.yaxis or "y") + 1
+            told = {"showlegend": bool(trace.showlegend is not False and str(trace.name) not in known)}
+            made.add_trace(trace.update(xaxis=None, yaxis=None, legendgroup=str(trace.name), **told), row, column)
+        for row, axis in enumerate(axes, 1):
+            _same_axes(made, figure, axis, row, column, shared=name != MINUS and column > 1)
+        if name != MINUS:
+            _lines(made, figure, axes, column)
+    made.update_layout(barmode=figures[0][1].layout.barmode)
+    height = max(220, int(figures[0][1].layout.height - figures[0][1].layout.margin.t)) if count == 1 else 230 * count
+    made = dressed(made, title, under or str(figures[0][1].layout.title.subtitle.text or ""), height)
+    return made.update_layout(legend={"orientation": "h", "x": 0, "y": -0.22 / count, "yanchor": "top"}, margin_b=90)
+
+
+def _panels(figure: go.Figure) -> list[str]:
+    """The y axes that carry something, in order."""
+    used = {trace.yaxis or "y" for trace in figure.data}
+    return sorted(used, key=lambda axis: int(axis[1:] or 1))
+
+
+def _titles(figure: go.Figure) -> list[str]:
+    return [str(a.text) for a in figure.layout.annotations if a.xref == "paper" and a.yref == "paper"]
+
+
+def _same_axes(made: go.Figure, figure: go.Figure, axis: str, row: int, column: int, *, shared: bool) -> None:
+    number = axis[1:]
+    for kind, update in (("x", made.update_xaxes), ("y", made.update_yaxes)):
+        old = figure.layout[f"{kind}axis{number}"]
+        told: dict[str, Any] = {key: old[key] for key in KEPT if old[key] is not None}
+        if kind == "x" or column == 1:
+            told["title_text"] = old.title.text
+        update(**told, row=row, col=column)
+    if shared:
+        left = next(made.select_yaxes(row=row, col=1))
+        made.update_yaxes(matches=left.plotly_name.replace("axis", ""), row=row, col=column)
+
+
+def _lines(made: go.Figure, figure: go.Figure, axes: Sequence[str], column: int) -> None:
+    """Horizontal lines that reach across a panel."""
+    for shape in figure.layout.shapes:
+        if shape.type == "line" and shape.yref in axes:
+            made.add_hline(y=shape.y0, line=shape.line, row=axes.index(shape.yref) + 1, col=column)
