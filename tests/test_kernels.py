@@ -314,6 +314,14 @@ def test_fused_calls_equal_the_reference(length, heads, kv_heads, width, batch):
 
 
 @needs_fused
+def test_fused_calls_leave_out_the_maximum_where_nobody_wants_it():
+    q, k, v = draw(65)
+    whole, part = fused_statistics(q, k, v)[1], fused_statistics(q, k, v, row_max=False)[1]
+    assert part.row_max is None
+    assert all(torch.equal(getattr(whole, n), getattr(part, n)) for n in NAMES if n != "row_max")
+
+
+@needs_fused
 def test_fused_calls_with_large_scores():
     q, k, v = draw(300, width=64, gain=8.0)
     found, true = fused_statistics(q, k, v), truth(q, k, v)
@@ -381,7 +389,20 @@ def test_the_form_that_is_named_is_the_one_that_runs(monkeypatch):
     monkeypatch.setattr(attention, "attention_form", lambda device, dtype, d_head: "fused")
     close(attention_statistics(q, k, v), truth(q, k, v))
     attention_statistics(q, k, v, scale=-1.0)  # fused calls mask before they scale
-    assert calls == ["strips", "fused", "strips"]
+    assert attention_statistics(q, k, v, row_max=False)[1].row_max is None
+    assert calls == ["strips", "fused", "strips", "fused"]
+
+
+@needs_fused
+@pytest.mark.parametrize("names", [["row_entropy"], NAMES])
+def test_a_models_statistics_are_the_same_from_fused_calls(tiny, monkeypatch, names):
+    model, ids = tiny("resformer", config={"n_key_value_heads": 2}), torch.arange(40)[None]
+    points = [f"blocks.1.attn.hook_{name}" for name in names]
+    _, strips = model.run_with_cache(ids, names_filter=points)
+    monkeypatch.setattr(attention, "attention_form", lambda device, dtype, d_head: "fused")
+    _, fused = model.run_with_cache(ids, names_filter=points)
+    for point in points:
+        torch.testing.assert_close(fused[point], strips[point], atol=1e-5, rtol=1e-5)
 
 
 # ---- pictures of the pattern -----------------------------------------------------------------------------------------

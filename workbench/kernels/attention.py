@@ -3,7 +3,7 @@
 | form | statistics from | where |
 |---|---|---|
 | `strips` | one pass over strips of queries, float32 or float64 | everywhere else; the CPU |
-| `fused` | three fused attention calls, the row maximum by strips | 16-bit types on a GPU with flash attention |
+| `fused` | three fused attention calls; the row maximum, if wanted, by strips | 16-bit types on a GPU with flash attention |
 
 Both take memory O(T) and equal `attention_reference`. `attention_form` says which one is taken.
 """
@@ -34,6 +34,7 @@ def attention_statistics(
     *,
     scale: float | None = None,
     budget: int | None = None,
+    row_max: bool = True,
 ) -> tuple[Float[Tensor, "batch pos head d_head"], AttentionStatistics]:
     """Causal attention output (dtype of q) and its statistics; a measurement, so nothing returned carries a gradient.
 
@@ -46,9 +47,10 @@ def attention_statistics(
         v: values, already mixed where the architecture mixes them.
         scale: factor on q . k; 1 / sqrt(d_head) unless given.
         budget: elements in one strip of scores; strips are taken where it is given.
+        row_max: whether the row maximum is wanted: fused calls need another pass for it, strips find it anyway.
     """
     refuse_other(q, k, v)
     fused = attention_form(q.device, q.dtype, q.shape[-1]) == "fused"
     if fused and budget is None and (scale is None or scale > 0):  # fused calls mask before they scale
-        return fused_statistics(q, k, v, scale=scale)
+        return fused_statistics(q, k, v, scale=scale, row_max=row_max)
     return strip_statistics(q, k, v, scale=scale, budget=budget)

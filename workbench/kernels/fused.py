@@ -60,6 +60,7 @@ def fused_statistics(
     v: Float[Tensor, "batch pos kv_head d_head"],
     *,
     scale: float | None = None,
+    row_max: bool = True,
 ) -> tuple[Float[Tensor, "batch pos head d_head"], AttentionStatistics]:
     """As `attention_statistics`, in fused calls; raises `WorkbenchError` where `runs_fused` says no, or for a scale that is not above 0."""
     refuse_other(q, k, v)
@@ -70,12 +71,8 @@ def fused_statistics(
         )
     with torch.autocast(q.device.type, enabled=False):
         z, received, row_entropy, sink, lse = fused_but_maximum(q, k, v, scale=scale)
-        top = torch.empty_like(lse)
-        for strip in score_strips(q, k, scale=scale):
-            found = top[strip.sequences, strip.heads, strip.queries]
-            found.copy_(strip.scores.amax(-1).view(found.shape))
-    row_max = top.sub_(lse).exp_().clamp_(max=1)
-    return z, AttentionStatistics(received=received, row_entropy=row_entropy, row_max=row_max, sink=sink, lse=lse)
+        top = _row_maximum(q, k, lse, scale) if row_max else None
+    return z, AttentionStatistics(received=received, row_entropy=row_entropy, row_max=top, sink=sink, lse=lse)
 
 
 def fused_but_maximum(
@@ -94,6 +91,15 @@ def fused_but_maximum(
     entropy = lse - scale * (wide * mean_key).sum(-1)
     sink = (scale * (wide * first).sum(-1) - lse).exp()
     return z.transpose(1, 2), _received(q, k, lse, scale), entropy.clamp_(min=0), sink, lse
+
+
+def _row_maximum(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """max_j A_ij [batch, head, pos], the scores in float32."""
+    top = torch.empty_like(lse)
+    for strip in score_strips(q, k, scale=scale):
+        found = top[strip.sequences, strip.heads, strip.queries]
+        found.copy_(strip.scores.amax(-1).view(found.shape))
+    return top.sub_(lse).exp_().clamp_(max=1)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ class AttentionStatistics:
 
     received: Float[Tensor, "batch head pos"]  # sum_i A_ij: attention received by key j; sums to T over j
     row_entropy: Float[Tensor, "batch head pos"]  # -sum_j A_ij ln A_ij in nats, 0 .. ln(i + 1)
-    row_max: Float[Tensor, "batch head pos"]  # max_j A_ij
+    row_max: Float[Tensor, "batch head pos"] | None  # max_j A_ij; None where nobody asked and it costs another pass
     sink: Float[Tensor, "batch head pos"]  # A_i0
     lse: Float[Tensor, "batch head pos"]  # ln sum_j exp s_ij over the scaled masked scores
 

@@ -296,7 +296,7 @@ class Attention(Part):
         if k.shape[1] != q.shape[1]:
             self._show(wanted, joint_statistics([Softmax(1.0, q, [k])]))
             return None
-        z, statistics = attention_statistics(q, k, v)
+        z, statistics = attention_statistics(q, k, v, row_max=hooked(self.hook_row_max))
         self._show(wanted, statistics)
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         return None if trained else z
