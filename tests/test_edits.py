@@ -259,7 +259,7 @@ def test_a_coefficient_holds_at_its_layer_and_after_errors(tiny):
 
 # ---- sinks -----------------------------------------------------------------------------------------------------------
 
-SINKS = ["sink", "sink:head=1,position=0/3", "sink:layer=1/2,position=-2"]
+SINKS = ["sink", "sink:head=1,position=0/3", "sink:layer=2,position=-2"]
 
 
 def by_scores(sink):
@@ -673,6 +673,10 @@ def test_a_patch_sweep_restores_what_the_stream_carries(tiny, architecture):
     assert found.restored[1, 5] == pytest.approx(share, abs=1e-5)
     heads = patch_sweep(model, clean, corrupted, (4, 9), "z", "layer x head")
     assert heads.restored.shape == (3, 4)
+    with edited(model, Patch(layer=1, site="z", head=2), tokens=corrupted, other=clean):
+        patched = model(corrupted)[0, -1].double()
+    share = (float(patched[4] - patched[9]) - found.corrupted) / (found.clean - found.corrupted)
+    assert heads.restored[1, 2] == pytest.approx(share, abs=1e-5)
 
 
 def test_a_patch_sweep_refuses_prompts_that_tell_nothing(tiny):
