@@ -37,6 +37,9 @@ bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, agai
 	$(BIN)/python benchmarks/instrumentation.py
 	$(BIN)/python benchmarks/attention_statistics.py
 	$(BIN)/python benchmarks/token_similarity.py
+	$(BIN)/python benchmarks/closed_forms.py
+	$(BIN)/python benchmarks/cross_entropy.py
+	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/observing.py
 	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/compiled.py

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.interventions.base import batches_of, intervention, over_documents
+from workbench.metrics.base import wide
 from workbench.names import ACTIVATIONS, stream_hook
 
 CKA_SITES = ("stream", "own_v", "v")
@@ -20,6 +21,46 @@ def _places(model: Any, site: str) -> dict[int, str]:
         return {n: stream_hook(n, n_layers) for n in range(n_layers + 1)}
     names = {n: ACTIVATIONS[site].hook.format(layer=n) for n in range(n_layers)}
     return {n: name for n, name in names.items() if name in model.hook_dict}
+
+
+def pairs(layers: Iterable[int]) -> list[tuple[int, int]]:
+    """(layer, the same or an earlier one) of all layers."""
+    found = list(layers)
+    return [(n, m) for n in found for m in found if m <= n]
+
+
+class CrossMoments:
+    """X_n^T X_m of the centred features of every pair of layers, streamed over tokens.
+
+    Products in float32 (float64 for float64 features) of what is left without the first batch's mean, so that centring at
+    the end takes little away; sums in float64.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.origins: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
+        self.products: dict[tuple[int, int], Tensor] = {}
+
+    def add(self, features: Mapping[int, Tensor]) -> None:
+        """Add the features [token, d] of each layer."""
+        moved = {n: x - self.origins.setdefault(n, x.mean(0)) for n, x in features.items()}
+        self.count += len(next(iter(moved.values())))
+        for n, x in moved.items():
+            self.sums[n] = self.sums.get(n, 0) + x.sum(0, dtype=torch.double)
+        for n, m in pairs(moved):
+            self.products[n, m] = self.products.get((n, m), 0) + (moved[n].T @ moved[m]).double()
+
+    def cka(self) -> dict[tuple[int, int], float]:
+        """Linear CKA of each pair: ||X_n^T X_m||_F^2 / (||X_n^T X_n||_F ||X_m^T X_m||_F)."""
+        centred = {
+            (n, m): product - torch.outer(self.sums[n], self.sums[m]) / self.count
+            for (n, m), product in self.products.items()
+        }
+        return {
+            (n, m): float(x.square().sum() / (centred[n, n].norm() * centred[m, m].norm()))
+            for (n, m), x in centred.items()
+        }
 
 
 @intervention(
@@ -39,30 +80,23 @@ def layer_similarity(model: Any, sample: Any, data: Any, batch: int) -> Iterator
         if len(places) < 2:
             continue
         cosines: dict[tuple[int, int], list[Tensor]] = {}
-        moments: dict[tuple[int, int], Tensor] = {}
-        sums: dict[int, Tensor] = {}
-        count = 0
+        moments = CrossMoments()
         for ids in batches_of(model, sample, batch):
             _, cache = model.run_with_cache(ids, names_filter=list(places.values()))
-            found = {n: cache[name].flatten(2).double() for n, name in places.items()}
-            count += ids.numel()
-            for n, x in found.items():
-                sums[n] = sums.get(n, 0) + x.sum((0, 1))
-                for m in (m for m in found if m <= n):
-                    y = found[m]
-                    cosines.setdefault((n, m), []).append(torch.cosine_similarity(x, y, dim=-1).mean(1).cpu())
-                    moments[n, m] = moments.get((n, m), 0) + x.flatten(0, 1).T @ y.flatten(0, 1)
-        centred = {(n, m): c - torch.outer(sums[n], sums[m]) / count for (n, m), c in moments.items()}
+            found = {n: wide(cache[name].flatten(2)) for n, name in places.items()}
+            moments.add({n: x.flatten(0, 1) for n, x in found.items()})
+            units = {n: torch.nn.functional.normalize(x.double(), dim=-1) for n, x in found.items()}
+            for n, m in pairs(units):
+                cosines.setdefault((n, m), []).append((units[n] * units[m]).sum(-1).mean(1).cpu())
+        alike = moments.cka()
         for (n, m), parts in cosines.items():
-            size = centred[n, n].norm() * centred[m, m].norm()
             yield over_documents(torch.cat(parts), site=site, layer=n, source=m, unit="cosine")
-            alike = float(centred[n, m].square().sum() / size)
             yield {
                 "site": site,
                 "layer": n,
                 "source": m,
                 "variant": "cka",
-                "value": alike,
+                "value": alike[n, m],
                 "n": len(sample.ids),
                 "unit": "share",
             }

@@ -94,3 +94,27 @@ class Spectrum(_Moments):
         """{"": one share for each eigenvalue}; NaN without vectors."""
         mu = self.eigenvalues() if self.n else torch.tensor([math.nan])
         return {"": (mu / mu.sum())[:MOST_EIGENVALUES].tolist()}
+
+
+@metric(
+    unit="directions", range="1..min(T, D)", reading="higher: the head's vectors use more directions",
+    source="effective rank: Roy and Vetterli 2007 (eigenvalue form), head by head", sites=("v", "own_v"), min_length=2,
+    variants={"top_share": {"top": True}}, units={"top_share": "share"},
+)  # fmt: skip
+def head_rank(
+    vectors: Float[Tensor, "batch pos kv_head d_head"], *, top: bool = False
+) -> Float[Tensor, "batch kv_head"]:
+    """Directions that the values of each key-value head use within a document: exp(-sum q ln q), q = mu / sum mu.
+
+    mu are the eigenvalues of the head's uncentred second moment sum v v^T, all heads in one batch; d_head x d_head
+    products in place of a singular value decomposition of T vectors. `top_share`: the largest q. NaN where a vector is not finite
+    or all are zero.
+    Caution: limited by T and by d_head, so compare models on equal documents and with step 0; heads together are in
+    `effective_rank`.
+    """
+    x = wide(vectors).transpose(1, 2)
+    moment = x.mT @ x
+    finite = moment.isfinite().all(-1).all(-1)
+    mu = torch.linalg.eigvalsh(moment.where(finite[..., None, None], 0)).clamp_min(0).double()
+    q = mu / mu.sum(-1, keepdim=True)
+    return q[..., -1] if top else torch.special.entr(q).sum(-1).exp()
