@@ -16,9 +16,8 @@ SINK_MASS = 0.3  # mean attention to position 0 from which on a head is a sink (
 NO_OP, BROADCAST, ALIKE = 0.2, 0.5, 0.5  # thresholds of ours: ratio at most, ratio at least, spread at most
 
 
-def tokens_ahead(x: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """How many rows of a table [d_vocab, width] are nearer to x [batch, pos, width] by cosine than its own: [batch, pos]."""
-    unit = torch.nn.functional.normalize(table.double(), dim=-1)
+def tokens_ahead(x: Tensor, unit: Tensor, ids: Tensor) -> Tensor:
+    """How many unit rows [d_vocab, width] are nearer to x [batch, pos, width] by cosine than its own token's: [batch, pos]."""
     found = []
     for part, target in zip(x.double().split(CHUNK, 1), ids.split(CHUNK, 1), strict=True):
         scores = part @ unit.T  # the vector's own length does not change the order
@@ -26,9 +25,9 @@ def tokens_ahead(x: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     return torch.cat(found, 1)
 
 
-def _ranks(x: Tensor, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _ranks(x: Tensor, unit: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """(1 / rank, whether first) of the true id among all rows of a table by cosine, mean per document [batch]."""
-    ahead = tokens_ahead(x, table, ids)
+    ahead = tokens_ahead(x, unit, ids)
     return (1 / (1 + ahead.double())).mean(1).cpu(), (ahead == 0).double().mean(1).cpu()
 
 
@@ -65,11 +64,15 @@ def nearest_embedding(model: Any, sample: Any, data: Any, batch: int) -> Iterato
 
 
 def token_tables(model: Any, sites: Sequence[str]) -> dict[str, Tensor]:
-    """The vector of every token [d_vocab, width] that a site is compared with, of those sites that have one."""
-    found = {"stream": model.embed.weight} if "stream" in sites else {}
+    """Unit vectors of all tokens [d_vocab, width], float64, that a site is compared with; of the sites that have some."""
+    found = {"stream": _unit(model.embed.weight)} if "stream" in sites else {}
     if set(sites) - {"stream"} and (values := _first_values(model)) is not None:
-        found |= {site: values for site in sites if site != "stream"}
+        found |= dict.fromkeys((site for site in sites if site != "stream"), _unit(values))
     return found
+
+
+def _unit(table: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(table.double(), dim=-1)
 
 
 def _first_values(model: Any) -> Tensor | None:

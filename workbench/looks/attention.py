@@ -32,8 +32,8 @@ from workbench.models.hooked import HookedModel
 
 POINTS = 512
 """Most numbers along an axis of what is meant to be sent: points of a profile, cells of a window."""
-STRIP = 2**22
-"""Weights of a window held at a time: 16 MiB."""
+STRIP = 2**20
+"""Weights of a window held at a time: 4 MiB, where a processor is quickest."""
 Pool = Literal["mean", "max"]
 POOLS = ("mean", "max")
 ORDINARY = ("rot_q", "rot_k", "received", "row_entropy", "sink")
@@ -218,8 +218,8 @@ def window(
 
     `mean`: mean over a cell's queries of the mass they send to all its keys, so rows over all keys sum to 1 at every depth
     of zoom; `max`: the largest weight in a cell. `branch`: to these keys alone (`Kept.branches`), None for all of them.
-    Costs O(queries keys width) time; memory is 16 MiB and the cells, or a row of cells where that is more. Raises
-    `UnknownName` for a layer, head, pool or branch, `BadData` for an empty window.
+    Costs O(queries keys width) time; memory is a few times 4 MiB and the cells, or the weights behind a row of cells where
+    those are more. Raises `UnknownName` for a layer, head, pool or branch, `BadData` for an empty window.
     """
     terms = kept._layer(layer)
     heads = len(terms[0].lse)
@@ -278,7 +278,8 @@ def _of_sets(terms: Sequence[Term], head: int, queries: range, keys: range) -> I
         q, lse = torch.from_numpy(term.queries[None, :, head, None]), torch.from_numpy(term.lse[None, head, None])
         for branch, found in zip(term.branches, term.keys, strict=True):
             k = torch.from_numpy(found[None, :, head * found.shape[1] // len(term.lse), None])
-            yield branch, attention_window(q, k, lse, rows, columns)[0, 0] * term.weight
+            weights = attention_window(q, k, lse, rows, columns)[0, 0]
+            yield branch, weights if term.weight == 1.0 else weights.mul_(term.weight)
 
 
 def _cells(weights: np.ndarray, keys: list[int], queries: list[int], pool: str) -> np.ndarray:

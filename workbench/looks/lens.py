@@ -90,9 +90,10 @@ def lens(
     top_ids = np.zeros((n_rows, n_pos, top), np.int32)
     top_probability = np.zeros((n_rows, n_pos, top), np.float32)
     for chunk, output in log_chances(ours, held["head"], normed=True):
+        chances = output.exp()
         for layer in range(n_rows):
             _, log_p = next(log_chances(ours, held[layer][chunk]))
-            for name, values in _reading(log_p, output, wanted[chunk]).items():
+            for name, values in _reading(log_p, output, chances, wanted[chunk]).items():
                 numbers[name][layer, chunk] = values
             best = log_p.topk(top)
             top_ids[layer, chunk], top_probability[layer, chunk] = best.indices.cpu(), array(best.values.exp())
@@ -126,16 +127,16 @@ def _targets(model: Transformer, ids: Tensor, targets: str | int) -> Tensor:
     return torch.full_like(ids, targets)
 
 
-def _reading(log_p: Tensor, output: Tensor, targets: Tensor) -> dict[str, np.ndarray]:
-    """Numbers of log-probabilities [pos, d_vocab]."""
+def _reading(log_p: Tensor, output: Tensor, chances: Tensor, targets: Tensor) -> dict[str, np.ndarray]:
+    """Numbers of log-probabilities [pos, d_vocab] beside the output's, which are given as probabilities too."""
     mine = log_p.gather(-1, targets.clamp(min=0)[:, None])
     rank = (log_p > mine).sum(-1).float()
     none = targets < 0
     return {
         "probability": array(mine[:, 0].exp().masked_fill(none, torch.nan)),
         "rank": array(rank.masked_fill(none, torch.nan)),
-        "entropy": array(-(log_p.exp() * log_p).sum(-1)),
-        "kl": array((output.exp() * (output - log_p)).sum(-1)),
+        "entropy": array(-torch.linalg.vecdot(log_p.exp(), log_p)),
+        "kl": array(torch.linalg.vecdot(chances, output - log_p).clamp(min=0)),
     }
 
 

@@ -157,7 +157,7 @@ class Values:
     stream: np.ndarray
     """[layer + 1, T]: what the blocks read, and what the final norm reads; row 0 is the embedding's in most models."""
     drains: pd.DataFrame
-    """site, layer, ratio: norm at position 0 over the median of the others; small values are drained, streams peak."""
+    """site, layer, ratio: norm at position 0 over the median of the others: below 1 drained, above 1 a peak."""
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ def values(model: HookedModel, ids: Any, *, letters: bool = False) -> Values:
 
     by_layer(model, found, groups, reduce)
     drains = [
-        {"site": site, "layer": layer, "ratio": float(row[0] / np.median(row[1:]))}
+        {"site": site, "layer": layer, "ratio": _ratio(row)}
         for site, table in (("own_v", rows["own"]), ("v", rows["effective"]), ("stream", stream))
         for layer, row in enumerate(table)
         if not np.isnan(row[0])
@@ -229,6 +229,12 @@ def _of_layer(model: HookedModel, layer: int, tensors: dict[str, Tensor]) -> dic
     elif own is None and getattr(model.blocks[layer].attn, "lenders", {}).get("v") == 0:
         found["first_part"] = found["effective"]
     return found
+
+
+def _ratio(norms: np.ndarray) -> float:
+    """First over the median of the others; NaN where these are 0."""
+    usual = float(np.median(norms[1:]))
+    return float(norms[0]) / usual if usual > 0 else float("nan")
 
 
 def _norms(x: Tensor) -> np.ndarray:
