@@ -1,0 +1,189 @@
+"""What the pages Prompt and Intervene draw: the numbers of the looks, A beside B, and the parts that add up."""
+
+from __future__ import annotations
+
+import dashboard
+import numpy as np
+import pytest
+import torch
+
+from workbench import plots
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.runs import Run
+from workbench.views import Link, Source, drawings
+from workbench.views.intervene import compose
+
+TEXT = "return values"
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    return Source(dashboard.populate(tmp_path_factory.mktemp("runs")))
+
+
+def drawn(ask, page, name, **options):
+    chosen = {"a": "text-resformer-s0", "prompt": TEXT} | {k: str(v) for k, v in options.items()}
+    ((_, drawing),) = drawings(ask, Link(page, chosen), name)
+    return drawing
+
+
+def run_of(ask, name="text-resformer-s0"):
+    model = Run.open(ask.folder / name).load()
+    ids = torch.tensor([model.tokenizer.encode(TEXT)])
+    with torch.no_grad():
+        return model, ids, model(ids).log_softmax(-1)[0]
+
+
+# ---- prompt ----
+
+
+def test_the_lens_ends_in_the_models_own_prediction(ask):
+    _, ids, log_p = run_of(ask)
+    figure = drawn(ask, "prompt", "lens").figure
+    last = np.asarray(figure.data[0].z)[-1, :-1]
+    assert last == pytest.approx(log_p[:-1].exp().gather(-1, ids[0, 1:, None])[:, 0].numpy(), abs=1e-5)
+    assert figure.layout.coloraxis.cmin == 0
+    assert figure.layout.coloraxis.cmax == 1
+
+
+@pytest.mark.parametrize("quantity", ["rank", "entropy", "kl"])
+def test_every_reading_of_the_lens_is_drawn(ask, quantity):
+    z = np.asarray(drawn(ask, "prompt", "lens", quantity=quantity).figure.data[0].z, dtype=float)
+    assert np.nanmin(z) >= -1e-5
+    if quantity == "kl":
+        assert z[-1] == pytest.approx(0, abs=1e-5)
+
+
+def test_predictions_and_surprise_are_the_models(ask):
+    _, ids, log_p = run_of(ask)
+    table = drawn(ask, "prompt", "predictions").table
+    assert table["probability"].iloc[0] == pytest.approx(float(log_p[-1].exp().max()), abs=1e-5)
+    loss = drawn(ask, "prompt", "surprise").figure.data[0].y[1:]
+    assert loss == pytest.approx((-log_p[:-1].gather(-1, ids[0, 1:, None])[:, 0]).numpy(), abs=1e-5)
+
+
+def test_the_parts_of_a_logit_add_up_at_every_level(ask):
+    model, ids, _ = run_of(ask)
+    with torch.no_grad():
+        logit = float(model(ids)[0, -1, 65])
+    layers = drawn(ask, "prompt", "attribution", target=65)
+    assert layers.table["value"].sum() == pytest.approx(logit, abs=1e-4)
+    assert "off by" in layers.said
+    heads = drawn(ask, "prompt", "attribution", target=65, layer=1).table
+    paths = drawn(ask, "prompt", "attribution", target=65, layer=1, head=0).table
+    whole = layers.table[(layers.table["part"] == "attn") & (layers.table["layer"] == 1)]["value"].sum()
+    assert heads[heads["head"].notna()]["value"].sum() == pytest.approx(whole, abs=1e-4)
+    assert set(paths["path"]) == {"own", "first"}
+    assert paths["value"].sum() == pytest.approx(float(heads[heads["head"] == 0]["value"].iloc[0]), abs=1e-4)
+
+
+def test_values_are_told_apart_and_the_token_is_found_in_the_first_layer(ask):
+    own, effective = (np.asarray(drawn(ask, "prompt", "values", site=s).figure.data[0].z) for s in ("own", "effective"))
+    assert own[0] == pytest.approx(effective[0], rel=1e-5)
+    assert not np.allclose(own[1], effective[1])
+    identity = drawn(ask, "prompt", "identity", site="own")
+    assert np.asarray(identity.figure.data[0].z)[0] == pytest.approx(1)
+    assert "by construction" in identity.said
+
+
+@pytest.mark.parametrize("name", ["lens", "values", "identity"])
+def test_maps_of_two_models_share_a_scale_and_subtract(ask, name):
+    figure = drawn(ask, "prompt", name, compare=1, b="text-transformer-s0").figure
+    a, b, minus = (np.asarray(t.z, dtype=float) for t in figure.data)
+    assert figure.data[0].coloraxis == figure.data[1].coloraxis != figure.data[2].coloraxis
+    assert np.nan_to_num(minus) == pytest.approx(np.nan_to_num(a - b), abs=1e-5)
+
+
+def test_a_long_prompt_is_drawn_around_the_chosen_position(ask):
+    from workbench.views import prompt
+
+    text = "def f(x): return x\n" * 7
+    tokens = ask.tokens(ask.subjects(Link("prompt", {"a": "text-resformer-s0"}))[0], text)
+    was, prompt.WINDOW = prompt.WINDOW, 16
+    try:
+        drawing = drawn(ask, "prompt", "lens", prompt=text, position=40)
+    finally:
+        prompt.WINDOW = was
+    assert len(tokens) > 60
+    assert np.asarray(drawing.figure.data[0].z).shape[1] == 16
+    assert "32:" in drawing.figure.data[0].x[0]
+    assert f"of {len(tokens)}" in drawing.figure.layout.title.subtitle.text
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "word"),
+    [
+        ("lens", {"prompt": " "}, BadData, "empty"),
+        ("lens", {"prompt": "x" * 5000}, BadData, "tokens long"),
+        ("lens", {"position": 99}, BadData, "positions 0 to"),
+        ("lens", {"quantity": "beauty"}, UnknownName, "quantity"),
+        ("attribution", {"layer": 9}, WorkbenchError, "no layer 9"),
+        ("attribution", {"target": 100000}, BadData, "leaves the vocabulary"),
+        ("lens", {"stored": "../../etc/passwd"}, BadData, "not stored"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_words(ask, name, options, error, word):
+    with pytest.raises(error, match=word):
+        drawn(ask, "prompt", name, **options)
+
+
+def test_letters_are_read_twice(ask):
+    table = drawn(ask, "prompt", "surprise", a="race-svformer-s0", prompt="abc").table
+    assert list(table["token"]) == ["0:a", "1:b", "2:c", "3:a", "4:b", "5:c"]
+
+
+def test_hostile_tokens_stay_text(ask):
+    figure = drawn(ask, "prompt", "lens", prompt="<script>alert(1)</script> <b>").figure
+    assert "<script" not in figure.to_json().replace("\\u003c", "<")
+
+
+# ---- intervene ----
+
+
+def test_an_edit_is_composed_from_what_is_chosen():
+    assert compose("values:how=mean", [2, 1], [0]) == "values:layer=1/2,head=0,how=mean"
+    assert compose("sink", [], []) == "sink"
+    assert compose("coefficient:value=0", [1], [], 0.5) == "coefficient:layer=1,value=0.5"
+
+
+def test_the_effect_is_the_loss_after_minus_before(ask):
+    drawing = drawn(ask, "intervene", "effect", edits="remove")
+    table = drawing.table
+    assert list(drawing.figure.data[0].y) == pytest.approx(list(table["after"] - table["before"]))
+    assert f"{(table['after'] - table['before']).mean():+.3f}" in drawing.said
+    assert f"the {len(table)} tokens" in drawing.said
+    same = drawn(ask, "intervene", "effect", edits="coefficient:layer=1,source=first,value=0.5", a="text-resformer-s0")
+    assert same.table["after"].to_numpy() == pytest.approx(
+        same.table["before"].to_numpy(), abs=1e-6
+    )  # it is 0.5 already
+
+
+@pytest.mark.parametrize("over", ["layer", "layer x head"])
+def test_a_sweep_has_a_cell_for_each_place(ask, over):
+    drawing = drawn(ask, "intervene", "sweep", sweep="head:how=mean", over=over, compare=1, b="text-transformer-s0")
+    assert len(drawing.table) == 2 * (2 if over == "layer" else 4)
+    assert any(plots.MINUS in str(t.name) for t in drawing.figure.data)
+    assert drawing.table["n"].min() > 0
+
+
+def test_patching_everything_at_the_last_stream_brings_the_answer_back(ask):
+    text, other = "qzx w", "qzj w"
+    figure = drawn(ask, "intervene", "patching", prompt=text, other=other, target=5, against=9).figure
+    assert np.asarray(figure.data[0].z)[-1, -1] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "word"),
+    [
+        ("effect", {"edits": "valeus"}, UnknownName, "did you mean values"),
+        ("effect", {"edits": "values:layer=9"}, WorkbenchError, "layer"),
+        ("effect", {"edits": "patch"}, BadData, "second prompt"),
+        ("effect", {"edits": "coefficient:value=0", "a": "text-transformer-s0"}, WorkbenchError, "transformer|no "),
+        ("sweep", {"over": "token"}, UnknownName, "sweep over"),
+        ("sweep", {"of": "logit"}, BadData, "choose one"),
+        ("patching", {}, BadData, "second prompt"),
+    ],
+)
+def test_edits_that_cannot_be_made_are_refused_in_words(ask, name, options, error, word):
+    with pytest.raises(error, match=word):
+        drawn(ask, "intervene", name, **options)
