@@ -20,6 +20,7 @@ from workbench.views.base import View, timelapse
 from workbench.views.source import LETTERS, PROMPTS, SYMBOLS, TEXT
 
 LONGEST_PROMPT = 100_000  # characters
+MOST_FACTS = 500
 EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."
 
 
@@ -84,28 +85,51 @@ def _figure(drawing: Drawing, key: str) -> None:
 def _beneath(view: View, link: Link, drawing: Drawing, name: str) -> None:
     """Numbers, files, the command and the time-lapse of a figure; each made only when somebody asks."""
     panel = st.expander("Numbers, files, command, time-lapse", on_change="rerun", key=f"open_{name}")
+    if panel.open:
+        with panel:
+            _files(view, link, drawing, name)
+
+
+def files(views: dict[str, View], link: Link) -> None:
+    """Views, by their titles, that the page draws itself: one of them as a figure with its numbers, files and time-lapse."""
+    panel = st.expander("As figures: numbers, files, command, time-lapse", on_change="rerun", key="open_files")
     if not panel.open:
         return
     with panel:
-        st.dataframe(
-            plots.table(drawing.table), width="stretch", hide_index=True, key=f"table_{name}",
-            alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
-        )  # fmt: skip
-        left, middle, right = st.columns(3)
-        left.download_button(
-            "Numbers (CSV)", lambda: plots.table(drawing.table).to_csv(index=False), f"{name}.csv", "text/csv",
-            key=f"csv_{name}", on_click="ignore", width="stretch",
-        )  # fmt: skip
-        middle.download_button(
-            "Figure (HTML)", lambda: plots.html(drawing.figure, whole=True), f"{name}.html", "text/html",
-            key=f"html_{name}", on_click="ignore", width="stretch",
-        )  # fmt: skip
-        st.caption(
-            "The same from a terminal; the ending of the file decides: .svg and .png for papers, .parquet, .csv, .html"
-        )
-        st.code(command(link, name), language="bash", wrap_lines=True)
-        if right.toggle("Play over checkpoints", key=f"play_{name}"):
-            _play(view, link, name)
+        title = st.selectbox("Figure", list(views), key="w_files")
+        view, ask = views[title], source()
+        try:
+            drawing = view(ask, link)
+        except WorkbenchError as error:
+            st.info(url.plain(error), icon=":material/info:")
+            return
+        _figure(drawing, view.__name__)
+        if drawing.said:
+            st.markdown(drawing.said)
+        _files(view, link, drawing, view.__name__)
+        st.session_state["drawn"].append((view.__name__, drawing.table))
+
+
+def _files(view: View, link: Link, drawing: Drawing, name: str) -> None:
+    st.dataframe(
+        plots.table(drawing.table), width="stretch", hide_index=True, key=f"table_{name}",
+        alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
+    )  # fmt: skip
+    left, middle, right = st.columns(3)
+    left.download_button(
+        "Numbers (CSV)", lambda: plots.table(drawing.table).to_csv(index=False), f"{name}.csv", "text/csv",
+        key=f"csv_{name}", on_click="ignore", width="stretch",
+    )  # fmt: skip
+    middle.download_button(
+        "Figure (HTML)", lambda: plots.html(drawing.figure, whole=True), f"{name}.html", "text/html",
+        key=f"html_{name}", on_click="ignore", width="stretch",
+    )  # fmt: skip
+    st.caption(
+        "The same from a terminal; the ending of the file decides: .svg and .png for papers, .parquet, .csv, .html"
+    )
+    st.code(command(link, name), language="bash", wrap_lines=True)
+    if right.toggle("Play over checkpoints", key=f"play_{name}"):
+        _play(view, link, name)
 
 
 def _play(view: View, link: Link, name: str) -> None:
@@ -172,14 +196,17 @@ def _drawer(link: Link) -> None:
 
 
 def provenance(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    """The distinct facts behind records, one row each."""
+    """The distinct facts behind records, one row for each run, step and measure."""
     rows: dict[str, dict[str, Any]] = {}
     for table in tables:
-        if "provenance" in table:
-            for text in table["provenance"].dropna().unique()[:500]:
-                fact = json.loads(text)
-                fact.pop("key", None)
-                rows.setdefault(json.dumps(fact, sort_keys=True), fact)
+        if "provenance" not in table:
+            continue
+        asked = [c for c in ("run", "step", "provenance") if c in table]
+        for row in table.loc[table["provenance"].notna(), asked].drop_duplicates().head(MOST_FACTS).to_dict("records"):
+            fact = {"run": row.get("run"), "step": row.get("step")} | json.loads(row["provenance"])
+            first = {k: fact.pop(k) for k in ("run", "step", "metric", "weights", "data") if fact.get(k) is not None}
+            fact.pop("key", None)
+            rows.setdefault(json.dumps(first | fact, sort_keys=True, default=str), first | fact)
     return pd.DataFrame([{k: str(v) for k, v in fact.items()} for fact in rows.values()])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,10 @@ class Cached(Source):
         """One run's telemetry or records; shared, so never written to."""
         return _table(entry.path, entry.series, kind, metrics, entry.stamp)
 
+    def keep(self, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
+        """The result of some work, done once for each key; shared, so never written to."""
+        return _once(key, work)
+
     def model(self, subject: Subject) -> Any:
         """The model of a subject."""
         return _model(subject.entry.path, subject.step, _weights_stamp(subject))
@@ -94,6 +98,11 @@ def _told(runs: tuple[Entry, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
 @st.cache_resource(show_spinner=False)
 def _growing() -> Growing:
     return Growing()
+
+
+@st.cache_resource(max_entries=32, show_spinner=False)
+def _once(key: tuple[Any, ...], _work: Callable[[], Any]) -> Any:
+    return _work()
 
 
 @st.cache_resource(max_entries=12, show_spinner=False)

@@ -139,18 +139,11 @@ def switch(label: str, key: str, *, help: str | None = None) -> bool:  # noqa: A
     return st.toggle(label, key=f"w_{key}", on_change=_mirror, args=(key, lambda on: str(int(on))), help=help)
 
 
-def line(label: str, key: str, default: str = "", *, about: str | None = None, placeholder: str | None = None) -> str:
-    """A line of text, mirrored in the URL; an empty one is left out of it."""
+def line(label: str, key: str, default: str = "", *, rows: int = 1, **kwargs: Any) -> str:
+    """A short text, mirrored in the URL; an empty one is left out of it. `rows`: more than one keeps line ends."""
     st.session_state[f"w_{key}"] = st.query_params.get(key, default)[:LONGEST_LINE]
-    return st.text_input(
-        label,
-        key=f"w_{key}",
-        on_change=_keep_line,
-        args=(key,),
-        help=about,
-        placeholder=placeholder,
-        max_chars=LONGEST_LINE,
-    )
+    common = {"key": f"w_{key}", "on_change": _keep_line, "args": (key,), "max_chars": LONGEST_LINE, **kwargs}
+    return st.text_input(label, **common) if rows == 1 else st.text_area(label, height=28 * rows + 20, **common)
 
 
 def _keep_line(key: str) -> None:
