@@ -540,6 +540,19 @@ def test_token_information(gain, status):
     assert judged("token_information_is_preserved", made, rows, losses(made, lambda of: 2.7)).status == status
 
 
+def test_a_probe_that_misses_a_lookup_decides_nothing():
+    made, rows = runs("transformer", "resformer"), []
+    for site in ("stream", "z"):
+        for step in (0, 100, 200, LAST):
+            bits = lambda of, n, s=step: 5.0 + (s > 0 and of["model"] != "transformer")  # noqa: E731
+            rows += per_layer(made, "token_probe", bits, site=site, step=step)
+    for reached, status in ((0.991, "supported"), (0.97, "not_checkable")):
+        lookups = per_layer(made, "token_probe", lambda of, n, r=reached: r, site="own_v", variant="of_ceiling")
+        found = judged("token_information_is_preserved", made, rows + lookups, losses(made, lambda of: 2.7))
+        assert found.status == status, found.sentence
+    assert "97.0%" in found.sentence
+
+
 def test_a_gain_that_the_lower_loss_implies_is_not_supported():
     """Both models gain bits alike as their loss falls; one has only come further."""
     made = runs("transformer", "resformer")

@@ -38,7 +38,6 @@ from workbench.metrics.residual import (
     repetition_floor,
     token_similarity,
 )
-from workbench.metrics.retention import PreviousTokenProbe, TokenProbe
 from workbench.metrics.spectrum import EffectiveRank, Spectrum
 from workbench.metrics.values import TokenIdentityShare, value_drain, value_norm
 from workbench.metrics.weights import cache_bytes, cache_traffic, gradient_norm, part_of
@@ -316,92 +315,6 @@ def test_identity_share_merges_to_a_single_pass():
             part.update(vectors, ids)
             total.merge(part)
         assert total.result() == pytest.approx(whole, abs=1e-12)
-
-
-def zipf(n, T, vocabulary, seed=0):
-    p = 1 / torch.arange(1, vocabulary + 1).double()
-    return p.multinomial(n * T, True, generator=torch.Generator().manual_seed(seed)).view(n, T)
-
-
-def probe(vectors, tokens, **options):
-    accumulator = TokenProbe(**options)
-    for x, ids in zip(vectors.split(5), tokens.split(5), strict=True):
-        accumulator.update(x, ids)
-    return accumulator.result()
-
-
-def ceiling(tokens):
-    """Bits of a probe that knows every token it has fitted on: others keep their unigram probability."""
-    sides = [
-        torch.cat([row for i, row in enumerate(tokens) if i % 8 in side]) for side in ((0, 1, 2, 4, 5), (6,), (3, 7))
-    ]
-    counts = torch.cat(sides[:2]).bincount(minlength=int(tokens.max()) + 1).double() + 1
-    prior = (counts / counts.sum()).log()
-    known = torch.isin(sides[2], sides[0])
-    mass = prior.exp()[sides[0].unique()].sum().log()
-    best = torch.where(known, mass, prior[sides[2]])
-    return float((best - prior[sides[2]]).mean() / math.log(2))
-
-
-def test_probe_reaches_its_ceiling_on_a_lookup():
-    """The setting of the demo: 64 documents of 128 tokens, 1,024 ids, values of width 96, channels of unequal size."""
-    tokens = zipf(64, 128, 1024)
-    values = (seeded(1024, 4, 24, seed=6) @ torch.diag(torch.logspace(-2, 1, 24)))[tokens]
-    found = probe(values, tokens)
-    assert found[""] >= 0.99 * ceiling(tokens)
-    assert found["accuracy"] > 0.9
-    assert found["fraction"] <= 1.0
-
-
-def test_probe_controls_find_nothing():
-    tokens = zipf(32, 64, 100)
-    values = seeded(100, 24, seed=6)[tokens]
-    assert abs(probe(values, tokens, shifted=True)[""]) < 0.1
-    assert abs(probe(seeded(32, 64, 24), tokens)[""]) < 0.1
-    assert probe(values, tokens)[""] > 3.0
-
-
-def test_probe_reads_half_the_bits_of_half_the_code():
-    """Four equally likely tokens in two binary channels; with one channel gone exactly 1 of 2 bits is left."""
-    tokens = torch.randint(4, (32, 64), generator=torch.Generator().manual_seed(7))
-    code = torch.stack([tokens // 2, tokens % 2], -1).float()
-    assert probe(code, tokens)[""] == pytest.approx(2.0, abs=0.02)
-    assert probe(code[..., :1], tokens)[""] == pytest.approx(1.0, abs=0.02)
-
-
-def test_probe_does_not_see_linear_maps():
-    tokens = zipf(16, 40, 20)
-    x = seeded(20, 6, seed=8)[tokens] + 0.5 * seeded(16, 40, 6)
-    mixing = seeded(6, 6, seed=9)
-    assert probe(x @ mixing + 3, tokens)[""] == pytest.approx(probe(x, tokens)[""], abs=0.02)
-
-
-def test_probe_refuses_to_guess():
-    tokens = zipf(6, 10, 5)
-    assert all(math.isnan(v) for v in probe(seeded(6, 10, 3), tokens).values())
-    broken = seeded(16, 10, 3)
-    broken[3, 2] = math.nan
-    assert all(math.isnan(v) for v in probe(broken, zipf(16, 10, 5)).values())
-
-
-def test_shifted_control_is_no_rotation_onto_itself():
-    accumulator = TokenProbe(shifted=True)
-    accumulator.update(seeded(1, 16, 2), torch.arange(16)[None])
-    assert accumulator.documents[0][1].tolist() == [*range(8, 16), *range(8)]
-
-
-def test_the_previous_token_is_read_only_where_it_was_mixed_in():
-    """Vectors that are a code of the previous token: the one probe reads it, the other finds nothing of the present one."""
-    tokens = torch.randint(7, (24, 40), generator=torch.Generator().manual_seed(0))
-    vectors = seeded(7, 12, seed=1)[tokens.roll(1, 1)]
-    found = {}
-    for kind in (PreviousTokenProbe, TokenProbe):
-        accumulator = kind()
-        accumulator.update(vectors, tokens)
-        found[kind] = accumulator.result()
-    assert found[PreviousTokenProbe]["accuracy"] > 0.99
-    assert found[PreviousTokenProbe]["fraction"] > 0.9
-    assert abs(found[TokenProbe]["fraction"]) < 0.1
 
 
 # ---- weights and gradients -------------------------------------------------------------------------------------------

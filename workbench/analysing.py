@@ -38,7 +38,7 @@ from workbench.statistics import step_at_loss
 TOLD = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")  # of what training wrote down
 BASELINE = "transformer"
 SERIES = 10  # checkpoints at most that show a course, spread evenly over those there are
-DEAR = {"token_probe": 32}  # documents at most, for what takes half a minute a checkpoint on 64
+DEAR = {"token_probe": 24}  # documents at most, for what takes half a minute a checkpoint on 64
 BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_every", "checkpoints")
 Told = Callable[[int, int, str], None]
 """Called with (done, all, the run that is ready and about how long the others take)."""

@@ -218,11 +218,11 @@ def _control_rows(job: Job, sample: Sample, axes: dict[str, Any]) -> Iterator[di
 
 def _accumulated_rows(job: Job, folds: list[Any], axes: dict[str, Any], n: int) -> Iterator[dict[str, Any]]:
     used = folds[:n]
-    whole = _result(job, used)
-    left_out = [_result(job, [f for f in used if f is not fold]) for fold in used] if len(used) > 2 else []
+    whole, own = _result(job, used)
+    left_out = [_result(job, [f for f in used if f is not fold])[0] for fold in used] if len(used) > 2 else []
     for key, found in whole.items():
         value = torch.tensor(found, dtype=torch.double)
-        error = torch.full_like(value, math.nan)
+        error = torch.full_like(value, own.get(key, math.nan))
         if left_out:
             others = torch.tensor([one[key] for one in left_out], dtype=torch.double)
             error = ((len(used) - 1) / len(used) * (others - others.mean(0)).square().sum(0)).sqrt()
@@ -230,9 +230,10 @@ def _accumulated_rows(job: Job, folds: list[Any], axes: dict[str, Any], n: int) 
         yield from _spread(axes | {"variant": key or None, "unit": unit, "n": n}, ["index"] * value.ndim, value, error)
 
 
-def _result(job: Job, parts: Iterable[Any]) -> Mapping[str, float | list[float]]:
+def _result(job: Job, parts: Iterable[Any]) -> tuple[Mapping[str, float | list[float]], Mapping[str, float]]:
+    """(values, their errors where the accumulator knows them by itself)."""
     total = job.metric.function(**job.options)
     for part in parts:
         total.merge(part)
     result = total.result()
-    return result if isinstance(result, Mapping) else {"": result}
+    return result if isinstance(result, Mapping) else {"": result}, getattr(total, "errors", {})

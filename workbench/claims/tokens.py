@@ -24,6 +24,7 @@ from workbench.statistics import Interval, paired_seeds
 
 SITES = {"stream": "hidden states", "z": "attention outputs"}
 KEPT = 0.5  # of what zeroing costs
+REACHED = 0.99  # of a lookup's bits, which a probe must read off the first layer's own values
 
 
 @claim(
@@ -39,6 +40,7 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
     """A value residual preserves the information of the initial token in deep layers."""
     pair = evidence.on("text").comparable("transformer", RESFORMERS)
     model, depth = pair.named(RESFORMERS), int(pair.runs["n_layers"].max())
+    _refuse_weak(pair.records)
     found: dict[str, Interval] = {}
     for site, said in SITES.items():
         now, start, over_time = (
@@ -53,6 +55,20 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
     return Verdict(
         status, f"Bits of the token, {name_of(model)} - Transformer: {told}{few(first)}.", table_of(found, "bits")
     )
+
+
+def _refuse_weak(records: pd.DataFrame) -> None:
+    """Raise `Undecided` where the probe misses what is there for certain: the first layer's own values name their token."""
+    reached = records[(records["metric"] == "token_probe") & (records["variant"] == "of_ceiling")]
+    reached = reached[(reached["site"] == "own_v") & (reached["layer"] == 0) & reached["control"].isna()]
+    weak = reached[reached["value"] < REACHED]
+    if len(weak):
+        least = weak.loc[weak["value"].idxmin()]
+        raise Undecided(
+            "not_checkable",
+            f"The probe reads only {least['value']:.1%} of a lookup's bits off layer 1's own values of {least['run']} at step "
+            f"{least['step']}, which hold them all: it is too weak to tell anything of other sites.",
+        )
 
 
 @claim(
