@@ -1,1 +1,139 @@
-"""To be written."""
+"""Attention: where every head looks in one prompt; a click enlarges a head, a drag refines a window of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import streamlit as st
+
+from app import jobs, url
+from app.elements import attention as element
+from app.shell import files, page
+from app.source import source
+from workbench.errors import WorkbenchError
+from workbench.views import Link, attention
+from workbench.views.source import PROMPTS
+
+ABOUT = (
+    "Each row of a map is a token that attends (query), each column an earlier token it attends to (key); a row sums to 1. A bright "
+    "first column is an attention *sink*, a bright diagonal a head that looks at itself or just before. *Effective keys*: over how many "
+    "tokens a head really spreads its attention. Few keys or a sink are no fault by themselves."
+)
+LONGEST = 100_000  # characters of a prompt
+NONE = "none"
+FIGURES = {
+    "This head's map": attention.weights,
+    "All heads": attention.overview,
+    "Received attention": attention.received,
+    "Where one query looks": attention.query,
+    "Numbers per head": attention.numbers,
+}
+
+
+def draw() -> None:
+    page("attention", "Attention", ABOUT, _body)
+
+
+def _body(link: Link) -> None:
+    ask = source()
+    default = ask.prompt(link.but(prompt=None, stored=None))
+    text = url.prompt(
+        "Prompt", default, "Ctrl+Enter runs it; up to the model's context.", ask.folder / PROMPTS, LONGEST
+    )
+    if not text.strip():
+        raise WorkbenchError("The prompt is empty: type some text.")
+    link = _here(link, text == default)
+    bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
+    _told(bare, "Running the models on the prompt", lambda: attention.options(ask, bare))
+    link = _choices(bare, link)
+    choice, found = _told(link, "Reading the attention of every head", lambda: attention.seen(source(), link))
+    said = f"{attention.where(choice, found)}; {', '.join(s.subject.title for s in found)}"
+    element.draw(choice, found, f"Attention: {said}", _asked)
+    _numbers(choice, found)
+    files(FIGURES, link)
+
+
+def _here(link: Link, fits: bool) -> Link:
+    """The link without a prompt that the page ignored."""
+    return link.but(stored=None) if fits and "stored" in link.options else link
+
+
+def _told(link: Link, label: str, work: Any) -> Any:
+    """What the work returns; where it takes long, its progress stands on the page, and it can be cancelled."""
+    return jobs.run(("attention", str(source().folder), str(link), label), label, lambda _: work())
+
+
+def _choices(bare: Link, link: Link) -> Link:
+    """What a click, a drag and the keys choose in the element, as boxes and sliders."""
+    found = attention.options(source(), bare)
+    first, second, third, fourth = st.columns(4)
+    with first:
+        layer = url.choose("Layer", "layer", list(range(found.layers)), found.layer)
+    with second:
+        head = url.choose("Head", "head", list(range(found.heads)), 0)
+    with third:
+        lock = url.choose("Held query", "lock", [NONE, *range(found.length)], show=lambda i: _token(found, i))
+    with fourth:
+        scale = url.choose("Colours", "scale", list(attention.SCALES), show=attention.SCALES.__getitem__)
+    first, second = st.columns(2)
+    with first:
+        queries = url.span("Queries: rows shown", "queries", found.length)
+    with second:
+        keys = url.span("Keys: columns shown", "keys", found.length)
+    pool = "mean"
+    if found.length > attention.CELLS_BESIDE:
+        pool = url.choose(
+            "A cell of many tokens shows", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__
+        )
+    chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=None if lock == NONE else lock, queries="{}-{}".format(*queries),
+                      keys="{}-{}".format(*keys))  # fmt: skip
+    branches = attention.options(source(), bare.but(layer=layer)).branches
+    if len(branches) > 1:
+        branch = url.choose("Keys of", "branch", ["all", *branches])
+        chosen = chosen.but(branch=None if branch == "all" else branch)
+    return chosen
+
+
+def _token(found: attention.Choice, i: int | str) -> str:
+    return NONE if i == NONE else f"{i}: {attention.short(found.tokens[0][int(i)])}"
+
+
+def _asked(wish: dict[str, Any]) -> None:
+    """Write what a click, a drag or a key in the element asked for into the address."""
+    if "head" in wish:
+        layer, head = wish["head"]
+        url.change(layer=layer, head=head)
+    elif "window" in wish:
+        top, bottom, left, right = wish["window"]
+        url.change(queries=f"{top}-{bottom}", keys=f"{left}-{right}")
+    elif "whole" in wish:
+        url.change(queries=None, keys=None)
+    elif "lock" in wish:
+        url.change(lock=wish["lock"])
+
+
+def _numbers(choice: attention.Choice, found: list[attention.Seen]) -> None:
+    """Numbers of every head; choosing a row enlarges that head."""
+    table = attention.statistics(found)
+    heads = table[table["head"].notna()].reset_index(drop=True)
+    evenly = found[0].overview.uniform
+    st.subheader("Numbers per head")
+    says = "; ".join(f"{words} {evenly[name]:.3g}" for name, words in attention.STATISTICS.items())
+    st.caption(f"Were attention spread evenly over {choice.length} tokens: {says}. Choose a row to enlarge that head.")
+    key = f"heads_{choice.layer}_{choice.head}"  # a head chosen elsewhere lets the row go
+
+    def chosen() -> None:
+        rows = st.session_state[key]["selection"]["rows"]
+        if rows:
+            row = heads.iloc[rows[0]]
+            url.change(layer=int(row["layer"]), head=int(row["head"]))
+
+    st.dataframe(
+        heads.rename(columns=attention.STATISTICS), hide_index=True, width="stretch", key=key, on_select=chosen,
+        selection_mode="single-row", alt="Entropy, effective keys and attention to the first token of every head",
+        column_config={words: st.column_config.NumberColumn(format="%.3f") for words in attention.STATISTICS.values()},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,1 @@
+"""Elements of the page that Streamlit has not: one Python file beside its script and style each."""

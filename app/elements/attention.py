@@ -1,0 +1,112 @@
+"""The attention element: all heads as small pictures, one head's map and strips; click, hover, drag and keys.
+
+Data travels as one run of bytes: a length, a JSON header, then numbers that the header points to as [offset, count]. Token
+text is in the header alone and enters the page as text. What a person asks for comes back through `on_asked`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import streamlit as st
+from plotly.colors import sample_colorscale, unlabel_rgb
+
+from workbench import plots
+from workbench.plots.style import DIVERGING, SEQUENTIAL
+from workbench.views.attention import Choice, Seen, brightest, cell, short
+
+KEY = "attention_element"
+LONGEST = 24
+"""Characters of a token that travel."""
+HERE = Path(__file__).parent
+_element = st.components.v2.component(
+    "workbench_attention",
+    css=(HERE / "attention.css").read_text(encoding="utf-8"),
+    js=(HERE / "attention.js").read_text(encoding="utf-8"),
+)
+
+
+def draw(choice: Choice, found: list[Seen], said: str, on_asked: Callable[[dict[str, Any]], None]) -> None:
+    """Draw it; `on_asked` gets {"head": [layer, head]}, {"window": [first and last query, first and last key]},
+    {"whole": true} or {"lock": query or null} when a person asks for another head, window or held query."""
+
+    def asked() -> None:
+        state = st.session_state.get(KEY)
+        wish = None if state is None else state.get("asked")
+        if isinstance(wish, dict):
+            on_asked(wish)
+
+    _element(key=KEY, data=packed(choice, found, said), on_asked_change=asked)
+
+
+def packed(choice: Choice, found: list[Seen], said: str) -> bytes:
+    """Everything the element shows, as bytes; pictures in 8 bits of their brightest cell, maps in 16."""
+    room = Room()
+    header = {
+        "layer": choice.layer, "head": choice.head, "layers": choice.layers, "heads": choice.heads,
+        "whole": choice.scale == "one", "lock": choice.lock, "mean": choice.pool == "mean",
+        "minus": len(found) == 2 and choice.alike, "cell": cell(choice, found), "said": said,
+        "colours": {"sequential": room.add(table(SEQUENTIAL)), "diverging": room.add(table(DIVERGING)),
+                    "minus": plots.colour(plots.MINUS)},
+        "held": "" if choice.lock is None else short(choice.tokens[0][choice.lock], LONGEST),
+        "panels": [_panel(s, room) for s in found],
+    }  # fmt: skip
+    text = json.dumps(header, allow_nan=False).encode()
+    text += b" " * (-(len(text) + 4) % 4)
+    return len(text).to_bytes(4, "little") + text + b"".join(room.parts)
+
+
+class Room:
+    """Arrays one after another, each beginning at a multiple of four bytes."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def add(self, array: np.ndarray) -> list[int]:
+        """[offset, count] of an array."""
+        raw = np.ascontiguousarray(array).tobytes()
+        raw += b"\0" * (-len(raw) % 4)
+        place = [self.size, array.size]
+        self.parts.append(raw)
+        self.size += len(raw)
+        return place
+
+
+def _panel(seen: Seen, room: Room) -> dict[str, Any]:
+    window, overview = seen.window, seen.overview
+    tiles, rows = overview.tiles, overview.statistics
+    past = np.tril(np.ones(tiles.shape[-2:], dtype=bool))
+    lightest, top = _most(tiles), _most(window.weights)
+    shown = np.isfinite(window.weights)
+    return {
+        "title": seen.subject.title, "tag": seen.subject.tag, "colour": plots.colour(seen.subject.series),
+        "shape": list(tiles.shape), "brightest": lightest,
+        "tiles": room.add(np.round(tiles[..., past] * (255 / lightest)).astype(np.uint8)),
+        "entropy": [round(float(v), 4) for v in rows["normalised_entropy"]],
+        "keys_used": [round(float(v), 4) for v in rows["effective_keys"]],
+        "sink": [round(float(v), 4) for v in rows["sink_mass"]],
+        "evenly": {name: round(float(v), 4) for name, v in overview.uniform.items()},
+        "queries": window.queries, "keys": window.keys, "exact": window.exact, "top": top,
+        "scale": [brightest(tiles), brightest(window.weights, window.queries[0])],
+        "query_tokens": [short(seen.tokens[i], LONGEST) for i in window.queries[:-1]],
+        "key_tokens": [short(seen.tokens[i], LONGEST) for i in window.keys[:-1]],
+        "weights": room.add(np.round(window.weights[shown] * (65535 / top)).astype(np.uint16)),
+        "received": room.add(seen.received.astype(np.float32)), "received_evenly": room.add(seen.evenly.astype(np.float32)),
+        "row": None if seen.row is None else room.add(np.nan_to_num(seen.row, nan=-1.0).astype(np.float32)),
+    }  # fmt: skip
+
+
+def _most(weights: np.ndarray) -> float:
+    """The largest weight, 1 where there is none."""
+    shown = weights[np.isfinite(weights)]
+    return float(shown.max()) or 1.0 if shown.size else 1.0
+
+
+def table(scale: str) -> np.ndarray:
+    """256 colours of a plotly scale [256, 3]."""
+    return np.round([unlabel_rgb(c) for c in sample_colorscale(scale, 256)]).astype(np.uint8)

@@ -1,0 +1,177 @@
+"""Figures of one prompt's attention: small pictures of all heads, received attention, one query's row, numbers per head."""
+
+from __future__ import annotations
+
+import html as markup
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.plots.grids import MOST_TICKS, unique
+from workbench.plots.style import DIVERGING, GREY, MINUS, SEQUENTIAL, colour, dressed, label
+
+GAP = 0.06
+"""Between two pictures, as a share of one."""
+
+
+def tiles(
+    parts: Sequence[tuple[str, np.ndarray]], top: float = 1.0, title: str = "Attention of all heads", *, minus: bool = True
+) -> go.Figure:  # fmt: skip
+    """Pictures [layer, head, query, key] of one model, or of two on one scale with A - B on its own.
+
+    `top`: what the brightest colour stands for; `minus`: whether the two can be subtracted.
+    """
+    shown = list(parts)
+    if len(parts) == 2 and minus:
+        shown.append((MINUS, parts[0][1] - parts[1][1]))
+    figure = make_subplots(
+        1, len(shown), subplot_titles=[markup.escape(name) for name, _ in shown] if len(shown) > 1 else None,
+        horizontal_spacing=0.06,
+    )  # fmt: skip
+    for i, (name, found) in enumerate(shown):
+        L, H = found.shape[:2]
+        z, y, x = _montage(found)
+        figure.add_heatmap(
+            z=z, x=x, y=y, name=name, coloraxis="coloraxis2" if i == 2 else "coloraxis", hoverongaps=False,
+            hovertemplate=f"layer and head: %{{y:.1f}}, %{{x:.1f}}<br>%{{z:.3f}}<extra>{markup.escape(name)}</extra>",
+            row=1, col=i + 1,
+        )  # fmt: skip
+        every = max(1, -(-max(L, H) // MOST_TICKS))
+        for update, count, says in (
+            (figure.update_xaxes, H, "head"),
+            (figure.update_yaxes, L, "layer" if not i else ""),
+        ):
+            named = list(range(0, count, every))
+            update(title_text=says, tickvals=named, ticktext=[str(n) for n in named], showgrid=False, zeroline=False,
+                   row=1, col=i + 1)  # fmt: skip
+        figure.update_yaxes(autorange="reversed", row=1, col=i + 1)
+    L, H, rows, _ = max((f for _, f in parts), key=lambda f: f.shape[0]).shape
+    under = f"each picture: queries downwards, keys to the right, in at most {rows} steps; brighter: more attention goes there"
+    figure = dressed(figure, title, under, int(min(900, max(240, 760 / len(shown) * L / H))))
+    figure.update_layout(coloraxis=_bar(SEQUENTIAL, 0.0, top, "share of attention", 1.01))
+    if len(shown) == 3:
+        limit = float(np.nanmax(np.abs(shown[2][1]))) or 1.0
+        figure.update_layout(coloraxis2=_bar(DIVERGING, -limit, limit, MINUS, 1.09))
+    return figure
+
+
+def _montage(found: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All pictures as one map with blank gaps, and the places of its rows and columns in layers and heads."""
+    L, H, rows, columns = found.shape
+    room = np.full((L, H, rows + 1, columns + 1), np.nan, dtype=np.float32)
+    room[:, :, :rows, :columns] = found
+    z = room.transpose(0, 2, 1, 3).reshape(L * (rows + 1), H * (columns + 1))
+    return z, _places(L, rows), _places(H, columns)
+
+
+def _places(count: int, cells: int) -> np.ndarray:
+    """Middle of each cell where picture n spans n - 1/2 to n + 1/2, the gap at its end."""
+    inside = (np.arange(cells) + 0.5) / cells * (1 - GAP) - 0.5
+    return (np.arange(count)[:, None] + np.append(inside, 0.5 - GAP / 2)).ravel()
+
+
+def _bar(scale: str, low: float, high: float, says: str, x: float) -> dict[str, object]:
+    bar = {"title": {"text": says}, "thickness": 12, "x": x}
+    return {"colorscale": scale, "cmin": low, "cmax": high, "colorbar": bar}
+
+
+def received(lines: Sequence[tuple[str, Sequence[str], np.ndarray, np.ndarray]], under: str) -> go.Figure:
+    """Attention received by each key, (series, key names, received, the same if spread evenly), on a logarithmic axis.
+
+    Of two models, the second panel is the factor between them: A over B, which is their difference on this axis.
+    """
+    both = len(lines) == 2 and list(lines[0][1]) == list(lines[1][1])
+    figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
+    for series, names, values, _ in lines:
+        _line(figure, 1, unique([markup.escape(n) for n in names]), values, label(series), colour(series))
+    names, evenly = lines[0][1], lines[0][3]
+    _line(figure, 1, unique([markup.escape(n) for n in names]), evenly, "spread evenly", GREY, "dot")
+    if both:
+        x = unique([markup.escape(n) for n in names])
+        ratio = lines[0][2] / np.maximum(lines[1][2], 1e-12)
+        _line(figure, 2, x, ratio, "A over B", colour(MINUS))
+        figure.update_yaxes(title_text="A over B, factor", type="log", row=2, col=1)
+    every = max(1, -(-len(names) // MOST_TICKS))
+    figure.update_xaxes(tickvals=unique([markup.escape(n) for n in names])[::every], type="category", tickangle=-90)
+    figure.update_yaxes(title_text="queries per key", type="log", row=1, col=1)
+    figure.update_xaxes(title_text="key: where attention goes", row=2 if both else 1, col=1)
+    said = "as many queries as would look at nothing else; higher: a token that many look at"
+    return dressed(figure, "Received attention", f"{under}; {said}", 440 if both else 300)
+
+
+def _line(
+    figure: go.Figure, row: int, x: Sequence[str], y: np.ndarray, name: str, paint: str, dash: str = "solid"
+) -> None:
+    figure.add_scatter(
+        x=x, y=np.asarray(y, dtype=float), name=name, mode="lines", line={"color": paint, "dash": dash, "shape": "hvh"},
+        row=row, col=1,
+    )  # fmt: skip
+
+
+def row(bars: Sequence[tuple[str, Sequence[str], np.ndarray]], under: str, *, minus: bool = True) -> go.Figure:
+    """Where one query looks, (series, key names, weights); of two models on one scale, their difference beneath."""
+    both = minus and len(bars) == 2 and list(bars[0][1]) == list(bars[1][1])
+    figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
+    for series, names, weights in bars:
+        _bars(figure, 1, names, weights, label(series), colour(series))
+    if both:
+        _bars(figure, 2, bars[0][1], bars[0][2] - bars[1][2], MINUS, colour(MINUS))
+        figure.update_yaxes(title_text=MINUS, row=2, col=1)
+    names = unique([markup.escape(n) for n in bars[0][1]])
+    every = max(1, -(-len(names) // MOST_TICKS))
+    figure.update_xaxes(tickvals=names[::every], type="category", tickangle=-90)
+    figure.update_xaxes(title_text="key: where attention goes", row=2 if both else 1, col=1)
+    figure.update_yaxes(title_text="attention", rangemode="tozero", row=1, col=1)
+    return dressed(figure, "Where one query looks", markup.escape(under), 440 if both else 300)
+
+
+def _bars(figure: go.Figure, at: int, names: Sequence[str], values: np.ndarray, name: str, paint: str) -> None:
+    seen = np.isfinite(values)
+    x = np.array(unique([markup.escape(n) for n in names]), dtype=object)[seen]
+    figure.add_bar(x=x, y=np.asarray(values, dtype=float)[seen], name=name, marker_color=paint, row=at, col=1)
+
+
+def per_head(
+    parts: Sequence[tuple[str, pd.DataFrame, Mapping[str, float]]], names: Mapping[str, str], under: str
+) -> go.Figure:
+    """A dot for each head over layers, one panel a statistic; (series, a row for each head, the same if spread evenly).
+
+    Of two models, a second row of panels is A minus B, head by head.
+    """
+    both = len(parts) == 2
+    figure = make_subplots(
+        2 if both else 1, len(names), subplot_titles=list(names.values()), horizontal_spacing=0.06,
+        vertical_spacing=0.14, shared_xaxes=True,
+    )  # fmt: skip
+    for column, name in enumerate(names, start=1):
+        for i, (series, frame, evenly) in enumerate(parts):
+            _dots(figure, 1, column, frame, frame[name], label(series), colour(series), (i - 0.5) * 0.16 if both else 0)
+            if i == 0:
+                figure.add_hline(y=evenly[name], line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=column)
+        if both:
+            a, b = (frame.set_index(["layer", "head"])[name] for _, frame, _ in parts)
+            minus = (a - b).dropna().reset_index()
+            _dots(figure, 2, column, minus, minus[name], MINUS, colour(MINUS), 0)
+            figure.add_hline(y=0, line={"color": GREY, "dash": "dot", "width": 1}, row=2, col=column)
+        figure.update_xaxes(title_text="layer", dtick=max(1, len(set(parts[0][1]["layer"])) // 8), row=2 if both else 1,
+                            col=column)  # fmt: skip
+    figure.update_yaxes(rangemode="tozero", row=1)
+    if both:
+        figure.update_yaxes(title_text=MINUS, row=2, col=1)
+    figure = dressed(figure, "Numbers per head", f"{under}; dotted: if spread evenly", 420 if both else 260)
+    figure.update_annotations(font_size=11)
+    return figure
+
+
+def _dots(
+    figure: go.Figure, at: int, column: int, frame: pd.DataFrame, y: pd.Series, name: str, paint: str, shift: float
+) -> None:
+    figure.add_scatter(
+        x=frame["layer"] + shift + (frame["head"] - frame["head"].mean()) * 0.3 / max(1, frame["head"].nunique()), y=y,
+        mode="markers", marker={"color": paint, "size": 7, "opacity": 0.75}, name=name, showlegend=column == 1 and at == 1,
+        legendgroup=name, text=[f"layer {n}, head {h}" for n, h in zip(frame["layer"], frame["head"], strict=True)],
+        hovertemplate="%{text}<br>%{y:.4g}<extra></extra>", row=at, col=column,
+    )  # fmt: skip

@@ -1,0 +1,322 @@
+"""Where every head of a model looks in one prompt: all heads at once, one head's map and strips, numbers per head."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from workbench import plots
+from workbench.errors import BadData, UnknownName
+from workbench.plots import attention as figures
+from workbench.views.base import Drawing, view
+from workbench.views.link import Link
+from workbench.views.source import Source, Subject
+
+SCALES = {"brightest": "to the brightest after query 0", "one": "from 0 to 1"}
+POOLS = {"mean": "what all its keys get together", "max": "its largest weight"}
+CELLS, CELLS_BESIDE = 512, 384
+"""Most cells along an axis of a map: of one model, and of two beside each other where the prompt is longer."""
+TILES = 300_000
+"""Cells of all small pictures together; more heads get coarser ones."""
+BUCKETS = (64, 32, 16, 8)
+STATISTICS = {
+    "normalised_entropy": "entropy, share of its most",
+    "row_entropy": "entropy, nats",
+    "effective_keys": "effective keys",
+    "sink_mass": "attention to the first token",
+}
+EVENLY = "spread evenly"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What there is to choose from, and what is chosen."""
+
+    subjects: list[Subject]
+    text: str
+    tokens: list[list[str]]  # of each subject
+    layers: int  # that all subjects have
+    heads: int
+    layer: int
+    head: int
+    queries: tuple[int, int]  # first and last
+    keys: tuple[int, int]
+    lock: int | None  # the query whose row is held
+    scale: str
+    pool: str
+    branch: str | None  # whose keys alone; None: all that the layer sees
+    branches: list[str]
+
+    @property
+    def length(self) -> int:
+        """T, tokens of A's prompt."""
+        return len(self.tokens[0])
+
+    @property
+    def alike(self) -> bool:
+        """Whether all subjects read the same tokens, so that they can be subtracted."""
+        return all(t == self.tokens[0] for t in self.tokens)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One subject's attention, all heads and the chosen one."""
+
+    subject: Subject
+    tokens: list[str]
+    overview: Any
+    """`workbench.looks.attention.Overview`"""
+    window: Any
+    """`workbench.looks.attention.Window` of the chosen head"""
+    received: np.ndarray
+    """Attention that the positions of each column receive from all queries, mean over them [column], in queries."""
+    evenly: np.ndarray
+    """The same where every query spreads its attention evenly [column]."""
+    row: np.ndarray | None
+    """The held query's weights [column], NaN for its future."""
+
+
+def options(ask: Source, link: Link) -> Choice:
+    """The choices of a link, the absent ones at their defaults; raises `WorkbenchError` for what is not there."""
+    subjects, text = ask.subjects(link), ask.prompt(link)
+    tokens = [ask.tokens(s, text) for s in subjects]
+    T = len(tokens[0])
+    layers, heads = min(s.entry.n_layers for s in subjects), min(s.entry.n_heads for s in subjects)
+    layer = _index("layer", link.whole("layer", layers - 1), layers)
+    branches = ask.look("attention.keep", subjects[0], text).branches(layer)
+    branch = link.text("branch")
+    if branch is not None:
+        _known("set of keys", branch, branches)
+    lock = link.whole("lock")
+    return Choice(
+        subjects=subjects, text=text, tokens=tokens, layers=layers, heads=heads, layer=layer,
+        head=_index("head", link.whole("head", 0), heads),
+        queries=positions(link.text("queries"), T), keys=positions(link.text("keys"), T),
+        lock=None if lock is None else _index("position", lock, T),
+        scale=_known("scale", link.text("scale", "brightest"), SCALES),
+        pool=_known("pool", link.text("pool", "mean"), POOLS), branch=branch, branches=branches,
+    )  # fmt: skip
+
+
+def positions(text: str | None, T: int) -> tuple[int, int]:
+    """First and last position of `12-80`; all of them for None. Raises `BadData` for others and outside the prompt."""
+    if text is None:
+        return 0, T - 1
+    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+    first, last = (int(found[1]), int(found[2])) if found else (1, 0)
+    if not first <= last < T:
+        raise BadData(f"positions {text!r}: give the first and the last, like 0-{T - 1}, of this prompt's {T} tokens")
+    return first, last
+
+
+def _index(kind: str, value: int | None, count: int) -> int:
+    if value not in range(count):
+        raise UnknownName(kind, str(value), map(str, range(count)))
+    return int(value)  # type: ignore[arg-type]
+
+
+def _known(kind: str, name: str | None, choices: Any) -> str:
+    if name not in choices:
+        raise UnknownName(kind, str(name), choices)
+    return str(name)
+
+
+def seen(ask: Source, link: Link) -> tuple[Choice, list[Seen]]:
+    """What the page and all its figures show."""
+    choice = options(ask, link)
+    found = []
+    for i, (subject, tokens) in enumerate(zip(choice.subjects, choice.tokens, strict=True)):
+        overview = look(ask, choice, subject)
+        queries, keys = (_within(span, len(tokens)) for span in (choice.queries, choice.keys))
+        window = _window(ask, choice, i, queries, keys, choice.pool)
+        column = _window(ask, choice, i, (0, len(tokens)), keys, "mean")
+        row = None
+        if choice.lock is not None and choice.lock < len(tokens):
+            row = _window(ask, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
+        found.append(Seen(subject, tokens, overview, window, _received(column), _evenly(column, len(tokens)), row))
+    return choice, found
+
+
+def look(ask: Source, choice: Choice, subject: Subject) -> Any:
+    """The overview of a subject, its pictures as fine as all of them together allow."""
+    pictures = sum(s.entry.n_layers * s.entry.n_heads for s in choice.subjects)
+    fits = [b for b in BUCKETS if pictures * b * (b + 1) // 2 <= TILES]
+    return ask.look("attention.overview", subject, choice.text, buckets=fits[0] if fits else BUCKETS[-1])
+
+
+def _within(span: tuple[int, int], T: int) -> tuple[int, int]:
+    """First and behind the last of a span, of a prompt that may be shorter than A's."""
+    first = min(span[0], T - 1)
+    return first, max(first, min(span[1], T - 1)) + 1
+
+
+def _window(ask: Source, choice: Choice, i: int, queries: tuple[int, int], keys: tuple[int, int], pool: str) -> Any:
+    subject = choice.subjects[i]
+    branch = choice.branch
+    if branch is not None and i > 0:  # of the other model, where it has such keys
+        kept = ask.look("attention.keep", subject, choice.text)
+        branch = branch if branch in kept.branches(choice.layer) else None
+    most = CELLS if len(choice.subjects) == 1 or max(map(len, choice.tokens)) <= CELLS else CELLS_BESIDE
+    return ask.from_kept(
+        "attention.window", "attention.keep", subject, choice.text, layer=choice.layer, head=choice.head,
+        queries=queries, keys=keys, most=most, pool=pool, branch=branch,
+    )  # fmt: skip
+
+
+def _received(window: Any) -> np.ndarray:
+    """Column sums of a window of all queries, over the keys of each column."""
+    return np.nansum(window.weights * np.diff(window.queries)[:, None], 0) / np.diff(window.keys)
+
+
+def _evenly(window: Any, T: int) -> np.ndarray:
+    """The same under uniform causal attention: position j receives the sum over i >= j of 1 / (i + 1)."""
+    received = np.cumsum((1.0 / np.arange(1, T + 1))[::-1])[::-1]
+    first, last = window.keys[0], window.keys[-1]
+    return np.add.reduceat(received[first:last], np.array(window.keys[:-1]) - first) / np.diff(window.keys)
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def cells(edges: list[int], tokens: list[str]) -> list[str]:
+    """`12:·the` for a cell of one token, `12–43` for more."""
+    pairs = itertools.pairwise(edges)
+    return [f"{a}:{short(tokens[a])}" if b == a + 1 else f"{a}–{b - 1}" for a, b in pairs]
+
+
+def short(token: str, most: int = 12) -> str:
+    """A token, cut where it is long."""
+    return token if len(token) <= most else token[: most - 1] + "…"
+
+
+def where(choice: Choice, found: list[Seen]) -> str:
+    """Which head, and what a cell of its map is."""
+    of = "" if choice.branch is None else f", keys of {choice.branch} alone"
+    return f"layer {choice.layer}, head {choice.head}{of}; {cell(choice, found)}"
+
+
+def cell(choice: Choice, found: list[Seen]) -> str:
+    """What a cell of the map is."""
+    window = found[0].window
+    if window.exact:
+        return "each cell is one weight"
+    rows, columns = window.weights.shape
+    sizes = (window.queries[-1] - window.queries[0]) / rows, (window.keys[-1] - window.keys[0]) / columns
+    return f"a cell is about {sizes[0]:.0f} queries by {sizes[1]:.0f} keys: {POOLS[choice.pool]}"
+
+
+def _named(choice: Choice, found: list[Seen]) -> list[tuple[str, Seen]]:
+    return [(s.subject.title, s) for s in found]
+
+
+# ---- the views -------------------------------------------------------------------------------------------------------
+
+
+@view("attention")
+def overview(ask: Source, link: Link) -> Drawing:
+    """All layers and heads: a small picture of each head's attention, queries downwards, keys to the right."""
+    choice, found = seen(ask, link)
+    parts = [(title, s.overview.tiles) for title, s in _named(choice, found)]
+    alike = choice.alike and len({p[1].shape for p in parts}) == 1
+    top = 1.0 if choice.scale == "one" else max(brightest(tiles) for _, tiles in parts)
+    figure = figures.tiles(parts, top, minus=alike)
+    strongest = []
+    for title, s in _named(choice, found):
+        top = s.overview.statistics.sort_values("sink_mass").iloc[-1]
+        strongest.append(
+            f"{plain(title)}: most attention to the first token in layer {int(top['layer'])}, head {int(top['head'])} "
+            f"({top['sink_mass']:.2f} of it; {s.overview.uniform['sink_mass']:.2f} if spread evenly)"
+        )
+    return Drawing(figure, statistics(found), ". ".join(strongest) + ".")
+
+
+@view("attention")
+def weights(ask: Source, link: Link) -> Drawing:
+    """The map of one head: how much each token (row) attends to each earlier one (column)."""
+    choice, found = seen(ask, link)
+    parts = []
+    top = 1.0 if choice.scale == "one" else max(brightest(s.window.weights, s.window.queries[0]) for s in found)
+    for title, s in _named(choice, found):
+        rows, columns = cells(s.window.queries, s.tokens), cells(s.window.keys, s.tokens)
+        parts.append(
+            (
+                title,
+                plots.Grid(
+                    s.window.weights, rows, columns, "attention", "query: who attends", "key: where attention goes",
+                    span=(0.0, top), upward=False,
+                ),
+            )
+        )  # fmt: skip
+    figure = plots.grids(parts, "Attention", where(choice, found))
+    return Drawing(figure, plots.grid_table(parts))
+
+
+@view("attention")
+def received(ask: Source, link: Link) -> Drawing:
+    """How much attention each token receives from all that follow, beside attention that is spread evenly."""
+    choice, found = seen(ask, link)
+    lines = [(s.subject.series, cells(s.window.keys, s.tokens), s.received, s.evenly) for s in found]
+    figure = figures.received(lines, f"layer {choice.layer}, head {choice.head}; all queries of the prompt")
+    names = ("key", "received, queries", f"{EVENLY}, queries")
+    table = [
+        pd.DataFrame(dict(zip(names, line[1:], strict=True))).assign(model=s.subject.title)
+        for line, s in zip(lines, found, strict=True)
+    ]
+    return Drawing(figure, pd.concat(table, ignore_index=True)[["model", *names]])
+
+
+@view("attention")
+def query(ask: Source, link: Link) -> Drawing:
+    """Where one query looks: the held one, else the last of the window."""
+    link = link if link.text("lock") is not None else link.but(lock=options(ask, link).queries[1])
+    choice, found = seen(ask, link)
+    held = [s for s in found if s.row is not None]
+    bars = [(s.subject.series, cells(s.window.keys, s.tokens), s.row) for s in held]
+    at = int(choice.lock or 0)
+    under = f"query {at}: {short(choice.tokens[0][at])}; layer {choice.layer}, head {choice.head}"
+    figure = figures.row(bars, under, minus=choice.alike)
+    table = [
+        pd.DataFrame({"model": s.subject.title, "query": cells([at, at + 1], s.tokens)[0], "key": b[1], "attention": b[2]})
+        for s, b in zip(held, bars, strict=True)
+    ]  # fmt: skip
+    return Drawing(figure, pd.concat(table, ignore_index=True).dropna(subset=["attention"]))
+
+
+@view("attention")
+def numbers(ask: Source, link: Link) -> Drawing:
+    """Entropy, effective keys and attention to the first token, of each head, beside attention that is spread evenly."""
+    choice, found = seen(ask, link)
+    parts = [(s.subject.series, s.overview.statistics, s.overview.uniform) for s in found]
+    figure = figures.per_head(parts, STATISTICS, f"one prompt of {choice.length} tokens, mean over its queries")
+    return Drawing(figure, statistics(found))
+
+
+def statistics(found: list[Seen]) -> pd.DataFrame:
+    """A row for each head of each subject, and how it were with attention spread evenly; with two, A minus B."""
+    columns = ["model", "layer", "head", *STATISTICS]
+    rows = []
+    for s in found:
+        rows.append(s.overview.statistics.assign(model=s.subject.title))
+        rows.append(pd.DataFrame([s.overview.uniform | {"model": f"{s.subject.title}, {EVENLY}"}]))
+    if len(found) == 2:
+        a, b = (s.overview.statistics.set_index(["layer", "head"])[list(STATISTICS)] for s in found)
+        rows.append((a - b).dropna(how="all").reset_index().assign(model=plots.MINUS))
+    table = pd.concat(rows, ignore_index=True)[columns]
+    return table.astype({"layer": "Int64", "head": "Int64"})
+
+
+def brightest(weights: np.ndarray, first: int = 0) -> float:
+    """The largest weight [..., query, key] behind the first query of a prompt, which sees nothing but itself."""
+    rest = weights[..., 1:, :] if first == 0 and weights.shape[-2] > 1 else weights
+    seen = rest[np.isfinite(rest)]
+    return float(seen.max()) or 1.0 if seen.size else 1.0
+
+
+def plain(text: str) -> str:
+    """Any text as itself inside Markdown."""
+    return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(text.split()))
