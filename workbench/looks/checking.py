@@ -43,7 +43,7 @@ def check(model: HookedModel, ids: Any) -> pd.DataFrame:
         sums = [
             window(kept, layer, head, most=found.shape[1]).weights
             for layer in kept.layers
-            for head in range(len(kept.layers[layer][0].queries))
+            for head in range(len(kept.layers[layer][0].lse))
         ]
         return max(float(abs(torch.from_numpy(w).nan_to_num().sum(-1) - 1).max()) for w in sums)
 
@@ -54,7 +54,10 @@ def check(model: HookedModel, ids: Any) -> pd.DataFrame:
 
     checks = {
         "attention rows": (rows, "each row of attention sums to 1"),
-        "parts of the stream": (lambda: added("head"), "embedding, heads and MLPs add up to the stream that the final norm reads"),
+        "parts of the stream": (
+            lambda: added("head"),
+            "embedding, heads and MLPs add up to the stream that the final norm reads",
+        ),
         "value paths": (lambda: added("value_path"), "own, first and other values add up to the same"),
         "causality": (other_end, "a changed last token changes no earlier prediction"),
         "repeatability": (lambda: float((model(found) - logits).abs().max()) / size, "a second run gives the same"),

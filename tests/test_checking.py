@@ -1,0 +1,27 @@
+"""The self-check holds for every architecture, and notices a model that does not hold together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workbench.looks.checking import ROUNDING, check
+from workbench.models import ARCHITECTURES, build
+
+SHAPE = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 64, "n_ctx": 64}
+IDS = torch.randint(0, 64, (1, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_holds_together(name):
+    found = check(build(name, SHAPE, seed=0), IDS)
+    assert found["holds"].all(), found.to_string()
+    assert len(found) == 5
+
+
+def test_a_look_into_the_future_is_noticed():
+    model = build("transformer", SHAPE, seed=0)
+    with model.hooks([("blocks.1.hook_resid_post", lambda x, hook: x + x.mean(1, keepdim=True))]):
+        found = check(model, IDS).set_index("check")
+    assert found.loc["causality", "error"] > ROUNDING
+    assert not found.loc["causality", "holds"]
