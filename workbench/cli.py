@@ -553,7 +553,7 @@ def _terminated(*_: Any) -> None:
 
     for child in multiprocessing.active_children():
         os.kill(child.pid or 0, signal.SIGINT)
-    raise KeyboardInterrupt("ended")
+    raise KeyboardInterrupt("ended; the same command goes on from here")
 
 
 _standard = warnings.formatwarning
@@ -576,9 +576,11 @@ def main() -> None:
     except WorkbenchError as error:
         print(f"workbench: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt as stop:
-        print(f"workbench: {stop or 'stopped'}", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        stop = getattr(end.__context__, "__cause__", None)  # typer turns Ctrl-C into exit code 130 and says nothing
+        if isinstance(stop, KeyboardInterrupt):
+            print(f"workbench: {str(stop) or 'stopped; the same command goes on from here'}", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

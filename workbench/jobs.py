@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -55,9 +56,10 @@ def _run(
     done: Callable[[Job, BaseException | None], None],
     found: Callable[[Job, Any], None] | None,
 ) -> None:
+    heeding = functools.partial(_heeding, work)
     with pool:
         try:
-            futures: dict[Future[object], Job] = {pool.submit(work, job): job for job in plan}
+            futures: dict[Future[object], Job] = {pool.submit(heeding, job): job for job in plan}
             for future in as_completed(futures):
                 error = future.exception()
                 if isinstance(error, KeyboardInterrupt):  # a terminal's Ctrl-C reaches the workers too, often before us
@@ -71,12 +73,38 @@ def _run(
 
 
 def _pool(size: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(size, multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(
+        size, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, _note)
+    )
+
+
+_stopped = list[str]()
+
+
+def _note(*_: object) -> None:
+    """Ctrl-C while a process waits for a job: it takes no other, and says nothing."""
+    _stopped.append("Ctrl-C")
+
+
+def _heeding(work: Callable[[Job], object], job: Job) -> object:
+    """Call `work`, which Ctrl-C interrupts; jobs that were dealt out already are not begun after it."""
+    if _stopped:
+        raise KeyboardInterrupt
+    if signal.getsignal(signal.SIGINT) != _note:  # a thread of the first process, which hears for itself
+        return work(job)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return work(job)
+    except KeyboardInterrupt:
+        _note()
+        raise
+    finally:
+        signal.signal(signal.SIGINT, _note)
 
 
 def _alone(work: Callable[[Job], object], job: Job) -> object:
     with _pool(1) as pool:
-        return pool.submit(work, job).result()
+        return pool.submit(functools.partial(_heeding, work), job).result()
 
 
 @contextmanager

@@ -21,18 +21,21 @@ def against_loss(frame: pd.DataFrame) -> go.Figure:
         where = {"row": 1, "col": i + 1}
         mine = frame[frame["quantity"] == quantity].sort_values(["run", "step"])
         for architecture in ordered(mine["architecture"]):
-            name, last = label(architecture), True
+            name, look = label(architecture), colour(architecture)
+            figure.add_scatter(
+                x=[None], y=[None], mode="markers", name=name, marker={"color": look, "size": 9}, legendgroup=name,
+                showlegend=i == 0, hoverinfo="skip", **where,
+            )  # fmt: skip
             for _, rows in mine[mine["architecture"] == architecture].groupby("run"):
                 symbols = ["circle-open" if step == 0 else "circle" for step in rows["step"]]
                 figure.add_scatter(
                     x=rows["loss"].astype(float), y=rows["value"].astype(float), mode="lines+markers", name=name,
                     line={"color": pale(architecture, 0.35), "width": 1},
-                    marker={"color": colour(architecture), "size": [6] * (len(rows) - 1) + [10], "symbol": symbols},
-                    legendgroup=name, showlegend=last and i == 0, customdata=rows[["seed", "step"]].astype(str),
+                    marker={"color": look, "size": [6] * (len(rows) - 1) + [10], "symbol": symbols},
+                    legendgroup=name, showlegend=False, customdata=rows[["seed", "step"]].astype(str),
                     hovertemplate=f"{name}, seed %{{customdata[0]}}, step %{{customdata[1]}}<br>loss %{{x:.3f}}: %{{y:.3g}}"
                     "<extra></extra>", **where,
                 )  # fmt: skip
-                last = False
         figure.update_yaxes(title_text=axis_title(str(mine["unit"].iloc[0]), ""), **where)
         figure.update_xaxes(title_text="validation loss (nats), falling", autorange="reversed", **where)
     seeds = frame.groupby("architecture")["seed"].nunique()

@@ -1,0 +1,45 @@
+"""Concentration and similarity of every checkpoint beside its loss: the table and the figure, on planted runs."""
+
+import pytest
+from planted import LAST, evidence, losses, row, runs
+
+from workbench import plots
+from workbench.claims.concentration import against_loss
+
+
+def test_concentration_beside_the_loss_of_every_checkpoint():
+    """Deep layers 2 and 3 of 4 have deficits 0.2 and 0.4; the loss is measured at the end and read off training half way."""
+    made = runs("transformer", "neutreno", seeds=1)
+    other = runs("svformer", seeds=1, T=256)
+    rows = [
+        row(of, "importance_entropy", n / 10 if n < 3 else 0.4, layer=n, variant="deficit", step=step, unit="nats")
+        for of in made + other for step in (0, 50, LAST) for n in range(4)
+    ]  # fmt: skip
+    rows += [
+        row(of, "sink_mass", 0.1 + 0.5 * h, layer=1, head=h, step=LAST, unit="share") for of in made for h in (0, 1)
+    ]
+    rows += [row(made[0], "loss", 2.0, step=LAST)]
+    found = against_loss(evidence(made + other, rows, losses(made, lambda of: 3.0)), [made[0]["run"]])
+    assert set(found["run"]) == {of["run"] for of in made}, "all models of the setting, and no other setting's"
+    assert set(found["quantity"]) == {"entropy deficit, deep layers", "sink mass, strongest head"}, (
+        "nothing was said of similarity"
+    )
+    mine = found[found["run"] == made[0]["run"]].set_index(["quantity", "step"])
+    deficit = mine.loc["entropy deficit, deep layers"]
+    assert deficit["value"].tolist() == pytest.approx([0.3] * 3)
+    assert deficit["loss"].tolist() == pytest.approx([6.0, 5.0, 2.0]), (
+        "6 and 4 at steps 0 and 100; measured 2 at the end"
+    )
+    assert mine.loc[("sink mass, strongest head", LAST), "value"] == pytest.approx(0.6)
+    assert against_loss(evidence([], []), []).empty
+
+
+def test_checkpoints_against_the_loss_are_drawn_run_by_run():
+    made = runs("transformer", "neutreno", seeds=2)
+    rows = [row(of, "sink_mass", 0.1, layer=1, head=0, step=s, unit="share") for of in made for s in (0, 100, LAST)]
+    figure = plots.against_loss(against_loss(evidence(made, rows, losses(made, lambda of: 3.0)), [made[0]["run"]]))
+    drawn = [trace for trace in figure.data if trace.x[0] is not None]
+    assert [len(trace.x) for trace in drawn] == [3] * 4
+    assert [trace.marker.symbol[0] for trace in drawn] == ["circle-open"] * 4, "random init"
+    assert {trace.marker.color for trace in drawn} == {plots.colour("transformer"), plots.colour("neutreno")}
+    assert [t.name for t in figure.data if t.showlegend] == [plots.label("transformer"), plots.label("neutreno")]

@@ -1,0 +1,116 @@
+"""What really killed processes leave behind: whole files, nothing measured twice, nothing lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+
+from analyses.common import QUICK_MODEL, quick_runs
+from workbench.config import TrainConfig
+from workbench.data import RepeatedData
+from workbench.jobs import run_jobs, time_left
+from workbench.training import train
+
+SERIES = TrainConfig(
+    steps=24, batch=4, T=64, warmup=1, validate_every=24, save_every=2, log_every=8, validation_sequences=4
+)
+
+
+def started(*command):
+    """A command in a process group of its own, as a terminal starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "workbench.cli", *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def kept(runs):
+    """Files of records, and when each was written."""
+    files = [p for run in runs for p in (run / "records").glob("*.parquet") if "samples" not in p.name]
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+def killed(process, runs, how, least):
+    """Send a signal to the whole group once so many files of records stand; what the process said last."""
+    end = time.monotonic() + 200
+    while len(kept(runs)) < least and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()
+    os.killpg(process.pid, how)
+    return process.communicate(timeout=100)
+
+
+def test_time_left_does_not_count_what_was_there_already():
+    """Two steps that really ran took 3 s on average; the hundredths of a second of the others say nothing of the rest."""
+    assert time_left([0.01, 2.0, 0.02, 4.0], 5) == ", about 15 s left"
+    assert time_left([2.0], 0) == ""
+    assert time_left([], 3) == ""
+
+
+def test_what_jobs_return_is_heard(tmp_path):
+    heard, ended = {}, []
+    run_jobs(len, ["a", "bb"], 1, lambda job, error: ended.append((job, error)), heard.__setitem__)
+    assert heard == {"a": 1, "bb": 2}
+    assert ended == [("a", None), ("bb", None)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_killed_series_goes_on_where_it_was(tmp_path, how):
+    run = train(
+        "resformer", RepeatedData(64), name="r", runs=tmp_path, model=QUICK_MODEL.replace(d_vocab=64), train=SERIES, device="cpu"
+    )  # fmt: skip
+    command = [
+        "measure",
+        run.path,
+        "-m",
+        "layer_similarity",
+        "-m",
+        "sublayer_removal",
+        "--steps",
+        "all",
+        "--n",
+        "256",
+        "--json",
+    ]
+    process = started(*command)
+    _, errors = killed(process, [run.path], how, 2)
+    assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert "Traceback" not in errors
+    if how == signal.SIGINT:
+        assert "stopped; the same command goes on from here" in errors
+    before = kept([run.path])
+    assert 2 <= len(before) < len(run.steps)
+    again = started(*command)
+    told, errors = again.communicate(timeout=250)
+    assert again.returncode == 0, errors
+    after = kept([run.path])
+    assert {path: after[path] for path in before} == before, "nothing is measured twice"
+    assert pd.DataFrame(json.loads(told)).groupby("metric")["step"].nunique().to_dict() == {
+        "layer_similarity": len(run.steps), "sublayer_removal": len(run.steps),
+    }  # fmt: skip
+    assert not list((run.path / "records").glob("*.part")) or how == signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_ends_an_analysis_with_one_sentence_and_it_goes_on(tmp_path):
+    runs = quick_runs(tmp_path / "runs", ("transformer", "resformer", "svformer"))
+    command = ["analyze", *runs, "--out", tmp_path / "out", "--n", "16", "--workers", "2"]
+    process = started(*command)
+    said, errors = killed(process, runs, signal.SIGINT, 1)
+    assert process.returncode == 130
+    assert errors.strip().splitlines()[-1] == "workbench: stopped; the same command goes on from here"
+    assert "Traceback" not in errors
+    assert not said
+    before = kept(runs)
+    again = started(*command)
+    told, errors = again.communicate(timeout=280)
+    assert again.returncode == 0, errors
+    assert "lower_loss: unresolved" in told
+    assert set(before) <= set(kept(runs))
+    assert (tmp_path / "out" / "claims.html").exists()
