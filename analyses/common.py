@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from workbench.claims.base import Undecided
 from workbench.config import ModelConfig, TrainConfig
 from workbench.console import say, table
 from workbench.data import RepeatedData, prepare
+from workbench.errors import WorkbenchError
 from workbench.files import digest, write_text
 from workbench.results import write_parquet
 from workbench.runs import CORPORA, runs_folder
@@ -46,6 +48,24 @@ def answer(
     of the quick form, trained for a few steps to see that everything works; its verdicts mean nothing.
     """
     given = _arguments(question)
+    try:
+        _answer(name, claims, ours, quick, task, given)
+    except WorkbenchError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{name}: stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+
+
+def _answer(
+    name: str,
+    claims: Sequence[str],
+    ours: Callable[[Evidence], pd.DataFrame],
+    quick: Sequence[Model],
+    task: str,
+    given: argparse.Namespace,
+) -> None:
     with tempfile.TemporaryDirectory() as spare:
         paths = given.paths or [given.runs]
         if given.quick:

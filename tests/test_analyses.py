@@ -63,6 +63,16 @@ def test_script_in_its_quick_form(name, shared, tmp_path, monkeypatch, capsys):
     assert "plotly" in (tmp_path / f"{name}.html").read_text().lower()
 
 
+def test_a_script_without_runs_says_so_in_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["concentration", str(tmp_path), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("analyses.concentration").main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("concentration: no finished run at ")
+    assert said.count("\n") == 1
+
+
 def test_scripts_cover_every_claim_once():
     asked = [claim for name in SCRIPTS for claim in importlib.import_module(f"analyses.{name}").CLAIMS]
     assert sorted(asked) == sorted(CLAIMS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -35,6 +35,9 @@ def write_page(analysis: Analysis, out: Path, command: str) -> Path:
     script = True
     for question, asked in QUESTIONS.items():
         group = [j for j in analysis.judged if j.claim.question == question and j.verdict.status in DECIDED]
+        group.sort(
+            key=lambda j: DECIDED.index(j.verdict.status) == len(DECIDED) - 1
+        )  # what the runs decide before what they leave open
         if group:
             parts.append(f"<h2>{html.escape(asked)}</h2>")
         for j in group:
@@ -54,8 +57,11 @@ def _summary(analysis: Analysis) -> str:
     of = f"{len(runs)} runs of {runs['model'].nunique()} models" if len(runs) else "No run"
     return (
         f"<p>{of}; {len(analysis.judged)} claims: {told}.</p>"
-        '<p class="small">Brackets are 95 % intervals: over seeds Student\'s t of paired differences, over documents within one model. '
-        "A difference whose interval contains 0 is unresolved, whatever its size; so is one with fewer than three seeds.</p>"
+        '<p class="small">A claim is <b>supported</b> or <b>refuted</b> where the numbers leave no other reading; it is '
+        "<b>unresolved</b> where chance explains them as well: where the interval of a difference contains 0, whatever its size, or "
+        "where fewer than three seeds were trained. A seed is one training from one random start. Numbers in brackets are 95 % "
+        "intervals, over seeds (Student's t of differences within each seed) or, within one model, over documents. A nat is the unit "
+        "of the loss: 0.01 nats less means that the right next token gets about 1 % more probability.</p>"
     )
 
 
@@ -74,11 +80,15 @@ def _article(j: Judged, script: bool) -> str:
 
 def _facts(j: Judged) -> str:
     claim = j.claim
-    told = {
-        **({"Runs": f"{len(j.verdict.runs)}: {j.verdict.setting}"} if j.verdict.runs else {}),
-        "Published": claim.published, "Supported by": claim.supports, "Refuted by": claim.refutes, "Checkable at": claim.scale,
-        "Source": claim.source,
-    }  # fmt: skip
+    front = {
+        **({"These runs": f"{len(j.verdict.runs)}: {j.verdict.setting}"} if j.verdict.runs else {}),
+        "Published": claim.published,
+    }
+    rules = {"Supported if": claim.supports, "Refuted if": claim.refutes, "Needs": claim.scale, "Source": claim.source}
+    return f"{_list(front)}<details><summary>how it is judged</summary>{_list(rules)}</details>"
+
+
+def _list(told: Mapping[str, str]) -> str:
     return f"<dl>{''.join(f'<dt>{k}</dt><dd>{html.escape(v)}</dd>' for k, v in told.items())}</dl>"
 
 
@@ -94,7 +104,7 @@ def _folded(judged: Sequence[Judged]) -> str:
     if not rest:
         return ""
     told = "".join(_article(Judged(j.claim, j.verdict), script=False) for j in rest)
-    return f"<h2>Not decided here</h2><details><summary>{len(rest)} claims and why</summary>{told}</details>"
+    return f"<h2>Not decided here</h2><details><summary>{len(rest)} claims, and what each would need</summary>{told}</details>"
 
 
 def _provenance(analysis: Analysis, command: str) -> str:

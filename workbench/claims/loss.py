@@ -242,7 +242,7 @@ def ahead_of_relatives(evidence: Evidence) -> Verdict:
     group = text.comparable(RESFORMERS, ("neutreno", "denseformer"))
     model = group.named(RESFORMERS)
     losses = group.losses()
-    found = {
+    found: dict[str, Interval] = {
         name: group.difference(losses, model, name) for name in ("neutreno", "denseformer") if name in group.models
     }
     statuses: list[Status] = []
@@ -251,12 +251,12 @@ def ahead_of_relatives(evidence: Evidence) -> Verdict:
         saved, (tuned, rates) = steps_saved(group, model, name), tuned_difference(text, model, name)
         statuses.append(_at_best(status_of(i, -1), tuned, rates))
         best = f", each at its best of {rates} learning rates {tuned}" if rates > 1 else ""
-        parts.append(f"- {name_of(name)}: {i}{few(i)}{best}{_reached(saved, name)}")
+        parts.append(f"minus {name_of(name)} {i} nats{few(i)}{best}{_reached(saved, name)}")
         table |= {f"{name}, best of {rates} learning rates": tuned, f"{name}, share of steps saved": saved}
     told, status = "; ".join(parts), joined(statuses)
     if len(found) < 2:
         (missing,) = {"neutreno", "denseformer"} - set(found)
         status, told = "unresolved" if status == "supported" else status, f"{told}; {name_of(missing)} is missing"
     depth = int(group.runs["n_layers"].max())
-    sentence = f"{name_of(model)}, nats: {told}; at {depth} layers (published at 8 and more)."
+    sentence = f"Loss of {name_of(model)} {told}; at {depth} layers (published at 8 and more)."
     return Verdict(status, sentence, table_of(table))
