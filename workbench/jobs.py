@@ -96,7 +96,7 @@ def _heeding(work: Callable[[Job], object], job: Job) -> object:
     try:
         return work(job)
     except KeyboardInterrupt:
-        _note()
+        _stopped.append("Ctrl-C")
         raise
     finally:
         signal.signal(signal.SIGINT, _note)
