@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -201,11 +202,13 @@ def gather(run: Run, wanted: dict[int, tuple[str, ...]], *, data: Any = None, n:
             try:
                 frames.append(measure(run, together, data, steps=[step], n=min(n, most)))
             except WorkbenchError:
+                failed: dict[str, list[str]] = {}
                 for name in together:  # one of them does not work here: which?
                     try:
                         frames.append(measure(run, name, data, steps=[step], n=min(n, most)))
                     except WorkbenchError as error:
-                        problems.append(f"{name} at step {step}: {error}")
+                        failed.setdefault(str(error), []).append(name)
+                problems += [f"{', '.join(names)} at step {step}: {error}" for error, names in failed.items()]
     frame = pd.concat(frames, ignore_index=True)
     return frame, _samples(run, frame), problems
 
@@ -418,7 +421,8 @@ def _both(frame: pd.DataFrame, path: Path) -> list[Path]:
     return [path.with_suffix(".csv"), path.with_suffix(".parquet")]
 
 
-WIDTH = 1200  # pixels of a drawn figure
+WIDTH, MARGINS = 1200, 16  # pixels of a drawn figure, and of its page's margins
+NO_BUTTONS = '"displaylogo": false', '"displaylogo": false, "displayModeBar": false'
 
 
 def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
@@ -429,17 +433,19 @@ def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool
     from workbench.browser import picture, vector
 
     written = []
-    drawn = {j.claim.name: j for j in analysis.judged if j.figure is not None}
-    for name, j in drawn.items():
+    drawn = [(j.claim.name, j.figure, j.shown) for j in analysis.judged if j.figure is not None]
+    for name, figure, rows in drawn:
         page = out / "figures" / f"{name}.html"
-        write_text(page, plots.html(j.figure, whole=True))
-        written += [page, *_both(j.shown, page.with_suffix(""))]
-    for name, j in drawn.items():
+        write_text(page, plots.html(figure, whole=True))
+        written += [page, *_both(rows, page.with_suffix(""))]
+    for name, figure, _ in drawn:
         page = out / "figures" / f"{name}.html"
-        height = int(j.figure.layout.height or 500)
+        height = int(figure.layout.height or 500)
         if png:
-            margins = 16
-            written.append(picture(page, page.with_suffix(".png"), width=WIDTH, height=height + margins))
+            with tempfile.TemporaryDirectory() as spare:
+                still = Path(spare) / page.name
+                still.write_text(plots.html(figure, whole=True).replace(*NO_BUTTONS), encoding="utf-8")
+                written.append(picture(still, page.with_suffix(".png"), width=WIDTH, height=height + MARGINS))
         if svg:
             whole = page.read_text(encoding="utf-8")
             written.append(vector(whole, page.with_suffix(".svg"), width=WIDTH, height=height))
