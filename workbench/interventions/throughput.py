@@ -52,7 +52,7 @@ def throughput(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[
     device = model.embed.weight.device
     most = max(1, MOST_TOKENS.get(device.type, MOST_ELSEWHERE) // sample.ids.shape[1])
     ids = sample.ids[:most].to(device)
-    works = {None: _works(model, ids)}
+    works: dict[str | None, dict[str, Work]] = {None: _works(model, ids)}
     if not hasattr(model, "foreign"):
         works["vanilla"] = _works(build("transformer", model.config, dtype=model.embed.weight.dtype).to(device), ids)
     for part, mine in works[None].items():

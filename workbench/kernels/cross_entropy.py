@@ -53,7 +53,7 @@ def cross_entropy(
     if torch.is_autocast_enabled(device):
         x, weight = (t.to(torch.get_autocast_dtype(device)) for t in (x, weight))
     rows = chunk or max(FEWEST, CHUNK // len(weight))
-    return _Chunked.apply(x, weight, targets, rows)  # type: ignore[no-any-return, no-untyped-call]
+    return _Chunked.apply(x, weight, targets, rows)
 
 
 class _Chunked(torch.autograd.Function):
