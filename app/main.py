@@ -42,8 +42,8 @@ def _problems() -> None:
         st.caption(f"{len(found.entries)} runs in {url.plain(root())}")
     if problems:
         with st.expander(f"{len(problems)} folders here could not be read as runs", icon=":material/folder_off:"):
-            found = pd.DataFrame({"folder": list(problems), "what is wrong": list(problems.values())})
-            st.dataframe(found, hide_index=True, width="stretch", alt="Folders that could not be read")
+            table = pd.DataFrame({"folder": list(problems), "what is wrong": list(problems.values())})
+            st.dataframe(table, hide_index=True, width="stretch", alt="Folders that could not be read")
 
 
 main()

@@ -111,7 +111,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
-    common = {
+    common: dict[str, Any] = {
         "name": run.name, "path": str(run.path), "stamp": stamp, "architecture": run.architecture, "seed": run.seed,
         "options": dict(run.info.get("options") or {}), "measured": metrics_of([run.path]),
     }  # fmt: skip
@@ -161,7 +161,8 @@ def _read(root: Path) -> Catalogue:
         if kept["version"] != VERSION or kept["folder"] != str(root):
             return nothing
         tuples = ("stamp", "steps", "measured")
-        entries = [Entry(**{k: tuple(v) if k in tuples else v for k, v in row.items()}) for row in kept["entries"]]
+        rows: list[dict[str, Any]] = kept["entries"]
+        entries = [Entry(**{k: tuple(v) if k in tuples else v for k, v in row.items()}) for row in rows]
     except DAMAGE:
         return nothing
     inside = [e for e in entries if Path(e.path).parent == root and Path(e.path).name == e.name]

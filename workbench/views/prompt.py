@@ -254,7 +254,7 @@ def _bars(parts: Sequence[tuple[str, str, pd.DataFrame]]) -> go.Figure:
     return figure.update_yaxes(autorange="reversed", type="category")
 
 
-def _part(row: dict[str, Any]) -> str:
+def _part(row: dict[Any, Any]) -> str:
     """A part in words: `embedding`, `attention 2`, `MLP 3`, `layer 2 head 1, first`."""
     at = "" if pd.isna(row["layer"]) else f" {int(row['layer'])}"
     if row["part"] == "embed":
