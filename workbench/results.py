@@ -82,6 +82,24 @@ def _keys(frame: pd.DataFrame) -> pd.Series:
     return frame["provenance"].map({text: json.loads(text)["key"] for text in frame["provenance"].unique()})
 
 
+def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of each run and measure the records taken on one sample: the latest step's, then most steps, then most documents.
+
+    A run that was measured on 32 and on 64 documents has records of both, which must not be averaged.
+    """
+    facts = {text: json.loads(text) for text in frame["provenance"].dropna().unique()}
+    told = {text: f"{fact.get('data', '')} {fact.get('metric', '')}" for text, fact in facts.items()}
+    keyed = frame.assign(sample=frame["provenance"].map(told).fillna(""))
+    found = keyed.groupby(["run", "metric", "sample"], as_index=False, dropna=False).agg(
+        last=("step", "max"), steps=("step", "nunique"), n=("n", "max")
+    )
+    best = found.sort_values(["last", "steps", "n", "sample"]).drop_duplicates(["run", "metric"], keep="last")
+    if len(best) == len(found):
+        return frame
+    kept = keyed.reset_index(names="row").merge(best[["run", "metric", "sample"]], on=["run", "metric", "sample"])
+    return frame.loc[kept["row"]].reset_index(drop=True)
+
+
 class Store:
     """Measured records in a folder, content-addressed by weights, data, metric and options.
 

@@ -145,25 +145,43 @@ def xray(
     )
 
 
+QUESTIONS = {
+    "concentration": "Does attention concentrate, and where?",
+    "sinks": "Are sinks drained?",
+    "token_share": "How much of the deep values is only the token?",
+    "residual": "Would a value residual help here?",
+}
+SENTENCES = {"concentration": concentration, "sinks": sinks, "token_share": token_share, "residual": residual}
+
+
 def answers(frame: pd.DataFrame) -> list[Answer]:
     """The four answers from records of one model, at its last step and, where there, at step 0."""
-    last = frame[frame["step"].isna() | (frame["step"] == frame["step"].max())]
-    parts = last[(last["metric"] == "concentration_parts")]
-    sink = last[last["metric"].isin(["sink_mass"]) & last["variant"].isna()]
-    drain = last[(last["metric"] == "value_drain") & (last["site"] == _values(last)) & last["variant"].isna()]
-    shares = frame[(frame["metric"] == "token_identity_share") & (frame["site"] == _values(frame))]
-    replaced = last[(last["metric"] == "value_ablation")]
     return [
-        Answer("Does attention concentrate, and where?", concentration(frame), plots.concentration(parts), parts),
-        Answer("Are sinks drained?", sinks(frame), plots.sinks(sink, drain), pd.concat([sink, drain])),
-        Answer(
-            "How much of the deep values is only the token?",
-            token_share(frame),
-            plots.plot(shares, form="profile"),
-            shares,
-        ),
-        Answer("Would a value residual help here?", residual(frame), plots.ablation(replaced), replaced),
+        Answer(question, SENTENCES[name](frame), drawn(name, rows_of(name, frame)), rows_of(name, frame))
+        for name, question in QUESTIONS.items()
     ]
+
+
+def rows_of(name: str, frame: pd.DataFrame) -> pd.DataFrame:
+    """The records behind a question's picture: at the last step, the shares also at step 0."""
+    last = frame[frame["step"].isna() | (frame["step"] == frame["step"].max())]
+    if name == "concentration":
+        return last[last["metric"] == "concentration_parts"]
+    if name == "sinks":
+        drain = (last["metric"] == "value_drain") & (last["site"] == _values(last)) & last["variant"].isna()
+        return pd.concat([last[(last["metric"] == "sink_mass") & last["variant"].isna()], last[drain]])
+    if name == "token_share":
+        return frame[(frame["metric"] == "token_identity_share") & (frame["site"] == _values(frame))]
+    return last[last["metric"] == "value_ablation"]
+
+
+def drawn(name: str, rows: pd.DataFrame) -> go.Figure:
+    """A question's picture, of one model's rows or of a difference of two."""
+    if name == "sinks":
+        return plots.sinks(rows[rows["metric"] == "sink_mass"], rows[rows["metric"] == "value_drain"])
+    if name == "token_share":
+        return plots.plot(rows, form="profile")
+    return plots.concentration(rows) if name == "concentration" else plots.ablation(rows)
 
 
 def _values(frame: pd.DataFrame) -> str:

@@ -1,191 +1,199 @@
-"""Start: what the demo asked, what came out, and what this size cannot tell."""
+"""Start: one model at a glance, what is in the folder, what its runs decide, and the demo's story; then what to click next."""
 
 from __future__ import annotations
 
-import pandas as pd
 import streamlit as st
 
-from app import state, url
-from workbench import findings, plots
+from app import jobs, url
+from app.demo import story
+from app.shell import page, show
+from app.source import root, source
+from workbench.errors import WorkbenchError
+from workbench.views import Link, Subject, start
+from workbench.xrays import QUESTIONS
 
-WORDS = """
-A transformer reads a text as *tokens*, pieces of words. In each layer, *attention* lets every token gather from the tokens
-before it: the attention *weight* says how much it takes from each, the *value* is what it takes. Deep layers normally see
-only values that have been mixed many times. A **value residual** is a shortcut: it hands the first layer's values, made from
-the bare tokens, to the deep layers as well. The models here are small, trained on your machine, and differ in little else:
-"""
-MODELS = {
-    "transformer": "the ordinary model, no shortcut",
-    "resformer": "each layer mixes its own values half and half with the first layer's",
-    "resformer_constant": "the same, with the first layer's values counted twice",
-    "resformer_learnable": "the same, and training finds how much of each",
-    "resformer_learnable_plus": "the same, and the layers compete for one trained total",
-    "resformer_sparse": "only the last layers mix in the first layer's values, and strongly",
-    "resformer_dense": "each layer adds up the values of all layers before it, in trained amounts",
-    "svformer": "each layer uses the first layer's values and has none of its own",
-    "neutreno": "each layer's attention output is pulled towards the first layer's values",
-    "denseformer": "each layer reads a learned average of all earlier layers, not values in particular",
-    "gqa": "two heads share each set of keys and values, to save memory",
-    "mqa": "all heads share one set of keys and values, to save memory",
-    "cla": "every second layer uses the keys and values of the layer before it, to save memory",
-    "share_q": "a control: every second layer uses the *queries* of the layer before it",
-    "share_k": "a control: every second layer uses the *keys* of the layer before it",
-    "share_v": "a control: every second layer uses the *values* of the layer before it",
-    "cross_layer": "each layer also attends to the keys and values of the layer before it, at twice the work",
-    "cross_layer_all": "each layer also attends to the keys and values of all layers before it",
-    "same_key": "each layer averages the values of all layers so far",
-    "identity_map": "a control: earlier layers' values are added at their own place, past the attention",
-    "residual_q": "a control: the same shortcut on the *queries*, which ask",
-    "residual_k": "a control: the same shortcut on the *keys*, which decide where attention goes",
-    "residual_attention": "a control: the same shortcut on the attention *weights*",
-    "residual_hidden": "a control: the bare tokens are added again to what each layer reads",
-    "value_embedding": "the first and last layers add a learned value for each token",
-    "bank_of_values": "the last layers look their values up in a table, one for each token",
-    "gated_attention": "each layer decides from its input how much of its attention output to let through",
-    "cut_skip": "a control: nothing passes by the first layer, so only the shortcut could carry the bare tokens",
-    "resformer+neutreno": "the mixed values of ResFormer and the pull of NeuTRENO together",
-    "resformer+denseformer": "the mixed values of ResFormer and the averages of DenseFormer together",
-    "svformer+gqa": "the first layer's values everywhere, and four heads share each set of keys and values",
-    "svformer+cla": "the first layer's values everywhere, and pairs of layers share their keys",
+ABOUT = (
+    "How transformers use **values** (what attention carries from word to word) and what a shortcut for them changes. Choose a model "
+    "on the left; every page shows that one, or two side by side."
+)
+NEXT = {
+    "training": ("Training", ":material/trending_down:", "Which model predicts better, and from when on?"),
+    "depth": ("Depth", ":material/layers:", "Any measure layer by layer, before and after training"),
+    "attention": ("Attention", ":material/grid_on:", "Where does every head look?"),
+    "prompt": ("Prompt", ":material/chat:", "Type a text: what is read, kept and predicted?"),
+    "intervene": ("Intervene", ":material/build:", "Change something inside and see what follows"),
 }
+LIVE = 2  # seconds between looks at a demo that runs
 
 
 def draw() -> None:
-    st.title("What does a shortcut for values change?")
-    entries, _ = state.listing()
-    if not entries:
-        st.info("No trained models here yet. In the project's folder, run this; the page fills as results arrive:")
-        st.code("make demo", language="bash")
-        st.caption(f"Looked in {url.plain(state.root())}; another folder: `workbench app --runs DIR`.")
-        st.button("Look again", icon=":material/refresh:")
-        return
-    st.markdown(WORDS)
-    here = {e.architecture for e in entries}
-    st.markdown("\n".join(f"- **{state.name_of(name)}**: {about}." for name, about in MODELS.items() if name in here))
-    status = state.demo_status()
-    live = bool(status and status["running"])
-    has_maps = _attention_runs() != []
-    st.fragment(_live, run_every=2 if live else None)(live, has_maps)
-    _attention()
-    _limits()
-    st.subheader("Where to go next")
-    for page, title, icon in (
-        ("xray", "X-ray: four questions about one model, answered", ":material/radiology:"),
-        ("training", "Training: which model predicts better, seed by seed", ":material/trending_down:"),
-        ("depth", "Depth: any measure, layer by layer, before and after training", ":material/layers:"),
-        ("prompt", "Prompt: type a text and compare two models on it", ":material/chat:"),
-    ):
-        url.link(f"views/{page}.py", title, icon)
+    page("start", "Start", ABOUT, _body)
+    if not source().catalogue().entries:
+        st.fragment(_first_run, run_every=LIVE)()
 
 
-def _live(was_live: bool, had_maps: bool) -> None:
-    """The two experiments; drawn anew every two seconds while the demo runs."""
-    status = state.demo_status()
-    if status and not status["finished"]:
-        left = f", about {status['left_s']:.0f} s left" if status["left_s"] is not None and status["running"] else ""
-        st.progress(
-            min(1.0, status["ready"] / max(status["planned"], 1)),
-            f"{status['ready']} of {status['planned']} models ready{left}",
-        )
-        if not status["running"]:
-            st.warning("The demo stopped before its end. `make demo` goes on where it was.")
-    for name, error in (status or {"failed": {}})["failed"].items():
-        st.warning(f"{url.plain(name)} failed: {url.plain(error)}")
-    if was_live and (not (status and status["running"]) or (not had_maps and _attention_runs())):
+def _first_run() -> None:
+    """Look again until there is a run, where a demo is on its way."""
+    found = start.demo(root())
+    if source().catalogue().entries:
         st.rerun()
-    runs = state.demo_runs("race")
-    st.header("1. The race to copying")
+    if found and found.running:
+        st.caption("The demo has begun; its first model appears here within a minute.")
+
+
+def _body(link: Link) -> None:
+    ask = source()
+    found = start.demo(ask.folder)
+    first = "demo" if (found and found.running) or start.only_demo(ask) else "model"
+    parts = [p for p in start.SHOWN if p != "demo" or found or start.racers(ask)]
+    shown = url.segments("Part", "show", parts, first, show=start.SHOWN.__getitem__)
+    {"model": _model, "here": _here, "verdicts": _verdicts, "demo": story}[shown](link.but(show=shown))
+    st.subheader("Where to go next")
+    for column, (name, (title, icon, about)) in zip(st.columns(len(NEXT)), NEXT.items(), strict=True):
+        with column:
+            url.link(name, title, icon)
+            st.caption(about)
+
+
+# ---- this model ------------------------------------------------------------------------------------------------------
+
+
+def _model(link: Link) -> None:
+    ask = source()
+    subjects = ask.subjects(link)
+    names = " and ".join(f"**{url.plain(s.title)}**" for s in subjects)
     st.markdown(
-        "Each sequence is 32 random symbols, then the same 32 once more. The first half cannot be guessed. The second half "
-        "can, by looking back at what followed last time, and at some point in training each model finds out how: its loss "
-        "falls off a cliff. The question is **when**. All models of one seed start from the same weights, see the same "
-        "sequences, and differ only in their shortcut. (The copy always begins at the same distance, so a head that looks "
-        "back by counting does as well here as one that recognises symbols.)"
+        f"An X-ray of {names}: four questions. Each answer has its number, what the number would be without learning or "
+        "structure, and its standard error over documents (±)."
     )
-    frame = state.table(runs, "telemetry", ["copy_loss"])
-    if frame.empty:
-        st.info("No model has begun yet; the first curve appears within a minute of `make demo`.")
+    ready = [_ready(subject) for subject in subjects]
+    if not all(ready):
+        return
+    if len(subjects) > 1:
+        for name, question in QUESTIONS.items():
+            with st.container(border=True):
+                st.subheader(question)
+                show(start.XRAY[name], link)
     else:
-        state.show(lambda: plots.race(frame), frame, "race")
-        formed = findings.formation_steps(frame)
-        steps = findings.formation_table(formed)
-        st.markdown("The step at which each seed's loss falls below half of its start:")
-        st.dataframe(steps, hide_index=True, key="formed", alt="The step each model learned to copy at, per seed")
-        said, meaning = findings.race_verdict(formed), findings.race_meaning(formed)
-        unfinished = " So far, while models are still training." if status and status["running"] else ""
-        if said.endswith("disjoint."):
-            st.success(f"**{said}**{unfinished} {meaning}")
-        else:
-            st.info(f"**{said}**{unfinished}")
-    st.header("2. What do deep values carry?")
+        names = list(QUESTIONS)
+        for row in (names[:2], names[2:]):
+            for column, name in zip(st.columns(2, border=True), row, strict=True):
+                with column:
+                    st.subheader(QUESTIONS[name])
+                    show(start.XRAY[name], link)
+
+
+def _ready(subject: Subject) -> bool:
+    """Whether everything an X-ray needs is stored; else a button that measures it, and the command."""
+    absent = start.missing(source(), subject)
+    if not absent:
+        return True
+    entry, place = subject.entry, (subject.entry.path, subject.step)
+    told = ", ".join(name.replace("_", " ") for name in absent)
+    st.info(f"{url.plain(subject.name)} is not measured yet: {told}.", icon=":material/radiology:")
+    asked = st.session_state.setdefault("measuring", {})
+    if st.button("Measure it here", key=f"measure_{subject.tag}", icon=":material/play_arrow:", type="primary"):
+        asked[place] = entry.stamp
+    st.caption("Or from a terminal; either way the numbers are stored beside the run and not measured again.")
+    st.code(start.command(entry, subject.step), language="bash", wrap_lines=True)
+    if place not in asked:
+        return False
+    try:  # people who asked before anything changed wait for one job
+        job = ("xray", *place, asked[place])
+        jobs.run(job, f"Measuring {entry.name}", lambda progress: start.measure(entry, subject.step, progress))
+    except jobs.Running:
+        return False
+    except WorkbenchError as error:
+        st.warning(url.plain(error))
+        del asked[place]
+        return False
+    del asked[place]
+    st.rerun()
+    return True
+
+
+# ---- what is here ----------------------------------------------------------------------------------------------------
+
+
+def _here(link: Link) -> None:
+    ask = source()
+    found = ask.catalogue()
+    table = start.table(ask)
+    writing = int((table["state"] == "being written now").sum())
     st.markdown(
-        "Trained on real text. **Token identity** is the share of a value's variation that the token alone explains, whatever "
-        "stands around it. At 1 the value is a mere lookup of its token; lower, and it carries context too. Solid lines are the "
-        "trained models, dashed ones the same models before training: only the difference was learned. First-layer values, and "
-        "all of SVFormer's, are lookups by construction."
+        f"**{len(table)} runs** in `{root()}`{f', {writing} being written now' if writing else ''}. Click a row to look at that model."
     )
-    runs = state.demo_runs("text")
-    measured = state.table(runs, "records", ["token_identity_share", "value_ablation"])
-    shares = measured[
-        (measured["metric"] == "token_identity_share")
-        & measured["site"].isin(["own_v", "v"])
-        & measured["control"].isna()
-    ]
-    if shares.empty:
-        st.info("Measured once the first text model is trained.")
-        return
-    state.show(lambda: plots.plot(shares), shares, "identity")
-    st.markdown(
-        "Is the rest, the context, needed? The check: replace every value after the first layer by the average value of its "
-        "token, or by nothing at all, and see how much worse the model predicts. A short full bar beside a tall pale one means "
-        "that what these values do, the token alone could have done."
-    )
-    state.show(lambda: plots.ablation(measured), measured[measured["metric"] == "value_ablation"], "ablation")
-
-
-def _attention_runs() -> list[state.Entry]:
-    return [e for e in state.demo_runs("race") if len(e.steps) > 1]
-
-
-@st.fragment
-def _attention() -> None:
-    """The copying head in two architectures, step by step."""
-    ready = _attention_runs()
-    if not ready:
-        return
-    st.subheader("Watch the copying head appear")
-    st.markdown(
-        "Each row is a token that attends, each column an earlier one it attends to. Drag the step: the bright diagonal that "
-        "appears in the lower half is a head that looks back to the symbol that followed last time."
-    )
-    names = [e.name for e in ready]
-    left, right = st.columns(2)
-    prefer = [next((n for n in names if f"-{a}-" in n), names[0]) for a in ("svformer", "transformer")]
-    with left:
-        a = url.choose("Left model", "race_left", names, prefer[0])
-    with right:
-        b = url.choose("Right model", "race_right", names, prefer[1])
-    pair = [next(e for e in ready if e.name == n) for n in (a, b)]
-    common = sorted(set(pair[0].steps) & set(pair[1].steps))
-    step = url.choose("Training step", "race_step", common, common[2 * len(common) // 3], slider=True)
-    maps = state.head_maps(pair, step)
-    if maps is not None:
-        numbers = pd.DataFrame({"model": [m[0] for m in maps]})
-        under = f"the head that copies best after training, on one fixed sequence; training step {step}"
-        state.show(
-            lambda: plots.attention_pair(maps, "Attention of the copying head", under),
-            numbers,
-            "race_maps",
-            numbers=None,
+    st.dataframe(
+        table, hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)), key="runs", on_select=_choose,
+        selection_mode="single-row", alt="The runs of the folder",
+    )  # fmt: skip
+    if found.problems:
+        st.warning(
+            f"{len(found.problems)} folders look like runs and cannot be read; they are named at the foot of the page."
         )
+    st.caption(
+        "`measures`: how many measures are stored; more: `workbench measure RUN -m NAME`. Runs of one experiment may be compared."
+    )
 
 
-def _limits() -> None:
-    runs = state.demo_runs("text")
-    frame = state.table(runs, "records", ["loss", "sink_mass", "sink_rate"], quiet=True)
-    st.subheader("What this size cannot tell")
-    lines = findings.unresolved(frame)
-    st.markdown("\n".join(f"- {line}" for line in lines))
+def _choose() -> None:
+    """The clicked run becomes model A."""
+    rows = st.session_state["runs"].selection.rows
+    if rows:
+        entries = source().catalogue().entries
+        entry = entries[rows[0]]
+        url.change(set=entry.group, a=entry.name, step=None, models=None, show="model" if entry.steps else "here")
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def _verdicts(link: Link) -> None:
+    ask = source()
+    st.markdown(
+        "What the field claims of such shortcuts, and what the runs of this experiment say of each claim. Only what is stored is "
+        "judged, nothing is measured here. A difference counts where its 95 % interval leaves out zero, over three seeds or more."
+    )
+
+    def work(progress):  # type: ignore[no-untyped-def]
+        ask.progress = progress
+        return start.judgements(ask, link)
+
+    found = jobs.run(start.key(ask, link), "Judging what is stored", work)
+    show(start.verdicts, link)
+    decided = [j for j in found if j.decided]
+    names = {j.judged.claim.name: j for j in decided}
+    if decided:
+        chosen = url.choose(
+            "Claim", "claim", list(names), show=lambda n: f"{n.replace('_', ' ')}: {names[n].judged.verdict.said}"
+        )
+        _claim(link.but(claim=chosen), names[chosen])
+    rest = [j for j in found if not j.decided]
+    panel = st.expander(f"{len(rest)} claims these runs do not decide, and why", key="rest", on_change="rerun")
+    if panel.open:
+        with panel:
+            table = start.verdict_table(rest)[["question", "claim", "verdict", "because", "not measured"]]
+            st.dataframe(table, hide_index=True, width="stretch", alt="Claims that are not decided, and why")
+    if any(j.missing for j in found):
+        st.caption(
+            "Measures what claims need and is not stored yet, judges them all, and writes tables, figures and a page:"
+        )
+        st.code(start.analysis(ask, link), language="bash", wrap_lines=True)
+
+
+def _claim(link: Link, found: start.Judgement) -> None:
+    claim, verdict = found.judged.claim, found.judged.verdict
+    with st.container(border=True):
+        st.markdown(f"**{url.plain(claim.text)}**")
+        told = {"supported": st.success, "refuted": st.error, "unresolved": st.warning}[verdict.status]
+        told(f"**{url.plain(verdict.said.capitalize())}.** {url.plain(verdict.sentence)}")
+        facts = {"Published": claim.published, "Supported by": claim.supports, "Refuted by": claim.refutes, "Source": claim.source,
+                 "Runs compared": f"{len(verdict.runs)}: {verdict.setting}"}  # fmt: skip
+        st.markdown("\n".join(f"- {name}: {url.plain(fact)}" for name, fact in facts.items()))
+        show(start.verdict, link)
+        if found.missing:
+            st.caption(f"Not stored, so not part of this: {', '.join(found.missing)}. Measured by:")
+            st.code(start.analysis(source(), link, claim.question), language="bash", wrap_lines=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ model.
 
 from workbench.plots.beside import beside
 from workbench.plots.compare import compared, difference, timelapse
-from workbench.plots.experiments import ablation, concentration, race, sinks
+from workbench.plots.experiments import ablation, concentration, intervals, race, sinks, verdicts
 from workbench.plots.grids import Grid, grid_table, grids, unique
 from workbench.plots.losses import against_loss
 from workbench.plots.records import FORMS, form_of, plot
@@ -58,6 +58,7 @@ __all__ = [
     "grid_table",
     "grids",
     "html",
+    "intervals",
     "label",
     "narrow",
     "next_tokens",
@@ -73,4 +74,5 @@ __all__ = [
     "table",
     "timelapse",
     "unique",
+    "verdicts",
 ]

@@ -16,13 +16,14 @@ KEPT = ("type", "dtick", "rangemode", "tickvals", "ticktext")  # of an axis, bes
 def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = "") -> go.Figure:
     """Figures (name, figure) in columns, their panels one below the other; panels of a row share their y scale.
 
-    The column named `A − B` has scales of its own. The subtitle is the first figure's unless given.
+    What a panel is called stands at the left of its row. The column named `A − B` has scales of its own. The subtitle is the
+    first figure's unless given.
     """
     panels = [_panels(figure) for _, figure in figures]
     count = max(map(len, panels))
     first = max((figure for _, figure in figures), key=lambda f: len(_titles(f)))
     named = (_titles(first) + [""] * count)[:count] if count > 1 else [""]
-    titles = [f"{name}: {panel}" if panel else name for panel in named for name, _ in figures]
+    titles = [name for name, _ in figures]
     made = make_subplots(
         count, len(figures), subplot_titles=titles, horizontal_spacing=0.24 / len(figures), vertical_spacing=0.3 / count
     )
@@ -34,6 +35,11 @@ def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = ""
             made.add_trace(trace.update(xaxis=None, yaxis=None, legendgroup=str(trace.name), **told), row, column)
         for row, axis in enumerate(axes, 1):
             _same_axes(made, figure, axis, row, column, shared=name != MINUS and column > 1)
+            if column == 1 and named[row - 1]:
+                old = next(made.select_yaxes(row=row, col=1)).title.text
+                made.update_yaxes(
+                    title_text="<br>".join(t for t in (f"<b>{named[row - 1]}</b>", old) if t), row=row, col=1
+                )
         if name != MINUS:
             _lines(made, figure, axes, column)
     made.update_layout(barmode=figures[0][1].layout.barmode)

@@ -1,6 +1,9 @@
-"""The demo's two experiments as figures and verdicts: the race to copying, and replaced values."""
+"""The demo's two experiments, one model at a glance, and verdicts on claims, as figures."""
 
 from __future__ import annotations
+
+import html as markup
+from collections.abc import Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -8,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from workbench.findings import copying, formation_steps
 from workbench.plots.records import checked, lines
-from workbench.plots.style import GREY, axis_title, colour, dressed, label, ordered, pale, subtitle
+from workbench.plots.style import GREY, axis_title, colour, dressed, label, ordered, pale, subtitle, words, wrapped
 
 # ---- the race to induction -------------------------------------------------------------------------------------------
 
@@ -128,7 +131,7 @@ def concentration(frame: pd.DataFrame) -> go.Figure:
         x=whole.index, y=whole["value"], mode="markers", name="sum", marker={"color": GREY, "symbol": "line-ew-open", "size": 12},
         error_y={"array": whole["se"], "color": GREY, "thickness": 1}, hovertemplate="layer %{x}: %{y:.3f} nats<extra></extra>",
     )  # fmt: skip
-    figure.update_layout(barmode="stack")
+    figure.update_layout(barmode="relative")  # a difference has both signs
     figure.update_xaxes(title_text="layer", dtick=1 if len(whole) <= 16 else None)
     figure.update_yaxes(title_text=axis_title("nats from uniform causal attention", "higher: more concentrated"))
     return dressed(figure, "Concentration of attention", subtitle(rows, "whisker: standard error of the sum"), 300)
@@ -165,3 +168,58 @@ def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
     return dressed(
         figure, "Sinks and their values", subtitle(rows, "dotted: uniform attention; ratio 1, no drain"), 300
     )
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+STATUSES = {
+    "supported": ("supported", "#009E73"), "refuted": ("refuted", "#D55E00"), "unresolved": ("unresolved: seeds do not tell", "#E69F00"),
+    "gated": ("not tested: a condition is not met", "#9A9A9A"), "not_checkable": ("not checkable with these runs", "#C8C8C8"),
+}  # fmt: skip
+
+
+def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
+    """Claims (question, name, status) as cells of bars, one bar for each question."""
+    figure = go.Figure()
+    questions = {q: wrapped(markup.escape(q), 46) for q, _, _ in found}
+    for status, (said, look) in STATUSES.items():
+        mine = [(question, name) for question, name, of in found if of == status]
+        figure.add_bar(
+            y=[questions[question] for question, _ in mine], x=[1] * len(mine), orientation="h", name=said,
+            marker={"color": look, "line": {"color": "white", "width": 1.5}}, customdata=[words(name) for _, name in mine],
+            hovertemplate=f"%{{customdata}}: {said}<extra></extra>",
+        )  # fmt: skip
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(title_text="claims", dtick=1)
+    figure.update_yaxes(
+        categoryorder="array", categoryarray=[*questions.values()][::-1], showgrid=False, tickfont_size=11
+    )
+    figure = dressed(
+        figure, "What these runs say of the field's claims", wrapped(under, 125), 100 + 36 * len(questions)
+    )
+    below = {"orientation": "h", "x": 0, "xref": "container", "y": -54 / (36 * len(questions)), "yanchor": "top"}
+    return figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110)
+
+
+def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:
+    """Comparisons (comparison, value, low, high, unit) with their 95 % intervals, a panel for each unit, 0 marked."""
+    units = list(dict.fromkeys(table["unit"].fillna(""))) if "unit" in table else [""]
+    parts = [table[table["unit"].fillna("") == unit] if "unit" in table else table for unit in units]
+    figure = make_subplots(
+        len(units), 1, row_heights=[len(part) for part in parts], vertical_spacing=min(0.3, 60 / (60 + 30 * len(table)))
+    )
+    for i, (unit, part) in enumerate(zip(units, parts, strict=True), 1):
+        value, low, high = (part[c].astype(float) for c in ("value", "low", "high"))
+        figure.add_scatter(
+            x=value, y=[markup.escape(str(c)) for c in part["comparison"]], mode="markers", showlegend=False, name="value",
+            marker={"color": "#0072B2", "size": 9}, customdata=list(zip(low, high, strict=True)),
+            error_x={"array": high - value, "arrayminus": value - low, "color": "#0072B2", "thickness": 1.6},
+            hovertemplate="%{y}<br>%{x:.4g} [%{customdata[0]:.4g}, %{customdata[1]:.4g}]<extra></extra>", row=i, col=1,
+        )  # fmt: skip
+        figure.add_vline(x=0, line={"color": GREY, "dash": "dot"}, row=i, col=1)
+        figure.update_xaxes(title_text=markup.escape(str(unit)) or "value", row=i, col=1)
+        figure.update_yaxes(autorange="reversed", row=i, col=1)
+    told = wrapped(
+        "; ".join(s for s in (under, "whisker: 95 % interval; one that reaches across 0 decides nothing") if s), 125
+    )
+    return dressed(figure, title, told, 40 + 70 * len(units) + 26 * len(table))

@@ -204,6 +204,8 @@ def _ends(trace: Any) -> str:
         return ", ".join(f"{_plain(a)} {b:.3g}" for a, b in zip(x, y, strict=True))
     if trace.type == "bar":
         return ", ".join(f"{_plain(b)} {a:.3g}" for a, b in zip(x[:5], y[:5], strict=True))
+    if isinstance(y[0], str):  # named rows
+        return ", ".join(f"{_plain(b)} {a:.3g}" for a, b in zip(x[:12], y[:12], strict=True))
     return f"from {y[0]:.3g} at {x[0]} to {y[-1]:.3g} at {x[-1]}"
 
 
