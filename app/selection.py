@@ -26,7 +26,7 @@ def choose(page: str) -> Link | None:
         default = of_a if of_a and "set" not in st.query_params else ask.group(Link(page))[0].group
         group = url.choose(
             "Experiment", "set", list(groups), default, show=lambda g: _titled(groups[g]),
-            help="Runs of one data, shape and recipe: what may be compared",
+            help="Runs of one data, shape and recipe: what may be compared", forgets=("a", "step", "b", "step_b", "models"),
         )  # fmt: skip
         link = url.here(page).but(set=group)
         ready = [e for e in groups[group] if e.steps]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +160,9 @@ def _lapse(view: View, link: Link, progress: Callable[[int, int], None]) -> Draw
 def prompt_box(link: Link) -> Link:
     """The prompt, mirrored in the address; a long one is stored in the runs folder and linked by its hash."""
     ask = source()
+    if "torch" not in sys.modules:
+        with st.spinner("Loading the numerical libraries, once for each start of the server"):
+            importlib.import_module("workbench.looks.prompt")
     letters = ask.subjects(link)[0].entry.kind in LETTERS
     label = "Symbols; the model reads them twice in a row" if letters else "Text"
     about = "Ctrl+Enter runs it. " + (

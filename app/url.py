@@ -36,10 +36,10 @@ def _ignored(label: str) -> None:
     st.info(f"The link's “{label.lower()}” is not available here and was ignored.", icon=":material/link_off:")
 
 
-def _mirror(key: str, write: Callable[[Any], str]) -> None:
+def _mirror(key: str, write: Callable[[Any], str], forgets: Sequence[str] = ()) -> None:
     value = st.session_state[f"w_{key}"]
     if value is not None:
-        st.query_params[key] = write(value)
+        change(**dict.fromkeys(forgets), **{key: write(value)})
 
 
 def choose(
@@ -50,9 +50,13 @@ def choose(
     *,
     show: Callable[[Any], str] = str,
     slider: bool = False,
+    forgets: Sequence[str] = (),
     **kwargs: Any,
 ) -> Any:
-    """A select box (or slider) over options, mirrored in the URL under `key`; None where there is nothing to choose from."""
+    """A select box (or slider) over options, mirrored in the URL under `key`; None where there is nothing to choose from.
+
+    `forgets`: keys that mean nothing once another option is chosen; they leave the URL with it.
+    """
     if not options:
         return None
     default = default if default in options else options[0]
@@ -64,7 +68,9 @@ def choose(
         st.caption(f"{label}: {show(options[0])}")
         return options[0]
     widget: Any = st.select_slider if slider else st.selectbox
-    return widget(label, options, key=f"w_{key}", format_func=show, on_change=_mirror, args=(key, str), **kwargs)
+    return widget(
+        label, options, key=f"w_{key}", format_func=show, on_change=_mirror, args=(key, str, forgets), **kwargs
+    )
 
 
 def segments(
@@ -147,9 +153,7 @@ def line(label: str, key: str, default: str = "", *, rows: int = 1, **kwargs: An
 
 
 def _keep_line(key: str) -> None:
-    st.query_params.pop(key, None)
-    if st.session_state[f"w_{key}"]:
-        st.query_params[key] = st.session_state[f"w_{key}"]
+    change(**{key: st.session_state[f"w_{key}"] or None})
 
 
 def check_link() -> None:
@@ -164,6 +168,10 @@ def link(page: str, label: str, icon: str, about: str | None = None, **changes: 
     """A link to another page that carries the selection along, with some of it changed."""
     carried = {k: v for k, v in st.query_params.items() if k in KEYS} | changes
     st.page_link(f"views/{page}.py", label=label, icon=icon, help=about, query_params=carried)
+
+
+OF_A_PROMPT = ("position", "target", "against", "lock", "queries", "keys")
+"""Keys that mean places or tokens of one prompt; another prompt takes them out of the URL."""
 
 
 def prompt(label: str, default: str, about: str, folder: Path, longest: int) -> str:
@@ -183,14 +191,14 @@ def prompt(label: str, default: str, about: str, folder: Path, longest: int) -> 
 
 def _keep_prompt(folder: Path) -> None:
     text = st.session_state["w_prompt"]
-    for key in ("prompt", "stored"):
-        st.query_params.pop(key, None)
+    gone = dict.fromkeys(("prompt", "stored", *OF_A_PROMPT))
     if len(text) <= LONGEST_LINK:
-        st.query_params["prompt"] = text
+        change(**gone | {"prompt": text})
         return
     name = digest(text.encode("utf-8", "replace"))
     try:
         write_text(folder / f"{name}.txt", text)
-        st.query_params["stored"] = name
+        change(**gone | {"stored": name})
     except (WorkbenchError, UnicodeError):
+        change(**gone)
         st.toast("The runs folder cannot be written, so this prompt is not in the link.")

@@ -46,7 +46,7 @@ GRAMMAR = (
 def _builder(link: Link) -> None:
     """What to change, where, in plain words; adds to the text below."""
     entry = source().subjects(link)[0].entry
-    first, second, third, fourth = st.columns([3, 2, 2, 1], vertical_alignment="bottom")
+    first, second, third, fourth, fifth = st.columns([6, 4, 4, 2, 2], vertical_alignment="bottom")
     with first:
         kind = url.choose("What", "kind", list(intervene.KINDS), "values:how=mean", show=intervene.KINDS.__getitem__)
     layers = second.multiselect("Layers (none: all)", list(range(entry.n_layers)), key="edit_layers")
@@ -59,17 +59,16 @@ def _builder(link: Link) -> None:
         else None
     )
     made = intervene.compose(kind, layers, heads if intervene.has_heads(kind) else [], value)
-    one, two = fourth.columns(2)
-    one.button(
-        "", icon=":material/play_arrow:", key="edit_set", help=f"Try just this: {made}", on_click=_set, args=(made,)
+    fourth.button(
+        "Try", key="edit_set", help=f"Make just this change: {made}", on_click=_set, args=(made,), width="stretch"
     )
-    two.button(
-        "",
-        icon=":material/add:",
+    fifth.button(
+        "Add",
         key="edit_add",
-        help=f"Add it to the others: {made}",
+        help=f"Make it beside the others: {made}",
         on_click=_set,
         args=(made, True),
+        width="stretch",
     )
 
 

@@ -49,7 +49,15 @@ def _position(link: Link, tokens: list[str]) -> Link:
     """The token after which everything is asked."""
     names = {i: f"{i}: {token}" for i, token in enumerate(tokens)}
     last = len(tokens) - 1
-    at = url.choose("After which token", "position", list(names), last, show=names.__getitem__, slider=True)
+    at = url.choose(
+        "After which token",
+        "position",
+        list(names),
+        last,
+        show=names.__getitem__,
+        slider=True,
+        forgets=("target", "against"),
+    )
     return link.but(position=at)
 
 
