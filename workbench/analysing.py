@@ -32,7 +32,7 @@ from workbench.jobs import run_jobs, time_left
 from workbench.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models import compose
-from workbench.results import SAMPLE_COLUMNS, read_parquet, records, write_parquet
+from workbench.results import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, records, write_parquet
 from workbench.runs import Run, list_runs
 from workbench.statistics import step_at_loss
 
@@ -304,6 +304,17 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     ]
     kept, told, samples = (f.assign(architecture=f["run"].map(label)) if len(f) else f for f in frames)
     return Evidence(table, kept, told, samples)
+
+
+def stored(runs: Sequence[Run], told: Callable[[int, int], None] | None = None) -> Evidence:
+    """The evidence that runs hold already, nothing being measured; `told` is called with (done, all)."""
+    gathered: dict[Run, Gathered] = {}
+    for run in runs:
+        frame = one_sample(load_records([run.path]))
+        gathered[run] = frame, _samples(run, frame), []
+        if told:
+            told(len(gathered), len(runs))
+    return evidence(gathered)
 
 
 def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
