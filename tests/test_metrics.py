@@ -494,3 +494,16 @@ def test_spectra_are_free_of_scale_rotation_and_batches():
     shares = whole.result()[""]
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(1)
+
+
+def test_a_version_changes_with_the_helpers_a_metric_uses(monkeypatch):
+    from workbench.metrics import base, probing
+
+    before = METRICS["token_probe"].version(), METRICS["sink_mass"].version()
+    source = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda thing: source(thing) + ("#" if thing is probing else ""))
+    base._sources.cache_clear()
+    after = METRICS["token_probe"].version(), METRICS["sink_mass"].version()
+    base._sources.cache_clear()
+    assert before[0] != after[0]
+    assert before[1] == after[1]

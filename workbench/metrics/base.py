@@ -8,8 +8,10 @@ Three forms, told apart by type. *Per sequence*: a function of named activations
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -83,7 +85,20 @@ class Metric:
 
     def version(self) -> str:
         """Changes with the code and the declared options, so stored results of older code are not taken for new ones."""
-        return digest(inspect.getsource(self.function), dict(self.variants), sorted(self.controls), self.sites)
+        module = self.function.__module__
+        code = _sources(module) if module.startswith(PACKAGE) else [inspect.getsource(self.function)]
+        return digest(*code, self.name, dict(self.variants), sorted(self.controls), self.sites)
+
+
+PACKAGE = __name__.rpartition(".")[0] + "."
+
+
+@functools.cache
+def _sources(module: str) -> list[str]:
+    """Source of a module of ours and of those whose names it uses: helpers and base classes count too."""
+    used = {getattr(value, "__module__", None) or "" for value in vars(sys.modules[module]).values()}
+    ours = {name for name in used if name.startswith(PACKAGE) and name != __name__}
+    return [inspect.getsource(sys.modules[name]) for name in sorted(ours | {module})]
 
 
 METRICS: dict[str, Metric] = {}
