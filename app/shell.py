@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -129,7 +131,7 @@ def _files(view: View, link: Link, drawing: Drawing, name: str) -> None:
     st.caption(
         "The same from a terminal; the ending of the file decides: .svg and .png for papers, .parquet, .csv, .html"
     )
-    st.code(command(link, name), language="bash", wrap_lines=True)
+    st.code(command(link, f"--only {name} --out {name}.svg"), language="bash", wrap_lines=True)
     if right.toggle("Play over checkpoints", key=f"play_{name}"):
         _play(view, link, name)
 
@@ -150,7 +152,7 @@ def _play(view: View, link: Link, name: str) -> None:
         "Time-lapse (HTML)", lambda: plots.html(figure, whole=True), f"{name}-steps.html", "text/html",
         key=f"lapse_html_{name}", on_click="ignore",
     )  # fmt: skip
-    st.code(f"{command(link, name)} --play", language="bash", wrap_lines=True)
+    st.code(command(link, f"--only {name} --play --out {name}.html"), language="bash", wrap_lines=True)
 
 
 def _lapse(view: View, link: Link, progress: Callable[[int, int], None]) -> Drawing:
@@ -172,9 +174,11 @@ def prompt_box(link: Link) -> Link:
     return link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
 
 
-def command(link: Link, name: str, out: str | None = None) -> str:
-    """What draws a view from a terminal."""
-    return f'workbench view "{link}" --only {name} --out {out or name}.svg'
+def command(link: Link, options: str) -> str:
+    """What draws a link from a terminal; it names the folder of runs where that is not `./runs`."""
+    folder = source().folder
+    told = "" if folder == Path("runs").resolve() else f" --runs {shlex.quote(str(folder))}"
+    return f'workbench view "{link}" {options}{told}'
 
 
 # ---- the drawer ------------------------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ def _drawer(link: Link) -> None:
         return
     with drawer:
         st.markdown("**Command.** Draws this page as one offline file, from the same link:")
-        st.code(f'workbench view "{link}" --out {link.page}.html', language="bash", wrap_lines=True)
+        st.code(command(link, f"--out {link.page}.html"), language="bash", wrap_lines=True)
         st.markdown("**Provenance** of the numbers on this page: weights, data and code they were measured with.")
         facts = provenance([table for _, table in st.session_state["drawn"]])
         if facts.empty:

@@ -72,7 +72,9 @@ def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
     for label, figure in figures:
         present = [trace.update(visible=True) for trace in go.Figure(figure).data]
         absent = [{"type": trace.type, "visible": False} for trace in base.data[len(present) :]]
-        told = {"title": {"subtitle": {"text": figure.layout.title.subtitle.text}}}
+        told: dict[str, Any] = {"title": {"subtitle": {"text": figure.layout.title.subtitle.text}}}
+        if len(figure.layout.annotations) == len(base.layout.annotations):  # panels are named after their step
+            told["annotations"] = [a.to_plotly_json() for a in figure.layout.annotations]
         frames.append(go.Frame(data=[*present, *absent], name=label, traces=list(range(most)), layout=told))
     base.frames = frames
     _hold(base, [f for _, f in figures])
@@ -89,7 +91,7 @@ def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
             "buttons": [{"label": "▶ play", "method": "animate", "args": [None, play]},
                         {"label": "❚❚ stop", "method": "animate", "args": [[None], stop]}],
         }],
-        sliders=[{"active": stage, "steps": steps, "x": 0.2, "len": 0.8, "y": 0, "yanchor": "top", "pad": {"t": 56},
+        sliders=[{"active": stage, "steps": steps, "x": 0.28, "len": 0.72, "y": 0, "yanchor": "top", "pad": {"t": 56},
                   "currentvalue": {"prefix": "", "visible": True}}],
         height=height + under, margin_b=(margin.b or 50) + under,
     )  # fmt: skip
