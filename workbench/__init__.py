@@ -25,6 +25,7 @@ _HOMES = {
     "equal": "workbench.observing",
     "plot": "workbench.plots",
     "decompose": "workbench.decomposition",
+    "edited": "workbench.interventions.editing",
     "xray": "workbench.xrays",
     "ARCHITECTURES": "workbench.models",
     "METRICS": "workbench.metrics",
