@@ -53,6 +53,7 @@ function minus(a, b, colour) {
   const same = a.shape.every((n, i) => n === b.shape[i]);
   return {
     ...a, title: "A − B", tag: "A − B", colour, tiles: same ? less(a.tiles, b.tiles) : null, weights: less(a.weights, b.weights),
+    entropy: less(a.entropy, b.entropy), keys_used: less(a.keys_used, b.keys_used), sink: less(a.sink, b.sink),
     received: less(a.received, b.received), received_evenly: a.received.map(() => 0), row: less(a.row, b.row),
   };
 }
@@ -77,16 +78,18 @@ function made(tag, name, parent, text) {
   return node;
 }
 
-function coloured(values, rows, columns, low, high, colours) {
+function coloured(values, rows, columns, low, high, colours, root) {
   const canvas = document.createElement("canvas");
   canvas.width = columns;
   canvas.height = rows;
   const context = canvas.getContext("2d"), image = context.createImageData(columns, rows);
-  const factor = 255 / (high - low || 1);
+  const reach = high - low || 1;
   for (let i = 0; i < values.length; i++) {
     const v = values[i];
     if (Number.isNaN(v)) continue; // the future stays clear
-    const c = 3 * Math.max(0, Math.min(255, Math.round((v - low) * factor)));
+    let share = Math.max(0, Math.min(1, (v - low) / reach));
+    if (root) share = low < 0 ? 0.5 + 0.5 * Math.sign(share - 0.5) * Math.sqrt(Math.abs(2 * share - 1)) : Math.sqrt(share);
+    const c = 3 * Math.round(255 * share);
     image.data[4 * i] = colours[c];
     image.data[4 * i + 1] = colours[c + 1];
     image.data[4 * i + 2] = colours[c + 2];
@@ -158,7 +161,7 @@ class View {
     const together = this.data.panels.length === 1 && this.width > 680;
     this.root.classList.toggle("together", together);
     this.drawHeads(together ? Math.max(240, Math.floor(this.width * 0.36)) : this.width);
-    this.drawMaps(together ? this.width - Math.max(240, Math.floor(this.width * 0.36)) - 24 : this.width);
+    this.drawMaps(together ? this.width - this.heads.offsetWidth - 24 : this.width);
     this.drawHeld();
     this.say();
     if (place) this.root.querySelector(`[data-place="${place}"]`)?.focus({ preventScroll: true });
@@ -167,7 +170,7 @@ class View {
   // ---- all heads
 
   drawHeads(width) {
-    const { panels, colours, whole } = this.data, shown = panels.filter((p) => p.tiles);
+    const { panels, colours, whole, root } = this.data, shown = panels.filter((p) => p.tiles);
     this.heads.replaceChildren();
     made("h4", "", this.heads, "All heads: click one to enlarge it");
     const row = made("div", "panels", this.heads);
@@ -191,7 +194,7 @@ class View {
           const n = layer * heads + head, cells = rows * columns, from = n * cells;
           const picture = coloured(
             panel.tiles.subarray(from, from + cells), rows, columns, panel.signed ? -limit : 0, limit,
-            panel.signed ? colours.diverging : colours.sequential,
+            panel.signed ? colours.diverging : colours.sequential, root,
           );
           stamped(context, picture, head * size, layer * size, size - 2, size - 2);
           this.addHead(grid, panel, i, layer, head, size);
@@ -210,17 +213,17 @@ class View {
   }
 
   drawNumbers(box, panel) {
-    if (panel.signed) return;
     const n = this.data.layer * panel.shape[1] + this.data.head, list = made("dl", "numbers", box);
     const add = (name, value, evenly) => {
       made("dt", "", list, name);
       made("dd", "", list, value);
-      made("dd", "evenly", list, evenly);
+      made("dd", "evenly", list, panel.signed ? "" : evenly);
     };
-    add(`Layer ${this.data.layer}, head ${this.data.head}`, "here", "if spread evenly");
-    add("entropy, share of its most", number(panel.entropy[n]), "1.000");
-    add("effective keys", panel.keys_used[n].toFixed(1), panel.evenly.effective_keys.toFixed(1));
-    add("attention to the first token", number(panel.sink[n]), number(panel.evenly.sink_mass));
+    const one = (v) => (panel.signed && v > 0 ? "+" : "") + v.toFixed(1), shown = panel.signed ? signed : number;
+    add(`Layer ${this.data.layer}, head ${this.data.head}`, panel.signed ? "A − B" : "here", "spread evenly");
+    add("entropy, share of most", shown(panel.entropy[n]), "1.000");
+    add("effective keys", one(panel.keys_used[n]), one(panel.evenly.effective_keys));
+    add("to the first token", shown(panel.sink[n]), number(panel.evenly.sink_mass));
   }
 
   addHead(grid, panel, i, layer, head, size) {
@@ -265,7 +268,8 @@ class View {
     made("span", "", legend, panel.signed ? signed(high) : number(high));
     made("span", "says", legend, panel.signed ? "above 0: more in A" : says);
     legend.title = panel.signed ? "A minus B on a scale of its own" : "brighter: more; brighter than the scale is drawn as its end";
-    const ramp = coloured(Float32Array.from({ length: 256 }, (_, i) => i), 1, 256, 0, 255, table);
+    const ends = panel.signed ? -1 : 0, steps = Float32Array.from({ length: 256 }, (_, i) => ends + ((1 - ends) * i) / 255);
+    const ramp = coloured(steps, 1, 256, ends, 1, table, this.data.root);
     stamped(sized(canvas, 72, 9), ramp, 0, 0, 72, 9);
   }
 
@@ -293,7 +297,7 @@ class View {
   }
 
   drawMap(parent, panel, i, top, most, named) {
-    const { colours } = this.data, side = this.side, rows = panel.queries.length - 1, columns = panel.keys.length - 1;
+    const { colours, root } = this.data, side = this.side, rows = panel.queries.length - 1, columns = panel.keys.length - 1;
     const box = made("div", "panel", parent);
     box.style.paddingLeft = named ? `${TICKS}px` : "0";
     box.style.width = `${side + (named ? TICKS : 0)}px`;
@@ -302,7 +306,7 @@ class View {
     const map = made("div", "map", box), canvas = made("canvas", "", map);
     map.style.width = map.style.height = `${side}px`;
     const picture = coloured(panel.weights, rows, columns, panel.signed ? -limit : 0, limit,
-      panel.signed ? colours.diverging : colours.sequential);
+      panel.signed ? colours.diverging : colours.sequential, root);
     stamped(sized(canvas, side, side), picture, 0, 0, side, side);
     panel.rowBand = made("div", "band", map);
     panel.columnBand = made("div", "band", map);
@@ -437,6 +441,7 @@ class View {
   }
 
   place(panel, band, row, column) {
+    if (!panel[band]) return; // not drawn yet: the old map lost the focus
     const style = panel[band].style, side = this.side;
     style.display = row === null && column === null ? "none" : "block";
     if (row !== null) {
@@ -492,12 +497,14 @@ class View {
     if (lock === null || !shown.length) return;
     const line = made("div", "headline", this.held), title = made("h4", "", line, `Query ${lock} `);
     made("bdi", "token", title, held);
-    title.append(" looks at");
+    title.append(` looks at, layer ${this.data.layer}, head ${this.data.head}`);
     const off = made("button", "reset", line, "Let go");
     off.type = "button";
     off.dataset.place = "let-go";
     off.addEventListener("click", () => this.ask({ lock: null }));
-    const first = shown[0], bars = shown.filter((p) => !p.signed && p.keys.length === first.keys.length);
+    const first = shown[0], last = first.keys[first.keys.length - 1] - 1;
+    if (first.keys[0] > 0 || last < lock) made("span", "where", line, `of keys ${first.keys[0]}–${Math.min(last, lock)}, the columns shown`);
+    const bars = shown.filter((p) => !p.signed && p.keys.length === first.keys.length);
     const most = this.data.whole ? 1 : Math.max(...bars.map((p) => largest(p.row))) || 1;
     if (bars.length > 1) {
       const names = made("div", "names", this.held);

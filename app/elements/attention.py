@@ -1,13 +1,12 @@
 """The attention element: all heads as small pictures, one head's map and strips; click, hover, drag and keys.
 
 Data travels as one run of bytes: a length, a JSON header, then numbers that the header points to as [offset, count]. Token
-text is in the header alone and enters the page as text. What a person asks for comes back through `on_asked`.
+text is in the header alone and enters the page as text. What a person asks for there is written into the address.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import streamlit as st
 from plotly.colors import sample_colorscale, unlabel_rgb
 
+from app import url
 from workbench import plots
 from workbench.plots.style import DIVERGING, SEQUENTIAL
 from workbench.views.attention import Choice, Seen, brightest, cell, short
@@ -30,17 +30,22 @@ _element = st.components.v2.component(
 )
 
 
-def draw(choice: Choice, found: list[Seen], said: str, on_asked: Callable[[dict[str, Any]], None]) -> None:
-    """Draw it; `on_asked` gets {"head": [layer, head]}, {"window": [first and last query, first and last key]},
-    {"whole": true} or {"lock": query or null} when a person asks for another head, window or held query."""
-
-    def asked() -> None:
-        state = st.session_state.get(KEY)
-        wish = None if state is None else state.get("asked")
-        if isinstance(wish, dict):
-            on_asked(wish)
-
+def draw(choice: Choice, found: list[Seen], said: str) -> None:
+    """Draw it; the head, window or held query that a person asks for in it is written into the address."""
     _element(key=KEY, data=packed(choice, found, said), on_asked_change=asked)
+
+
+def asked() -> None:
+    """Write what a click, a drag or a key asked for into the address; the page checks it there, as it does any address."""
+    match (st.session_state.get(KEY) or {}).get("asked"):
+        case {"head": [layer, head]}:
+            url.change(layer=layer, head=head)
+        case {"window": [top, bottom, left, right]}:
+            url.change(queries=f"{top}-{bottom}", keys=f"{left}-{right}")
+        case {"whole": True}:
+            url.change(queries=None, keys=None)
+        case {"lock": query}:
+            url.change(lock=query)
 
 
 def packed(choice: Choice, found: list[Seen], said: str) -> bytes:
@@ -48,7 +53,7 @@ def packed(choice: Choice, found: list[Seen], said: str) -> bytes:
     room = Room()
     header = {
         "layer": choice.layer, "head": choice.head, "layers": choice.layers, "heads": choice.heads,
-        "whole": choice.scale == "one", "lock": choice.lock, "mean": choice.pool == "mean",
+        "whole": choice.scale == "one", "root": choice.scale == "root", "lock": choice.lock, "mean": choice.pool == "mean",
         "minus": len(found) == 2 and choice.alike, "cell": cell(choice, found), "said": said,
         "colours": {"sequential": room.add(table(SEQUENTIAL)), "diverging": room.add(table(DIVERGING)),
                     "minus": plots.colour(plots.MINUS)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import streamlit as st
@@ -11,7 +12,7 @@ from app.elements import attention as element
 from app.shell import files, page
 from app.source import source
 from workbench.errors import WorkbenchError
-from workbench.views import Link, attention
+from workbench.views import Link, Source, attention
 from workbench.views.source import PROMPTS
 
 ABOUT = (
@@ -44,11 +45,12 @@ def _body(link: Link) -> None:
         raise WorkbenchError("The prompt is empty: type some text.")
     link = _here(link, text == default)
     bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
-    _told(bare, "Running the models on the prompt", lambda: attention.options(ask, bare))
+    _wait_for(bare, "Running the model on the prompt", attention.options)
     link = _choices(bare, link)
-    choice, found = _told(link, "Reading the attention of every head", lambda: attention.seen(source(), link))
+    _wait_for(link, "Reading the attention of every head", attention.seen)
+    choice, found = attention.seen(ask, link)
     said = f"{attention.where(choice, found)}; {', '.join(s.subject.title for s in found)}"
-    element.draw(choice, found, f"Attention: {said}", _asked)
+    element.draw(choice, found, f"Attention: {said}")
     _numbers(choice, found)
     files(FIGURES, link)
 
@@ -58,28 +60,35 @@ def _here(link: Link, fits: bool) -> Link:
     return link.but(stored=None) if fits and "stored" in link.options else link
 
 
-def _told(link: Link, label: str, work: Any) -> Any:
-    """What the work returns; where it takes long, its progress stands on the page, and it can be cancelled."""
-    return jobs.run(("attention", str(source().folder), str(link), label), label, lambda _: work())
+def _wait_for(link: Link, label: str, question: Callable[[Source, Link], Any]) -> None:
+    """Until what the question needs is computed and kept; its progress stands on the page, and it can be cancelled."""
+
+    def work(progress: Callable[[int, int], None]) -> None:
+        ask = source()
+        ask.progress = progress
+        question(ask, link)
+
+    jobs.run(("attention", str(source().folder), str(link), label), label, work)
 
 
 def _choices(bare: Link, link: Link) -> Link:
     """What a click, a drag and the keys choose in the element, as boxes and sliders."""
     found = attention.options(source(), bare)
     first, second, third, fourth = st.columns(4)
+    left, right = st.columns(2)
     with first:
         layer = url.choose("Layer", "layer", list(range(found.layers)), found.layer)
     with second:
         head = url.choose("Head", "head", list(range(found.heads)), 0)
+    with left:
+        queries = url.span("Queries: rows shown", "queries", found.length)
+    with right:
+        keys = url.span("Keys: columns shown", "keys", found.length)
     with third:
-        lock = url.choose("Held query", "lock", [NONE, *range(found.length)], show=lambda i: _token(found, i))
+        held = attention.holdable(queries, link.text("lock"), found.length)
+        lock = url.choose("Held query", "lock", [NONE, *held], show=lambda i: _token(found, i))
     with fourth:
         scale = url.choose("Colours", "scale", list(attention.SCALES), show=attention.SCALES.__getitem__)
-    first, second = st.columns(2)
-    with first:
-        queries = url.span("Queries: rows shown", "queries", found.length)
-    with second:
-        keys = url.span("Keys: columns shown", "keys", found.length)
     pool = "mean"
     if found.length > attention.CELLS_BESIDE:
         pool = url.choose(
@@ -96,20 +105,6 @@ def _choices(bare: Link, link: Link) -> Link:
 
 def _token(found: attention.Choice, i: int | str) -> str:
     return NONE if i == NONE else f"{i}: {attention.short(found.tokens[0][int(i)])}"
-
-
-def _asked(wish: dict[str, Any]) -> None:
-    """Write what a click, a drag or a key in the element asked for into the address."""
-    if "head" in wish:
-        layer, head = wish["head"]
-        url.change(layer=layer, head=head)
-    elif "window" in wish:
-        top, bottom, left, right = wish["window"]
-        url.change(queries=f"{top}-{bottom}", keys=f"{left}-{right}")
-    elif "whole" in wish:
-        url.change(queries=None, keys=None)
-    elif "lock" in wish:
-        url.change(lock=wish["lock"])
 
 
 def _numbers(choice: attention.Choice, found: list[attention.Seen]) -> None:

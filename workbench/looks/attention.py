@@ -11,7 +11,7 @@ layers' keys, a position receives what it receives in all sets of keys together;
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,13 +63,21 @@ class Overview:
 
 
 @torch.no_grad()
-def overview(model: HookedModel, ids: Any, buckets: int = 64, *, pool: Pool = "mean") -> Overview:
+def overview(
+    model: HookedModel,
+    ids: Any,
+    buckets: int = 64,
+    *,
+    pool: Pool = "mean",
+    progress: Callable[[int, int], None] | None = None,
+) -> Overview:
     """All layers and heads at once, from one run: pooled pictures, received attention, entropy, effective keys, sinks.
 
     `pool`: a cell of the pictures is the mean over its queries of the mass they send to all its keys (rows sum to 1), or the
     largest weight in it (`max`), which shows stripes that a mean hides. Costs one run and about two more passes over the
     attention: time O(L H T^2 d_head), memory O(T d_model) and the pictures. Raises `BadData` for a prompt that cannot be
-    read, `UnknownName` for another pool, `WorkbenchError` where an observed model shows no attention.
+    read, `UnknownName` for another pool, `WorkbenchError` where an observed model shows no attention. `progress` is told
+    (layers done, all), and may raise to stop.
     """
     _check_pool(pool)
     found, recipes = one_prompt(model, ids), _recipes(model)
@@ -100,6 +108,8 @@ def overview(model: HookedModel, ids: Any, buckets: int = 64, *, pool: Pool = "m
         rows.extend(
             {"layer": layer, "head": h} | {n: c[h] for n, c in numbers.items()} for h in range(len(tiles[layer]))
         )
+        if progress is not None:
+            progress(len(tiles), n_layers)
 
     wanted = {n: _needs(recipes, n, ORDINARY) for n in range(n_layers)}
     by_layer(model, found, wanted, reduce)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from workbench.plots.grids import MOST_TICKS, unique
@@ -18,11 +19,12 @@ GAP = 0.06
 
 
 def tiles(
-    parts: Sequence[tuple[str, np.ndarray]], top: float = 1.0, title: str = "Attention of all heads", *, minus: bool = True
+    parts: Sequence[tuple[str, np.ndarray]], top: float = 1.0, title: str = "Attention of all heads", *,
+    root: bool = False, minus: bool = True
 ) -> go.Figure:  # fmt: skip
     """Pictures [layer, head, query, key] of one model, or of two on one scale with A - B on its own.
 
-    `top`: what the brightest colour stands for; `minus`: whether the two can be subtracted.
+    `top`: what the brightest colour stands for; `root`: colours of its square root; `minus`: whether the two can be subtracted.
     """
     shown = list(parts)
     if len(parts) == 2 and minus:
@@ -55,6 +57,17 @@ def tiles(
     if len(shown) == 3:
         limit = float(np.nanmax(np.abs(shown[2][1]))) or 1.0
         figure.update_layout(coloraxis2=_bar(DIVERGING, -limit, limit, MINUS, 1.09))
+    return lifted(figure) if root else figure
+
+
+def lifted(figure: go.Figure) -> go.Figure:
+    """Colours that follow the square root of a number, so that faint ones show; the scale's numbers stay what they are."""
+    at = np.linspace(0.0, 1.0, 65)
+    for name in [k for k in figure.layout if k.startswith("coloraxis")]:
+        axis = figure.layout[name]
+        both = axis.cmin < 0
+        share = 0.5 + 0.5 * np.sign(at - 0.5) * np.sqrt(np.abs(2 * at - 1)) if both else np.sqrt(at)
+        axis.colorscale = list(zip(at, sample_colorscale(DIVERGING if both else SEQUENTIAL, share), strict=True))
     return figure
 
 

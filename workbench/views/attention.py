@@ -17,7 +17,12 @@ from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import Source, Subject
 
-SCALES = {"brightest": "to the brightest after query 0", "one": "from 0 to 1"}
+SCALES = {
+    "brightest": "up to the brightest",
+    "root": "faint ones lifted (square root)",
+    "one": "from 0 to 1",
+}
+"""The brightest after the first query, which sees nothing but itself."""
 POOLS = {"mean": "what all its keys get together", "max": "its largest weight"}
 CELLS, CELLS_BESIDE = 512, 384
 """Most cells along an axis of a map: of one model, and of two beside each other where the prompt is longer."""
@@ -114,6 +119,14 @@ def positions(text: str | None, T: int) -> tuple[int, int]:
     return first, last
 
 
+def holdable(queries: tuple[int, int], lock: str | None, length: int) -> list[int]:
+    """Queries to choose the held one from: those of a window, at most `CELLS`, and the one that is held now."""
+    first, last = queries
+    found = set(range(first, last + 1, -(-(last + 1 - first) // CELLS)))
+    held = int(lock) if lock is not None and re.fullmatch(r"\d{1,9}", lock) else length
+    return sorted(found | ({held} if held < length else set()))
+
+
 def _index(kind: str, value: int | None, count: int) -> int:
     if value not in range(count):
         raise UnknownName(kind, str(value), map(str, range(count)))
@@ -131,10 +144,11 @@ def seen(ask: Source, link: Link) -> tuple[Choice, list[Seen]]:
     choice = options(ask, link)
     found = []
     for i, (subject, tokens) in enumerate(zip(choice.subjects, choice.tokens, strict=True)):
-        overview = look(ask, choice, subject)
+        overview = look(ask, choice, subject, 2 * i)
         queries, keys = (_within(span, len(tokens)) for span in (choice.queries, choice.keys))
         window = _window(ask, choice, i, queries, keys, choice.pool)
         column = _window(ask, choice, i, (0, len(tokens)), keys, "mean")
+        _tell(ask, choice, 2 * i + 1, 1, 2)
         row = None
         if choice.lock is not None and choice.lock < len(tokens):
             row = _window(ask, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
@@ -142,11 +156,20 @@ def seen(ask: Source, link: Link) -> tuple[Choice, list[Seen]]:
     return choice, found
 
 
-def look(ask: Source, choice: Choice, subject: Subject) -> Any:
+def look(ask: Source, choice: Choice, subject: Subject, part: int = 0) -> Any:
     """The overview of a subject, its pictures as fine as all of them together allow."""
     pictures = sum(s.entry.n_layers * s.entry.n_heads for s in choice.subjects)
     fits = [b for b in BUCKETS if pictures * b * (b + 1) // 2 <= TILES]
-    return ask.look("attention.overview", subject, choice.text, buckets=fits[0] if fits else BUCKETS[-1])
+    return ask.look(
+        "attention.overview", subject, choice.text, buckets=fits[0] if fits else BUCKETS[-1], pool=choice.pool,
+        progress=lambda done, total: _tell(ask, choice, part, done, total),
+    )  # fmt: skip
+
+
+def _tell(ask: Source, choice: Choice, part: int, done: int, total: int) -> None:
+    """How far the work is, of 100; each model has two parts, all heads and the chosen one."""
+    if ask.progress is not None:
+        ask.progress(round(100 * (part + done / total) / (2 * len(choice.subjects))), 100)
 
 
 def _within(span: tuple[int, int], T: int) -> tuple[int, int]:
@@ -224,7 +247,7 @@ def overview(ask: Source, link: Link) -> Drawing:
     parts = [(title, s.overview.tiles) for title, s in _named(choice, found)]
     alike = choice.alike and len({p[1].shape for p in parts}) == 1
     top = 1.0 if choice.scale == "one" else max(brightest(tiles) for _, tiles in parts)
-    figure = figures.tiles(parts, top, minus=alike)
+    figure = figures.tiles(parts, top, root=choice.scale == "root", minus=alike)
     strongest = []
     for title, s in _named(choice, found):
         top = s.overview.statistics.sort_values("sink_mass").iloc[-1]
@@ -243,6 +266,10 @@ def weights(ask: Source, link: Link) -> Drawing:
     top = 1.0 if choice.scale == "one" else max(brightest(s.window.weights, s.window.queries[0]) for s in found)
     for title, s in _named(choice, found):
         rows, columns = cells(s.window.queries, s.tokens), cells(s.window.keys, s.tokens)
+        if not choice.alike:
+            columns[0] += "\u200b" * len(
+                parts
+            )  # told apart: other prompts are not subtracted, even where they begin alike
         parts.append(
             (
                 title,
@@ -253,6 +280,8 @@ def weights(ask: Source, link: Link) -> Drawing:
             )
         )  # fmt: skip
     figure = plots.grids(parts, "Attention", where(choice, found))
+    if choice.scale == "root":
+        figures.lifted(figure)
     return Drawing(figure, plots.grid_table(parts))
 
 

@@ -1,0 +1,302 @@
+"""What the page Attention draws is the model's own attention: every head, one head's window, its strips and its numbers."""
+
+from __future__ import annotations
+
+import json
+
+import dashboard
+import numpy as np
+import pytest
+
+from workbench import plots
+from workbench.checkpoints import save
+from workbench.errors import BadData, UnknownName
+from workbench.models import build
+from workbench.runs import Run
+from workbench.views import Link, Source, attention, drawings
+from workbench.views.base import timelapse
+
+TEXT = "return values / len(values) + 1"
+LONG = "x = mean(values)\n" * 60
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    folder = dashboard.populate(tmp_path_factory.mktemp("runs"))
+    shape = dashboard.MODEL | {"d_vocab": 270, "init_std": 0.8}  # sharp attention, so that heads differ
+    for name in ("text-resformer-s0", "text-transformer-s0"):
+        path = folder / name / "step_000020"
+        for file in path.iterdir():
+            file.unlink()
+        save(build(name.split("-")[1], shape, seed=len(name)), path, seed=0, step=20, run=name)
+    dashboard.run(folder, "long-resformer-s0", "resformer", 0, "text")
+    long = shape | {"n_ctx": 2048}
+    run = folder / "long-resformer-s0" / "run.json"
+    run.write_text(json.dumps(json.loads(run.read_text()) | {"model": long}))
+    for step in dashboard.STEPS:
+        path = folder / "long-resformer-s0" / f"step_{step:06d}"
+        for file in path.iterdir():
+            file.unlink()
+        save(build("resformer", long, seed=step), path, seed=0, step=step, run="long-resformer-s0")
+    return Source(folder)
+
+
+def link(**options):
+    return Link("attention", {"a": "text-resformer-s0", "prompt": TEXT} | {k: str(v) for k, v in options.items()})
+
+
+def compared(**options):
+    return link(compare=1, b="text-transformer-s0", **options)
+
+
+def drawn(ask, name, of):
+    ((_, drawing),) = drawings(ask, of, name)
+    return drawing
+
+
+def patterns(ask, name="text-resformer-s0", text=TEXT):
+    """[layer, head, query, key] from the model's own hook points."""
+    model = Run.open(ask.folder / name).load()
+    _, cache = model.run_with_cache(model.to_tokens(np.array([model.tokenizer.encode(text)])))
+    return np.stack([cache[f"blocks.{n}.attn.hook_pattern"][0].numpy() for n in range(2)])
+
+
+def heat(drawing, i=0):
+    return np.asarray(drawing.figure.data[i].z, dtype=float)
+
+
+# ---- the map of one head ----
+
+
+def test_the_map_is_the_models_pattern_and_its_future_is_blank(ask):
+    z, expected = heat(drawn(ask, "weights", link(layer=1, head=1))), patterns(ask)[1, 1]
+    past = np.tril(np.ones_like(expected, dtype=bool))
+    assert z[past] == pytest.approx(expected[past], abs=1e-5)
+    assert np.isnan(z[~past]).all()
+
+
+def test_a_window_is_that_piece_of_the_map_with_its_tokens_named(ask):
+    drawing = drawn(ask, "weights", link(layer=0, head=1, queries="6-9", keys="2-4"))
+    assert heat(drawing) == pytest.approx(patterns(ask)[0, 1][6:10, 2:5], abs=1e-5)
+    tokens = ask.tokens(ask.subjects(link())[0], TEXT)
+    assert [t.rstrip("\u200b") for t in drawing.figure.data[0].x] == [f"{i}:{tokens[i]}" for i in range(2, 5)]
+    assert "each cell is one weight" in drawing.figure.layout.title.subtitle.text
+    assert len(drawing.table) == 12
+
+
+def test_a_long_prompt_is_pooled_and_a_window_of_it_refines_to_single_weights(ask):
+    tokens = len(Run.open(ask.folder / "long-resformer-s0").load().tokenizer.encode(LONG))
+    assert tokens > attention.CELLS
+    of = link(a="long-resformer-s0", prompt=LONG, layer=1, head=0)
+    pooled = heat(drawn(ask, "weights", of))
+    assert pooled.shape == (attention.CELLS, attention.CELLS)
+    assert np.nansum(pooled, 1) == pytest.approx(1.0, abs=1e-4)  # a row's mass is all of it at every zoom
+    exact = drawn(ask, "weights", of.but(queries=f"{tokens - 40}-{tokens - 1}", keys="0-29"))
+    expected = patterns(ask, "long-resformer-s0", LONG)[1, 0]
+    assert heat(exact) == pytest.approx(expected[-40:, :30], abs=1e-5)
+    most = heat(drawn(ask, "weights", of.but(pool="max")))
+    assert np.nanmax(most) == pytest.approx(expected.max(), abs=1e-5)
+
+
+def test_two_models_share_a_scale_and_their_difference_has_its_own(ask):
+    drawing = drawn(ask, "weights", compared(layer=1, head=0))
+    a, b = patterns(ask)[1, 0], patterns(ask, "text-transformer-s0")[1, 0]
+    past = np.tril(np.ones_like(a, dtype=bool))
+    assert heat(drawing, 2)[past] == pytest.approx((a - b)[past], abs=2e-5)
+    shared, own = drawing.figure.layout.coloraxis, drawing.figure.layout.coloraxis2
+    assert (shared.cmin, shared.cmax) == (0, pytest.approx(max(a[1:].max(), b[1:].max()), abs=1e-5))
+    assert own.cmax == -own.cmin == pytest.approx(np.abs(a - b).max(), abs=1e-5)
+    assert [t.coloraxis for t in drawing.figure.data] == ["coloraxis", "coloraxis", "coloraxis2"]
+
+
+def test_the_scale_is_as_chosen_and_never_set_by_the_first_query(ask):
+    expected = patterns(ask)[1, 1]
+    assert expected[0, 0] == pytest.approx(1)
+    bright, one, root = (
+        drawn(ask, "weights", link(layer=1, head=1, scale=s)).figure.layout.coloraxis
+        for s in ("brightest", "one", "root")
+    )
+    assert bright.cmax == root.cmax == pytest.approx(expected[1:].max(), abs=1e-5)
+    assert one.cmax == 1
+    quarter = dict(root.colorscale)[0.25]  # looks as a half does elsewhere
+    from plotly.colors import sample_colorscale
+
+    assert quarter == sample_colorscale("Cividis", [0.5])[0]
+
+
+def test_models_that_read_other_tokens_are_not_subtracted(ask):
+    drawing = drawn(ask, "weights", link(compare=1, b="race-svformer-s0", prompt="abcabc"))
+    assert len(drawing.figure.data) == 2
+    assert "not drawn" in drawing.figure.layout.title.subtitle.text
+
+
+# ---- all heads ----
+
+
+def test_the_small_pictures_are_the_heads_in_order_with_gaps_between(ask):
+    drawing, expected = drawn(ask, "overview", link()), patterns(ask)
+    z, T = heat(drawing), expected.shape[-1]
+    for layer in range(2):
+        for head in range(2):
+            tile = z[layer * (T + 1) : (layer + 1) * (T + 1) - 1, head * (T + 1) : (head + 1) * (T + 1) - 1]
+            past = np.tril(np.ones((T, T), dtype=bool))
+            assert tile[past] == pytest.approx(expected[layer, head][past], abs=1e-5)
+    assert np.isnan(z[T]).all()
+    strongest = max((patterns(ask)[n, h][1:, 0].mean(), n, h) for n in range(2) for h in range(2))
+    assert f"layer {strongest[1]}, head {strongest[2]}" in drawing.said
+
+
+def test_numbers_of_a_head_stand_beside_evenly_spread_attention(ask):
+    drawing, expected = drawn(ask, "numbers", compared()), patterns(ask)
+    T = expected.shape[-1]
+    table = drawing.table
+    own = table[(table["model"] == "A: ResFormer · s0, step 20") & (table["layer"] == 1) & (table["head"] == 0)]
+    rows = -np.nansum(expected[1, 0] * np.log(np.where(expected[1, 0] > 0, expected[1, 0], 1)), -1)
+    assert own["row_entropy"].item() == pytest.approx(rows.mean(), abs=1e-5)
+    assert own["effective_keys"].item() == pytest.approx(np.exp(rows).mean(), rel=1e-4)
+    evenly = table[table["model"].str.endswith("spread evenly")].iloc[0]
+    assert evenly["effective_keys"] == pytest.approx((T + 1) / 2)
+    minus = table[table["model"] == plots.MINUS]
+    other = table[table["model"].str.startswith("B: T") & table["head"].notna()]
+    assert minus["sink_mass"].tolist() == pytest.approx(
+        (table["sink_mass"][:4].to_numpy() - other["sink_mass"].to_numpy()).tolist()
+    )
+
+
+# ---- strips ----
+
+
+def test_received_attention_is_the_column_sum_beside_the_even_one(ask):
+    drawing, expected = drawn(ask, "received", link(layer=0, head=0, keys="3-7")), patterns(ask)[0, 0]
+    assert drawing.table["received, queries"].tolist() == pytest.approx(expected.sum(0)[3:8].tolist(), rel=1e-4)
+    T = len(expected)
+    evenly = [sum(1 / (i + 1) for i in range(j, T)) for j in range(3, 8)]
+    assert drawing.table["spread evenly, queries"].tolist() == pytest.approx(evenly, rel=1e-6)
+
+
+def test_a_held_query_shows_its_row_without_its_future(ask):
+    drawing = drawn(ask, "query", link(layer=1, head=0, lock=5))
+    assert drawing.table["attention"].tolist() == pytest.approx(patterns(ask)[1, 0][5, :6].tolist(), abs=1e-5)
+    assert drawing.table["query"].iloc[0].startswith("5:")
+    last = drawn(ask, "query", link(layer=1, head=0, queries="0-7"))
+    assert last.table["attention"].tolist() == pytest.approx(patterns(ask)[1, 0][7, :8].tolist(), abs=1e-5)
+
+
+def test_time_lapse_plays_the_map_over_the_checkpoints(ask):
+    played = timelapse(attention.weights, ask, link(a="long-resformer-s0", layer=0, head=1))
+    assert [f.name for f in played.figure.frames] == ["step 0", "step 8", "step 20"]
+    first, last = (np.asarray(played.figure.frames[i].data[0].z, dtype=float) for i in (0, 2))
+    assert np.nanmax(np.abs(first - last)) > 0.01
+
+
+def test_keys_of_one_layer_alone_can_be_chosen_where_a_layer_sees_several(ask):
+    dashboard.run(ask.folder, "cross-s0", "cross_layer", 0, "text")
+    of = link(a="cross-s0", layer=1, head=0)
+    names = attention.options(ask, of).branches
+    assert len(names) > 1
+    parts = [heat(drawn(ask, "weights", of.but(branch=name))) for name in names]
+    assert sum(np.nan_to_num(p) for p in parts) == pytest.approx(
+        np.nan_to_num(heat(drawn(ask, "weights", of))), abs=1e-6
+    )
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({"layer": 2}, UnknownName, "layer"),
+        ({"head": -1}, UnknownName, "head"),
+        ({"queries": "5-4"}, BadData, "first and the last"),
+        ({"keys": "0-999"}, BadData, "first and the last"),
+        ({"keys": "<b>"}, BadData, "first and the last"),
+        ({"lock": 99}, UnknownName, "position"),
+        ({"scale": "log"}, UnknownName, "scale"),
+        ({"pool": "sum"}, UnknownName, "pool"),
+        ({"branch": "other"}, UnknownName, "set of keys"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(ask, options, error, word):
+    with pytest.raises(error, match=word):
+        drawn(ask, "weights", link(**options))
+
+
+def test_markup_in_a_prompt_stays_text_in_every_figure(ask):
+    of = link(prompt="<b>x</b> **y** $z$ <img src=x onerror=alert(1)>", lock=4)
+    for _, drawing in drawings(ask, of):
+        spec = drawing.figure.to_json()
+        assert "<b>x" not in spec
+        assert "<img" not in spec
+        assert "**" not in drawing.said
+        assert len(plots.alt_text(drawing.figure)) > 20
+
+
+# ---- what the page's element is sent ----
+
+
+def unpacked(data):
+    size = int.from_bytes(data[:4], "little")
+    header = json.loads(data[4 : 4 + size])
+
+    def at(place, kind):
+        return np.frombuffer(data, kind, place[1], 4 + size + place[0])
+
+    return header, at
+
+
+def test_the_element_gets_every_number_in_few_bytes(ask):
+    from app.elements.attention import packed
+
+    choice, found = attention.seen(ask, compared(layer=1, head=0, lock=5))
+    data = packed(choice, found, "said")
+    header, at = unpacked(data)
+    assert header["minus"]
+    for panel, name in zip(header["panels"], ("text-resformer-s0", "text-transformer-s0"), strict=True):
+        expected = patterns(ask, name)
+        past = np.tril(np.ones(expected.shape[-2:], dtype=bool))
+        weights = at(panel["weights"], np.uint16) * (panel["top"] / 65535)
+        assert weights == pytest.approx(expected[1, 0][past], abs=1e-5)
+        tiles = at(panel["tiles"], np.uint8) * (panel["brightest"] / 255)
+        assert tiles == pytest.approx(expected[..., past].ravel(), abs=0.5 / 255 + 1e-6)
+        assert at(panel["row"], np.float32)[:6] == pytest.approx(expected[1, 0][5, :6], abs=1e-5)
+        assert (at(panel["row"], np.float32)[6:] == -1).all()
+        assert (
+            panel["sink"][2] == pytest.approx(found[0].overview.statistics["sink_mass"][2], abs=1e-4)
+            or panel["tag"] == "B"
+        )
+        for place in (panel["weights"], panel["tiles"], panel["row"], panel["received"]):
+            assert place[0] % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "exact"),
+    [
+        ({}, False),
+        ({"queries": "600-1111", "keys": "0-511"}, True),  # not one cell of it in the future
+        ({"compare": "1", "b": "long-resformer-s0", "step_b": "8"}, False),
+        ({"compare": "1", "b": "long-resformer-s0", "step_b": "8", "queries": "600-1111", "keys": "0-511"}, False),
+        ({"compare": "1", "b": "long-resformer-s0", "step_b": "8", "queries": "700-1000", "keys": "0-350"}, True),
+    ],
+)
+def test_a_view_of_a_long_prompt_stays_below_a_megabyte(ask, options, exact):
+    from app.elements.attention import packed
+
+    choice, found = attention.seen(ask, link(a="long-resformer-s0", prompt=LONG * 2, lock=1100, **options))
+    assert choice.length == 1200
+    assert all(s.window.exact == exact for s in found)
+    assert len(packed(choice, found, "")) < 1_000_000
+
+
+def test_more_heads_get_coarser_pictures(ask):
+    folder = ask.folder
+    name = "wide-s0"
+    dashboard.run(folder, name, "transformer", 0, "text", steps=())
+    shape = dashboard.MODEL | {"d_vocab": 270, "n_layers": 12, "n_heads": 8, "n_ctx": 256}
+    run = folder / name / "run.json"
+    run.write_text(json.dumps(json.loads(run.read_text()) | {"model": shape}))
+    save(build("transformer", shape, seed=0), folder / name / "step_000020", seed=0, step=20, run=name)
+    text = "values " * 60
+    assert attention.seen(ask, link(a=name, prompt=text))[1][0].overview.tiles.shape[-1] == 64
+    found = attention.seen(ask, link(a=name, prompt=text, compare=1, b=name, step_b=20))[1]
+    assert found[0].overview.tiles.shape[-1] == 32
