@@ -1,1 +1,1 @@
-"""One file per page; a page draws what `app.state` hands it and computes nothing."""
+"""One file per page: widgets, and what `workbench.views` draws; a page computes nothing."""

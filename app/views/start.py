@@ -186,7 +186,7 @@ def _claim(link: Link, found: start.Judgement) -> None:
     with st.container(border=True):
         st.markdown(f"**{url.plain(claim.text)}**")
         told = {"supported": st.success, "refuted": st.error, "unresolved": st.warning}[verdict.status]
-        told(f"**{url.plain(verdict.said.capitalize())}.** {url.plain(verdict.sentence)}")
+        told(f"**{url.plain(verdict.said.capitalize())}.**")
         facts = {"Published": claim.published, "Supported by": claim.supports, "Refuted by": claim.refutes, "Source": claim.source,
                  "Runs compared": f"{len(verdict.runs)}: {verdict.setting}"}  # fmt: skip
         st.markdown("\n".join(f"- {name}: {url.plain(fact)}" for name, fact in facts.items()))

@@ -6,7 +6,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +186,7 @@ def judgements(ask: Source, link: Link) -> tuple[Judgement, ...]:
 
 
 def _judged(entries: Sequence[Entry], progress: Callable[[int, int], None] | None) -> tuple[Judgement, ...]:
-    from workbench.analysing import chosen, judge, stored
+    from workbench.analysing import Judged, chosen, figure, stored
 
     total, claims = len(entries), chosen()
 
@@ -197,8 +197,10 @@ def _judged(entries: Sequence[Entry], progress: Callable[[int, int], None] | Non
     evidence = stored([Run.open(e.path) for e in entries], lambda done, _: told(done))
     there, found = set(evidence.records["metric"]), []
     for i, claim in enumerate(claims):
-        (judged,) = judge(evidence, [claim])
-        found.append(Judgement(judged, tuple(m for m in claim.metrics if m not in there)))
+        verdict = claim.judge(evidence)
+        found.append(Judgement(Judged(claim, verdict), tuple(m for m in claim.metrics if m not in there)))
+        if found[-1].decided and not _compares(verdict.table):  # others are drawn from their intervals
+            found[-1] = replace(found[-1], judged=Judged(claim, verdict, *figure(claim, verdict, evidence)))
         told(total, i + 1)
     return tuple(found)
 
@@ -247,13 +249,18 @@ def verdict(ask: Source, link: Link) -> Drawing:
     _of(link, "verdicts")
     judged = claim(judgements(ask, link), link).judged
     figure, numbers = judged.figure, judged.verdict.table
-    if len(numbers) and {"comparison", "value", "low", "high"} <= set(numbers.columns):
+    if _compares(numbers):
         figure = plots.intervals(numbers, judged.claim.name.replace("_", " ").capitalize(), judged.verdict.setting)
     elif figure is None:
         raise WorkbenchError("this claim has no figure here; its sentence says why")
     else:
         figure, numbers = go.Figure(figure), judged.shown  # the kept one is shared
     return Drawing(figure, numbers, judged.verdict.sentence)
+
+
+def _compares(numbers: pd.DataFrame) -> bool:
+    """Whether a verdict's table holds intervals."""
+    return len(numbers) > 0 and {"comparison", "value", "low", "high"} <= set(numbers.columns)
 
 
 def claim(found: Sequence[Judgement], link: Link) -> Judgement:

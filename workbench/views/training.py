@@ -54,10 +54,10 @@ def inside(found: set[str]) -> list[str]:
 def _rows(ask: Source, link: Link, metric: str) -> list[pd.DataFrame]:
     """Rows of a quantity: in one part, or of A and of B; raises `WorkbenchError` where nobody wrote it down."""
     if link.on("compare"):
-        subjects = {s.entry.name: s for s in ask.subjects(link)}
+        subjects = {s.entry.name: s for s in reversed(ask.subjects(link))}  # of one run at two steps A stays
         parts = [
             ask.telemetry([s.entry], [metric]).assign(architecture=s.series.rpartition(", step ")[0])
-            for s in subjects.values()
+            for s in reversed(subjects.values())
         ]
     else:
         parts = [ask.telemetry(ask.chosen(link), [metric])]
@@ -276,7 +276,7 @@ def recorded(ask: Source, link: Link) -> Drawing:
     rows = [part[part[_place(part)] == place] if there else part for part in parts]
     layers = sorted({n for part in rows for n in part["layer"].dropna().unique()})
     kept = layers[:: -(-len(layers) // (MOST_LAYERS // len(rows)))] if layers else []
-    rows = [(p[p["layer"].isin(kept)] if kept else p).assign(head=pd.NA) for p in rows]
+    rows = [(p[p["layer"].isin(kept)] if kept else p).assign(head=float("nan")) for p in rows]
     said = f" in {plots.site(place)}" if place else ""
     return _curves(ask, link, rows, f"{str(quantity).replace('_', ' ').capitalize()}{said}")
 
