@@ -108,7 +108,8 @@ def deep_values_need_little_context(evidence: Evidence) -> Verdict:
 
 def _kept(change: pd.DataFrame) -> Interval:
     """1 - change(token mean) / change(zero): over seeds where there are three, else with the errors over documents."""
-    wide = change.pivot_table(index="run", columns="variant", values=["value", "se"])
+    # one document has no standard error, whose column must be there nevertheless
+    wide = change.pivot_table(index="run", columns="variant", values=["value", "se"], dropna=False)
     if not {("value", "token_mean"), ("value", "zero")} <= set(wide.columns):
         raise Undecided("not_checkable", "No layer after the first has values that were replaced.")
     token, zero = wide["value", "token_mean"], wide["value", "zero"]

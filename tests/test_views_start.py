@@ -1,0 +1,262 @@
+"""What the start page draws: an X-ray from what is stored, the runs, verdicts without measuring, and the demo's story."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import dashboard
+import numpy as np
+import pytest
+
+from workbench import findings, plots, xrays
+from workbench.analysing import chosen, stored
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.files import write_json
+from workbench.results import load_records, one_sample, provenance, records
+from workbench.runs import Run
+from workbench.views import Link, Source, drawings, start
+
+A, B = "text-resformer-s0", "text-transformer-s0"
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    return Source(dashboard.populate(tmp_path_factory.mktemp("runs")))
+
+
+def link(show, **options):
+    return Link("start", {"show": show} | {k: str(v) for k, v in options.items()})
+
+
+# ---- this model ----
+
+
+def test_the_four_answers_are_those_of_an_xray_of_the_same_records(ask):
+    frame = load_records([ask.folder / A])
+    for answer, (name, view) in zip(xrays.answers(frame), start.XRAY.items(), strict=True):
+        drawing = view(ask, link("model", a=A))
+        assert drawing.said == answer.sentence
+        assert len(drawing.table) == len(answer.records), name
+        assert [t.name for t in drawing.figure.data] == [t.name for t in answer.figure.data]
+
+
+def test_a_step_that_was_not_measured_says_what_is_missing_and_how_to_get_it(ask):
+    (subject,) = ask.subjects(link("model", a=A, step=8))
+    assert start.missing(ask, subject) == list(xrays.NEEDED)
+    with pytest.raises(WorkbenchError, match="not measured yet: concentration parts"):
+        start.sinks(ask, link("model", a=A, step=8))
+    assert start.command(subject.entry, 8).endswith("--steps 0,8 --n 32")
+    assert start.command(subject.entry, 20) == f"workbench xray {ask.folder / A}"
+    assert start.missing(ask, ask.subjects(link("model", a=A))[0]) == []
+
+
+def test_two_models_stand_side_by_side_with_their_difference(ask):
+    drawing = start.residual(ask, link("model", a=A, b=B, compare=1))
+    figure = drawing.figure
+    assert [a.text for a in figure.layout.annotations] == [
+        "A: ResFormer · s0, step 20",
+        "B: Transformer · s0, step 20",
+        "A − B",
+    ]
+    assert figure.layout.yaxis2.matches == "y"
+    assert figure.layout.yaxis3.matches is None
+    by_column = {axis: [t for t in figure.data if t.xaxis == axis] for axis in ("x", "x2", "x3")}
+    for a, b, minus in zip(*by_column.values(), strict=True):
+        assert np.subtract(a.y, b.y) == pytest.approx(minus.y)
+    assert drawing.said.startswith("A: ")
+    assert " B: " in drawing.said
+    assert set(drawing.table["architecture"]) == {
+        "resformer · A: s0, step 20",
+        "transformer · B: s0, step 20",
+        plots.MINUS,
+    }
+
+
+def test_panels_below_each_other_keep_their_baselines_and_titles(ask):
+    figure = start.sinks(ask, link("model", a=A, b=B, compare=1)).figure
+    assert len({t.yaxis for t in figure.data}) == 6
+    assert "attention to the first token" in figure.layout.yaxis.title.text
+    assert "norm of its value" in figure.layout.yaxis4.title.text
+    assert sum(s.type == "line" for s in figure.layout.shapes) == 4  # uniform attention and ratio 1, for A and for B
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    from workbench.config import ModelConfig, TrainConfig
+    from workbench.data import RepeatedData
+    from workbench.training import train
+
+    folder = tmp_path_factory.mktemp("trained")
+    shape = ModelConfig(n_layers=2, d_model=16, n_heads=4, d_mlp=24, d_vocab=64, n_ctx=128)
+    recipe = TrainConfig(steps=4, batch=4, T=64, warmup=2, validate_every=4, validation_sequences=8)
+    train("transformer", RepeatedData(), name="mine", runs=folder, model=shape, train=recipe, device="cpu")
+    return Source(folder)
+
+
+def test_measuring_can_be_stopped_and_then_gives_what_the_command_gives(trained):
+    class Stop(Exception):
+        pass
+
+    def stop(done, total):
+        if done == 2:
+            raise Stop
+
+    (subject,) = trained.subjects(link("model"))
+    with pytest.raises(Stop):
+        start.measure(subject.entry, 4, stop)
+    assert len(start.missing(trained, subject)) < len(xrays.NEEDED)
+    told = []
+    start.measure(subject.entry, 4, lambda done, total: told.append((done, total)))
+    assert told[0] == (0, 15)
+    assert told[-1] == (15, 15)
+    assert start.missing(trained, subject) == []
+    found = xrays.xray(trained.folder / "mine")
+    for answer, view in zip(found.answers, start.XRAY.values(), strict=True):
+        assert view(trained, link("model")).said == answer.sentence
+
+
+def test_numbers_of_two_samples_are_not_averaged():
+    def rows(data, n, steps, value):
+        told = provenance(data=data, metric="loss@1", key="k")
+        return [{"run": "r", "metric": "loss", "step": s, "n": n, "value": value, "provenance": told} for s in steps]
+
+    both = records(rows("few", 32, (0, 9), 1.0) + rows("many", 64, (0, 9), 2.0) + rows("init", 128, (0,), 3.0))
+    assert one_sample(both)["value"].tolist() == [2.0, 2.0]
+    alone = records(rows("few", 32, (0, 9), 1.0))
+    assert one_sample(alone) is alone
+
+
+# ---- what is here ----
+
+
+def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask, tmp_path):
+    folder = dashboard.copied(ask.folder, tmp_path / "runs")
+    (folder / B / "step_000020" / "config.json").unlink()
+    with Run(folder / A).writing():
+        table = start.table(Source(folder)).set_index("run")
+    assert table.loc[A, "state"] == "being written now"
+    assert table.loc[B, "state"] == "stopped before step 20"
+    assert table.loc[B, "trained to step"] == 8
+    assert table.loc["race-svformer-s1", "state"] == "finished"
+    assert table.loc["race-svformer-s1", "experiment"].startswith("random tokens, written twice")
+    assert table.loc[A, "measures"] == 9
+
+
+def test_an_empty_folder_has_an_empty_table(tmp_path):
+    assert start.table(Source(tmp_path)).empty
+
+
+# ---- verdicts ----
+
+
+def test_verdicts_are_those_of_an_analysis_and_nothing_is_measured(ask, monkeypatch):
+    import workbench.analysing
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(workbench.analysing, "measure", refuse)
+    found = start.judgements(ask, link("verdicts", a=A))
+    entries = ask.group(link("verdicts", a=A))
+    evidence = stored([Run.open(e.path) for e in entries])
+    expected = {c.name: c.judge(evidence) for c in chosen()}
+    assert {j.judged.claim.name: j.judged.verdict.status for j in found} == {n: v.status for n, v in expected.items()}
+    lower = next(j for j in found if j.judged.claim.name == "lower_loss")
+    assert lower.decided
+    probe = next(j for j in found if j.judged.claim.name == "token_information_is_preserved")
+    assert not probe.decided
+    assert "token_probe" in probe.missing
+
+
+def test_the_overview_has_a_cell_for_each_claim_and_the_choice_its_intervals(ask):
+    overview = start.verdicts(ask, link("verdicts", a=A))
+    assert sum(len(t.x or ()) for t in overview.figure.data) == len(overview.table) == len(chosen())
+    one = start.verdict(ask, link("verdicts", a=A, claim="lower_loss"))
+    row = overview.table.set_index("claim").loc["lower_loss"]
+    assert one.said == row["because"]
+    values = [x for t in one.figure.data for x in t.x]
+    assert values == pytest.approx(one.table["value"].tolist(), nan_ok=True)
+    assert "95 % interval" in one.figure.layout.title.subtitle.text
+    with pytest.raises(UnknownName, match="did you mean lower_loss"):
+        start.verdict(ask, link("verdicts", a=A, claim="lower_los"))
+
+
+def test_the_command_names_the_runs_of_the_experiment(ask, trained, tmp_path):
+    assert start.analysis(ask, link("verdicts", a=A)) == f"workbench analyze {ask.folder}/text-* --out results"
+    alone = start.analysis(trained, link("verdicts"), "tokens")
+    assert alone == f"workbench analyze {trained.folder} --question tokens --out results"
+    folder = dashboard.copied(ask.folder, tmp_path / "some runs")
+    (folder / "text-resformer-s1").rename(folder / "other")
+    told = start.analysis(Source(folder), link("verdicts", a=A))
+    assert f"'{folder}/other'" in told
+    assert "*" not in told
+
+
+def test_an_experiment_without_a_finished_run_has_no_verdicts(tmp_path):
+    dashboard.half_write(tmp_path)
+    with pytest.raises(BadData, match="finished"):
+        start.judgements(Source(tmp_path), link("verdicts", a="race-transformer-s0"))
+
+
+# ---- the demo ----
+
+
+def status(folder, **told):
+    told = {"finished": False, "ready": ["a"], "models": ["a", "b"], "left_s": 7, "failed": {}} | told
+    write_json(folder / ".demo.json", told)
+    return start.demo(folder)
+
+
+def test_a_demo_says_how_far_it_is_and_when_it_has_gone_quiet(tmp_path):
+    assert start.demo(tmp_path) is None
+    found = status(tmp_path)
+    assert (found.running, found.ready, found.planned, found.left_s) == (True, 1, 2, 7.0)
+    assert not status(tmp_path, finished=True).running
+    status(tmp_path)
+    os.utime(tmp_path / ".demo.json", (1, 1))
+    assert not start.demo(tmp_path).running
+    (tmp_path / ".demo.json").write_text(json.dumps([1, 2]))
+    assert start.demo(tmp_path) is None
+
+
+def test_a_folder_of_demo_runs_alone_is_known(ask, trained):
+    assert start.only_demo(ask)
+    assert not start.only_demo(trained)
+
+
+def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
+    race = start.race(ask, link("demo"))
+    assert findings.race_verdict(findings.formation_steps(race.table)) == "SVFormer before Transformer: seeds disjoint."
+    identity = start.identity(ask, link("demo"))
+    assert set(identity.table["metric"]) == {"token_identity_share"}
+    assert start.replaced(ask, link("demo")).figure.data
+    heads = start.copying_heads(ask, link("demo", at=8))
+    z = np.asarray(heads.figure.data[0].z, dtype=float)
+    assert np.nansum(z, axis=1) == pytest.approx(1.0, abs=1e-5)
+    assert np.isnan(z[0, 1])
+    assert heads.table["step"].tolist() == [8, 8]
+    assert heads.table["head"].tolist() == [1, 1]  # the highest stored induction score
+    assert any("No attention sink formed" in line for line in start.limits(ask))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({"left": "race-svformer-s9"}, UnknownName, "did you mean race-svformer"),
+        ({"at": 7}, WorkbenchError, r"choose from \[0, 8, 20\]"),
+    ],
+)
+def test_heads_that_are_not_there_are_refused(ask, options, error, word):
+    with pytest.raises(error, match=word):
+        start.copying_heads(ask, link("demo", **options))
+
+
+def test_only_the_shown_part_of_the_page_is_drawn(ask):
+    with pytest.raises(WorkbenchError, match="show=demo"):
+        start.race(ask, link("model"))
+    with pytest.raises(UnknownName, match="part of the page"):
+        start.race(ask, link("models"))
+    ((name, drawing),) = drawings(ask, link("demo"), "race")
+    assert name == "race"
+    assert drawing.figure.data
