@@ -1,0 +1,197 @@
+"""The page Attention on every kind of folder: its boxes and sliders do what the picture does, and the address says it all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import dashboard
+import pytest
+from streamlit.testing.v1 import AppTest
+
+APP = Path(__file__).parent.parent / "app"
+A = {"a": "text-resformer-s0"}
+BOTH = A | {"compare": "1", "b": "text-transformer-s0"}
+
+
+@pytest.fixture(scope="module")
+def populated(tmp_path_factory):
+    return dashboard.populate(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """`page(folder, a="...")`: the page as a browser at that address sees it, once its work is done."""
+
+    def show(folder, **address):
+        monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
+        monkeypatch.setattr(sys, "argv", ["main.py"])
+        at = AppTest.from_file(str(APP / "main.py"), default_timeout=60)
+        at.run()
+        at.switch_page("views/attention.py")
+        for key, value in address.items():
+            at.query_params[key] = value
+        return finished(at)
+
+    return show
+
+
+def finished(at):
+    """The page behind its progress bars."""
+    for _ in range(100):
+        at.run()
+        assert not at.exception, [e.message for e in at.exception]
+        if not at.get("progress"):
+            return at
+    raise AssertionError("the work does not end")
+
+
+def element(at):
+    """The header of what the picture was sent; None where there is no picture."""
+    found = at.get("bidi_component")
+    if not found:
+        return None
+    data = found[0].proto.bytes
+    return json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")])
+
+
+def address(at, key):
+    value = at.query_params[key]
+    return value if isinstance(value, str) else value[0]
+
+
+def said(at):
+    return " ".join(e.value for kind in ("markdown", "info", "warning", "caption") for e in at.get(kind))
+
+
+def test_the_picture_shows_what_the_address_says(page, populated):
+    header = element(page(populated, **BOTH, layer="0", head="1", queries="4-9", keys="1-6", lock="7", scale="one"))
+    assert (header["layer"], header["head"], header["lock"], header["whole"]) == (0, 1, 7, True)
+    assert [p["title"] for p in header["panels"]] == ["A: ResFormer · s0, step 20", "B: Transformer · s0, step 20"]
+    assert header["panels"][0]["queries"] == list(range(4, 11))
+    assert header["panels"][1]["keys"] == list(range(1, 8))
+    assert header["minus"]
+
+
+def test_boxes_and_sliders_do_what_the_picture_does(page, populated):
+    at = page(populated, **A)
+    at.selectbox(key="w_layer").set_value(0)
+    at.selectbox(key="w_head").set_value(1)
+    at.slider(key="w_queries").set_value((3, 8))
+    at.slider(key="w_keys").set_value((0, 5))
+    at.selectbox(key="w_lock").set_value(6)
+    header = element(finished(at))
+    assert (header["layer"], header["head"], header["lock"]) == (0, 1, 6)
+    assert (header["panels"][0]["queries"][0], header["panels"][0]["queries"][-1]) == (3, 9)
+    asked = {key: address(at, key) for key in ("layer", "head", "queries", "keys", "lock")}
+    assert asked == {"layer": "0", "head": "1", "queries": "3-8", "keys": "0-5", "lock": "6"}
+    at.selectbox(key="w_lock").set_value("none")
+    assert element(finished(at))["lock"] is None
+
+
+def test_a_held_query_stays_while_layer_and_step_change(page, populated):
+    at = page(populated, **A, lock="5")
+    at.selectbox(key="w_layer").set_value(0)
+    finished(at)
+    at.select_slider(key="w_step").set_value(8)
+    header = element(finished(at))
+    assert (header["lock"], header["layer"]) == (5, 0)
+    assert header["panels"][0]["title"].endswith("step 8")
+    assert header["panels"][0]["row"]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"layer": "99"},
+        {"head": "-1"},
+        {"queries": "9-2"},
+        {"keys": "0-5000"},
+        {"keys": "<script>"},
+        {"lock": "4711"},
+        {"lock": "1e9"},
+        {"scale": "<b>"},
+        {"stored": "../../etc/passwd"},
+        {"stored": "0" * 16},
+    ],
+)
+def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, wish):
+    at = page(populated, **A, **wish)
+    assert any("ignored" in i.value for i in at.info)
+    assert element(at)["layer"] == 1
+    assert "<script>" not in said(at)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("", "empty"), ("  ", "empty"), ("a", "tokens long"), ("x y " * 500, "tokens")]
+)
+def test_prompts_that_cannot_be_read_are_explained(page, populated, text, word):
+    at = page(populated, **A)
+    at.text_area(key="w_prompt").set_value(text)
+    finished(at)
+    assert any(word in i.value for i in at.info)
+    assert element(at) is None
+
+
+def test_hostile_text_reaches_the_page_as_data_alone(page, populated):
+    text = "<img src=x onerror=alert(1)> **b** $x$ \u202e:red[a]"
+    at = page(populated, **A, prompt=text, lock="3")
+    assert element(at) is not None
+    assert "<img" not in said(at)
+    proto = at.get("bidi_component")[0].proto
+    assert text[:4] not in proto.html_content + proto.css_content + proto.js_content
+
+
+def test_every_figure_can_be_had_with_its_table_and_command(page, populated):
+    at = page(populated, **A, layer="0")
+    at.session_state["open_files"] = True
+    finished(at)
+    for title in at.selectbox(key="w_files").options:
+        at.selectbox(key="w_files").set_value(title)
+        finished(at)
+        (chart,) = [e.proto for e in at.get("plotly_chart")]
+        assert len(chart.alt) > 20
+        command = " ".join(c.value for c in at.code)
+        assert 'workbench view "attention?' in command
+        assert "layer=0" in command
+
+
+def test_the_numbers_of_every_head_stand_on_the_page(page, populated):
+    at = page(populated, **A, layer="1", head="0")
+    table = at.dataframe[0].value
+    assert list(table["layer"]) == [0, 0, 1, 1]
+    assert "spread evenly" in said(at)
+    sinks = element(at)["panels"][0]["sink"]
+    assert sinks == pytest.approx(table["attention to the first token"].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["empty", "damaged", "half_written", "foreign"])
+def test_no_folder_breaks_the_page(page, populated, tmp_path, kind):
+    if kind == "damaged":
+        folder = dashboard.damage(dashboard.copied(populated, tmp_path / "runs"))
+    else:
+        folder = tmp_path / "runs"
+        folder.mkdir()
+        {"half_written": dashboard.half_write, "foreign": dashboard.foreign}.get(kind, Path)(folder)
+    at = page(folder)
+    assert "Traceback" not in said(at)
+    if kind == "empty":
+        assert "make demo" in said(at)
+    if kind == "foreign":
+        assert element(at)["layers"] == 2
+    if kind == "damaged":
+        at = page(folder, a="text-transformer-s1")
+        assert "model.safetensors" in said(at).replace("\\", "")
+        assert element(at) is None
+        assert element(page(folder, a="text-transformer-s1", step="0"))["layers"] == 2
+
+
+def test_the_script_of_the_picture_makes_no_markup_and_calls_nobody():
+    script = (APP / "elements" / "attention.js").read_text()
+    for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", "fetch(", "XMLHttp",
+                 "import(", "http", "localStorage", "DOMParser"):  # fmt: skip
+        assert word not in script
+    style = (APP / "elements" / "attention.css").read_text()
+    assert "url(" not in style
+    assert "@import" not in style
