@@ -30,7 +30,7 @@ from workbench.plots.style import (
     subtitle,
     table,
 )
-from workbench.plots.tokens import along_tokens, attention_map, attention_pair, next_tokens
+from workbench.plots.tokens import attention_map, attention_pair, next_tokens
 from workbench.plots.training import coefficients, gradient_map, pace, relative
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "Grid",
     "ablation",
     "against_loss",
-    "along_tokens",
     "alt_text",
     "attention_map",
     "attention_pair",

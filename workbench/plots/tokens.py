@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.plots.records import checked
-from workbench.plots.style import SEQUENTIAL, axis_title, colour, dressed, label, words
+from workbench.plots.style import SEQUENTIAL, colour, dressed
 
 
 def token_ticks(tokens: Sequence[str]) -> list[str]:
@@ -56,29 +54,6 @@ def attention_pair(
     figure = dressed(figure, title, under, 430)
     bar = {"title": {"text": "attention"}, "thickness": 14}
     return figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": bar})
-
-
-def along_tokens(parts: Sequence[tuple[str, pd.DataFrame, Sequence[str]]], title: str) -> go.Figure:
-    """A number per token, (name, records, tokens) side by side on one scale: effective value solid, the layer's own dashed."""
-    names = [markup.escape(part[0]) for part in parts]
-    figure = make_subplots(1, len(parts), shared_yaxes=True, subplot_titles=names, horizontal_spacing=0.05)
-    for i, (_, frame, tokens) in enumerate(parts):
-        ticks, frame = token_ticks(tokens), checked(frame)
-        for site, dash in (("v", "solid"), ("own_v", "dash")):
-            rows = frame[frame["site"] == site].sort_values("position")
-            if rows.empty:
-                continue
-            architecture, name = rows["architecture"].iloc[0], {"v": "effective", "own_v": "own"}[site]
-            figure.add_scatter(
-                x=ticks, y=rows["value"], name=f"{label(architecture)}, {name}", mode="lines+markers", marker_size=4,
-                line={"color": colour(architecture), "dash": dash}, row=1, col=i + 1,
-            )  # fmt: skip
-        every = max(1, -(-len(ticks) // 26))
-        figure.update_xaxes(tickvals=ticks[::every], type="category", tickangle=-90, tickfont_size=10, row=1, col=i + 1)
-    unit = words(parts[0][1]["unit"].iloc[0])
-    figure.update_yaxes(rangemode="tozero")
-    figure.update_yaxes(title_text=axis_title(unit, "higher: longer value"), row=1, col=1)
-    return dressed(figure, title, "solid: effective value, what attention sums; dashed: the layer's own part", 300)
 
 
 def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
