@@ -12,6 +12,8 @@ from workbench.errors import WorkbenchError
 from workbench.names import LABELS
 from workbench.views import Link
 
+FIRST = 8  # series drawn where nobody chose
+
 
 def choose(page: str) -> Link | None:
     """Draw the selection; returns the page's link with every choice written out, None where there is nothing to look at."""
@@ -56,10 +58,12 @@ def _model(
 
 
 def choose_models(link: Link) -> Link:
-    """Pills over the compared series of the experiment; the link with those that were chosen."""
+    """Pills over the compared series of the experiment, the first few unless told otherwise; the link with the chosen ones."""
     runs = source().group(link)
     names = plots.ordered({e.series for e in runs})
-    chosen = url.choose_many("Models", "models", names, show=lambda n: LABELS.get(n, n))
+    chosen = url.choose_many("Models", "models", names, names[:FIRST], show=lambda n: LABELS.get(n, n))
+    if len(names) > FIRST and "models" not in st.query_params:
+        st.caption(f"The first {FIRST} of {len(names)} models are drawn; click on others to add them.")
     if not chosen:
         raise WorkbenchError("Choose at least one model.")
     return link.but(models=",".join(chosen))

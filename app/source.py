@@ -7,21 +7,25 @@ computed twice; whatever takes long is a job with progress that can be cancelled
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import streamlit as st
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from workbench.catalogue import Catalogue, Entry, catalogue
 from workbench.runs import runs_folder
 from workbench.views import Source, Subject
 from workbench.views.growing import Growing
-from workbench.views.source import call_kept, call_look, open_model, read_table, tokens_of
+from workbench.views.held import Held
+from workbench.views.source import call_kept, call_look, open_model, tokens_of
 
-MOST_MODELS = 2
+MOST_MODELS, MANY = 2, 20  # models held; runs whose reading takes long enough to be announced
 HEAVY = ("attention.keep",)  # answers that are shared as they are, not copied
 
 
@@ -41,25 +45,43 @@ class Cached(Source):
     """A source whose every answer is kept."""
 
     def catalogue(self) -> Catalogue:
-        """The runs of the folder; only those that changed are read again."""
-        kept = _catalogues()
+        """The runs of the folder, looked at once each time a page (or a part that is live) runs; only changes are read."""
+        context, kept = get_script_run_ctx(suppress_warning=True), _catalogues()
+        run = None if context is None else context.cursors  # another one for each run
+        seen = st.session_state.get("catalogue") if context else None
+        if seen is not None and seen[0] is run and seen[1] == self.folder:
+            return kept[self.folder]
         kept[self.folder] = catalogue(self.folder, kept.get(self.folder))
+        if context:
+            st.session_state["catalogue"] = run, self.folder
         return kept[self.folder]
 
     def telemetry(self, entries: Iterable[Entry], metrics: Sequence[str] | None = None) -> pd.DataFrame:
         """What training wrote down; only parts that are new are read. Shared, so never written to."""
         runs = tuple(entries)
-        frame, problems = _written(runs, None if metrics is None else tuple(metrics), *_told(runs))
+        with self._reading(runs):
+            frame, problems = _written(runs, None if metrics is None else tuple(metrics), _told(runs))
         self.problems.update(problems)
         return frame
 
     def written(self, entries: Iterable[Entry]) -> set[str]:
         """Names of everything that these runs wrote down in training."""
-        return _growing().names(list(entries))
+        runs = tuple(entries)
+        with self._reading(runs):
+            return _growing().names(runs)
 
-    def table(self, entry: Entry, kind: str, metrics: tuple[str, ...] | None) -> pd.DataFrame | str:
-        """One run's telemetry or records; shared, so never written to."""
-        return _table(entry.path, entry.series, kind, metrics, entry.stamp)
+    def _reading(self, runs: Sequence[Entry]) -> AbstractContextManager[Any]:
+        many = _growing().unread(runs)
+        return st.spinner(f"Reading what {many} runs wrote down, once") if many > MANY else contextlib.nullcontext()
+
+    def records(self, entries: Iterable[Entry], metrics: Sequence[str] | None = None) -> pd.DataFrame:
+        """Stored records of runs; each run is read once as long as it does not change. Shared, so never written to."""
+        runs, held = list(entries), _held()
+        many = held.unread(runs)
+        with st.spinner(f"Reading the records of {many} runs, once") if many > MANY else contextlib.nullcontext():
+            frame, problems = held.rows(runs, metrics)
+        self.problems.update(problems)
+        return frame
 
     def keep(self, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
         """The result of some work, done once for each key; shared, so never written to."""
@@ -91,8 +113,14 @@ def _catalogues() -> dict[Path, Catalogue]:
     return {}
 
 
-def _told(runs: tuple[Entry, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    return tuple(e.stamp for e in runs), tuple(f"{e.path}\0{e.series}" for e in runs)
+def _told(runs: tuple[Entry, ...]) -> int:
+    """Which runs these are, and as of when: one number, for a key of hundreds of texts takes long to compare."""
+    return hash(tuple((e.path, e.series, e.stamp) for e in runs))
+
+
+@st.cache_resource(show_spinner=False)
+def _held() -> Held:
+    return Held()
 
 
 @st.cache_resource(show_spinner=False)
@@ -107,16 +135,9 @@ def _once(key: tuple[Any, ...], _work: Callable[[], Any]) -> Any:
 
 @st.cache_resource(max_entries=12, show_spinner=False)
 def _written(
-    _runs: tuple[Entry, ...], metrics: tuple[str, ...] | None, stamps: tuple[Any, ...], names: tuple[str, ...]
+    _runs: tuple[Entry, ...], metrics: tuple[str, ...] | None, told: int
 ) -> tuple[pd.DataFrame, dict[str, str]]:
     return _growing().rows(_runs, metrics)
-
-
-@st.cache_resource(max_entries=2048, show_spinner=False)
-def _table(
-    path: str, series: str, kind: str, metrics: tuple[str, ...] | None, stamp: tuple[int, ...]
-) -> pd.DataFrame | str:
-    return read_table(path, series, kind, metrics)
 
 
 def _weights_stamp(subject: Subject) -> int:

@@ -139,7 +139,7 @@ class Store:
 
 def load_records(folders: Iterable[Path], where: str = "") -> pd.DataFrame:
     """All records kept under the given runs' folders."""
-    return read_parquet([path for folder in folders for path in _record_files(folder)], where=where)
+    return read_parquet([path for folder in folders for path in record_files(folder)], where=where)
 
 
 def metrics_of(folders: Iterable[Path]) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def metrics_of(folders: Iterable[Path]) -> tuple[str, ...]:
 
     found: set[str] = set()
     for folder in folders:
-        for path in _record_files(folder):
+        for path in record_files(folder):
             try:
                 found |= set(pq.read_table(path, columns=["metric"])["metric"].unique().to_pylist())
             except (OSError, KeyError, pa.ArrowException):
@@ -157,5 +157,6 @@ def metrics_of(folders: Iterable[Path]) -> tuple[str, ...]:
     return tuple(sorted(str(name) for name in found if name is not None))
 
 
-def _record_files(folder: Path) -> list[Path]:
+def record_files(folder: Path) -> list[Path]:
+    """The tables of records under a run's folder."""
     return [p for p in sorted((folder / "records").glob("*.parquet")) if not p.name.endswith(".samples.parquet")]

@@ -72,6 +72,10 @@ class Growing:
         series, names = (np.repeat([getattr(e, k) for e in entries], lengths) for k in ("series", "name"))
         return frame.assign(architecture=series, run=names).astype({"architecture": "str", "run": "str"}), problems
 
+    def unread(self, entries: Sequence[Entry]) -> int:
+        """How many of the runs have not been read as they are now."""
+        return sum(self.seen.get(e.path) != e.stamp for e in entries)
+
     def names(self, entries: Sequence[Entry]) -> set[str]:
         """The quantities that runs wrote down; damaged parts count as empty."""
         found: set[str] = set()
