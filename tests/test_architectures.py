@@ -148,6 +148,7 @@ CASES = [
     ("residual_hidden+cut_skip+value_embedding", {}, {}),
 ]
 GROUPED = ("gqa", "mqa")
+SLOW = pytest.mark.slow
 
 
 def test_each_registered_architecture_and_option_has_a_formula():
@@ -157,20 +158,20 @@ def test_each_registered_architecture_and_option_has_a_formula():
         alone = [options for case, options, _ in CASES if case == name]
         assert {} in alone or name in ("denseformer", "residual_attention", "cut_skip", "resformer+denseformer"), name
     tried = {}
-    for name, options, _ in CASES:
-        for shortcut in compose(name, SMALL.replace(n_layers=8), **options).shortcuts:
+    for name, options, config in CASES:
+        for shortcut in compose(name, SMALL.replace(**config), **options).shortcuts:
             tried.setdefault(type(shortcut), set()).update(options)
     for entry in ARCHITECTURES.values():
         for shortcut in entry.shortcuts:
             assert set(type(entry)("", (shortcut,)).options) - silent <= tried[shortcut], shortcut
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kv_heads", [pytest.param(4, marks=SLOW), 2])
 @pytest.mark.parametrize(("architecture", "options", "config"), CASES)
 def test_equals_the_published_equations_in_values_and_gradients(awake, architecture, options, config, kv_heads):
-    grouped = {} if set(architecture.split("+")) & set(GROUPED) else {"n_key_value_heads": kv_heads}
-    if not grouped and kv_heads < 4:
-        pytest.skip("query_group says how many key-value heads there are")
+    grouped = {"n_key_value_heads": kv_heads}
+    if set(architecture.split("+")) & set(GROUPED):
+        grouped, kv_heads = {}, 4  # query_group says how many key-value heads there are
     model = awake(architecture, dtype=WIDE, config={"n_layers": 4, **config, **grouped}, **options)
     ids, weights = tokens(model, 9), dict(model.named_parameters())
     generator = torch.Generator().manual_seed(1)
@@ -489,19 +490,20 @@ def expected_parameters(name, c):
 
 
 @pytest.mark.parametrize(
-    ("size", "parameters", "saved"),
+    ("size", "parameters", "saved", "architectures"),
     [
-        ("2m", 1_623_856, 768),
-        ("82m", 81_901_056, 1_835_008),
-        ("180m", 179_874_048, 6_488_064),
-        ("468m", 467_921_920, 24_117_248),
+        ("2m", 1_623_856, 768, ARCHITECTURES),
+        ("82m", 81_901_056, 1_835_008, ("svformer", "transformer")),
+        ("180m", 179_874_048, 6_488_064, ("svformer", "transformer")),
+        ("468m", 467_921_920, 24_117_248, ("svformer", "transformer")),
+        pytest.param("468m", 467_921_920, 24_117_248, ARCHITECTURES, marks=SLOW),
     ],
 )
-def test_published_sizes_have_the_published_parameters(size, parameters, saved):
+def test_published_sizes_have_the_published_parameters(size, parameters, saved, architectures):
     config = PRESETS[size].model
     assert expected_parameters("transformer", config) == parameters
     assert expected_parameters("svformer", config) == parameters - saved
-    for name in ARCHITECTURES:
+    for name in architectures:
         if name == "svformer+gqa" and config.n_heads % 4:
             continue  # four query heads for each key-value head need four
         with torch.device("meta"):
@@ -616,7 +618,17 @@ def alone():
         return {name: (model.options, model(IDS)) for name, model in models.items()}
 
 
-@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(ARCHITECTURES, 2)))
+MECHANISMS = {entry.shortcuts: name for name, entry in reversed(ARCHITECTURES.items()) if len(entry.shortcuts) == 1}
+"""The first name of each shortcut. Pairs with other names, the same classes under other options, are slow."""
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        pytest.param(*pair, marks=() if set(pair) <= set(MECHANISMS.values()) else SLOW)
+        for pair in itertools.combinations(ARCHITECTURES, 2)
+    ],
+)
 def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
     name = f"{a}+{b}"
     model, refusal = built_or_refused(name)
