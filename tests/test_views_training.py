@@ -103,8 +103,8 @@ def test_the_training_loss_is_smoothed_and_says_so(ask):
     plain = drawn(ask, training.train_loss, smooth=1).figure
     assert trace(plain, "ResFormer").y[3] == pytest.approx(4.0 - 0.3 - 0.005)
     assert "running mean" not in plain.layout.title.subtitle.text
-    smooth = drawn(ask, training.train_loss).figure
-    assert "running mean over 15 steps" in smooth.layout.title.subtitle.text
+    smooth = drawn(ask, training.train_loss).figure  # 20 steps, of which a fifth
+    assert "running mean over 4 steps" in smooth.layout.title.subtitle.text
     assert smooth.data[1].y[0] < plain.data[1].y[0]
 
 

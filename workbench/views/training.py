@@ -164,9 +164,10 @@ def relative(ask: Source, link: Link) -> Drawing:
 
 @view("training")
 def train_loss(ask: Source, link: Link) -> Drawing:
-    """Loss of the batches that were trained on, smoothed."""
+    """Loss of the batches that were trained on, smoothed over at most a fifth of the steps."""
     parts = _plain(_rows(ask, link, "train_loss"))
-    return _curves(ask, link, parts, "Training loss", smooth=max(1, link.whole("smooth", SMOOTH) or 1))
+    most = max(part["step"].nunique() for part in parts) // 5
+    return _curves(ask, link, parts, "Training loss", smooth=max(1, min(link.whole("smooth", SMOOTH) or 1, most)))
 
 
 @view("training")

@@ -1,0 +1,184 @@
+"""The start page as a browser gets it: every part on every kind of folder, clicks that lead on, a demo that is still running."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import dashboard
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from workbench.files import write_json
+
+APP = Path(__file__).parent.parent / "app"
+FOLDERS = ("populated", "empty", "missing", "damaged", "half_written", "foreign")
+
+
+@pytest.fixture(scope="module")
+def populated(tmp_path_factory):
+    return dashboard.populate(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def folders(populated, tmp_path_factory):
+    made = {"populated": populated, "empty": tmp_path_factory.mktemp("empty")}
+    made["missing"] = made["empty"] / "nowhere"
+    made["damaged"] = dashboard.damage(dashboard.copied(populated, tmp_path_factory.mktemp("d") / "runs"))
+    made["half_written"] = dashboard.half_write(tmp_path_factory.mktemp("half"))
+    made["foreign"] = dashboard.foreign(tmp_path_factory.mktemp("foreign"))
+    return made
+
+
+@pytest.fixture
+def page(monkeypatch):
+    def show(folder, **address):
+        monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
+        monkeypatch.setattr(sys, "argv", ["main.py"])
+        at = AppTest.from_file(str(APP / "main.py"), default_timeout=60)
+        for key, value in address.items():
+            at.query_params[key] = str(value)
+        return settled(at.run())
+
+    return show
+
+
+def settled(at):
+    """The page once its long work is done."""
+    for _ in range(120):
+        assert not at.exception, [e.message for e in at.exception]
+        if not any("cancel_" in str(b.key) for b in at.button):
+            return at
+        time.sleep(0.25)
+        at.run()
+    raise AssertionError("the work never ended")
+
+
+def charts(at):
+    return [element.proto for element in at.get("plotly_chart")]
+
+
+def said(at):
+    kinds = ("header", "subheader", "markdown", "info", "warning", "success", "error", "caption", "code")
+    return " ".join(e.value.replace("\\", "") for kind in kinds for e in at.get(kind))
+
+
+@pytest.mark.parametrize("show", ["model", "here", "verdicts", "demo"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_no_part_breaks_on_any_folder(page, folders, kind, show):
+    at = page(folders[kind], show=show)
+    assert "Traceback" not in said(at)
+    for chart in charts(at):
+        assert len(chart.alt) > 20
+    if kind == "populated":
+        assert len(charts(at)) == {"model": 4, "here": 0, "verdicts": 2, "demo": 4}[show]
+        assert not at.warning or show == "verdicts"
+    if kind in ("empty", "missing"):
+        assert "make demo" in said(at)
+        assert not charts(at)
+
+
+def test_a_demo_alone_is_told_first_and_other_runs_are_looked_at(page, populated, tmp_path):
+    assert "What does a shortcut for values change?" in said(page(populated))
+    folder = dashboard.copied(populated, tmp_path / "runs")
+    (folder / "text-resformer-s0").rename(folder / "mine")
+    at = page(folder)
+    assert "An X-ray of" in said(at)
+    assert at.button_group(key="w_show").value == "model"
+
+
+def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
+    at = page(populated)
+    assert "SVFormer before Transformer: seeds disjoint." in said(at)
+    table = next(d.value for d in at.dataframe if "seed 0" in d.value)
+    assert list(table["model"]) == ["SVFormer", "Transformer"]
+    assert list(table["seed 0"]) == ["step 5", "step 12"]
+    assert "No attention sink formed" in said(at)
+
+
+def test_the_slider_of_the_heads_moves_the_map_and_the_address(page, populated):
+    at = page(populated)
+    at.select_slider(key="w_at").set_value(8)
+    settled(at.run())
+    assert at.query_params["at"] in ("8", ["8"])
+    assert any("training step 8" in chart.spec for chart in charts(at))
+
+
+def test_a_running_demo_says_how_far_it_is_and_a_stopped_one_how_to_go_on(page, folders, tmp_path):
+    folder = dashboard.copied(folders["half_written"], tmp_path / "runs")
+    at = page(folder)
+    assert "x failed: boom" in said(at)
+    assert at.get("progress")
+    assert "first model" not in said(at)
+    os.utime(folder / ".demo.json", (1, 1))
+    for path in folder.glob("*/telemetry"):
+        os.utime(path, (1, 1))
+    assert "goes on where it was" in said(page(folder))
+
+
+def test_an_empty_folder_says_that_a_demo_has_begun(page, tmp_path):
+    write_json(tmp_path / ".demo.json", {"finished": False, "ready": [], "models": ["a"], "left_s": None, "failed": {}})
+    assert "The demo has begun" in said(page(tmp_path))
+
+
+def test_two_models_are_xrayed_side_by_side(page, populated):
+    at = page(populated, show="model", a="text-resformer-s0", b="text-transformer-s0", compare=1)
+    assert len(charts(at)) == 4
+    assert all("A − B" in chart.spec or "A \\u2212 B" in chart.spec for chart in charts(at))
+    assert "A: Yes" in said(at)
+
+
+def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_path):
+    from workbench.config import ModelConfig, TrainConfig
+    from workbench.data import RepeatedData
+    from workbench.training import train
+
+    shape = ModelConfig(n_layers=2, d_model=16, n_heads=4, d_mlp=24, d_vocab=64, n_ctx=128)
+    recipe = TrainConfig(steps=4, batch=4, T=64, warmup=2, validate_every=4, validation_sequences=8)
+    train("transformer", RepeatedData(), name="mine", runs=tmp_path, model=shape, train=recipe, device="cpu")
+    at = page(tmp_path)
+    assert "is not measured yet: concentration parts" in said(at)
+    assert any(c.value == f"workbench xray {tmp_path}/mine" for c in at.code)
+    assert not charts(at)
+    at.button(key="measure_").click()
+    settled(at.run())
+    assert len(charts(at)) == 4
+    assert "not measured yet" not in said(at)
+
+
+def test_a_clicked_row_becomes_model_a(page, populated, monkeypatch):
+    at = page(populated, show="here")
+    table = at.dataframe[0].value
+    assert list(table["run"]) == sorted(table["run"])
+    row = list(table["run"]).index("race-transformer-s1")
+    from app.views import start as view
+
+    selected = SimpleNamespace(selection=SimpleNamespace(rows=(row,)))
+    monkeypatch.setattr(view.st, "session_state", {"runs": selected})
+    changed = {}
+    monkeypatch.setattr(view.url, "change", lambda **keys: changed.update(keys))
+    view._choose()
+    assert changed["a"] == "race-transformer-s1"
+    assert changed["show"] == "model"
+    assert changed["set"].startswith("repeated-")
+
+
+def test_verdicts_name_the_claim_its_sentence_and_the_command(page, populated):
+    at = page(populated, show="verdicts", claim="lower_loss")
+    assert "ends at a lower validation loss" in said(at)
+    assert at.selectbox(key="w_claim").value == "lower_loss"
+    assert any(c.value.startswith("workbench analyze") and "text-*" in c.value for c in at.code)
+    assert any("claims these runs do not decide" in e.label for e in at.expander)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("show", "everything"), ("claim", "<script>"), ("left", "../../etc"), ("at", "7")]
+)
+def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, key, value):
+    part = {"claim": "verdicts"}.get(key, "demo")
+    at = page(populated, **{"show": part, key: value})
+    assert any("ignored" in i.value for i in at.info)
+    assert "<script>" not in said(at)

@@ -1,0 +1,149 @@
+"""The training page as a browser gets it: every part on every kind of folder, choices in the address, live while somebody writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import dashboard
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from workbench.files import write_json
+from workbench.results import records, write_parquet
+from workbench.runs import Run
+
+APP = Path(__file__).parent.parent / "app"
+FOLDERS = ("populated", "empty", "missing", "damaged", "half_written", "foreign")
+A, B = "text-resformer-s0", "text-transformer-s0"
+
+
+@pytest.fixture(scope="module")
+def populated(tmp_path_factory):
+    return dashboard.populate(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def folders(populated, tmp_path_factory):
+    made = {"populated": populated, "empty": tmp_path_factory.mktemp("empty")}
+    made["missing"] = made["empty"] / "nowhere"
+    made["damaged"] = dashboard.damage(dashboard.copied(populated, tmp_path_factory.mktemp("d") / "runs"))
+    made["half_written"] = dashboard.half_write(tmp_path_factory.mktemp("half"))
+    made["foreign"] = dashboard.foreign(tmp_path_factory.mktemp("foreign"))
+    return made
+
+
+@pytest.fixture
+def page(monkeypatch):
+    def show(folder, **address):
+        monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
+        monkeypatch.setattr(sys, "argv", ["main.py"])
+        at = AppTest.from_file(str(APP / "main.py"), default_timeout=60).run()
+        at.switch_page("views/training.py")
+        for key, value in address.items():
+            at.query_params[key] = str(value)
+        at.run()
+        assert not at.exception, [e.message for e in at.exception]
+        return at
+
+    return show
+
+
+def charts(at):
+    return [element.proto for element in at.get("plotly_chart")]
+
+
+def said(at):
+    kinds = ("markdown", "info", "warning", "caption", "code")
+    return " ".join(e.value.replace("\\", "") for kind in kinds for e in at.get(kind))
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("show", ["loss", "gradients", "coefficients", "pace"])
+def test_no_part_breaks_on_any_folder(page, folders, kind, show):
+    at = page(folders[kind], show=show)
+    assert "Traceback" not in said(at)
+    for chart in charts(at):
+        assert len(chart.alt) > 20
+    if kind == "populated":
+        assert len(charts(at)) == {"loss": 3, "gradients": 2, "coefficients": 1, "pace": 2}[show]
+        assert not at.warning
+        assert not at.info
+    if kind in ("empty", "missing"):
+        assert "make demo" in said(at)
+    if kind == "damaged":
+        assert any(r"text\-transformer\-s0" in w.value for w in at.warning)
+        assert charts(at)
+
+
+@pytest.mark.parametrize("show", ["loss", "gradients", "coefficients", "pace"])
+def test_two_runs_are_compared_in_every_part(page, populated, show):
+    at = page(populated, a="text-denseformer-s0", b="text-denseformer-s1", compare=1, show=show)
+    assert len(charts(at)) == {"loss": 2, "gradients": 2, "coefficients": 1, "pace": 2}[show]
+    assert not at.info
+    assert all("A: DenseFormer" in chart.spec for chart in charts(at))
+
+
+def test_a_choice_is_written_to_the_address_and_a_deep_link_reaches_it(page, populated):
+    at = page(populated, a=A)
+    at.button_group(key="w_show").set_value("gradients").run()
+    assert at.query_params["show"] in ("gradients", ["gradients"])
+    at = page(populated, a=A, show="loss", x="tokens", domain="each", smooth=5, log=1)
+    assert at.selectbox(key="w_x").value == "tokens"
+    assert at.selectbox(key="w_smooth").value == 5
+    assert at.toggle(key="w_log").value
+    assert "log scale" in charts(at)[0].spec
+    assert not at.info
+
+
+def test_the_gradients_follow_the_step_of_model_a_until_their_slider_is_moved(page, populated):
+    at = page(populated, a=A, step=8, show="gradients")
+    assert at.select_slider(key="w_at").value == 0
+    assert "training step 0" in charts(at)[0].spec
+    at.select_slider(key="w_at").set_value(10).run()
+    assert "training step 10" in charts(at)[0].spec
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("show", "inside"), ("x", "time"), ("smooth", "-1"), ("models", "gpt"), ("at", "7"), ("of", "gpt")],
+)
+def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, key, value):
+    part = {"at": "gradients", "of": "coefficients"}.get(key, "loss")
+    at = page(populated, **{"a": A, "show": part, key: value})
+    assert charts(at)
+    if key != "of":  # one model with coefficients leaves nothing to choose from
+        assert any("ignored" in i.value for i in at.info)
+
+
+def recording(folder, name, steps):
+    info = {"format": 1, "architecture": "TheirNet", "seed": 0, "model": {"n_layers": 2}, "data": {"kind": "recorded"},
+            "recorder": {"every": 1}}  # fmt: skip
+    write_json(folder / name / "run.json", info)
+    rows = [
+        {"run": name, "architecture": "TheirNet", "seed": 0, "step": s, "metric": m, "part": "W_Q", "layer": n, "value": 0.1 * s}
+        for s in range(steps) for n in range(2) for m in ("update_ratio", "gradient_norm")
+    ]  # fmt: skip
+    rows += [{"run": name, "seed": 0, "step": s, "metric": "train_loss", "value": 4.0 - s} for s in range(steps)]
+    write_parquet(records(rows), folder / name / "telemetry" / "000000-000032.parquet")
+
+
+def test_a_recording_is_drawn_without_checkpoints_and_told_to_be_live_while_it_is_written(page, tmp_path):
+    recording(tmp_path, "their *loop*", 3)
+    with Run(tmp_path / "their *loop*").writing():
+        at = page(tmp_path)
+        assert "Being written now: their *loop*" in said(at)
+        assert charts(at)[0].alt.endswith("from 4 at 0.0 to 2 at 2.0")
+        recording(tmp_path, "their *loop*", 5)
+        at.run()
+        assert charts(at)[0].alt.endswith("from 4 at 0.0 to 0 at 4.0")
+    at = page(tmp_path, show="inside", quantity="update_ratio")
+    assert "Being written" not in said(at)
+    assert at.selectbox(key="w_quantity").value == "update_ratio"
+    assert len(charts(at)) == 1
+
+
+def test_a_run_that_has_written_nothing_says_when_it_will(page, tmp_path):
+    recording(tmp_path, "mine", 2)
+    (tmp_path / "mine" / "telemetry" / "000000-000032.parquet").unlink()
+    assert "written nothing yet" in said(page(tmp_path))
