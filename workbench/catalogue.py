@@ -161,8 +161,8 @@ def _read(root: Path) -> Catalogue:
         if kept["version"] != VERSION or kept["folder"] != str(root):
             return nothing
         tuples = ("stamp", "steps", "measured")
-        rows: list[dict[str, Any]] = kept["entries"]
-        entries = [Entry(**{k: tuple(v) if k in tuples else v for k, v in row.items()}) for row in rows]
+        rows: list[dict[str, Any]] = [{k: tuple(v) if k in tuples else v for k, v in e.items()} for e in kept["entries"]]
+        entries = [Entry(**row) for row in rows]
     except DAMAGE:
         return nothing
     inside = [e for e in entries if Path(e.path).parent == root and Path(e.path).name == e.name]

@@ -61,9 +61,9 @@ def _body(link: Link) -> None:
 def _model(link: Link) -> None:
     ask = source()
     subjects = ask.subjects(link)
-    names = " and ".join(f"**{url.plain(s.title)}**" for s in subjects)
+    titles = " and ".join(f"**{url.plain(s.title)}**" for s in subjects)
     st.markdown(
-        f"An X-ray of {names}: four questions. Each answer has its number, what the number would be without learning or "
+        f"An X-ray of {titles}: four questions. Each answer has its number, what the number would be without learning or "
         "structure, and its standard error over documents (±)."
     )
     ready = [_ready(subject) for subject in subjects]

@@ -203,7 +203,7 @@ def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _log10(grid: pd.DataFrame) -> pd.DataFrame:
-    return np.log10(grid.where(grid > 0).astype("float64"))
+    return grid.where(grid > 0).astype("float64").apply(np.log10)
 
 
 def _in_order(parts: set[str]) -> list[str]:
