@@ -161,7 +161,9 @@ def _read(root: Path) -> Catalogue:
         if kept["version"] != VERSION or kept["folder"] != str(root):
             return nothing
         tuples = ("stamp", "steps", "measured")
-        rows: list[dict[str, Any]] = [{k: tuple(v) if k in tuples else v for k, v in e.items()} for e in kept["entries"]]
+        rows: list[dict[str, Any]] = [
+            {k: tuple(v) if k in tuples else v for k, v in e.items()} for e in kept["entries"]
+        ]
         entries = [Entry(**row) for row in rows]
     except DAMAGE:
         return nothing

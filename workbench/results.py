@@ -89,7 +89,7 @@ def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
     """
     facts = {text: json.loads(text) for text in frame["provenance"].dropna().unique()}
     told = {text: f"{fact.get('data', '')} {fact.get('metric', '')}" for text, fact in facts.items()}
-    keyed = frame.assign(sample=frame["provenance"].map(told).fillna(""))
+    keyed = frame.assign(sample=[told.get(text, "") for text in frame["provenance"]])
     found = keyed.groupby(["run", "metric", "sample"], as_index=False, dropna=False).agg(
         last=("step", "max"), steps=("step", "nunique"), n=("n", "max")
     )
