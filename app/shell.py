@@ -18,7 +18,7 @@ from app import jobs, url
 from app.selection import choose
 from app.source import source
 from workbench import plots
-from workbench.errors import WorkbenchError
+from workbench.errors import BadData, WorkbenchError
 from workbench.views import Drawing, Link
 from workbench.views.base import View, timelapse
 from workbench.views.source import LETTERS, PROMPTS, SYMBOLS, TEXT
@@ -171,7 +171,12 @@ def prompt_box(link: Link) -> Link:
         "The demo's models learned to copy 32 symbols." if letters else "Long texts are stored."
     )
     url.prompt(label, SYMBOLS if letters else TEXT, about, ask.folder / PROMPTS, LONGEST_PROMPT)
-    return link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
+    link = link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
+    try:
+        ask.prompt(link)
+    except BadData:  # said above the box, which then shows what is used instead
+        link = link.but(stored=None)
+    return link
 
 
 def command(link: Link, options: str) -> str:

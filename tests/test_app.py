@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import dashboard
+import numpy as np
 import pytest
+import torch
 from streamlit.testing.v1 import AppTest
 
+from workbench import plots
+from workbench.results import load_records
+from workbench.runs import Run
+from workbench.views.link import PAGES, SELECTION
+
 APP = Path(__file__).parent.parent / "app"
-PAGES = ("start", "xray", "training", "depth", "prompt")
-FOLDERS = ("populated", "empty", "missing", "damaged", "half_written", "foreign")
+FOLDERS = ("populated", "empty", "missing", "one", "damaged", "half_written", "foreign")
+DEEP = {
+    "start": {"show": "here", "a": "text-resformer-s1"},
+    "training": {"show": "gradients", "models": "svformer,resformer", "a": "text-resformer-s1"},
+    "depth": {"metric": "importance_entropy", "models": "svformer,resformer", "seed": "1", "a": "text-resformer-s1"},
+    "attention": {"layer": "0", "head": "1", "a": "text-resformer-s1", "step": "8", "prompt": "return values"},
+    "prompt": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "position": "1", "quantity": "rank", "layer": "1"},
+    "intervene": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "edits": "sink:layer=1", "sweep": "remove:part=mlp"},
+}  # fmt: skip
+"""A link to each page that says more than the defaults."""
+FIGURES = {"start": 0, "training": 2, "depth": 1, "attention": 0, "prompt": 6, "intervene": 3}
+"""Figures of those links on a folder that has everything; the attention page draws itself."""
+COMPARE = {"compare": "1", "a": "text-resformer-s0", "b": "text-transformer-s1", "step": "20", "step_b": "8"}
+HOSTILE = {
+    "markup": "<script>alert(1)</script>",
+    "path": "../../etc/passwd",
+    "long": "x" * 10_000,
+    "nan": "NaN",
+    "negative": "-1",
+    "huge": "9" * 400,
+    "empty": "",
+    "control": "a\x00\x1b[31m\u202e\u200b;=,:-",
+}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def populated(tmp_path_factory):
     return dashboard.populate(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folders(populated, tmp_path_factory):
     made = {"populated": populated, "empty": tmp_path_factory.mktemp("empty")}
     made["missing"] = made["empty"] / "nowhere"
+    made["one"] = tmp_path_factory.mktemp("one")
+    dashboard.copied(populated / "text-resformer-s1", made["one"] / "text-resformer-s1")
     made["damaged"] = dashboard.damage(dashboard.copied(populated, tmp_path_factory.mktemp("d") / "runs"))
     made["half_written"] = dashboard.half_write(tmp_path_factory.mktemp("half"))
     made["foreign"] = dashboard.foreign(tmp_path_factory.mktemp("foreign"))
@@ -41,19 +73,43 @@ def page(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["main.py"])
         at = AppTest.from_file(str(APP / "main.py"), default_timeout=60)
         if name != "start":
-            at.run()
             at.switch_page(f"views/{name}.py")
         for key, value in address.items():
             at.query_params[key] = value
-        at.run()
-        assert not at.exception, [e.message for e in at.exception]
-        return at
+        return settled(at.run())
 
     return show
 
 
+def settled(at):
+    """The page once its long work is done."""
+    for _ in range(200):
+        assert not at.exception, [e.message for e in at.exception]
+        if not any(str(b.key).startswith("cancel_") for b in at.button):
+            return at
+        time.sleep(0.1)
+        at.run()
+    raise AssertionError("the work never ended")
+
+
 def charts(at):
     return [element.proto for element in at.get("plotly_chart")]
+
+
+def chart(at, name):
+    """The figure of a view, as the browser gets it."""
+    (found,) = [json.loads(c.spec) for c in charts(at) if f"figure_{name}" in c.id]
+    return found
+
+
+def numbers(values):
+    """Numbers of a figure's trace, however they travel."""
+    if isinstance(values, dict):
+        import base64
+
+        found = np.frombuffer(base64.b64decode(values["bdata"]), dtype=values["dtype"])
+        return found.reshape([int(n) for n in values["shape"].split(",")]) if "shape" in values else found
+    return np.asarray(values, dtype=float)
 
 
 def address(at, key):
@@ -63,57 +119,136 @@ def address(at, key):
 
 
 def said(at):
-    return " ".join(
-        e.value for kind in ("markdown", "info", "warning", "success", "caption", "text") for e in at.get(kind)
+    kinds = (
+        "title",
+        "header",
+        "subheader",
+        "markdown",
+        "info",
+        "warning",
+        "success",
+        "error",
+        "caption",
+        "text",
+        "code",
     )
+    return " ".join(str(e.value) for kind in kinds for e in at.get(kind))
 
 
-@pytest.mark.parametrize("name", PAGES)
+def ignored(at):
+    return [i.value for i in at.info if "ignored" in i.value]
+
+
+# ---- every page on every folder ----
+
+
+@pytest.mark.parametrize("name", DEEP)
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_no_page_breaks_on_any_folder(page, folders, kind, name):
-    at = page(folders[kind], name)
+def test_a_deep_link_is_drawn_or_explained_on_any_folder(page, folders, kind, name):
+    at = page(folders[kind], name, **DEEP[name])
     assert "Traceback" not in said(at)
-    for chart in charts(at):
-        assert len(chart.alt) > 20
-    if kind == "populated":
-        assert charts(at)
+    assert at.title[0].value == name.capitalize()
+    for found in charts(at):
+        assert len(found.alt) > 20
+    if kind in ("populated", "one"):
+        assert len(charts(at)) == FIGURES[name]
         assert not at.warning
-        assert not at.info
+        assert not ignored(at) or kind == "one"
     if kind in ("empty", "missing"):
-        assert "make demo" in said(at) + " ".join(c.value for c in at.code)
+        assert "make demo" in said(at)
         assert not charts(at)
 
 
-def test_start_tells_the_verdict_and_the_formation_steps(page, populated):
-    at = page(populated)
-    assert "SVFormer before Transformer: seeds disjoint." in said(at)
-    table = at.dataframe[0].value
-    assert list(table["model"]) == ["SVFormer", "Transformer"]
-    assert list(table["seed 0"]) == ["step 5", "step 12"]
-    assert "No attention sink formed" in said(at)
-    assert len(charts(at)) == 4
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_no_page_breaks_on_any_folder_with_its_defaults(page, folders, kind, name):
+    at = page(folders[kind], name)
+    assert "Traceback" not in said(at)
+    assert bool(charts(at)) or kind != "populated" or name == "attention"
+    assert not ignored(at)
 
 
-def test_step_slider_moves_the_map_and_the_address(page, populated):
-    at = page(populated)
-    at.select_slider(key="w_race_step").set_value(8).run()
-    assert not at.exception
-    assert address(at, "race_step") == "8"
-
-
-def test_an_unfinished_demo_says_how_far_it_is(page, folders):
-    at = page(folders["half_written"])
-    assert "x failed: boom" in said(at)
-    assert at.get("progress")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_no_comparison_breaks_on_any_folder(page, folders, kind, name):
+    at = page(folders[kind], name, **DEEP[name] | COMPARE)
+    assert "Traceback" not in said(at)
+    if kind == "populated":
+        assert not ignored(at)
+        assert len(charts(at)) >= min(1, FIGURES[name])
 
 
 def test_a_damaged_run_is_named_and_does_not_hide_the_others(page, folders):
-    at = page(folders["damaged"], "training")
-    assert any("text\\-transformer\\-s0" in w.value for w in at.warning)
-    assert len(charts(at)) >= 4
-    at = page(folders["damaged"], "prompt", left="text-transformer-s1", right="text-denseformer-s0")
-    assert any("model.safetensors" in w.value.replace("\\", "") for w in at.warning)
+    at = page(folders["damaged"], "depth", metric="importance_entropy")
+    assert any("text\\-svformer\\-s0" in w.value for w in at.warning)
+    assert len({t["name"] for t in chart(at, "layers")["data"] if t.get("name")}) >= 3
+    at = page(folders["damaged"], "prompt", a="text-transformer-s1", step="20")
+    assert "cannot be opened" in said(at).replace("\\", "") or "model.safetensors" in said(at).replace("\\", "")
     assert not charts(at)
+
+
+def test_folders_that_cannot_be_read_are_named_at_the_foot_of_every_page(page, folders):
+    at = page(folders["damaged"], "depth")
+    table = at.dataframe[-1].value
+    assert list(table["folder"]) == ["race-svformer-s1"]
+    assert "run.json" in table["what is wrong"][0]
+
+
+# ---- figures by value ----
+
+
+def test_depth_draws_the_mean_of_the_records_of_each_model(page, populated):
+    at = page(populated, "depth", **DEEP["depth"] | {"seed": "all"})
+    rows = load_records(
+        [populated / f"text-svformer-s{s}" for s in range(2)], "metric = 'importance_entropy' and control is null"
+    )
+    means = rows[rows["step"] == 20].groupby("layer")["value"].mean()
+    (trace,) = [t for t in chart(at, "layers")["data"] if t.get("name") == "SVFormer" and "markers" in t["mode"]]
+    assert numbers(trace["y"]) == pytest.approx(means.to_numpy())
+    assert trace["line"]["color"] == plots.colour("svformer")
+
+
+def test_depth_compares_two_models_and_their_difference(page, populated):
+    at = page(populated, "depth", metric="importance_entropy", **COMPARE | {"b": "text-transformer-s0", "step_b": "20"})
+    figure = chart(at, "layers")
+    named = {t.get("name") for t in figure["data"]}
+    assert any(str(n).startswith("A: ResFormer") for n in named)
+    assert any(str(n).startswith("B: Transformer") for n in named)
+    assert plots.MINUS in named
+
+
+def test_the_prompt_page_draws_what_the_model_computes(page, populated):
+    at = page(populated, "prompt", a="text-resformer-s0", prompt="return values")
+    model = Run.open(populated / "text-resformer-s0").load()
+    ids = torch.tensor([model.tokenizer.encode("return values")])
+    with torch.no_grad():
+        log_p = model(ids).log_softmax(-1)[0]
+    (bars,) = chart(at, "predictions")["data"]
+    assert numbers(bars["x"])[0] == pytest.approx(float(log_p[-1].exp().max()), abs=1e-5)
+    (line,) = chart(at, "surprise")["data"]
+    assert numbers(line["y"])[1:] == pytest.approx(-log_p[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy(), abs=1e-5)
+    assert numbers(chart(at, "lens")["data"][0]["z"]).shape == (3, ids.shape[1])  # L + 1 rows
+    assert "the parts of each level sum to" in said(at)
+
+
+def test_intervening_draws_the_change_that_the_edit_makes(page, populated):
+    at = page(populated, "intervene", a="text-resformer-s0", prompt="return values", edits="remove:part=mlp,layer=1")
+    model = Run.open(populated / "text-resformer-s0").load()
+    ids = torch.tensor([model.tokenizer.encode("return values")])
+
+    def losses(*hooks):
+        logits = model.run_with_hooks(ids, fwd_hooks=list(hooks))
+        return -logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+    with torch.no_grad():
+        change = losses(("blocks.1.hook_mlp_out", lambda out, hook: torch.zeros_like(out))) - losses()
+    (bars,) = chart(at, "effect")["data"]
+    assert numbers(bars["y"]) == pytest.approx(change.numpy(), abs=1e-5)
+
+
+# ---- the address ----
 
 
 @pytest.mark.parametrize(
@@ -122,14 +257,16 @@ def test_a_damaged_run_is_named_and_does_not_hide_the_others(page, folders):
         ("depth", {"metric": "importance_entropy"}, "w_metric", "importance_entropy"),
         ("depth", {"site": "v"}, "w_site", "v"),
         ("depth", {"seed": "1"}, "w_seed", "1"),
-        ("prompt", {"left": "text-svformer-s1"}, "w_left", "text-svformer-s1"),
-        ("prompt", {"layer": "0"}, "w_layer", 0),
+        ("depth", {"a": "text-svformer-s1"}, "w_a", "text-svformer-s1"),
+        ("prompt", {"a": "text-resformer-s0", "layer": "0"}, "w_layer", 0),
+        ("prompt", {"quantity": "kl"}, "w_quantity", "kl"),
+        ("intervene", {"sweep": "sink"}, "w_sweep", "sink"),
     ],
 )
 def test_deep_links_reach_the_widgets(page, populated, name, address, widget, value):
     at = page(populated, name, **address)
     assert at.selectbox(key=widget).value == value
-    assert not at.info
+    assert not ignored(at)
 
 
 @pytest.mark.parametrize(
@@ -137,78 +274,135 @@ def test_deep_links_reach_the_widgets(page, populated, name, address, widget, va
     [
         ("depth", {"metric": "nonsense"}),
         ("depth", {"seed": "-1"}),
-        ("prompt", {"left": "../../etc"}),
+        ("depth", {"set": "<script>"}),
+        ("prompt", {"a": "../../etc"}),
         ("prompt", {"layer": "99"}),
         ("prompt", {"step": "7"}),
+        ("prompt", {"position": "99"}),
         ("prompt", {"stored": "../../etc/passwd"}),
         ("training", {"models": "gpt"}),
         ("training", {"colour": "red"}),
-        ("start", {"race_left": "<script>"}),
+        ("intervene", {"over": "<b>"}),
     ],
 )
 def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, name, address):
     at = page(populated, name, **address)
-    assert any("ignored" in i.value for i in at.info)
+    assert ignored(at)
     assert charts(at)
     assert "<script>" not in said(at)
 
 
-def test_a_choice_is_written_to_the_address(page, populated):
-    at = page(populated, "depth")
+def test_choices_are_written_to_the_address(page, populated):
+    at = page(populated, "depth", a="text-resformer-s0")
     at.selectbox(key="w_metric").set_value("sink_mass").run()
     assert address(at, "metric") == "sink_mass"
-    assert not at.exception
     at.button_group(key="w_models").set_value(["resformer", "svformer"]).run()
     assert address(at, "models") == "resformer,svformer"
+    at.select_slider(key="w_step").set_value(0).run()
+    assert address(at, "step") == "0"
+    at.toggle(key="w_compare").set_value(True).run()
+    assert address(at, "compare") == "1"
+    assert at.select_slider(key="w_step_b").value == 0  # goes along with A
+    at.selectbox(key="w_b").set_value("text-svformer-s1").run()
+    assert address(at, "b") == "text-svformer-s1"
+    assert not at.exception
+    at.toggle(key="w_compare").set_value(False).run()
     at.button_group(key="w_models").set_value([]).run()
     assert any("at least one" in i.value for i in at.info)
 
 
-@pytest.mark.parametrize("metric", ["importance_entropy", "token_importance", "sink_mass", "loss", "value_ablation"])
-def test_depth_draws_every_kind_of_record(page, populated, metric):
-    at = page(populated, "depth", metric=metric)
-    assert charts(at)
-    assert not at.info
+def test_what_only_the_old_prompt_had_leaves_the_address_with_it(page, populated):
+    at = page(populated, "prompt", a="text-resformer-s0", prompt="return values now", position="3", target="5")
+    at.text_area(key="w_prompt").set_value("mean").run()
+    assert set(at.query_params) == {"a", "prompt"}
+    assert not ignored(at)
+
+
+def test_another_experiment_takes_its_own_models(page, populated):
+    at = page(populated, "depth", a="text-resformer-s0", models="resformer", step="20")
+    other = next(o for o in at.selectbox(key="w_set").options if "twice" in o)
+    at.selectbox(key="w_set").select(other).run()
+    assert set(at.query_params) == {"set"}
+    assert not at.exception
+    assert not ignored(at)
+
+
+def test_the_builder_writes_an_edit_and_adds_to_it(page, populated):
+    at = page(populated, "intervene", a="text-resformer-s0", prompt="return values", kind="sink")
+    at.multiselect(key="edit_layers").set_value([1]).run()
+    settled(at.button(key="edit_set").click().run())
+    assert address(at, "edits") == "sink:layer=1"
+    at.multiselect(key="edit_heads").set_value([0]).run()
+    settled(at.button(key="edit_add").click().run())
+    assert address(at, "edits") == "sink:layer=1;sink:layer=1,head=0"
+    assert at.text_input(key="w_edits").value == address(at, "edits")
+
+
+def test_an_edit_that_cannot_be_read_is_explained_and_the_rest_of_the_page_stands(page, populated):
+    at = page(populated, "intervene", a="text-resformer-s0", prompt="return values", edits="velues:how=zero")
+    assert "values" in " ".join(i.value for i in at.info)
+    assert len(charts(at)) == 1  # the sweep
+
+
+def test_a_folder_of_many_models_draws_the_first_and_says_so(page, tmp_path):
+    for i, name in enumerate(("transformer", *(f"resformer_{k}" for k in ("constant", "learnable", "sparse", "dense")),
+                              "resformer", "svformer", "neutreno", "denseformer", "mqa")):  # fmt: skip
+        common = dashboard.run(tmp_path, f"text-{name}-s0", name, i, "text", steps=())
+        dashboard.write_parquet(
+            dashboard.records(dashboard.measured(common, "text")),
+            tmp_path / f"text-{name}-s0" / "records" / "a.parquet",
+        )
+    at = page(tmp_path, "depth", metric="importance_entropy")
+    assert "The first 8 of 10 models" in said(at)
+    assert len(at.button_group(key="w_models").value) == 8
+    assert (
+        len({t["name"] for t in chart(at, "layers")["data"] if t.get("name") in map(plots.label, plots.COLOURS)}) == 8
+    )
+
+
+# ---- prompts ----
 
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [
-        ("", "empty"),
-        ("   ", "empty"),
-        ("x" * 5000, "tokens long"),
-        ("a", "tokens long"),
-    ],
+    [("   ", "empty"), ("x" * 100_000, "tokens"), ("def " * 2000, "tokens")],
 )
-def test_prompts_that_cannot_be_read_are_explained(page, populated, text, word):
-    at = page(populated, "prompt")
+@pytest.mark.parametrize("name", ["prompt", "intervene"])
+def test_prompts_that_cannot_be_read_are_explained(page, populated, tmp_path, name, text, word):
+    folder = dashboard.copied(populated, tmp_path / "runs")
+    at = page(folder, name)
     at.text_area(key="w_prompt").set_value(text).run()
     assert not at.exception
-    assert any(word in w.value.replace("\\", "") for w in at.warning)
+    assert any(word in i.value for i in at.info)
     assert not charts(at)
 
 
-def test_hostile_text_stays_text(page, populated):
-    text = "<script>alert(1)</script> [x](javascript:alert(1)) $\\alpha$ :red[a] <b>"
-    at = page(populated, "prompt")
-    at.text_area(key="w_prompt").set_value(text).run()
-    assert not at.exception
-    specs = " ".join(chart.spec for chart in charts(at))
-    assert len(charts(at)) == 3
-    assert "<script" not in specs
-    assert not re.search(r"\d:<b|&lt;<", specs)
+TEXTS = {
+    "markup": "<script>alert(1)</script> [x](javascript:alert(1)) $\\alpha$ :red[a] <b>",
+    "right-to-left": "שלום \u202eabc\u202c عربى",
+    "emoji": "👩‍👩‍👧 🏳️‍🌈 é",
+    "control": "a\x00\x07\x1b[31mb\r\nc\u200b",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("name", ["prompt", "intervene"])
+def test_hostile_text_stays_text(page, populated, name, text):
+    at = page(populated, name, prompt=text, other=text, target="0")
+    assert len(charts(at)) == FIGURES[name]
+    specs = " ".join(c.spec for c in charts(at))
+    shown = [m.value for m in (*at.markdown, *at.info, *at.caption)]
+    assert "<script" not in specs + " ".join(shown)
+    assert not re.search(r"\d:<b|&lt;<|\]\(javascript", specs)
+    assert not any(re.search(r"(?<!\\):red\[|\]\(javascript", m) for m in shown)
 
 
 def test_repeated_token_models_read_letters_twice(page, populated):
-    group = next(o for o in page(populated, "prompt").selectbox(key="w_set").options if "repeated" in o)
-    at = page(populated, "prompt")
-    at.selectbox(key="w_set").select(group).run()
-    at.text_area(key="w_prompt").set_value("abc").run()
-    assert not at.exception
-    assert "5:c" in charts(at)[0].spec
-    assert "6:" not in charts(at)[0].spec
+    at = page(populated, "prompt", a="race-svformer-s0", prompt="abc")
+    assert "5:c" in charts(at)[1].spec
+    assert "6:" not in charts(at)[1].spec
     at.text_area(key="w_prompt").set_value("a€b").run()
-    assert any("€" in w.value for w in at.warning)
+    assert any("€" in i.value for i in at.info)
 
 
 def test_long_prompts_are_stored_and_linked_by_hash(page, populated, tmp_path):
@@ -222,30 +416,76 @@ def test_long_prompts_are_stored_and_linked_by_hash(page, populated, tmp_path):
     assert page(folder, "prompt", stored=name).text_area(key="w_prompt").value == text
 
 
+# ---- hostile addresses ----
+
+
+def keys(name):
+    return (*SELECTION, *PAGES[name])
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("name", DEEP)
+def test_hostile_values_of_every_key_change_nothing(page, populated, name, value):
+    at = page(populated, name, **dict.fromkeys(keys(name), value), unknown=value)
+    shown = said(at) + " ".join(c.spec for c in charts(at))
+    assert "Traceback" not in shown
+    assert not re.search(r"(?<!\\)<script", shown)
+    assert "root:" not in shown
+    assert any("does not know" in i.value for i in at.info)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name in DEEP for key in keys(name)])
+def test_a_hostile_value_of_one_key_is_ignored_or_explained(page, populated, name, key):
+    for value in HOSTILE.values():
+        at = page(populated, name, **{key: value})
+        assert not re.search(r"(?<!\\)<script", said(at) + " ".join(c.spec for c in charts(at)))
+
+
+@pytest.mark.parametrize("name", ["depth", "prompt"])
+def test_a_repeated_key_counts_once(page, populated, name):
+    at = page(populated, name, a=["text-svformer-s0", "text-resformer-s1"], step=["0", "20"])
+    assert at.selectbox(key="w_a").value in ("text-svformer-s0", "text-resformer-s1")
+    assert charts(at)
+
+
+@pytest.mark.parametrize("path", ["../elsewhere/secret", "elsewhere/secret", "{}", "..%2Felsewhere%2Fsecret"])
+def test_models_come_from_the_listing_of_the_folder_alone(page, populated, tmp_path, monkeypatch, path):
+    secret = dashboard.copied(populated / "text-resformer-s0", tmp_path / "elsewhere" / "secret")
+    folder = dashboard.copied(populated, tmp_path / "runs")
+    opened = []
+    monkeypatch.setattr(
+        Run, "open", classmethod(lambda cls, p, real=Run.open.__func__: opened.append(str(p)) or real(cls, p))
+    )
+    asked = path.format(secret)
+    at = page(folder, "prompt", a=asked, b=asked, compare="1", set=asked, stored=asked)
+    assert ignored(at)
+    assert opened
+    assert all(Path(p).resolve().parent == folder.resolve() for p in opened)
+
+
+# ---- what pages are made of ----
+
+
 def test_pages_that_only_show_tables_never_import_torch(populated):
-    code = (
+    code = (  # in a process of its own
         "import sys; from streamlit.testing.v1 import AppTest; sys.argv = ['main.py'];"
-        f"at = AppTest.from_file({str(APP / 'main.py')!r}, default_timeout=60); import app.state;"
-        "entries, _ = app.state.listing(); assert entries; frame = app.state.table(entries, 'records'); assert len(frame);"
-        "from workbench import plots; plots.plot(frame[(frame['metric'] == 'importance_entropy')]);"
+        f"at = AppTest.from_file({str(APP / 'main.py')!r}, default_timeout=60);"
+        "at.query_params['show'] = 'here'; at.run(); assert not at.exception; at.query_params.clear();"
+        "[at.switch_page(f'views/{name}.py').run() for name in ('training', 'depth')]; assert len(at.get('plotly_chart'));"
         "print(sorted({'torch', 'transformer_lens'} & set(sys.modules)))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"WORKBENCH_RUNS": str(populated)},
-    )
+    environment = os.environ | {"WORKBENCH_RUNS": str(populated)}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert found.stdout.strip() == "[]"
 
 
 def test_the_folder_can_be_given_after_the_double_dash(folders, monkeypatch):
-    from app import state
+    from app.source import root
 
     monkeypatch.setenv("WORKBENCH_RUNS", str(folders["empty"]))
     monkeypatch.setattr(sys, "argv", ["main.py", "--runs", str(folders["populated"])])
-    assert state.root() == folders["populated"].resolve()
+    assert root() == folders["populated"].resolve()
 
 
 def test_no_page_writes_raw_html_and_pages_stay_short():
@@ -254,27 +494,5 @@ def test_no_page_writes_raw_html_and_pages_stay_short():
         assert "unsafe_allow_html" not in source
         assert "st.html" not in source
     for path in (APP / "views").glob("*.py"):
-        assert "torch" not in path.read_text()
-
-
-# ---- X-ray -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_four_answers_of_a_measured_run_are_those_of_the_command(page, tmp_path):
-    from workbench import xrays
-    from workbench.config import ModelConfig, TrainConfig
-    from workbench.data import RepeatedData
-    from workbench.training import train
-
-    shape = ModelConfig(n_layers=2, d_model=16, n_heads=4, d_mlp=24, d_vocab=64, n_ctx=128)
-    recipe = TrainConfig(steps=4, batch=4, T=64, warmup=2, validate_every=4, validation_sequences=8)
-    run = train("transformer", RepeatedData(), name="mine", runs=tmp_path, model=shape, train=recipe, device="cpu")
-    at = page(tmp_path, "xray", run="mine")
-    assert any("Not measured on this run yet" in i.value for i in at.info)
-    assert at.code[0].value == "workbench xray mine"
-    found = xrays.xray(run.path, n=8)
-    at = page(tmp_path, "xray", run="mine")
-    assert len(charts(at)) == 4
-    shown = " ".join(m.value.replace("\\", "") for m in at.markdown)
-    for answer in found.answers:
-        assert answer.sentence in shown
+        assert "import torch" not in path.read_text()
+        assert len(path.read_text().splitlines()) <= 210
