@@ -148,8 +148,10 @@ def _weights_stamp(subject: Subject) -> int:
 def _release(model: Any) -> None:
     if hasattr(model, "lock"):
         with model.lock:
-            model.to("cpu")
             model.reset_hooks()
+            model.to("cpu")
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the model held goes back to the device, not only to the allocator
 
 
 @st.cache_resource(max_entries=MOST_MODELS, on_release=_release, show_spinner=False)
