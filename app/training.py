@@ -28,10 +28,10 @@ def _axes(link: Link) -> Link:
         log = url.switch("Logarithmic axis", "log", help="The first steps as wide as the last ones")
     link = link.but(x=x, log=int(log))
     if link.text("show") == "loss":
-        with third:
+        if len(training.domains(source(), link)) > 1:
             words = {training.TOTAL: "mean over domains", training.EACH: "each domain by itself"}
-            several = [training.TOTAL, training.EACH] if len(training.domains(source(), link)) > 1 else [training.TOTAL]
-            link = link.but(domain=url.choose("Validation text", "domain", several, show=words.__getitem__))
+            with third:
+                link = link.but(domain=url.choose("Validation text", "domain", list(words), show=words.__getitem__))
         with fourth:
             widths = [1, 5, training.SMOOTH, 50, 200]
             link = link.but(

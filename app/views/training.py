@@ -21,6 +21,14 @@ LIVE = 3  # seconds between looks at runs that are being written
 
 def draw() -> None:
     page("training", "Training", ABOUT, _body)
+    if not source().catalogue().entries:
+        st.fragment(_until_a_run, run_every=LIVE)()
+
+
+def _until_a_run() -> None:
+    """Look again until somebody begins a training or a recording here."""
+    if source().catalogue().entries:
+        st.rerun()
 
 
 def _body(link: Link) -> None:
