@@ -19,7 +19,7 @@ from app.selection import choose
 from app.source import source
 from workbench import plots
 from workbench.errors import BadData, WorkbenchError
-from workbench.views import Drawing, Link
+from workbench.views import Drawing, Link, Source
 from workbench.views.base import View, timelapse
 from workbench.views.source import LETTERS, PROMPTS, SYMBOLS, TEXT
 
@@ -72,6 +72,17 @@ def show(view: View, link: Link, *, long: str | None = None) -> Drawing | None:
     _beneath(view, link, drawing, name)
     st.session_state["drawn"].append((name, drawing.table))
     return drawing
+
+
+def ready(link: Link, label: str, question: Callable[[Source, Link], Any]) -> None:
+    """Until what a question needs is computed and kept; meanwhile its progress stands on the page, and it can be cancelled."""
+
+    def work(progress: Callable[[int, int], None]) -> None:
+        ask = source()
+        ask.progress = progress
+        question(ask, link)
+
+    jobs.run(("ready", str(source().folder), str(link), label), label, work)
 
 
 def _told(view: View, link: Link, progress: Callable[[int, int], None]) -> Drawing:

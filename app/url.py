@@ -121,16 +121,17 @@ def choose_many(
 def span(label: str, key: str, count: int, *, help: str | None = None) -> tuple[int, int]:  # noqa: A002
     """A slider with two ends over 0..count - 1, mirrored in the URL as `first-last`; all of them unless told otherwise."""
     asked = st.query_params.get(key)
-    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", asked or "")
-    first, last = (int(found[1]), int(found[2])) if found else (0, count - 1)
-    if asked is not None and (found is None or not first <= last < count):
+    named = re.fullmatch(r"(\d{1,9})-(\d{1,9})", asked or "")
+    first, last = (int(named[1]), int(named[2])) if named else (0, count - 1)
+    if asked is not None and (named is None or not first <= last < count):
         _ignored(label)
         first, last = 0, count - 1
     if count < 2:
         return 0, count - 1
     st.session_state[f"w_{key}"] = (first, last)
     write = "{0[0]}-{0[1]}".format
-    return tuple(st.slider(label, 0, count - 1, key=f"w_{key}", on_change=_mirror, args=(key, write), help=help))
+    found: Any = st.slider(label, 0, count - 1, key=f"w_{key}", on_change=_mirror, args=(key, write), help=help)
+    return found[0], found[1]
 
 
 def change(**changes: Any) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import streamlit as st
 
-from app import jobs, url
+from app import url
 from app.elements import attention as element
-from app.shell import files, page
+from app.shell import files, page, ready
 from app.source import source
 from workbench.errors import WorkbenchError
-from workbench.views import Link, Source, attention
+from workbench.views import Link, attention
 from workbench.views.source import PROMPTS
 
 ABOUT = (
@@ -43,11 +40,12 @@ def _body(link: Link) -> None:
     )
     if not text.strip():
         raise WorkbenchError("The prompt is empty: type some text.")
-    link = _here(link, text == default)
+    if text == default:  # also where the link's own was ignored
+        link = link.but(stored=None)
     bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
-    _wait_for(bare, "Running the model on the prompt", attention.options)
+    ready(bare, "Running the model on the prompt", attention.options)
     link = _choices(bare, link)
-    _wait_for(link, "Reading the attention of every head", attention.seen)
+    ready(link, "Reading the attention of every head", attention.seen)
     choice, found = attention.seen(ask, link)
     said = f"{attention.where(choice, found)}; {', '.join(s.subject.title for s in found)}"
     element.draw(choice, found, f"Attention: {said}")
@@ -55,27 +53,11 @@ def _body(link: Link) -> None:
     files(FIGURES, link)
 
 
-def _here(link: Link, fits: bool) -> Link:
-    """The link without a prompt that the page ignored."""
-    return link.but(stored=None) if fits and "stored" in link.options else link
-
-
-def _wait_for(link: Link, label: str, question: Callable[[Source, Link], Any]) -> None:
-    """Until what the question needs is computed and kept; its progress stands on the page, and it can be cancelled."""
-
-    def work(progress: Callable[[int, int], None]) -> None:
-        ask = source()
-        ask.progress = progress
-        question(ask, link)
-
-    jobs.run(("attention", str(source().folder), str(link), label), label, work)
-
-
 def _choices(bare: Link, link: Link) -> Link:
     """What a click, a drag and the keys choose in the element, as boxes and sliders."""
     found = attention.options(source(), bare)
     first, second, third, fourth = st.columns(4)
-    left, right = st.columns(2)
+    left, right, far = st.columns([3, 3, 2])
     with first:
         layer = url.choose("Layer", "layer", list(range(found.layers)), found.layer)
     with second:
@@ -88,14 +70,11 @@ def _choices(bare: Link, link: Link) -> Link:
         held = attention.holdable(queries, link.text("lock"), found.length)
         lock = url.choose("Held query", "lock", [NONE, *held], show=lambda i: _token(found, i))
     with fourth:
-        scale = url.choose("Colours", "scale", list(attention.SCALES), show=attention.SCALES.__getitem__)
-    pool = "mean"
-    if found.length > attention.CELLS_BESIDE:
-        pool = url.choose(
-            "A cell of many tokens shows", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__
-        )
-    chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=None if lock == NONE else lock, queries="{}-{}".format(*queries),
-                      keys="{}-{}".format(*keys))  # fmt: skip
+        scale = url.choose("Colours", "scale", list(attention.SCALES), found.scale, show=attention.SCALES.__getitem__)
+    with far:
+        pool = url.choose("A cell of many tokens", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__)
+    chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=None if lock == NONE else lock,
+                      queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
     branches = attention.options(source(), bare.but(layer=layer)).branches
     if len(branches) > 1:
         branch = url.choose("Keys of", "branch", ["all", *branches])

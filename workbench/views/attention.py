@@ -23,7 +23,9 @@ SCALES = {
     "one": "from 0 to 1",
 }
 """The brightest after the first query, which sees nothing but itself."""
-POOLS = {"mean": "what all its keys get together", "max": "its largest weight"}
+POOLS = {"mean": "all its keys together", "max": "its largest weight"}
+LINEAR = 64
+"""Tokens up to which colours are in proportion unless told otherwise; in longer prompts most weights are faint."""
 CELLS, CELLS_BESIDE = 512, 384
 """Most cells along an axis of a map: of one model, and of two beside each other where the prompt is longer."""
 TILES = 300_000
@@ -97,13 +99,13 @@ def options(ask: Source, link: Link) -> Choice:
     branch = link.text("branch")
     if branch is not None:
         _known("set of keys", branch, branches)
-    lock = link.whole("lock")
+    lock, scale = link.whole("lock"), "root" if T > LINEAR else "brightest"
     return Choice(
         subjects=subjects, text=text, tokens=tokens, layers=layers, heads=heads, layer=layer,
         head=_index("head", link.whole("head", 0), heads),
         queries=positions(link.text("queries"), T), keys=positions(link.text("keys"), T),
         lock=None if lock is None else _index("position", lock, T),
-        scale=_known("scale", link.text("scale", "brightest"), SCALES),
+        scale=_known("scale", link.text("scale", scale), SCALES),
         pool=_known("pool", link.text("pool", "mean"), POOLS), branch=branch, branches=branches,
     )  # fmt: skip
 
@@ -262,7 +264,7 @@ def overview(ask: Source, link: Link) -> Drawing:
 def weights(ask: Source, link: Link) -> Drawing:
     """The map of one head: how much each token (row) attends to each earlier one (column)."""
     choice, found = seen(ask, link)
-    parts = []
+    parts: list[tuple[str, plots.Grid]] = []
     top = 1.0 if choice.scale == "one" else max(brightest(s.window.weights, s.window.queries[0]) for s in found)
     for title, s in _named(choice, found):
         rows, columns = cells(s.window.queries, s.tokens), cells(s.window.keys, s.tokens)
@@ -304,14 +306,14 @@ def query(ask: Source, link: Link) -> Drawing:
     """Where one query looks: the held one, else the last of the window."""
     link = link if link.text("lock") is not None else link.but(lock=options(ask, link).queries[1])
     choice, found = seen(ask, link)
-    held = [s for s in found if s.row is not None]
-    bars = [(s.subject.series, cells(s.window.keys, s.tokens), s.row) for s in held]
+    held = [(s, s.row) for s in found if s.row is not None]
+    bars = [(s.subject.series, cells(s.window.keys, s.tokens), row) for s, row in held]
     at = int(choice.lock or 0)
     under = f"query {at}: {short(choice.tokens[0][at])}; layer {choice.layer}, head {choice.head}"
     figure = figures.row(bars, under, minus=choice.alike)
     table = [
         pd.DataFrame({"model": s.subject.title, "query": cells([at, at + 1], s.tokens)[0], "key": b[1], "attention": b[2]})
-        for s, b in zip(held, bars, strict=True)
+        for (s, _), b in zip(held, bars, strict=True)
     ]  # fmt: skip
     return Drawing(figure, pd.concat(table, ignore_index=True).dropna(subset=["attention"]))
 

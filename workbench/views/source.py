@@ -67,6 +67,8 @@ class Source:
     problems: dict[str, str] = field(default_factory=dict)
     progress: Callable[[int, int], None] | None = None
     """Told (done, total) by views whose work has parts; may raise to stop them."""
+    held: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What the last two looks kept, for `from_kept`."""
 
     def catalogue(self) -> Catalogue:
         """The runs of the folder."""
@@ -187,7 +189,10 @@ class Source:
 
         Pairs of whole numbers among the options are slices.
         """
-        return call_kept(what, self.look(kept, subject, text), **options)
+        key = kept, subject.entry.path, subject.step, text
+        if key not in self.held:  # of A and B; one figure asks for several pieces
+            self.held = dict(list(self.held.items())[-1:]) | {key: self.look(kept, subject, text)}
+        return call_kept(what, self.held[key], **options)
 
     def model(self, subject: Subject) -> Any:
         """The model of a subject."""
