@@ -11,8 +11,6 @@ from typing import Any
 import streamlit as st
 from streamlit.runtime.scriptrunner import add_script_run_ctx
 
-from workbench.errors import WorkbenchError
-
 EVERY, KEPT = 0.5, 64  # seconds between looks at a running job; finished jobs kept
 
 
@@ -59,13 +57,15 @@ def _jobs() -> tuple[dict[Any, Job], threading.Lock]:
 def run(key: Any, label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
     """The result of `work(progress)`; while it is not there, draws progress with a cancel button and raises `Running`.
 
+    What was cancelled stays so, with a button that starts it again.
+
     `key`: plain values that name the work; people who ask for the same wait for the same job. Raises what the work raised.
     Work that takes less than half a second shows nothing.
     """
     jobs, lock = _jobs()
     with lock:
         job = jobs.get(key)
-        if job is None or job.cancelled.is_set():
+        if job is None:
             for old in [k for k, j in jobs.items() if j.finished.is_set()][: max(0, len(jobs) - KEPT)]:
                 del jobs[old]
             job = jobs[key] = Job(label)
@@ -76,14 +76,21 @@ def run(key: Any, label: str, work: Callable[[Callable[[int, int], None]], Any])
         _wait(key, job)
         raise Running
     if isinstance(job.error, Cancelled):
-        with lock:
-            jobs.pop(key, None)
-        raise WorkbenchError(f"{label}: cancelled")
+        left, right = st.columns([4, 1], vertical_alignment="center")
+        left.info(f"{label}: cancelled.")
+        right.button("Start again", key=f"again_{abs(hash(key))}", on_click=_forget, args=(key,), width="stretch")
+        raise Running
     if job.error is not None:
         with lock:
             jobs.pop(key, None)  # asked again, it is tried again
         raise job.error
     return job.result
+
+
+def _forget(key: Any) -> None:
+    jobs, lock = _jobs()
+    with lock:
+        jobs.pop(key, None)
 
 
 def _work(job: Job, work: Callable[[Callable[[int, int], None]], Any]) -> None:
