@@ -300,3 +300,20 @@ def test_more_heads_get_coarser_pictures(ask):
     assert attention.seen(ask, link(a=name, prompt=text))[1][0].overview.tiles.shape[-1] == 64
     found = attention.seen(ask, link(a=name, prompt=text, compare=1, b=name, step_b=20))[1]
     assert found[0].overview.tiles.shape[-1] == 32
+
+
+def test_a_logarithmic_axis_is_held_in_powers_of_ten_while_it_plays(ask):
+    played = timelapse(attention.received, ask, link(a="long-resformer-s0", layer=0, head=1)).figure
+    low, high = played.layout.yaxis.range
+    values = np.concatenate([np.asarray(t.y, dtype=float) for f in played.frames for t in f.data])
+    assert played.layout.yaxis.type == "log"
+    assert low < np.log10(values.min()) < np.log10(values.max()) < high < 3
+
+
+def test_received_attention_of_two_models_is_subtracted_where_they_read_the_same(ask):
+    figure = drawn(ask, "received", compared(layer=1, head=1)).figure
+    a, b = (patterns(ask, n)[1, 1].sum(0) for n in ("text-resformer-s0", "text-transformer-s0"))
+    assert figure.data[-1].name == plots.MINUS
+    assert np.asarray(figure.data[-1].y) == pytest.approx(a - b, abs=1e-4)
+    other = drawn(ask, "received", link(compare=1, b="race-svformer-s0", prompt="abcabc")).figure
+    assert plots.MINUS not in [t.name for t in other.data]

@@ -16,6 +16,8 @@ from workbench.plots.style import DIVERGING, GREY, MINUS, SEQUENTIAL, colour, dr
 
 GAP = 0.06
 """Between two pictures, as a share of one."""
+LEAST = 1e-3
+"""Received attention below this, in queries, is drawn as this."""
 
 
 def tiles(
@@ -53,10 +55,10 @@ def tiles(
     L, H, rows, _ = max((f for _, f in parts), key=lambda f: f.shape[0]).shape
     under = f"each picture: queries downwards, keys to the right, in at most {rows} steps; brighter: more attention goes there"
     figure = dressed(figure, title, under, int(min(900, max(240, 760 / len(shown) * L / H))))
-    figure.update_layout(coloraxis=_bar(SEQUENTIAL, 0.0, top, "share of attention", 1.01))
+    figure.update_layout(coloraxis=_bar(SEQUENTIAL, 0.0, top, "attention", 1.01))
     if len(shown) == 3:
         limit = float(np.nanmax(np.abs(shown[2][1]))) or 1.0
-        figure.update_layout(coloraxis2=_bar(DIVERGING, -limit, limit, MINUS, 1.09))
+        figure.update_layout(coloraxis2=_bar(DIVERGING, -limit, limit, MINUS, 1.13))
     return lifted(figure) if root else figure
 
 
@@ -91,27 +93,29 @@ def _bar(scale: str, low: float, high: float, says: str, x: float) -> dict[str, 
     return {"colorscale": scale, "cmin": low, "cmax": high, "colorbar": bar}
 
 
-def received(lines: Sequence[tuple[str, Sequence[str], np.ndarray, np.ndarray]], under: str) -> go.Figure:
+def received(
+    lines: Sequence[tuple[str, Sequence[str], np.ndarray, np.ndarray]], under: str, *, minus: bool = True
+) -> go.Figure:
     """Attention received by each key, (series, key names, received, the same if spread evenly), on a logarithmic axis.
 
-    Of two models, the second panel is the factor between them: A over B, which is their difference on this axis.
+    Of two models, the second panel is A minus B on an axis of its own.
     """
-    both = len(lines) == 2 and list(lines[0][1]) == list(lines[1][1])
+    both = minus and len(lines) == 2 and list(lines[0][1]) == list(lines[1][1])
     figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
     for series, names, values, _ in lines:
-        _line(figure, 1, unique([markup.escape(n) for n in names]), values, label(series), colour(series))
+        x = unique([markup.escape(n) for n in names])
+        _line(figure, 1, x, np.maximum(values, LEAST), label(series), colour(series))
     names, evenly = lines[0][1], lines[0][3]
     _line(figure, 1, unique([markup.escape(n) for n in names]), evenly, "spread evenly", GREY, "dot")
     if both:
         x = unique([markup.escape(n) for n in names])
-        ratio = lines[0][2] / np.maximum(lines[1][2], 1e-12)
-        _line(figure, 2, x, ratio, "A over B", colour(MINUS))
-        figure.update_yaxes(title_text="A over B, factor", type="log", row=2, col=1)
+        _line(figure, 2, x, lines[0][2] - lines[1][2], MINUS, colour(MINUS))
+        figure.update_yaxes(title_text=MINUS, row=2, col=1)
     every = max(1, -(-len(names) // MOST_TICKS))
     figure.update_xaxes(tickvals=unique([markup.escape(n) for n in names])[::every], type="category", tickangle=-90)
     figure.update_yaxes(title_text="queries per key", type="log", row=1, col=1)
     figure.update_xaxes(title_text="key: where attention goes", row=2 if both else 1, col=1)
-    said = "as many queries as would look at nothing else; higher: a token that many look at"
+    said = f"as many queries as would look at nothing else; higher: a token that many look at; drawn from {LEAST:g}"
     return dressed(figure, "Received attention", f"{under}; {said}", 440 if both else 300)
 
 

@@ -105,6 +105,8 @@ def _hold(base: go.Figure, figures: Sequence[go.Figure]) -> None:
         finite = np.concatenate(values) if values else np.zeros(0)
         finite = finite[np.isfinite(finite)]
         name = "yaxis" + axis[1:]
+        if base.layout[name].type == "log":  # whose range is in powers of ten
+            finite = np.log10(finite[finite > 0])
         if len(finite) and base.layout[name].type != "category":
             room = 0.05 * (float(finite.max() - finite.min()) or 1.0)
             base.layout[name].range = [float(finite.min()) - room, float(finite.max()) + room]

@@ -292,7 +292,9 @@ def received(ask: Source, link: Link) -> Drawing:
     """How much attention each token receives from all that follow, beside attention that is spread evenly."""
     choice, found = seen(ask, link)
     lines = [(s.subject.series, cells(s.window.keys, s.tokens), s.received, s.evenly) for s in found]
-    figure = figures.received(lines, f"layer {choice.layer}, head {choice.head}; all queries of the prompt")
+    figure = figures.received(
+        lines, f"layer {choice.layer}, head {choice.head}; all queries of the prompt", minus=choice.alike
+    )
     names = ("key", "received, queries", f"{EVENLY}, queries")
     table = [
         pd.DataFrame(dict(zip(names, line[1:], strict=True))).assign(model=s.subject.title)
