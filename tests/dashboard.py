@@ -47,7 +47,7 @@ def run(folder: Path, name: str, architecture: str, seed: int, kind: str, *, ste
     if tokenizer is not None:
         tokenizer.save(path / "tokenizer.json")
     for step in steps:
-        save(build(architecture, model, seed=seed), path / f"step_{step:06d}", seed=seed, step=step, run=name)
+        save(build(architecture, model, seed=seed + step), path / f"step_{step:06d}", seed=seed, step=step, run=name)
     return {"run": name, "architecture": architecture, "seed": seed}
 
 

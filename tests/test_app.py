@@ -34,7 +34,7 @@ DEEP = {
 """A link to each page that says more than the defaults."""
 FIGURES = {"start": 0, "training": 2, "depth": 1, "attention": 0, "prompt": 6, "intervene": 3}
 """Figures of those links on a folder that has everything; the attention page draws itself."""
-COMPARE = {"compare": "1", "a": "text-resformer-s0", "b": "text-transformer-s1", "step": "20", "step_b": "8"}
+COMPARE = {"compare": "1", "a": "text-resformer-s0", "b": "text-transformer-s1", "step": "20", "step_b": "0"}
 HOSTILE = {
     "markup": "<script>alert(1)</script>",
     "path": "../../etc/passwd",
@@ -437,7 +437,7 @@ def test_hostile_values_of_every_key_change_nothing(page, populated, name, value
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name in DEEP for key in keys(name)])
 def test_a_hostile_value_of_one_key_is_ignored_or_explained(page, populated, name, key):
-    for value in HOSTILE.values():
+    for value in (HOSTILE["markup"], HOSTILE["path"], HOSTILE["huge"]):
         at = page(populated, name, **{key: value})
         assert not re.search(r"(?<!\\)<script", said(at) + " ".join(c.spec for c in charts(at)))
 

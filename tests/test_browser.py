@@ -1,11 +1,15 @@
-"""One pass through the dashboard in a real headless Chromium: every page, deep link, back button, a select box, dark mode.
+"""The dashboard in a real headless Chromium: every page, links, choices, prompts, files, time-lapse, cancelling, two people.
 
 Screenshots go to $WORKBENCH_SCREENSHOTS, else to pytest's temporary folder; $WORKBENCH_RUNS shows that folder's runs.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -15,7 +19,12 @@ import urllib.request
 from pathlib import Path
 
 import dashboard
+import pandas as pd
 import pytest
+import torch
+
+from workbench.results import load_records
+from workbench.runs import Run
 
 pytestmark = pytest.mark.slow
 BROWSER = next(
@@ -27,29 +36,38 @@ FLAGS = [
 ]  # fmt: skip
 MAIN = Path(__file__).parent.parent / "app" / "main.py"
 HARMLESS = ("/_stcore/health", "/_stcore/host-config")  # what the front end tries first below a page's own address
-PAGES = {"": 4, "xray": 4, "training": 4, "depth": 1, "prompt": 3}  # address -> figures at least
+PAGES = {
+    "?show=demo": 4, "?show=here": 0, "training": 3, "depth": 1, "attention?a=text-resformer-s0": 0,
+    "prompt?a=text-resformer-s0": 6, "intervene?a=text-resformer-s0": 3,
+}  # fmt: skip
+"""Address -> figures at least; the attention page draws itself."""
+BOTH = "compare=1&a=text-resformer-s0&b=text-transformer-s0&step=20&step_b=20"
+COMPARED = {"training": 2, "depth": 1, "attention": 0, "prompt": 6, "intervene": 3}
+LONG = 60  # checkpoints of one run, for work that takes long enough to be cancelled
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def runs(tmp_path_factory):
+    folder = os.environ.get("WORKBENCH_RUNS")
+    if folder:
+        return Path(folder)
+    folder = dashboard.populate(tmp_path_factory.mktemp("runs"))
+    dashboard.run(folder, "long", "mqa", 0, "text", steps=range(LONG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(runs, tmp_path_factory):
     """The dashboard's address."""
     if BROWSER is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on PATH; `make browser` installs one")
-    runs = os.environ.get("WORKBENCH_RUNS") or dashboard.populate(tmp_path_factory.mktemp("runs"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "streamlit",
-        "run",
-        str(MAIN),
-        f"--server.port={port}",
-        "--server.address=127.0.0.1",
-    ]
+    options = [f"--server.port={port}", "--server.address=127.0.0.1"]
+    command = [sys.executable, "-m", "streamlit", "run", str(MAIN), *options, "--", "--runs", str(runs)]
     log = (tmp_path_factory.mktemp("log") / "server.log").open("wb")
-    process = subprocess.Popen([*command, "--", "--runs", str(runs)], cwd=MAIN.parent.parent, stdout=log, stderr=log)
+    process = subprocess.Popen(command, cwd=MAIN.parent.parent, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):
@@ -91,6 +109,7 @@ def opened(browser, server):
         context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         page, wrong, outside = context.new_page(), [], []
+        page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda m: m.type == "error" and "status of 404" not in m.text and wrong.append(m.text))
         page.on(
@@ -106,13 +125,14 @@ def opened(browser, server):
 
 
 def settled(page, figures=1):
-    """Wait until the script has run and the figures stand."""
+    """Wait until the script has run, no work is under way and the figures stand."""
+    page.wait_for_timeout(250)
     page.wait_for_function(
         f"document.querySelectorAll('.js-plotly-plot .main-svg').length >= {figures}"
-        " && !document.querySelector('[data-testid=\"stStatusWidget\"]')",
-        timeout=60_000,
+        " && document.querySelector('[data-testid=\"stApp\"]').dataset.testScriptState === 'notRunning'"
+        " && !document.querySelector('[class*=\"st-key-cancel_\"]')"
     )
-    page.wait_for_timeout(700)
+    page.wait_for_timeout(250)
     assert page.locator('[data-testid="stException"]').count() == 0
 
 
@@ -120,9 +140,52 @@ def picture(page, path):
     """The whole page, though it scrolls in a box of its own."""
     height = page.evaluate("document.querySelector('[data-testid=\"stMain\"]').scrollHeight")
     page.set_viewport_size({"width": 1280, "height": int(height) + 20})
-    page.wait_for_timeout(1200)
+    page.wait_for_timeout(700)
     page.screenshot(path=path)
     page.set_viewport_size({"width": 1280, "height": 900})
+
+
+def drawn(page, key, axis="y", trace=0):
+    """Numbers of a figure's trace, as the browser holds them."""
+    return page.evaluate(
+        "([key, axis, trace]) => Array.from(document.querySelector(`.st-key-${key} .js-plotly-plot`)._fullData[trace][axis], Number)",
+        [key, axis, trace],
+    )
+
+
+def pick(page, label, option):
+    page.locator(f'[data-testid="stSelectbox"]:has-text("{label}") input').first.click()
+    page.get_by_role("option", name=option, exact=True).click()
+
+
+def typed(page, text, area=0):
+    box = page.locator("textarea").nth(area)
+    box.fill(text)
+    box.press("Control+Enter")
+
+
+def files_of(page, view):
+    """Open what is beneath a figure; the part of the page that holds it."""
+    panel = page.locator(f".st-key-open_{view}")
+    panel.get_by_text("Numbers, files, command, time-lapse").click()
+    panel.get_by_role("button", name="Numbers (CSV)").wait_for()
+    return panel
+
+
+def downloaded(page, button):
+    with page.expect_download() as found:
+        button.click()
+    return found.value.suggested_filename, Path(found.value.path()).read_text(encoding="utf-8")
+
+
+def next_probability(runs, name, text, step="last"):
+    """What a run's model gives its likeliest next token."""
+    model = Run.open(runs / name).load(step)
+    with torch.no_grad():
+        return float(model(torch.tensor([model.tokenizer.encode(text)]))[0, -1].softmax(-1).max())
+
+
+# ---- pages and links ----
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -132,7 +195,10 @@ def test_every_page_by_deep_link_without_a_word_to_the_outside(opened, server, s
         page.goto(f"{server}/{name}")
         settled(page, figures)
         assert page.locator('[role="dialog"]').count() == 0
-        picture(page, screenshots / f"{name or 'start'}_{scheme}.png")
+        assert page.locator('[data-testid="stAlert"]:has-text("ignored")').count() == 0
+        if name.startswith("attention"):
+            page.get_by_role("button", name="Layer 0, head 0").wait_for()
+        picture(page, screenshots / f"{re.sub(r'[^a-z]+', '_', name.partition('=')[0]).strip('_')}_{scheme}.png")
     assert not wrong
     assert not outside
     background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
@@ -140,36 +206,267 @@ def test_every_page_by_deep_link_without_a_word_to_the_outside(opened, server, s
     assert (brightness < 384) == (scheme == "dark"), background
 
 
-def test_choices_links_and_the_back_button(opened, server):
+def test_comparing_draws_a_and_b_and_their_difference_on_every_page(opened, server):
+    page, wrong, outside = opened()
+    for name, figures in COMPARED.items():
+        page.goto(f"{server}/{name}?{BOTH}")
+        settled(page, figures)
+        if name == "attention":
+            page.locator('[aria-label^="B: Layer 0, head 1"]').wait_for()
+        else:
+            page.locator(".js-plotly-plot", has_text="B: Transformer").first.wait_for()
+    page.goto(f"{server}/depth?{BOTH}&metric=importance_entropy")
+    settled(page)
+    names = page.evaluate("document.querySelector('.js-plotly-plot').data.map((t) => t.name)")
+    assert {"A: ResFormer · s0, step 20", "B: Transformer · s0, step 20", "A − B"} <= set(names)
+    assert not wrong
+    assert not outside
+
+
+def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
     page, wrong, _ = opened()
     page.goto(f"{server}/depth?metric=importance_entropy")
     settled(page)
-    page.get_by_text("Importance entropy").first.wait_for()
-    page.locator('[data-testid="stSelectbox"] input').nth(1).click()
-    page.get_by_role("option", name="sink mass", exact=True).click()
+    before = drawn(page, "figure_layers")
+    pick(page, "Measure", "sink mass")
     page.wait_for_url("**metric=sink_mass**")
-    page.get_by_text("Sink mass").first.wait_for()
+    page.locator(".gtitle", has_text="Sink mass").wait_for()
     page.go_back()
     page.wait_for_url("**metric=importance_entropy**")
-    page.get_by_text("Importance entropy").first.wait_for()
+    page.locator(".gtitle", has_text="Importance entropy").wait_for()
+    assert drawn(page, "figure_layers") == before
+    page.go_forward()
+    page.wait_for_url("**metric=sink_mass**")
+    page.locator(".gtitle", has_text="Sink mass").wait_for()
     page.locator('[data-testid="stSidebar"]').get_by_role("link", name="Training").click()
-    page.wait_for_url("**/training?**metric=importance_entropy**")
+    page.wait_for_url("**/training?**metric=sink_mass**")
     settled(page)
     page.locator('[data-testid="stSidebar"]').get_by_role("link", name="Depth").click()
-    page.wait_for_url("**/depth?**metric=importance_entropy**")
+    page.wait_for_url("**/depth?**metric=sink_mass**")
     settled(page)
-    page.get_by_text("Importance entropy").first.wait_for()
+    page.get_by_text("Compare with a second model or step").click()
+    page.wait_for_url("**compare=1**")
+    pick(page, "View", "map: layer by head")
+    page.wait_for_url("**view=heads**")
+    settled(page)
+    other, _, _ = opened()
+    other.goto(page.url)
+    settled(other)
+    for p in (page, other):
+        p.locator(".gtitle", has_text="Sink mass").wait_for()
+    same = "document.querySelector('.js-plotly-plot').data.map((t) => [t.name, JSON.stringify(t.z)])"
+    assert page.evaluate(same) == other.evaluate(same)
     assert not wrong
 
 
-def test_a_typed_prompt_reaches_the_models_and_the_address(opened, server):
+def test_the_step_slider_moves_the_figure_and_the_address(opened, server, runs):
     page, wrong, _ = opened()
-    page.goto(f"{server}/prompt")
-    settled(page, 3)
-    box = page.locator("textarea").first
-    box.fill("return values <b>now</b>")
-    box.press("Control+Enter")
+    page.goto(f"{server}/prompt?a=text-resformer-s0&prompt=return%20values")
+    settled(page, 6)
+    page.locator('.st-key-w_step input[type="range"]').focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_url("**step=8**")
+    settled(page, 6)
+    assert drawn(page, "figure_predictions", "x")[0] == pytest.approx(
+        next_probability(runs, "text-resformer-s0", "return values", 8), abs=1e-5
+    )
+    assert not wrong
+
+
+def test_a_click_on_a_head_enlarges_it_and_back_returns(opened, server):
+    page, wrong, outside = opened()
+    page.goto(f"{server}/attention?a=text-resformer-s0&prompt=return%20values&layer=1&head=0")
+    page.get_by_role("button", name="Layer 0, head 1").click()
+    page.wait_for_url("**layer=0&head=1**")
+    settled(page, 0)
+    assert page.get_by_role("button", name="Layer 0, head 1").get_attribute("aria-pressed") == "true"
+    page.go_back()
+    page.wait_for_url("**layer=1&head=0**")
+    page.wait_for_function("true")
+    page.locator('[aria-pressed="true"][aria-label^="Layer 1, head 0"]').wait_for()
+    assert not wrong
+    assert not outside
+
+
+# ---- prompts and edits ----
+
+
+def test_a_typed_prompt_reaches_the_model_and_the_address_as_one_step_back(opened, server, runs):
+    page, wrong, _ = opened()
+    page.goto(f"{server}/prompt?a=text-resformer-s0")
+    settled(page, 6)
+    typed(page, "return values <b>now</b>")
     page.wait_for_url("**prompt=return**")
-    settled(page, 3)
+    settled(page, 6)
+    assert page.evaluate("document.activeElement.tagName") == "TEXTAREA"
     assert page.locator(".js-plotly-plot b").count() == 0
+    found = drawn(page, "figure_predictions", "x")[0]
+    assert found == pytest.approx(next_probability(runs, "text-resformer-s0", "return values <b>now</b>"), abs=1e-5)
+    typed(page, "x" * 100_000)
+    page.wait_for_url("**stored=**")
+    page.locator('[data-testid="stAlert"]').wait_for()
+    settled(page, 0)
+    page.go_back()
+    page.wait_for_url("**prompt=return**")
+    settled(page, 6)
+    assert drawn(page, "figure_predictions", "x")[0] == found
+    page.go_back()
+    page.wait_for_function("!location.search.includes('prompt')")
+    assert not wrong
+
+
+def test_the_builder_tries_and_adds_edits_and_back_takes_them_out(opened, server):
+    page, wrong, _ = opened()
+    page.goto(f"{server}/intervene?a=text-resformer-s0&prompt=return%20values&kind=remove:part%3Dmlp")
+    settled(page, 3)
+    page.get_by_role("button", name="Try").click()
+    page.wait_for_url("**edits=remove**")
+    settled(page, 3)
+    first = drawn(page, "figure_effect")
+    assert any(first)
+    pick(page, "What", "cut attention to the first token")
+    page.wait_for_url("**kind=sink**")
+    page.get_by_role("button", name="Add").click()
+    page.wait_for_url("**edits=remove**sink**")
+    settled(page, 3)
+    assert drawn(page, "figure_effect") != first
+    for _ in range(2):  # the edit, then the kind
+        page.go_back()
+        page.wait_for_timeout(300)
+    page.wait_for_function("!location.search.includes('sink')")
+    settled(page, 3)
+    page.wait_for_function(
+        "(first) => JSON.stringify(Array.from(document.querySelector('.st-key-figure_effect .js-plotly-plot')._fullData[0].y))"
+        " === JSON.stringify(first)",
+        arg=first,
+    )
+    assert not wrong
+
+
+def test_two_people_on_one_model_get_their_own_numbers(opened, server, runs):
+    texts = ["return values", "def mean of len"]
+    pages = [opened()[0] for _ in texts]
+    for page in pages:
+        page.goto(f"{server}/prompt?a=text-resformer-s0")
+    for page in pages:
+        settled(page, 6)
+    for page, text in zip(pages, texts, strict=True):  # both at once
+        typed(page, text)
+    for page, text in zip(pages, texts, strict=True):
+        page.wait_for_url("**prompt=**")
+        settled(page, 6)
+        found = drawn(page, "figure_predictions", "x")[0]
+        assert found == pytest.approx(next_probability(runs, "text-resformer-s0", text), abs=1e-5)
+    edits = {
+        "remove:part=mlp,layer=1": "blocks.1.hook_mlp_out",
+        "remove:part=attention,layer=0": "blocks.0.hook_attn_out",
+    }
+    for page, edit in zip(pages, edits, strict=True):
+        page.goto(f"{server}/intervene?a=text-resformer-s0&prompt=return%20values&edits={edit}")
+    model = Run.open(runs / "text-resformer-s0").load()
+    ids = torch.tensor([model.tokenizer.encode("return values")])
+
+    def losses(*hooks):
+        with torch.no_grad():
+            logits = model.run_with_hooks(ids, fwd_hooks=list(hooks))
+        return -logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+    for page, point in zip(pages, edits.values(), strict=True):
+        settled(page, 3)
+        change = losses((point, lambda out, hook: torch.zeros_like(out))) - losses()
+        assert drawn(page, "figure_effect") == pytest.approx(change.tolist(), abs=1e-5)
+
+
+# ---- files, commands, time-lapse ----
+
+
+def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, server, runs, tmp_path):
+    page, wrong, _ = opened()
+    page.goto(f"{server}/depth?metric=importance_entropy&models=resformer&a=text-resformer-s0")
+    settled(page)
+    panel = files_of(page, "layers")
+    assert panel.locator('[data-testid="stDataFrame"]').count() == 1
+    name, text = downloaded(page, panel.get_by_role("button", name="Numbers (CSV)"))
+    table = pd.read_csv(io.StringIO(text))
+    stored = load_records([runs / f"text-resformer-s{s}" for s in range(2)], "metric = 'importance_entropy'")
+    assert name == "layers.csv"
+    assert sorted(table["value"]) == pytest.approx(sorted(stored["value"]))
+    name, text = downloaded(page, panel.get_by_role("button", name="Figure (HTML)"))
+    assert name == "layers.html"
+    assert "Importance entropy" in text
+    assert 'role="img"' in text
+    assert not re.search(r"<(script|link|img)[^>]* (src|href)=", text)
+    command = shlex.split(panel.locator('[data-testid="stCode"]').first.inner_text())
+    assert command[:2] == ["workbench", "view"]
+    done = subprocess.run(
+        [Path(sys.executable).parent / "workbench", *command[1:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert (tmp_path / "layers.svg").read_text(encoding="utf-8").count("<svg") >= 1
+    assert not wrong
+
+
+def test_the_drawer_tells_command_provenance_and_self_check(opened, server, tmp_path):
+    page, wrong, _ = opened()
+    page.goto(f"{server}/depth?metric=importance_entropy&models=resformer&a=text-resformer-s0")
+    settled(page)
+    page.get_by_text("Where this comes from").click()
+    drawer = page.locator(".st-key-drawer")
+    drawer.get_by_text("Provenance").wait_for()
+    drawer.locator('[data-testid="stDataFrame"]').wait_for()
+    command = shlex.split(drawer.locator('[data-testid="stCode"]').first.inner_text())
+    done = subprocess.run(
+        [Path(sys.executable).parent / "workbench", *command[1:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "Importance entropy" in (tmp_path / "depth.html").read_text(encoding="utf-8")
+    drawer.get_by_text("Run it").click()
+    drawer.locator('[data-testid="stDataFrame"]').nth(1).wait_for()
+    settled(page)
+    assert not wrong
+
+
+def test_a_time_lapse_plays(opened, server):
+    page, wrong, _ = opened()
+    page.goto(f"{server}/prompt?a=text-resformer-s0&prompt=return%20values")
+    settled(page, 6)
+    panel = files_of(page, "lens")
+    panel.get_by_text("Play over checkpoints").click()
+    panel.locator(".st-key-lapse_lens .slider-container").wait_for()
+    settled(page, 7)
+    at = "document.querySelector('.st-key-lapse_lens .js-plotly-plot').layout.sliders[0].active"
+    colours = (
+        "JSON.stringify(Array.from(document.querySelector('.st-key-lapse_lens .js-plotly-plot')._fullData[0].z[0]))"
+    )
+    before, last = page.evaluate(colours), page.evaluate(at)
+    panel.locator(".st-key-lapse_lens .updatemenu-button").first.click()
+    page.wait_for_function(f"{at} !== {last}")
+    page.wait_for_function(f"{colours} !== {json.dumps(before)}")
+    page.wait_for_function(f"{at} === {last}")  # it has played to its end
+    assert page.evaluate(colours) == before
+    assert not wrong
+
+
+def test_long_work_shows_progress_and_can_be_cancelled(opened, server):
+    page, wrong, _ = opened()
+    page.goto(f"{server}/prompt?a=long&prompt=return%20values")
+    settled(page, 6)
+    panel = files_of(page, "attribution")
+    panel.get_by_text("Play over checkpoints").click()
+    panel.get_by_text(re.compile(r"Drawing every checkpoint: \d+ of 60, about \d+ s left")).wait_for()
+    panel.get_by_role("button", name="Cancel").click()
+    panel.get_by_text("Drawing every checkpoint: cancelled").wait_for()
+    assert panel.locator(".st-key-lapse_attribution").count() == 0
+    panel.get_by_role("button", name="Start again").click()
+    panel.get_by_text(re.compile(r"Drawing every checkpoint: \d+ of 60, about \d+ s left")).wait_for()
+    panel.get_by_role("button", name="Cancel").click()
+    panel.get_by_text("Drawing every checkpoint: cancelled").wait_for()
     assert not wrong
