@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,14 @@ TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, 
 def any_architecture(request):
     """Each registered architecture in turn."""
     return request.param
+
+
+@pytest.fixture
+def forkserver(monkeypatch):
+    """Processes of a pool come from one that has imported torch, not each from nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["workbench.measuring", "workbench.training"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_time_left_does_not_count_what_was_there_already():
     assert time_left([], 3) == ""
 
 
-def test_what_jobs_return_is_heard(tmp_path):
+def test_what_jobs_return_is_heard(forkserver):
     heard, ended = {}, []
     run_jobs(len, ["a", "bb"], 1, lambda job, error: ended.append((job, error)), heard.__setitem__)
     assert heard == {"a": 1, "bb": 2}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -40,10 +41,17 @@ except workbench.WorkbenchError as error:
     print(launched.rank(), error, flush=True)
 """
 
+TWO = (str(Path(__file__).with_name("two.py")),)
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-def test_two_processes_measure_what_one_measures(tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "metrics"),
+    [(TWO, ["loss", "token_identity_share", "gradient_norm"]), pytest.param(TORCHRUN, METRICS, marks=pytest.mark.slow)],
+    ids=["forked", "torchrun"],
+)
+def test_two_processes_measure_what_one_measures(tmp_path, launcher, metrics):
     """Seven documents in batches of two: four batches, so the second process ends with a whole one, the first with a half."""
     made = {
         where: train(
@@ -52,12 +60,12 @@ def test_two_processes_measure_what_one_measures(tmp_path):
         for where in ("one", "two")
     }  # fmt: skip
     (tmp_path / "child.py").write_text(CHILD)
-    arguments = json.dumps([str(made["two"].path), METRICS, str(tmp_path)])
+    arguments = json.dumps([str(made["two"].path), metrics, str(tmp_path)])
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", tmp_path / "child.py", arguments],
+        [sys.executable, *launcher, tmp_path / "child.py", arguments],
         capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
-    alone = measure(made["one"], METRICS, n=7, T=16, batch=2, device="cpu")
+    alone = measure(made["one"], metrics, n=7, T=16, batch=2, device="cpu")
     first, second = (pd.read_parquet(tmp_path / f"{rank}.parquet") for rank in (0, 1))
     pd.testing.assert_frame_equal(first, second)
     assert done.stdout.count("unknown preset 'tinny'") == 2, done.stderr

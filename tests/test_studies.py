@@ -156,7 +156,7 @@ def test_a_file_that_is_no_study_is_named(tmp_path):
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_study_trains_tells_what_broke_and_trains_nothing_twice(tmp_path):
+def test_a_study_trains_tells_what_broke_and_trains_nothing_twice(tmp_path, forkserver):
     """Real processes. The second model's rate destroys it, the third one's shape cannot be built."""
     broken = '\n[[models]]\narchitecture = "svformer"\nrecipe = { lr = 1e30, clip = 0.0, warmup = 0 }\n'
     broken += '[[models]]\narchitecture = "gqa"\noptions.query_group = 7\n'
@@ -227,7 +227,7 @@ def test_measures_of_a_study_are_kept_with_it(tmp_path):
     assert set(records["architecture"]) == {"transformer", "resformer"}
 
 
-def test_text_that_is_not_there_breaks_its_cells_alone(tmp_path):
+def test_text_that_is_not_there_breaks_its_cells_alone(tmp_path, forkserver):
     text = SMALL.replace("formation_step", "validation_loss").replace("[0, 1, 2]", "[0]")
     text += '[[models]]\narchitecture = "svformer"\ndata = { kind = "text", texts = ["nowhere.txt"] }\n'
     study = read_study(written(tmp_path, text))
@@ -243,7 +243,7 @@ def _dies(number):
     return number
 
 
-def test_a_killed_process_fails_its_own_job_and_no_other():
+def test_a_killed_process_fails_its_own_job_and_no_other(forkserver):
     heard = {}
     processes.run_jobs(_dies, [1, 2, 3, 4], 2, lambda job, error: heard.update({job: error}))
     assert {job for job, error in heard.items() if error is None} == {1, 3, 4}
