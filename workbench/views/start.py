@@ -47,8 +47,13 @@ def _of(link: Link, part: str) -> None:
 
 def measured(ask: Source, subject: Subject) -> pd.DataFrame:
     """What an X-ray reads, at the subject's step and at step 0; of each measure the records on one sample."""
-    frame = ask.records([subject.entry], xrays.METRICS)
-    return one_sample(frame[frame["step"].isin([0, subject.step])])
+
+    def read() -> pd.DataFrame:
+        frame = ask.records([subject.entry], xrays.METRICS)
+        return one_sample(frame[frame["step"].isin([0, subject.step])])
+
+    entry = subject.entry
+    return ask.keep(("xray", entry.path, entry.series, entry.stamp, subject.step), read)
 
 
 def missing(ask: Source, subject: Subject) -> list[str]:
@@ -333,7 +338,9 @@ def race(ask: Source, link: Link) -> Drawing:
 
 
 def _deep(ask: Source, metrics: Sequence[str]) -> pd.DataFrame:
-    return one_sample(ask.records(demo_runs(ask, "text"), metrics))
+    entries = demo_runs(ask, "text")
+    key = ("deep", *metrics, *((e.path, e.series, e.stamp) for e in entries))
+    return ask.keep(key, lambda: one_sample(ask.records(entries, metrics)))
 
 
 @view("start")
