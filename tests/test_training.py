@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -382,11 +383,18 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-def test_two_processes_learn_what_one_learns(tmp_path):
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        (str(Path(__file__).with_name("two.py")),),
+        pytest.param(("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"), marks=pytest.mark.slow),
+    ],
+    ids=["forked", "torchrun"],
+)
+def test_two_processes_learn_what_one_learns(tmp_path, launcher):
     recipe = RECIPE.replace(steps=20, validate_every=10, save_every=10)
     (tmp_path / "child.py").write_text(CHILD)
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(tmp_path / "child.py"))
-    process = child(tmp_path / "two", recipe=recipe, before=launcher)
+    process = child(tmp_path / "two", recipe=recipe, before=(*launcher, str(tmp_path / "child.py")))
     _, said = process.communicate(timeout=120)
     one, two = start(tmp_path / "one", recipe=recipe), Run.open(tmp_path / "two" / "resformer")
     assert two.finished, said  # not the exit code: gloo's threads sometimes abort a process that has done its work
