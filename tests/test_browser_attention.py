@@ -2,32 +2,91 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
 
+import dashboard
 import pytest
-from test_browser import browser, opened, screenshots, server  # noqa: F401 - fixtures
+from test_browser import BROWSER, FLAGS, HARMLESS, MAIN
 
 pytestmark = pytest.mark.slow
 A = "a=text-resformer-s0"
 BOTH = f"{A}&compare=1&b=text-resformer-s1"
 
 
-@pytest.fixture
-def at(opened, server):  # noqa: F811
-    """`at("layer=1")`: the page at that address with its picture drawn; nothing may go wrong in it until the test ends."""
-    watched = []
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The dashboard's address."""
+    if BROWSER is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on PATH; `make browser` installs one")
+    runs = dashboard.populate(tmp_path_factory.mktemp("runs"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [f"--server.port={port}", "--server.address=127.0.0.1", "--", "--runs", str(runs)]
+    command = [sys.executable, "-m", "streamlit", "run", str(MAIN), *options]
+    with (tmp_path_factory.mktemp("log") / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=MAIN.parent.parent, stdout=log, stderr=log)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            for _ in range(240):
+                try:
+                    with urllib.request.urlopen(f"{url}/_stcore/health", timeout=1):
+                        break
+                except OSError:
+                    assert process.poll() is None, "the server ended"
+                    time.sleep(0.25)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(timeout=10)
 
-    def go(query=A, scheme="light"):
-        page, wrong, outside = opened(scheme)
-        watched.append((wrong, outside))
+
+@pytest.fixture(scope="module")
+def browser(server):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as p:
+        chromium = p.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def screenshots(tmp_path):
+    folder = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def at(browser, server):
+    """`at("layer=1")`: the page at that address with its picture drawn; nothing may go wrong in it until the test ends."""
+    contexts, wrong = [], []
+
+    def go(query=A, scheme="light", sharp=1):
+        context = browser.new_context(
+            viewport={"width": 1280, "height": 900}, color_scheme=scheme, device_scale_factor=sharp
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda m: m.type == "error" and "status of 404" not in m.text and wrong.append(m.text))
+        page.on("response", lambda r: r.status >= 400 and not r.url.endswith(HARMLESS) and wrong.append(r.url))
+        page.on("request", lambda r: not r.url.startswith((server, "data:", "blob:")) and wrong.append(r.url))
         page.goto(f"{server}/attention?{query}")
         drawn(page)
         return page
 
     yield go
-    for wrong, outside in watched:
-        assert not wrong
-        assert not outside
+    for context in contexts:
+        context.close()
+    assert not wrong
 
 
 def drawn(page):
@@ -168,7 +227,7 @@ def test_a_row_of_numbers_enlarges_its_head(at):
     page.get_by_role("heading", name="Layer 0, head 0").wait_for()
 
 
-def test_colours_follow_the_theme_and_the_scale(at, screenshots):  # noqa: F811
+def test_colours_follow_the_theme_and_the_scale(at, screenshots):
     seen = {}
     for scheme in ("light", "dark"):
         page = at(f"{BOTH}&layer=1&lock=6", scheme)
@@ -185,15 +244,10 @@ def test_colours_follow_the_theme_and_the_scale(at, screenshots):  # noqa: F811
     assert legends[1] == "1.000"
 
 
-def test_sharp_screens_get_as_many_pixels_as_they_have(browser, server):  # noqa: F811
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, device_scale_factor=2)
-    page = context.new_page()
-    page.goto(f"{server}/attention?{A}")
-    drawn(page)
-    for canvas in page.locator(".attention canvas").all():
+def test_sharp_screens_get_as_many_pixels_as_they_have(at):
+    for canvas in at(sharp=2).locator(".attention canvas").all():
         width, shown = canvas.evaluate("c => [c.width, c.getBoundingClientRect().width]")
         assert width == pytest.approx(2 * shown, abs=1)
-    context.close()
 
 
 def test_hostile_tokens_are_only_text(at):
