@@ -128,7 +128,7 @@ def _growing() -> Growing:
     return Growing()
 
 
-@st.cache_resource(max_entries=32, show_spinner=False)
+@st.cache_resource(max_entries=128, show_spinner=False)
 def _once(key: tuple[Any, ...], _work: Callable[[], Any]) -> Any:
     return _work()
 

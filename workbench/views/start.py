@@ -86,8 +86,16 @@ def command(entry: Entry, step: int) -> str:
 
 
 def _answer(ask: Source, link: Link, name: str) -> Drawing:
+    """A question's sentence and picture; drawn once for what is stored."""
     _of(link, "model")
-    subjects, parts, said = ask.subjects(link), [], []
+    subjects = ask.subjects(link)
+    key = ("answer", name, *((s.entry.path, s.series, s.entry.stamp, s.step) for s in subjects))
+    kept = ask.keep(key, lambda: _draw(ask, subjects, name))
+    return replace(kept, figure=go.Figure(kept.figure))  # the kept one is shared
+
+
+def _draw(ask: Source, subjects: Sequence[Subject], name: str) -> Drawing:
+    parts, said = [], []
     for subject in subjects:
         if absent := missing(ask, subject):
             told = ", ".join(n.replace("_", " ") for n in absent)
