@@ -29,7 +29,7 @@ def forkserver(monkeypatch):
     """Processes of a pool come from one that has imported torch, not each from nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["workbench.measuring", "workbench.training"])
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -275,12 +277,13 @@ def test_a_damaged_resume_point_is_named(tmp_path):
     assert start(tmp_path).finished
 
 
-def test_a_folder_in_use_is_refused_at_once(tmp_path, straight):
+def test_a_folder_in_use_is_refused_at_once(tmp_path, straight, forked):
     lock = straight.writing()
     try:
         (straight.step_folder(8) / "config.json").rename(tmp_path / "config.json")
-        with pytest.raises(WorkbenchError, match="another process"):
-            subprocess_train(straight.path.parent, "resformer", check=True)
+        process, heard = forked(straight.path.parent)
+        assert "another process" in last_word(process, heard)
+        assert process.exitcode == 1
     finally:
         (tmp_path / "config.json").rename(straight.step_folder(8) / "config.json")
         lock.release()
@@ -297,10 +300,7 @@ from workbench.config import ModelConfig, TrainConfig
 from workbench.data import RepeatedData
 from workbench.errors import WorkbenchError
 from workbench.training import train
-root, architecture, model, recipe, pause, limit, device = json.loads(sys.argv[1])
-if limit:
-    import resource
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+root, architecture, model, recipe, pause, device = json.loads(sys.argv[1])
 def slow(step, loss, rate):
     print(step, flush=True)
     time.sleep(pause)
@@ -312,36 +312,80 @@ except WorkbenchError as error:
 """
 
 
-def child(root, architecture="resformer", *, recipe=RECIPE, pause=0.0, limit=0, device="cpu", before=()):
+def child(root, architecture="resformer", *, recipe=RECIPE, pause=0.0, device="cpu", before=()):
     from dataclasses import asdict
 
-    settings = [str(root), architecture, asdict(MODEL), asdict(recipe), pause, limit, device]
+    settings = [str(root), architecture, asdict(MODEL), asdict(recipe), pause, device]
     return subprocess.Popen(
         [sys.executable, *before, *([] if before else ["-c", CHILD]), json.dumps(settings)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
-def subprocess_train(root, architecture, *, check=False, **more):
-    process = child(root, architecture, **more)
-    _, said = process.communicate(timeout=120)
-    if check and process.returncode:
-        raise WorkbenchError(said)
-    return process.returncode, said
+def train_and_tell(told, root, pause, limit):
+    """A training that sends each step through a pipe, and what it says when it is refused."""
+    if limit:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    def slow(step, loss, rate):
+        told.send(step)
+        time.sleep(pause)
+
+    try:
+        train(
+            "resformer",
+            RepeatedData(),
+            name="resformer",
+            runs=root,
+            model=MODEL,
+            train=RECIPE,
+            device="cpu",
+            progress=slow,
+        )
+    except WorkbenchError as error:
+        told.send(str(error))
+        sys.exit(1)
+
+
+@pytest.fixture
+def forked(forkserver):
+    """`forked(root)`: a training in another process that has imported torch already, and where its steps are heard."""
+
+    def launch(root, *, pause=0.0, limit=0):
+        context = multiprocessing.get_context()
+        heard, told = context.Pipe(duplex=False)
+        process = context.Process(target=train_and_tell, args=(told, root, pause, limit))
+        process.start()
+        told.close()
+        return process, heard
+
+    return launch
+
+
+def last_word(process, heard):
+    """What a process sent before it ended."""
+    said = None
+    with contextlib.suppress(EOFError):
+        while True:
+            said = heard.recv()
+    process.join(60)
+    return said
 
 
 @pytest.mark.parametrize("attempt", range(2))
-def test_a_killed_run_goes_on_bit_by_bit(tmp_path, straight, attempt):
+def test_a_killed_run_goes_on_bit_by_bit(tmp_path, straight, forked, attempt):
     """kill -9 at random moments, the last one in the middle of writing as likely as not."""
     moments = random.Random(attempt)
     for _ in range(2):
-        process = child(tmp_path, pause=0.2)
+        process, heard = forked(tmp_path, pause=0.2)
         for _ in range(moments.randint(1, 2)):
-            process.stdout.readline()
+            heard.recv()
         time.sleep(moments.random() * 0.2)
         process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     (tmp_path / "resformer" / "resume" / ".state.safetensors.dead.part").write_bytes(b"half")
     run = start(tmp_path)
     assert weights(run) == weights(straight)
@@ -366,12 +410,12 @@ def test_ctrl_c_ends_with_everything_written(tmp_path, straight):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="RLIMIT_FSIZE is POSIX")
-def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path):
+def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path, forked):
     """The weights fit, the resume point with its moments does not."""
     size = sum(p.numel() for p in build("resformer", MODEL).parameters()) * 4
-    code, said = subprocess_train(tmp_path, "resformer", limit=2 * size)
-    assert code == 1
-    assert "WorkbenchError" in said
+    process, heard = forked(tmp_path, limit=2 * size)
+    said = last_word(process, heard)
+    assert process.exitcode == 1
     assert "cannot write" in said
     assert "state.safetensors" in said
     run = Run.open(tmp_path / "resformer")
