@@ -23,6 +23,7 @@ from planted import (
 
 from workbench.claims import CLAIMS, QUESTIONS, STATUSES, Evidence, claim
 from workbench.claims.base import Verdict
+from workbench.claims.sinks import head_kinds
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
 from workbench.models import ARCHITECTURES
@@ -430,6 +431,53 @@ def test_sinks_drains_and_peaks(drain, peak, status):
     assert judged("sinks_drains_and_peaks_vanish_together", made, rows).status == status
 
 
+def written(made, of_head, step=LAST):
+    """What each head's sink writes: `of_head(run, layer, head)` is (mass, ratio, spread)."""
+    return [
+        row(of, "sink_output", value, layer=layer, head=head, variant=variant, step=step)
+        for of in made for layer in range(2) for head in range(2)
+        for variant, value in zip(("mass", None, "spread"), of_head(of, layer, head), strict=True)
+    ]  # fmt: skip
+
+
+def test_sinks_are_counted_by_what_they_write():
+    """Of four heads of the vanilla model one rests, one broadcasts (in four of five seeds; else it is mixed), two are no sinks."""
+    made, rows = with_sinks()
+    rows += per_layer(made, "value_drain", lambda of, n: 0.9 if of["model"] == "resformer" else 0.3, site="own_v")
+    rows += per_layer(made, "hidden_peak", lambda of, n: 1.5 if of["model"] == "resformer" else 8.0, site="stream")
+
+    def of_head(of, layer, head):
+        if of["model"] == "resformer" or head == 1:
+            return 0.1, 0.9, 0.1
+        return (0.6, 0.1, 0.9) if layer == 0 else (0.6, 0.8, 0.7 if of["seed"] == 4 else 0.2)
+
+    found = judged("sinks_drains_and_peaks_vanish_together", made, rows + written(made, of_head))
+    assert found.status == "supported"
+    assert found.sentence.endswith(
+        "Sinks by what they write: Transformer 1 no-op, 0.8 broadcast, 0.2 mixed of 4 heads (mean of 5 seeds); ResFormer none of "
+        "4 heads (mean of 5 seeds)."
+    )
+    table = found.table.set_index("comparison")
+    assert table.loc["Transformer, broadcast heads", ["value", "n", "unit"]].tolist() == [0.8, 5, "heads"]
+    assert table.loc["ResFormer, no-op heads", "value"] == 0
+
+
+def test_a_gated_sink_claim_still_says_what_heads_write():
+    made, rows = with_sinks(strongest=0.1)
+    found = judged("sinks_drains_and_peaks_vanish_together", made, rows + written(made, lambda *_: (0.1, 0.1, 0.1)))
+    assert found.status == "gated"
+    assert "Transformer none of 4 heads" in found.sentence
+
+
+def test_kinds_of_heads_are_read_from_their_own_step():
+    made, _ = with_sinks(models=("transformer",), seeds=1)
+    told = evidence(
+        made, written(made, lambda *_: (0.6, 0.1, 0.1)) + written(made, lambda *_: (0.02, 9.0, 0.1), step=0)
+    )
+    assert head_kinds(told, "transformer")["kind"].tolist() == ["no-op"] * 4
+    assert head_kinds(told, "transformer", "first")["kind"].tolist() == ["none"] * 4
+
+
 @pytest.mark.parametrize(("kept", "status"), [(0.5, "supported"), (0.02, "refuted"), (None, "unresolved")])
 def test_start_token(kept, status):
     made = runs("transformer", "resformer", seeds=5, bos=True) + runs("transformer", "resformer", seeds=5, bos=False)
@@ -571,11 +619,12 @@ def test_a_gain_that_the_lower_loss_implies_is_not_supported():
 
 
 @pytest.mark.parametrize(
-    ("token", "keys", "seeds", "status"),
-    [(0.02, 0.3, 3, "supported"), (0.02, 0.3, 1, "supported"), (0.35, 0.3, 3, "refuted"), (0.02, 0.99, 3, "unresolved"),
-     (0.2, 0.3, 1, "unresolved")],
+    ("token", "keys", "init", "seeds", "status", "why"),
+    [(0.02, 0.3, 0.6, 3, "supported", "of keys."), (0.02, 0.3, 0.6, 1, "unresolved", "1 of the 3 seeds"),
+     (0.35, 0.3, 0.6, 3, "refuted", ""), (0.02, 0.99, 0.6, 3, "unresolved", "nothing sets values apart"),
+     (0.02, 0.3, 0.95, 3, "unresolved", "at random init explains"), (0.2, 0.3, 0.6, 1, "unresolved", "")],
 )  # fmt: skip
-def test_deep_values_need_little_context(token, keys, seeds, status):
+def test_deep_values_need_little_context(token, keys, init, seeds, status, why):
     made = runs("transformer", seeds=seeds)
     rows = []
     for of in made:
@@ -585,8 +634,10 @@ def test_deep_values_need_little_context(token, keys, seeds, status):
         ]
     for site, share in (("own_v", 0.9), ("q", 0.4), ("k", keys)):
         rows += per_layer(made, "token_identity_share", lambda of, n, s=share: s, site=site)
-    rows += per_layer(made, "token_identity_share", lambda of, n: 0.6, site="own_v", step=0)
-    assert judged("deep_values_need_little_context", made, rows).status == status
+    rows += per_layer(made, "token_identity_share", lambda of, n: init, site="own_v", step=0)
+    found = judged("deep_values_need_little_context", made, rows)
+    assert found.status == status
+    assert why in found.sentence
 
 
 @pytest.mark.parametrize(("more", "status"), [(5.0, "supported"), (-5.0, "refuted"), (None, "unresolved")])
@@ -594,8 +645,27 @@ def test_richer_values(more, status):
     made = runs("transformer", "resformer")
     rank = lambda of, n: 20.0 if of["model"] == "transformer" else 20.0 + (of["seed"] - 1.0 if more is None else more)  # noqa: E731
     rows = per_layer(made, "effective_rank", rank, site="v") + per_layer(made, "effective_rank", rank, site="own_v")
+    rows += per_layer(made, "effective_rank", lambda of, n: 30.0, site="v", step=0)
+    rows += per_layer(made, "effective_rank", rank, site="v", step=200)
     rows += per_layer(made, "effective_rank", lambda of, n: 1.0, site="v", variant="trace")
-    assert judged("richer_values", made, rows).status == status
+    assert judged("richer_values", made, rows, losses(made, lambda of: 2.73)).status == status
+
+
+@pytest.mark.parametrize("why", ["init", "loss"])
+def test_richness_that_is_there_at_init_or_comes_with_the_loss_is_not_supported(why):
+    """Five directions more from the start; or as many as vanilla has wherever the losses are equal, at different steps."""
+    made = runs("transformer", "resformer")
+    ahead = lambda of: of["model"] == "resformer"  # noqa: E731
+    rows = per_layer(made, "effective_rank", lambda of, n: 20.0 + 5 * ahead(of), site="v")
+    rows += per_layer(made, "effective_rank", lambda of, n: 30.0 + 5 * ahead(of) * (why == "init"), site="v", step=0)
+    middle = 20.0 if why == "loss" else 25.0  # vanilla's end, where the other one has already come at step 100
+    rows += per_layer(made, "effective_rank", lambda of, n: middle if ahead(of) else 22.0, site="v", step=100)
+    rows += per_layer(made, "effective_rank", lambda of, n: 20.0, site="own_v")
+    rows += per_layer(made, "effective_rank", lambda of, n: 1.0, site="v", variant="trace")
+    told = losses(made, lambda of: 1.73 if ahead(of) and why == "loss" else 2.73)
+    found = judged("richer_values", made, rows, told)
+    assert found.table.set_index("comparison").loc["all layers", "low"] > 0
+    assert found.status == "unresolved"
 
 
 def test_larger_values_are_not_richer():
@@ -608,7 +678,8 @@ def test_larger_values_are_not_richer():
     rows += per_layer(
         made, "effective_rank", lambda of, n: 1.0 + 9 * (of["model"] == "resformer"), site="v", variant="trace"
     )
-    assert judged("richer_values", made, rows).status == "unresolved"
+    rows += per_layer(made, "effective_rank", lambda of, n: 30.0, site="v", step=0)
+    assert judged("richer_values", made, rows, losses(made, lambda of: 2.73)).status == "unresolved"
 
 
 @pytest.mark.parametrize(("cka", "status"), [(0.9, "supported"), (0.1, "refuted"), (None, "unresolved")])
@@ -628,16 +699,20 @@ def test_deep_layers_learn_a_correction(cka, status):
 
 
 @pytest.mark.parametrize(
-    ("same_key", "own", "status"),
-    [(0.9, 0.8, "supported"), (0.2, 0.8, "refuted"), (0.5, 0.4, "unresolved"), (0.9, 0.95, "unresolved")],
-)
-def test_same_key_averaging(same_key, own, status):
-    """Close to cross-layer attention is not enough where the layer's own output alone is closer."""
-    made = runs("transformer", seeds=1)
+    ("same_key", "own", "seeds", "status"),
+    [(0.9, 0.8, 3, "supported"), (0.9, 0.8, 1, "unresolved"), (0.2, 0.8, 3, "refuted"), (0.5, 0.4, 3, "unresolved"),
+     (0.9, 0.95, 3, "unresolved")],
+)  # fmt: skip
+def test_same_key_averaging(same_key, own, seeds, status):
+    """Close to cross-layer attention is not enough where the layer's own output alone is closer, nor is one seed."""
+    made = runs("transformer", seeds=seeds)
     rows = per_layer(made, "cross_layer_approximation", lambda of, n: same_key, layers=(1, 2, 3), variant="same_key")
     rows += per_layer(made, "cross_layer_approximation", lambda of, n: 0.5, layers=(1, 2, 3), variant="identity")
     rows += per_layer(made, "cross_layer_approximation", lambda of, n: own, layers=(1, 2, 3), control="own")
+    rows += per_layer(made, "cross_layer_approximation", lambda of, n: 0.97, layers=(1,), variant="same_key", step=0)
+    rows += per_layer(made, "cross_layer_approximation", lambda of, n: 0.33, layers=(1,), variant="identity", step=0)
     found = judged("same_key_averaging_approximates", made, rows)
+    assert "(at random init same-key 0.97, identity 0.33)" in found.sentence
     assert found.status == status
     assert f"{own:.2f}" in found.sentence
 
@@ -768,7 +843,10 @@ def test_a_verdict_names_the_runs_it_compared():
     made, told = with_losses({"transformer": 2.73, "resformer": 2.70, "denseformer": 2.6})
     found = judged("lower_loss", made, (), told)
     assert set(found.runs) == {of["run"] for of in made if of["model"] != "denseformer"}
-    assert found.setting == "4 layers, width 64, 400,000 parameters, 128 tokens, batch 8, 300 steps, rate 0.004"
+    assert (
+        found.setting
+        == "3 seeds of 2 models, 4 layers, width 64, 400,000 parameters, 128 tokens, batch 8, 300 steps, rate 0.004"
+    )
     assert judged("lower_loss", []).setting == ""
 
 

@@ -6,7 +6,7 @@ A difference counts only where the seeds of the two architectures do not overlap
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,8 @@ import pandas as pd
 from workbench.errors import WorkbenchError
 from workbench.names import LABELS
 
+SINK_MASS = 0.3  # mean attention to position 0 from which on a head is a sink (Gu et al. 2024, arXiv 2410.10781)
+NO_OP, BROADCAST, ALIKE = 0.2, 0.5, 0.5  # thresholds of ours: ratio at most, ratio at least, spread at most
 LEAST_SEEDS = 3
 
 
@@ -172,3 +174,17 @@ def _sink_lines(frame: pd.DataFrame) -> list[str]:
 
 def _short(architecture: Any) -> str:
     return LABELS.get(str(architecture), str(architecture)).removesuffix(" (control)")
+
+
+def sink_kind(mass: float, ratio: float, spread: float) -> Literal["none", "no-op", "broadcast", "mixed"]:
+    """What a head's sink does, from the three numbers of `sink_output`; every threshold is this project's own.
+
+    `none`: mass up to 0.3, no sink. `no-op`: ratio up to 0.2, the sink writes little of what the head writes, so attention
+    rests there. `broadcast`: ratio from 0.5 on and spread up to 0.5, the head writes mostly one vector, to every position.
+    `mixed`: a sink between the two.
+    """
+    if not mass > SINK_MASS:
+        return "none"
+    if ratio <= NO_OP:
+        return "no-op"
+    return "broadcast" if ratio >= BROADCAST and spread <= ALIKE else "mixed"

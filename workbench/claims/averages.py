@@ -47,7 +47,10 @@ def denseformer_weights_have_structure(evidence: Evidence) -> Verdict:
     statuses: list[Status] = [status_of(i, sign) for i, sign in zip(found.values(), expected, strict=True)]
     told = "; ".join(f"{name} {i}" for name, i in found.items())
     return Verdict(
-        joined(statuses), f"DenseFormer: {told} (expected -, +, +, -){few(gain)}, {last + 1} blocks.", table_of(found)
+        joined(statuses),
+        f"DenseFormer: {told} (the loss in nats minus the Transformer's; expected -, +, +, -; weights start at 0 off the diagonal)"
+        f"{few(gain)}, {last + 1} blocks.",
+        table_of(found),
     )
 
 

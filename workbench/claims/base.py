@@ -300,7 +300,10 @@ def name_of(model: str) -> str:
 
 def setting_of(runs: pd.DataFrame) -> str:
     """What the compared runs have in common, in words; a range where they differ. Empty for no runs."""
-    told = []
+    seeds = runs.groupby("model")["seed"].nunique()
+    least, most = (int(seeds.min()), int(seeds.max())) if len(seeds) else (0, 0)
+    many = f"{least} seed{'s' * (least > 1)}" if least == most else f"{least} to {most} seeds"
+    told = [f"{many} of {len(seeds)} model{'s' * (len(seeds) > 1)}"] if len(seeds) else []
     for column, form in WORDS.items():
         found = sorted(runs[column].dropna().unique())
         if found:

@@ -58,9 +58,10 @@ def concentration_is_learned(evidence: Evidence) -> Verdict:
     elif seeds < LEAST_SEEDS:  # documents tell one model's layers apart, not what training does
         status = "unresolved"
     told = ", ".join(f"{name} {i}" for name, i in found.items())
+    few_seeds = f" ({seeds} of the {LEAST_SEEDS} seeds needed)" if seeds < LEAST_SEEDS else f" ({seeds} seeds)"
     sentence = (
-        f"At random init no layer is farther than {farthest:.3f} nats from uniform causal attention (tolerance {AT_INIT}), over "
-        f"{_and_models(mine)}; trained, the Transformer's deficit is {told} nats ({seeds} of the {LEAST_SEEDS} seeds needed). "
+        f"At random init no layer is farther than {farthest:.2g} nats from uniform causal attention (tolerance {AT_INIT}), over "
+        f"{_and_models(mine)}; trained, the Transformer's deficit is {told} nats{few_seeds}. "
         "The deficit mixes sinks, local attention and content."
     )
     return Verdict(status, sentence, table_of(found, "nats"))
@@ -106,7 +107,7 @@ def less_concentration_in_deep_layers(evidence: Evidence) -> Verdict:
             found[f"{model}, first two layers"] = pair.difference(now[now["layer"] < THIRD], model, "transformer")
         return found
 
-    formed, found = gated(pair, numbers)
+    formed, found = gated(pair, numbers, "nats")
     statuses: list[Status] = [status_of(found[name], -1, SINK_SEEDS) for name in deep]
     told = "; ".join(f"{name} {i}" for name, i in found.items())
     return Verdict(

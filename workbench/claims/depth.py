@@ -22,12 +22,13 @@ from workbench.statistics import Interval, paired_seeds
 
 
 @claim(
-    supports="effective values use more directions in most layers after their scale is divided out",
+    supports="effective values use more directions in most layers after their scale is divided out, more beyond random init, "
+    "and at equal loss",
     refutes="fewer, or the difference is in the scale alone",
     scale="any trained size, three seeds",
     published="the largest eigenvalue of each layer is larger for ResFormer in most layers (paper; not normalised, so it "
     "contains the scale)",
-    source=PAPER, metrics=("effective_rank",), models=("transformer", *RESFORMERS), steps="ends",
+    source=PAPER, metrics=("effective_rank",), models=("transformer", *RESFORMERS), steps="matched",
     shows={"metric": "effective_rank", "site": "v"},
 )  # fmt: skip
 def richer_values(evidence: Evidence) -> Verdict:
@@ -40,7 +41,15 @@ def richer_values(evidence: Evidence) -> Verdict:
     whole = pair.difference(rank, model, "transformer")
     layers = {f"layer {n}": pair.difference(rows, model, "transformer") for n, rows in rank.groupby("layer")}
     more = sum(i.value > 0 for i in layers.values())
-    status = status_of(whole, 1)
+    start, over_time = (pair.rows("effective_rank", step=s, site="v").query("layer > 0") for s in ("first", "all"))
+    change = {m: pair.by_seed(rank, m) - pair.by_seed(start, m) for m in (model, "transformer")}
+    matched = {
+        "beyond init": paired_seeds(
+            change[model], change["transformer"]
+        ),  # a sum of two sources starts with more of them
+        "at equal loss": pair.at_equal_loss(over_time, model, "transformer"),
+    }
+    status = joined(status_of(i, 1) for i in (whole, *matched.values()))
     if status == "supported" and more <= len(layers) / 2:
         status = "unresolved"
     others = {
@@ -49,9 +58,10 @@ def richer_values(evidence: Evidence) -> Verdict:
     }
     sentence = (
         f"Effective rank of the values, {name_of(model)} - Transformer, layers after the first: {whole} directions{few(whole)}, more in "
-        f"{more} of {len(layers)} layers; of own values alone {others['own values']}; change of the scale {others['scale (trace)']}."
+        f"{more} of {len(layers)} layers; trained minus init {matched['beyond init']}, at equal loss {matched['at equal loss']}; of own "
+        f"values alone {others['own values']}; change of the scale (trace of the covariance) {others['scale (trace)']}."
     )
-    return Verdict(status, sentence, table_of({"all layers": whole, **layers, **others}))
+    return Verdict(status, sentence, table_of({"all layers": whole, **layers, **matched, **others}))
 
 
 @claim(
@@ -81,7 +91,10 @@ def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
     told = "; ".join(f"{name} {i}" for name, i in found.items())
     first = next(iter(found.values()))
     return Verdict(
-        status, f"{name_of(model)} - Transformer, deep layers: {told} (expected +, -, -){few(first)}.", table_of(found)
+        status,
+        f"{name_of(model)} - Transformer, deep layers: {told} (the last two as natural logarithms of ratios; expected +, -, -)"
+        f"{few(first)}.",
+        table_of(found),
     )
 
 

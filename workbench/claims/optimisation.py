@@ -51,7 +51,7 @@ def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
         status = "refuted"
     lacking = []
     if rates < RATES:
-        lacking.append(f"{rates} of the {RATES} learning rates needed")
+        lacking.append(f"learning rates ({rates} of the {RATES} needed)")
     if not controls:
         lacking.append("no vanilla control whose first layer learns faster")
     if lacking and status == "supported":

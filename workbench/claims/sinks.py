@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from workbench.claims.base import Evidence, Status, Undecided, Verdict, claim, joined, name_of, status_of, table_of
 from workbench.claims.loss import PAPER
-from workbench.statistics import Interval, paired_seeds
+from workbench.findings import SINK_MASS, sink_kind
+from workbench.statistics import Interval, over_seeds, paired_seeds
 
-SINK_MASS = 0.3  # mean attention of a head to the first token (Gu et al. 2024, arXiv 2410.10781)
 SINK_RATE = 0.05  # of a layer's heads: below, single documents pass by chance
 SINK_SEEDS = 5  # one seed reproduced a published picture here and two did not
+WRITING = ("no-op", "broadcast", "mixed")  # what a sink may do, of `sink_kind`
 METHODS = ("resformer", "svformer", "resformer_constant", "resformer_learnable", "resformer_sparse")
 
 
@@ -50,7 +52,43 @@ def need_sinks(evidence: Evidence, baseline: str = "transformer") -> str:
     return f"vanilla has sinks in {formed} of {len(heads)} seeds (strongest head {heads.median():.0%})"
 
 
-def gated(evidence: Evidence, numbers: Callable[[], Mapping[str, Interval]]) -> tuple[str, Mapping[str, Interval]]:
+def head_kinds(evidence: Evidence, model: str, step: str = "last") -> pd.DataFrame:
+    """What each head's sink does, `none`, `no-op`, `broadcast` or `mixed` (see `sink_kind`): run, seed, layer, head, kind.
+
+    From means over documents. Raises `Undecided` where `sink_output` is not measured.
+    """
+    rows = evidence.model_of(evidence.rows("sink_output", step=step, variant=...), model)
+    if rows.empty:
+        raise Undecided("not_checkable", f"sink_output is not measured for {name_of(model)}.")
+    wide = rows.assign(variant=rows["variant"].fillna("ratio")).pivot_table(
+        index=["run", "seed", "layer", "head"], columns="variant", values="value"
+    )
+    kinds = [sink_kind(*map(float, one)) for one in wide[["mass", "ratio", "spread"]].to_numpy()]
+    return wide.reset_index()[["run", "seed", "layer", "head"]].assign(kind=kinds)
+
+
+def _kinds(evidence: Evidence, models: Sequence[str]) -> tuple[str, pd.DataFrame]:
+    """Heads of each model by what their sinks do, in words and as mean numbers of heads over seeds; empty where not measured."""
+    told, tables = [], []
+    for model in models:
+        try:
+            kinds = head_kinds(evidence, model)
+        except Undecided:
+            continue
+        heads, seeds = kinds.groupby(["layer", "head"]).ngroups, kinds["seed"].nunique()
+        by_seed = kinds.groupby(["seed", "kind"]).size().unstack(fill_value=0)
+        counts = {kind: by_seed[kind] if kind in by_seed else by_seed.iloc[:, 0] * 0 for kind in WRITING}
+        tables.append(table_of({f"{name_of(model)}, {k} heads": over_seeds(c) for k, c in counts.items()}, "heads"))
+        found = ", ".join(f"{c.mean():.3g} {k}" for k, c in counts.items() if c.any())
+        told.append(f"{name_of(model)} {found or 'none'} of {heads} heads (mean of {seeds} seed{'s' * (seeds > 1)})")
+    if not told:
+        return "", pd.DataFrame()
+    return f" Sinks by what they write: {'; '.join(told)}.", pd.concat(tables, ignore_index=True)
+
+
+def gated(
+    evidence: Evidence, numbers: Callable[[], Mapping[str, Interval]], unit: str
+) -> tuple[str, Mapping[str, Interval]]:
     """What sinks there are, in words, and a claim's numbers; where none formed, the numbers stand beside the reason, untested."""
     try:
         return need_sinks(evidence), numbers()
@@ -62,8 +100,8 @@ def gated(evidence: Evidence, numbers: Callable[[], Mapping[str, Interval]]) -> 
         except Undecided:  # not measured either: the condition comes first
             raise reason from None
         told = "; ".join(f"{name} {i}" for name, i in found.items())
-        sentence = f"{reason} The numbers all the same, which decide nothing: {told}."
-        raise Undecided("gated", sentence, table_of(found)) from None
+        sentence = f"{reason} The numbers all the same ({unit}), which decide nothing: {told}."
+        raise Undecided("gated", sentence, table_of(found, unit)) from None
 
 
 def _from_one(evidence: Evidence, metric: str, model: str, baseline: str, **axes: Any) -> Interval:
@@ -83,7 +121,8 @@ def _from_one(evidence: Evidence, metric: str, model: str, baseline: str, **axes
     "0.5 against 0.7 "
     "to 1.3, hidden norm 2,500 to 3,000 against about 300; others find that changed norms can remove peaks and leave sinks, and exact "
     "cross-layer attention removes concentration yet keeps drains (paper)",
-    source=PAPER, metrics=("sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_importance"), steps="ends",
+    source=PAPER, steps="ends",
+    metrics=("sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_importance", "sink_output"),
     shows={"metric": "value_drain", "site": "own_v"},
 )  # fmt: skip
 def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
@@ -101,11 +140,17 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
             "its state's distance from 1": _from_one(pair, "hidden_peak", model, "transformer"),
         }
 
-    formed, found = gated(pair, numbers)
+    kinds, heads = _kinds(pair, ("transformer", model))
+    try:
+        formed, found = gated(pair, numbers, "share, then natural logarithms")
+    except Undecided as reason:  # by what they write there is nothing to decide, but it is measured
+        table = pd.concat([t for t in (reason.verdict.table, heads) if len(t)] or [heads], ignore_index=True)
+        raise Undecided(reason.verdict.status, f"{reason}{kinds}", table) from None
     status = joined(status_of(i, -1, SINK_SEEDS) for i in found.values())
     told = "; ".join(f"{name} {i}" for name, i in found.items())
     values = "own values" if site == "own_v" else "its shared values, flat over layers by construction"
-    return Verdict(status, f"{formed}; {name_of(model)} - Transformer: {told} (logarithms; {values}).", table_of(found))
+    sentence = f"{formed}; {name_of(model)} - Transformer: {told} (a share, then natural logarithms; {values}).{kinds}"
+    return Verdict(status, sentence, pd.concat([t for t in (table_of(found), heads) if len(t)], ignore_index=True))
 
 
 @claim(

@@ -26,6 +26,8 @@ def smoothing_and_concentration_are_linked(evidence: Evidence) -> Verdict:
     """Over-smoothing and concentration of attention are linked."""
     mine = evidence.on("text").comparable("transformer")
 
+    models = f"{len(mine.models)} model{'s' * (len(mine.models) > 1)}"
+
     def numbers() -> dict[str, Interval]:
         found = {}
         for variant, said in ((None, "all positions"), ("excl0", "without position 0")):
@@ -38,11 +40,13 @@ def smoothing_and_concentration_are_linked(evidence: Evidence) -> Verdict:
             found[f"{said}, equal loss"] = over_seeds([]) if any(m.empty for m in matched) else _correlation(*matched)
         return found
 
-    formed, found = gated(mine, numbers)
+    formed, found = gated(mine, numbers, f"rank correlation over the layers of {models}")
     status = joined(status_of(i, -1) for i in found.values())
     told = "; ".join(f"{name} {i}{few(i)}" for name, i in found.items())
     return Verdict(
-        status, f"{formed}; rank correlation of entropy and similarity over layers and models: {told}.", table_of(found)
+        status,
+        f"{formed}; rank correlation of entropy and similarity over the layers of {models}: {told}.",
+        table_of(found),
     )
 
 
@@ -83,7 +87,8 @@ def neutreno_smooths_less(evidence: Evidence) -> Verdict:
     }
     first = found["trained minus init"]
     sentence = (
-        f"Similarity of hidden states, NeuTRENO - {name_of('transformer')}, layers after the embedding: trained minus init "
+        f"Similarity of hidden states (mean cosine of pairs), NeuTRENO - {name_of('transformer')}, layers after the embedding: "
+        "trained minus init "
         f"{first}{few(first)}, at equal loss {found['at equal loss minus init']}; "
         f"trained alone {found['trained alone']} (contains the difference at init)."
     )

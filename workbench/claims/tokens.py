@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.base import (
+    LEAST_SEEDS,
     RESFORMERS,
     Evidence,
     Undecided,
@@ -76,7 +77,7 @@ def _refuse_weak(records: pd.DataFrame) -> None:
     "init, and their "
     "mean per token costs a small part of what zero costs; queries and keys need more context",
     refutes="the token mean costs about as much as zero",
-    scale="any trained size; a comparison within one model, documents decide",
+    scale="any trained size, three seeds; a comparison within one model",
     published="the last third of the layers can look values up by token at 135M and 780M, adding contextual ones back gives little "
     "(reported by others: Bank of Values, arXiv 2606.02780); here, exploratory, 4 layers: 96 % kept",
     source="after Bank of Values, arXiv 2606.02780", metrics=("token_identity_share", "value_ablation"), models=("transformer",),
@@ -95,13 +96,24 @@ def deep_values_need_little_context(evidence: Evidence) -> Verdict:
     start = within(deep_of(mine.rows("token_identity_share", step="first", site="own_v"), depth))
     beyond = Interval(kept.value - KEPT, kept.low - KEPT, kept.high - KEPT, kept.n)
     status = status_of(beyond, 1, least=1)
-    if status == "supported" and not max(shares["q"].high, shares["k"].high) < shares["own_v"].low:
+    lacking = []
+    if not max(shares["q"].high, shares["k"].high) < shares["own_v"].low:
+        lacking.append("queries and keys are as much a matter of the token as values, so nothing sets values apart")
+    if not start.high < shares["own_v"].low:
+        lacking.append("the share at random init explains that of the values")
+    if (
+        seeds := change["seed"].nunique()
+    ) < LEAST_SEEDS:  # documents tell sites of one model apart, not what training does
+        lacking.append(f"{seeds} of the {LEAST_SEEDS} seeds needed are here")
+    if status == "supported" and lacking:
         status = "unresolved"
     sentence = (
         f"The token's mean keeps {kept.value:.0%} [{kept.low:.0%}, {kept.high:.0%}] of what deep values do (1 - its cost "
         f"over that of zero); the "
         f"token explains {shares['own_v'].value:.0%} of the variance of deep own values ({start.value:.0%} at init), "
-        f"{shares['q'].value:.0%} of queries, {shares['k'].value:.0%} of keys."
+        f"{shares['q'].value:.0%} of queries, {shares['k'].value:.0%} of keys"
+        + "".join(f"; {why}" for why in lacking)
+        + "."
     )
     return Verdict(status, sentence, table_of({"kept": kept, "share at init": start, **shares}, "share"))
 

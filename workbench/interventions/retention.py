@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from workbench.findings import sink_kind
 from workbench.interventions.base import batches_of, intervention, over_documents
 from workbench.names import ACTIVATIONS, stream_hook
 
 CHUNK = 64  # positions whose scores over the vocabulary are held at a time
-SINK_MASS = 0.3  # mean attention to position 0 from which on a head is a sink (Gu et al. 2024, arXiv 2410.10781)
-NO_OP, BROADCAST, ALIKE = 0.2, 0.5, 0.5  # thresholds of ours: ratio at most, ratio at least, spread at most
 
 
 def tokens_ahead(x: Tensor, unit: Tensor, ids: Tensor) -> Tensor:
@@ -91,20 +90,6 @@ SINK_VARIANTS: dict[str | None, str] = {
     "mass": "share", None: "ratio", "spread": "share", "no_op": "share of documents", "broadcast": "share of documents",
 }  # fmt: skip
 """Rows of `sink_output` for each head, and their units."""
-
-
-def sink_kind(mass: float, ratio: float, spread: float) -> Literal["none", "no-op", "broadcast", "mixed"]:
-    """What a head's sink does, from the three numbers of `sink_output`; every threshold is this project's own.
-
-    `none`: mass up to 0.3, no sink. `no-op`: ratio up to 0.2, the sink writes little of what the head writes, so attention
-    rests there. `broadcast`: ratio from 0.5 on and spread up to 0.5, the head writes mostly one vector, to every position.
-    `mixed`: a sink between the two.
-    """
-    if not mass > SINK_MASS:
-        return "none"
-    if ratio <= NO_OP:
-        return "no-op"
-    return "broadcast" if ratio >= BROADCAST and spread <= ALIKE else "mixed"
 
 
 @intervention(
