@@ -36,12 +36,15 @@ def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = ""
         for row, axis in enumerate(axes, 1):
             _same_axes(made, figure, axis, row, column, shared=name != MINUS and column > 1)
             if column == 1 and named[row - 1]:
-                old = next(made.select_yaxes(row=row, col=1)).title.text
+                units = (next(made.select_yaxes(row=r, col=1)).title.text for r in (row, 1))
+                old = next((unit for unit in units if unit), "").rpartition("</b><br>")[2]
                 made.update_yaxes(
                     title_text="<br>".join(t for t in (f"<b>{named[row - 1]}</b>", old) if t), row=row, col=1
                 )
         if name != MINUS:
             _lines(made, figure, axes, column)
+    for row in range(1, count):
+        made.update_xaxes(title_text="", row=row)  # the lowest one says it
     made.update_layout(barmode=figures[0][1].layout.barmode)
     height = max(220, int(figures[0][1].layout.height - figures[0][1].layout.margin.t)) if count == 1 else 230 * count
     made = dressed(made, title, under or str(figures[0][1].layout.title.subtitle.text or ""), height)
