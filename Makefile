@@ -44,6 +44,7 @@ bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, agai
 	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/generation.py
+	$(BIN)/python benchmarks/dashboard.py
 
 browser:  ## install a browser for the browser tests and PNG export (Debian, Ubuntu)
 	apt-get update && apt-get install -y --no-install-recommends chromium

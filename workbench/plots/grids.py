@@ -112,7 +112,7 @@ def _add(
     texts = None if grid.texts is None else [[markup.escape(str(t)) for t in row] for row in grid.texts]
     figure.add_heatmap(
         z=grid.values.astype("float32"), x=x, y=y, name=name, coloraxis=colours, hoverongaps=False, customdata=texts,
-        text=None if grid.texts is None else [[markup.escape(_clipped(str(t))) for t in row] for row in grid.texts],
+        text=None if not small or grid.texts is None else [[markup.escape(_clipped(str(t))) for t in row] for row in grid.texts],
         texttemplate="%{text}" if small else None, hovertemplate=hover + ("<br>%{customdata}" if texts else "") + "<extra></extra>",
         textfont_size=10, **where,
     )  # fmt: skip

@@ -86,7 +86,7 @@ def _read(path: str) -> dict[str, pa.Table] | str:
     tables = []
     for file in record_files(Path(path)):
         try:
-            with pq.ParquetFile(file, read_dictionary=list(TEXT)) as opened:
+            with pq.ParquetFile(file) as opened:
                 tables.append(opened.read())
         except (OSError, KeyError, pa.ArrowException) as error:
             return f"records: cannot read {file}: {error}"

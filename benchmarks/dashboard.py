@@ -1,0 +1,416 @@
+"""How fast and how heavy the dashboard is, in a real headless Chromium: on 200 generated runs, and on two models of the demo.
+
+    OMP_NUM_THREADS=1 python benchmarks/dashboard.py [--quick] [--slack 1.3]
+
+The runs: 20 architectures x 10 seeds, 50 checkpoints each, with as much telemetry and as many records as the demo's text runs
+have; weights and tables are hard links, so they take seconds to make. A click is measured from the pointer going down to the
+last change of the page; what was measured before is read from the runs and from the server's caches, nothing is computed.
+Bytes are what the server sends for a view: websocket frames and HTTP, without the front end's own files. The two models have
+the demo's shape and read a text of 512 tokens that the server has not seen. Memory is the server's resident set at the end.
+Times are medians of `REPEATS`; other work on the machine adds to them, so `--slack` widens their limits, but not those of
+bytes and memory. Exits with 1 where a limit is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+from playwright.sync_api import Page, sync_playwright
+
+from workbench.checkpoints import save
+from workbench.files import write_json
+from workbench.models import ARCHITECTURES, build
+from workbench.results import provenance, records, write_parquet
+from workbench.runs import Run
+from workbench.tokenizer import train_tokenizer
+
+CLICK, PAINT, PROMPT = 0.5, 1.0, 1.5  # seconds
+BYTES, MEMORY = 1_000_000, 1024  # of a view; MiB of the server
+REPEATS, TOKENS = 5, 512
+MAIN = Path(__file__).parent.parent / "app" / "main.py"
+FLAGS = [f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+                                  "disable-component-update", "disable-sync")]  # fmt: skip
+SHAPE = {"n_layers": 4, "d_model": 64, "n_heads": 4, "d_mlp": 176, "d_vocab": 1024, "n_ctx": 2048}
+STEPS = 1000
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def generate(folder: Path, series: int, seeds: int, checkpoints: int) -> None:
+    """Runs of `series` architectures; the tables of a seed are written once and linked into every architecture's run."""
+    names = ["transformer", "resformer", *sorted(set(ARCHITECTURES) - {"transformer", "resformer"})][:series]
+    steps = sorted({round(i * STEPS / (checkpoints - 1)) for i in range(checkpoints)})
+    weights = {name: folder / ".weights" / name for name in names}
+    for name, path in weights.items():
+        save(build(name, SHAPE, seed=0), path, seed=0, step=0, run=name)
+    tokenizer = train_tokenizer([prose(40_000)], SHAPE["d_vocab"])
+    for seed in range(seeds):
+        first = folder / f"text-{names[0]}-s{seed}"
+        for name in names:
+            path = folder / f"text-{name}-s{seed}"
+            _run(path, name, seed)
+            _checkpoints(path, weights[name], steps)
+            tokenizer.save(path / "tokenizer.json")
+            if path == first:
+                _telemetry(path, seed, steps)
+                _records(path, seed, steps)
+            else:
+                for table in (*first.glob("telemetry/*.parquet"), *first.glob("records/*.parquet")):
+                    (path / table.parent.name).mkdir(exist_ok=True)
+                    os.link(table, path / table.parent.name / table.name)
+
+
+def prose(words: int, seed: int = 0) -> str:
+    """Invented words, some much more often than others."""
+    draw = np.random.default_rng(seed)
+    known = ["".join(draw.choice(list("abcdefghijklmnoprstuvw"), draw.integers(2, 9))) for _ in range(2000)]
+    return " ".join(known[min(i, 1999)] for i in draw.zipf(1.3, words))
+
+
+def _run(path: Path, name: str, seed: int) -> None:
+    write_json(path / "run.json", {
+        "format": 1, "architecture": name, "options": {}, "seed": seed, "model": SHAPE,
+        "train": {"steps": STEPS, "batch": 8, "T": 128, "lr": 4e-3, "warmup": 30},
+        "data": {"kind": "text", "hash": "0" * 16, "bos": None, "domains": ["prose", "python"]},
+    })  # fmt: skip
+
+
+def _checkpoints(path: Path, weights: Path, steps: list[int]) -> None:
+    config = json.loads((weights / "config.json").read_text())
+    for step in steps:
+        folder = path / f"step_{step:06d}"
+        folder.mkdir()
+        config["workbench"] |= {"step": step, "run": path.name}
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        os.link(weights / "model.safetensors", folder / "model.safetensors")
+
+
+def _telemetry(path: Path, seed: int, steps: list[int]) -> None:
+    """A part for each stretch between two checkpoints, as training writes them."""
+    draw = np.random.default_rng(seed)
+    for first, last in zip(steps, [*steps[1:], steps[-1] + 1], strict=True):
+        rows: list[dict[str, Any]] = []
+        for step in range(first, last):
+            loss = 3 + 4 * np.exp(-step / 200) + 0.1 * draw.standard_normal()
+            rows.append({"step": step, "metric": "train_loss", "value": loss, "unit": "nats"})
+            if step % 50 == 0:
+                rows += [{"step": step, "metric": "validation_loss", "data": d, "value": loss, "n": 32, "T": 128, "unit": "nats"}
+                         for d in ("prose", "python")]  # fmt: skip
+            if step % 10 == 0:
+                rows.append({"step": step, "metric": "learning_rate", "value": 4e-3 * (1 - step / STEPS)})
+                rows += [{"step": step, "metric": "gradient_norm", "part": part, "layer": n, "value": float(draw.random())}
+                         for n in range(4) for part in ("W_Q", "W_K", "W_V", "W_O", "W_gate", "W_in", "W_out")]  # fmt: skip
+        rows.append({"step": last - 1, "metric": "tokens_per_second", "value": 4e4, "unit": "tokens/s"})
+        common = {"run": path.name, "architecture": "transformer", "seed": seed}
+        part = path / "telemetry" / f"{first:06d}-{last:06d}.parquet"
+        write_parquet(records([common | row for row in rows]), part)
+
+
+def _records(path: Path, seed: int, steps: list[int]) -> None:
+    """Much at the first and the last step, a few measures at every sixth, one file a step, as measuring writes them."""
+    draw = np.random.default_rng(1000 + seed)
+    for step in sorted({*steps[::6], steps[-1]}):
+        rows = []
+        for metric, sites, heads, positions in MEASURED:
+            if positions and step not in (steps[0], steps[-1]):
+                continue
+            facts = {"key": metric, "metric": metric, "data": "0" * 16, "weights": f"{seed}-{step}"}
+            axes = {
+                "step": step, "metric": metric, "data": "validation", "T": 128, "n": 64, "unit": "share",
+                "provenance": provenance(assumed=False, reading="higher: more", **facts),
+            }  # fmt: skip
+            rows += [
+                axes | {"site": site, "layer": n, "head": h, "position": p, "value": float(draw.random()), "se": 0.01}
+                for site in sites for n in range(4) for h in (range(4) if heads else [None])
+                for p in (range(128) if positions else [None])
+            ]  # fmt: skip
+        common = {"run": path.name, "architecture": "transformer", "seed": seed}
+        write_parquet(records([common | row for row in rows]), path / "records" / f"{seed:08x}{step:08x}-aa.parquet")
+
+
+V = ("v", "own_v")
+MEASURED = (
+    ("token_identity_share", (*V, "stream"), False, False), ("importance_entropy", (None,), False, False),
+    ("sink_mass", (None,), True, False), ("row_entropy", (None,), True, False), ("value_drain", V, False, False),
+    ("token_similarity", (*V, "stream"), False, False), ("hidden_peak", ("stream",), False, False),
+    ("concentration_parts", (None,), False, False), ("token_importance", (None,), False, True),
+    ("value_norm", V, False, True), ("hidden_norm", ("stream",), False, True),
+)  # fmt: skip
+"""Measure, sites, whether for each head, whether for each position."""
+
+# ---- server and browser ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(runs: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """The dashboard's address and process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [f"--server.port={port}", "--server.address=127.0.0.1"]
+    command = [sys.executable, "-m", "streamlit", "run", str(MAIN), *options, "--", "--runs", str(runs)]
+    process = subprocess.Popen(command, cwd=MAIN.parent.parent, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/_stcore/health", timeout=1):
+                break
+            time.sleep(0.25)
+        yield address, psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+WATCH = """
+window.__last = 0; window.__asked = 0; window.__words = 0; window.__figure = 0;
+for (const kind of ["pointerdown", "keydown"]) document.addEventListener(kind, () => { window.__asked = performance.now(); }, true);
+new MutationObserver((found) => {
+  if (!found.some((m) => m.target.closest?.('[data-testid="stMain"]') || m.target.parentElement?.closest('[data-testid="stMain"]'))) return;
+  window.__last = performance.now();
+  if (!window.__words && document.querySelector('[data-testid="stMain"] [data-testid="stHeading"]')) window.__words = window.__last;
+  if (!window.__figure && document.querySelector('.js-plotly-plot .main-svg')) window.__figure = window.__last;
+}).observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
+"""
+QUIET = """([asked, figures]) => window.__last > asked && performance.now() - window.__last > 600
+  && document.querySelectorAll('.js-plotly-plot .main-svg').length >= figures
+  && document.querySelector('[data-testid="stApp"]')?.dataset.testScriptState === 'notRunning'"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one press did."""
+
+    seconds: float  # to the last change of the page
+    bytes: int  # that the server sent
+    server: float  # CPU seconds
+    browser: float  # CPU seconds
+
+
+def cpu(process: psutil.Process) -> float:
+    """CPU seconds of a process and those it started."""
+    total = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+class Browser:
+    """A page whose changes are timed and whose bytes are counted."""
+
+    def __init__(self, page: Page, server: psutil.Process) -> None:
+        self.page, self.server, self.bytes, self.urls = page, server, 0, dict[str, str]()
+        page.add_init_script(WATCH)
+        page.set_default_timeout(120_000)
+        wire = page.context.new_cdp_session(page)
+        wire.send("Network.enable")
+        wire.on("Network.webSocketFrameReceived", self._frame)
+        wire.on("Network.responseReceived", lambda e: self.urls.__setitem__(e["requestId"], e["response"]["url"]))
+        wire.on("Network.loadingFinished", self._loaded)
+
+    def _frame(self, event: dict[str, Any]) -> None:
+        frame = event["response"]
+        self.bytes += len(frame["payloadData"]) * (3 if frame["opcode"] == 2 else 4) // 4
+
+    def _loaded(self, event: dict[str, Any]) -> None:
+        path = urlsplit(self.urls.get(event["requestId"], "")).path
+        if "/static/" not in path and ("/_stcore/" in path or "/media/" in path):
+            self.bytes += int(event["encodedDataLength"])
+
+    def settle(self, asked: float = 0.0, figures: int = 1) -> float:
+        """Wait until nothing changes any more; seconds from `asked` (milliseconds of the page's clock) to the last change."""
+        self.page.wait_for_function(QUIET, arg=[asked, figures])
+        return (self.page.evaluate("window.__last") - asked) / 1e3
+
+    def open(self, address: str, figures: int = 1) -> float:
+        """Go to an address; seconds from the start of the navigation to the last change."""
+        self.page.goto(address)
+        return self.settle(0.0, figures)
+
+    def after(self, act: Callable[[], object], figures: int = 1) -> Change:
+        """What the last press in `act` leads to; the CPU time is that of all of `act`."""
+        before, server, here = self.bytes, cpu(self.server), cpu(psutil.Process())
+        act()
+        seconds = self.settle(self.page.evaluate("window.__asked"), figures)
+        server = cpu(self.server) - server
+        return Change(seconds, self.bytes - before, server, cpu(psutil.Process()) - here - server)
+
+
+@contextlib.contextmanager
+def chromium(server: psutil.Process) -> Iterator[Callable[[], Browser]]:
+    """`new()`: a page in a fresh context."""
+    path = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield lambda: Browser(browser.new_context(viewport={"width": 1280, "height": 900}).new_page(), server)
+        browser.close()
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+class Findings:
+    """Lines of a table, each with its limit."""
+
+    def __init__(self, slack: float) -> None:
+        self.slack, self.broken = slack, list[str]()
+        print(f"{'':64s} {'measured':>12s} {'limit':>12s}", flush=True)
+
+    def changes(self, what: str, changes: Sequence[Change], limit: float | None) -> None:
+        """Medians of what presses led to, and the most bytes."""
+        self.add(f"{what}, press to drawn", statistics.median(c.seconds for c in changes), "s", limit)
+        self.add("  of it on a core: the server", statistics.median(c.server for c in changes), "s")
+        self.add("  of it on a core: the browser", statistics.median(c.browser for c in changes), "s")
+        self.add("  bytes sent", max(c.bytes for c in changes), "bytes", BYTES)
+
+    def add(self, what: str, value: float, unit: str, limit: float | None = None) -> None:
+        allowed = None if limit is None else limit * self.slack if unit == "s" else limit
+        bad = allowed is not None and value > allowed
+        told = "" if limit is None else f"{limit:,.3g} {unit}"
+        print(f"{what:64s} {f'{value:,.3g} {unit}':>12s} {told:>12s}{'  BROKEN' if bad else ''}", flush=True)
+        if bad:
+            self.broken.append(what)
+
+
+def pick(page: Page, label: str, option: str) -> None:
+    """Choose an option of a select box."""
+    page.locator(f'[data-testid="stSelectbox"]:has-text("{label}") input').first.click()
+    page.get_by_role("option", name=option, exact=True).click()
+
+
+def many_runs(found: Findings, series: int, seeds: int, checkpoints: int, repeats: int) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = Path(scratch)
+        start = time.perf_counter()
+        generate(runs, series, seeds, checkpoints)
+        print(f"{series * seeds} runs of {checkpoints} checkpoints, made in {time.perf_counter() - start:.0f} s")
+        with serving(runs) as (address, process), chromium(process) as new:
+            views = {
+                "start": f"{address}/?show=here",
+                "training": f"{address}/training",
+                "depth": f"{address}/depth",
+            }
+            for name, url in views.items():
+                figures = 0 if name == "start" else 1
+                found.add(f"{name}: first visit of a cold server, drawn", new().open(url, figures), "s")
+            for name, url in views.items():
+                figures = 0 if name == "start" else 1
+                pages = []
+                for _ in range(repeats):
+                    browser = new()
+                    browser.open(url, figures)
+                    told = browser.page.evaluate("[window.__words, window.__figure, window.__last]")
+                    pages.append((*told, browser.bytes))
+                    browser.page.context.close()
+                words, figure, last, size = (statistics.median(column) for column in zip(*pages, strict=True))
+                found.add(f"{name}: first paint of a warm server, words", words / 1e3, "s", PAINT)
+                found.add(f"{name}: the same, the first figure", figure / 1e3, "s")
+                found.add(f"{name}: the same, all of it", last / 1e3, "s")
+                found.add(f"{name}: bytes of the view", size, "bytes", BYTES)
+            clicks(found, new(), address, repeats)
+            memory = process.memory_info().rss / 2**20
+            found.add("memory of the server", memory, "MiB", MEMORY)
+            loaded = "torch" in " ".join(m.path for m in process.memory_maps())
+            found.add("libraries of models loaded by pages of tables", int(loaded), "", 0)
+            index = [p.name for p in runs.iterdir() if p.is_file()]
+            found.add(f"index files ({', '.join(index)})", len(index), "", 1)
+
+
+def clicks(found: Findings, browser: Browser, address: str, repeats: int) -> None:
+    """Clicks between two things that were both seen before."""
+    page = browser.page
+
+    def measure(name: str) -> Callable[[], object]:
+        return lambda: pick(page, "Measure", name)
+
+    def seed(name: str) -> Callable[[], object]:
+        return lambda: pick(page, "Seed", name)
+
+    def part(name: str) -> Callable[[], object]:
+        return lambda: page.get_by_role("radio", name=name).click()
+
+    for name, what, acts in (
+        ("depth", "another measure", (measure("sink mass"), measure("token identity share"))),
+        ("depth", "one seed, all seeds", (seed("3"), seed("all"))),
+        ("training", "another part", (part("Gradients"), part("Loss"))),
+    ):
+        browser.open(f"{address}/{name}")
+        told(found, browser, f"{name}: {what}, seen before", acts, repeats, CLICK)
+
+
+def told(
+    found: Findings, browser: Browser, what: str, acts: Sequence[Callable[[], object]], repeats: int, limit: float
+) -> None:
+    """Do each act once, then time them."""
+    changes = [[browser.after(act) for act in acts] for _ in range(repeats + 1)]
+    found.changes(what, list(itertools.chain(*changes[1:])), limit)
+
+
+def two_models(found: Findings, repeats: int) -> None:
+    """Two models of the demo's shape and a text of 512 tokens, on every page that runs models."""
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = Path(scratch)
+        generate(runs, series=2, seeds=1, checkpoints=2)
+        tokenizer = Run.open(runs / "text-resformer-s0").tokenizer
+        with serving(runs) as (address, process), chromium(process) as new:
+            for name, figures in (("prompt", 6), ("attention", 0), ("intervene", 3)):
+                browser, changes = new(), []
+                both = "compare=1&a=text-resformer-s0&b=text-transformer-s0"
+                browser.open(f"{address}/{name}?{both}", figures)
+                for turn in range(repeats + 1):
+                    text = tokenizer.decode(tokenizer.encode(prose(2000, seed=turn + 1))[:TOKENS])
+                    changes.append(browser.after(functools.partial(ask, browser.page, text), figures))
+                limit = None if name == "intervene" else PROMPT  # it runs the models once more for each layer
+                found.changes(f"{name}: {TOKENS} new tokens through two models", changes[1:], limit)
+                browser.page.context.close()
+            browser = new()
+            browser.open(f"{address}/prompt?compare=1&a=text-resformer-s0&b=text-transformer-s0", 6)
+            kinds = [functools.partial(pick, browser.page, "Colour", kind) for kind in ("entropy", "rank")]
+            told(found, browser, "prompt: another reading of the lens, seen before", kinds, repeats, CLICK)
+            found.add("memory of the server with two models", process.memory_info().rss / 2**20, "MiB", MEMORY)
+
+
+def ask(page: Page, text: str) -> None:
+    """Type a prompt; the last key pressed runs it."""
+    box = page.locator("textarea").first
+    box.fill(text)
+    box.press("Control+Enter")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="20 runs of 5 checkpoints, one repeat")
+    parser.add_argument("--slack", type=float, default=1.0, help="times may exceed their limits by this factor")
+    asked = parser.parse_args()
+    found = Findings(asked.slack)
+    series, seeds, checkpoints, repeats = (4, 5, 5, 1) if asked.quick else (20, 10, 50, REPEATS)
+    two_models(found, repeats)
+    many_runs(found, series, seeds, checkpoints, repeats)
+    if found.broken:
+        sys.exit(f"broken: {'; '.join(found.broken)}")
+
+
+if __name__ == "__main__":
+    main()
