@@ -119,7 +119,7 @@ function stamped(context, picture, x, y, width, height) {
 
 // ---- the element ----------------------------------------------------------------------------------------------------
 
-const TICKS = 62, TICK = 13, GUTTER = 14, STRIP = 40, WAIT = 240;
+const TICKS = 62, TICK = 13, GUTTER = 14, STRIP = 40, SMALL = 22, WAIT = 240;
 
 class View {
   constructor(parent) {
@@ -158,9 +158,10 @@ class View {
     if (!this.width) return; // not laid out yet; the observer comes back
     const focus = this.root.getRootNode().activeElement, place = focus && focus.dataset ? focus.dataset.place : null;
     this.root.setAttribute("aria-label", this.data.said);
-    const together = this.data.panels.length === 1 && this.width > 680;
+    const beside = Math.max(240, Math.floor(this.width * 0.36)); // the map, where the pictures stay large enough to see
+    const together = this.data.panels.length === 1 && this.width > 680 && this.data.panels[0].shape[1] * SMALL < beside;
     this.root.classList.toggle("together", together);
-    this.drawHeads(together ? Math.max(240, Math.floor(this.width * 0.36)) : this.width);
+    this.drawHeads(together ? beside : this.width);
     this.drawMaps(together ? this.width - this.heads.offsetWidth - 24 : this.width);
     this.drawHeld();
     this.say();
@@ -187,7 +188,7 @@ class View {
       grid.setAttribute("aria-label", `Heads of ${panel.title}; arrow keys move, Enter enlarges`);
       const context = sized(canvas, size * heads, size * layers);
       for (let layer = 0; layer < layers; layer++) {
-        const name = made("span", "layer", grid, `${layer}`);
+        const name = made("span", "layer", grid, layer % Math.ceil(14 / size) ? "" : `${layer}`);
         name.style.top = `${layer * size}px`;
         name.style.height = `${size}px`;
         for (let head = 0; head < heads; head++) {

@@ -71,8 +71,10 @@ def _choices(bare: Link, link: Link) -> Link:
         lock = url.choose("Held query", "lock", [NONE, *held], show=lambda i: _token(found, i))
     with fourth:
         scale = url.choose("Colours", "scale", list(attention.SCALES), found.scale, show=attention.SCALES.__getitem__)
-    with far:
-        pool = url.choose("A cell of many tokens", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__)
+    pool = "mean"
+    if found.length > attention.BUCKETS[0]:
+        with far:
+            pool = url.choose("A cell of many tokens", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__)
     chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=None if lock == NONE else lock,
                       queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
     branches = attention.options(source(), bare.but(layer=layer)).branches
