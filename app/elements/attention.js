@@ -183,7 +183,7 @@ class View {
       const size = Math.max(12, Math.min(104, Math.floor((each - 22) / heads)));
       const limit = panel.signed ? largest(panel.tiles) || 1 : top;
       const grid = made("div", "grid", box), canvas = made("canvas", "", grid);
-      box.style.width = `${Math.max(size * heads + 22, Math.min(each, 200))}px`;
+      box.style.width = `${Math.max(size * heads + 22, Math.min(each, 256))}px`;
       grid.setAttribute("role", "group");
       grid.setAttribute("aria-label", `Heads of ${panel.title}; arrow keys move, Enter enlarges`);
       const context = sized(canvas, size * heads, size * layers);

@@ -19,7 +19,7 @@ from workbench.views.source import Source, Subject
 
 SCALES = {
     "brightest": "up to the brightest",
-    "root": "faint ones lifted (square root)",
+    "root": "faint ones lifted (root)",
     "one": "from 0 to 1",
 }
 """The brightest after the first query, which sees nothing but itself."""
