@@ -45,8 +45,10 @@ def grouped(architecture, kv_heads):
 # ---- two paths, one result -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("length", [1, 2, 33])
+@pytest.mark.parametrize(
+    ("length", "kv_heads"),
+    [(33, 2), (2, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((33, 4), (2, 2), (1, 4), (1, 2)))],
+)
 def test_fused_attention_equals_eager_in_values_and_gradients(any_architecture, awake, length, kv_heads):
     model = awake(any_architecture, dtype=WIDE, config=grouped(any_architecture, kv_heads))
     ids = tokens(model, length)
@@ -243,7 +245,7 @@ def test_loss_at_init_is_that_of_random_logits(any_architecture):
     """Normalised stream times N(0, std^2) weights: logits of variance d std^2, hence ln vocab + d std^2 / 2."""
     config = ModelConfig(n_layers=3, d_model=128, n_heads=4, d_mlp=256, d_vocab=1500, n_ctx=256)
     model = build(any_architecture, config)
-    ids = torch.randint(1500, (16, 256), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1500, (8, 128), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert model(ids, return_type="loss").item() == pytest.approx(math.log(1500) + 128 * 0.02**2 / 2, abs=0.02)
 
