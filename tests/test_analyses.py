@@ -14,11 +14,24 @@ from typer.testing import CliRunner
 import analyses
 from analyses.common import QUICK_MODEL, QUICK_TRAIN, quick_runs
 from workbench import analysing
-from workbench.analysing import analyse, chosen, facts, find_runs, gather, matching_steps, plan, verdicts, write_tables
+from workbench.analysing import (
+    WIDTH,
+    analyse,
+    chosen,
+    facts,
+    find_runs,
+    gather,
+    matching_steps,
+    plan,
+    verdicts,
+    write_figures,
+    write_tables,
+)
+from workbench.browser import find_browser
 from workbench.claims import CLAIMS, QUESTIONS, STATUSES
 from workbench.claimspage import DECIDED, write_page
 from workbench.cli import app
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.figures import FIGURES
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
@@ -146,7 +159,7 @@ def test_what_was_measured_is_not_run_again(three, monkeypatch):
     assert again.judged[0].verdict.sentence == first.judged[0].verdict.sentence
 
 
-def test_workers_find_the_same(three):
+def test_workers_find_the_same(three, forkserver):
     alone = analyse(three[:2], claims=["same_cost"], n=8)
     pair = analyse(three[:2], claims=["same_cost"], n=8, workers=2)
     order = ["run", "metric", "step", "control"]
@@ -237,6 +250,74 @@ def test_command_writes_everything_and_speaks_json(three, tmp_path):
     assert (tmp_path / "figures" / "lower_loss.html").exists()
     told = CliRunner().invoke(app, [*command, "--json"])
     assert {row["claim"] for row in json.loads(told.stdout)} == {c for c in CLAIMS if CLAIMS[c].question == "loss"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_browser() is None, reason="no Chrome, Chromium or Edge to draw with; `make browser` installs one"
+)
+def test_figures_are_drawn_as_pictures_too(three, tmp_path):
+    command = ["analyze", *map(str, three), "--out", str(tmp_path), "--question", "loss", "--n", "8", "--workers", "1"]
+    said = CliRunner().invoke(app, [*command, "--png", "--svg"])
+    assert said.exit_code == 0, said.output
+    pages = sorted((tmp_path / "figures").glob("*.html"))
+    assert pages
+    for page in pages:
+        drawn = page.with_suffix(".png").read_bytes()
+        assert drawn.startswith(b"\x89PNG")
+        width, height = (int.from_bytes(drawn[i : i + 4], "big") for i in (16, 20))
+        assert width == 2 * WIDTH
+        assert height >= 2 * 400
+        vector = page.with_suffix(".svg").read_text()
+        assert vector.startswith("<svg")
+        assert "ResFormer" in vector
+        assert "undefined" not in vector
+
+
+def test_pictures_without_a_browser_are_refused_after_everything_else(three, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_BROWSER", str(tmp_path / "none"))
+    found = analyse(three, n=8, claims=["lower_loss"])
+    with pytest.raises(WorkbenchError, match="WORKBENCH_BROWSER"):
+        write_figures(found, tmp_path, png=True)
+    assert (tmp_path / "figures" / "lower_loss.html").exists()
+
+
+def test_a_metric_that_a_model_has_nothing_for_is_said_and_the_rest_is_measured(three):
+    """Only value residuals have a shortcut to take away; the others keep their loss."""
+    vanilla, _, resformer, *_ = map(str, three)
+    options = ["-m", "skip_ablation", "--n", "4", "--json"]
+    alone = CliRunner().invoke(app, ["measure", vanilla, *options])
+    assert alone.exit_code == 0
+    assert alone.stderr.strip() == "skip_ablation: no number here, these models have nothing that it reads or changes"
+    assert json.loads(alone.stdout) == []
+    both = CliRunner().invoke(app, ["measure", vanilla, resformer, "-m", "loss", *options])
+    assert both.stderr.strip() == (
+        f"skip_ablation: no number of {Path(vanilla).name} (transformer), which has nothing that it reads or changes"
+    )
+    told = pd.DataFrame(json.loads(both.stdout)).groupby("metric")["run"].nunique()
+    assert told.to_dict() == {"loss": 2, "skip_ablation": 1}
+
+
+def test_different_lengths_and_tokenizers_are_not_compared(tmp_path):
+    """One sentence says what differs; what does not compare is judged all the same."""
+    from workbench.data import prepare
+    from workbench.training import train
+
+    for name, model, vocabulary, T in (
+        ("a", "transformer", 300, 64),
+        ("b", "resformer", 300, 32),
+        ("c", "resformer", 400, 64),
+    ):
+        data = prepare(root=tmp_path / ".corpora", max_bytes=400_000, vocabulary=vocabulary)
+        shape, recipe = QUICK_MODEL.replace(d_vocab=data.d_vocab), QUICK_TRAIN.replace(T=T)
+        train(model, data, name=name, runs=tmp_path, model=shape, train=recipe, device="cpu")
+    for other, differ in (("b", "T"), ("c", "data and d_vocab")):
+        found = analyse([tmp_path / "a", tmp_path / other], claims=["lower_loss", "concentration_is_learned"], n=8)
+        assert not found.problems
+        by_name = {j.claim.name: j.verdict for j in found.judged}
+        assert by_name["lower_loss"].status == "not_checkable"
+        assert f"never under equal conditions: they differ in {differ}." in by_name["lower_loss"].sentence
+        assert by_name["concentration_is_learned"].status == "unresolved"
 
 
 def test_claims_can_be_listed():

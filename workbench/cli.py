@@ -209,12 +209,29 @@ def measure(
         )
     if rank():  # of several processes, the first one speaks
         return
+    for sentence in _lacking(frame, metric):
+        typer.echo(sentence, err=True)
     if out is not None:
         _write(frame, out)
     elif as_json:
         print(frame.to_json(orient="records"))
     else:
         table(frame)
+
+
+def _lacking(frame: Any, metrics: list[str]) -> list[str]:
+    """What a measurement has no number of, a sentence each: a metric may read or change what an architecture does not have."""
+    found = []
+    for name in dict.fromkeys(metrics):
+        without = frame[~frame["run"].isin(frame.loc[frame["metric"] == name, "run"])]
+        if not (frame["metric"] == name).any():
+            found.append(f"{name}: no number here, these models have nothing that it reads or changes")
+        elif len(without):
+            whose = ", ".join(
+                f"{run} ({of})" for run, of in dict.fromkeys(zip(without["run"], without["architecture"], strict=True))
+            )
+            found.append(f"{name}: no number of {whose}, which has nothing that it reads or changes")
+    return found
 
 
 @app.command()

@@ -2,13 +2,16 @@
 
 Training: one step of the real model is run on fake tensors, which have shapes and no numbers, while every storage that comes
 and goes is counted. Measuring: the real thing on a few documents of random tokens, counted the same way, and
-continued in a straight line, since what a metric does may depend on the numbers. Both count the tensors of a CPU; kernels of
-other devices keep other things, by a few per cent of the activations.
+continued in a straight line, since what a metric does may depend on the numbers; what the process takes beside its tensors
+is seen there too. Both count the tensors of a CPU; kernels of other devices keep other things, by a few per cent of the activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +86,19 @@ def _output_gradient(model: Transformer, train: TrainConfig, live: LiveBytes) ->
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
+class _Resident(LiveBytes):
+    """Live bytes, and the most that the process held beside them: code read in on first use, memory freed and not given back."""
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__(held)
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, PROCESS.memory_info().rss)
+        return out
+
+
 @dataclass(frozen=True)
 class _Random:
     """Where experiments that read training sequences find some."""
@@ -106,16 +122,19 @@ def measuring_memory(
 ) -> pd.DataFrame:
     """Bytes of `measure` at its peak for n documents of T tokens, `batch` at a time; see `training_memory`.
 
-    Runs the metrics on two documents, on some twenty where they keep sums in groups of documents, and takes their time.
+    Runs the metrics on four documents, on some twenty where they keep sums in groups of documents, and takes their time. What
+    the process holds beside tensors is seen whole only in one that has not measured before, as on the command line.
     """
     if min(n, batch) < 1 or T < 2 or model.n_ctx < T:
         raise BadData(f"n={n}, batch={batch}, T={T}: at least one document of 2 to n_ctx={model.n_ctx} tokens")
     names = [metrics] if isinstance(metrics, str) else metrics
-    # each group of documents has sums of its own, so the line is straight only from there on
+    # each group of documents has sums of its own, and the next batch is there before the last one is gone: from there on the
+    # line is straight
     summed = [METRICS[name].folds for name in names if name in METRICS and METRICS[name].form == "accumulated"]
-    groups = min(n, max(summed, default=1))
+    groups = max(2, min(n, max(summed, default=1)))
     held: dict[tuple[int, int], int] = {}
-    weights = 0
+    weights = parameters = beside = 0
+    start = PROCESS.memory_info().rss
     for documents, at_once in ((groups, 1), (2 * groups, 1), (2 * groups, 2)):
         if progress:
             progress(f"{documents} documents, {at_once} at a time")
@@ -123,25 +142,43 @@ def measuring_memory(
         weights = sum(p.numel() * p.element_size() for p in built.parameters())
         ids = _Random(model.d_vocab).batch(0, documents, T, documents + at_once)
         sample = Sample(ids, range(documents), "random", "tokens", _Random(model.d_vocab))
-        with LiveBytes(built.parameters()) as live:
+        with _Resident(built.parameters()) as live:
             measure(built, metrics, sample, batch=at_once)
         held[documents, at_once] = live.peak - weights
+        beside = max(beside, live.most - start - live.peak)
+        parameters = sum(p.numel() for p in built.parameters())
+        del built, live
+        _give_back()  # what one trial leaves behind is not the next one's
     one, more, two = held.values()
     kept, passing = max(more - one, 0) / groups, max(two - more, 0)
     statistics = max(one - passing - kept * groups, 0) + kept * n
     return _table(
         [
-            ("weights", weights, f"{sum(p.numel() for p in built.parameters()):,} parameters of 4 bytes"),
+            ("weights", weights, f"{parameters:,} parameters of 4 bytes"),
             ("activations", passing * min(batch, n), f"of {min(batch, n)} x {T} tokens at a time"),
             ("statistics", round(statistics), f"sums and values of {n} documents, and what does not depend on them"),
+            (
+                "allocator",
+                beside,
+                "memory freed and not given back, and code read in on first use, as on a few documents",
+            ),
         ]
     )
+
+
+def _give_back() -> None:
+    """Free what refers to itself, as models do, and where the C library can, return freed memory to the system."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-LIBRARIES = psutil.Process().memory_info().rss  # at import; what follows is tensors
+PROCESS = psutil.Process()
+LIBRARIES = PROCESS.memory_info().rss  # at import
 
 
 def _table(parts: Sequence[tuple[str, int, str]]) -> pd.DataFrame:
