@@ -10,6 +10,7 @@ from workbench.data import RepeatedData, Sample
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.interventions import INTERVENTIONS, TokenMeans, replaced, token_means, value_ablation
 from workbench.measuring import measure
+from workbench.models import ARCHITECTURES
 
 
 def some_tokens(n=6, T=24, high=40, seed=0):
@@ -33,11 +34,27 @@ def test_token_means_by_hand(tiny):
     assert means.seen(torch.tensor([[3, 4, 5]])).tolist() == [[True, False, True]]
 
 
-def test_first_layer_values_are_a_function_of_the_token(tiny, any_architecture):
+KINDS = {
+    "transformer",
+    "resformer_dense",
+    "svformer",
+    "mqa",
+    "cla",
+    "cross_layer_all",
+    "value_embedding",
+    "denseformer",
+}
+"""First values that are shared, mixed, grouped or attended to elsewhere; in the others they are no different, and slow."""
+
+
+@pytest.mark.parametrize(
+    "architecture", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+)
+def test_first_layer_values_are_a_function_of_the_token(tiny, architecture):
     """Also with grouped heads, and with tokens that the table has never seen: they keep their own values."""
     ids = torch.cat([some_tokens(), torch.full((6, 4), 57)], 1)
-    grouped = {} if "qa" in any_architecture else {"n_key_value_heads": 2}
-    frame = ablate(tiny(any_architecture, config=grouped), ids)
+    grouped = {} if "qa" in architecture else {"n_key_value_heads": 2}
+    frame = ablate(tiny(architecture, config=grouped), ids)
     first = frame[(frame["layer"] == 0) & (frame["variant"] == "token_mean")]
     assert abs(first["value"].item()) < 1e-6
     assert first["se"].item() < 1e-6
