@@ -64,7 +64,7 @@ def _refuse_weak(records: pd.DataFrame) -> None:
     reached = reached[(reached["site"] == "own_v") & (reached["layer"] == 0) & reached["control"].isna()]
     weak = reached[reached["value"] < REACHED]
     if len(weak):
-        least = weak.loc[weak["value"].idxmin()]
+        least = weak.sort_values("value").iloc[0]
         raise Undecided(
             "not_checkable",
             f"The probe reads only {least['value']:.1%} of a lookup's bits off layer 1's own values of {least['run']} at step "
