@@ -167,7 +167,7 @@ def _look(
     return call_look(what, _model(path, step, stamp), kind, text, **dict(options), **told)
 
 
-@st.cache_resource(max_entries=8, show_spinner=False)
+@st.cache_resource(max_entries=4, show_spinner=False)
 def _kept(
     what: str, path: str, step: int, stamp: int, kind: str, text: str | None, options: tuple[Any, ...], _progress: Any
 ) -> Any:
