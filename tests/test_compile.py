@@ -12,10 +12,19 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from workbench.models import ARCHITECTURES
 from workbench.models.hooked import next_token_loss
 
 POINT = "blocks.1.attn.hook_v"
-SEVERAL = ["resformer_learnable", "denseformer", "cross_layer"]
+SEVERAL = [
+    "resformer_learnable",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("denseformer", "cross_layer")),
+]
+SEAMS = {
+    "transformer", "resformer_dense", "svformer", "neutreno", "denseformer", "cla", "cross_layer_all", "residual_attention",
+    "residual_hidden", "value_embedding",
+}  # fmt: skip
+"""One architecture of each kind that a graph could break on; the others are slow."""
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
     reason="torch.compile's own backend builds C++, and there is neither g++ nor clang++",
@@ -84,8 +93,11 @@ def check_hooks(call, model, ids):
 # ---- every architecture ----------------------------------------------------------------------------------------------
 
 
-def test_is_one_graph_that_hears_hooks_added_later(tiny, ids, any_architecture):
-    model = tiny(any_architecture, config={"n_layers": 2})
+@pytest.mark.parametrize(
+    "architecture", [name if name in SEAMS else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+)
+def test_is_one_graph_that_hears_hooks_added_later(tiny, ids, architecture):
+    model = tiny(architecture, config={"n_layers": 2})
     plain, without_values = model(ids), erased(model, ids)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids), plain, atol=1e-5, rtol=1e-5)
