@@ -46,7 +46,7 @@ from workbench.tokenizer import train_tokenizer
 
 CLICK, PAINT, PROMPT = 0.5, 1.0, 1.5  # seconds
 BYTES, MEMORY = 1_000_000, 1024  # of a view; MiB of the server
-REPEATS, TOKENS = 5, 512
+REPEATS, TOKENS = 3, 512
 MAIN = Path(__file__).parent.parent / "app" / "main.py"
 FLAGS = [f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
                                   "disable-component-update", "disable-sync")]  # fmt: skip
@@ -183,18 +183,21 @@ def serving(runs: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 WATCH = """
-window.__last = 0; window.__asked = 0; window.__words = 0; window.__figure = 0;
+window.__last = 0; window.__ended = 0; window.__asked = 0; window.__words = 0; window.__figure = 0;
 for (const kind of ["pointerdown", "keydown"]) document.addEventListener(kind, () => { window.__asked = performance.now(); }, true);
 new MutationObserver((found) => {
+  if (found.some((m) => m.attributeName === "data-test-script-state" && m.target.dataset.testScriptState === "notRunning"))
+    window.__ended = performance.now();
   if (!found.some((m) => m.target.closest?.('[data-testid="stMain"]') || m.target.parentElement?.closest('[data-testid="stMain"]'))) return;
   window.__last = performance.now();
   if (!window.__words && document.querySelector('[data-testid="stMain"] [data-testid="stHeading"]')) window.__words = window.__last;
   if (!window.__figure && document.querySelector('.js-plotly-plot .main-svg')) window.__figure = window.__last;
 }).observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
 """
-QUIET = """([asked, figures]) => window.__last > asked && performance.now() - window.__last > 600
+QUIET = """([asked, figures]) => window.__last > asked && window.__ended > asked && performance.now() - window.__last > 600
   && document.querySelectorAll('.js-plotly-plot .main-svg').length >= figures
-  && document.querySelector('[data-testid="stApp"]')?.dataset.testScriptState === 'notRunning'"""
+  && document.querySelector('[data-testid="stApp"]')?.dataset.testScriptState === 'notRunning'
+  && !document.querySelector('[class*="st-key-cancel_"]')"""
 
 
 @dataclass(frozen=True)
@@ -387,7 +390,7 @@ def two_models(found: Findings, repeats: int) -> None:
                 browser.page.context.close()
             browser = new()
             browser.open(f"{address}/prompt?compare=1&a=text-resformer-s0&b=text-transformer-s0", 6)
-            kinds = [functools.partial(pick, browser.page, "Colour", kind) for kind in ("entropy", "rank")]
+            kinds = [functools.partial(pick, browser.page, "Colour", kind) for kind in ("entropy", "probability")]
             told(found, browser, "prompt: another reading of the lens, seen before", kinds, repeats, CLICK)
             found.add("memory of the server with two models", process.memory_info().rss / 2**20, "MiB", MEMORY)
 

@@ -70,7 +70,9 @@ def _who(link: Link) -> None:
     )
     ask = source()
     subject = ask.subjects(link)[0]
-    top = ask.look("prompt.predictions", subject, ask.prompt(link), position=int(link.options["position"]), top=50).top
+    top = ask.look(
+        "prompt.predictions", subject, ask.prompt(link), position=int(link.options["position"]), top=prompt.TOP
+    ).top
     names = {int(i): f"{t}  ({p:.1%})" for i, t, p in zip(top["id"], top["token"], top["probability"], strict=True)}
     first, second, third, fourth = st.columns(4)
     with first:

@@ -17,7 +17,7 @@ from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import Source, Subject
 
-WINDOW = 192  # positions drawn at a time
+WINDOW, TOP, SHOWN = 128, 50, 10  # positions drawn at a time, tokens to choose from and those drawn
 LENS = {
     "probability": ("share", (0.0, 1.0), "probability of the token that really follows; higher: it is read already"),
     "rank": ("tokens ahead", None, "tokens likelier than the one that follows; 0: it leads; higher: worse"),
@@ -142,7 +142,7 @@ def predictions(ask: Source, link: Link) -> Drawing:
     text, found = ask.prompt(link), []
     frames = []
     for subject in ask.subjects(link):
-        top = ask.look("prompt.predictions", subject, text, position=at).top
+        top = ask.look("prompt.predictions", subject, text, position=at, top=TOP).top.head(SHOWN)
         found.append((subject.title, subject.series, top["token"].tolist(), top["probability"].tolist()))
         frames.append(top.assign(model=subject.title))
     figure = plots.next_tokens(found)
@@ -156,7 +156,7 @@ def surprise(ask: Source, link: Link) -> Drawing:
     (first, last), text = _window(ask, link), ask.prompt(link)
     figure, frames = go.Figure(), []
     for subject in ask.subjects(link):
-        found = ask.look("prompt.predictions", subject, text, position=-1)
+        found = ask.look("prompt.predictions", subject, text, position=position(ask, link)[0], top=TOP)
         ticks = _named(found.tokens[first:last], first)
         loss = found.loss[first:last]
         figure.add_scatter(
@@ -183,7 +183,7 @@ def target(ask: Source, link: Link) -> tuple[int, str]:
     """The token asked after, as id and text: the link's, else model A's likeliest after the position."""
     at, _ = position(ask, link)
     subject = ask.subjects(link)[0]
-    top = ask.look("prompt.predictions", subject, ask.prompt(link), position=at, top=50).top
+    top = ask.look("prompt.predictions", subject, ask.prompt(link), position=at, top=TOP).top
     asked = link.whole("target")
     if asked is None:
         return int(top["id"][0]), str(top["token"][0])
