@@ -182,3 +182,10 @@ def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, key, v
     at = page(populated, **{"show": part, key: value})
     assert any("ignored" in i.value for i in at.info)
     assert "<script>" not in said(at)
+
+
+def test_every_architecture_is_described_for_readers():
+    from app.demo import MODELS
+    from workbench.models import ARCHITECTURES
+
+    assert set(MODELS) == set(ARCHITECTURES)

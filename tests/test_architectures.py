@@ -769,9 +769,3 @@ def test_each_file_says_its_formula_source_seam_parameters_cache_and_degenerate_
         heads = [line.partition(":")[0] for line in said.splitlines()]
         for head in ("Source", "Seam", "Parameters", "Cache", "Degenerate case"):
             assert heads.count(head) == 1, (file, head)
-
-
-def test_every_architecture_is_described_for_readers_of_the_dashboard():
-    from app.views.start import MODELS
-
-    assert set(MODELS) == set(ARCHITECTURES)

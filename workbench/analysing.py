@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -432,8 +431,7 @@ def _both(frame: pd.DataFrame, path: Path) -> list[Path]:
     return [path.with_suffix(".csv"), path.with_suffix(".parquet")]
 
 
-WIDTH, MARGINS = 1200, 16  # pixels of a drawn figure, and of its page's margins
-NO_BUTTONS = '"displaylogo": false', '"displaylogo": false, "displayModeBar": false'
+WIDTH = 1200  # pixels of a drawn figure
 
 
 def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
@@ -441,23 +439,16 @@ def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool
 
     Raises `WorkbenchError` where pictures are wanted and no browser is found; the pages are written before that.
     """
-    from workbench.browser import picture, vector
+    from workbench.browser import figure
 
     written = []
     drawn = [(j.claim.name, j.figure, j.shown) for j in analysis.judged if j.figure is not None]
-    for name, figure, rows in drawn:
+    for name, shown, rows in drawn:
         page = out / "figures" / f"{name}.html"
-        write_text(page, plots.html(figure, whole=True))
+        write_text(page, plots.html(shown, whole=True))
         written += [page, *_both(rows, page.with_suffix(""))]
-    for name, figure, _ in drawn:
-        page = out / "figures" / f"{name}.html"
-        height = int(figure.layout.height or 500)
-        if png:
-            with tempfile.TemporaryDirectory() as spare:
-                still = Path(spare) / page.name
-                still.write_text(plots.html(figure, whole=True).replace(*NO_BUTTONS), encoding="utf-8")
-                written.append(picture(still, page.with_suffix(".png"), width=WIDTH, height=height + MARGINS))
-        if svg:
-            whole = page.read_text(encoding="utf-8")
-            written.append(vector(whole, page.with_suffix(".svg"), width=WIDTH, height=height))
+    for name, shown, _ in drawn:
+        for kind in [".png"] * png + [".svg"] * svg:
+            path = out / "figures" / f"{name}{kind}"
+            written.append(figure(plots.paper(shown), path, width=WIDTH, height=int(shown.layout.height or 500)))
     return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.parse
 from pathlib import Path
 
 from workbench.errors import WorkbenchError
@@ -65,31 +67,33 @@ def picture(page: Path, out: Path, *, width: int, height: int) -> Path:
     return out
 
 
-def vector(page: str, out: Path, *, width: int, height: int) -> Path:
-    """Write the first plotly figure of an HTML page as an SVG of width x height; returns `out`.
+def figure(page: str, out: Path, *, width: int, height: int) -> Path:
+    """Write the first plotly figure of an HTML page as .svg, or as .png at twice the resolution; returns `out`.
 
-    Raises `WorkbenchError` where no browser is found or the one found cannot draw.
+    Plotly itself draws it, so nothing is missing however busy the machine is. Raises `WorkbenchError` where no browser is
+    found or the one found cannot draw.
     """
-    browser = _found()
+    browser, kind = _found(), out.suffix[1:]
     with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
         inside = Path(folder) / "page.html"
-        inside.write_text(
-            page.replace("</body>", f"<script>{_TO_SVG % (width, height)}</script></body>"), encoding="utf-8"
-        )
+        script = f"<script>{_TO_IMAGE % (kind, width, height)}</script></body>"
+        inside.write_text(page.replace("</body>", script), encoding="utf-8")
         told = _run(browser, folder, inside, "--dump-dom")
-        found = re.search(r'<textarea id="svg">(.*?)</textarea>', told.stdout, re.DOTALL)
+        found = re.search(r'<textarea id="drawn">data:image/[^,]*,(.*?)</textarea>', told.stdout, re.DOTALL)
         if found is None:
             raise WorkbenchError(
                 f"{browser} did not draw the figure (exit {told.returncode}): {told.stderr.strip()[-300:]}"
             )
-        part.write_text(html.unescape(found[1]), encoding="utf-8")
+        data = html.unescape(found[1])
+        part.write_bytes(base64.b64decode(data) if kind == "png" else urllib.parse.unquote(data).encode())
     return out
 
 
-_TO_SVG = """
-addEventListener('load', () => Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: 'svg', width: %d, height: %d})
-  .then(url => { const found = document.createElement('textarea'); found.id = 'svg';
-                 found.textContent = decodeURIComponent(url.slice(url.indexOf(',') + 1)); document.body.replaceChildren(found) }))
+_TO_IMAGE = """
+addEventListener('load', () =>
+  Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: '%s', width: %d, height: %d, scale: 2})
+    .then(url => { const found = document.createElement('textarea'); found.id = 'drawn'; found.textContent = url;
+                   document.body.replaceChildren(found) }))
 """
 
 

@@ -329,7 +329,9 @@ def _draw_map(figure: go.Figure, panel: _Panel, where: dict[str, int], *_: Any) 
     z, x, y = grid.to_numpy(dtype="float32"), grid.columns.astype(int).tolist(), grid.index.astype(int).tolist()
     printed = "%{z:.2g}" if z.size <= MOST_PRINTED else None
     figure.add_heatmap(z=z, x=x, y=y, name=panel.title, meta=key, hovertemplate=hover, texttemplate=printed, **where)
-    figure.update_xaxes(title_text=axis, dtick=1 if axis in ("head", "the other layer") and grid.shape[1] <= 16 else None, **where)
+    figure.update_xaxes(
+        title_text=axis, dtick=1 if axis in ("head", "the other layer") and grid.shape[1] <= 16 else None, **where
+    )
     figure.update_yaxes(title_text="layer", dtick=1 if len(grid) <= 16 else None, **where)
 
 

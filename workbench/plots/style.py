@@ -229,3 +229,11 @@ def html(figure: go.Figure, *, script: bool = True, whole: bool = False) -> str:
         return inside
     title = markup.escape(_plain(figure.layout.title.text))
     return f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head><body>{inside}</body></html>'
+
+
+def paper(figure: go.Figure) -> str:
+    """The figure as an HTML page for pictures: dark on white, without buttons."""
+    drawn = go.Figure(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor="white")
+    return drawn.to_html(
+        include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False
+    )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import html
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from workbench import plots
-from workbench.browser import picture, vector
+from workbench.browser import figure
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
 from workbench.results import write_parquet
@@ -97,26 +95,9 @@ def _html(made: dict[str, Drawing], out: Path, title: str, command: str) -> None
     )
 
 
-def _on_paper(made: dict[str, Drawing], out: Path) -> tuple[str, int]:
-    """The one figure as a page, dark on white and without buttons, and its height."""
-    figure = go.Figure(_one(made, out).figure)
-    figure.update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor="white")
-    config = {**plots.CONFIG, "displayModeBar": False}
-    body = figure.to_html(include_plotlyjs=True, full_html=True, config=config, auto_play=False)
-    return body, int(figure.layout.height or 500)
-
-
-def _svg(made: dict[str, Drawing], out: Path, *_: str) -> None:
-    page, height = _on_paper(made, out)
-    vector(page, out, width=WIDTH, height=height)
-
-
-def _png(made: dict[str, Drawing], out: Path, *_: str) -> None:
-    page, height = _on_paper(made, out)
-    with tempfile.TemporaryDirectory() as folder:
-        drawn = Path(folder) / "figure.html"
-        drawn.write_text(page, encoding="utf-8")
-        picture(drawn, out, width=WIDTH, height=height + 16)
+def _picture(made: dict[str, Drawing], out: Path, *_: str) -> None:
+    drawn = _one(made, out).figure
+    figure(plots.paper(drawn), out, width=WIDTH, height=int(drawn.layout.height or 500))
 
 
 def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:
@@ -125,6 +106,6 @@ def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:
 
 
 WRITERS: dict[str, Callable[..., None]] = {
-    ".html": _html, ".svg": _svg, ".png": _png, ".csv": _text, ".json": _text,
+    ".html": _html, ".svg": _picture, ".png": _picture, ".csv": _text, ".json": _text,
     ".parquet": lambda made, out, *_: write_parquet(_table(made), out),
 }  # fmt: skip
