@@ -39,7 +39,8 @@ def kinds(evidence: Evidence) -> list[pd.DataFrame]:
                 found = head_kinds(evidence, model, step)
             except Undecided:  # not measured there
                 continue
-            counts = pd.crosstab([found["seed"], found["layer"]], found["kind"]).stack().rename("value").reset_index()
+            table = pd.crosstab([found["seed"], found["layer"]], found["kind"])
+            counts = table.melt(ignore_index=False, var_name="kind").reset_index()
             band = seed_band(counts.assign(model=model), ["model", "layer", "kind"])
             frames.append(band.assign(when=when, metric="sink_kind", unit="heads"))
     return frames
