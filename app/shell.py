@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import shlex
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ from workbench.views.source import LETTERS, PROMPTS, SYMBOLS, TEXT
 
 LONGEST_PROMPT = 100_000  # characters
 MOST_FACTS = 500
+FOLLOW_RUNS = ("training", "depth", "prompt", "intervene")
+"""Pages whose figures follow from their link and the runs alone."""
+DRAWINGS, MOST_KEPT = 96, 20_000  # figures kept, rows behind one that is kept
 EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."
 
 
@@ -54,7 +59,7 @@ def show(view: View, link: Link, *, long: str | None = None) -> Drawing | None:
     name, ask = view.__name__, source()
     try:
         if long is None:
-            drawing = view(ask, link)
+            drawing = _drawn(view, ask, link)
         else:
             drawing = jobs.run(
                 ("view", name, str(ask.folder), str(link)), long, lambda progress: _told(view, link, progress)
@@ -83,6 +88,29 @@ def ready(link: Link, label: str, question: Callable[[Source, Link], Any]) -> No
         question(ask, link)
 
     jobs.run(("ready", str(source().folder), str(link), label), label, work)
+
+
+@st.cache_resource(show_spinner=False)
+def _drawings() -> OrderedDict[Any, tuple[Drawing, dict[str, str]]]:
+    return OrderedDict()
+
+
+def _drawn(view: View, ask: Source, link: Link) -> Drawing:
+    """The drawing of a link, kept on the server as long as no run of the folder changes: building figures takes time too."""
+    if link.page not in FOLLOW_RUNS:
+        return view(ask, link)
+    seen = hash(tuple((e.path, e.series, e.stamp) for e in ask.catalogue().entries))
+    key, kept = (view.__name__, str(ask.folder), str(link), seen), _drawings()
+    if (found := kept.get(key)) is not None:
+        ask.problems.update(found[1])
+        return found[0]
+    drawing = view(ask, link)
+    if len(drawing.table) <= MOST_KEPT:
+        kept[key] = drawing, dict(ask.problems)
+        if len(kept) > DRAWINGS:
+            with contextlib.suppress(KeyError):  # somebody else was as fast
+                kept.popitem(last=False)
+    return drawing
 
 
 def _told(view: View, link: Link, progress: Callable[[int, int], None]) -> Drawing:

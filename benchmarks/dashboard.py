@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Error, Page, sync_playwright
 
 from workbench.checkpoints import save
 from workbench.files import write_json
@@ -299,8 +299,14 @@ class Findings:
 
 def pick(page: Page, label: str, option: str) -> None:
     """Choose an option of a select box."""
-    page.locator(f'[data-testid="stSelectbox"]:has-text("{label}") input').first.click()
-    page.get_by_role("option", name=option, exact=True).click()
+    box = page.locator(f'[data-testid="stSelectbox"]:has-text("{label}") input').first
+    wanted = page.get_by_role("option", name=option, exact=True)
+    for _ in range(5):  # a list that opens while the page still draws may close again
+        box.click()
+        with contextlib.suppress(Error):
+            wanted.click(timeout=3000)
+            return
+    raise SystemExit(f"{label}: no option {option}")
 
 
 def many_runs(found: Findings, series: int, seeds: int, checkpoints: int, repeats: int) -> None:
