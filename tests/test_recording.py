@@ -594,14 +594,14 @@ def training_page(monkeypatch):
 def test_the_training_page_shows_a_recording_while_it_is_made(gpt, training_page, tmp_path):
     recorder = Recorder(gpt, 1, tmp_path / "mine", quantities=PLAIN)
     loop(gpt, recorder, 2)
-    first = training_page(tmp_path, quantity="hidden_norm")
+    first = training_page(tmp_path, show="inside", quantity="hidden_norm")
     assert first.selectbox(key="w_quantity").value == "hidden_norm"
     assert set(first.selectbox(key="w_quantity").options) == {q.replace("_", " ") for q in PLAIN[1:]}
     recorder.folder.flush()
     loop(gpt, recorder, 5, first=2)
     recorder.close()
-    at = training_page(tmp_path)
-    charts = [chart.proto.alt for chart in at.get("plotly_chart")]
+    shown = [training_page(tmp_path, show=part) for part in ("loss", "gradients", "inside", "pace")]
+    charts = [chart.proto.alt for at in shown for chart in at.get("plotly_chart")]
     for title in ("Train loss", "Gradient norms", "Update ratio", "Seconds per step", "What recording costs"):
         assert any(title in alt for alt in charts), (title, charts)
 

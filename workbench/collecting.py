@@ -115,7 +115,6 @@ def collect(model: Transformer, sample: Sample, jobs: Sequence[Job], batch: int)
             logits = (getattr(model, "everywhere", model) if whole else model)(ids)
         for job in whole:
             job.feed(None, {"logits": logits, "tokens": ids}, documents)
-        del logits  # not beside those of the next batch
     _exchange(jobs)
 
 
