@@ -602,7 +602,7 @@ def test_the_training_page_shows_a_recording_while_it_is_made(gpt, training_page
     recorder.close()
     shown = [training_page(tmp_path, show=part) for part in ("loss", "gradients", "inside", "pace")]
     charts = [chart.proto.alt for at in shown for chart in at.get("plotly_chart")]
-    for title in ("Train loss", "Gradient norms", "Update ratio", "Seconds per step", "What recording costs"):
+    for title in ("Training loss", "Gradient norms", "Update ratio", "Seconds per step", "What recording costs"):
         assert any(title in alt for alt in charts), (title, charts)
 
 
