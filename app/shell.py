@@ -29,7 +29,7 @@ LONGEST_PROMPT = 100_000  # characters
 MOST_FACTS = 500
 FOLLOW_RUNS = ("training", "depth", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
-DRAWINGS, MOST_KEPT = 96, 20_000  # figures kept, rows behind one that is kept
+DRAWINGS, MOST_KEPT = 96, 400_000  # figures kept, rows behind all of them
 EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."
 
 
@@ -105,11 +105,10 @@ def _drawn(view: View, ask: Source, link: Link) -> Drawing:
         ask.problems.update(found[1])
         return found[0]
     drawing = view(ask, link)
-    if len(drawing.table) <= MOST_KEPT:
-        kept[key] = drawing, dict(ask.problems)
-        if len(kept) > DRAWINGS:
-            with contextlib.suppress(KeyError):  # somebody else was as fast
-                kept.popitem(last=False)
+    kept[key] = drawing, dict(ask.problems)
+    while len(kept) > DRAWINGS or sum(len(d.table) for d, _ in list(kept.values())) > MOST_KEPT:
+        with contextlib.suppress(KeyError):  # somebody else was as fast
+            kept.popitem(last=False)
     return drawing
 
 
@@ -148,7 +147,7 @@ def files(views: dict[str, View], link: Link) -> None:
             return
         _figure(drawing, view.__name__)
         if drawing.said:
-            st.markdown(drawing.said)
+            st.markdown(url.plain(drawing.said))
         _files(view, link, drawing, view.__name__)
         st.session_state["drawn"].append((view.__name__, drawing.table))
 

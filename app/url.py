@@ -18,6 +18,10 @@ from workbench.files import digest, write_text
 from workbench.views.link import PAGES, SELECTION, Link
 
 KEYS = {*SELECTION, *(key for keys in PAGES.values() for key in keys)}
+SHARED = ("layer", "head", "target", "against")
+"""Keys that mean the same on several pages, besides the selection's."""
+OF_ONE_PAGE = {k for k in KEYS if sum(k in keys for keys in PAGES.values()) > 1} - {*SHARED}
+"""Keys that mean another thing on another page."""
 LONGEST_LINK, LONGEST_LINE = 200, 2000
 
 
@@ -166,8 +170,8 @@ def check_link() -> None:
 
 
 def link(page: str, label: str, icon: str, about: str | None = None, **changes: str) -> None:
-    """A link to another page that carries the selection along, with some of it changed."""
-    carried = {k: v for k, v in st.query_params.items() if k in KEYS} | changes
+    """A link to another page that carries the selection along, with some of it changed, and what that page had before."""
+    carried = {k: v for k, v in st.query_params.items() if k in KEYS - OF_ONE_PAGE} | changes
     st.page_link(f"views/{page}.py", label=label, icon=icon, help=about, query_params=carried)
 
 

@@ -384,7 +384,7 @@ def two_models(found: Findings, repeats: int) -> None:
         generate(runs, series=2, seeds=1, checkpoints=2)
         tokenizer = Run.open(runs / "text-resformer-s0").tokenizer
         with serving(runs) as (address, process), chromium(process) as new:
-            for name, figures in (("prompt", 6), ("attention", 0), ("intervene", 3)):
+            for name, figures in (("prompt", 2), ("attention", 0), ("intervene", 3)):
                 browser, changes = new(), []
                 both = "compare=1&a=text-resformer-s0&b=text-transformer-s0"
                 browser.open(f"{address}/{name}?{both}", figures)
@@ -395,7 +395,7 @@ def two_models(found: Findings, repeats: int) -> None:
                 found.changes(f"{name}: {TOKENS} new tokens through two models", changes[1:], limit)
                 browser.page.context.close()
             browser = new()
-            browser.open(f"{address}/prompt?compare=1&a=text-resformer-s0&b=text-transformer-s0", 6)
+            browser.open(f"{address}/prompt?show=layers&compare=1&a=text-resformer-s0&b=text-transformer-s0", 1)
             kinds = [functools.partial(pick, browser.page, "Colour", kind) for kind in ("entropy", "probability")]
             told(found, browser, "prompt: another reading of the lens, seen before", kinds, repeats, CLICK)
             found.add("memory of the server with two models", process.memory_info().rss / 2**20, "MiB", MEMORY)

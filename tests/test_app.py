@@ -28,11 +28,11 @@ DEEP = {
     "training": {"show": "gradients", "models": "svformer,resformer", "a": "text-resformer-s1"},
     "depth": {"metric": "importance_entropy", "models": "svformer,resformer", "seed": "1", "a": "text-resformer-s1"},
     "attention": {"layer": "0", "head": "1", "a": "text-resformer-s1", "step": "8", "prompt": "return values"},
-    "prompt": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "position": "1", "quantity": "rank", "layer": "1"},
+    "prompt": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "position": "1", "show": "layers", "quantity": "rank"},
     "intervene": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "edits": "sink:layer=1", "sweep": "remove:part=mlp"},
 }  # fmt: skip
 """A link to each page that says more than the defaults."""
-FIGURES = {"start": 0, "training": 2, "depth": 1, "attention": 0, "prompt": 6, "intervene": 3}
+FIGURES = {"start": 0, "training": 2, "depth": 1, "attention": 0, "prompt": 1, "intervene": 3}
 """Figures of those links on a folder that has everything; the attention page draws itself."""
 COMPARE = {"compare": "1", "a": "text-resformer-s0", "b": "text-transformer-s1", "step": "20", "step_b": "0"}
 HOSTILE = {
@@ -229,8 +229,13 @@ def test_the_prompt_page_draws_what_the_model_computes(page, populated):
     assert numbers(bars["x"])[0] == pytest.approx(float(log_p[-1].exp().max()), abs=1e-5)
     (line,) = chart(at, "surprise")["data"]
     assert numbers(line["y"])[1:] == pytest.approx(-log_p[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy(), abs=1e-5)
+    at = page(populated, "prompt", a="text-resformer-s0", prompt="return values", show="layers")
     assert numbers(chart(at, "lens")["data"][0]["z"]).shape == (3, ids.shape[1])  # L + 1 rows
+    at = page(populated, "prompt", a="text-resformer-s0", prompt="return values", show="who")
     assert "the parts of each level sum to" in said(at)
+    at = page(populated, "prompt", a="text-resformer-s0", prompt="return values", show="carries")
+    assert numbers(chart(at, "values")["data"][0]["z"]).shape == (2, ids.shape[1])
+    assert len(charts(at)) == 2
 
 
 def test_intervening_draws_the_change_that_the_edit_makes(page, populated):
@@ -258,8 +263,8 @@ def test_intervening_draws_the_change_that_the_edit_makes(page, populated):
         ("depth", {"site": "v"}, "w_site", "v"),
         ("depth", {"seed": "1"}, "w_seed", "1"),
         ("depth", {"a": "text-svformer-s1"}, "w_a", "text-svformer-s1"),
-        ("prompt", {"a": "text-resformer-s0", "layer": "0"}, "w_layer", 0),
-        ("prompt", {"quantity": "kl"}, "w_quantity", "kl"),
+        ("prompt", {"a": "text-resformer-s0", "show": "who", "layer": "0"}, "w_layer", 0),
+        ("prompt", {"show": "layers", "quantity": "kl"}, "w_quantity", "kl"),
         ("intervene", {"sweep": "sink"}, "w_sweep", "sink"),
     ],
 )
@@ -276,7 +281,7 @@ def test_deep_links_reach_the_widgets(page, populated, name, address, widget, va
         ("depth", {"seed": "-1"}),
         ("depth", {"set": "<script>"}),
         ("prompt", {"a": "../../etc"}),
-        ("prompt", {"layer": "99"}),
+        ("prompt", {"show": "who", "layer": "99"}),
         ("prompt", {"step": "7"}),
         ("prompt", {"position": "99"}),
         ("prompt", {"stored": "../../etc/passwd"}),
@@ -386,10 +391,12 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-@pytest.mark.parametrize("name", ["prompt", "intervene"])
-def test_hostile_text_stays_text(page, populated, name, text):
-    at = page(populated, name, prompt=text, other=text, target="0")
-    assert len(charts(at)) == FIGURES[name]
+@pytest.mark.parametrize(
+    ("name", "part"), [("prompt", "next"), ("prompt", "layers"), ("prompt", "who"), ("intervene", "")]
+)
+def test_hostile_text_stays_text(page, populated, name, part, text):
+    at = page(populated, name, prompt=text, other=text, target="0", **({"show": part} if part else {}))
+    assert len(charts(at)) == {"next": 2, "layers": 1, "who": 1, "": FIGURES["intervene"]}[part]
     specs = " ".join(c.spec for c in charts(at))
     shown = [m.value for m in (*at.markdown, *at.info, *at.caption)]
     assert "<script" not in specs + " ".join(shown)

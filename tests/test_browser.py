@@ -38,11 +38,12 @@ MAIN = Path(__file__).parent.parent / "app" / "main.py"
 HARMLESS = ("/_stcore/health", "/_stcore/host-config")  # what the front end tries first below a page's own address
 PAGES = {
     "?show=demo": 4, "?show=here": 0, "training": 3, "depth": 1, "attention?a=text-resformer-s0": 0,
-    "prompt?a=text-resformer-s0": 6, "intervene?a=text-resformer-s0": 3,
+    "prompt?a=text-resformer-s0": 2, "prompt?show=layers": 1, "prompt?show=who": 1, "prompt?show=carries": 2,
+    "intervene?a=text-resformer-s0": 3,
 }  # fmt: skip
 """Address -> figures at least; the attention page draws itself."""
 BOTH = "compare=1&a=text-resformer-s0&b=text-transformer-s0&step=20&step_b=20"
-COMPARED = {"training": 2, "depth": 1, "attention": 0, "prompt": 6, "intervene": 3}
+COMPARED = {"training": 2, "depth": 1, "attention": 0, "prompt": 2, "intervene": 3}
 LONG = 60  # checkpoints of one run, for work that takes long enough to be cancelled
 
 
@@ -198,7 +199,7 @@ def test_every_page_by_deep_link_without_a_word_to_the_outside(opened, server, s
         assert page.locator('[data-testid="stAlert"]:has-text("ignored")').count() == 0
         if name.startswith("attention"):
             page.get_by_role("button", name="Layer 0, head 0").wait_for()
-        picture(page, screenshots / f"{re.sub(r'[^a-z]+', '_', name.partition('=')[0]).strip('_')}_{scheme}.png")
+        picture(page, screenshots / f"{re.sub(r'[^a-z]+', '_', name).strip('_')}_{scheme}.png")
     assert not wrong
     assert not outside
     background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
@@ -262,11 +263,11 @@ def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
 def test_the_step_slider_moves_the_figure_and_the_address(opened, server, runs):
     page, wrong, _ = opened()
     page.goto(f"{server}/prompt?a=text-resformer-s0&prompt=return%20values")
-    settled(page, 6)
+    settled(page, 2)
     page.locator('.st-key-w_step input[type="range"]').focus()
     page.keyboard.press("ArrowLeft")
     page.wait_for_url("**step=8**")
-    settled(page, 6)
+    settled(page, 2)
     assert drawn(page, "figure_predictions", "x")[0] == pytest.approx(
         next_probability(runs, "text-resformer-s0", "return values", 8), abs=1e-5
     )
@@ -294,10 +295,10 @@ def test_a_click_on_a_head_enlarges_it_and_back_returns(opened, server):
 def test_a_typed_prompt_reaches_the_model_and_the_address_as_one_step_back(opened, server, runs):
     page, wrong, _ = opened()
     page.goto(f"{server}/prompt?a=text-resformer-s0")
-    settled(page, 6)
+    settled(page, 2)
     typed(page, "return values <b>now</b>")
     page.wait_for_url("**prompt=return**")
-    settled(page, 6)
+    settled(page, 2)
     assert page.evaluate("document.activeElement.tagName") == "TEXTAREA"
     assert page.locator(".js-plotly-plot b").count() == 0
     found = drawn(page, "figure_predictions", "x")[0]
@@ -308,7 +309,7 @@ def test_a_typed_prompt_reaches_the_model_and_the_address_as_one_step_back(opene
     settled(page, 0)
     page.go_back()
     page.wait_for_url("**prompt=return**")
-    settled(page, 6)
+    settled(page, 2)
     assert drawn(page, "figure_predictions", "x")[0] == found
     page.go_back()
     page.wait_for_function("!location.search.includes('prompt')")
@@ -349,12 +350,12 @@ def test_two_people_on_one_model_get_their_own_numbers(opened, server, runs):
     for page in pages:
         page.goto(f"{server}/prompt?a=text-resformer-s0")
     for page in pages:
-        settled(page, 6)
+        settled(page, 2)
     for page, text in zip(pages, texts, strict=True):  # both at once
         typed(page, text)
     for page, text in zip(pages, texts, strict=True):
         page.wait_for_url("**prompt=**")
-        settled(page, 6)
+        settled(page, 2)
         found = drawn(page, "figure_predictions", "x")[0]
         assert found == pytest.approx(next_probability(runs, "text-resformer-s0", text), abs=1e-5)
     edits = {
@@ -436,12 +437,12 @@ def test_the_drawer_tells_command_provenance_and_self_check(opened, server, tmp_
 
 def test_a_time_lapse_plays(opened, server):
     page, wrong, _ = opened()
-    page.goto(f"{server}/prompt?a=text-resformer-s0&prompt=return%20values")
-    settled(page, 6)
+    page.goto(f"{server}/prompt?a=text-resformer-s0&prompt=return%20values&show=layers")
+    settled(page, 1)
     panel = files_of(page, "lens")
     panel.get_by_text("Play over checkpoints").click()
     panel.locator(".st-key-lapse_lens .slider-container").wait_for()
-    settled(page, 7)
+    settled(page, 2)
     at = "document.querySelector('.st-key-lapse_lens .js-plotly-plot').layout.sliders[0].active"
     colours = (
         "JSON.stringify(Array.from(document.querySelector('.st-key-lapse_lens .js-plotly-plot')._fullData[0].z[0]))"
@@ -457,8 +458,8 @@ def test_a_time_lapse_plays(opened, server):
 
 def test_long_work_shows_progress_and_can_be_cancelled(opened, server):
     page, wrong, _ = opened()
-    page.goto(f"{server}/prompt?a=long&prompt=return%20values")
-    settled(page, 6)
+    page.goto(f"{server}/prompt?a=long&prompt=return%20values&show=who")
+    settled(page, 1)
     panel = files_of(page, "attribution")
     panel.get_by_text("Play over checkpoints").click()
     panel.get_by_text(re.compile(r"Drawing every checkpoint: \d+ of 60, about \d+ s left")).wait_for()

@@ -22,10 +22,16 @@ def _body(link: Link) -> None:
     ask = source()
     tokens = ask.tokens(ask.subjects(link)[0], ask.prompt(link))  # refused here, once, where it cannot be read
     link = _position(link, tokens)
-    st.header("What comes next")
+    shown = url.segments("Part", "show", list(PARTS), show=lambda name: PARTS[name][0])
+    PARTS[shown][1](link.but(show=shown))
+
+
+def _next(link: Link) -> None:
     show(prompt.predictions, link)
     show(prompt.surprise, link)
-    st.header("What each layer would say")
+
+
+def _layers(link: Link) -> None:
     st.markdown(
         "The model's own reading head, applied early: after each layer, which token would come next if the model stopped there? "
         "Early layers need not speak the head's language."
@@ -33,8 +39,9 @@ def _body(link: Link) -> None:
     with st.columns(3)[0]:
         quantity = url.choose("Colour", "quantity", list(prompt.LENS), "probability", show=_words)
     show(prompt.lens, link.but(quantity=quantity))
-    _who(link)
-    st.header("What it carries")
+
+
+def _carries(link: Link) -> None:
     st.markdown(
         "The value is what a token hands on where others attend to it. **Own** is what a layer computes itself, **effective** what "
         "attention really sums, after the shortcut has added the first layer's part; in an ordinary Transformer the two are the same."
@@ -63,7 +70,6 @@ def _position(link: Link, tokens: list[str]) -> Link:
 
 def _who(link: Link) -> None:
     """From a logit down to layers, heads and value paths."""
-    st.header("Who says so")
     st.markdown(
         "A prediction is a sum: each layer's attention and MLP pushes the token up or down. Choose a layer to see its heads, then a "
         "head to see whose values it used. The parts add up to the model's own number, and the page says how exactly."
@@ -92,6 +98,14 @@ def _who(link: Link) -> None:
 
 def _words(name: str) -> str:
     return {"kl": "distance to the prediction", "rank": "rank of what follows"}.get(name, name.replace("_", " "))
+
+
+PARTS = {
+    "next": ("What comes next", _next),
+    "layers": ("What each layer would say", _layers),
+    "who": ("Who says so", _who),
+    "carries": ("What it carries", _carries),
+}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "training": ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),
     "depth": ("metric", "site", "variant", "view", "seed", "depth"),
     "attention": ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch"),
-    "prompt": ("site", "layer", "head", "position", "target", "against", "quantity"),
+    "prompt": ("show", "site", "layer", "head", "position", "target", "against", "quantity"),
     "intervene": ("edits", "kind", "sweep", "over", "of", "other", "target", "against", "site"),
 }
 """Pages, and the keys of each beside the selection's."""
