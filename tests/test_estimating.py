@@ -66,6 +66,19 @@ def real(kind, architecture, shape, root, metrics=METRICS):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def foretold(model, metrics, **sizes):
+    """What the command says of measuring: of a process of its own, for the estimate counts what that process reads in."""
+    shape = [f"--model={key}={value}" for key, value in asdict(model).items() if key not in ("norm_eps", "rope_base")]
+    named = [word for name in metrics for word in ("-m", name)]
+    given = [f"--n={sizes['n']}", "-T", str(sizes["T"]), f"--batch={sizes['batch']}", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "workbench.cli", "estimate", "resformer", *named, *shape, *given], capture_output=True,
+        text=True, timeout=200, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return pd.DataFrame(json.loads(done.stdout))
+
+
 def ratios(frame, before, peak):
     """Foretold over real: of everything, and of what is above the libraries."""
     sizes = frame.set_index("part")["bytes"]
@@ -88,7 +101,7 @@ def test_training_takes_what_was_foretold(shape, tmp_path):
 def test_measuring_takes_what_was_foretold(shape, tmp_path):
     model, batch, T = SHAPES[shape]
     at_once = 4 * batch
-    told = measuring_memory("resformer", model, METRICS, n=3 * at_once, T=T, batch=at_once)
+    told = foretold(model, METRICS, n=3 * at_once, T=T, batch=at_once)
     whole, tensors = ratios(told, *real("measuring", "resformer", (model, at_once, T), tmp_path))
     assert 1 / 1.5 < whole < 1.5
     assert 1 / 1.5 < tensors < 1.5
@@ -101,15 +114,7 @@ def test_measuring_takes_what_was_foretold(shape, tmp_path):
 def test_what_is_held_beside_tensors_is_foretold(metrics, tmp_path):
     """A small model on a few long documents: code read in and memory not given back are most of what a fresh process adds."""
     model = ModelConfig(n_layers=2, d_model=32, n_heads=2, d_mlp=48, d_vocab=256, n_ctx=1024)
-    shape = [f"--model={key}={value}" for key, value in asdict(model).items() if key not in ("norm_eps", "rope_base")]
-    named = [word for name in metrics for word in ("-m", name)]
-    command = ["estimate", "resformer", *named, *shape, "--n=6", "-T", "1024", "--batch=2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "workbench.cli", *command], capture_output=True, text=True, timeout=200, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    told = pd.DataFrame(json.loads(done.stdout))
+    told = foretold(model, metrics, n=6, T=1024, batch=2)
     parts = told.set_index("part")["bytes"]
     whole, beside = ratios(told, *real("measuring", "resformer", (model, 2, 1024), tmp_path, metrics))
     assert parts["allocator"] > parts[["weights", "activations", "statistics"]].sum()
