@@ -5,10 +5,11 @@
 The runs: 20 architectures x 10 seeds, 50 checkpoints each, with as much telemetry and as many records as the demo's text runs
 have; weights and tables are hard links, so they take seconds to make. A click is measured from the pointer going down to the
 last change of the page; what was measured before is read from the runs and from the server's caches, nothing is computed.
-Bytes are what the server sends for a view: websocket frames and HTTP, without the front end's own files. The two models have
-the demo's shape and read a text of 512 tokens that the server has not seen. Memory is the server's resident set at the end.
-Times are medians of `REPEATS`; other work on the machine adds to them, so `--slack` widens their limits, but not those of
-bytes and memory. Exits with 1 where a limit is broken.
+A first paint is held against that of a page with a heading alone, which is what the toolkit costs. Bytes are what the server
+sends for a view: websocket frames and HTTP, without the front end's own files. The two models have the demo's shape and read a
+text of 512 tokens that the server has not seen. Memory is the server's resident set at the end. Times are medians of `REPEATS`;
+other work on the machine adds to them, so `--slack` widens their limits, but not those of bytes and memory. Exits with 1 where
+a limit is broken.
 """
 
 from __future__ import annotations
@@ -162,13 +163,13 @@ MEASURED = (
 
 
 @contextlib.contextmanager
-def serving(runs: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """The dashboard's address and process."""
+def serving(runs: Path, script: Path = MAIN) -> Iterator[tuple[str, psutil.Process]]:
+    """Address and process of the dashboard, or of another script."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = [f"--server.port={port}", "--server.address=127.0.0.1"]
-    command = [sys.executable, "-m", "streamlit", "run", str(MAIN), *options, "--", "--runs", str(runs)]
+    command = [sys.executable, "-m", "streamlit", "run", str(script), *options, "--", "--runs", str(runs)]
     process = subprocess.Popen(command, cwd=MAIN.parent.parent, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     address = f"http://127.0.0.1:{port}"
     try:
@@ -309,6 +310,23 @@ def pick(page: Page, label: str, option: str) -> None:
     raise SystemExit(f"{label}: no option {option}")
 
 
+def bare(found: Findings, repeats: int) -> None:
+    """The floor of a first paint: a page of the same toolkit that holds one heading and nothing else."""
+    with tempfile.TemporaryDirectory() as scratch:
+        script = Path(scratch) / "bare.py"
+        script.write_text("import streamlit as st\n\nst.title('bare')\n", encoding="utf-8")
+        with serving(Path(scratch), script) as (address, process), chromium(process) as new:
+            words = []
+            for _ in range(repeats + 1):
+                browser = new()
+                browser.open(address, 0)
+                words.append(browser.page.evaluate("window.__words") / 1e3)
+                browser.page.context.close()
+            found.add(
+                "a page with nothing but a heading: first paint of a warm server", statistics.median(words[1:]), "s"
+            )
+
+
 def many_runs(found: Findings, series: int, seeds: int, checkpoints: int, repeats: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         runs = Path(scratch)
@@ -415,6 +433,7 @@ def main() -> None:
     asked = parser.parse_args()
     found = Findings(asked.slack)
     series, seeds, checkpoints, repeats = (4, 5, 5, 1) if asked.quick else (20, 10, 50, REPEATS)
+    bare(found, repeats)
     two_models(found, repeats)
     many_runs(found, series, seeds, checkpoints, repeats)
     if found.broken:

@@ -40,6 +40,7 @@ MAPS = {
     "pairs": ("source", "the other layer"),
 }  # column, in words
 MOST_PANELS = 24
+MOST_POINTS = 300  # of a smoothed curve
 MOST_PRINTED = 64  # cells of a map that carry their number
 
 
@@ -249,6 +250,8 @@ def lines(
         for step in steps:
             part = mine if step is None else mine[mine["step"] == step]
             curve, band = _curve(part, x, smooth)
+            if smooth > 1 and len(curve) > MOST_POINTS:  # what was smoothed loses nothing
+                curve = curve.iloc[np.unique(np.linspace(0, len(curve) - 1, MOST_POINTS).round().astype(int))]
             bands.add(band)
             init = step == 0 and len(measured["step"].dropna().unique()) > 1
             name = label(architecture)
