@@ -27,7 +27,7 @@ contracts: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 slow: $(VENV)/.installed-dev  ## browser, demo and other minutes-long tests
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow $(ARGS)
 
 docs: $(VENV)/.installed-dev  ## regenerate docs/models.md, docs/metrics.md and docs/figures.md
 	$(BIN)/python -m workbench.docs docs
