@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import streamlit as st
 
 from app import url
@@ -80,5 +82,5 @@ def _titled(runs: list[Entry]) -> str:
     return f"{runs[0].title} ({len(runs)} run{'s' if len(runs) > 1 else ''})"
 
 
-def _run_words(entries: dict[str, Entry]):  # type: ignore[no-untyped-def]
+def _run_words(entries: dict[str, Entry]) -> Callable[[str], str]:
     return lambda name: f"{LABELS.get(entries[name].series, entries[name].series)}, seed {entries[name].seed} ({name})"

@@ -18,7 +18,7 @@ import streamlit as st
 
 from app import jobs, url
 from app.selection import choose
-from app.source import source
+from app.source import source, weights_stamp
 from workbench import plots
 from workbench.errors import BadData, WorkbenchError
 from workbench.views import Drawing, Link, Source
@@ -29,6 +29,8 @@ LONGEST_PROMPT = 100_000  # characters
 MOST_FACTS = 500
 FOLLOW_RUNS = ("training", "depth", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
+OF_MODELS = ("attention", "prompt", "intervene")
+"""Pages that ask models A and B, and no other run."""
 DRAWINGS, MOST_KEPT = 96, 400_000  # figures kept, rows behind all of them
 EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."
 
@@ -61,9 +63,7 @@ def show(view: View, link: Link, *, long: str | None = None) -> Drawing | None:
         if long is None:
             drawing = _drawn(view, ask, link)
         else:
-            drawing = jobs.run(
-                ("view", name, str(ask.folder), str(link)), long, lambda progress: _told(view, link, progress)
-            )
+            drawing = jobs.run(("view", name, *_asked(ask, link)), long, lambda progress: _told(view, link, progress))
     except WorkbenchError as error:
         st.info(url.plain(error), icon=":material/info:")
         return None
@@ -87,7 +87,7 @@ def ready(link: Link, label: str, question: Callable[[Source, Link], Any]) -> No
         ask.progress = progress
         question(ask, link)
 
-    jobs.run(("ready", str(source().folder), str(link), label), label, work)
+    jobs.run(("ready", label, *_asked(source(), link)), label, work)
 
 
 @st.cache_resource(show_spinner=False)
@@ -95,12 +95,20 @@ def _drawings() -> OrderedDict[Any, tuple[Drawing, dict[str, str]]]:
     return OrderedDict()
 
 
+def _asked(ask: Source, link: Link) -> tuple[Any, ...]:
+    """What a kept answer answers: the link, on what it looks at as that is now: its models, or all runs of the folder."""
+    if link.page in OF_MODELS:
+        now: Any = tuple((s.entry.path, s.entry.stamp, s.step, weights_stamp(s)) for s in ask.subjects(link))
+    else:
+        now = hash(tuple((e.path, e.series, e.stamp) for e in ask.catalogue().entries))
+    return str(ask.folder), str(link), now
+
+
 def _drawn(view: View, ask: Source, link: Link) -> Drawing:
     """The drawing of a link, kept on the server as long as no run of the folder changes: building figures takes time too."""
     if link.page not in FOLLOW_RUNS:
         return view(ask, link)
-    seen = hash(tuple((e.path, e.series, e.stamp) for e in ask.catalogue().entries))
-    key, kept = (view.__name__, str(ask.folder), str(link), seen), _drawings()
+    key, kept = (view.__name__, *_asked(ask, link)), _drawings()
     if (found := kept.get(key)) is not None:
         ask.problems.update(found[1])
         return found[0]
@@ -177,7 +185,7 @@ def _files(view: View, link: Link, drawing: Drawing, name: str) -> None:
 def _play(view: View, link: Link, name: str) -> None:
     work = functools.partial(_lapse, view, link)
     try:
-        played = jobs.run(("timelapse", name, str(link)), "Drawing every checkpoint", work)
+        played = jobs.run(("timelapse", name, *_asked(source(), link)), "Drawing every checkpoint", work)
     except WorkbenchError as error:
         st.info(url.plain(error))
         return
@@ -186,6 +194,8 @@ def _play(view: View, link: Link, name: str) -> None:
     figure = played.figure
     figure.update_layout(font_color=None, title_subtitle_font_color=None)
     st.plotly_chart(figure, width="stretch", key=f"lapse_{name}", config=plots.CONFIG, alt=plots.alt_text(figure))
+    if played.said:
+        st.markdown(url.plain(played.said))
     st.download_button(
         "Time-lapse (HTML)", lambda: plots.html(figure, whole=True), f"{name}-steps.html", "text/html",
         key=f"lapse_html_{name}", on_click="ignore",

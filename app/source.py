@@ -89,23 +89,23 @@ class Cached(Source):
 
     def model(self, subject: Subject) -> Any:
         """The model of a subject."""
-        return _model(subject.entry.path, subject.step, _weights_stamp(subject))
+        return _model(subject.entry.path, subject.step, weights_stamp(subject))
 
     def look(self, what: str, subject: Subject, text: str | None, /, **options: Any) -> Any:
         """The answer of a look; `progress`, if given, is called while it is computed and is no part of the key."""
         progress = options.pop("progress", None)
         function = _kept if what in HEAVY else _look
-        place = subject.entry.path, subject.step, _weights_stamp(subject), subject.entry.kind
+        place = subject.entry.path, subject.step, weights_stamp(subject), subject.entry.kind
         return function(what, *place, text, tuple(sorted(options.items())), progress)
 
     def from_kept(self, what: str, kept: str, subject: Subject, text: str | None, **options: Any) -> Any:
         """The answer of a look on what another one kept."""
-        place = subject.entry.path, subject.step, _weights_stamp(subject), subject.entry.kind
+        place = subject.entry.path, subject.step, weights_stamp(subject), subject.entry.kind
         return _from_kept(what, kept, *place, text, tuple(sorted(options.items())))
 
     def tokens(self, subject: Subject, text: str | None) -> list[str]:
         """The tokens of a prompt, as people read them."""
-        return _tokens(subject.entry.path, subject.step, _weights_stamp(subject), subject.entry.kind, text)
+        return _tokens(subject.entry.path, subject.step, weights_stamp(subject), subject.entry.kind, text)
 
 
 @st.cache_resource(show_spinner=False)
@@ -140,7 +140,8 @@ def _written(
     return _growing().rows(_runs, metrics)
 
 
-def _weights_stamp(subject: Subject) -> int:
+def weights_stamp(subject: Subject) -> int:
+    """When the files of a checkpoint last changed, nanoseconds."""
     folder = Path(subject.entry.path) / f"step_{subject.step:06d}"
     return max((p.stat().st_mtime_ns for p in folder.glob("*")), default=0)
 

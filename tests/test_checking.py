@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import strangers
 import torch
 
 from workbench.looks.checking import ROUNDING, check
@@ -25,3 +26,24 @@ def test_a_look_into_the_future_is_noticed():
         found = check(model, IDS).set_index("check")
     assert found.loc["causality", "error"] > ROUNDING
     assert not found.loc["causality", "holds"]
+
+
+def test_a_stream_that_is_more_than_its_parts_does_not_hold():
+    model = build("resformer", SHAPE, seed=0)
+    with model.hooks([("blocks.1.hook_resid_post", lambda x, hook: x + 1)]):
+        found = check(model, IDS).set_index("check")
+    for name in ("parts of the stream", "value paths"):
+        assert found.loc[name, "holds"] is not None
+        assert not found.loc[name, "holds"], found.loc[name]
+        assert "does not apply" not in found.loc[name, "meaning"]
+
+
+def test_what_an_observed_model_has_no_parts_for_does_not_apply():
+    import workbench
+
+    torch.manual_seed(0)
+    observed = workbench.observe(strangers.GPT().eval(), IDS % 61, quiet=True)
+    found = check(observed, IDS % 61).set_index("check")
+    assert found.loc["parts of the stream", "holds"] is None
+    assert found.loc["causality", "holds"]
+    assert found.loc["repeatability", "holds"]

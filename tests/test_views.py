@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import dashboard
 import numpy as np
 import pandas as pd
@@ -36,6 +38,16 @@ def test_a_link_is_read_from_an_address_and_written_as_its_end():
     assert link.on("compare")
     assert Link.parse(str(link)) == link
     assert Link.parse("http://127.0.0.1:8501/").page == "start"
+
+
+@pytest.mark.parametrize(
+    "text", ["a + b == c", "resformer+neutreno", "100 % & more; $HOME `x` \"quoted\" 'single' !1", "é ∑\n\t#?"]
+)
+def test_any_text_comes_back_from_a_link_that_is_pasted_into_a_shell(text):
+    link = Link("prompt", {"prompt": text})
+    assert Link.parse(str(link)) == link
+    pasted = subprocess.run(["bash", "-c", f'printf %s "{link}"'], capture_output=True, text=True, check=True).stdout
+    assert Link.parse(pasted) == link
 
 
 @pytest.mark.parametrize(
@@ -148,6 +160,7 @@ def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
     assert all(len(f.data) == len(lapse.figure.data) for f in lapse.figure.frames)
     assert lapse.figure.layout.yaxis.range is not None
     assert set(lapse.table["frame"]) == {"step 0", "step 20"}
+    assert lapse.said.startswith("1 of 3 checkpoints")
     with pytest.raises(WorkbenchError, match="too few"):
         timelapse(layers, ask, Link("depth", {"metric": "value_ablation", "a": "text-resformer-s0", "compare": "1"}))
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from workbench.models.transformer import Transformer
 
 RUN_FILE, CORPORA = "run.json", ".corpora"
+PATIENCE = 0.5  # seconds a writer tries: `is_locked` holds the lock for an instant
 EXAMPLE = 32  # random tokens on which another library's module is looked at
 
 
@@ -178,8 +179,8 @@ class Run:
         return sorted((int(m[1]), self.path / "telemetry" / m[0]) for m in found if m)
 
     def writing(self) -> FileLock:
-        """The lock a writer holds; raises `WorkbenchError` at once where another process has it."""
-        lock = FileLock(self.path / ".lock", timeout=0)
+        """The lock a writer holds; raises `WorkbenchError` where another process keeps it."""
+        lock = FileLock(self.path / ".lock", timeout=PATIENCE)
         try:
             return lock.acquire().lock
         except Timeout:

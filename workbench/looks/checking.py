@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from workbench.decomposition import decompose
-from workbench.errors import WorkbenchError
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.looks.attention import keep, window
 from workbench.looks.reading import one_prompt
 from workbench.models.hooked import HookedModel
@@ -27,7 +27,7 @@ def check(model: HookedModel, ids: Any) -> pd.DataFrame:
     - `causality`: a changed last token changes no earlier prediction;
     - `repeatability`: a second run gives the same logits.
 
-    A check that does not apply to the architecture says so in `meaning` and holds None.
+    What the model has no parts for holds None and says why in `meaning`; a sum that its decomposition refuses does not hold.
     """
     found = one_prompt(model, ids)[:, :256]
     logits = model(found)
@@ -39,7 +39,10 @@ def check(model: HookedModel, ids: Any) -> pd.DataFrame:
         return float((model(changed)[:, :-1] - logits[:, :-1]).abs().max()) / size
 
     def rows() -> float:
-        kept = keep(model, found)
+        try:
+            kept = keep(model, found)
+        except WorkbenchError as reason:  # an observed model that shows no attention
+            raise BadData(str(reason)) from reason
         sums = [
             window(kept, layer, head, most=found.shape[1]).weights
             for layer in kept.layers
@@ -67,6 +70,8 @@ def check(model: HookedModel, ids: Any) -> pd.DataFrame:
         try:
             error = error_of()
             table.append({"check": name, "error": error, "holds": error < ROUNDING, "meaning": meaning})
-        except (WorkbenchError, NotImplementedError, AttributeError, KeyError) as reason:
+        except (BadData, UnknownName) as reason:
             table.append({"check": name, "error": None, "holds": None, "meaning": f"does not apply: {reason}"})
+        except WorkbenchError as reason:
+            table.append({"check": name, "error": None, "holds": False, "meaning": str(reason)})
     return pd.DataFrame(table)

@@ -69,4 +69,6 @@ def timelapse(function: View, ask: Source, link: Link, progress: Callable[[int, 
         raise WorkbenchError(f"only {len(made)} of {len(steps)} checkpoints can be drawn here, too few to play")
     figure = plots.timelapse([(label, drawing.figure) for label, drawing in made])
     table = pd.concat([d.table.assign(frame=label) for label, d in made], ignore_index=True)
-    return replace(made[-1][1], figure=figure, table=table)
+    left = len(steps) - len(made)
+    said = f"{left} of {len(steps)} checkpoints cannot be drawn here and are left out." if left else ""
+    return replace(made[-1][1], figure=figure, table=table, said=said)

@@ -50,7 +50,7 @@ class Link:
     def __str__(self) -> str:
         known = (*SELECTION, *PAGES.get(self.page, ()))
         asked = [(key, self.options[key]) for key in known if self.options.get(key) is not None]
-        return self.page + (f"?{urlencode(asked, quote_via=quote, safe='/:,;+=')}" if asked else "")
+        return self.page + (f"?{urlencode(asked, quote_via=quote, safe='/:,;=')}" if asked else "")
 
     def but(self, **changes: Any) -> Link:
         """The same link with some options changed; None takes one out."""
