@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import dashboard
 import pytest
 import torch
 
@@ -56,3 +58,43 @@ def awake(tiny):
         return model
 
     return make
+
+
+# ---- the dashboard ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def populated(tmp_path_factory):
+    """A small folder of runs with their numbers."""
+    return dashboard.populate(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def folders(populated, tmp_path_factory):
+    """Every kind of folder that a page may be shown."""
+    made = {"populated": populated, "empty": tmp_path_factory.mktemp("empty")}
+    made["missing"] = made["empty"] / "nowhere"
+    made["one"] = tmp_path_factory.mktemp("one")
+    dashboard.copied(populated / "text-resformer-s1", made["one"] / "text-resformer-s1")
+    made["damaged"] = dashboard.damage(dashboard.copied(populated, tmp_path_factory.mktemp("d") / "runs"))
+    made["half_written"] = dashboard.half_write(tmp_path_factory.mktemp("half"))
+    made["foreign"] = dashboard.foreign(tmp_path_factory.mktemp("foreign"))
+    return made
+
+
+@pytest.fixture
+def browse(monkeypatch):
+    """`browse(folder, "depth", metric="...")`: the page as a browser at that address sees it, once its work is done."""
+    from streamlit.testing.v1 import AppTest
+
+    def show(folder, name="start", **address):
+        monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
+        monkeypatch.setattr(sys, "argv", ["main.py"])
+        at = AppTest.from_file(str(dashboard.MAIN), default_timeout=60)
+        if name != "start":
+            at.switch_page(f"views/{name}.py")
+        for key, value in address.items():
+            at.query_params[key] = value if isinstance(value, list) else str(value)
+        return dashboard.settled(at.run())
+
+    return show

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from workbench.models import build
 from workbench.results import provenance, records, write_parquet
 from workbench.tokenizer import train_tokenizer
 
+MAIN = Path(__file__).parent.parent / "app" / "main.py"
 MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 24, "d_vocab": 64, "n_ctx": 128}
 TRAIN = {"steps": 20, "batch": 2, "T": 16, "lr": 1e-3, "warmup": 5}
 STEPS = (0, 8, 20)
@@ -275,3 +277,14 @@ def copied(source: Path, target: Path) -> Path:
 def pattern(n: int) -> np.ndarray:
     """Uniform causal attention [n, n]."""
     return np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
+
+
+def settled(at):
+    """A page of AppTest once its long work is done."""
+    for _ in range(240):
+        assert not at.exception, [e.message for e in at.exception]
+        if not any(str(b.key).startswith("cancel_") for b in at.button):
+            return at
+        time.sleep(0.1)
+        at.run()
+    raise AssertionError("the work never ended")

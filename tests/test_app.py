@@ -7,14 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import dashboard
 import numpy as np
 import pytest
 import torch
-from streamlit.testing.v1 import AppTest
 
 from workbench import plots
 from workbench.results import load_records
@@ -47,49 +45,9 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(scope="module")
-def populated(tmp_path_factory):
-    return dashboard.populate(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def folders(populated, tmp_path_factory):
-    made = {"populated": populated, "empty": tmp_path_factory.mktemp("empty")}
-    made["missing"] = made["empty"] / "nowhere"
-    made["one"] = tmp_path_factory.mktemp("one")
-    dashboard.copied(populated / "text-resformer-s1", made["one"] / "text-resformer-s1")
-    made["damaged"] = dashboard.damage(dashboard.copied(populated, tmp_path_factory.mktemp("d") / "runs"))
-    made["half_written"] = dashboard.half_write(tmp_path_factory.mktemp("half"))
-    made["foreign"] = dashboard.foreign(tmp_path_factory.mktemp("foreign"))
-    return made
-
-
 @pytest.fixture
-def page(monkeypatch):
-    """`page(folder, "depth", metric="...")`: the page as a browser at that address sees it."""
-
-    def show(folder, name="start", **address):
-        monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
-        monkeypatch.setattr(sys, "argv", ["main.py"])
-        at = AppTest.from_file(str(APP / "main.py"), default_timeout=60)
-        if name != "start":
-            at.switch_page(f"views/{name}.py")
-        for key, value in address.items():
-            at.query_params[key] = value
-        return settled(at.run())
-
-    return show
-
-
-def settled(at):
-    """The page once its long work is done."""
-    for _ in range(200):
-        assert not at.exception, [e.message for e in at.exception]
-        if not any(str(b.key).startswith("cancel_") for b in at.button):
-            return at
-        time.sleep(0.1)
-        at.run()
-    raise AssertionError("the work never ended")
+def page(browse):
+    return browse
 
 
 def charts(at):
@@ -335,10 +293,10 @@ def test_another_experiment_takes_its_own_models(page, populated):
 def test_the_builder_writes_an_edit_and_adds_to_it(page, populated):
     at = page(populated, "intervene", a="text-resformer-s0", prompt="return values", kind="sink")
     at.multiselect(key="edit_layers").set_value([1]).run()
-    settled(at.button(key="edit_set").click().run())
+    dashboard.settled(at.button(key="edit_set").click().run())
     assert address(at, "edits") == "sink:layer=1"
     at.multiselect(key="edit_heads").set_value([0]).run()
-    settled(at.button(key="edit_add").click().run())
+    dashboard.settled(at.button(key="edit_add").click().run())
     assert address(at, "edits") == "sink:layer=1;sink:layer=1,head=0"
     assert at.text_input(key="w_edits").value == address(at, "edits")
 

@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import dashboard
 import pytest
-from streamlit.testing.v1 import AppTest
 
 APP = Path(__file__).parent.parent / "app"
 A = {"a": "text-resformer-s0"}
 BOTH = A | {"compare": "1", "b": "text-transformer-s0"}
 
 
-@pytest.fixture(scope="module")
-def populated(tmp_path_factory):
-    return dashboard.populate(tmp_path_factory.mktemp("runs"))
-
-
 @pytest.fixture
-def page(monkeypatch):
-    """`page(folder, a="...")`: the page as a browser at that address sees it, once its work is done."""
-
-    def show(folder, **address):
-        monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
-        monkeypatch.setattr(sys, "argv", ["main.py"])
-        at = AppTest.from_file(str(APP / "main.py"), default_timeout=60)
-        at.run()
-        at.switch_page("views/attention.py")
-        for key, value in address.items():
-            at.query_params[key] = value
-        return finished(at)
-
-    return show
-
-
-def finished(at):
-    """The page behind its progress bars."""
-    for _ in range(100):
-        at.run()
-        assert not at.exception, [e.message for e in at.exception]
-        if not at.get("progress"):
-            return at
-    raise AssertionError("the work does not end")
+def page(browse):
+    return lambda folder, **address: browse(folder, "attention", **address)
 
 
 def element(at):
@@ -81,21 +52,21 @@ def test_boxes_and_sliders_do_what_the_picture_does(page, populated):
     at.slider(key="w_queries").set_value((3, 8))
     at.slider(key="w_keys").set_value((0, 5))
     at.selectbox(key="w_lock").set_value(6)
-    header = element(finished(at))
+    header = element(dashboard.settled(at.run()))
     assert (header["layer"], header["head"], header["lock"]) == (0, 1, 6)
     assert (header["panels"][0]["queries"][0], header["panels"][0]["queries"][-1]) == (3, 9)
     asked = {key: address(at, key) for key in ("layer", "head", "queries", "keys", "lock")}
     assert asked == {"layer": "0", "head": "1", "queries": "3-8", "keys": "0-5", "lock": "6"}
     at.selectbox(key="w_lock").set_value("none")
-    assert element(finished(at))["lock"] is None
+    assert element(dashboard.settled(at.run()))["lock"] is None
 
 
 def test_a_held_query_stays_while_layer_and_step_change(page, populated):
     at = page(populated, **A, lock="5")
     at.selectbox(key="w_layer").set_value(0)
-    finished(at)
+    dashboard.settled(at.run())
     at.select_slider(key="w_step").set_value(8)
-    header = element(finished(at))
+    header = element(dashboard.settled(at.run()))
     assert (header["lock"], header["layer"]) == (5, 0)
     assert header["panels"][0]["title"].endswith("step 8")
     assert header["panels"][0]["row"]
@@ -129,7 +100,7 @@ def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, wish):
 def test_prompts_that_cannot_be_read_are_explained(page, populated, text, word):
     at = page(populated, **A)
     at.text_area(key="w_prompt").set_value(text)
-    finished(at)
+    dashboard.settled(at.run())
     assert any(word in i.value for i in at.info)
     assert element(at) is None
 
@@ -146,10 +117,10 @@ def test_hostile_text_reaches_the_page_as_data_alone(page, populated):
 def test_every_figure_can_be_had_with_its_table_and_command(page, populated):
     at = page(populated, **A, layer="0")
     at.session_state["open_files"] = True
-    finished(at)
+    dashboard.settled(at.run())
     for title in at.selectbox(key="w_files").options:
         at.selectbox(key="w_files").set_value(title)
-        finished(at)
+        dashboard.settled(at.run())
         (chart,) = [e.proto for e in at.get("plotly_chart")]
         assert len(chart.alt) > 20
         command = " ".join(c.value for c in at.code)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import dashboard
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from workbench.files import write_json
 
@@ -18,43 +15,9 @@ APP = Path(__file__).parent.parent / "app"
 FOLDERS = ("populated", "empty", "missing", "damaged", "half_written", "foreign")
 
 
-@pytest.fixture(scope="module")
-def populated(tmp_path_factory):
-    return dashboard.populate(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def folders(populated, tmp_path_factory):
-    made = {"populated": populated, "empty": tmp_path_factory.mktemp("empty")}
-    made["missing"] = made["empty"] / "nowhere"
-    made["damaged"] = dashboard.damage(dashboard.copied(populated, tmp_path_factory.mktemp("d") / "runs"))
-    made["half_written"] = dashboard.half_write(tmp_path_factory.mktemp("half"))
-    made["foreign"] = dashboard.foreign(tmp_path_factory.mktemp("foreign"))
-    return made
-
-
 @pytest.fixture
-def page(monkeypatch):
-    def show(folder, **address):
-        monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
-        monkeypatch.setattr(sys, "argv", ["main.py"])
-        at = AppTest.from_file(str(APP / "main.py"), default_timeout=60)
-        for key, value in address.items():
-            at.query_params[key] = str(value)
-        return settled(at.run())
-
-    return show
-
-
-def settled(at):
-    """The page once its long work is done."""
-    for _ in range(120):
-        assert not at.exception, [e.message for e in at.exception]
-        if not any("cancel_" in str(b.key) for b in at.button):
-            return at
-        time.sleep(0.25)
-        at.run()
-    raise AssertionError("the work never ended")
+def page(browse):
+    return lambda folder, **address: browse(folder, "start", **address)
 
 
 def charts(at):
@@ -102,7 +65,7 @@ def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
 def test_the_slider_of_the_heads_moves_the_map_and_the_address(page, populated):
     at = page(populated)
     at.select_slider(key="w_at").set_value(8)
-    settled(at.run())
+    dashboard.settled(at.run())
     assert at.query_params["at"] in ("8", ["8"])
     assert any("training step 8" in chart.spec for chart in charts(at))
 
@@ -144,7 +107,7 @@ def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_p
     assert any(c.value == f"workbench xray {tmp_path}/mine" for c in at.code)
     assert not charts(at)
     at.button(key="measure_").click()
-    settled(at.run())
+    dashboard.settled(at.run())
     assert len(charts(at)) == 4
     assert "not measured yet" not in said(at)
 

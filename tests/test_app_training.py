@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import dashboard
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from workbench.files import write_json
 from workbench.results import records, write_parquet
@@ -18,35 +15,9 @@ FOLDERS = ("populated", "empty", "missing", "damaged", "half_written", "foreign"
 A, B = "text-resformer-s0", "text-transformer-s0"
 
 
-@pytest.fixture(scope="module")
-def populated(tmp_path_factory):
-    return dashboard.populate(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def folders(populated, tmp_path_factory):
-    made = {"populated": populated, "empty": tmp_path_factory.mktemp("empty")}
-    made["missing"] = made["empty"] / "nowhere"
-    made["damaged"] = dashboard.damage(dashboard.copied(populated, tmp_path_factory.mktemp("d") / "runs"))
-    made["half_written"] = dashboard.half_write(tmp_path_factory.mktemp("half"))
-    made["foreign"] = dashboard.foreign(tmp_path_factory.mktemp("foreign"))
-    return made
-
-
 @pytest.fixture
-def page(monkeypatch):
-    def show(folder, **address):
-        monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
-        monkeypatch.setattr(sys, "argv", ["main.py"])
-        at = AppTest.from_file(str(APP / "main.py"), default_timeout=60).run()
-        at.switch_page("views/training.py")
-        for key, value in address.items():
-            at.query_params[key] = str(value)
-        at.run()
-        assert not at.exception, [e.message for e in at.exception]
-        return at
-
-    return show
+def page(browse):
+    return lambda folder, **address: browse(folder, "training", **address)
 
 
 def charts(at):
