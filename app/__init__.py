@@ -1,1 +1,1 @@
-"""The dashboard: `main.py` navigates, `state.py` holds the URL mirror and every call into the library, `views/` draws."""
+"""The dashboard: `server.py` serves, `main.py` navigates, `shell.py` and `selection.py` are on every page, `views/` are the pages."""

@@ -1,4 +1,4 @@
-"""The dashboard's entry: `streamlit run app/main.py -- --runs DIR`; pages, navigation, and what is wrong with the folder."""
+"""What runs at each look at a page: the pages, the navigation, and what is wrong with the folder of runs."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from workbench.tokenizer import train_tokenizer
 CLICK, PAINT, PROMPT = 0.5, 1.0, 1.5  # seconds
 BYTES, MEMORY = 1_000_000, 1024  # of a view; MiB of the server
 REPEATS, TOKENS = 3, 512
-MAIN = Path(__file__).parent.parent / "app" / "main.py"
+ROOT = Path(__file__).parent.parent
 FLAGS = [f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
                                   "disable-component-update", "disable-sync")]  # fmt: skip
 SHAPE = {"n_layers": 4, "d_model": 64, "n_heads": 4, "d_mlp": 176, "d_vocab": 1024, "n_ctx": 2048}
@@ -163,14 +163,15 @@ MEASURED = (
 
 
 @contextlib.contextmanager
-def serving(runs: Path, script: Path = MAIN) -> Iterator[tuple[str, psutil.Process]]:
+def serving(runs: Path, script: Path | None = None) -> Iterator[tuple[str, psutil.Process]]:
     """Address and process of the dashboard, or of another script."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = [f"--server.port={port}", "--server.address=127.0.0.1"]
-    command = [sys.executable, "-m", "streamlit", "run", str(script), *options, "--", "--runs", str(runs)]
-    process = subprocess.Popen(command, cwd=MAIN.parent.parent, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    streamlit = ["streamlit", "run", str(script), f"--server.port={port}", "--server.address=127.0.0.1"]
+    ours = ["app.server", f"--port={port}", "--runs", str(runs)]
+    command = [sys.executable, "-m", *(streamlit if script else ours)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     address = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):

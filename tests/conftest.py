@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -98,3 +99,23 @@ def browse(monkeypatch):
         return dashboard.settled(at.run())
 
     return show
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium."""
+    import browsing
+
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as p:
+        chromium = p.chromium.launch(executable_path=browsing.BROWSER, args=browsing.FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def screenshots(tmp_path):
+    """Where pictures of pages go: $WORKBENCH_SCREENSHOTS, else a folder that pytest forgets."""
+    folder = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -10,14 +10,11 @@ import json
 import os
 import re
 import shlex
-import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
+import browsing
 import dashboard
 import pandas as pd
 import pytest
@@ -27,15 +24,6 @@ from workbench.results import load_records
 from workbench.runs import Run
 
 pytestmark = pytest.mark.slow
-BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-FLAGS = [
-    f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
-                             "disable-component-update", "disable-sync")
-]  # fmt: skip
-MAIN = Path(__file__).parent.parent / "app" / "main.py"
-HARMLESS = ("/_stcore/health", "/_stcore/host-config")  # what the front end tries first below a page's own address
 PAGES = {
     "?show=demo": 4, "?show=here": 0, "training": 3, "depth": 1, "attention?a=text-resformer-s0": 0,
     "prompt?a=text-resformer-s0": 2, "prompt?show=layers": 1, "prompt?show=who": 1, "prompt?show=carries": 2,
@@ -58,47 +46,10 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(runs, tmp_path_factory):
+def server(runs):
     """The dashboard's address."""
-    if BROWSER is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome on PATH; `make browser` installs one")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = [f"--server.port={port}", "--server.address=127.0.0.1"]
-    command = [sys.executable, "-m", "streamlit", "run", str(MAIN), *options, "--", "--runs", str(runs)]
-    log = (tmp_path_factory.mktemp("log") / "server.log").open("wb")
-    process = subprocess.Popen(command, cwd=MAIN.parent.parent, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(240):
-            try:
-                with urllib.request.urlopen(f"{url}/_stcore/health", timeout=1):
-                    break
-            except OSError:
-                assert process.poll() is None, "the server ended"
-                time.sleep(0.25)
+    with browsing.served(runs) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
-        log.close()
-
-
-@pytest.fixture(scope="module")
-def browser(server):
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as p:
-        chromium = p.chromium.launch(executable_path=BROWSER, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def screenshots(tmp_path):
-    folder = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @pytest.fixture
@@ -109,15 +60,8 @@ def opened(browser, server):
     def make(scheme="light"):
         context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
         contexts.append(context)
-        page, wrong, outside = context.new_page(), [], []
-        page.set_default_timeout(60_000)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda m: m.type == "error" and "status of 404" not in m.text and wrong.append(m.text))
-        page.on(
-            "response",
-            lambda r: r.status >= 400 and not r.url.endswith(HARMLESS) and wrong.append(f"{r.status} {r.url}"),
-        )
-        page.on("request", lambda r: not r.url.startswith((server, "data:", "blob:")) and outside.append(r.url))
+        wrong, outside = [], []
+        page = browsing.watched(context.new_page(), server, wrong, outside)
         return page, wrong, outside
 
     yield make

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from pathlib import Path
 
-import dashboard
+import browsing
 import pytest
-from test_browser import BROWSER, FLAGS, HARMLESS, MAIN
 
 pytestmark = pytest.mark.slow
 A = "a=text-resformer-s0"
@@ -21,47 +13,10 @@ BOTH = f"{A}&compare=1&b=text-resformer-s1"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(populated):
     """The dashboard's address."""
-    if BROWSER is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome on PATH; `make browser` installs one")
-    runs = dashboard.populate(tmp_path_factory.mktemp("runs"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = [f"--server.port={port}", "--server.address=127.0.0.1", "--", "--runs", str(runs)]
-    command = [sys.executable, "-m", "streamlit", "run", str(MAIN), *options]
-    with (tmp_path_factory.mktemp("log") / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=MAIN.parent.parent, stdout=log, stderr=log)
-        url = f"http://127.0.0.1:{port}"
-        try:
-            for _ in range(240):
-                try:
-                    with urllib.request.urlopen(f"{url}/_stcore/health", timeout=1):
-                        break
-                except OSError:
-                    assert process.poll() is None, "the server ended"
-                    time.sleep(0.25)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(timeout=10)
-
-
-@pytest.fixture(scope="module")
-def browser(server):
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as p:
-        chromium = p.chromium.launch(executable_path=BROWSER, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def screenshots(tmp_path):
-    folder = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    with browsing.served(populated) as url:
+        yield url
 
 
 @pytest.fixture
@@ -74,11 +29,7 @@ def at(browser, server):
             viewport={"width": 1280, "height": 900}, color_scheme=scheme, device_scale_factor=sharp
         )
         contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda m: m.type == "error" and "status of 404" not in m.text and wrong.append(m.text))
-        page.on("response", lambda r: r.status >= 400 and not r.url.endswith(HARMLESS) and wrong.append(r.url))
-        page.on("request", lambda r: not r.url.startswith((server, "data:", "blob:")) and wrong.append(r.url))
+        page = browsing.watched(context.new_page(), server, wrong, wrong)
         page.goto(f"{server}/attention?{query}")
         drawn(page)
         return page

@@ -214,7 +214,8 @@ def test_relative_pairs_by_seed():
 def test_gradients_and_coefficients_are_drawn():
     frame = rows(what=dashboard.telemetry, architectures=("denseformer", "transformer"))
     norms = plots.gradient_map(frame)
-    assert list(norms.data[0].y) == ["W_V 1", "W_V 0", "W_Q 1", "W_Q 0"]
+    assert list(norms.data[0].y) == ["W_V 1", "W_V 0", "  ", "W_Q 1", "W_Q 0"]  # a blank row between matrices
+    assert norms.layout.yaxis.ticktext == ("W_V", "W_Q")
     assert norms.data[0].z[0, 0] == pytest.approx(np.log10(0.02), abs=1e-6)
     learned = plots.coefficients(frame)
     assert [t.name for t in learned.data] == ["embedding", "output of block 0"]

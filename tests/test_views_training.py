@@ -158,7 +158,9 @@ def test_gradients_of_two_runs_are_divided(ask):
     for view in (training.gradients, training.gradients_over_time):
         figure = drawn(ask, view, compare=1, b=B).figure
         assert [t.name for t in figure.data] == ["A: ResFormer · s0", "B: Transformer · s0", "A ÷ B"]
-        assert np.asarray(figure.data[2].z) == pytest.approx(0.0)
+        told = np.asarray(figure.data[2].z)
+        assert told[np.isfinite(told)] == pytest.approx(0.0)  # the rows between matrices are blank
+        assert np.isfinite(told).any(axis=1).sum() in (2, 4)
         assert figure.data[2].coloraxis == "coloraxis2"
         assert figure.layout.coloraxis2.cmin == -figure.layout.coloraxis2.cmax
 

@@ -42,15 +42,14 @@ def serve(runs: Path, port: int) -> Server:
         return Server(url, None)
     if _taken(port):
         raise WorkbenchError(f"port {port} on {HOST} is in use by something else; choose another with --port")
-    spec = importlib.util.find_spec("app.main")
+    spec = importlib.util.find_spec("app.server")
     if spec is None or spec.origin is None:
         raise WorkbenchError("the dashboard (folder app/) is not installed; run from a clone: pip install -e .")
-    main = Path(spec.origin)
-    command = [sys.executable, "-m", "streamlit", "run", str(main), f"--server.port={port}", f"--server.address={HOST}"]
+    folder = Path(spec.origin).parent.parent  # its settings lie there too
     environment = os.environ | {"WORKBENCH_RUNS": str(runs), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     log = (runs / ".app.log").open("wb")
     process = subprocess.Popen(
-        [*command, "--", "--runs", str(runs)], cwd=main.parent.parent, env=environment, stdout=log, stderr=log,
+        [sys.executable, "-m", "app.server", "--port", str(port), "--runs", str(runs)], cwd=folder, env=environment, stdout=log, stderr=log,
         start_new_session=True,
     )  # fmt: skip
     log.close()

@@ -18,7 +18,11 @@ from workbench.plots.records import checked, plot
 from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed, label, ordered, outer_titles, subtitle, words
 
 RATIO = "A ÷ B"  # the difference of two logarithms
-MOST_POINTS, MOST_COLUMNS, MOST_PRINTED = 600, 160, 48  # of a curve, of a map over steps, cells that carry their number
+MOST_POINTS, MOST_COLUMNS, MOST_PRINTED = (
+    600,
+    160,
+    90,
+)  # of a curve, of a map over steps, cells of a figure that carry their number
 
 
 def thinned(frame: pd.DataFrame, most: int = MOST_POINTS) -> tuple[pd.DataFrame, int]:
@@ -126,12 +130,12 @@ def gradient_layers(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool 
     found = pd.concat([part for _, part in rows])
     steps = sorted({int(part["step"].max()) for _, part in rows})
     under = subtitle(found, f"training step {' and '.join(map(str, steps))}", *_reading(found))
-    figure, columns = _maps(grids, "layer %{y}, %{x}", compare=compare, abreast=3, gap=96)
+    most = max(len(grid) for _, grid in grids)
+    figure = _maps(grids, "layer %{y}, %{x}", compare=compare, height=34 * max(3, most))
     figure.update_xaxes(type="category", tickangle=-60, tickfont_size=10)
-    figure.update_yaxes(dtick=1 if max(len(grid) for _, grid in grids) <= 16 else None, title_text="")
+    figure.update_yaxes(dtick=1 if most <= 16 else None)
     figure.update_yaxes(title_text="layer", col=1)
-    lines = -(-len(figure.data) // columns) * (96 + 34 * max(3, *(len(grid) for _, grid in grids)))
-    return _scaled(dressed(figure, "Gradient norms, layer by layer", under, lines))
+    return _scaled(dressed(figure, "Gradient norms, layer by layer", under, figure.layout.height))
 
 
 def gradient_map(frame: pd.DataFrame) -> go.Figure:
@@ -143,20 +147,16 @@ def gradient_map(frame: pd.DataFrame) -> go.Figure:
 def gradient_maps(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False) -> go.Figure:
     """The same over training for each (name, rows); `compare`: of A, of B, and A divided by B."""
     thin = [(name, *thinned(rows, MOST_COLUMNS)) for name, rows in parts]
-    grids = [(name, _over_steps(rows)) for name, rows, _ in thin]
     found, width = pd.concat([rows for _, rows, _ in thin]), max(width for _, _, width in thin)
+    order = _row_order(found)  # the same for all: a matrix that a model lacks is left blank
+    grids = [(name, _over_steps(rows).reindex(order)) for name, rows, _ in thin]
     said = f"each column the mean of {width} steps" if width > 1 else ""
-    under = subtitle(found, "rows: matrix and layer", *_reading(found), said)
-    figure, columns = _maps(grids, "%{y} at step %{x}", compare=compare, abreast=2, gap=70)
-    most = max(len(grid) for _, grid in grids)
-    figure.update_yaxes(tickfont_size=9, dtick=1 if most <= 40 else None, type="category")
-    if compare:
-        figure.update_yaxes(showticklabels=False)
-        figure.update_yaxes(showticklabels=True, col=1)
-    figure.update_xaxes(title_text="training step")
-    outer_titles(figure, len(figure.data), columns)
-    count = -(-len(figure.data) // columns)
-    return _scaled(dressed(figure, "Gradient norms over training", under, count * (70 + max(200, min(12 * most, 560)))))
+    under = subtitle(found, "each matrix: the first layer on top", *_reading(found), said)
+    height = max(180, min(9 * max(len(grid) for _, grid in grids), 560))
+    figure = _maps(grids, "%{y} at step %{x}", compare=compare, height=height, across="training step")
+    for trace, axis in zip(figure.data, figure.select_yaxes(), strict=False):
+        axis.update(type="category", tickfont_size=10, **_one_tick_a_matrix(list(trace.y)))
+    return _scaled(dressed(figure, "Gradient norms over training", under, figure.layout.height))
 
 
 def _reading(rows: pd.DataFrame) -> list[str]:
@@ -164,42 +164,71 @@ def _reading(rows: pd.DataFrame) -> list[str]:
 
 
 def _maps(
-    grids: list[tuple[str, pd.DataFrame]], place: str, *, compare: bool, abreast: int, gap: int
-) -> tuple[go.Figure, int]:
-    """Panels of logarithms, so many abreast, and how many there are."""
+    grids: list[tuple[str, pd.DataFrame]], place: str, *, compare: bool, height: int, across: str = ""
+) -> go.Figure:
+    """Panels of logarithms, at most three abreast, each so many pixels high; `across`: what runs from left to right."""
     shown = list(grids)
     if compare and len(grids) == 2:
-        shown.append((RATIO, grids[0][1].sub(grids[1][1]).dropna(how="all").dropna(how="all", axis=1)))
-    columns = len(shown) if compare else min(len(shown), abreast)
+        (_, a), (_, b) = grids
+        shown.append(
+            (RATIO, a.sub(b).reindex([n for n in a.index if n in b.index], columns=a.columns.intersection(b.columns)))
+        )
+    columns = min(len(shown), 3)
     count = -(-len(shown) // columns)
-    room = max(len(grid) for _, grid in shown) * 20 + gap
+    # labels at the left and below serve all panels where these have the same rows, and the same columns
+    same_rows = len({tuple(grid.index) for _, grid in shown}) == 1
+    same_columns = len({tuple(grid.columns) for _, grid in shown}) == 1
+    gap = 40 if same_columns else 96
+    printed = sum(grid.size for _, grid in shown) <= MOST_PRINTED
     figure = make_subplots(
-        count, columns, subplot_titles=[name for name, _ in shown], horizontal_spacing=0.14 / columns + 0.02,
-        vertical_spacing=min(0.9 / max(count - 1, 1), gap / (room * count)),
+        count, columns, subplot_titles=[name for name, _ in shown], horizontal_spacing=(0.06 if same_rows else 0.14) / columns + 0.02,
+        vertical_spacing=gap / (count * (height + gap)),
     )  # fmt: skip
+    figure.update_layout(height=count * (height + gap) + 60)
     for i, (name, grid) in enumerate(shown):
         z = grid.to_numpy(dtype="float32")
         x, y = (
             [int(n) for n in axis] if axis.dtype.kind in "fi" else [markup.escape(str(n)) for n in axis]
             for axis in (grid.columns, grid.index)
         )
-        ratio = name == RATIO
+        ratio, at, lowest = name == RATIO, {"row": i // columns + 1, "col": i % columns + 1}, i + columns >= len(shown)
         said = "A is %{customdata:.2f} times B" if ratio else "%{customdata:.3g}"
-        few = grid.size <= MOST_PRINTED
         figure.add_heatmap(
             z=z, x=x, y=y, customdata=10**z, coloraxis="coloraxis2" if ratio else "coloraxis", name=name,
-            text=[[f"{v:.2g}" if np.isfinite(v) else "" for v in row] for row in 10.0**z] if few else None,
-            texttemplate="%{text}" if few else None, textfont_size=9, hoverongaps=False,
-            hovertemplate=f"{name}<br>{place}: {said}<extra></extra>", row=i // columns + 1, col=i % columns + 1,
+            text=[[f"{v:.2g}" if np.isfinite(v) else "" for v in row] for row in 10.0**z] if printed else None,
+            texttemplate="%{text}" if printed else None, textfont_size=9, hoverongaps=False,
+            hovertemplate=f"{name}<br>{place}: {said}<extra></extra>", **at,
         )  # fmt: skip
-    return figure, columns
+        figure.update_yaxes(showticklabels=not same_rows or i % columns == 0, **at)
+        figure.update_xaxes(showticklabels=not same_columns or lowest, title_text=across if lowest else "", **at)
+    return figure
+
+
+def _one_tick_a_matrix(rows: Sequence[str]) -> dict[str, Any]:
+    """Ticks of rows `W_Q 3`, `W_Q 2`, ...: the matrix, once, in the middle of its layers."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.partition(" ")[0], []).append(row)
+    found.pop("", None)  # the blank rows between matrices
+    return {"tickvals": [names[len(names) // 2] for names in found.values()], "ticktext": list(found)}
+
+
+def _row_names(rows: pd.DataFrame) -> pd.Series:
+    return rows["part"].astype(str) + rows["layer"].map(lambda n: "" if pd.isna(n) else f" {n:.0f}")
+
+
+def _row_order(rows: pd.DataFrame) -> list[str]:
+    """Matrix and layer from below: the last matrix's last layer first; blank rows between matrices."""
+    named, order = rows.assign(row=_row_names(rows)), list[str]()
+    for part in reversed(_in_order({str(p) for p in rows["part"]})):
+        order += [" " * len(order)] if order else []
+        order += list(named[named["part"] == part].sort_values("layer", ascending=False)["row"].unique())
+    return order
 
 
 def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """log10 of the norms [matrix and layer, step], the first layer's matrices on top."""
-    where = rows["part"].astype(str) + rows["layer"].map(lambda n: "" if pd.isna(n) else f" {n:.0f}")
-    order = rows.assign(where=where).drop_duplicates("where").sort_values(["part", "layer"], ascending=False)["where"]
-    return _log10(rows.assign(where=where).pivot_table(index="where", columns="step", values="value")).reindex(order)
+    """log10 of the norms [matrix and layer, step]."""
+    return _log10(rows.assign(row=_row_names(rows)).pivot_table(index="row", columns="step", values="value"))
 
 
 def _log10(grid: pd.DataFrame) -> pd.DataFrame:

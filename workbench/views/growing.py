@@ -82,7 +82,7 @@ class Growing:
         for entry in entries:
             with contextlib.suppress(BadCheckpoint, OSError):
                 for table in self._tables(entry):
-                    found |= set(table["metric"].cast("string").unique().to_pylist())
+                    found |= set(table["metric"].unique().to_pylist())
         return {name for name in found if name is not None}
 
     def _tables(self, entry: Entry) -> list[pa.Table]:
@@ -134,8 +134,8 @@ def _table(file: Path) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file, read_dictionary=list(TEXT)) as opened:
-            table = opened.read()
+        held = pa.BufferReader(file.read_bytes())  # half the time of reading these small files by their paths
+        table = pq.ParquetFile(held, read_dictionary=list(TEXT)).read(use_threads=False)
         return table.select([c for c in table.column_names if c == "metric" or table[c].null_count < len(table)])
     except (OSError, KeyError, pa.ArrowException) as error:
         raise BadCheckpoint(f"cannot read {file}: {error}") from error

@@ -1,0 +1,110 @@
+"""The dashboard's server: `python -m app.server --port N --runs DIR`. Streamlit's, with a front end that comes at once.
+
+A first visit fetches some sixty small files. Streamlit finds each on disk anew, and its sockets hold the second half of a small
+answer back until the first is confirmed (40 ms). Here the files come from memory and the server binds its own socket. The
+document also says where the server is, which saves a deep link two rounds of asking. Everything else is as Streamlit answers it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import time
+from pathlib import Path
+
+import streamlit as st
+import uvicorn
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
+
+from workbench.serving import HOST
+from workbench.views.link import PAGES
+
+FRONT = Path(st.__file__).parent / "static"
+HERE = (
+    b"<script>window.__streamlit = {BACKEND_BASE_URL: location.origin,"
+    b" HOST_CONFIG: {allowedOrigins: [location.origin], useExternalAuthToken: false}}</script>"
+)
+KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
+SLOW_S, AGAIN = 0.02, 100  # a collection of garbage that is felt; collections between two looks at everything
+
+
+class FrontEnd:
+    """Answers for hosts by name only; sends the document and the files of the front end from memory."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app, self.files = app, _listing()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._answer(scope) if scope["type"] == "http" else None
+        await (answer or self.app)(scope, receive, send)
+
+    def _answer(self, scope: Scope) -> Response | None:
+        if not is_host_allowed(Headers(scope=scope).get("host")):
+            return PlainTextResponse("This dashboard answers to 127.0.0.1 and localhost alone.", 403)
+        path = scope["path"]
+        if scope["method"] != "GET":
+            return None
+        if path in self.files:
+            body, kind = _read(self.files[path])
+            return Response(body, media_type=kind, headers={"Cache-Control": "public, immutable, max-age=31536000"})
+        if path == "/start":  # the first page has no name in its address
+            return RedirectResponse("/?" + scope["query_string"].decode("latin-1"), 307)
+        if path.strip("/") in ("", *PAGES):
+            return Response(_document(), media_type="text/html", headers={"Cache-Control": "no-cache"})
+        return None
+
+
+def _listing() -> dict[str, Path]:
+    """Files of the front end by their paths in an address."""
+    found = (p for p in (FRONT / "static").rglob("*") if p.suffix in KINDS)
+    return {f"/{p.relative_to(FRONT).as_posix()}": p for p in found}
+
+
+@functools.cache
+def _read(path: Path) -> tuple[bytes, str]:
+    return path.read_bytes(), KINDS[path.suffix]
+
+
+@functools.cache
+def _document() -> bytes:
+    return (FRONT / "index.html").read_bytes().replace(b"</head>", HERE + b"</head>", 1)
+
+
+class Aside:
+    """Sets what is alive aside from the collection of garbage, which Streamlit does after every run of a page.
+
+    The libraries alone are half a million objects: looking through them takes 0.1 s, in which nothing is sent. Now and then
+    everything is looked at again, so that what has died meanwhile is freed.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.began = 0, 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] < 2:
+            return
+        if phase == "start":
+            self.began = time.perf_counter()
+            return
+        self.count += 1
+        if self.count % AGAIN == 0:
+            gc.unfreeze()
+        elif time.perf_counter() - self.began > SLOW_S:
+            gc.freeze()
+
+
+app = st.App(Path(__file__).with_name("main.py"), middleware=[Middleware(FrontEnd)])
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=8501)
+    gc.callbacks.append(Aside())
+    uvicorn.run(
+        app, host=HOST, port=parser.parse_known_args()[0].port, ws="websockets-sansio", ws_per_message_deflate=False,
+        access_log=False, log_level="warning", timeout_graceful_shutdown=2,
+    )  # fmt: skip

@@ -1,0 +1,47 @@
+"""A real browser for the tests of the dashboard, and the dashboard as `workbench app` starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+
+import pytest
+
+from workbench import serving
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+FLAGS = [
+    f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+                             "disable-component-update", "disable-sync")
+]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def served(runs):
+    """Address of a dashboard that shows these runs; skips where there is no browser to open it with."""
+    if BROWSER is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on PATH; `make browser` installs one")
+    server = serving.serve(runs, free_port())
+    try:
+        yield server.url
+    finally:
+        serving.stop(server)
+
+
+def watched(page, server, wrong, outside):
+    """Note what goes wrong in a page, and what leaves this machine."""
+    page.set_default_timeout(60_000)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda m: m.type == "error" and wrong.append(m.text))
+    page.on("response", lambda r: r.status >= 400 and wrong.append(f"{r.status} {r.url}"))
+    page.on("request", lambda r: not r.url.startswith((server, "data:", "blob:")) and outside.append(r.url))
+    return page

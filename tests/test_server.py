@@ -1,0 +1,117 @@
+"""The dashboard's server: who is answered, what comes from memory, what a garbage collection looks through."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import statistics
+import time
+import urllib.request
+
+import browsing
+import pytest
+
+from workbench import serving
+
+pytest.importorskip("streamlit")
+from app.server import AGAIN, FRONT, Aside
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory):
+    server = serving.serve(tmp_path_factory.mktemp("runs"), browsing.free_port())
+    yield int(server.url.rpartition(":")[2])
+    serving.stop(server)
+
+
+def ask(port, path, host=None, method="GET"):
+    wire = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    wire.request(method, path, headers={} if host is None else {"Host": host})
+    answer = wire.getresponse()
+    body = answer.read()
+    wire.close()
+    return answer, body
+
+
+SMALL, LARGE = (
+    f"/static/js/{pick((FRONT / 'static' / 'js').glob('*.js'), key=lambda p: p.stat().st_size).name}" for pick in (min, max)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/", "/depth", SMALL, "/_stcore/health", "/nowhere"])
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", ""])
+def test_other_host_names_get_nothing(port, path, host):
+    answer, body = ask(port, path, host)
+    assert answer.status == 403
+    assert b"script" not in body
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:80"])
+def test_this_machine_is_answered(port, host):
+    assert ask(port, "/", host)[0].status == 200
+
+
+@pytest.mark.parametrize("path", [SMALL, LARGE])
+def test_files_of_the_front_end_are_what_lies_on_disk(port, path):
+    for _ in range(2):
+        answer, body = ask(port, path)
+        assert body == (FRONT / path.lstrip("/")).read_bytes()
+        assert answer.getheader("Content-Type").startswith("text/javascript")
+        assert "immutable" in answer.getheader("Cache-Control")
+
+
+@pytest.mark.parametrize("name", ["", "start", "training", "depth", "attention", "prompt", "intervene"])
+def test_every_page_gets_the_document_that_says_where_the_server_is(port, name):
+    told = urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}?a=b", timeout=20)
+    body = told.read()
+    assert b"BACKEND_BASE_URL: location.origin" in body
+    assert told.headers["Cache-Control"] == "no-cache"
+    plain = (FRONT / "index.html").read_bytes()
+    start, end = plain.split(b"</head>")
+    assert body.startswith(start)
+    assert body.endswith(end)
+
+
+def test_the_first_page_has_its_name_too_and_keeps_its_link(port):
+    answer, _ = ask(port, "/start?show=here&a=x%20y%0d%0aSet-Cookie:z=1")
+    assert answer.status == 307
+    assert answer.getheader("Location") == "/?show=here&a=x%20y%0d%0aSet-Cookie:z=1"
+    assert answer.getheader("Set-Cookie") is None or "z=1" not in answer.getheader("Set-Cookie")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/static/../../../../etc/passwd", "/static/js/%2e%2e/%2e%2e/index.html", "//static/js", "/static/js/", "/static"],
+)
+def test_only_listed_files_are_sent(port, path):
+    _, body = ask(port, path)
+    assert b"root:" not in body
+    assert not body.startswith((b"import", b"var", b"const"))
+
+
+def test_small_answers_are_not_held_back(port):
+    """Without TCP_NODELAY the second half of each waits 40 ms for the first to be confirmed."""
+    wire = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    took = []
+    for _ in range(12):
+        begin = time.perf_counter()
+        wire.request("GET", SMALL)
+        wire.getresponse().read()
+        took.append(time.perf_counter() - begin)
+    wire.close()
+    assert statistics.median(took) < 0.03
+
+
+def test_what_is_alive_is_set_aside_once_collecting_is_felt_and_looked_at_again_later(monkeypatch):
+    done = []
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: done.append("unfreeze"))
+    clock = iter(t for n in range(AGAIN + 1) for t in (n, n + (0.001 if n == 0 else 0.05)))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    aside = Aside()
+    for _ in range(AGAIN):
+        aside("start", {"generation": 0})
+        aside("stop", {"generation": 0})
+        aside("start", {"generation": 2})
+        aside("stop", {"generation": 2})
+    assert done == ["freeze"] * (AGAIN - 2) + ["unfreeze"]
