@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -29,19 +31,9 @@ def tokens(length=6, *, batch=2, seed=0):
 
 
 @pytest.fixture
-def awake(tiny):
-    """`tiny` in float64 whose gains, coefficients and averages have left their neutral start."""
-
-    def make(architecture, *, dtype=WIDE, **options):
-        model = tiny(architecture, dtype=dtype, **options)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if p.ndim == 1 or name.startswith("dwa."):
-                    p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-        return model
-
-    return make
+def awake(awake):
+    """Those of all tests, in float64."""
+    return functools.partial(awake, dtype=WIDE)
 
 
 # ---- completeness ----------------------------------------------------------------------------------------------------

@@ -58,22 +58,6 @@ def in_chunks(model, ids, sizes, cache=None):
     return torch.cat([model(part, past_kv_cache=cache) for part in ids.split(sizes, 1)], 1)
 
 
-@pytest.fixture
-def awake(tiny):
-    """`tiny` whose learned coefficients have left their neutral start."""
-
-    def make(architecture, **options):
-        model = tiny(architecture, **options)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if p.ndim == 1 or name.startswith("dwa."):
-                    p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-        return model
-
-    return make
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(["a small text about small things, and über ß: naïve\n\n"] * 20, WRITTEN)
