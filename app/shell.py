@@ -21,6 +21,7 @@ from app.selection import choose
 from app.source import source, weights_stamp
 from workbench import plots
 from workbench.errors import BadData, WorkbenchError
+from workbench.results import facts
 from workbench.views import Drawing, Link, Source
 from workbench.views.base import View, timelapse
 from workbench.views.source import LETTERS, PROMPTS, SYMBOLS, TEXT
@@ -247,11 +248,11 @@ def _drawer(link: Link) -> None:
         st.markdown("**Command.** Draws this page as one offline file, from the same link:")
         st.code(command(link, f"--out {link.page}.html"), language="bash", wrap_lines=True)
         st.markdown("**Provenance** of the numbers on this page: weights, data and code they were measured with.")
-        facts = provenance([table for _, table in st.session_state["drawn"]])
-        if facts.empty:
+        known = provenance([table for _, table in st.session_state["drawn"]])
+        if known.empty:
             st.caption("Nothing on this page was read from stored records.")
         else:
-            st.dataframe(facts, hide_index=True, width="stretch", key="provenance", alt="Provenance of the numbers")
+            st.dataframe(known, hide_index=True, width="stretch", key="provenance", alt="Provenance of the numbers")
         st.markdown("**Self-check** of the chosen models: whether what they compute adds up.")
         if st.toggle("Run it", key="self_check"):
             _self_check(link)
@@ -265,7 +266,7 @@ def provenance(tables: list[pd.DataFrame]) -> pd.DataFrame:
             continue
         asked = [c for c in ("run", "step", "provenance") if c in table]
         for row in table.loc[table["provenance"].notna(), asked].drop_duplicates().head(MOST_FACTS).to_dict("records"):
-            fact = {"run": row.get("run"), "step": row.get("step")} | json.loads(row["provenance"])
+            fact = {"run": row.get("run"), "step": row.get("step")} | facts(row["provenance"])
             first = {k: fact.pop(k) for k in ("run", "step", "metric", "weights", "data") if fact.get(k) is not None}
             fact.pop("key", None)
             rows.setdefault(json.dumps(first | fact, sort_keys=True, default=str), first | fact)

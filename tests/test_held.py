@@ -6,11 +6,13 @@ from pathlib import Path
 
 import dashboard
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from workbench.results import records, write_parquet
+from workbench.results import facts, records, write_parquet
 from workbench.views import Source
+from workbench.views.growing import Growing
 from workbench.views.held import Held
 
 ORDER = ["run", "metric", "step", "site", "layer", "head", "position", "variant", "control"]
@@ -78,3 +80,52 @@ def test_answers_are_given_up_where_they_take_too_much(ask):
     for metric in ("sink_mass", "value_drain", "sink_mass"):
         held.rows(entries, [metric])
         assert len(held.answers) == 1
+
+
+# ---- tables that others wrote ----
+
+ODD = {
+    "value": [["x"], [[1.0]], [{"a": 1.0}], [pd.Timestamp(0)]],
+    "layer": [["first"], [0.5], [2**63]],
+    "step": [["now"]],
+    "se": [["much"]],
+    "data": [[["prose"]]],
+    "metric": [[b"\xff\xfe"]],
+}
+
+
+@pytest.mark.parametrize(("column", "values"), [(c, v) for c, many in ODD.items() for v in many])
+@pytest.mark.parametrize("kind", ["records", "telemetry"])
+def test_a_foreign_table_is_left_out_by_its_name_and_column_and_the_other_runs_stand(ask, kind, column, values):
+    run = ask.folder / "text-resformer-s1"
+    foreign = pd.DataFrame({"metric": ["sink_mass"], "value": [1.0]} | {column: values})
+    name = {"records": "zz.parquet", "telemetry": "000000-000020.parquet"}[kind]
+    (run / kind).mkdir(exist_ok=True)
+    foreign.to_parquet(run / kind / name)
+    common = {"run": "text-resformer-s0", "architecture": "resformer", "seed": 0}
+    write_parquet(records(dashboard.telemetry(common, "text")), ask.folder / common["run"] / "telemetry" / name)
+    entries = ask.catalogue().entries
+    found, problems = (Held() if kind == "records" else Growing()).rows(entries)
+    assert set(found["run"]) == {"text-resformer-s0"}
+    assert list(problems) == ["text-resformer-s1"]
+    assert f"{name} is no table of records: column {column}" in problems["text-resformer-s1"]
+    getattr(ask, kind)(entries)  # the same from a terminal
+    assert ask.problems == problems
+
+
+def test_a_foreign_table_may_spell_numbers_and_gaps_its_own_way(ask):
+    path = ask.folder / "text-resformer-s1" / "records" / "aa.parquet"
+    table = pa.table(
+        {"metric": ["m", "m"], "value": [1, 2], "layer": [0.0, float("nan")], "data": [7, 8], "theirs": [[1], []]}
+    )
+    pq.write_table(table, path)
+    found, problems = Held().rows(ask.catalogue().entries, ["m"])
+    assert not problems
+    assert found["value"].tolist() == [1.0, 2.0]
+    assert found["layer"].fillna(-1).tolist() == [0, -1]
+    assert found["data"].tolist() == ["7", "8"]
+
+
+@pytest.mark.parametrize("text", ["<b>", "[1]", "3", "null", '"x"', ""])
+def test_a_provenance_that_is_not_ours_says_nothing(text):
+    assert facts(text) == {}

@@ -28,6 +28,7 @@ SAMPLE_COLUMNS = (
     "provenance",
 )  # fmt: skip
 """One value per document, for resampling; kept where a record has no position axis."""
+KNOWN, NEEDED = {*COLUMNS, *SAMPLE_COLUMNS}, ("metric", "value")
 
 
 def records(rows: Iterable[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
@@ -56,13 +57,57 @@ def read_parquet(paths: Sequence[Path], columns: Sequence[str] = COLUMNS, where:
     for path in paths:
         try:
             with pq.ParquetFile(path) as file:  # opened once, so a file that is replaced meanwhile stays the one it was
-                tables.append(file.read())
+                tables.append(checked(file.read(), path))
         except (OSError, pa.ArrowException) as error:
             raise BadCheckpoint(f"cannot read {path}: {error}") from error
     if not tables:
         return records([], columns)
     table = pa.concat_tables(tables, promote_options="permissive")
     return typed(_filtered(table, where) if where else table.to_pandas(), columns)
+
+
+def checked(table: Any, path: Path, needed: Sequence[str] = ()) -> Any:
+    """The columns of a file that are ours, each of its documented type; others are left out.
+
+    table: Arrow. `needed`: columns without which nothing can be said. Raises `BadCheckpoint` naming the file, and the column
+    where it is one.
+    """
+    import pyarrow as pa
+
+    if missing := set(needed) - set(table.column_names):
+        raise BadCheckpoint(f"{path} is no table of records: it has no {' and no '.join(sorted(missing))}")
+    found, name = {}, ""
+    try:
+        for name in dict.fromkeys(c for c in table.column_names if c in KNOWN):
+            found[name] = _of_our_type(table[name], name)
+        whole = pa.table(found)
+        whole.validate(full=True)  # text that is none
+    except (KeyError, pa.ArrowException) as error:
+        raise BadCheckpoint(f"{path} is no table of records: column {name}: {error}") from error
+    return whole
+
+
+def _of_our_type(column: Any, name: str) -> Any:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if name in TEXT:
+        held = kind.value_type if pa.types.is_dictionary(kind) else kind
+        return column if pa.types.is_string(held) or pa.types.is_large_string(held) else column.cast(pa.string())
+    if name in WHOLE and pa.types.is_floating(kind):  # how tables without whole numbers leave gaps
+        column = pc.if_else(pc.is_nan(column), None, column)
+    wanted = pa.int64() if name in WHOLE else pa.float64()
+    return column if kind == wanted else column.cast(wanted)
+
+
+def facts(provenance: Any) -> dict[str, Any]:
+    """What a provenance says; nothing where it is not ours."""
+    try:
+        found = json.loads(provenance)
+    except (TypeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _filtered(table: Any, where: str) -> pd.DataFrame:
@@ -87,8 +132,8 @@ def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
 
     A run that was measured on 32 and on 64 documents has records of both, which must not be averaged.
     """
-    facts = {text: json.loads(text) for text in frame["provenance"].dropna().unique()}
-    told = {text: f"{fact.get('data', '')} {fact.get('metric', '')}" for text, fact in facts.items()}
+    known = {text: facts(text) for text in frame["provenance"].dropna().unique()}
+    told = {text: f"{fact.get('data', '')} {fact.get('metric', '')}" for text, fact in known.items()}
     keyed = frame.assign(sample=[told.get(text, "") for text in frame["provenance"]])
     found = keyed.groupby(["run", "metric", "sample"], as_index=False, dropna=False).agg(
         last=("step", "max"), steps=("step", "nunique"), n=("n", "max")

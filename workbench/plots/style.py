@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import html as markup
-import json
 import textwrap
 from typing import Any
 
@@ -13,6 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench.names import LABELS
+from workbench.results import facts
 
 COLOURS = {
     "transformer": "#0072B2", "resformer": "#D55E00", "svformer": "#009E73", "neutreno": "#56B4E9", "denseformer": "#E69F00",
@@ -109,13 +109,13 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _facts(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return [json.loads(p) for p in frame["provenance"].dropna().unique()[:200]]
+    return [facts(p) for p in frame["provenance"].dropna().unique()[:200]]
 
 
 def reading(frame: pd.DataFrame) -> str:
     """Which way a metric's numbers are to be read, as its records or the registry say."""
     metric = str(frame["metric"].iloc[0])
-    found = next((fact["reading"] for fact in _facts(frame) if fact.get("reading")), READINGS.get(metric))
+    found = next((str(fact["reading"]) for fact in _facts(frame) if fact.get("reading")), READINGS.get(metric))
     if found is None and len(frame["provenance"].dropna()):
         from workbench.metrics import METRICS
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from workbench.catalogue import Entry
 from workbench.errors import BadCheckpoint
-from workbench.results import TEXT, records, typed
+from workbench.results import NEEDED, TEXT, checked, records, typed
 from workbench.runs import Run
 
 if TYPE_CHECKING:
@@ -135,7 +135,12 @@ def _table(file: Path) -> pa.Table:
 
     try:
         held = pa.BufferReader(file.read_bytes())  # half the time of reading these small files by their paths
-        table = pq.ParquetFile(held, read_dictionary=list(TEXT)).read(use_threads=False)
-        return table.select([c for c in table.column_names if c == "metric" or table[c].null_count < len(table)])
-    except (OSError, KeyError, pa.ArrowException) as error:
+        try:
+            opened = pq.ParquetFile(held, read_dictionary=list(TEXT))
+        except KeyError:  # a table without one of them
+            opened = pq.ParquetFile(held)
+        table = checked(opened.read(use_threads=False), file, NEEDED)
+        kept = [c for c in table.column_names if c == "metric" or table[c].null_count < len(table)]
+        return pa.table({c: table[c].dictionary_encode() if c in TEXT else table[c] for c in kept})
+    except (OSError, pa.ArrowException) as error:
         raise BadCheckpoint(f"cannot read {file}: {error}") from error

@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 
 from workbench.catalogue import Entry
-from workbench.results import TEXT, WHOLE, record_files, records, typed
+from workbench.errors import BadCheckpoint
+from workbench.results import NEEDED, TEXT, WHOLE, checked, record_files, records, typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,11 +88,11 @@ def _read(path: str) -> dict[str, pa.Table] | str:
     for file in record_files(Path(path)):
         try:
             with pq.ParquetFile(file) as opened:
-                tables.append(opened.read())
+                tables.append(checked(opened.read(), file, NEEDED))
+        except BadCheckpoint as error:
+            return f"records: {error}"
         except (OSError, KeyError, pa.ArrowException) as error:
             return f"records: cannot read {file}: {error}"
-        if missing := {"metric", "value"} - set(tables[-1].column_names):
-            return f"records: {file} is no table of records: it has no {' and no '.join(sorted(missing))}"
     if not tables:
         return {}
     whole = _joined(tables)
