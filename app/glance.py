@@ -50,7 +50,7 @@ def _ready(subject: Subject) -> bool:
     if st.button("Measure it here", key=f"measure_{subject.tag}", icon=":material/play_arrow:", type="primary"):
         asked[place] = entry.stamp
     st.caption("Or from a terminal; either way the numbers are stored beside the run and not measured again.")
-    st.code(start.command(entry, subject.step), language="bash", wrap_lines=True)
+    st.code(start.command(entry, subject.step), language=None, wrap_lines=True)
     if place not in asked:
         return False
     try:  # people who asked before anything changed wait for one job

@@ -41,7 +41,7 @@ def verdicts(link: Link) -> None:
         st.caption(
             "Measures what claims need and is not stored yet, judges them all, and writes tables, figures and a page:"
         )
-        st.code(start.analysis(ask, link), language="bash", wrap_lines=True)
+        st.code(start.analysis(ask, link), language=None, wrap_lines=True)
 
 
 def _claim(link: Link, found: start.Judgement) -> None:
@@ -56,4 +56,4 @@ def _claim(link: Link, found: start.Judgement) -> None:
         show(start.verdict, link)
         if found.missing:
             st.caption(f"Not stored, so not part of this: {', '.join(found.missing)}. Measured by:")
-            st.code(start.analysis(source(), link, claim.question), language="bash", wrap_lines=True)
+            st.code(start.analysis(source(), link, claim.question), language=None, wrap_lines=True)

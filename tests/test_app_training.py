@@ -104,10 +104,10 @@ def test_a_recording_is_drawn_without_checkpoints_and_told_to_be_live_while_it_i
     with Run(tmp_path / "their *loop*").writing():
         at = page(tmp_path)
         assert "Being written now: their *loop*" in said(at)
-        assert charts(at)[0].alt.endswith("from 4 at 0.0 to 2 at 2.0")
+        assert charts(at)[0].alt.endswith("from 4 at 0 to 2 at 2")
         recording(tmp_path, "their *loop*", 5)
         at.run()
-        assert charts(at)[0].alt.endswith("from 4 at 0.0 to 0 at 4.0")
+        assert charts(at)[0].alt.endswith("from 4 at 0 to 0 at 4")
     at = page(tmp_path, show="inside", quantity="update_ratio")
     assert "Being written" not in said(at)
     assert at.selectbox(key="w_quantity").value == "update_ratio"

@@ -74,7 +74,7 @@ def _here(link: Link) -> None:
         st.warning(
             f"{len(found.problems)} folders look like runs and cannot be read; they are named at the foot of the page."
         )
-    st.caption(
+    st.markdown(
         "`measures`: how many measures are stored; more: `workbench measure RUN -m NAME`. Runs of one experiment may be compared."
     )
 

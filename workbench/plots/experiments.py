@@ -11,7 +11,19 @@ from plotly.subplots import make_subplots
 
 from workbench.findings import copying, formation_steps
 from workbench.plots.records import checked, lines
-from workbench.plots.style import GREY, axis_title, colour, dressed, label, ordered, pale, subtitle, words, wrapped
+from workbench.plots.style import (
+    GREY,
+    MINUS,
+    axis_title,
+    colour,
+    dressed,
+    label,
+    ordered,
+    pale,
+    subtitle,
+    words,
+    wrapped,
+)
 
 # ---- the race to induction -------------------------------------------------------------------------------------------
 
@@ -26,13 +38,7 @@ def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     figure.add_hline(
         y=half,
         line={"color": GREY, "dash": "dot"},
-        annotation={
-            "text": "half of the loss at the start",
-            "xanchor": "left",
-            "x": 0,
-            "yanchor": "top",
-            "font": {"color": GREY},
-        },
+        annotation={"text": "half of the loss at the start", "xanchor": "left", "x": 0, "yanchor": "top"},
     )
     steps = formation_steps(frame).dropna(subset="formation_step")
     for architecture in ordered(steps["architecture"]):
@@ -107,23 +113,24 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
 # ---- one model at a glance -------------------------------------------------------------------------------------------
 
 PARTS = {
-    "first_position": ("first position", "#D55E00"),
-    "profile": ("profile over positions", "#56B4E9"),
-    "content": ("particular tokens", "#009E73"),
+    "first_position": ("first position", 1.0),
+    "profile": ("profile over positions", 0.55),
+    "content": ("particular tokens", 0.15),
 }
+"""In words, and how strong a shade of the model's colour."""
 
 
 def concentration(frame: pd.DataFrame) -> go.Figure:
     """Concentration of attention per layer in its three parts, stacked; uniform causal attention is 0."""
     rows = checked(frame[frame["metric"] == "concentration_parts"])
-    figure = go.Figure()
-    for part, (name, look) in PARTS.items():
+    figure, architecture = go.Figure(), str(rows["architecture"].iloc[0])
+    for part, (name, shade) in PARTS.items():
         found = rows[rows["variant"] == part].groupby("layer")["value"].mean()
         figure.add_bar(
             x=found.index,
             y=found,
             name=name,
-            marker={"color": look},
+            marker={"color": pale(architecture, shade), "line": {"color": colour(architecture), "width": 1}},
             hovertemplate=f"layer %{{x}}, {name}: %{{y:.3f}} nats<extra></extra>",
         )
     whole = rows[rows["variant"].isna()].groupby("layer")[["value", "se"]].mean()
@@ -144,8 +151,9 @@ def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
         1, 2, subplot_titles=["attention to the first token", "norm of its value"], horizontal_spacing=0.24
     )
     heads = rows[rows["control"].isna()]
+    look = colour(str(heads["architecture"].iloc[0]))
     figure.add_scatter(
-        x=heads["layer"], y=heads["value"], mode="markers", name="a head", marker={"color": "#0072B2", "size": 6, "opacity": 0.7},
+        x=heads["layer"], y=heads["value"], mode="markers", name="a head", marker={"color": look, "size": 6, "opacity": 0.7},
         customdata=heads["head"], hovertemplate="layer %{x}, head %{customdata}: %{y:.3f}<extra></extra>", row=1, col=1,
     )  # fmt: skip
     even = rows[rows["control"] == "uniform_causal"]["value"]
@@ -154,7 +162,7 @@ def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
     if len(values):
         found = values[values["control"].isna()].sort_values("layer")
         figure.add_scatter(
-            x=found["layer"], y=found["value"], mode="lines+markers", name="first token's value", line={"color": "#D55E00"},
+            x=found["layer"], y=found["value"], mode="lines+markers", name="first token's value", line={"color": look},
             error_y={"array": found["se"], "color": GREY, "thickness": 1}, row=1, col=2,
             hovertemplate="layer %{x}: %{y:.3f}<extra></extra>",
         )  # fmt: skip
@@ -212,8 +220,8 @@ def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:
         value, low, high = (part[c].astype(float) for c in ("value", "low", "high"))
         figure.add_scatter(
             x=value, y=[markup.escape(str(c)) for c in part["comparison"]], mode="markers", showlegend=False, name="value",
-            marker={"color": "#0072B2", "size": 9}, customdata=list(zip(low, high, strict=True)),
-            error_x={"array": high - value, "arrayminus": value - low, "color": "#0072B2", "thickness": 1.6},
+            marker={"color": colour(MINUS), "size": 9}, customdata=list(zip(low, high, strict=True)),
+            error_x={"array": high - value, "arrayminus": value - low, "color": colour(MINUS), "thickness": 1.6},
             hovertemplate="%{y}<br>%{x:.4g} [%{customdata[0]:.4g}, %{customdata[1]:.4g}]<extra></extra>", row=i, col=1,
         )  # fmt: skip
         figure.add_vline(x=0, line={"color": GREY, "dash": "dot"}, row=i, col=1)

@@ -28,6 +28,7 @@ from workbench.plots.style import (
     reading,
     site,
     subtitle,
+    symbol,
     words,
 )
 
@@ -41,6 +42,7 @@ MAPS = {
 }  # column, in words
 MOST_PANELS = 24
 MOST_POINTS = 300  # of a smoothed curve
+MOST_MARKS = 8  # along a curve of many points
 MOST_PRINTED = 64  # cells of a map that carry their number
 
 
@@ -266,14 +268,18 @@ def lines(
             figure.add_scatter(
                 x=curve.index,
                 y=curve["mean"],
-                mode="lines" if len(curve) > 24 else "lines+markers",
+                mode="lines+markers",
                 name=f"{name}{at if init else ''}",
                 line={
                     "color": colour(architecture),
                     "dash": "dash" if init else "solid",
                     "width": 1.3 if init else 2.2,
                 },
-                marker={"size": 5 if init else 7, "symbol": "circle-open" if init else "circle"},
+                marker={
+                    "size": 5 if init else 7,
+                    "symbol": symbol(architecture) + ("-open" if init else ""),
+                    "maxdisplayed": MOST_MARKS if len(curve) > 24 else 0,
+                },
                 legendgroup=name,
                 showlegend=not init and name not in shown,
                 hovertemplate=f"{name}{at}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>",
@@ -353,7 +359,7 @@ def _draw_bars(
         figure.add_bar(
             x=[label(a) for a in names],
             y=mean,
-            name=f"step {step:.0f}",
+            name="" if pd.isna(step) else f"step {step:.0f}",
             showlegend=False,
             marker={
                 "color": [pale(a) if init else colour(a) for a in names],

@@ -1,0 +1,96 @@
+"""Figures that everybody can read: colours and marks for the colour-blind, one colour for each run, alt texts in plain words."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench import plots
+from workbench.plots.style import COLOURS, MINUS, SYMBOLS, symbol
+from workbench.results import records
+
+SIGHT = {
+    "full": np.eye(3),
+    "no red cones": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no green cones": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "no blue cones": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}  # fmt: skip
+"""Linear RGB as somebody sees it (Machado, Oliveira and Fernandes 2009, severity 1)."""
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+WHITE = XYZ.sum(1)
+PAGES = {"light": 1.0, "dark": 0.0056}
+"""Luminance of the page."""
+
+
+def linear(colour):
+    share = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+
+
+def seen(colour, sight):
+    """CIE L*a*b* of a colour as somebody sees it."""
+    x, y, z = np.cbrt(np.maximum(XYZ @ np.clip(SIGHT[sight] @ linear(colour), 0, 1) / WHITE, 0.0089))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def frame(architectures, points=3, steps=(0, 20)):
+    rows = [
+        {"run": f"{name}-s0", "architecture": name, "seed": 0, "step": step, "metric": "importance_entropy", "layer": layer,
+         "value": 1.0 + 0.1 * layer, "unit": "nats"}
+        for name in architectures for step in steps for layer in range(points)
+    ]  # fmt: skip
+    return records(rows)
+
+
+def test_models_that_look_alike_to_somebody_carry_other_marks():
+    names = [name for name in COLOURS if name != MINUS]
+    assert set(names) == {name for group in SYMBOLS.values() for name in group.split()}
+    for one, other in itertools.combinations(names, 2):
+        apart = min(float(np.linalg.norm(seen(COLOURS[one], s) - seen(COLOURS[other], s))) for s in SIGHT)
+        assert apart > 15 or symbol(one) != symbol(other), (one, other, apart)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_colour_drowns_in_the_page(page):
+    for name, colour in COLOURS.items():
+        light, dark = sorted((float(XYZ[1] @ linear(colour)), PAGES[page]), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) > 2.2, name
+
+
+def test_curves_carry_their_models_mark_hollow_before_training_and_few_on_long_curves():
+    figure = plots.plot(frame(["resformer", "resformer+neutreno"]))
+    marks = {t.name: t.marker.symbol for t in figure.data if t.mode == "lines+markers"}
+    assert marks == {
+        "ResFormer": "square",
+        "ResFormer at step 0": "square-open",
+        "ResFormer + NeuTRENO": "bowtie",
+        "ResFormer + NeuTRENO at step 0": "bowtie-open",
+    }
+    assert symbol("resformer · B: s1, step 300") == symbol("resformer (lr 0.01)") == symbol("resformer")
+    assert symbol("something else") in SYMBOLS
+    long = plots.plot(frame(["transformer"], points=100, steps=(20,)))
+    assert [t.marker.maxdisplayed for t in long.data if t.mode == "lines+markers"] == [8]
+
+
+def test_an_x_ray_is_drawn_in_its_models_colour_alone():
+    at = {"run": "a", "architecture": "svformer", "seed": 0, "step": 20}
+    parts = [at | {"metric": "concentration_parts", "layer": n, "variant": v, "value": 0.1, "se": 0.01, "unit": "nats"}
+             for n in range(2) for v in (None, "first_position", "profile", "content")]  # fmt: skip
+    mass = [at | {"metric": "sink_mass", "layer": n, "head": 0, "value": 0.1, "unit": "share"} for n in range(2)]
+    drain = [at | {"metric": "value_drain", "layer": n, "value": 0.9, "se": 0.1, "unit": "ratio"} for n in range(2)]
+    bars = [t.marker for t in plots.concentration(records(parts)).data if t.type == "bar"]
+    assert {m.line.color for m in bars} == {COLOURS["svformer"]}
+    assert len({m.color for m in bars}) == 3, "shades of it"
+    heads, value = plots.sinks(records(mass), records(drain)).data
+    assert heads.marker.color == value.line.color == COLOURS["svformer"]
+
+
+def test_alt_texts_say_numbers_as_people_do():
+    said = plots.alt_text(plots.plot(frame(["resformer"])))
+    assert "ResFormer: from 1 at 0 to 1.2 at 2" in said
+    at = {"architecture": "resformer", "seed": 0, "metric": "tokens_per_second", "unit": "tokens/s"}
+    told = pd.DataFrame(records([at | {"run": "a", "step": s, "value": 1000.0} for s in (1, 2)]))
+    assert "nan" not in plots.alt_text(plots.pace(told))
