@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 import streamlit as st
+from streamlit.elements.lib.streamlit_plotly_theme import GRAY_90
 
 from app import jobs, url
 from app.selection import choose
@@ -127,9 +129,19 @@ def _told(view: View, link: Link, progress: Callable[[int, int], None]) -> Drawi
     return view(ask, link)
 
 
+def _legible(figure: go.Figure) -> go.Figure:
+    """The figure in the theme's ink, dark on light and light on dark: the grey that Streamlit gives to axes is too faint to read."""
+    if figure.layout.font.color == GRAY_90:
+        return figure
+    ink = {"title_font_color": GRAY_90, "tickfont_color": GRAY_90}
+    figure.update_layout(font_color=GRAY_90, title_subtitle_font_color=GRAY_90)
+    figure.update_xaxes(ink)
+    figure.update_yaxes(ink)
+    return figure.update_coloraxes(colorbar={"title_font_color": GRAY_90, "tickfont_color": GRAY_90})
+
+
 def _figure(drawing: Drawing, key: str) -> None:
-    figure = drawing.figure
-    figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
+    figure = _legible(drawing.figure)
     st.plotly_chart(figure, width="stretch", key=f"figure_{key}", config=plots.CONFIG, alt=plots.alt_text(figure))
 
 
@@ -178,7 +190,7 @@ def _files(view: View, link: Link, drawing: Drawing, name: str) -> None:
     st.caption(
         "The same from a terminal; the ending of the file decides: .svg and .png for papers, .parquet, .csv, .html"
     )
-    st.code(command(link, f"--only {name} --out {name}.svg"), language="bash", wrap_lines=True)
+    st.code(command(link, f"--only {name} --out {name}.svg"), language=None, wrap_lines=True)
     if right.toggle("Play over checkpoints", key=f"play_{name}"):
         _play(view, link, name)
 
@@ -192,8 +204,7 @@ def _play(view: View, link: Link, name: str) -> None:
         return
     except jobs.Running:
         return
-    figure = played.figure
-    figure.update_layout(font_color=None, title_subtitle_font_color=None)
+    figure = _legible(played.figure)
     st.plotly_chart(figure, width="stretch", key=f"lapse_{name}", config=plots.CONFIG, alt=plots.alt_text(figure))
     if played.said:
         st.markdown(url.plain(played.said))
@@ -201,7 +212,7 @@ def _play(view: View, link: Link, name: str) -> None:
         "Time-lapse (HTML)", lambda: plots.html(figure, whole=True), f"{name}-steps.html", "text/html",
         key=f"lapse_html_{name}", on_click="ignore",
     )  # fmt: skip
-    st.code(command(link, f"--only {name} --play --out {name}.html"), language="bash", wrap_lines=True)
+    st.code(command(link, f"--only {name} --play --out {name}.html"), language=None, wrap_lines=True)
 
 
 def _lapse(view: View, link: Link, progress: Callable[[int, int], None]) -> Drawing:
@@ -246,7 +257,7 @@ def _drawer(link: Link) -> None:
         return
     with drawer:
         st.markdown("**Command.** Draws this page as one offline file, from the same link:")
-        st.code(command(link, f"--out {link.page}.html"), language="bash", wrap_lines=True)
+        st.code(command(link, f"--out {link.page}.html"), language=None, wrap_lines=True)
         st.markdown("**Provenance** of the numbers on this page: weights, data and code they were measured with.")
         known = provenance([table for _, table in st.session_state["drawn"]])
         if known.empty:

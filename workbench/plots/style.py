@@ -18,13 +18,25 @@ COLOURS = {
     "transformer": "#0072B2", "resformer": "#D55E00", "svformer": "#009E73", "neutreno": "#56B4E9", "denseformer": "#E69F00",
     "resformer+neutreno": "#8F8500", "residual_k": "#CC79A7",
     # relatives are shades of one family
-    "resformer_constant": "#B03A00", "resformer_learnable": "#F0793A", "resformer_learnable_plus": "#8C2D04",
-    "resformer_sparse": "#F4A582", "resformer_dense": "#E8443A", "svformer+gqa": "#66C2A4", "svformer+cla": "#00563B",
-    "resformer+denseformer": "#B8860B", "gqa": "#1F9E9E", "mqa": "#0B6B75", "cla": "#5AA469", "share_q": "#A6BDDB",
-    "share_k": "#74A9CF", "share_v": "#2B8CBE", "cross_layer": "#7B5EA7", "cross_layer_all": "#4B3A78", "same_key": "#A98BD4",
-    "identity_map": "#C9B3E6", "residual_q": "#E7A6C8", "residual_attention": "#AA4488", "residual_hidden": "#771155",
-    "value_embedding": "#B5651D", "bank_of_values": "#7A4A1E", "gated_attention": "#6F7F8F", "cut_skip": "#3F4A55", "A − B": "#8B6FC0",
+    "resformer_constant": "#B03A00", "resformer_learnable": "#F0793A", "resformer_learnable_plus": "#8D2F07",
+    "resformer_sparse": "#E59B7A", "resformer_dense": "#E8443A", "svformer+gqa": "#63BC9F", "svformer+cla": "#05593F",
+    "resformer+denseformer": "#B8860B", "gqa": "#1F9E9E", "mqa": "#0B6B75", "cla": "#5AA469", "share_q": "#99AEC9",
+    "share_k": "#74A9CF", "share_v": "#2B8CBE", "cross_layer": "#7B5EA7", "cross_layer_all": "#54447F", "same_key": "#A98BD4",
+    "identity_map": "#B7A3D1", "residual_q": "#D79ABA", "residual_attention": "#AA4488", "residual_hidden": "#852966",
+    "value_embedding": "#B5651D", "bank_of_values": "#7A4A1E", "gated_attention": "#6F7F8F", "cut_skip": "#454F5A", "A − B": "#8B6FC0",
 }  # fmt: skip
+SYMBOLS = {
+    "circle": "transformer resformer_learnable resformer_learnable_plus share_k",
+    "square": "resformer svformer+gqa identity_map gated_attention",
+    "diamond": "svformer svformer+cla cross_layer residual_q",
+    "triangle-up": "neutreno resformer_sparse residual_attention",
+    "triangle-down": "denseformer share_q cross_layer_all value_embedding",
+    "x": "residual_k resformer_dense residual_hidden",
+    "cross": "resformer_constant cla same_key cut_skip",
+    "star": "resformer+denseformer share_v bank_of_values",
+    "bowtie": "resformer+neutreno gqa mqa",
+}
+"""Marks on curves: those of one mark have colours that the colour-blind tell apart too."""
 SITES = {
     "v": "effective values",
     "own_v": "own values",
@@ -56,6 +68,13 @@ def colour(architecture: str) -> str:
         return _lighter(plain) if detail.startswith("B′") else plain
     hue = int(hashlib.sha256(architecture.encode()).hexdigest()[:4], 16) % 360
     return COLOURS.get(architecture, f"hsl({hue},55%,48%)")
+
+
+def symbol(architecture: str) -> str:
+    """The mark on the architecture's curves; an unregistered name gets one from its hash."""
+    series = architecture.partition(DETAIL)[0].split(" ")[0]
+    named = next((mark for mark, names in SYMBOLS.items() if series in names.split()), None)
+    return named or list(SYMBOLS)[int(hashlib.sha256(series.encode()).hexdigest()[:4], 16) % len(SYMBOLS)]
 
 
 def _lighter(plain: str) -> str:
@@ -206,7 +225,11 @@ def _ends(trace: Any) -> str:
         return ", ".join(f"{_plain(b)} {a:.3g}" for a, b in zip(x[:5], y[:5], strict=True))
     if isinstance(y[0], str):  # named rows
         return ", ".join(f"{_plain(b)} {a:.3g}" for a, b in zip(x[:12], y[:12], strict=True))
-    return f"from {y[0]:.3g} at {x[0]} to {y[-1]:.3g} at {x[-1]}"
+    ends = [
+        f"{float(v):.3g} at {_plain(at) if isinstance(at, str) else f'{float(at):g}'}"
+        for v, at in ((y[0], x[0]), (y[-1], x[-1]))
+    ]
+    return f"from {ends[0]} to {ends[1]}" if len(y) > 1 else ends[0]
 
 
 def _plain(text: Any) -> str:
