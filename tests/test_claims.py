@@ -32,7 +32,12 @@ NOISY = [2.70, 2.76, 2.73]
 
 
 def judged(name, facts, rows=(), telemetry=(), samples=()):
-    return CLAIMS[name].judge(evidence(facts, rows, telemetry, samples))
+    verdict = CLAIMS[name].judge(evidence(facts, rows, telemetry, samples))
+    if "unit" in verdict.table and "comparison" in verdict.table:
+        assert verdict.table.loc[verdict.table["comparison"].notna(), "unit"].all(), (
+            "every compared number has its unit"
+        )
+    return verdict
 
 
 def from_losses(name, levels, rows=(), **facts):

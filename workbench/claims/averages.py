@@ -50,7 +50,7 @@ def denseformer_weights_have_structure(evidence: Evidence) -> Verdict:
         joined(statuses),
         f"DenseFormer: {told} (the loss in nats minus the Transformer's; expected -, +, +, -; weights start at 0 off the diagonal)"
         f"{few(gain)}, {last + 1} blocks.",
-        table_of(found),
+        table_of(found, "weight", {"loss": "nats"}),
     )
 
 

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -283,10 +284,12 @@ def few(found: Interval, least: int = LEAST_SEEDS) -> str:
     return f" ({found.n} of the {least} seeds needed)" if found.n < least else ""
 
 
-def table_of(found: Mapping[Any, Interval], unit: str = "") -> pd.DataFrame:
-    """Named intervals as a table."""
+def table_of(
+    found: Mapping[Any, Interval], unit: str = "", others: Mapping[Any, str] = MappingProxyType({})
+) -> pd.DataFrame:
+    """Named intervals as a table; `others`: units of those that have another one."""
     rows = [
-        {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "unit": unit}
+        {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "unit": others.get(name, unit)}
         for name, i in found.items()
     ]
     return pd.DataFrame(rows)

@@ -61,7 +61,8 @@ def richer_values(evidence: Evidence) -> Verdict:
         f"{more} of {len(layers)} layers; trained minus init {matched['beyond init']}, at equal loss {matched['at equal loss']}; of own "
         f"values alone {others['own values']}; change of the scale (trace of the covariance) {others['scale (trace)']}."
     )
-    return Verdict(status, sentence, table_of({"all layers": whole, **layers, **matched, **others}))
+    found = {"all layers": whole, **layers, **matched, **others}
+    return Verdict(status, sentence, table_of(found, "directions", {"scale (trace)": "norm squared"}))
 
 
 @claim(
@@ -94,7 +95,7 @@ def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
         status,
         f"{name_of(model)} - Transformer, deep layers: {told} (the last two as natural logarithms of ratios; expected +, -, -)"
         f"{few(first)}.",
-        table_of(found),
+        table_of(found, "logarithm of a ratio", {"likeness of neighbouring own values (CKA)": "CKA"}),
     )
 
 

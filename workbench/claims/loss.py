@@ -53,7 +53,7 @@ def lower_loss(evidence: Evidence) -> Verdict:
         + (f"; each at its best of {rates} learning rates {tuned}." if rates > 1 else "; one learning rate, tuned for neither.")
     )  # fmt: skip
     found = {"all domains": whole, **domains, f"best of {rates} learning rates": tuned, "share of steps saved": saved}
-    return Verdict(status, sentence, table_of(found))
+    return Verdict(status, sentence, table_of(found, "nats", {"share of steps saved": "share"}))
 
 
 def _at_best(status: Status, tuned: Interval, rates: int) -> Status:
@@ -259,4 +259,5 @@ def ahead_of_relatives(evidence: Evidence) -> Verdict:
         status, told = "unresolved" if status == "supported" else status, f"{told}; {name_of(missing)} is missing"
     depth = int(group.runs["n_layers"].max())
     sentence = f"Loss of {name_of(model)} {told}; at {depth} layers (published at 8 and more)."
-    return Verdict(status, sentence, table_of(table))
+    shares = {name: "share" for name in table if name.endswith("steps saved")}
+    return Verdict(status, sentence, table_of(table, "nats", shares))

@@ -119,7 +119,11 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
     depth = int(text.runs["n_layers"].max())
     told = "; ".join(f"{name} {i}{few(i)}" for name, i in found.items())
     note = "" if depth >= 8 else f" At {depth} layers late and early are hardly apart."
-    return Verdict(joined(statuses), f"{told}.{note}", table_of(found))
+    return Verdict(
+        joined(statuses),
+        f"{told}.{note}",
+        table_of(found, "nats", {name: "weight per layer" for name in found if name.startswith("growth")}),
+    )
 
 
 def _placements(text: Evidence) -> list[tuple[str, str, str]]:

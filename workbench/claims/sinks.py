@@ -150,7 +150,8 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
     told = "; ".join(f"{name} {i}" for name, i in found.items())
     values = "own values" if site == "own_v" else "its shared values, flat over layers by construction"
     sentence = f"{formed}; {name_of(model)} - Transformer: {told} (a share, then natural logarithms; {values}).{kinds}"
-    return Verdict(status, sentence, pd.concat([t for t in (table_of(found), heads) if len(t)], ignore_index=True))
+    drawn = table_of(found, "logarithm of a ratio", {"attention to the first token": "share"})
+    return Verdict(status, sentence, pd.concat([t for t in (drawn, heads) if len(t)], ignore_index=True))
 
 
 @claim(

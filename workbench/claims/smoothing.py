@@ -46,7 +46,7 @@ def smoothing_and_concentration_are_linked(evidence: Evidence) -> Verdict:
     return Verdict(
         status,
         f"{formed}; rank correlation of entropy and similarity over the layers of {models}: {told}.",
-        table_of(found),
+        table_of(found, "rank correlation"),
     )
 
 
