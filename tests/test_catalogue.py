@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import dashboard
 import pytest
 
+import workbench.catalogue as catalogue_module
 from workbench.catalogue import INDEX, catalogue
 from workbench.errors import UnknownName
 from workbench.runs import Run
@@ -95,3 +97,77 @@ def test_damaged_runs_are_problems_and_stay_out(runs):
     assert [e.name for e in found.entries] == ["b"]
     assert "run.json" in found.problems["a"]
     assert catalogue(runs / "nowhere").entries == ()
+
+
+# ---- what others left in the folder ----
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architecture": "\ud800x"},
+        {"options": {"\udfff": 1}},
+        {"options": {"a": json.loads("[" * 700 + "]" * 700)}},
+        {"seed": 10**400},
+        {"data": {"kind": "text", "domains": 3}},
+    ],
+    ids=str,
+)
+def test_a_description_that_no_page_can_show_is_a_problem_of_one_run(runs, change):
+    path = runs / "b" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    found = catalogue(runs)
+    assert [e.name for e in found.entries] == ["a"]
+    assert list(found.problems) == ["b"]
+    assert " ".join(found.problems.values()).encode()
+
+
+def test_a_folder_whose_name_is_no_text_is_a_problem_that_can_be_shown(runs):
+    try:
+        (runs / "b").rename(runs / "b\udcff")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    found = catalogue(runs)
+    assert [e.name for e in found.entries] == ["a"]
+    assert list(found.problems) == ["b\\udcff"]
+
+
+def test_an_index_that_lies_about_kinds_is_not_believed(runs):
+    sound = catalogue(runs).entries
+    kept = json.loads((runs / INDEX).read_text())
+    for change in ({"steps": "abc"}, {"options": 3}, {"n_layers": "x"}, {"measured": [1]}):
+        (runs / INDEX).write_text(json.dumps(kept | {"entries": [e | change for e in kept["entries"]]}))
+        assert catalogue(runs).entries == sound
+
+
+def test_folders_of_others_are_looked_into_once_and_become_runs_when_they_are(runs, monkeypatch):
+    (runs / "other").mkdir()
+    os.utime(runs / "other", ns=(10**18, 10**18))
+    looked = []
+    real = catalogue_module._is_run
+    monkeypatch.setattr(catalogue_module, "_is_run", lambda path: looked.append(path.name) or real(path))
+    known = catalogue(runs)
+    assert "other" in looked
+    looked.clear()
+    assert [e.name for e in catalogue(runs, known).entries] == ["a", "b"]
+    assert "other" not in looked
+    dashboard.run(runs, "other", "svformer", 0, "text", steps=())
+    assert [e.name for e in catalogue(runs, known).entries] == ["a", "b", "other"]
+
+
+def test_closed_folders_are_somebody_elses_and_a_closed_folder_of_runs_is_said(runs, monkeypatch):
+    real = type(runs).exists
+
+    def closed(path):
+        if path.parent.name == "b":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(type(runs), "exists", closed)
+    assert [e.name for e in catalogue(runs).entries] == ["a"]
+    monkeypatch.setattr(
+        type(runs), "iterdir", lambda _: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
+    found = catalogue(runs)
+    assert not found.entries
+    assert "Permission denied" in found.problems[runs.name]

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest, read_json, write_json
 from workbench.results import metrics_of
 from workbench.runs import RUN_FILE, Run, is_locked
 
 INDEX, VERSION = ".index.json", 2
-DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError)
+DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+MOST = 2**53  # whole numbers that pages can show
+SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ class Entry:
         return is_locked(Path(self.path))
 
 
+TUPLES = ("stamp", "steps", "measured")
+WHOLE = ("stamp", "steps", "seed", "last", "n_layers", "n_heads", "n_ctx", "tokens")
+
+
 @dataclass(frozen=True)
 class Catalogue:
     """The runs of a folder, by name, and what is wrong with the folders that look like runs and cannot be read."""
@@ -59,6 +67,8 @@ class Catalogue:
     folder: str
     entries: tuple[Entry, ...]
     problems: dict[str, str]
+    others: dict[str, int] = field(default_factory=dict)
+    """Folders that are no runs, and when they last changed, nanoseconds."""
 
     def entry(self, name: str) -> Entry:
         """The run of a name; raises `UnknownName` with the nearest."""
@@ -71,21 +81,25 @@ class Catalogue:
 def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
     """The runs under a folder, from `known` or the index file where they have not changed; an absent folder is empty."""
     root = Path(folder).resolve()
-    stamps = {path: stamp_of(path) for path in _folders(root)}
     old = known if known is not None and known.folder == str(root) else _read(root)
     before = {Path(e.path): e for e in old.entries}
     entries, problems = [], {}
-    for path, stamp in stamps.items():
+    try:
+        folders, others = _folders(root, old.others)
+    except OSError as error:
+        return Catalogue(str(root), (), {root.name: f"the folder of runs cannot be read: {error.strerror or error}"})
+    for path in folders:
+        stamp = stamp_of(path)
         if path in before and before[path].stamp == stamp:
             entries.append(before[path])
             continue
         try:
-            entries.append(_entry(Run.open(path), stamp))
+            entries.append(_sound(_entry(Run.open(path), stamp)))
         except WorkbenchError as error:
-            problems[path.name] = str(error)
+            problems[_shown(path.name)] = _shown(error)
         except DAMAGE as error:
-            problems[path.name] = f"run.json is incomplete: {type(error).__name__} {error}"
-    found = Catalogue(str(root), tuple(_told_apart(entries)), problems)
+            problems[_shown(path.name)] = _shown(f"run.json is incomplete: {type(error).__name__} {error}")
+    found = Catalogue(str(root), tuple(_told_apart(entries)), problems, others)
     if found.entries != old.entries:
         _write(root, found)
     return found
@@ -103,11 +117,43 @@ def _changed(path: Path) -> int:
         return 0
 
 
-def _folders(root: Path) -> list[Path]:
+def _folders(root: Path, known: dict[str, int]) -> tuple[list[Path], dict[str, int]]:
+    """Folders that look like runs, by name, and the others, which are looked into again only once they change."""
+    found, others = list[Path](), dict[str, int]()
     if not root.is_dir():
-        return []
-    found = sorted(p for p in root.iterdir() if not p.name.startswith(".") and p.is_dir())
-    return [p for p in found if (p / RUN_FILE).exists() or any(p.glob("step_*"))]  # others are somebody else's
+        return found, others
+    for path in root.iterdir():
+        changed = 0 if path.name.startswith(".") else _changed(path)
+        if changed and path.is_dir():
+            if known.get(path.name) != changed and _is_run(path):
+                found.append(path)
+            elif time.time_ns() - changed > SETTLED:
+                others[path.name] = changed
+    return sorted(found), others
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return (path / RUN_FILE).exists() or any(path.glob("step_*"))
+    except OSError:  # of somebody who keeps it closed
+        return False
+
+
+def _sound(entry: Entry) -> Entry:
+    """The entry, where pages can show it; raises `BadData` naming what is not of its kind."""
+    for key, value in vars(entry).items():
+        kind = dict if key == "options" else int if key in WHOLE else str
+        parts = value if key in TUPLES else (value,)
+        wide = key != "stamp" and any(isinstance(part, int) and abs(part) > MOST for part in parts)
+        if wide or not all(isinstance(part, kind) for part in parts):
+            raise BadData(f"{key} of run {entry.name} cannot be used: {str(value)[:80]}")
+    json.dumps(dataclasses.asdict(entry), ensure_ascii=False).encode()  # text that is none, or without end
+    return entry
+
+
+def _shown(text: object) -> str:
+    """Text that can be sent to a page: names of files need not be any."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
@@ -160,11 +206,10 @@ def _read(root: Path) -> Catalogue:
         kept = read_json(root / INDEX)
         if kept["version"] != VERSION or kept["folder"] != str(root):
             return nothing
-        tuples = ("stamp", "steps", "measured")
         rows: list[dict[str, Any]] = [
-            {k: tuple(v) if k in tuples else v for k, v in e.items()} for e in kept["entries"]
+            {k: tuple(v) if k in TUPLES else v for k, v in e.items()} for e in kept["entries"]
         ]
-        entries = [Entry(**row) for row in rows]
+        entries = [_sound(Entry(**row)) for row in rows]
     except DAMAGE:
         return nothing
     inside = [e for e in entries if Path(e.path).parent == root and Path(e.path).name == e.name]
