@@ -164,10 +164,9 @@ def measured(common: dict, kind: str) -> list[dict]:
                     }
                 )
         for layer in range(2):
-            rows.append(
-                at
-                | {"metric": "value_drain", "site": "own_v", "layer": layer, "value": 0.9, "se": 0.02, "unit": "ratio"}
-            )
+            drain = {"metric": "value_drain", "layer": layer, "value": 0.9, "se": 0.02, "unit": "ratio"}
+            own = common["architecture"] != "svformer" or layer == 0
+            rows += [at | drain | {"site": site} for site in ("v", *(("own_v",) if own else ()))]
             for variant, value in ((None, 0.4), ("first_position", 0.1), ("profile", 0.1), ("content", 0.2)):
                 part = {"metric": "concentration_parts", "layer": layer, "variant": variant, "unit": "nats"}
                 rows.append(at | part | {"value": value * step / 20, "se": 0.01})
@@ -184,7 +183,7 @@ def measured(common: dict, kind: str) -> list[dict]:
                     | where
                     | {"step": 20, "metric": "value_ablation", "site": "own_v", "unit": "nats", "variant": variant}
                 )
-                rows.append(at | {"value": value + 0.01 * seed})
+                rows.append(at | {"value": value + 0.01 * seed, "se": 0.03})
     return [common | row for row in rows]
 
 

@@ -202,6 +202,19 @@ def test_ablation_leaves_the_first_layer_out_and_says_who_has_no_deep_values():
     assert zero.y[0] == pytest.approx(0.205)
 
 
+def test_ablation_of_a_model_without_deep_values_draws_the_first_layers():
+    figure = plots.ablation(rows(architectures=("svformer",)))
+    assert [list(t.x) for t in figure.data] == [["0"], ["0"]]
+    assert "no later layer has values of its own" in figure.layout.title.subtitle.text
+
+
+def test_whiskers_of_an_ablation_are_the_seed_range_or_the_standard_error_and_say_which():
+    both, one = plots.ablation(rows()), plots.ablation(rows(seeds=1))
+    assert "whisker: range over seeds" in both.layout.title.subtitle.text
+    assert "whisker: standard error over documents" in one.layout.title.subtitle.text
+    assert [list(t.error_y.array) for t in one.data[:2]] == [[0.03, 0.03]] * 2
+
+
 def test_relative_pairs_by_seed():
     frame = of(rows(what=dashboard.telemetry), "train_loss")
     found = plots.relative(frame)

@@ -73,6 +73,17 @@ def test_two_models_stand_side_by_side_with_their_difference(ask):
     }
 
 
+def test_a_model_without_deep_values_of_its_own_is_compared_by_what_both_have(ask):
+    compared = link("model", a="text-svformer-s0", b=B, compare=1)
+    shares = start.token_share(ask, compared)
+    assert set(shares.table["site"]) == {"v"}
+    assert shares.said.count("effective values") == 2
+    assert plots.MINUS in set(shares.table["architecture"])
+    assert "No A − B" in start.residual(ask, compared).said
+    alone = start.residual(ask, link("model", a="text-svformer-s0"))
+    assert alone.said.startswith("It has a value path already (SVFormer). No layer after the first")
+
+
 def test_panels_below_each_other_keep_their_baselines_and_titles(ask):
     figure = start.sinks(ask, link("model", a=A, b=B, compare=1)).figure
     assert len({t.yaxis for t in figure.data}) == 6

@@ -58,7 +58,10 @@ def drain(value, layer=1, se=0.01, **more):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([*heads(0.06, 0.04), drain(0.2)], r"no sink to drain: the strongest head \(layer 1, head 0\) gives .* 6.0%"),
+        (
+            [*heads(0.06, 0.04), drain(0.2)],
+            r"no sink to drain: the strongest head \(layer 1, head 0\) gives the first token 6.0 ± 1.0%",
+        ),
         ([*heads(0.7, 0.04), drain(0.2)], r"1 of 2 heads .* drained: .* 0.20 ± 0.01"),
         ([*heads(0.7, 0.04), drain(0.9)], r"not drained: .* 0.90"),
         ([*heads(0.7, 0.04), drain(0.45, se=0.1)], r"unresolved"),
@@ -80,8 +83,14 @@ def share(value, layer, **more):
 def test_token_share_speaks_of_the_later_half_with_both_baselines():
     rows = [share(1.0, 0), share(0.5, 1), share(0.8, 2), share(0.7, 3), share(0.02, 3, control="shuffled")]
     said = token_share(planted([*rows, *(share(0.3, n, step=0) for n in range(4))]))
-    assert said.startswith("70%-80% (± at most 1%) of the variance of the own values in layers 2-3")
-    assert "2% with shuffled ids, 30%-30% at random init" in said
+    assert said.startswith("70.0%-80.0% (± at most 1.0%) of the variance of the own values in layers 2-3")
+    assert "2% with shuffled ids, 30.0% at random init" in said
+
+
+def test_an_error_is_never_rounded_to_nothing():
+    said = concentration(planted(parts(2, 0.3, 0, 0), se=0.0013))
+    assert "0.300 ± 0.001 nats" in said
+    assert "5.00 ± 0.02% of its attention" in sinks(planted(heads(0.05), se=0.0002))
 
 
 def test_a_model_whose_later_layers_have_no_own_values_reads_the_effective_ones():

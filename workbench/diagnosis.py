@@ -38,9 +38,22 @@ def _has_init(frame: pd.DataFrame) -> bool:
     return bool(len(steps)) and steps.min() == 0 < steps.max()
 
 
-def _pm(value: float, se: float, digits: int = 2, unit: str = "") -> str:
-    error = "" if se is None or math.isnan(se) else f" ± {se:.{digits}f}"
-    return f"{value:.{digits}f}{error}{unit}"
+def _pm(value: float, se: float, digits: int = 2) -> str:
+    """A number and its error, which is never rounded to nothing."""
+    if math.isnan(se):
+        return f"{value:.{digits}f}"
+    while 0 < se < 0.5 * 10**-digits and digits < 4:
+        digits += 1
+    return f"{value:.{digits}f} ± {se:.{digits}f}"
+
+
+def _percent(value: float, se: float) -> str:
+    return f"{_pm(100 * value, 100 * se, 1)}%"
+
+
+def _range(values: pd.Series) -> str:
+    low, high = f"{values.min():.1%}", f"{values.max():.1%}"
+    return low if low == high else f"{low}-{high}"
 
 
 def concentration(frame: pd.DataFrame) -> str:
@@ -85,8 +98,8 @@ def sinks(frame: pd.DataFrame) -> str:
     place = f"layer {int(top['layer'])}, head {int(top['head'])}"
     if strong.empty:
         return (
-            f"There is no sink to drain: the strongest head ({place}) gives the first token {top['value']:.1%} "
-            f"± {top['se']:.1%} of its attention, {floor}; a sink here means more than {SINK:.0%}."
+            f"There is no sink to drain: the strongest head ({place}) gives the first token "
+            f"{_percent(top['value'], top['se'])} of its attention, {floor}; a sink here means more than {SINK:.0%}."
         )
     layers = sorted({int(n) for n in strong["layer"]})
     drain = _drain(frame)
@@ -105,8 +118,8 @@ def sinks(frame: pd.DataFrame) -> str:
             start = start[start["layer"] == worst["layer"]]["value"]
             said += f", {start.iloc[0]:.2f} at random init" if len(start) else ""
     return (
-        f"{len(strong)} of {len(heads)} heads give the first token more than {SINK:.0%} of their attention (strongest {top['value']:.0%} ± "
-        f"{top['se']:.0%}, {place}; {floor}); {said}."
+        f"{len(strong)} of {len(heads)} heads give the first token more than {SINK:.0%} of their attention (strongest "
+        f"{_percent(top['value'], top['se'])}, {place}; {floor}); {said}."
     )
 
 
@@ -134,16 +147,16 @@ def token_share(frame: pd.DataFrame) -> str:
     deep = _deep(_at(frame, "token_identity_share")).dropna(subset=["value"])
     if deep.empty:
         return "Not measurable here: no layer after the first has values of its own."
-    low, high = deep["value"].min(), deep["value"].max()
     worst = deep["se"].max()
+    error = "" if math.isnan(worst) else f" (± at most {worst:.1%})"
     control = _deep(frame[(frame["metric"] == "token_identity_share") & (frame["control"] == "shuffled")])
     beside = [f"{control['value'].abs().max():.0%} with shuffled ids"] if len(control) else []
     if _has_init(frame) and len(start := _deep(_at(frame, "token_identity_share", last=False))):
-        beside.append(f"{start['value'].min():.0%}-{start['value'].max():.0%} at random init")
+        beside.append(f"{_range(start['value'])} at random init")
     what = "own values" if (deep["site"] == "own_v").all() else "effective values"
     layers = f"layers {int(deep['layer'].min())}-{int(deep['layer'].max())}"
     return (
-        f"{low:.0%}-{high:.0%} (± at most {worst:.0%}) of the variance of the {what} in {layers} is the identity of the token "
+        f"{_range(deep['value'])}{error} of the variance of the {what} in {layers} is the identity of the token "
         f"({', '.join(beside) or 'no baseline measured'}); 100 % would be a lookup table."
     )
 

@@ -9,7 +9,7 @@ residual help here, and what speaks for and against? Works on runs, on checkpoin
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from workbench.browser import picture
 from workbench.diagnosis import concentration, residual, sinks, token_share
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import write_text
+from workbench.plots.experiments import after_the_first
 from workbench.runs import RUN_FILE, Run, load
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def rows_of(name: str, frame: pd.DataFrame) -> pd.DataFrame:
         return pd.concat([last[(last["metric"] == "sink_mass") & last["variant"].isna()], last[drain]])
     if name == "token_share":
         return frame[(frame["metric"] == "token_identity_share") & (frame["site"] == _values(frame))]
-    return last[last["metric"] == "value_ablation"]
+    return after_the_first(last[last["metric"] == "value_ablation"])
 
 
 def drawn(name: str, rows: pd.DataFrame) -> go.Figure:
@@ -180,14 +181,26 @@ def drawn(name: str, rows: pd.DataFrame) -> go.Figure:
     if name == "sinks":
         return plots.sinks(rows[rows["metric"] == "sink_mass"], rows[rows["metric"] == "value_drain"])
     if name == "token_share":
-        return plots.plot(rows, form="profile")
+        return plots.plot(rows, form="profile", title=f"Token identity share of {plots.site(rows['site'].iloc[0])}")
     return plots.concentration(rows) if name == "concentration" else plots.ablation(rows)
+
+
+OF_VALUES = ("value_drain", "token_identity_share")
+
+
+def _own(frame: pd.DataFrame) -> pd.Series:
+    return frame["metric"].isin(OF_VALUES) & frame["site"].isin(["own_v"])
 
 
 def _values(frame: pd.DataFrame) -> str:
     """Own values where the model has them in deep layers, else the effective ones."""
-    own = frame[(frame["site"] == "own_v") & (frame["layer"] > 0)]
-    return "own_v" if len(own) else "v"
+    return "own_v" if (_own(frame) & (frame["layer"] > 0).fillna(False)).any() else "v"
+
+
+def alike(frames: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
+    """Records of models to be compared: of effective values alone where one of them has no own ones in deep layers."""
+    own = all(_values(frame) == "own_v" for frame in frames)
+    return [frame if own else frame[~_own(frame)] for frame in frames]
 
 
 def _subject(thing: Any, device: str | None) -> Any:

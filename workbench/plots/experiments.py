@@ -5,6 +5,7 @@ from __future__ import annotations
 import html as markup
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -63,33 +64,38 @@ def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
 
 
 def ablation(frame: pd.DataFrame) -> go.Figure:
-    """Change of the loss where deep values are replaced by their mean per token, or by zero: per layer and together."""
+    """Change of the loss where deep values are replaced by their mean per token, or by zero: per layer and together.
+
+    The first layer is drawn only where no later layer has values of its own. Raises `WorkbenchError` where nothing was replaced.
+    """
     rows = checked(frame[(frame["metric"] == "value_ablation") & frame["variant"].isin(["token_mean", "zero"])])
-    deep = rows[(rows["layer"].isna()) | (rows["layer"] > 0)]
-    if deep.empty:
-        raise WorkbenchError("no values after the first layer were replaced; measure value_ablation on a deeper model")
+    deep = after_the_first(rows)
     names = ordered(deep["architecture"])
     figure = make_subplots(
         1, len(names), shared_yaxes=True, subplot_titles=[label(n) for n in names], horizontal_spacing=0.03
     )
-    last = int(deep["layer"].max())
-    ticks = {**{float(n): str(n) for n in range(1, last + 1)}, last + 1.0: f"1–{last}"}
+    layers = sorted(deep["layer"].dropna().unique())
+    together = f"{layers[0]:.0f}–{layers[-1]:.0f}" if layers else "all"
+    order = {**{n: f"{n:.0f}" for n in layers}, np.inf: together}
+    seeds = deep.groupby("architecture")["run"].nunique().max() > 1
     for i, name in enumerate(names):
         for variant, look in (("zero", pale(name, 0.35)), ("token_mean", colour(name))):
             part = deep[(deep["architecture"] == name) & (deep["variant"] == variant)]
-            found = part.assign(x=part["layer"].fillna(last + 1.0)).groupby("x")["value"].agg(["mean", "min", "max"])
+            found = (
+                part.assign(x=part["layer"].fillna(np.inf))
+                .groupby("x")
+                .agg(mean=("value", "mean"), low=("value", "min"), high=("value", "max"), se=("se", "mean"))
+            )
+            above, below = (
+                (found["high"] - found["mean"], found["mean"] - found["low"]) if seeds else (found["se"],) * 2
+            )
             said = {"zero": "zero", "token_mean": "mean of its token"}[variant]
             figure.add_bar(
-                x=[ticks[x] for x in found.index],
+                x=[order[x] for x in found.index],
                 y=found["mean"],
                 name=said,
                 marker={"color": look, "line": {"color": colour(name), "width": 1}},
-                error_y={
-                    "array": found["max"] - found["mean"],
-                    "arrayminus": found["mean"] - found["min"],
-                    "color": GREY,
-                    "thickness": 1,
-                },
+                error_y={"array": above, "arrayminus": below, "color": GREY, "thickness": 1},
                 showlegend=False,
                 hovertemplate=f"{label(name)}, layer %{{x}} replaced by {said}: %{{y:+.4f}} nats<extra></extra>",
                 row=1,
@@ -99,15 +105,23 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(title_text=axis_title("change of the loss (nats)", "higher: it mattered more"), row=1, col=1)
     missing = [label(a) for a in ordered(set(rows["architecture"]) - set(names))]
     without = f"{', '.join(missing)}: no values of its own after the first layer" if missing else ""
+    if layers == [0]:
+        without = "no later layer has values of its own: the first layer's, whose token mean they are"
     under = subtitle(
         deep,
         "pale: values set to zero",
         "full: values replaced by their token's mean",
-        f"1–{last}: all of these layers at once" if last > 1 else "",
-        "whisker: range over seeds",
+        f"{together}: all of these layers at once" if deep["layer"].isna().any() and len(layers) > 1 else "",
+        f"whisker: {'range over seeds' if seeds else 'standard error over documents'}",
         without,
     )
     return dressed(figure, "What is lost when deep values forget their context?", under, 320)
+
+
+def after_the_first(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of layers after the first, and of all of them together; those of the first layer where there are no others."""
+    deep = rows[rows["layer"].isna() | (rows["layer"] > 0)]
+    return deep if len(deep) else rows
 
 
 # ---- one model at a glance -------------------------------------------------------------------------------------------

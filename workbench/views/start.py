@@ -95,23 +95,26 @@ def _answer(ask: Source, link: Link, name: str) -> Drawing:
 
 
 def _draw(ask: Source, subjects: Sequence[Subject], name: str) -> Drawing:
-    parts, said = [], []
     for subject in subjects:
         if absent := missing(ask, subject):
             told = ", ".join(n.replace("_", " ") for n in absent)
             raise WorkbenchError(f"{subject.title}: not measured yet: {told}")
-        frame = measured(ask, subject).assign(architecture=subject.entry.series)
-        said.append((f"{subject.tag}: " if subject.tag else "") + xrays.SENTENCES[name](frame))
-        parts.append(xrays.rows_of(name, frame))
+    frames = xrays.alike([measured(ask, s).assign(architecture=s.entry.series) for s in subjects])
+    said = " ".join(
+        (f"{s.tag}: " if s.tag else "") + xrays.SENTENCES[name](f) for s, f in zip(subjects, frames, strict=True)
+    )
+    parts = [xrays.rows_of(name, frame) for frame in frames]
     figures = [(s.title, xrays.drawn(name, rows)) for s, rows in zip(subjects, parts, strict=True)]
     if len(parts) == 1:
-        return Drawing(plots.narrow(figures[0][1], LINE), parts[0], said[0])
+        return Drawing(plots.narrow(figures[0][1], LINE), parts[0], said)
     minus = plots.difference(*parts)
     if len(minus):
         figures.append((plots.MINUS, xrays.drawn(name, minus)))
+    else:
+        said += f" No {plots.MINUS}: the two have no layer in common here."
     made = plots.beside(figures, str(figures[0][1].layout.title.text))
     named = [p.assign(architecture=s.series) for s, p in zip(subjects, parts, strict=True)]
-    return Drawing(made, pd.concat([*named, minus], ignore_index=True), " ".join(said))
+    return Drawing(made, pd.concat([*named, minus], ignore_index=True), said)
 
 
 @view("start")
