@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import streamlit as st
-from streamlit.runtime.scriptrunner import add_script_run_ctx
+from streamlit.runtime.scriptrunner import add_script_run_ctx, get_script_run_ctx
 
-EVERY, KEPT = 0.5, 64  # seconds between looks at a running job; finished jobs kept
+EVERY, KEPT, GONE = (
+    0.5,
+    64,
+    5.0,
+)  # seconds between looks at a running job; finished jobs kept; seconds unseen that mean gone
 
 
 class Cancelled(Exception):
-    """Raised inside a job whose cancel button was pressed."""
+    """Raised inside a job that everybody who waited for it cancelled."""
 
 
 class Running(Exception):
@@ -34,6 +38,8 @@ class Job:
     error: BaseException | None = None
     finished: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    seen: dict[str, float] = field(default_factory=dict)
+    """When the page of each person who waits last looked."""
 
     def progress(self, done: int, total: int) -> None:
         """Told by the work as it goes; stops it where somebody cancelled."""
@@ -57,28 +63,34 @@ def _jobs() -> tuple[dict[Any, Job], threading.Lock]:
 def run(key: Any, label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
     """The result of `work(progress)`; while it is not there, draws progress with a cancel button and raises `Running`.
 
-    What was cancelled stays so, with a button that starts it again.
+    What a person cancelled stays so for that person, with a button that starts it again.
 
-    `key`: plain values that name the work; people who ask for the same wait for the same job. Raises what the work raised.
+    `key`: plain values that name the work; people who ask for the same wait for the same job, which stops once all of them
+    have cancelled. Raises what the work raised.
     Work that takes less than half a second shows nothing.
     """
     jobs, lock = _jobs()
     with lock:
         job = jobs.get(key)
-        if job is None:
+        done = job is not None and job.finished.is_set() and job.error is None
+        left = key in _left() and not done
+        if not left and (job is None or isinstance(job.error, Cancelled)):
             for old in [k for k, j in jobs.items() if j.finished.is_set()][: max(0, len(jobs) - KEPT)]:
                 del jobs[old]
             job = jobs[key] = Job(label)
             thread = threading.Thread(target=_work, args=(job, work), daemon=True, name=f"job {label}")
             add_script_run_ctx(thread)  # the caches it uses ask whose script they run in
             thread.start()
-    if not job.finished.wait(EVERY):
-        _wait(key, job)
+    if left or job is None:
+        said, again = st.columns([4, 1], vertical_alignment="center")
+        said.info(f"{label}: cancelled.")
+        again.button(
+            "Start again", key=f"again_{abs(hash(key))}", on_click=_left().discard, args=(key,), width="stretch"
+        )
         raise Running
-    if isinstance(job.error, Cancelled):
-        left, right = st.columns([4, 1], vertical_alignment="center")
-        left.info(f"{label}: cancelled.")
-        right.button("Start again", key=f"again_{abs(hash(key))}", on_click=_forget, args=(key,), width="stretch")
+    job.seen[_me()] = time.monotonic()
+    if not job.finished.wait(EVERY) or isinstance(job.error, Cancelled):
+        _wait(key, job)
         raise Running
     if job.error is not None:
         with lock:
@@ -87,10 +99,23 @@ def run(key: Any, label: str, work: Callable[[Callable[[int, int], None]], Any])
     return job.result
 
 
-def _forget(key: Any) -> None:
-    jobs, lock = _jobs()
-    with lock:
-        jobs.pop(key, None)
+def _me() -> str:
+    context = get_script_run_ctx(suppress_warning=True)
+    return "" if context is None else context.session_id
+
+
+def _left() -> set[Any]:
+    """Keys of the work that this person cancelled."""
+    found: set[Any] = st.session_state.setdefault("cancelled", set())
+    return found
+
+
+def _cancel(key: Any, job: Job) -> None:
+    """Wait no longer; the work stops unless somebody else waits for it."""
+    _left().add(key)
+    job.seen.pop(_me(), None)
+    if all(time.monotonic() - at > GONE for at in list(job.seen.values())):
+        job.cancelled.set()
 
 
 def _work(job: Job, work: Callable[[Callable[[int, int], None]], Any]) -> None:
@@ -104,9 +129,10 @@ def _work(job: Job, work: Callable[[Callable[[int, int], None]], Any]) -> None:
 
 @st.fragment(run_every=EVERY)
 def _wait(key: Any, job: Job) -> None:
+    job.seen[_me()] = time.monotonic()
     if job.finished.is_set():
         st.rerun()
     share = job.done / job.total if job.total else 0.0
     left, right = st.columns([5, 1], vertical_alignment="center")
     left.progress(min(1.0, share), text=job.words())
-    right.button("Cancel", key=f"cancel_{abs(hash(key))}", on_click=job.cancelled.set, width="stretch")
+    right.button("Cancel", key=f"cancel_{abs(hash(key))}", on_click=_cancel, args=(key, job), width="stretch")

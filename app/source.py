@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -141,12 +142,26 @@ def _written(
 
 
 def weights_stamp(subject: Subject) -> int:
-    """When the files of a checkpoint last changed, nanoseconds."""
-    folder = Path(subject.entry.path) / f"step_{subject.step:06d}"
-    return max((p.stat().st_mtime_ns for p in folder.glob("*")), default=0)
+    """What the files of a checkpoint and of its run are now, as one number: another one once any of them is replaced."""
+    run = Path(subject.entry.path)
+    files = [*(run / f"step_{subject.step:06d}").glob("*"), *run.glob("*.json")]
+    return hash(tuple((p.name, *_told_of(p)) for p in sorted(files)))
+
+
+def _told_of(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:  # taken away at this moment
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _release(model: Any) -> None:
+    """Let a model go as soon as nobody uses it, without keeping those waiting who use others."""
+    threading.Thread(target=_let_go, args=(model,), daemon=True, name="release a model").start()
+
+
+def _let_go(model: Any) -> None:
     if hasattr(model, "lock"):
         with model.lock:
             model.reset_hooks()

@@ -429,6 +429,140 @@ def test_models_come_from_the_listing_of_the_folder_alone(page, populated, tmp_p
     assert all(Path(p).resolve().parent == folder.resolve() for p in opened)
 
 
+# ---- several people ----
+
+
+@pytest.fixture
+def people(monkeypatch):
+    """`people(name)` opens a page with a piece of long work for a person; and the work: begun, `end` lets it end."""
+    import threading
+
+    from streamlit.testing.v1 import AppTest
+
+    from app import jobs
+
+    begun, end = [], threading.Event()
+
+    def work(progress):
+        begun.append(1)
+        for i in range(2000):
+            progress(i, 2000)
+            if end.wait(0.01):
+                return "forty-two"
+        raise AssertionError("nobody ended the work")
+
+    def script():
+        import contextlib
+
+        import streamlit as st
+
+        from app import jobs
+
+        with contextlib.suppress(jobs.Running):
+            st.text(jobs.run("the work", "Long work", jobs.work))
+
+    class Person:
+        def __init__(self, name):
+            self.name, self.at = name, AppTest.from_function(script, default_timeout=20)
+
+        def looks(self):
+            monkeypatch.setattr(jobs, "_me", lambda: self.name)
+            self.at.run()
+            assert not self.at.exception
+            return " ".join(e.value for e in (*self.at.text, *self.at.info))
+
+        def presses(self, label):
+            monkeypatch.setattr(jobs, "_me", lambda: self.name)
+            next(b for b in self.at.button if b.label == label).click()
+            return self.looks()
+
+    jobs._jobs.clear()
+    monkeypatch.setattr(jobs, "work", work, raising=False)
+    monkeypatch.setattr(jobs, "EVERY", 0.05)
+    yield Person, begun, end
+    end.set()
+
+
+def test_who_cancels_takes_the_work_from_nobody_else(people):
+    person, begun, end = people
+    one, two = person("one"), person("two")
+    one.looks()
+    two.looks()
+    assert len(begun) == 1
+    assert "cancelled" in one.presses("Cancel")
+    assert "cancelled" not in two.looks()
+    end.set()
+    for _ in range(100):
+        if "forty-two" in two.looks():
+            break
+    assert "forty-two" in two.looks()
+    assert "forty-two" in one.looks()  # it is there after all
+    assert len(begun) == 1
+
+
+def test_work_that_all_cancelled_stops_and_is_begun_anew_by_whoever_asks_next(people):
+    from app import jobs
+
+    person, begun, end = people
+    one, two = person("one"), person("two")
+    one.looks()
+    assert "cancelled" in one.presses("Cancel")
+    (job,) = jobs._jobs()[0].values()
+    assert job.finished.wait(5)
+    assert isinstance(job.error, jobs.Cancelled)
+    assert "cancelled" in one.looks()
+    assert "cancelled" not in two.looks()
+    assert len(begun) == 2
+    end.set()
+    for _ in range(100):
+        if "forty-two" in one.presses("Start again") if "cancelled" in one.looks() else "forty-two" in one.looks():
+            break
+    assert "forty-two" in one.looks()
+    assert len(begun) == 2
+
+
+def test_a_model_in_use_is_let_go_without_keeping_anybody_waiting():
+    import threading
+    import time
+
+    from app import source
+
+    class Model:
+        def __init__(self):
+            self.lock, self.done = threading.RLock(), threading.Event()
+
+        def reset_hooks(self):
+            pass
+
+        def to(self, device):
+            self.done.set()
+
+    model = Model()
+    with model.lock:
+        begin = time.perf_counter()
+        source._release(model)
+        assert time.perf_counter() - begin < 1
+        assert not model.done.wait(0.05)
+    assert model.done.wait(5)
+
+
+@pytest.mark.parametrize("name", ["step_000020/model.safetensors", "tokenizer.json", "run.json"])
+def test_files_replaced_by_older_ones_are_other_files(populated, tmp_path, name):
+    from app.source import weights_stamp
+    from workbench.views import Link, Source
+
+    folder = dashboard.copied(populated, tmp_path / "runs")
+    (subject,) = Source(folder).subjects(Link("prompt", {"a": "text-resformer-s0"}))
+    before = weights_stamp(subject)
+    assert weights_stamp(subject) == before
+    path = folder / "text-resformer-s0" / name
+    other = tmp_path / "other"
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(0, 0))  # as tools do that keep times
+    other.replace(path)
+    assert weights_stamp(subject) != before
+
+
 # ---- what pages are made of ----
 
 
