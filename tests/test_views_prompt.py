@@ -89,7 +89,7 @@ def test_values_are_told_apart_and_the_token_is_found_in_the_first_layer(ask):
 @pytest.mark.parametrize("name", ["lens", "values", "identity"])
 def test_maps_of_two_models_share_a_scale_and_subtract(ask, name):
     figure = drawn(ask, "prompt", name, compare=1, b="text-transformer-s0").figure
-    a, b, minus = (np.asarray(t.z, dtype=float) for t in figure.data)
+    a, b, minus = (np.asarray(t.z, dtype=float) for t in figure.data[:3])
     assert figure.data[0].coloraxis == figure.data[1].coloraxis != figure.data[2].coloraxis
     assert np.nan_to_num(minus) == pytest.approx(np.nan_to_num(a - b), abs=1e-5)
 
@@ -99,21 +99,114 @@ def test_a_long_prompt_is_drawn_around_the_chosen_position(ask):
 
     text = "def f(x): return x\n" * 7
     tokens = ask.tokens(ask.subjects(Link("prompt", {"a": "text-resformer-s0"}))[0], text)
-    was, prompt.WINDOW = prompt.WINDOW, 16
+    was, prompt.WORDS = prompt.WORDS, 16
     try:
         drawing = drawn(ask, "prompt", "lens", prompt=text, position=40)
     finally:
-        prompt.WINDOW = was
+        prompt.WORDS = was
     assert len(tokens) > 60
     assert np.asarray(drawing.figure.data[0].z).shape[1] == 16
     assert "32:" in drawing.figure.data[0].x[0]
     assert f"of {len(tokens)}" in drawing.figure.layout.title.subtitle.text
 
 
+def test_rows_of_streams_are_named_after_the_layer_that_left_them(ask):
+    for name, options in (("lens", {}), ("values", {"site": "stream"}), ("identity", {"site": "stream"})):
+        drawing = drawn(ask, "prompt", name, **options)
+        assert list(drawing.figure.data[0].y) == ["embedding", "0", "1"]
+        assert drawing.figure.layout.yaxis.title.text == "after layer"
+    assert list(drawn(ask, "prompt", "values").figure.data[0].y) == ["0", "1"]
+
+
+def test_words_without_a_number_stand_in_the_pages_ink(ask):
+    model, _, log_p = run_of(ask)
+    cells, blanks = drawn(ask, "prompt", "lens").figure.data
+    assert [row[-1] for row in cells.text] == ["", "", ""]  # nothing follows the last token
+    assert all(row[0] for row in cells.text)
+    assert blanks.mode == "text"
+    assert list(blanks.y) == ["embedding", "0", "1"]
+    assert blanks.text[-1] == model.tokenizer.token_strings([int(log_p[-1].argmax())])[0]
+
+
+def test_quotes_are_read_as_quotes(ask):
+    text = "x = \"a\" + 'b'"
+    for name in ("lens", "surprise"):
+        figure = drawn(ask, "prompt", name, prompt=text).figure
+        assert "&quot;" not in figure.to_json()
+        assert any('"' in str(x) for x in figure.data[0].x)
+
+
+def letters(ask, name, **options):
+    """A view of A, which reads letters twice, beside B, which reads text."""
+    return drawn(ask, "prompt", name, a="race-svformer-s0", b="text-resformer-s0", compare=1, prompt="qvz", **options)
+
+
+def test_a_model_with_other_tokens_is_asked_after_the_same_text_or_left_out(ask):
+    table = letters(ask, "predictions", position=1).table  # both have read "qv"
+    a = drawn(ask, "prompt", "predictions", prompt="qv").table  # B alone, after its own last token
+    assert table.loc[table["model"].str.startswith("B"), "probability"].tolist() == pytest.approx(
+        a["probability"].tolist(), abs=1e-5
+    )
+    drawing = letters(ask, "predictions")  # A has read "qvzqvz", B never does
+    assert set(drawing.table["model"]) == {"A: SVFormer · s0, step 20"}
+    assert "left out: none of its tokens ends" in drawing.said
+
+
+def test_ids_of_another_tokenizer_are_no_logit_of_the_same_token(ask):
+    drawing = letters(ask, "attribution", position=1, target=5)
+    assert set(drawing.table["model"]) == {"A: SVFormer · s0, step 20"}
+    assert "B: ResFormer · s0, step 20 is left out" in drawing.said
+    assert len(drawing.figure.data) == 1
+
+
+def test_losses_of_other_tokens_are_drawn_apart_and_never_subtracted(ask):
+    drawing = letters(ask, "surprise")
+    assert [len(t.x) for t in drawing.figure.data] == [6, 3]
+    assert drawing.figure.data[0].xaxis != drawing.figure.data[1].xaxis
+    assert "not drawn" in drawing.said
+
+
+def test_every_vocabulary_has_its_own_chance(ask):
+    said = letters(ask, "identity").said
+    a, b = (sum(1 / n for n in range(1, d + 1)) / d for d in (64, 270))
+    assert f"would give {a:.3g} in A, {b:.3g} in B." in said
+
+
+def test_what_a_model_has_not_is_said_and_leaves_no_blank_map(ask):
+    drawing = drawn(ask, "prompt", "values", site="first_part", compare=1, b="text-transformer-s0")
+    assert [t.name for t in drawing.figure.data] == ["A: ResFormer · s0, step 20"]
+    assert "B: Transformer · s0, step 20 has no such number" in drawing.said
+    with pytest.raises(WorkbenchError, match="nothing to draw: Transformer"):
+        drawn(ask, "prompt", "values", site="first_part", a="text-transformer-s0")
+
+
+def test_a_part_that_one_model_lacks_counts_as_nothing(ask):
+    drawing = drawn(ask, "prompt", "attribution", target=65, layer=1, head=0, compare=1, b="text-transformer-s0")
+    a, b, minus = drawing.figure.data
+    assert list(a.y) == list(minus.y) == ["the first layer's values", "own values"]
+    assert sum(minus.x) == pytest.approx(sum(a.x) - sum(b.x), abs=1e-5)
+    assert f"the bars shown sum to {sum(a.x):.4f}" in drawing.said
+
+
+def test_the_other_token_is_named(ask):
+    model, _, _ = run_of(ask)
+    figure = drawn(ask, "prompt", "attribution", target=65, against=66).figure
+    asked, other = model.tokenizer.token_strings([65, 66])
+    assert f"“{asked}” minus that of “{other}”" in figure.layout.title.subtitle.text
+
+
+def test_a_long_subtitle_is_broken_into_lines(ask):
+    under = drawn(ask, "prompt", "identity", prompt="def f(x): return x\n" * 7).figure.layout.title.subtitle.text
+    assert len(under) > 140
+    assert max(map(len, under.split("<br>"))) <= 125
+
+
 @pytest.mark.parametrize(
     ("name", "options", "error", "word"),
     [
         ("lens", {"prompt": " "}, BadData, "empty"),
+        ("lens", {"prompt": ""}, BadData, "empty"),
+        ("values", {"site": "soul"}, UnknownName, "site"),
         ("lens", {"prompt": "x" * 5000}, BadData, "tokens long"),
         ("lens", {"position": 99}, BadData, "positions 0 to"),
         ("lens", {"quantity": "beauty"}, UnknownName, "quantity"),

@@ -33,21 +33,24 @@ def _next(link: Link) -> None:
 
 def _layers(link: Link) -> None:
     st.markdown(
-        "The model's own reading head, applied early: after each layer, which token would come next if the model stopped there? "
-        "Early layers need not speak the head's language."
+        "The model's own reading head, applied early: which token would come next if the model stopped after this layer? The top row is "
+        "its real prediction. Early layers need not speak the head's language, so an odd word there is no fault."
     )
-    with st.columns(3)[0]:
-        quantity = url.choose("Colour", "quantity", list(prompt.LENS), "probability", show=_words)
+    with st.columns(2)[0]:
+        quantity = url.choose(
+            "Colour", "quantity", list(prompt.LENS), "probability", show=lambda name: prompt.LENS[name][0]
+        )
     show(prompt.lens, link.but(quantity=quantity))
 
 
 def _carries(link: Link) -> None:
     st.markdown(
         "The value is what a token hands on where others attend to it. **Own** is what a layer computes itself, **effective** what "
-        "attention really sums, after the shortcut has added the first layer's part; in an ordinary Transformer the two are the same."
+        "attention really sums, after the shortcut has added the first layer's part; in an ordinary Transformer the two are the same. "
+        "Longer is neither better nor worse."
     )
-    with st.columns(3)[0]:
-        site = url.choose("Of what", "site", list(prompt.VALUES), "effective", show=_words)
+    with st.columns(2)[0]:
+        site = url.choose("Of what", "site", list(prompt.VALUES), "effective", show=lambda name: prompt.VALUES[name][0])
     show(prompt.values, link.but(site=site))
     show(prompt.identity, link.but(site=site))
 
@@ -71,8 +74,9 @@ def _position(link: Link, tokens: list[str]) -> Link:
 def _who(link: Link) -> None:
     """From a logit down to layers, heads and value paths."""
     st.markdown(
-        "A prediction is a sum: each layer's attention and MLP pushes the token up or down. Choose a layer to see its heads, then a "
-        "head to see whose values it used. The parts add up to the model's own number, and the page says how exactly."
+        "A token's score (logit; the higher, the likelier) is a sum: each layer's attention and MLP pushes it up or down. Choose a layer "
+        "to see its heads, then a head to see whose values it used. What a part does through later layers is counted there. "
+        "The parts add up to the model's own number, and the page says how exactly."
     )
     ask = source()
     subject = ask.subjects(link)[0]
@@ -94,10 +98,6 @@ def _who(link: Link) -> None:
             head = url.choose("Head", "head", [ALL, *range(subject.entry.n_heads)], ALL)
     chosen = {"against": against, "layer": layer, "head": head}
     show(prompt.attribution, link.but(target=token, **{k: None if v == ALL else v for k, v in chosen.items()}))
-
-
-def _words(name: str) -> str:
-    return {"kl": "distance to the prediction", "rank": "rank of what follows"}.get(name, name.replace("_", " "))
 
 
 PARTS = {

@@ -40,26 +40,39 @@ class Prompt:
 def tokenise(
     model: HookedModel, text: str | None, *, letters: bool = False, period: int = 32, most: int | None = None
 ) -> Prompt:
-    """Ids of a text; with `letters`, of repeated-token models, its letters and digits written twice.
+    """Ids of a text, or those it writes as numbers where the model came without a tokenizer; with `letters`, of
+    repeated-token models, its letters and digits written twice.
 
     None with `letters` is a fixed sequence of `period` random tokens, written twice. `most`: tokens at most; beyond the
     model's context, whose positions have no rotation, all are refused. Raises `BadData` for an empty text, letters that are
-    no tokens, a model without a tokenizer, and fewer than 2 or too many tokens.
+    no tokens, words where ids are read, and fewer than 2 or too many tokens.
     """
     if letters:
         ids = _repeated(model, text, period)
     elif not (text or "").strip():
         raise BadData("the prompt is empty; type some text")
     elif model.tokenizer is None:
-        raise BadData("this model has no tokenizer, so it cannot read text")
+        ids = _numbers(text or "", model.config.d_vocab)
     else:
         ids = model.tokenizer.encode(text)
     n_ctx = model.config.n_ctx
     limit = n_ctx if most is None else min(most, n_ctx)
     if not 2 <= len(ids) <= limit:
         why = f"this model reads 2 to {n_ctx}, its context" if limit == n_ctx else f"this view reads 2 to {limit}"
-        raise BadData(f"the prompt is {len(ids)} tokens long; {why}")
+        raise BadData(f"the prompt is {len(ids)} token{'s' if len(ids) != 1 else ''} long; {why}")
     return Prompt(ids=np.array([ids], dtype=np.int64), tokens=strings_of(model, ids, letters))
+
+
+def _numbers(text: str, d_vocab: int) -> list[int]:
+    words = text.replace(",", " ").split()
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise BadData(
+            "this model came without a tokenizer, so it reads token ids: write them as 3 14 15, or put its tokenizer.json "
+            "into the run's folder"
+        )
+    if beyond := [word for word in words if len(word) > len(str(d_vocab)) or int(word) >= d_vocab]:
+        raise BadData(f"{beyond[0][:20]} is no id of this model, whose ids are 0 to {d_vocab - 1}")
+    return [int(word) for word in words]
 
 
 def _repeated(model: HookedModel, text: str | None, period: int) -> list[int]:

@@ -12,10 +12,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed
+from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed, wrapped
 
-MOST_TICKS, MOST_TEXTS, MOST_LETTERS, MOST_CELLS = 26, 32, 7, 512 * 512
-# ticks of a panel, columns with texts, letters of a text, cells
+MOST_TICKS, MOST_TEXTS, MOST_LETTERS, LINE, MOST_CELLS = 26, 32, 7, 120, 512 * 512
+# ticks of a panel, columns with texts, letters of a text and of a row of them, cells
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,13 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
         minus = signed and i == len(shown) - 1
         where = {"row": i + 1 if wide else 1, "col": 1 if wide else i + 1}
         last = not wide or i == len(shown) - 1
-        _add(figure, grid, name, where, "coloraxis2" if minus else "coloraxis", row_title=wide or i == 0, ticks=last)
-    figure = dressed(figure, title, under, tall)
+        _add(
+            figure, grid, name, where, "coloraxis2" if minus else "coloraxis", row_title=wide or i == 0, ticks=last,
+            abreast=1 if wide else len(shown),
+        )  # fmt: skip
+    for i, (_, grid) in enumerate(shown):
+        _words_of_blanks(figure, grid, i, _letters(grid, 1 if wide else len(shown)))
+    figure = dressed(figure, title, wrapped(under, 125), tall)
     figure.update_layout(coloraxis=_scale([g for _, g in parts], parts[0][1].unit, 1.01))
     if signed:
         figure.update_layout(coloraxis2=_scale([shown[-1][1]], MINUS, 1.09, signed=True))
@@ -103,16 +108,23 @@ def grid_table(parts: Sequence[tuple[str, Grid]], most: int = 100_000) -> pd.Dat
 
 
 def _add(
-    figure: go.Figure, grid: Grid, name: str, where: dict[str, int], colours: str, *, row_title: bool, ticks: bool
+    figure: go.Figure,
+    grid: Grid,
+    name: str,
+    where: dict[str, int],
+    colours: str,
+    *,
+    row_title: bool,
+    ticks: bool,
+    abreast: int,
 ) -> None:
-    x, y = (unique([markup.escape(str(t)) for t in names]) for names in (grid.columns, grid.rows))
-    abreast = 1 if len(grid.columns) > 2 * len(grid.rows) else 3
-    small = grid.texts is not None and abreast * len(grid.columns) <= MOST_TEXTS
+    x, y = (unique([safe(t) for t in names]) for names in (grid.columns, grid.rows))
+    small, letters = grid.texts is not None and abreast * len(grid.columns) <= MOST_TEXTS, _letters(grid, abreast)
     hover = f"{grid.row_title} %{{y}}<br>{grid.column_title} %{{x}}<br>%{{z:.4g}} {markup.escape(grid.unit)}"
-    texts = None if grid.texts is None else [[markup.escape(str(t)) for t in row] for row in grid.texts]
+    texts = None if grid.texts is None else [[safe(t) for t in row] for row in grid.texts]
     figure.add_heatmap(
         z=grid.values.astype("float32"), x=x, y=y, name=name, coloraxis=colours, hoverongaps=False, customdata=texts,
-        text=None if not small or grid.texts is None else [[markup.escape(_clipped(str(t))) for t in row] for row in grid.texts],
+        text=None if not small or grid.texts is None else [[safe(_clipped(str(t), letters)) for t in row] for row in _in_cells(grid)],
         texttemplate="%{text}" if small else None, hovertemplate=hover + ("<br>%{customdata}" if texts else "") + "<extra></extra>",
         textfont_size=10, **where,
     )  # fmt: skip
@@ -126,8 +138,36 @@ def _add(
     figure.update_yaxes(autorange=True if grid.upward else "reversed", **where)
 
 
-def _clipped(text: str) -> str:
-    return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 1] + "…"
+def _in_cells(grid: Grid) -> np.ndarray:
+    """The texts that stand on a colour."""
+    return np.where(np.isfinite(grid.values), np.asarray(grid.texts, dtype=object), "")
+
+
+def _words_of_blanks(figure: go.Figure, grid: Grid, i: int, letters: int) -> None:
+    """The texts of cells without a number, in the page's own ink: on a map's they would not be seen."""
+    trace = figure.data[i]
+    if trace.texttemplate is None:
+        return
+    row, column = np.nonzero(~np.isfinite(grid.values))
+    words = [safe(_clipped(str(t), letters)) for t in np.asarray(grid.texts, dtype=object)[row, column]]
+    figure.add_scatter(
+        x=[trace.x[n] for n in column], y=[trace.y[n] for n in row], text=words, mode="text", textfont_size=10,
+        hoverinfo="skip", showlegend=False, xaxis=trace.xaxis, yaxis=trace.yaxis,
+    )  # fmt: skip
+
+
+def _letters(grid: Grid, abreast: int) -> int:
+    """Letters that a cell has room for."""
+    return max(3, min(MOST_LETTERS, LINE // (abreast * len(grid.columns))))
+
+
+def _clipped(text: str, letters: int) -> str:
+    return text if len(text) <= letters else text[: letters - 1] + "…"
+
+
+def safe(text: object) -> str:
+    """Any text as itself inside a figure, where `&quot;` would stay as it is written."""
+    return markup.escape(str(text), quote=False)
 
 
 def unique(names: Sequence[str]) -> list[str]:

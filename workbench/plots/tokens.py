@@ -11,12 +11,13 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
+from workbench.plots.grids import safe
 from workbench.plots.style import SEQUENTIAL, colour, dressed
 
 
 def token_ticks(tokens: Sequence[str]) -> list[str]:
     """`index:token`, unique and safe inside a figure."""
-    return [f"{i}:{markup.escape(t if len(t) <= 12 else t[:11] + '…')}" for i, t in enumerate(tokens)]
+    return [f"{i}:{safe(t if len(t) <= 12 else t[:11] + '…')}" for i, t in enumerate(tokens)]
 
 
 def _map(pattern: Any, tokens: Sequence[str]) -> go.Heatmap:
@@ -62,7 +63,7 @@ def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]
         1, len(found), shared_xaxes="all", subplot_titles=[markup.escape(f[0]) for f in found], horizontal_spacing=0.2
     )
     for i, (name, architecture, tokens, chances) in enumerate(found):
-        ticks = [f"{markup.escape(t)}  " for t in tokens]
+        ticks = [f"{safe(t)}  " for t in tokens]
         figure.add_bar(
             x=list(chances),
             y=list(range(len(ticks))),

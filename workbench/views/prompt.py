@@ -12,25 +12,36 @@ from plotly.subplots import make_subplots
 
 from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.plots.tokens import token_ticks
+from workbench.plots.grids import safe
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import Source, Subject
 
-WINDOW, TOP, SHOWN = 128, 50, 10  # positions drawn at a time, tokens to choose from and those drawn
+WINDOW, WORDS, TOP, SHOWN = 128, 24, 50, 10
+"""Positions drawn at a time, and where each has a word in it; tokens to choose from and those drawn."""
 LENS = {
-    "probability": ("share", (0.0, 1.0), "probability of the token that really follows; higher: it is read already"),
-    "rank": ("tokens ahead", None, "tokens likelier than the one that follows; 0: it leads; higher: worse"),
-    "entropy": ("nats", None, "spread of the reading; lower: surer"),
-    "kl": ("nats", None, "distance to the model's own prediction; lower: closer; 0 in the last row"),
+    "probability": ("probability of what follows", "probability", (0.0, 1.0), "higher: it is read already"),
+    "rank": (
+        "rank of what follows",
+        "tokens ahead",
+        None,
+        "tokens likelier than the one that follows; 0: it leads; higher: worse",
+    ),
+    "entropy": ("how unsure it is", "nats", None, "entropy of the reading; lower: surer"),
+    "kl": ("distance to the real prediction", "nats", None, "KL divergence; lower: closer; 0 in the last row"),
 }
 VALUES = {
-    "effective": ("norm", None, "length of what attention sums, after the shortcut"),
-    "own": ("norm", None, "length of the layer's own value"),
-    "first_part": ("norm", None, "length of the first layer's part in it, with its coefficient"),
-    "cosine": ("cosine", (-1.0, 1.0), "angle between own and effective value; 1: the shortcut does not turn it"),
-    "stream": ("norm", None, "length of the hidden state; row L is what the final norm reads"),
-}
+    "effective": ("Length of the effective values", "norm", None, "what attention sums, after the shortcut"),
+    "own": ("Length of the own values", "norm", None, "what the layer computes itself"),
+    "first_part": (
+        "Length of the first layer's part in the values", "norm", None, "the first layer's values times their coefficient",
+    ),
+    "cosine": (
+        "Own against effective values", "cosine", (-1.0, 1.0),
+        "cosine of the angle between them; 1: the shortcut does not turn the value; lower: it does",
+    ),
+    "stream": ("Length of the hidden state", "norm", None, "what the next layer reads; the last row: what the final norm reads"),
+}  # fmt: skip
 SITES = {"stream": "hidden state", "own_v": "own values", "v": "effective values"}
 
 
@@ -43,10 +54,34 @@ def position(ask: Source, link: Link) -> tuple[int, list[str]]:
     return at, tokens
 
 
-def _window(ask: Source, link: Link) -> tuple[int, int]:
+def place(ask: Source, link: Link, subject: Subject) -> int | None:
+    """The position in a subject's own tokens up to which it has read the same text as A; None where no token ends there."""
     at, tokens = position(ask, link)
-    first = max(0, min(at - WINDOW // 2, len(tokens) - WINDOW))
-    return first, min(len(tokens), first + WINDOW)
+    own = ask.tokens(subject, ask.prompt(link))
+    if own[: at + 1] == tokens[: at + 1]:
+        return at
+    read = "".join(tokens[: at + 1])
+    found = int(np.searchsorted(np.cumsum([len(t) for t in own]), len(read)))
+    return found if "".join(own[: found + 1]) == read else None
+
+
+def _placed(ask: Source, link: Link) -> tuple[list[tuple[Subject, int]], str]:
+    """Subjects with their positions, and a sentence about the one that is left out because its tokens end elsewhere."""
+    places = [(s, place(ask, link, s)) for s in ask.subjects(link)]
+    told = [
+        f"{s.title} is left out: none of its tokens ends where A's does here; choose another one."
+        for s, at in places
+        if at is None
+    ]
+    return [(s, at) for s, at in places if at is not None], " ".join(told)
+
+
+def _window(ask: Source, link: Link, subject: Subject, most: int) -> tuple[int, int]:
+    at, length = place(ask, link, subject), len(ask.tokens(subject, ask.prompt(link)))
+    if at is None:
+        at = min(position(ask, link)[0], length - 1)
+    first = max(0, min(at - most // 2, length - most))
+    return first, min(length, first + most)
 
 
 def _choose(link: Link, key: str, choices: dict[str, Any], default: str) -> str:
@@ -56,165 +91,184 @@ def _choose(link: Link, key: str, choices: dict[str, Any], default: str) -> str:
     return asked
 
 
-def _map(ask: Source, link: Link, title: str, about: str, grid_of: Callable[[Subject], plots.Grid]) -> Drawing:
+def _map(
+    ask: Source, link: Link, title: str, about: str, grid_of: Callable[[Subject, slice], plots.Grid], most: int
+) -> Drawing:
     """A map over layers and tokens for each subject, and what was left out of a long prompt."""
-    parts = [(subject.title, grid_of(subject)) for subject in ask.subjects(link)]
-    first, last = _window(ask, link)
-    whole = len(position(ask, link)[1])
+    subjects = ask.subjects(link)
+    windows = [_window(ask, link, subject, most) for subject in subjects]
+    parts = [(s.title, grid_of(s, slice(*window))) for s, window in zip(subjects, windows, strict=True)]
+    blank = [name for name, grid in parts if not np.isfinite(grid.values).any()]
+    if len(blank) == len(parts):
+        raise WorkbenchError(f"nothing to draw: {' and '.join(blank)} without such a number; choose another")
+    parts = [(name, grid) for name, grid in parts if name not in blank]
+    (first, last), whole = windows[0], len(position(ask, link)[1])
     under = f"{about}; one text, no averaging"
     if last - first < whole:
         under += f"; positions {first} to {last - 1} of {whole}, around the chosen one"
-    figure = plots.grids(parts, title, under)
-    return Drawing(figure, plots.grid_table(parts))
+    said = f"{blank[0]} has no such number." if blank else ""
+    return Drawing(plots.grids(parts, title, under), plots.grid_table(parts), said)
 
 
 @view("prompt")
 def lens(ask: Source, link: Link) -> Drawing:
     """What each layer would predict after each token, read off the stream with the model's own head."""
     quantity = _choose(link, "quantity", LENS, "probability")
-    unit, span, about = LENS[quantity]
-    text, (first, last) = ask.prompt(link), _window(ask, link)
+    words, unit, span, about = LENS[quantity]
+    text = ask.prompt(link)
 
-    def grid_of(subject: Subject) -> plots.Grid:
-        found = ask.look("lens.lens", subject, text, top=5, positions=slice(first, last))
+    def grid_of(subject: Subject, window: slice) -> plots.Grid:
+        found = ask.look("lens.lens", subject, text, top=5, positions=window)
         values = getattr(found, quantity)
         texts = np.array([[cell[0] for cell in row] for row in found.top_tokens], dtype=object)
         return plots.Grid(
-            values, _layers(len(values)), _named(found.tokens, first), unit, "layer", "token", texts, span
+            values, _after(len(values)), _named(found.tokens, window.start), unit, "after layer", "token", texts, span
         )
 
     return _map(
-        ask,
-        link,
-        "What each layer would say next",
-        f"its likeliest token in the cell or on hover; colour: {about}",
-        grid_of,
-    )
+        ask, link, "What each layer would say next", f"its likeliest token in the cell or on hover; colour: {words}; {about}",
+        grid_of, WORDS,
+    )  # fmt: skip
 
 
 @view("prompt")
 def values(ask: Source, link: Link) -> Drawing:
     """Length of the values and streams at each layer and token."""
-    kind = link.text("site", "effective")
-    kind = kind if kind in VALUES else "effective"
-    unit, span, about = VALUES[kind]
-    text, (first, last) = ask.prompt(link), _window(ask, link)
+    kind = _choose(link, "site", VALUES, "effective")
+    title, unit, span, about = VALUES[kind]
+    text, rows = ask.prompt(link), _rows(kind)
 
-    def grid_of(subject: Subject) -> plots.Grid:
+    def grid_of(subject: Subject, window: slice) -> plots.Grid:
         found = ask.look("prompt.values", subject, text)
-        array = getattr(found, kind)[:, first:last]
-        return plots.Grid(
-            array, _layers(len(array)), _named(found.tokens[first:last], first), unit, "layer", "token", span=span
-        )
+        array = getattr(found, kind)[:, window]
+        names, says = rows(len(array))
+        return plots.Grid(array, names, _named(found.tokens[window], window.start), unit, says, "token", span=span)
 
-    return _map(ask, link, f"Values: {kind.replace('_', ' ')}", about, grid_of)
+    return _map(ask, link, title, about, grid_of, WINDOW)
 
 
 @view("prompt")
 def identity(ask: Source, link: Link) -> Drawing:
     """How well each vector still names its own token."""
-    site = {"own": "own_v", "effective": "v"}.get(link.text("site", "stream") or "", "stream")
-    text, (first, last) = ask.prompt(link), _window(ask, link)
-    chance = []
+    site = {"own": "own_v", "stream": "stream"}.get(_choose(link, "site", VALUES, "effective"), "v")
+    text, rows, chance = ask.prompt(link), _rows(site), []
 
-    def grid_of(subject: Subject) -> plots.Grid:
-        found = ask.look("lens.identity", subject, text, sites=(site,), positions=slice(first, last))
-        chance.append(found.chance)
+    def grid_of(subject: Subject, window: slice) -> plots.Grid:
+        found = ask.look("lens.identity", subject, text, sites=(site,), positions=window)
+        chance.append(f"{found.chance:.3g}")
         array = found.reciprocal_rank[site]
-        return plots.Grid(
-            array, _layers(len(array)), _named(found.tokens, first), "1 / rank", "layer", "token", span=(0.0, 1.0)
-        )
+        names, says = rows(len(array))
+        return plots.Grid(array, names, _named(found.tokens, window.start), "1 / rank", says, "token", span=(0.0, 1.0))
 
+    those = "embeddings" if site == "stream" else "first-layer values"
     drawing = _map(
         ask, link, f"Is the token still in the {SITES[site]}?",
-        "1: the nearest table row is the token's own; lower: it is buried; nothing is trained", grid_of,
+        f"rank of the token among the {those} of all tokens, nearest first; 1: it is the nearest; lower: it is hidden; nothing is "
+        "trained", grid_of, WINDOW,
     )  # fmt: skip
-    said = f"A token drawn at random would give {chance[0]:.3g}."
-    if site == "v" or site == "own_v":
-        said += " First-layer values, and all of SVFormer's, are lookups by construction: 1 there is no finding."
-    return Drawing(drawing.figure, drawing.table, said)
+    known = "The embedding is" if site == "stream" else "First-layer values, and all of SVFormer's, are"
+    said = f"A token drawn at random would give {' in A, '.join(dict.fromkeys(chance))}{' in B' * (len(set(chance)) > 1)}. "
+    said += f"{known} the token's own by construction: 1 there is no finding. {drawing.said}"
+    return Drawing(drawing.figure, drawing.table, said.strip())
 
 
 @view("prompt")
 def predictions(ask: Source, link: Link) -> Drawing:
     """The likeliest tokens after the chosen position."""
     at, tokens = position(ask, link)
-    text, found = ask.prompt(link), []
-    frames = []
-    for subject in ask.subjects(link):
-        top = ask.look("prompt.predictions", subject, text, position=at, top=TOP).top.head(SHOWN)
+    text, found, frames = ask.prompt(link), [], []
+    places, said = _placed(ask, link)
+    for subject, own in places:
+        top = ask.look("prompt.predictions", subject, text, position=own, top=TOP).top.head(SHOWN)
         found.append((subject.title, subject.series, top["token"].tolist(), top["probability"].tolist()))
         frames.append(top.assign(model=subject.title))
     figure = plots.next_tokens(found)
-    figure.update_layout(title_subtitle_text=f"after {token_ticks(tokens)[at]}; probability, one text")
-    return Drawing(figure, pd.concat(frames, ignore_index=True))
+    figure.update_layout(title_subtitle_text=f"after {_quoted(tokens[at])}, token {at}; probability, one text")
+    return Drawing(figure, pd.concat(frames, ignore_index=True), said)
 
 
 @view("prompt")
 def surprise(ask: Source, link: Link) -> Drawing:
     """How surprising each token was, given those before it."""
-    (first, last), text = _window(ask, link), ask.prompt(link)
-    figure, frames = go.Figure(), []
+    text, lines = ask.prompt(link), []
     for subject in ask.subjects(link):
-        found = ask.look("prompt.predictions", subject, text, position=position(ask, link)[0], top=TOP)
-        ticks = _named(found.tokens[first:last], first)
-        loss = found.loss[first:last]
+        window, at = slice(*_window(ask, link, subject, WINDOW)), place(ask, link, subject)
+        found = ask.look("prompt.predictions", subject, text, position=-1 if at is None else at, top=TOP)
+        lines.append((subject, _named(found.tokens[window], window.start), found.loss[window]))
+    alike = all(names == lines[0][1] for _, names, _ in lines)
+    figure = make_subplots(1 if alike else len(lines), 1, vertical_spacing=0.3)
+    for i, (subject, names, loss) in enumerate(lines):
+        row = 1 if alike else i + 1
+        ticks = plots.unique([safe(name) for name in names])
         figure.add_scatter(
             x=ticks, y=loss, mode="lines+markers", marker_size=4, name=subject.title, line_color=plots.colour(subject.series),
-            hovertemplate="%{x}: %{y:.3f} nats<extra></extra>",
+            hovertemplate="%{x}: %{y:.3f} nats<extra></extra>", row=row, col=1,
         )  # fmt: skip
-        frames.append(pd.DataFrame({"model": subject.title, "token": ticks, "nats": loss}))
-    if len(frames) == 2 and len(frames[0]) == len(frames[1]):
-        minus = frames[0]["nats"] - frames[1]["nats"]
-        figure.add_bar(x=ticks, y=minus, name=plots.MINUS, marker_color=plots.colour(plots.MINUS), opacity=0.6)
-    every = max(1, -(-len(ticks) // 40))
-    figure.update_xaxes(tickvals=ticks[::every], type="category", tickangle=-90, tickfont_size=10)
+        every = max(1, -(-len(ticks) // 40))
+        figure.update_xaxes(tickvals=ticks[::every], type="category", tickangle=-90, tickfont_size=10, row=row, col=1)
+    if len(lines) == 2 and alike:
+        figure.add_bar(
+            x=ticks, y=lines[0][2] - lines[1][2], name=plots.MINUS, marker_color=plots.colour(plots.MINUS), opacity=0.6
+        )
     figure.update_yaxes(title_text="nats")
     plots.dressed(
-        figure, "How surprising each token was", "-ln of its probability given those before it; lower: expected", 300
-    )
-    return Drawing(figure, pd.concat(frames, ignore_index=True))
+        figure, "How surprising each token was", "-ln of its probability given those before it; lower: expected",
+        300 if alike else 460,
+    )  # fmt: skip
+    table = [pd.DataFrame({"model": s.title, "token": names, "nats": loss}) for s, names, loss in lines]
+    said = "" if alike else "A and B read this text as different tokens, so A − B is not drawn."
+    return Drawing(figure, pd.concat(table, ignore_index=True), said)
 
 
 # ---- who said so -----------------------------------------------------------------------------------------------------
 
 
-def target(ask: Source, link: Link) -> tuple[int, str]:
-    """The token asked after, as id and text: the link's, else model A's likeliest after the position."""
-    at, _ = position(ask, link)
-    subject = ask.subjects(link)[0]
-    top = ask.look("prompt.predictions", subject, ask.prompt(link), position=at, top=TOP).top
-    asked = link.whole("target")
-    if asked is None:
-        return int(top["id"][0]), str(top["token"][0])
-    known = top[top["id"] == asked]
-    return asked, str(known["token"].iloc[0]) if len(known) else f"#{asked}"
+def target(ask: Source, link: Link) -> int:
+    """Id of the token asked after: the link's, else that of model A's likeliest after the position."""
+    at, asked = position(ask, link)[0], link.whole("target")
+    if asked is not None:
+        return asked
+    found = ask.look("prompt.predictions", ask.subjects(link)[0], ask.prompt(link), position=at, top=TOP)
+    return int(found.top["id"][0])
 
 
 @view("prompt")
 def attribution(ask: Source, link: Link) -> Drawing:
     """What each layer, head and value path adds to the logit of a token: exact, and checked to sum up."""
     at, tokens = position(ask, link)
-    token, named = target(ask, link)
-    against, layer, head = link.whole("against"), link.whole("layer"), link.whole("head")
-    found, frames = [], []
-    for subject in ask.subjects(link):
-        whole = ask.look("attribution.attribute", subject, ask.prompt(link), position=at, token=token, against=against)
-        rows = _level(whole.frame, layer, head)
+    token, against = target(ask, link), link.whole("against")
+    layer, head = link.whole("layer"), link.whole("head")
+    found: list[tuple[Subject, Any, pd.DataFrame]] = []
+    places, left_out = _placed(ask, link)
+    said = [left_out] if left_out else []
+    for subject, own in places:
+        whole = ask.look("attribution.attribute", subject, ask.prompt(link), position=own, token=token, against=against)
+        try:
+            rows = _level(whole.frame, layer, head)
+            if found and (whole.token, whole.against) != (found[0][1].token, found[0][1].against):
+                raise WorkbenchError("its tokenizer has other tokens under these numbers")
+        except WorkbenchError as error:
+            if not found:  # A itself
+                raise
+            said.append(f"{subject.title} is left out: {error}.")
+            continue
+        shown = "" if layer is None else f"; the bars shown sum to {rows['value'].sum():.4f}"
+        said.append(
+            f"{subject.title}: the parts of each level sum to {whole.totals['layer']:.4f}, the model computed {whole.logit:.4f} "
+            f"(off by {whole.error:.1e}){shown}."
+        )
         found.append((subject, whole, rows))
-        frames.append(rows.assign(model=subject.title, logit=whole.logit, error=whole.error))
+    first = found[0][1]
     where = "" if layer is None else f", layer {layer}" + ("" if head is None else f", head {head}")
     figure = _bars([(s.title, plots.colour(s.series), rows) for s, _, rows in found])
-    asked = f"logit of {_quoted(named)}" + ("" if against is None else f" minus that of #{against}")
+    asked = f"the score (logit) of {_quoted(first.token)}"
+    asked += "" if first.against is None else f" minus that of {_quoted(first.against)}"
     plots.dressed(
-        figure, f"Who says {_quoted(named)}{where}",
-        f"{asked} after {token_ticks(tokens)[at]}; direct effect in logits, final scale frozen; right: pushes it up", 340,
+        figure, f"Who says {_quoted(first.token)}{where}",
+        f"what each part adds to {asked} after {_quoted(tokens[at])}, token {at}; right: pushes it up; final norm's scale held", 340,
     )  # fmt: skip
-    said = "; ".join(
-        f"{s.title}: the parts of each level sum to {w.totals['layer']:.4f}, the model computed {w.logit:.4f} (off by {w.error:.1e})"
-        for s, w, _ in found
-    )
-    return Drawing(figure, pd.concat(frames, ignore_index=True), said + ".")
+    frames = [rows.assign(model=s.title, logit=whole.logit, error=whole.error) for s, whole, rows in found]
+    return Drawing(figure, pd.concat(frames, ignore_index=True), " ".join(said))
 
 
 def _level(frame: pd.DataFrame, layer: int | None, head: int | None) -> pd.DataFrame:
@@ -236,37 +290,53 @@ def _level(frame: pd.DataFrame, layer: int | None, head: int | None) -> pd.DataF
 
 def _bars(parts: Sequence[tuple[str, str, pd.DataFrame]]) -> go.Figure:
     figure = make_subplots(1, 1)
-    for title, colour, rows in parts:
-        names = [_part(row) for row in rows.to_dict("records")]
-        figure.add_bar(
-            y=names, x=rows["value"], orientation="h", name=title, marker_color=colour,
-            hovertemplate="%{y}: %{x:.4f} logits<extra></extra>",
-        )  # fmt: skip
-    if len(parts) == 2:
-        both = parts[0][2].assign(name=[_part(r) for r in parts[0][2].to_dict("records")]).merge(
-            parts[1][2].assign(name=[_part(r) for r in parts[1][2].to_dict("records")]), on="name", suffixes=("", "_b")
-        )  # fmt: skip
-        figure.add_bar(
-            y=both["name"], x=both["value"] - both["value_b"], orientation="h", name=plots.MINUS,
-            marker_color=plots.colour(plots.MINUS),
-        )  # fmt: skip
+    found = [pd.Series(rows["value"].to_numpy(), [_part(r) for r in rows.to_dict("records")]) for _, _, rows in parts]
+    for (title, colour, _), row in zip(parts, found, strict=True):
+        _bar(figure, title, colour, row)
+    if len(parts) == 2:  # a part that one of them has not adds nothing to it
+        names = list(dict.fromkeys([*found[0].index, *found[1].index]))
+        a, b = (row.reindex(names, fill_value=0.0) for row in found)
+        _bar(figure, plots.MINUS, plots.colour(plots.MINUS), a - b)
     figure.update_xaxes(title_text="logits")
     return figure.update_yaxes(autorange="reversed", type="category")
 
 
+def _bar(figure: go.Figure, title: str, colour: str, row: pd.Series) -> None:
+    figure.add_bar(
+        y=list(row.index), x=row.to_numpy(), orientation="h", name=title, marker_color=colour,
+        hovertemplate="%{y}: %{x:.4f} logits<extra></extra>",
+    )  # fmt: skip
+
+
 def _part(row: dict[Any, Any]) -> str:
-    """A part in words: `embedding`, `attention 2`, `MLP 3`, `layer 2 head 1, first`."""
+    """A part in words: `embedding`, `attention 2`, `MLP 3`, `head 1`, `the first layer's values`."""
     at = "" if pd.isna(row["layer"]) else f" {int(row['layer'])}"
     if row["part"] == "embed":
         return "embedding"
     if pd.isna(row["head"]):
         return f"{ {'attn': 'attention', 'mlp': 'MLP'}.get(row['part'], row['part']) }{at}"
-    path = "" if pd.isna(row["path"]) else f", {row['path'].replace('.', ' ')} values"
-    return f"layer{at} head {int(row['head'])}{path}"
+    return f"head {int(row['head'])}" if pd.isna(row["path"]) else _path(row["path"])
 
 
-def _layers(rows: int) -> list[str]:
-    return [str(n) for n in range(rows)]
+def _path(path: str) -> str:
+    """Whose values these are, in words."""
+    kind, _, layer = path.partition(".")
+    whose = f"layer {layer}'s" if layer else "the first layer's"
+    named = {"own": "own values", "first": "the first layer's values", "source": f"{whose} values",
+             "cross": f"{whose} keys and values", "table": "values from a table"}  # fmt: skip
+    return named.get(kind, path)
+
+
+def _after(rows: int) -> list[str]:
+    """Names of L + 1 streams: what the first block reads, and what each layer leaves."""
+    return ["embedding", *map(str, range(rows - 1))]
+
+
+def _rows(kind: str) -> Callable[[int], tuple[list[str], str]]:
+    """Names of so many rows, and of their axis."""
+    if kind == "stream":
+        return lambda rows: (_after(rows), "after layer")
+    return lambda rows: ([str(n) for n in range(rows)], "layer")
 
 
 def _named(tokens: Sequence[str], first: int) -> list[str]:
@@ -274,6 +344,4 @@ def _named(tokens: Sequence[str], first: int) -> list[str]:
 
 
 def _quoted(token: str) -> str:
-    import html
-
-    return f"“{html.escape(token)}”"
+    return f"“{safe(token)}”"

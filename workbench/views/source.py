@@ -29,7 +29,9 @@ LETTERS = ("repeated", "backcopy")
 """Kinds of data whose tokens are letters and digits; a prompt is read twice."""
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 SYMBOLS = "Kq7fW2mZxR0bTn5LsYd8HcVjA3pGeUi9"
-"""Prompts where the link has none: text, and as many letters as the demo's models learned to copy."""
+IDS = " ".join(map(str, 2 * [*range(1, 13)]))
+"""Prompts where the link has none: text, as many letters as the demo's models learned to copy, ids without a tokenizer."""
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Source:
             return self.catalogue().entry(asked)
         ready = [e for e in self.group(link) if e.steps]
         if not ready:
-            raise BadData("no checkpoint here yet; the first ones appear within seconds of a training's start")
+            raise BadData(_no_checkpoint(self.group(link)))
         return next((e for e in ready if e.architecture == architecture), ready[0])
 
     def _step(self, entry: Entry, asked: int | None) -> int:
@@ -209,7 +211,23 @@ class Source:
             if not re.fullmatch(r"[0-9a-f]{16}", name) or not path.is_file():
                 raise BadData("the prompt that the link names is not stored in this folder of runs")
             return path.read_text(encoding="utf-8", errors="replace")
-        return link.text("prompt") or (SYMBOLS if self.subjects(link)[0].entry.kind in LETTERS else TEXT)
+        text = link.text("prompt")
+        if text is None:  # an empty one is refused by whoever reads it, as any that cannot be read
+            text = example(self.subjects(link)[0].entry)
+        return text
+
+
+def example(entry: Entry) -> str:
+    """What is read where a link has no prompt: what the run's model was trained on, or can read."""
+    if entry.kind in LETTERS:
+        return SYMBOLS
+    return TEXT if (Path(entry.path) / TOKENIZER).exists() else IDS
+
+
+def _no_checkpoint(runs: Sequence[Entry]) -> str:
+    if all(e.kind == "recorded" for e in runs):
+        return "a recording holds no checkpoints: the Training page shows it; what `workbench import` takes in is here on every page"
+    return "no checkpoint here yet; the first ones appear within seconds of a training's start"
 
 
 def read_table(path: str, series: str, kind: str, metrics: tuple[str, ...] | None) -> pd.DataFrame | str:
