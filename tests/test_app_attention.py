@@ -95,7 +95,7 @@ def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, wish):
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("", "empty"), ("  ", "empty"), ("a", "tokens long"), ("x y " * 500, "tokens")]
+    ("text", "word"), [("", "empty"), ("  ", "empty"), ("a", "1 token long"), ("x y " * 500, "tokens")]
 )
 def test_prompts_that_cannot_be_read_are_explained(page, populated, text, word):
     at = page(populated, **A)
@@ -103,6 +103,12 @@ def test_prompts_that_cannot_be_read_are_explained(page, populated, text, word):
     dashboard.settled(at.run())
     assert any(word in i.value for i in at.info)
     assert element(at) is None
+
+
+def test_a_model_of_letters_says_that_it_reads_them_twice(page, populated):
+    at = page(populated, a="race-svformer-s0", prompt="abc")
+    assert "twice" in at.text_area(key="w_prompt").label
+    assert len(element(at)["panels"][0]["queries"]) == 7
 
 
 def test_hostile_text_reaches_the_page_as_data_alone(page, populated):

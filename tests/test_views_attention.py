@@ -317,3 +317,28 @@ def test_received_attention_of_two_models_is_subtracted_where_they_read_the_same
     assert np.asarray(figure.data[-1].y) == pytest.approx(a - b, abs=1e-4)
     other = drawn(ask, "received", link(compare=1, b="race-svformer-s0", prompt="abcabc")).figure
     assert plots.MINUS not in [t.name for t in other.data]
+
+
+# ---- other tokens, other words ----
+
+
+def test_a_query_of_a_is_held_in_b_only_where_both_read_the_same_tokens(ask):
+    other = link(a="race-svformer-s0", compare=1, b="text-resformer-s0", prompt="qvzqvz", lock=2)
+    choice, (a, b) = attention.seen(ask, other)
+    assert not choice.alike
+    assert a.row is not None
+    assert b.row is None
+    assert {t.name for t in drawn(ask, "query", other).figure.data} == {plots.label(a.subject.series)}
+    assert all(s.row is not None for s in attention.seen(ask, compared(lock=2))[1])
+
+
+def test_what_is_said_of_all_heads_is_plain_text(ask):
+    said = drawn(ask, "overview", compared()).said
+    assert said.startswith("A: ResFormer · s0, step 20: most attention")
+
+
+def test_a_cell_of_many_tokens_says_how_many_at_most(ask):
+    choice, found = attention.seen(ask, link(a="long-resformer-s0", prompt=LONG))
+    rows = int(np.diff(found[0].window.queries).max())
+    assert choice.length > attention.CELLS
+    assert attention.cell(choice, found).startswith(f"a cell is up to {rows} queries by {rows} keys")

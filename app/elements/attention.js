@@ -222,7 +222,7 @@ class View {
     };
     const one = (v) => (panel.signed && v > 0 ? "+" : "") + v.toFixed(1), shown = panel.signed ? signed : number;
     add(`Layer ${this.data.layer}, head ${this.data.head}`, panel.signed ? "A − B" : "here", "spread evenly");
-    add("entropy, share of most", shown(panel.entropy[n]), "1.000");
+    add("evenness (entropy / max.)", shown(panel.entropy[n]), "1.000");
     add("effective keys", one(panel.keys_used[n]), one(panel.evenly.effective_keys));
     add("to the first token", shown(panel.sink[n]), number(panel.evenly.sink_mass));
   }
@@ -231,7 +231,7 @@ class View {
     const { layers, heads } = this.data, n = layer * panel.shape[1] + head;
     const chosen = layer === this.data.layer && head === this.data.head;
     const button = made("button", chosen ? "head chosen" : "head", grid);
-    const numbers = panel.signed ? "" : `: entropy ${number(panel.entropy[n])} of its most, ` +
+    const numbers = panel.signed ? "" : `: evenness ${number(panel.entropy[n])}, ` +
       `${panel.keys_used[n].toFixed(1)} effective keys, ${number(panel.sink[n])} to the first token`;
     button.type = "button";
     button.title = `Layer ${layer}, head ${head}${numbers}`;
@@ -326,14 +326,15 @@ class View {
     strip.setAttribute("aria-label", `Received attention of ${panel.title}: ${this.peak(panel)}`);
     this.drawStrip(strip, panel, panel.signed ? largest(panel.received) || 1 : most);
     this.ticks(box, panel.keys, panel.key_tokens, columns, false);
-    made("div", "axis", box, i ? "" : "rows: queries; columns: keys. Bars: attention a key receives (square root); dots: if spread evenly");
+    made("div", "axis", box, `${i ? "" : "Rows: queries; columns: keys. Bars: attention a key receives from all queries (square root), "}` +
+      this.peak(panel) + (i ? "" : "; dots: if spread evenly"));
     this.legend(box, panel, panel.signed ? -limit : 0, limit, "attention");
   }
 
   peak(panel) {
     let at = 0;
     panel.received.forEach((v, i) => { if (Math.abs(v) > Math.abs(panel.received[at])) at = i; });
-    return `most at key ${span(panel.keys, at)}, ${number(panel.received[at])} queries`;
+    return `${panel.signed ? "furthest apart" : "most"} at key ${span(panel.keys, at)}, ${number(panel.received[at])} queries`;
   }
 
   ticks(parent, edges, tokens, count, vertical) {
@@ -373,9 +374,9 @@ class View {
         dragged = true;
         this.outline(panel, from.at, at, rows, columns);
       }
-      this.point(at[0], at[1]);
+      this.point(panel, at[0], at[1]);
     });
-    map.addEventListener("pointerleave", () => { if (!from) this.point(null); });
+    map.addEventListener("pointerleave", () => { if (!from) this.point(panel, null); });
     map.addEventListener("pointerdown", (event) => {
       if (event.button) return;
       from = { at: cell(event), x: event.clientX, y: event.clientY };
@@ -394,10 +395,10 @@ class View {
       if (dragged) return;
       const [r] = cell(event);
       clearTimeout(this.waiting); // a second click within the wait is a double click
-      if (event.detail < 2) this.waiting = setTimeout(() => this.hold(panel.queries[r]), WAIT);
+      if (event.detail < 2) this.waiting = setTimeout(() => this.hold(panel, panel.queries[r]), WAIT);
     });
     map.addEventListener("dblclick", () => { clearTimeout(this.waiting); this.ask({ whole: true }); });
-    map.addEventListener("blur", () => this.point(null));
+    map.addEventListener("blur", () => this.point(panel, null));
     map.addEventListener("keydown", (event) => this.key(event, panel, rows, columns));
   }
 
@@ -407,9 +408,9 @@ class View {
     const move = { ArrowUp: [-far, 0], ArrowDown: [far, 0], ArrowLeft: [0, -far], ArrowRight: [0, far],
       Home: [0, -columns], End: [0, columns], PageUp: [-rows, 0], PageDown: [rows, 0] }[event.key];
     const clip = (n, count) => Math.max(0, Math.min(count - 1, n));
-    if (move) this.point(this.cursor ? clip(r + move[0], rows) : r, this.cursor ? clip(c + move[1], columns) : c);
-    else if (event.key === "Enter" || event.key === " ") this.hold(panel.queries[r]);
-    else if (event.key === "Escape") this.data.lock !== null && this.hold(this.data.lock);
+    if (move) this.point(panel, this.cursor ? clip(r + move[0], rows) : r, this.cursor ? clip(c + move[1], columns) : c);
+    else if (event.key === "Enter" || event.key === " ") this.hold(panel, panel.queries[r]);
+    else if (event.key === "Escape") this.data.lock !== null && this.ask({ lock: null });
     else if (event.key === "+" || event.key === "=") this.zoom(panel, clip(r - (rows >> 2), rows), clip(r + (rows >> 2), rows),
       clip(c - (columns >> 2), columns), clip(c + (columns >> 2), columns));
     else if (event.key === "-" || event.key === "0") this.ask({ whole: true });
@@ -417,12 +418,17 @@ class View {
     event.preventDefault();
   }
 
-  hold(query) {
+  hold(panel, query) {
+    if (!this.shares(panel, this.data.panels[0])) return; // these are not A's tokens, whose query is held
     this.ask({ lock: query === this.data.lock ? null : query });
   }
 
   zoom(panel, top, bottom, left, right) {
     this.ask({ window: [panel.queries[top], panel.queries[bottom + 1] - 1, panel.keys[left], panel.keys[right + 1] - 1] });
+  }
+
+  shares(panel, other) {
+    return panel === other || this.data.minus; // maps that are subtracted have the same tokens
   }
 
   outline(panel, a, b, rows, columns) {
@@ -436,7 +442,7 @@ class View {
 
   lockedRow(panel) {
     const { lock } = this.data;
-    if (lock === null || lock < panel.queries[0]) return null;
+    if (lock === null || !panel.row || lock < panel.queries[0]) return null;
     const after = panel.queries.findIndex((first) => first > lock);
     return after < 1 ? null : after - 1;
   }
@@ -454,15 +460,16 @@ class View {
     }
   }
 
-  point(row, column) {
+  point(at, row, column) {
     this.cursor = row === null ? null : [row, column];
+    this.pointed = at;
     for (const panel of this.data.panels) {
-      const inside = row !== null && row < panel.queries.length - 1 && column < panel.keys.length - 1;
+      const inside = row !== null && this.shares(panel, at) && row < panel.queries.length - 1 && column < panel.keys.length - 1;
       this.place(panel, "rowBand", inside ? row : null, null);
       this.place(panel, "columnBand", null, inside ? column : null);
     }
     for (const chip of this.held.querySelectorAll(".chip"))
-      chip.classList.toggle("pointed", row !== null && chip.dataset.column === `${column}`);
+      chip.classList.toggle("pointed", row !== null && this.shares(at, this.data.panels[0]) && chip.dataset.column === `${column}`);
     this.say();
   }
 
@@ -471,7 +478,7 @@ class View {
     const token = (words) => made("bdi", "token", this.readout, words);
     this.readout.replaceChildren();
     if (!this.cursor) return text("Point at a cell to read it.");
-    const [r, c] = this.cursor, first = this.data.panels[0];
+    const [r, c] = this.cursor, first = this.pointed;
     if (r >= first.queries.length - 1 || c >= first.keys.length - 1) return undefined;
     text(`query ${span(first.queries, r)} `);
     token(first.query_tokens[r]);
@@ -481,12 +488,13 @@ class View {
     if (first.keys[c] >= first.queries[r + 1]) return undefined;
     for (const panel of this.data.panels) {
       const columns = panel.keys.length - 1;
+      if (!this.shares(panel, first)) continue;
       if (r >= panel.queries.length - 1 || c >= columns) continue;
       const value = panel.weights[r * columns + c];
       text(panel.tag ? ` ${panel.tag} ` : "");
       made("b", "", this.readout, panel.signed ? signed(value) : number(value));
     }
-    if (!first.exact) text(this.data.mean ? " of a query's attention, all these keys together" : " the largest weight in there");
+    if (!first.exact) text(this.data.mean ? " of a query's attention goes to all these keys" : " the largest weight in there");
     return undefined;
   }
 
@@ -507,7 +515,9 @@ class View {
     if (first.keys[0] > 0 || last < lock) made("span", "where", line, `of keys ${first.keys[0]}–${Math.min(last, lock)}, the columns shown`);
     const bars = shown.filter((p) => !p.signed && p.keys.length === first.keys.length);
     const most = this.data.whole ? 1 : Math.max(...bars.map((p) => largest(p.row))) || 1;
-    if (bars.length > 1) {
+    const lifted = (share) => (this.data.root ? Math.sqrt(share) : share);
+    made("span", "where", line, `highest bar ${number(most)}${this.data.root ? ", heights by square root as the colours" : ""}`);
+    if (panels.length > 1) {
       const names = made("div", "names", this.held);
       for (const panel of bars) {
         made("span", "swatch", names).style.background = panel.colour;
@@ -521,7 +531,7 @@ class View {
       const values = bars.map((p) => number(p.row[c])).join(" and ");
       for (const panel of bars) {
         const bar = made("span", "bar", box);
-        bar.style.height = `${Math.round((100 * (panel.row[c] || 0)) / most)}%`;
+        bar.style.height = `${Math.round(100 * lifted((panel.row[c] || 0) / most))}%`;
         bar.style.background = panel.colour;
       }
       const single = first.keys[c + 1] === first.keys[c] + 1;

@@ -6,18 +6,15 @@ import streamlit as st
 
 from app import url
 from app.elements import attention as element
-from app.shell import files, page, ready
+from app.shell import files, page, prompt_box, ready
 from app.source import source
-from workbench.errors import WorkbenchError
 from workbench.views import Link, attention
-from workbench.views.source import PROMPTS
 
 ABOUT = (
     "Each row of a map is a token that attends (query), each column an earlier token it attends to (key); a row sums to 1. A bright "
     "first column is an attention *sink*, a bright diagonal a head that looks at itself or just before. *Effective keys*: over how many "
     "tokens a head really spreads its attention. Few keys or a sink are no fault by themselves."
 )
-LONGEST = 100_000  # characters of a prompt
 NONE = "none"
 FIGURES = {
     "This head's map": attention.weights,
@@ -34,14 +31,7 @@ def draw() -> None:
 
 def _body(link: Link) -> None:
     ask = source()
-    default = ask.prompt(link.but(prompt=None, stored=None))
-    text = url.prompt(
-        "Prompt", default, "Ctrl+Enter runs it; up to the model's context.", ask.folder / PROMPTS, LONGEST
-    )
-    if not text.strip():
-        raise WorkbenchError("The prompt is empty: type some text.")
-    if text == default:  # also where the link's own was ignored
-        link = link.but(stored=None)
+    link = prompt_box(link)
     bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
     ready(bare, "Running the model on the prompt", attention.options)
     link = _choices(bare, link)
@@ -74,7 +64,7 @@ def _choices(bare: Link, link: Link) -> Link:
     pool = "mean"
     if found.length > attention.BUCKETS[0]:
         with far:
-            pool = url.choose("A cell of many tokens", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__)
+            pool = url.choose("A cell of many shows", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__)
     chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=None if lock == NONE else lock,
                       queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
     branches = attention.options(source(), bare.but(layer=layer)).branches
@@ -95,7 +85,10 @@ def _numbers(choice: attention.Choice, found: list[attention.Seen]) -> None:
     evenly = found[0].overview.uniform
     st.subheader("Numbers per head")
     says = "; ".join(f"{words} {evenly[name]:.3g}" for name, words in attention.STATISTICS.items())
-    st.caption(f"Were attention spread evenly over {choice.length} tokens: {says}. Choose a row to enlarge that head.")
+    st.caption(
+        f"If attention were spread evenly over {choice.length} tokens: {says}. {attention.MEANS.capitalize()}. "
+        "Choose a row to enlarge that head."
+    )
     key = f"heads_{choice.layer}_{choice.head}"  # a head chosen elsewhere lets the row go
 
     def chosen() -> None:

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from workbench.plots.grids import MOST_TICKS, unique
+from workbench.plots.grids import MOST_TICKS, safe, unique
 from workbench.plots.style import DIVERGING, GREY, MINUS, SEQUENTIAL, colour, dressed, label
 
 GAP = 0.06
@@ -103,16 +103,16 @@ def received(
     both = minus and len(lines) == 2 and list(lines[0][1]) == list(lines[1][1])
     figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
     for series, names, values, _ in lines:
-        x = unique([markup.escape(n) for n in names])
+        x = unique([safe(n) for n in names])
         _line(figure, 1, x, np.maximum(values, LEAST), label(series), colour(series))
     names, evenly = lines[0][1], lines[0][3]
-    _line(figure, 1, unique([markup.escape(n) for n in names]), evenly, "spread evenly", GREY, "dot")
+    _line(figure, 1, unique([safe(n) for n in names]), evenly, "spread evenly", GREY, "dot")
     if both:
-        x = unique([markup.escape(n) for n in names])
+        x = unique([safe(n) for n in names])
         _line(figure, 2, x, lines[0][2] - lines[1][2], MINUS, colour(MINUS))
         figure.update_yaxes(title_text=MINUS, row=2, col=1)
     every = max(1, -(-len(names) // MOST_TICKS))
-    figure.update_xaxes(tickvals=unique([markup.escape(n) for n in names])[::every], type="category", tickangle=-90)
+    figure.update_xaxes(tickvals=unique([safe(n) for n in names])[::every], type="category", tickangle=-90)
     figure.update_yaxes(title_text="queries per key", type="log", row=1, col=1)
     figure.update_xaxes(title_text="key: where attention goes", row=2 if both else 1, col=1)
     said = f"as many queries as would look at nothing else; higher: a token that many look at; drawn from {LEAST:g}"
@@ -137,17 +137,17 @@ def row(bars: Sequence[tuple[str, Sequence[str], np.ndarray]], under: str, *, mi
     if both:
         _bars(figure, 2, bars[0][1], bars[0][2] - bars[1][2], MINUS, colour(MINUS))
         figure.update_yaxes(title_text=MINUS, row=2, col=1)
-    names = unique([markup.escape(n) for n in bars[0][1]])
+    names = unique([safe(n) for n in bars[0][1]])
     every = max(1, -(-len(names) // MOST_TICKS))
     figure.update_xaxes(tickvals=names[::every], type="category", tickangle=-90)
     figure.update_xaxes(title_text="key: where attention goes", row=2 if both else 1, col=1)
     figure.update_yaxes(title_text="attention", rangemode="tozero", row=1, col=1)
-    return dressed(figure, "Where one query looks", markup.escape(under), 440 if both else 300)
+    return dressed(figure, "Where one query looks", safe(under), 440 if both else 300)
 
 
 def _bars(figure: go.Figure, at: int, names: Sequence[str], values: np.ndarray, name: str, paint: str) -> None:
     seen = np.isfinite(values)
-    x = np.array(unique([markup.escape(n) for n in names]), dtype=object)[seen]
+    x = np.array(unique([safe(n) for n in names]), dtype=object)[seen]
     figure.add_bar(x=x, y=np.asarray(values, dtype=float)[seen], name=name, marker_color=paint, row=at, col=1)
 
 

@@ -23,8 +23,8 @@ SCALES = {
     "one": "from 0 to 1",
 }
 """The brightest after the first query, which sees nothing but itself."""
-POOLS = {"mean": "all its keys together", "max": "its largest weight"}
-LINEAR = 64
+POOLS = {"mean": "what goes to all its keys", "max": "its largest weight"}
+LINEAR = 32
 """Tokens up to which colours are in proportion unless told otherwise; in longer prompts most weights are faint."""
 CELLS, CELLS_BESIDE = 512, 384
 """Most cells along an axis of a map: of one model, and of two beside each other where the prompt is longer."""
@@ -32,12 +32,13 @@ TILES = 300_000
 """Cells of all small pictures together; more heads get coarser ones."""
 BUCKETS = (64, 32, 16, 8)
 STATISTICS = {
-    "normalised_entropy": "entropy, share of its most",
+    "normalised_entropy": "evenness (entropy / maximum)",
     "row_entropy": "entropy, nats",
     "effective_keys": "effective keys",
     "sink_mass": "attention to the first token",
 }
 EVENLY = "spread evenly"
+MEANS = "means over its queries, without the first for evenness and first token: it sees nothing but itself"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Seen:
     evenly: np.ndarray
     """The same where every query spreads its attention evenly [column]."""
     row: np.ndarray | None
-    """The held query's weights [column], NaN for its future."""
+    """The held query's weights [column], NaN for its future; of B where it reads the same tokens."""
 
 
 def options(ask: Source, link: Link) -> Choice:
@@ -152,7 +153,7 @@ def seen(ask: Source, link: Link) -> tuple[Choice, list[Seen]]:
         column = _window(ask, choice, i, (0, len(tokens)), keys, "mean")
         _tell(ask, choice, 2 * i + 1, 1, 2)
         row = None
-        if choice.lock is not None and choice.lock < len(tokens):
+        if choice.lock is not None and (i == 0 or choice.alike):
             row = _window(ask, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
         found.append(Seen(subject, tokens, overview, window, _received(column), _evenly(column, len(tokens)), row))
     return choice, found
@@ -230,9 +231,8 @@ def cell(choice: Choice, found: list[Seen]) -> str:
     window = found[0].window
     if window.exact:
         return "each cell is one weight"
-    rows, columns = window.weights.shape
-    sizes = (window.queries[-1] - window.queries[0]) / rows, (window.keys[-1] - window.keys[0]) / columns
-    return f"a cell is about {sizes[0]:.0f} queries by {sizes[1]:.0f} keys: {POOLS[choice.pool]}"
+    sizes = [int(np.diff(edges).max()) for edges in (window.queries, window.keys)]
+    return f"a cell is up to {sizes[0]} queries by {sizes[1]} keys and shows {POOLS[choice.pool]}"
 
 
 def _named(choice: Choice, found: list[Seen]) -> list[tuple[str, Seen]]:
@@ -254,7 +254,7 @@ def overview(ask: Source, link: Link) -> Drawing:
     for title, s in _named(choice, found):
         top = s.overview.statistics.sort_values("sink_mass").iloc[-1]
         strongest.append(
-            f"{plain(title)}: most attention to the first token in layer {int(top['layer'])}, head {int(top['head'])} "
+            f"{title}: most attention to the first token in layer {int(top['layer'])}, head {int(top['head'])} "
             f"({top['sink_mass']:.2f} of it; {s.overview.uniform['sink_mass']:.2f} if spread evenly)"
         )
     return Drawing(figure, statistics(found), ". ".join(strongest) + ".")
@@ -325,7 +325,7 @@ def numbers(ask: Source, link: Link) -> Drawing:
     """Entropy, effective keys and attention to the first token, of each head, beside attention that is spread evenly."""
     choice, found = seen(ask, link)
     parts = [(s.subject.series, s.overview.statistics, s.overview.uniform) for s in found]
-    figure = figures.per_head(parts, STATISTICS, f"one prompt of {choice.length} tokens, mean over its queries")
+    figure = figures.per_head(parts, STATISTICS, f"one prompt of {choice.length} tokens, {MEANS}")
     return Drawing(figure, statistics(found))
 
 
@@ -348,8 +348,3 @@ def brightest(weights: np.ndarray, first: int = 0) -> float:
     rest = weights[..., 1:, :] if first == 0 and weights.shape[-2] > 1 else weights
     seen = rest[np.isfinite(rest)]
     return float(seen.max()) or 1.0 if seen.size else 1.0
-
-
-def plain(text: str) -> str:
-    """Any text as itself inside Markdown."""
-    return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(text.split()))
