@@ -169,6 +169,24 @@ def test_two_models_and_their_difference_share_the_pointer(at):
     page.wait_for_url(re.compile("layer=0&head=1"))
 
 
+def test_models_with_other_tokens_are_read_each_in_its_own(at):
+    page = at("a=race-svformer-s0&compare=1&b=text-resformer-s0&prompt=qvz&layer=1&head=0")
+    assert page.locator(".map").count() == 2
+    box, where = pointed(page, 2, 1, 3, 3, panel=1)  # B reads q, v, z; A reads them twice
+    box.hover(position=where)
+    assert re.fullmatch(r"query 2 z → key 1 v: B [0-9.]+", page.locator(".readout").inner_text().strip())
+    box.click(position=where)
+    page.wait_for_timeout(1000)
+    assert "lock=" not in page.url
+    box, where = pointed(page, 4, 0, 6, 6, panel=0)
+    box.click(position=where)
+    page.wait_for_url(re.compile("lock=4"))
+    page.get_by_role("heading", name="Query 4").wait_for()
+    assert page.locator(".chip").count() == 5
+    assert all(" and " not in chip.get_attribute("title") for chip in page.locator(".chip").all())
+    assert page.locator(".lock:visible").count() == 1
+
+
 def test_a_row_of_numbers_enlarges_its_head(at):
     page = at(f"{A}&layer=1&head=1")
     table = page.locator('[data-testid="stDataFrame"]').first

@@ -222,7 +222,7 @@ class View {
     };
     const one = (v) => (panel.signed && v > 0 ? "+" : "") + v.toFixed(1), shown = panel.signed ? signed : number;
     add(`Layer ${this.data.layer}, head ${this.data.head}`, panel.signed ? "A − B" : "here", "spread evenly");
-    add("evenness (entropy / max.)", shown(panel.entropy[n]), "1.000");
+    add("evenness, 0 to 1", shown(panel.entropy[n]), "1.000");
     add("effective keys", one(panel.keys_used[n]), one(panel.evenly.effective_keys));
     add("to the first token", shown(panel.sink[n]), number(panel.evenly.sink_mass));
   }
@@ -347,6 +347,7 @@ class View {
       made("i", "", tick, single ? `${edges[n]}` : span(edges, n));
       if (single) made("bdi", "", tick, tokens[n]);
     }
+    if (!vertical) box.style.height = `${Math.max(...[...box.children].map((tick) => tick.offsetHeight)) + 4}px`;
   }
 
   drawStrip(canvas, panel, most) {

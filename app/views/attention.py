@@ -64,7 +64,9 @@ def _choices(bare: Link, link: Link) -> Link:
     pool = "mean"
     if found.length > attention.BUCKETS[0]:
         with far:
-            pool = url.choose("A cell of many shows", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__)
+            pool = url.choose(
+                "Cells of many tokens show", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__
+            )
     chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=None if lock == NONE else lock,
                       queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
     branches = attention.options(source(), bare.but(layer=layer)).branches
@@ -85,8 +87,9 @@ def _numbers(choice: attention.Choice, found: list[attention.Seen]) -> None:
     evenly = found[0].overview.uniform
     st.subheader("Numbers per head")
     says = "; ".join(f"{words} {evenly[name]:.3g}" for name, words in attention.STATISTICS.items())
+    of = f"{choice.length}" if choice.alike else f"A's {choice.length}"
     st.caption(
-        f"If attention were spread evenly over {choice.length} tokens: {says}. {attention.MEANS.capitalize()}. "
+        f"If attention were spread evenly over {of} tokens: {says}. {attention.MEANS.capitalize()}. "
         "Choose a row to enlarge that head."
     )
     key = f"heads_{choice.layer}_{choice.head}"  # a head chosen elsewhere lets the row go

@@ -32,13 +32,13 @@ TILES = 300_000
 """Cells of all small pictures together; more heads get coarser ones."""
 BUCKETS = (64, 32, 16, 8)
 STATISTICS = {
-    "normalised_entropy": "evenness (entropy / maximum)",
+    "normalised_entropy": "evenness",
     "row_entropy": "entropy, nats",
     "effective_keys": "effective keys",
     "sink_mass": "attention to the first token",
 }
 EVENLY = "spread evenly"
-MEANS = "means over its queries, without the first for evenness and first token: it sees nothing but itself"
+MEANS = "means over its queries; evenness (entropy over its maximum) and first token without the first, which sees only itself"
 
 
 @dataclass(frozen=True)
