@@ -18,7 +18,7 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
 
 from workbench.serving import HOST
@@ -33,21 +33,36 @@ KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
 SLOW_S, AGAIN = 0.02, 100  # a collection of garbage that is felt; collections between two looks at everything
 
 
+FENCE = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; frame-ancestors 'self'; form-action 'self'"
+"""What a page may load, send and be shown in: this server alone, whatever text got into it."""
+HEADERS = (
+    (b"content-security-policy", FENCE), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"same-origin"),
+)  # fmt: skip
+
+
 class FrontEnd:
-    """Answers for hosts by name only; sends the document and the files of the front end from memory."""
+    """Answers for hosts by name, to its own pages only; sends the document and the files of the front end from memory."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app, self.files = app, _listing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def fenced(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *HEADERS]
+            await send(message)
+
+        if scope["type"] == "websocket" and not _is_ours(Headers(scope=scope)):
+            await send({"type": "websocket.close", "code": 1008})
+            return
         answer = self._answer(scope) if scope["type"] == "http" else None
-        await (answer or self.app)(scope, receive, send)
+        await (answer or self.app)(scope, receive, fenced)
 
     def _answer(self, scope: Scope) -> Response | None:
-        if not is_host_allowed(Headers(scope=scope).get("host")):
+        if not _is_ours(Headers(scope=scope)):
             return PlainTextResponse("This dashboard answers to 127.0.0.1 and localhost alone.", 403)
         path = scope["path"]
-        if scope["method"] != "GET":
+        if scope["method"] not in ("GET", "HEAD"):
             return None
         if path in self.files:
             body, kind = _read(self.files[path])
@@ -57,6 +72,12 @@ class FrontEnd:
         if path.strip("/") in ("", *PAGES):
             return Response(_document(), media_type="text/html", headers={"Cache-Control": "no-cache"})
         return None
+
+
+def _is_ours(headers: Headers) -> bool:
+    """Whether a request names this machine, and comes from a page of this server where it says where it comes from."""
+    host, origin = headers.get("host"), headers.get("origin")
+    return is_host_allowed(host) and (origin is None or origin.partition("://")[2] == host)
 
 
 def _listing() -> dict[str, Path]:

@@ -24,9 +24,9 @@ def port(tmp_path_factory):
     serving.stop(server)
 
 
-def ask(port, path, host=None, method="GET"):
+def ask(port, path, host=None, method="GET", **headers):
     wire = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    wire.request(method, path, headers={} if host is None else {"Host": host})
+    wire.request(method, path, headers=headers if host is None else {"Host": host} | headers)
     answer = wire.getresponse()
     body = answer.read()
     wire.close()
@@ -49,6 +49,53 @@ def test_other_host_names_get_nothing(port, path, host):
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:80"])
 def test_this_machine_is_answered(port, host):
     assert ask(port, "/", host)[0].status == 200
+
+
+def connected(port, origin):
+    """The status of asking for a page's wire, as a browser asks on behalf of a page."""
+    asked = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    wire = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    key = {"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
+    wire.request("GET", "/_stcore/stream", headers=asked | key | ({} if origin is None else {"Origin": origin}))
+    status = wire.getresponse().status
+    wire.close()
+    return status
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["http://evil.example", "http://localhost:1", "http://127.0.0.1:1", "http://127.0.0.1:{}.evil.example", "null", ""],
+)
+def test_pages_of_other_servers_get_nothing_not_even_those_of_this_machine(port, origin):
+    origin = origin.format(port)
+    for path in ("/", SMALL, "/_stcore/host-config", "/media/x"):
+        assert ask(port, path, Origin=origin)[0].status == 403
+    assert connected(port, origin) == 403
+
+
+def test_our_own_pages_and_programs_are_connected(port):
+    assert connected(port, f"http://127.0.0.1:{port}") == 101
+    assert connected(port, None) == 101
+    assert ask(port, SMALL, Origin=f"http://127.0.0.1:{port}")[0].status == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/depth", "/nowhere", "/index.html", SMALL, "/_stcore/health", "/media/x"])
+def test_every_answer_keeps_pages_from_loading_or_telling_anything_elsewhere(port, path):
+    answer, _ = ask(port, path)
+    fence = answer.getheader("Content-Security-Policy")
+    assert "default-src 'self'" in fence
+    assert "frame-ancestors 'self'" in fence
+    assert "http" not in fence
+    assert answer.getheader("X-Content-Type-Options") == "nosniff"
+
+
+@pytest.mark.parametrize("path", ["/", "/start?a=1", SMALL])
+def test_head_is_get_without_a_body(port, path):
+    (head, body), (get, _) = ask(port, path, method="HEAD"), ask(port, path)
+    assert head.status == get.status
+    assert not body
+    for name in ("Content-Length", "Content-Type", "Location"):
+        assert head.getheader(name) == get.getheader(name)
 
 
 @pytest.mark.parametrize("path", [SMALL, LARGE])
