@@ -94,3 +94,12 @@ def test_alt_texts_say_numbers_as_people_do():
     at = {"architecture": "resformer", "seed": 0, "metric": "tokens_per_second", "unit": "tokens/s"}
     told = pd.DataFrame(records([at | {"run": "a", "step": s, "value": 1000.0} for s in (1, 2)]))
     assert "nan" not in plots.alt_text(plots.pace(told))
+
+
+def test_the_colour_bars_of_a_comparison_stand_above_each_other():
+    maps = [plots.Grid(np.array([[i, 1.0]]), ["0"], ["a", "b"], "probability", "layer", "token") for i in (0.2, 0.6)]
+    layout = plots.grids([("A", maps[0]), ("B", maps[1])], "Maps").layout
+    upper, lower = layout.coloraxis.colorbar, layout.coloraxis2.colorbar
+    assert upper.x == lower.x
+    assert (upper.y, upper.yanchor, lower.y, lower.yanchor) == (1, "top", 0, "bottom")
+    assert upper.len + lower.len <= 1

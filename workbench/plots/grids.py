@@ -86,9 +86,11 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
     for i, (_, grid) in enumerate(shown):
         _words_of_blanks(figure, grid, i, _letters(grid, 1 if wide else len(shown)))
     figure = dressed(figure, title, wrapped(under, 125), tall)
-    figure.update_layout(coloraxis=_scale([g for _, g in parts], parts[0][1].unit, 1.01))
-    if signed:
-        figure.update_layout(coloraxis2=_scale([shown[-1][1]], MINUS, 1.09, signed=True))
+    figure.update_layout(coloraxis=_scale([g for _, g in parts], parts[0][1].unit))
+    if signed:  # one colour bar above the other: beside each other, titles and numbers would run into the next
+        figure.update_layout(coloraxis2=_scale([shown[-1][1]], MINUS, signed=True))
+        halves = {"len": 0.5, "y": 1, "yanchor": "top"}, {"len": 0.5, "y": 0, "yanchor": "bottom"}
+        figure.update_layout(coloraxis_colorbar=halves[0], coloraxis2_colorbar=halves[1])
     return figure
 
 
@@ -180,7 +182,7 @@ def unique(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _scale(found: Sequence[Grid], unit: str, x: float, signed: bool = False) -> dict[str, object]:
+def _scale(found: Sequence[Grid], unit: str, signed: bool = False) -> dict[str, object]:
     values = np.concatenate([g.values[np.isfinite(g.values)].ravel() for g in found])
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     span = found[0].span
@@ -188,5 +190,5 @@ def _scale(found: Sequence[Grid], unit: str, x: float, signed: bool = False) -> 
     if span is None:
         limit = max(abs(low), abs(high)) or 1.0
         span = (-limit, limit) if signed else (low, high if high > low else low + 1.0)
-    bar = {"title": {"text": markup.escape(unit)}, "thickness": 12, "x": x}
+    bar = {"title": {"text": markup.escape(unit)}, "thickness": 12, "x": 1.01}
     return {"colorscale": DIVERGING if signed else SEQUENTIAL, "cmin": span[0], "cmax": span[1], "colorbar": bar}
