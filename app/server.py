@@ -10,6 +10,9 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -121,11 +124,23 @@ class Aside:
 
 app = st.App(Path(__file__).with_name("main.py"), middleware=[Middleware(FrontEnd)])
 
+
+def _outlive_nobody(parent: int) -> None:
+    """End once the process that started this one is gone: a closed window takes its dashboard along."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=8501)
+    parser.add_argument("--parent", type=int)
+    told = parser.parse_known_args()[0]
+    if told.parent is not None:
+        threading.Thread(target=_outlive_nobody, args=(told.parent,), daemon=True).start()
     gc.callbacks.append(Aside())
     uvicorn.run(
-        app, host=HOST, port=parser.parse_known_args()[0].port, ws="websockets-sansio", ws_per_message_deflate=False,
+        app, host=HOST, port=told.port, ws="websockets-sansio", ws_per_message_deflate=False,
         access_log=False, log_level="warning", timeout_graceful_shutdown=2,
     )  # fmt: skip

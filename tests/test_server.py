@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import http.client
 import statistics
+import subprocess
+import sys
 import time
 import urllib.request
 
@@ -12,6 +14,8 @@ import browsing
 import pytest
 
 from workbench import serving
+from workbench.errors import WorkbenchError
+from workbench.runs import runs_folder
 
 pytest.importorskip("streamlit")
 from app.server import AGAIN, FRONT, Aside
@@ -162,3 +166,47 @@ def test_what_is_alive_is_set_aside_once_collecting_is_felt_and_looked_at_again_
         aside("start", {"generation": 2})
         aside("stop", {"generation": 2})
     assert done == ["freeze"] * (AGAIN - 2) + ["unfreeze"]
+
+
+# ---- beginning and end ----
+
+
+@pytest.mark.slow
+def test_a_dashboard_ends_with_who_started_it_even_where_nothing_can_be_written(tmp_path):
+    for name in (".app.log", serving.NOTE):  # neither can be a file
+        (tmp_path / name).mkdir()
+    port = browsing.free_port()
+    code = f"import time; from pathlib import Path; from workbench import serving; serving.serve(Path({str(tmp_path)!r}), {port}); time.sleep(60)"
+    starter = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        assert soon(lambda: serving._healthy(port), 60)
+    finally:
+        starter.kill()
+        starter.wait()
+    assert soon(lambda: not serving._taken(port), 10)
+
+
+def soon(true, within):
+    end = time.monotonic() + within
+    while time.monotonic() < end and not true():
+        time.sleep(0.1)
+    return true()
+
+
+def test_ctrl_c_while_a_dashboard_starts_ends_it(tmp_path, monkeypatch):
+    started = []
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
+    monkeypatch.setattr(serving, "_healthy", lambda port: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        serving.serve(tmp_path, browsing.free_port())
+    assert started[0].poll() is not None
+
+
+def test_what_cannot_be_a_folder_of_runs_is_said_in_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(WorkbenchError, match=r"file cannot be the folder of runs: File exists"):
+        serving.make_folder(tmp_path / "file")
+    with pytest.raises(WorkbenchError, match=r"loop cannot be the folder of runs"):
+        serving.make_folder(runs_folder(tmp_path / "loop"))

@@ -46,10 +46,10 @@ def demo(
     from workbench.demo import run_demo
     from workbench.report import write_report
     from workbench.runs import runs_folder
-    from workbench.serving import serve, stop, wait
+    from workbench.serving import make_folder, serve, stop, wait
 
     folder = runs_folder(runs)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     server = serve(folder, port) if show else None
     try:
         with demo_progress() as told:
@@ -483,10 +483,10 @@ def xray(
 def dashboard(runs: Runs = None, port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8501) -> None:
     """Show the dashboard on 127.0.0.1 until Ctrl-C."""
     from workbench.runs import runs_folder
-    from workbench.serving import serve, wait
+    from workbench.serving import make_folder, serve, wait
 
     folder = runs_folder(runs)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     wait(serve(folder, port))
 
 

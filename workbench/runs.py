@@ -33,8 +33,12 @@ EXAMPLE = 32  # random tokens on which another library's module is looked at
 
 
 def runs_folder(given: str | Path | None = None) -> Path:
-    """The folder of runs: the one given, else `$WORKBENCH_RUNS`, else `./runs`."""
-    return Path(given or os.environ.get("WORKBENCH_RUNS") or "runs").resolve()
+    """The folder of runs: the one given, else `$WORKBENCH_RUNS`, else `./runs`; `WorkbenchError` where a path has no end."""
+    named = Path(given or os.environ.get("WORKBENCH_RUNS") or "runs")
+    try:
+        return named.resolve()
+    except (OSError, RuntimeError) as error:
+        raise WorkbenchError(f"{named} cannot be the folder of runs: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from workbench.console import say
 from workbench.errors import WorkbenchError
@@ -47,22 +49,45 @@ def serve(runs: Path, port: int) -> Server:
         raise WorkbenchError("the dashboard (folder app/) is not installed; run from a clone: pip install -e .")
     folder = Path(spec.origin).parent.parent  # its settings lie there too
     environment = os.environ | {"WORKBENCH_RUNS": str(runs), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = (runs / ".app.log").open("wb")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app.server", "--port", str(port), "--runs", str(runs)], cwd=folder, env=environment, stdout=log, stderr=log,
-        start_new_session=True,
-    )  # fmt: skip
-    log.close()
+    with _log(runs) as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.server", "--port", str(port), "--runs", str(runs), "--parent", str(os.getpid())],
+            cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        server = Server(url, process)
+        try:
+            _await(server, port, log)
+        except BaseException:  # Ctrl-C too
+            stop(server)
+            raise
+    with contextlib.suppress(WorkbenchError):  # a folder that may only be read; the dashboard is not found again then
+        write_json(runs / NOTE, {"pid": process.pid, "port": port})
+    say(f"dashboard: {url}")
+    return server
+
+
+def make_folder(runs: Path) -> None:
+    """Make the folder of runs where there is none; raises `WorkbenchError` where it cannot be one."""
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WorkbenchError(f"{runs} cannot be the folder of runs: {error.strerror or error}") from None
+
+
+def _log(runs: Path) -> IO[bytes]:
+    try:
+        return (runs / ".app.log").open("w+b")
+    except OSError:  # a folder that may only be read
+        return tempfile.TemporaryFile()
+
+
+def _await(server: Server, port: int, log: IO[bytes]) -> None:
     begin = time.monotonic()
     while not _healthy(port):
-        if process.poll() is not None or time.monotonic() - begin > START_S:
-            stop(Server(url, process))
-            tail = (runs / ".app.log").read_text(errors="replace")[-500:]
-            raise WorkbenchError(f"the dashboard did not start: {tail}")
+        if server.process is None or server.process.poll() is not None or time.monotonic() - begin > START_S:
+            log.seek(0)
+            raise WorkbenchError(f"the dashboard did not start: {log.read()[-500:].decode(errors='replace')}")
         time.sleep(0.1)
-    write_json(runs / NOTE, {"pid": process.pid, "port": port})
-    say(f"dashboard: {url}")
-    return Server(url, process)
 
 
 def wait(server: Server) -> None:
@@ -88,6 +113,7 @@ def stop(server: Server) -> None:
         server.process.wait(timeout=5)
     except subprocess.TimeoutExpired:
         server.process.kill()
+        server.process.wait()
 
 
 def _is_ours(runs: Path, port: int) -> bool:
