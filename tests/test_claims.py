@@ -125,7 +125,9 @@ def test_lower_loss_prints_the_deciding_number_and_the_steps_saved():
     found = from_losses("lower_loss", {"transformer": 2.73, "resformer": 2.70})
     assert "-0.03 [-0.03, -0.03] nats" in found.sentence
     # the model passes the baseline's end 0.03 above its own, a tenth of the last 100 steps before the end: 10 of 300
-    assert found.table.set_index("comparison").loc["share of steps saved", "value"] == pytest.approx(10 / 300, rel=1e-3)
+    table = found.table.set_index("comparison")
+    assert table.loc["share of steps saved", "value"] == pytest.approx(10 / 300, rel=1e-3)
+    assert dict(table["unit"].items()) == dict.fromkeys(table.index, "nats") | {"share of steps saved": "share"}
 
 
 def test_lower_loss_is_refuted_where_a_tuned_baseline_turns_it():

@@ -116,6 +116,18 @@ def test_the_registry_supplies_the_direction_where_a_record_does_not():
     assert "lower: more concentrated" in plots.reading(frame)
 
 
+def test_variants_that_are_read_another_way_say_so():
+    frame = rows()
+    for variant, said in (
+        ("zero", "higher: these values matter more"),
+        ("token_mean", "lower: less context is needed"),
+    ):
+        assert plots.reading(of(frame, "value_ablation", variant=variant)) == said
+    kept = of(frame, "value_ablation", variant="zero").assign(variant="kept")
+    assert plots.reading(kept) == "higher: less context is needed"
+    assert plots.reading(kept.assign(architecture=plots.MINUS)) != "higher: less context is needed"
+
+
 def test_every_architecture_has_its_own_colour_and_others_get_one():
     assert set(ARCHITECTURES) <= set(plots.COLOURS)
     assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
@@ -227,9 +239,10 @@ def test_relative_pairs_by_seed():
 def test_gradients_and_coefficients_are_drawn():
     frame = rows(what=dashboard.telemetry, architectures=("denseformer", "transformer"))
     norms = plots.gradient_map(frame)
-    assert list(norms.data[0].y) == ["W_V 1", "W_V 0", "  ", "W_Q 1", "W_Q 0"]  # a blank row between matrices
+    # the first layer below, as in the other maps; a blank row between matrices
+    assert list(norms.data[0].y) == ["W_V 0", "W_V 1", "  ", "W_Q 0", "W_Q 1"]
     assert norms.layout.yaxis.ticktext == ("W_V", "W_Q")
-    assert norms.data[0].z[0, 0] == pytest.approx(np.log10(0.02), abs=1e-6)
+    assert norms.data[0].z[1, 0] == pytest.approx(np.log10(0.02), abs=1e-6)
     learned = plots.coefficients(frame)
     assert [t.name for t in learned.data] == ["embedding", "output of block 0"]
     assert plots.pace(frame).data[0].y[0] == pytest.approx(1000.5)

@@ -11,7 +11,7 @@ import pytest
 
 from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.results import records
+from workbench.results import provenance, records
 from workbench.views import Link, Source, drawings
 from workbench.views.base import timelapse
 from workbench.views.depth import layers
@@ -186,6 +186,39 @@ def test_depth_compares_two_models(ask):
 def test_relative_depth_ends_at_one(ask):
     drawing = drawn(ask, "depth?metric=importance_entropy&depth=1")
     assert drawing.table["layer"].max() == 1.0
+
+
+def test_maps_keep_whole_layers_where_relative_depth_is_asked(ask):
+    drawing = drawn(ask, "depth?metric=sink_mass&depth=1")
+    assert list(drawing.figure.data[0].y) == [0, 1]
+    assert drawing.said == "Relative depth is for lines over layers."
+
+
+def test_depth_names_measure_place_variant_and_step_in_the_figure(ask):
+    named = {
+        "token_identity_share&site=own_v": "Token identity share of own values, step 20",
+        "token_identity_share&site=v&step=0": "Token identity share of effective values, step 0",
+        "value_ablation&variant=zero": "Value ablation of own values, zero, step 20",
+    }
+    for options, title in named.items():
+        assert drawn(ask, f"depth?metric={options}").figure.layout.title.text == title
+
+
+def test_depth_draws_one_sample_of_each_run_and_says_what_is_not_stored(ask, monkeypatch):
+    there = ask.records
+
+    def both(entries, metrics=None):
+        frame = there(entries, metrics)
+        frame = frame[frame["run"] != "text-svformer-s0"]
+        few = frame.assign(value=-1.0, n=2, provenance=provenance(data="few", metric="m", key="k"))
+        return pd.concat([few, frame], ignore_index=True)
+
+    plain = drawn(ask, "depth?metric=importance_entropy&seed=0&models=transformer,svformer")
+    monkeypatch.setattr(ask, "records", both)
+    drawing = drawn(ask, "depth?metric=importance_entropy&seed=0&models=transformer,svformer")
+    assert drawing.said == "Nothing of this is stored for SVFormer."
+    lines = [next(t for t in d.figure.data if t.name == "Transformer") for d in (plain, drawing)]
+    assert list(lines[0].y) == list(lines[1].y)
 
 
 @pytest.mark.parametrize(

@@ -246,13 +246,14 @@ def ahead_of_relatives(evidence: Evidence) -> Verdict:
         name: group.difference(losses, model, name) for name in ("neutreno", "denseformer") if name in group.models
     }
     statuses: list[Status] = []
-    parts, table = [], dict(found)
+    parts, table, shares = [], dict(found), dict[str, Interval]()
     for name, i in found.items():
         saved, (tuned, rates) = steps_saved(group, model, name), tuned_difference(text, model, name)
         statuses.append(_at_best(status_of(i, -1), tuned, rates))
         best = f", each at its best of {rates} learning rates {tuned}" if rates > 1 else ""
         parts.append(f"minus {name_of(name)} {i} nats{few(i)}{best}{_reached(saved, name)}")
-        table |= {f"{name}, best of {rates} learning rates": tuned, f"{name}, share of steps saved": saved}
+        table |= {f"{name}, best of {rates} learning rates": tuned} if rates > 1 else {}
+        shares[f"{name}, share of steps saved"] = saved
     told, status = "; ".join(parts), joined(statuses)
     if len(found) < 2:
         (missing,) = {"neutreno", "denseformer"} - set(found)

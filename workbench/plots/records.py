@@ -254,7 +254,7 @@ def lines(
             curve, band = _curve(part, x, smooth)
             if smooth > 1 and len(curve) > MOST_POINTS:  # what was smoothed loses nothing
                 curve = curve.iloc[np.unique(np.linspace(0, len(curve) - 1, MOST_POINTS).round().astype(int))]
-            bands.add(band)
+            bands.add(f"{MINUS}: ± standard error of independent means" if band and architecture == MINUS else band)
             init = step == 0 and len(measured["step"].dropna().unique()) > 1
             name = label(architecture)
             if (curve["low"] < curve["high"]).any():

@@ -50,9 +50,18 @@ READINGS = {
     "train_loss": "lower: better prediction", "validation_loss": "lower: better prediction", "copy_loss": "lower: copies better",
     "gradient_norm": "higher: stronger pull", "tokens_per_second": "higher: faster",
 }  # fmt: skip
+VARIANT_READINGS = {
+    ("importance_entropy", None): "lower: more concentrated", ("importance_entropy", "per_head"): "lower: more concentrated",
+    ("importance_entropy", "deficit"): "higher: more concentrated",
+    ("value_ablation", "token_mean"): "lower: less context is needed", ("value_ablation", "mean"): "higher: these values matter more",
+    ("value_ablation", "zero"): "higher: these values matter more", ("value_ablation", "kept"): "higher: less context is needed",
+}  # fmt: skip
+"""Of measures whose variants are not read the same way."""
 MINUS = "A − B"  # a difference of two subjects
 DETAIL = " · "  # between a series and one run of it
 GREY, GRID, SEQUENTIAL, DIVERGING = "#808080", "rgba(128,128,128,0.25)", "Cividis", "RdBu_r"
+INK = ".infolayer text, .xtick text, .ytick text"
+"""Words around a figure: in a page of HTML they take the page's ink, dark on light and light on dark."""
 CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 
 
@@ -134,6 +143,10 @@ def _facts(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def reading(frame: pd.DataFrame) -> str:
     """Which way a metric's numbers are to be read, as its records or the registry say."""
     metric = str(frame["metric"].iloc[0])
+    variants = {None if pd.isna(v) else str(v) for v in frame["variant"].unique()}
+    alone = len(variants) == 1 and not (frame["architecture"] == MINUS).any()
+    if alone and (metric, variant := variants.pop()) in VARIANT_READINGS:
+        return VARIANT_READINGS[metric, variant]
     found = next((str(fact["reading"]) for fact in _facts(frame) if fact.get("reading")), READINGS.get(metric))
     if found is None and len(frame["provenance"].dropna()):
         from workbench.metrics import METRICS
@@ -173,18 +186,25 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
         legend={"orientation": "v", "x": 1.02, "y": 1, "tracegroupgap": 2},
     )  # fmt: skip
     figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID, title_standoff=12, automargin=True)
-    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, title_standoff=8, automargin=True)
+    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, automargin=True)
+    figure.for_each_yaxis(lambda a: a.update(title_standoff=8 + 14 * str(a.title.text or "").count("<br>")))
     figure.for_each_annotation(lambda a: a.update(font_size=13))
     return figure
 
 
 def narrow(figure: go.Figure, width: int = 88) -> go.Figure:
-    """The figure for a column of half a page: its subtitle in shorter lines."""
+    """The figure for a column of half a page: its subtitle in shorter lines, its legend under it."""
     under = wrapped(_plain(figure.layout.title.subtitle.text), width)
     more = 17 * (under.count("<br>") - str(figure.layout.title.subtitle.text or "").count("<br>"))
     figure.update_layout(
         title_subtitle_text=under, height=figure.layout.height + more, margin_t=figure.layout.margin.t + more
     )
+    named = {str(t.name) for t in figure.data if t.showlegend is not False}
+    if figure.layout.showlegend is not False and len(named) > 1:
+        figure.update_layout(
+            legend={"orientation": "h", "x": 0, "xref": "container", "y": 0, "yref": "container", "yanchor": "bottom"},
+            height=figure.layout.height + 30, margin_b=figure.layout.margin.b + 30,
+        )  # fmt: skip
     return figure
 
 
@@ -247,7 +267,8 @@ def html(figure: go.Figure, *, script: bool = True, whole: bool = False) -> str:
     """The figure as HTML that works offline and uploads nothing; `script=False` for all but the first of a page."""
     body = figure.to_html(include_plotlyjs=script, full_html=False, config=CONFIG, auto_play=False)
     said = markup.escape(alt_text(figure), quote=True)
-    inside = f'<figure role="img" aria-label="{said}">{body}</figure>'
+    ink = f"<style>{INK} {{ fill: CanvasText !important }}</style>" if script else ""
+    inside = f'{ink}<figure role="img" aria-label="{said}">{body}</figure>'
     if not whole:
         return inside
     title = markup.escape(_plain(figure.layout.title.text))

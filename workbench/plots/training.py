@@ -151,7 +151,7 @@ def gradient_maps(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = 
     order = _row_order(found)  # the same for all: a matrix that a model lacks is left blank
     grids = [(name, _over_steps(rows).reindex(order)) for name, rows, _ in thin]
     said = f"each column the mean of {width} steps" if width > 1 else ""
-    under = subtitle(found, "each matrix: the first layer on top", *_reading(found), said)
+    under = subtitle(found, "each matrix: the first layer below", *_reading(found), said)
     height = max(180, min(9 * max(len(grid) for _, grid in grids), 560))
     figure = _maps(grids, "%{y} at step %{x}", compare=compare, height=height, across="training step")
     for trace, axis in zip(figure.data, figure.select_yaxes(), strict=False):
@@ -218,11 +218,11 @@ def _row_names(rows: pd.DataFrame) -> pd.Series:
 
 
 def _row_order(rows: pd.DataFrame) -> list[str]:
-    """Matrix and layer from below: the last matrix's last layer first; blank rows between matrices."""
+    """Matrix and layer from below: the last matrix's first layer first; blank rows between matrices."""
     named, order = rows.assign(row=_row_names(rows)), list[str]()
     for part in reversed(_in_order({str(p) for p in rows["part"]})):
         order += [" " * len(order)] if order else []
-        order += list(named[named["part"] == part].sort_values("layer", ascending=False)["row"].unique())
+        order += list(named[named["part"] == part].sort_values("layer")["row"].unique())
     return order
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
 from workbench import plots
+from workbench.catalogue import Entry
 from workbench.errors import UnknownName, WorkbenchError
+from workbench.names import LABELS
+from workbench.results import one_sample
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.source import Source
+from workbench.views.source import Source, Subject
 
 FORMS = {
     "auto": "as its axes suggest",
@@ -52,12 +57,22 @@ class Options:
     rows: pd.DataFrame  # of the chosen measure, place and variant; all runs, all steps
 
 
+def _unmeasured(runs: Sequence[Entry]) -> str:
+    if all(e.kind == "recorded" for e in runs):
+        return "a recording holds no checkpoints to measure: what was recorded is on the Training page"
+    given = " --data FILE" if runs[0].kind == "imported" else ""
+    return (
+        "nothing has been measured on these runs yet. In a terminal: "
+        f"workbench measure {shlex.quote(runs[0].path)} -m {METRIC} --steps all{given}"
+    )
+
+
 def options(ask: Source, link: Link) -> Options:
     """The choices of a link, the absent ones at their defaults; raises `WorkbenchError` for what is not there."""
     runs = [s.entry for s in ask.subjects(link)] if link.on("compare") else ask.chosen(link)
     metrics = sorted({m for e in runs for m in e.measured})
     if not metrics:
-        raise WorkbenchError("nothing has been measured on these runs yet")
+        raise WorkbenchError(_unmeasured(runs))
     metric = _pick("measure", link.text("metric"), metrics, METRIC)
     rows = ask.records(runs, [metric])
     if rows.empty:
@@ -100,22 +115,46 @@ def _pick(kind: str, asked: str | None, choices: list[str], default: str) -> str
 @view("depth")
 def layers(ask: Source, link: Link) -> Drawing:
     """The measure over layers (or heads, positions, steps), with its value at random init and under its baseline."""
-    chosen = options(ask, link)
+    chosen, compare = options(ask, link), link.on("compare")
     form = None if chosen.form == "auto" else chosen.form
-    if link.on("compare"):
-        parts = []
-        for subject in ask.subjects(link):
-            mine = chosen.rows[chosen.rows["run"] == subject.entry.name]
-            parts.append(_at(mine, subject.step, form).assign(architecture=subject.series))
-        if link.on("depth"):
-            parts = [_relative(part) for part in parts]
-        return Drawing(plots.compared(parts, form=form), pd.concat(parts, ignore_index=True))
-    rows = chosen.rows if chosen.seed == "all" else chosen.rows[chosen.rows["seed"] == int(chosen.seed)]
-    if chosen.step is not None:
-        rows = _at(rows, chosen.step, form)
+    rows, said = chosen.rows, list[str]()
+    if compare:
+        parts = {s.title: _of(rows, s, form) for s in ask.subjects(link)}
+    else:
+        rows = rows if chosen.seed == "all" else rows[rows["seed"] == int(chosen.seed)]
+        rows = one_sample(rows if chosen.step is None else _at(rows, chosen.step, form))
+        parts = {e.series: rows[rows["architecture"] == e.series] for e in ask.chosen(link)}
+    if gone := [_name(name) for name, part in parts.items() if part.empty]:
+        said.append(f"Nothing of this is stored for {', '.join(gone)}.")
+    found = [part for part in parts.values() if len(part)] or [rows]
     if link.on("depth"):
-        rows = _relative(rows)
-    return Drawing(plots.plot(rows, form=form), rows)
+        if (form or plots.form_of(pd.concat(found))) == "profile":
+            found = [_relative(part) for part in found]
+        else:
+            said.append("Relative depth is for lines over layers.")
+    title = _title(chosen, None if compare else chosen.step)
+    everything = pd.concat(found, ignore_index=True)
+    figure = (
+        plots.compared(found, form=form, title=title) if compare else plots.plot(everything, form=form, title=title)
+    )
+    return Drawing(figure, everything, " ".join(said))
+
+
+def _of(rows: pd.DataFrame, subject: Subject, form: str | None) -> pd.DataFrame:
+    """Rows of a subject, under its name; none where its run has none."""
+    mine = rows[rows["run"] == subject.entry.name].assign(architecture=subject.series)
+    return one_sample(_at(mine, subject.step, form)) if len(mine) else mine
+
+
+def _name(series: str) -> str:
+    return LABELS.get(series, series)
+
+
+def _title(chosen: Options, step: int | None) -> str:
+    """The measure, where it was taken, its variant, and the step: a figure is read without its page."""
+    title = chosen.metric.replace("_", " ").capitalize() + (f" of {plots.site(chosen.site)}" if chosen.site else "")
+    title += "" if chosen.variant == PLAIN else f", {plots.site(chosen.variant)}"
+    return title if step is None else f"{title}, step {step}"
 
 
 def _relative(rows: pd.DataFrame) -> pd.DataFrame:
