@@ -176,7 +176,10 @@ def test_a_dashboard_ends_with_who_started_it_even_where_nothing_can_be_written(
     for name in (".app.log", serving.NOTE):  # neither can be a file
         (tmp_path / name).mkdir()
     port = browsing.free_port()
-    code = f"import time; from pathlib import Path; from workbench import serving; serving.serve(Path({str(tmp_path)!r}), {port}); time.sleep(60)"
+    code = (
+        "import time; from pathlib import Path; from workbench import serving;"
+        f"serving.serve(Path({str(tmp_path)!r}), {port}); time.sleep(60)"
+    )
     starter = subprocess.Popen([sys.executable, "-c", code])
     try:
         assert soon(lambda: serving._healthy(port), 60)
