@@ -103,3 +103,9 @@ def test_the_colour_bars_of_a_comparison_stand_above_each_other():
     assert upper.x == lower.x
     assert (upper.y, upper.yanchor, lower.y, lower.yanchor) == (1, "top", 0, "bottom")
     assert upper.len + lower.len <= 1
+
+
+def test_words_around_a_figure_take_the_ink_of_the_page_it_stands_in():
+    figure = plots.plot(frame(["resformer"]))
+    assert "fill: CanvasText" in plots.html(figure, whole=True).partition("<figure")[0]
+    assert "fill: CanvasText" not in plots.html(figure, script=False), "once a page"
