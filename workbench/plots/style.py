@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import html as markup
+import re
 import textwrap
 from typing import Any
 
@@ -51,8 +52,7 @@ READINGS = {
     "gradient_norm": "higher: stronger pull", "tokens_per_second": "higher: faster",
 }  # fmt: skip
 VARIANT_READINGS = {
-    ("importance_entropy", None): "lower: more concentrated", ("importance_entropy", "per_head"): "lower: more concentrated",
-    ("importance_entropy", "deficit"): "higher: more concentrated",
+    ("importance_entropy", "per_head"): "lower: more concentrated", ("importance_entropy", "deficit"): "higher: more concentrated",
     ("value_ablation", "token_mean"): "lower: less context is needed", ("value_ablation", "mean"): "higher: these values matter more",
     ("value_ablation", "zero"): "higher: these values matter more", ("value_ablation", "kept"): "higher: less context is needed",
 }  # fmt: skip
@@ -189,6 +189,9 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
     figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, automargin=True)
     figure.for_each_yaxis(lambda a: a.update(title_standoff=8 + 14 * str(a.title.text or "").count("<br>")))
     figure.for_each_annotation(lambda a: a.update(font_size=13))
+    for trace in figure.data:  # what names runs may hold anything; legends draw links
+        if "<" in str(trace.name):
+            trace.name = re.sub(r"<(?!br>)", "&lt;", trace.name)
     return figure
 
 
