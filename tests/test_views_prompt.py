@@ -254,7 +254,7 @@ def test_the_effect_is_the_loss_after_minus_before(ask):
 @pytest.mark.parametrize("over", ["layer", "layer x head"])
 def test_a_sweep_has_a_cell_for_each_place(ask, over):
     drawing = drawn(ask, "intervene", "sweep", sweep="head:how=mean", over=over, compare=1, b="text-transformer-s0")
-    assert len(drawing.table) == 2 * (2 if over == "layer" else 4)
+    assert len(drawing.table) == 3 * (2 if over == "layer" else 4)  # A, B and their difference
     assert any(plots.MINUS in str(t.name) for t in drawing.figure.data)
     assert drawing.table["n"].min() > 0
 

@@ -48,7 +48,7 @@ def _builder(link: Link) -> None:
     entry = source().subjects(link)[0].entry
     first, second, third, fourth, fifth = st.columns([6, 4, 4, 2, 2], vertical_alignment="bottom")
     with first:
-        kind = url.choose("What", "kind", list(intervene.KINDS), "values:how=mean", show=intervene.KINDS.__getitem__)
+        kind = url.choose("What", "kind", list(intervene.KINDS), intervene.EDITS, show=intervene.KINDS.__getitem__)
     layers = second.multiselect("Layers (none: all)", list(range(entry.n_layers)), key="edit_layers")
     heads = third.multiselect(
         "Heads (none: all)", list(range(entry.n_heads)), key="edit_heads", disabled=not intervene.has_heads(kind)
@@ -82,9 +82,7 @@ def _sweep(link: Link) -> None:
     st.markdown("The same kind of change, made in one place at a time: a forward pass for each cell.")
     first, second, third, fourth = st.columns(4)
     with first:
-        kind = url.choose(
-            "Change", "sweep", list(intervene.SWEEPS), "values:how=mean", show=intervene.SWEEPS.__getitem__
-        )
+        kind = url.choose("Change", "sweep", list(intervene.SWEEPS), intervene.EDITS, show=intervene.SWEEPS.__getitem__)
     with second:
         choices = list(intervene.OVER) if intervene.has_heads(kind) else [intervene.OVER[0]]
         over = url.choose("In turn", "over", choices, show=lambda o: o.replace("x", "and"))

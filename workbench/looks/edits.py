@@ -48,6 +48,10 @@ class Effect:
     """The likeliest tokens after the prompt, unedited: `id`, `text`, probabilities `before` and `after`."""
     top_after: pd.DataFrame
     """The likeliest under the edits; columns as above."""
+    before: np.ndarray
+    """[d_vocab] probabilities of the token that follows the prompt, unedited."""
+    after: np.ndarray
+    """Under the edits."""
     divergence: float
     """KL(before || after) of the token that follows the prompt, nats, >= 0."""
 
@@ -84,6 +88,8 @@ def effect(
         loss_after=after.loss,
         top_before=_likeliest(model, was, was, now, top),
         top_after=_likeliest(model, now, was, now, top),
+        before=was.exp().float().numpy(),
+        after=now.exp().float().numpy(),
         divergence=max(0.0, float((was.exp() * (was - now)).nansum())),  # 0 * inf: a token that neither expects
     )
 
@@ -191,6 +197,10 @@ def patch_sweep(
     inputs, edit = _inputs(model, corrupted, clean, None), Patch(site=site)
     assert inputs.tokens is not None
     assert inputs.other is not None
+    if (first := inputs.other.shape[1]) != (then := inputs.tokens.shape[1]):
+        raise BadData(
+            f"the first prompt has {first} tokens and the second {then}: patching needs as many in both; cut or lengthen one"
+        )
     layers, (right, wrong) = layers_of(model, edit), (_token(model, x) for x in answers)
     check(model, edit, inputs)
     hold(model, edit, layers, inputs)

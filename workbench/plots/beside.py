@@ -8,7 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.plots.style import MINUS, dressed
+from workbench.plots.style import MINUS, dressed, wrapped
 
 KEPT = ("type", "dtick", "rangemode", "tickvals", "ticktext")  # of an axis, beside its title
 
@@ -47,8 +47,15 @@ def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = ""
         made.update_xaxes(title_text="", row=row)  # the lowest one says it
     made.update_layout(barmode=figures[0][1].layout.barmode)
     height = max(220, int(figures[0][1].layout.height - figures[0][1].layout.margin.t)) if count == 1 else 230 * count
-    made = dressed(made, title, under or str(figures[0][1].layout.title.subtitle.text or ""), height)
+    under = under or str(figures[0][1].layout.title.subtitle.text or "")
+    if any(name == MINUS and _has_errors(figure) for name, figure in figures):
+        under = wrapped(f"{under.replace('<br>', ' ')}; {MINUS}: ± standard error of independent means", 125)
+    made = dressed(made, title, under, height)
     return made.update_layout(legend={"orientation": "h", "x": 0, "y": -0.22 / count, "yanchor": "top"}, margin_b=90)
+
+
+def _has_errors(figure: go.Figure) -> bool:
+    return any(t.error_y.array is not None or (t.type == "scatter" and t.fill == "toself") for t in figure.data)
 
 
 def _panels(figure: go.Figure) -> list[str]:

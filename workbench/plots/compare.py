@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,9 @@ def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
     for label, figure in figures:
         present = [trace.update(visible=True) for trace in go.Figure(figure).data]
         absent = [{"type": trace.type, "visible": False} for trace in base.data[len(present) :]]
-        told: dict[str, Any] = {"title": {"subtitle": {"text": figure.layout.title.subtitle.text}}}
+        title = figure.layout.title
+        told: dict[str, Any] = {"title": {"text": title.text, "subtitle": {"text": title.subtitle.text}}}
+        told["shapes"] = [s.to_plotly_json() for s in figure.layout.shapes]
         if len(figure.layout.annotations) == len(base.layout.annotations):  # panels are named after their step
             told["annotations"] = [a.to_plotly_json() for a in figure.layout.annotations]
         frames.append(go.Frame(data=[*present, *absent], name=label, traces=list(range(most)), layout=told))
@@ -99,19 +101,61 @@ def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
 
 def _hold(base: go.Figure, figures: Sequence[go.Figure]) -> None:
     """Axes and colours that span all frames, so that what moves is the model and not the scale."""
-    for axis in {t.yaxis or "y" for t in base.data if t.type == "scatter"}:
-        values = [np.asarray(t.y, dtype=float) for f in figures for t in f.data
-                  if t.type == "scatter" and (t.yaxis or "y") == axis and t.y is not None and len(t.y) and t.y[0] is not None]  # fmt: skip
-        finite = np.concatenate(values) if values else np.zeros(0)
-        finite = finite[np.isfinite(finite)]
-        name = "yaxis" + axis[1:]
-        if base.layout[name].type == "log":  # whose range is in powers of ten
+    for name in {scale for trace in base.data if (scale := _scale_of(base, trace))}:
+        axis, ends = base.layout[name], [e for f in figures for e in _ends(f, name)]
+        finite = np.array([e for e in ends if np.isfinite(e)])
+        if axis.type == "log":  # whose range is in powers of ten
             finite = np.log10(finite[finite > 0])
-        if len(finite) and base.layout[name].type != "category":
+        fixed = [f.layout[name].range for f in figures if name in f.layout and f.layout[name].range is not None]
+        if fixed:
+            axis.range = [min(r[0] for r in fixed), max(r[1] for r in fixed)]
+        elif len(finite):
             room = 0.05 * (float(finite.max() - finite.min()) or 1.0)
-            base.layout[name].range = [float(finite.min()) - room, float(finite.max()) + room]
+            axis.range = [float(finite.min()) - room, float(finite.max()) + room]
     for name in [k for k in base.layout if k.startswith("coloraxis")]:
-        spans = [(f.layout[name].cmin, f.layout[name].cmax) for f in figures if name in f.layout]
-        lows, highs = [low for low, _ in spans if low is not None], [high for _, high in spans if high is not None]
-        if lows and highs:
-            base.layout[name].update(cmin=min(lows), cmax=max(highs))
+        found = [f.layout[name] for f in figures if name in f.layout and f.layout[name].cmin is not None]
+        if not found:
+            continue
+        low, high = min(c.cmin for c in found), max(c.cmax for c in found)
+        signed = next((c for c in found if c.cmin == -c.cmax), None)
+        if signed is not None:  # white stays at zero, in the frames of one sign too
+            high = max(-low, high)
+            low = -high
+            base.layout[name].colorscale = signed.colorscale
+        base.layout[name].update(cmin=low, cmax=high)
+
+
+def _scale_of(figure: go.Figure, trace: Any) -> str | None:
+    """The axis along which a curve or a bar has its numbers, the one it follows where it follows one; None for others."""
+    if trace.type not in ("scatter", "bar") or (trace.type == "scatter" and trace.mode == "text"):
+        return None
+    letter = "x" if trace.orientation == "h" else "y"
+    axis = str(trace[f"{letter}axis"] or letter)
+    axis = str(figure.layout[f"{letter}axis{axis[1:]}"].matches or axis)
+    numbers = trace[letter]
+    told = figure.layout[f"{letter}axis{axis[1:]}"].type == "category"
+    if told or numbers is None or not len(numbers) or any(isinstance(v, str) for v in numbers):
+        return None
+    return f"{letter}axis{axis[1:]}"
+
+
+def _ends(figure: go.Figure, name: str) -> Iterator[float]:
+    """Whatever a figure draws along an axis: points and their whiskers, bars from zero and, where they stand on others, their sums."""
+    stacks: dict[Any, float] = {}
+    for trace in figure.data:
+        if _scale_of(figure, trace) != name:
+            continue
+        letter = name[0]
+        values, error = np.asarray(trace[letter], dtype=float), trace[f"error_{letter}"]
+        up = np.zeros(len(values)) if error.array is None else np.nan_to_num(np.asarray(error.array, dtype=float))
+        down = up if error.arrayminus is None else np.nan_to_num(np.asarray(error.arrayminus, dtype=float))
+        if trace.type == "bar":
+            yield 0.0
+            if figure.layout.barmode in ("stack", "relative"):
+                places = trace["y" if letter == "x" else "x"]
+                for place, value in zip(places if places is not None else range(len(values)), values, strict=True):
+                    key = trace.xaxis, trace.yaxis, trace.offsetgroup, place, value >= 0
+                    stacks[key] = stacks.get(key, 0.0) + float(np.nan_to_num(value))
+        yield from values + up
+        yield from values - down
+    yield from stacks.values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -45,30 +44,49 @@ def view(page: str) -> Callable[[View], View]:
     return register
 
 
-def drawings(ask: Source, link: Link, only: str | None = None) -> Iterator[tuple[str, Drawing]]:
-    """(name, drawing) of all views of the link's page, or of one; raises `UnknownName` for another."""
+def views_of(page: str, only: str | None = None) -> dict[str, View]:
+    """The views of a page by name, or one of them; raises `UnknownName` for another."""
     import importlib
 
-    importlib.import_module(f"workbench.views.{link.page}")
-    found = VIEWS[link.page]
+    importlib.import_module(f"workbench.views.{page}")
+    found = VIEWS[page]
     if only is not None and only not in found:
-        raise UnknownName(f"view of page {link.page}", only, found)
-    for name in [only] if only else found:
-        yield name, found[name](ask, link)
+        raise UnknownName(f"view of page {page}", only, found)
+    return {only: found[only]} if only else dict(found)
+
+
+def drawings(ask: Source, link: Link, only: str | None = None) -> Iterator[tuple[str, Drawing]]:
+    """(name, drawing) of all views of the link's page, or of one; raises `UnknownName` for another."""
+    for name, function in views_of(link.page, only).items():
+        yield name, function(ask, link)
 
 
 def timelapse(function: View, ask: Source, link: Link, progress: Callable[[int, int], None] | None = None) -> Drawing:
-    """A view at each step that model A has a checkpoint of, as one figure that plays; B goes along where it has the step."""
-    steps, made = list(ask.subjects(link)[0].entry.steps), []
+    """A view at each step that model A has a checkpoint of, as one figure that plays.
+
+    B goes along where both were chosen at one step, and stands still where they were not: two steps of one run would differ
+    by nothing otherwise. Raises `WorkbenchError` where fewer than two steps can be drawn, or all of them alike.
+    """
+    subjects = ask.subjects(link)
+    steps, made, left = list(subjects[0].entry.steps), [], {}
+    along = len(subjects) == 2 and subjects[0].step == subjects[1].step
+    still = subjects[1].step if len(subjects) == 2 else None
     for i, step in enumerate(steps):
-        with contextlib.suppress(WorkbenchError):  # not every step was measured
-            made.append((f"step {step}", function(ask, link.but(step=step, step_b=None))))
+        try:
+            made.append((f"step {step}", function(ask, link.but(step=step, step_b=step if along else still))))
+        except WorkbenchError as reason:  # not every step was measured
+            left[step] = str(reason)
         if progress is not None:
             progress(i + 1, len(steps))
+    why = f"step {', '.join(map(str, left))}: {next(iter(left.values()))}" if left else ""
     if len(made) < 2:
-        raise WorkbenchError(f"only {len(made)} of {len(steps)} checkpoints can be drawn here, too few to play")
+        raise WorkbenchError(f"only {len(made)} of {len(steps)} checkpoints can be drawn here, too few to play; {why}")
+    first = made[0][1].table
+    if all(d.table.equals(first) for _, d in made):
+        raise WorkbenchError("this figure is the same at every checkpoint of model A, so there is nothing to play")
     figure = plots.timelapse([(label, drawing.figure) for label, drawing in made])
     table = pd.concat([d.table.assign(frame=label) for label, d in made], ignore_index=True)
-    left = len(steps) - len(made)
-    said = f"{left} of {len(steps)} checkpoints cannot be drawn here and are left out." if left else ""
-    return replace(made[-1][1], figure=figure, table=table, said=said)
+    said = [f"B stands still at step {still}."] if still is not None and not along else []
+    if left:
+        said.append(f"{len(left)} of {len(steps)} checkpoints cannot be drawn here and are left out: {why}")
+    return replace(made[-1][1], figure=figure, table=table, said=" ".join(said))

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from workbench import plots
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.plots.style import pale
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import LETTERS, Source, Subject
 
-EDITS = "values:how=mean"
+EDITS = "values:how=zero"
 """What is edited where the link does not say."""
 KINDS = {
     "values:how=zero": "drop the values (zero)",
-    "values:how=mean": "replace values by their mean over the prompt",
+    "values:how=mean": "replace values by their mean over the whole prompt",
     "values:how=token_mean": "replace values by the mean of their token",
     "values:how=shuffle": "shuffle values among positions",
     "values:how=layer,from_layer=0": "replace values by the first layer's",
     "values:how=prompt": "replace values by the second prompt's",
     "values:site=arriving,how=zero": "cut the value shortcut (what arrives from other layers)",
     "coefficient:value=0": "set the shortcut's coefficient to a number",
+    "coefficient:path=stream,value=0": "set the weights of earlier outputs in the stream to a number",
     "sink": "cut attention to the first token",
     "sink:how=keep": "keep the attention, drop what the first token writes",
     "remove:part=attention": "remove an attention",
@@ -35,7 +38,11 @@ KINDS = {
     "head": "silence a head (zero)",
     "patch:site=stream": "patch the stream from the second prompt",
 }
-SWEEPS = {k: v for k, v in KINDS.items() if not k.startswith("patch")}
+WORDS = {k: v.replace("to a number", "to 0") for k, v in KINDS.items()}
+"""Edits as they stand, in words."""
+SWEEPS = {k: v for k, v in WORDS.items() if not k.startswith("patch")}
+LEAKS = "later tokens flow in, so a loss can also fall"
+"""What a figure says of edits that mix positions without regard to what comes first."""
 OF = {
     "loss": ("nats", "change of the mean loss over the prompt; above 0: it was needed"),
     "logit": (
@@ -45,6 +52,7 @@ OF = {
     "probability": ("share", "change of the chosen token's probability"),
 }
 OVER = ("layer", "layer x head")
+MOST_TOKENS = 14
 PATCHED = ("stream", "attn_out", "mlp_out", "v", "z")
 
 
@@ -91,73 +99,133 @@ def second(link: Link) -> str:
     return found
 
 
-def _effect(ask: Source, link: Link, subject: Subject) -> Any:
-    text = edits(link)
-    return ask.look("edits.effect", subject, ask.prompt(link), edits=text, **_asked(link, text))
+def _found(ask: Source, link: Link, question: Callable[[Subject], Any]) -> tuple[list[tuple[Subject, Any]], list[str]]:
+    """The answers about A and B, and why one of them has none; raises where neither has."""
+    found, refused = [], list[str]()
+    subjects = ask.subjects(link)
+    for subject in subjects:
+        try:
+            found.append((subject, question(subject)))
+        except WorkbenchError as reason:
+            if len(subjects) == 1 or len(refused) == 1:
+                raise
+            refused.append(f"{subject.title} is left out: {reason}")
+    return found, refused
+
+
+def _effects(ask: Source, link: Link) -> tuple[list[tuple[Subject, Any]], list[str]]:
+    text, prompt = edits(link), ask.prompt(link)
+    needs = _asked(link, text)
+    return _found(ask, link, lambda subject: ask.look("edits.effect", subject, prompt, edits=text, **needs))
 
 
 @view("intervene")
 def effect(ask: Source, link: Link) -> Drawing:
     """Loss of every token before and after the edits."""
-    figure, frames, said = go.Figure(), [], []
-    text = edits(link)
-    for subject in ask.subjects(link):
-        found = _effect(ask, link, subject)
+    found, refused = _effects(ask, link)
+    said, frames = [], []
+    bars: list[tuple[str, str, list[str], np.ndarray, Any]] = []
+    for subject, e in found:
         tokens = ask.tokens(subject, ask.prompt(link))[1:]
-        ticks = [f"{i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens, 1)]
-        colour = plots.colour(subject.series)
-        figure.add_bar(
-            x=ticks, y=found.loss_after - found.loss_before, name=subject.title, marker_color=colour,
-            customdata=np.stack([found.loss_before, found.loss_after], 1),
-            hovertemplate="%{x}<br>before %{customdata[0]:.3f}, after %{customdata[1]:.3f} nats<extra></extra>",
-        )  # fmt: skip
-        columns = {"token": ticks, "before": found.loss_before, "after": found.loss_after}
-        frames.append(pd.DataFrame({"model": subject.title} | columns))
-        se = (
-            float(np.std(found.loss_after - found.loss_before, ddof=1) / np.sqrt(found.n))
-            if found.n > 1
-            else float("nan")
+        names = [f"{i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens, 1)]
+        change = e.loss_after - e.loss_before
+        bars.append((subject.title, plots.colour(subject.series), names, change, (e.loss_before, e.loss_after)))
+        frames.append(
+            pd.DataFrame(
+                {
+                    "model": subject.title,
+                    "token": names,
+                    "before": e.loss_before,
+                    "after": e.loss_after,
+                    "change": change,
+                }
+            )
         )
         said.append(
-            f"{subject.title}: loss {found.loss_before.mean():.3f} to {found.loss_after.mean():.3f} nats per token, change "
-            f"{found.change:+.3f} (standard error over the {found.n} tokens {se:.3f}; one text, so no more than this text's answer); "
-            f"the next token's distribution moved by {found.divergence:.3f} nats (KL)"
+            f"{subject.title}: loss {e.loss_before.mean():.3f} to {e.loss_after.mean():.3f} nats per token, change "
+            f"{_mean(change)}; the next token's distribution moved by {e.divergence:.3f} nats (KL)"
         )
-    every = max(1, -(-len(ticks) // 40))
-    figure.update_xaxes(tickvals=ticks[::every], type="category", tickangle=-90, tickfont_size=10)
-    figure.update_yaxes(title_text="change of loss, nats")
-    plots.dressed(
-        figure, "What the change costs, token by token", f"{_words(text)}; above 0: predicted worse than before", 320
-    )
-    return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(said) + ".")
+    if len(bars) == 2 and bars[0][2] == bars[1][2]:
+        minus = bars[0][3] - bars[1][3]
+        bars.append((plots.MINUS, plots.colour(plots.MINUS), bars[0][2], minus, None))
+        frames.append(pd.DataFrame({"model": plots.MINUS, "token": bars[0][2], "change": minus}))
+        said.append(f"{plots.MINUS}: {_mean(minus)}, above 0: it costs A more")
+    figure = _by_token(bars)
+    under = f"{_words(edits(link))}; above 0: predicted worse than before; one text"
+    plots.dressed(figure, "What the change costs, token by token", under, 320 if len(bars) < 3 else 480)
+    return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(said + refused) + ".")
+
+
+def _mean(change: np.ndarray) -> str:
+    """The mean of a change over the tokens of one text, and how far they scatter."""
+    if len(change) < 2:
+        return f"{change.mean():+.3f} nats (one token)"
+    se = change.std(ddof=1) / np.sqrt(len(change))
+    return f"{change.mean():+.3f} nats (standard error over the {len(change)} tokens of this one text: {se:.3f})"
+
+
+def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]]) -> go.Figure:
+    """Bars (name, colour, tokens, change, losses): A and B in one panel, their difference beneath."""
+    rows = 2 if bars[-1][0] == plots.MINUS else 1
+    figure = make_subplots(rows, 1, shared_xaxes=True, vertical_spacing=0.08)
+    for name, colour, tokens, change, losses in bars:
+        ticks = [html.escape(t, quote=False) for t in tokens]
+        row = rows if name == plots.MINUS else 1
+        hover = "" if losses is None else "<br>before %{customdata[0]:.3f}, after %{customdata[1]:.3f} nats"
+        figure.add_bar(
+            x=ticks, y=change, name=name, marker_color=colour, row=row, col=1, showlegend=len(bars) > 1,
+            customdata=None if losses is None else np.stack(losses, 1), hovertemplate=f"%{{x}}: %{{y:+.3f}}{hover}<extra></extra>",
+        )  # fmt: skip
+        every = max(1, -(-len(ticks) // 40))
+        shown = {"tickvals": ticks[::every], "tickangle": -90, "tickfont_size": 10}
+        figure.update_xaxes(type="category", **shown, row=row, col=1)
+    figure.update_yaxes(title_text="change of loss, nats", row=1, col=1)
+    if rows == 2:
+        figure.update_yaxes(title_text=f"nats, {plots.MINUS}", row=2, col=1)
+    return figure
 
 
 @view("intervene")
 def next_token(ask: Source, link: Link) -> Drawing:
     """The likeliest next tokens before and after the edits."""
-    figure, frames = go.Figure(), []
-    for subject in ask.subjects(link):
-        found = _effect(ask, link, subject)
-        rows = pd.concat([found.top_before, found.top_after]).drop_duplicates("id").head(14)
-        names = _readable(subject, rows)
-        for when, opacity in (("before", 0.4), ("after", 1.0)):
+    found, refused = _effects(ask, link)
+    own = [pd.concat([e.top_before, e.top_after]).drop_duplicates("id").head(MOST_TOKENS) for _, e in found]
+    alike = len(found) == 2 and len({(s.entry.group, len(e.before)) for s, e in found}) == 1
+    if alike:  # the same tokens of both, so that they can be compared
+        both = pd.concat([r.head(MOST_TOKENS // 2) for r in own]).drop_duplicates("id")
+        own = [both.assign(before=e.before[both["id"]], after=e.after[both["id"]]) for _, e in found]
+    panels = [
+        (s.title, s.series, rows.assign(model=s.title, text=_readable(s, rows)))
+        for (s, _), rows in zip(found, own, strict=True)
+    ]
+    if alike:
+        a, b = (rows[["before", "after"]] for _, _, rows in panels)
+        panels.append((plots.MINUS, plots.MINUS, panels[0][2].assign(model=plots.MINUS, **(a - b))))
+    figure = make_subplots(
+        1, len(panels), subplot_titles=[html.escape(p[0]) for p in panels] if len(panels) > 1 else None,
+        horizontal_spacing=0.04 if alike else 0.16,
+    )  # fmt: skip
+    for column, (title, series, rows) in enumerate(panels, 1):
+        names = plots.unique([html.escape(str(t), quote=False) for t in rows["text"]])
+        for when, colour in (("before", pale(series, 0.4)), ("after", plots.colour(series))):
             figure.add_bar(
-                y=plots.unique(names), x=rows[when], orientation="h", name=f"{subject.title}, {when}",
-                marker={"color": plots.colour(subject.series), "opacity": opacity},
-                hovertemplate="%{y}: %{x:.2%}<extra></extra>",
+                y=names, x=rows[when], orientation="h", name=f"{title}, {when}", marker_color=colour, showlegend=False,
+                hovertemplate=f"%{{y}}: %{{x:.2%}} {when}<extra></extra>", row=1, col=column,
             )  # fmt: skip
-        frames.append(rows.assign(model=subject.title, text=names))
+        shared = {"matches": "x"} if column > 1 and title != plots.MINUS else {}
+        unit = f"probability, {plots.MINUS}" if title == plots.MINUS else "probability"
+        figure.update_xaxes(title_text=unit, tickformat=".0%", row=1, col=column, **shared)
+        figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
     figure.update_yaxes(autorange="reversed", type="category")
-    figure.update_xaxes(title_text="probability")
-    plots.dressed(
-        figure, "What comes next, before and after", "pale: before; full: after the change; probability, one text", 360
-    )
-    return Drawing(figure, pd.concat(frames, ignore_index=True))
+    under = f"pale: before; full: after; {_words(edits(link))}; one text"
+    plots.dressed(figure, "What comes next, before and after", under, 360)
+    table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
+    return Drawing(figure, table, ". ".join(refused))
 
 
 def _readable(subject: Subject, rows: pd.DataFrame) -> list[str]:
     if subject.entry.kind not in LETTERS:
-        return [html.escape(str(t)) for t in rows["text"]]
+        return [str(t) for t in rows["text"]]
     from workbench.tasks import SYMBOLS
 
     return [SYMBOLS[i] if i < len(SYMBOLS) else f"#{i}" for i in rows["id"]]
@@ -166,7 +234,7 @@ def _readable(subject: Subject, rows: pd.DataFrame) -> list[str]:
 @view("intervene")
 def sweep(ask: Source, link: Link) -> Drawing:
     """One kind of change at every layer, or every layer and head, in turn."""
-    kind, over = link.text("sweep", "values:how=mean") or "", link.text("over", OVER[0])
+    kind, over = link.text("sweep", EDITS) or "", link.text("over", OVER[0])
     if over not in OVER:
         raise UnknownName("sweep over", over, OVER)
     of = link.text("of", "loss") or "loss"
@@ -176,25 +244,27 @@ def sweep(ask: Source, link: Link) -> Drawing:
     answer = link.whole("target")
     if of != "loss" and answer is None:
         raise BadData(f"the change of a token's {of} needs the token: choose one")
+    options = _asked(link, kind) | ({} if answer is None else {"answer": answer})
+    if ask.progress is not None:
+        options["progress"] = ask.progress
+    prompt = ask.prompt(link)
+    found, refused = _found(ask, link, lambda s: ask.look("edits.sweep", s, prompt, kind=kind, over=over, **options))
     parts, frames = [], []
-    for subject in ask.subjects(link):
-        options = _asked(link, kind) | ({} if answer is None else {"answer": answer})
-        if ask.progress is not None:
-            options["progress"] = ask.progress
-        found = ask.look("edits.sweep", subject, ask.prompt(link), kind=kind, over=over, **options)
-        values = np.asarray(getattr(found, of), dtype="float32")
+    for subject, swept in found:
+        values = np.asarray(getattr(swept, of), dtype="float32")
         rows = [str(n) for n in range(len(values))]
         columns = [str(h) for h in range(values.shape[1])] if values.ndim == 2 else ["all"]
-        grid = plots.Grid(values.reshape(len(rows), -1), rows, columns, unit, "layer", "head")
+        head = "head" if len(columns) in (1, subject.entry.n_heads) else "key-value head"
+        grid = plots.Grid(values.reshape(len(rows), -1), rows, columns, unit, "layer", head)
         parts.append((subject.title, grid))
-        frames.append(plots.grid_table([(subject.title, grid)]).assign(n=found.n, loss_before=found.loss_before))
-    title, under = (
-        f"{_words(SWEEPS.get(kind, kind)).capitalize()}, one place at a time",
-        f"{about}; one text, no averaging",
-    )
-    colours = [plots.colour(s.series) for s in ask.subjects(link)]
+        frames.append(plots.grid_table([(subject.title, grid)]).assign(n=swept.n, loss_before=swept.loss_before))
+    if len(parts) == 2 and parts[0][1].values.shape == parts[1][1].values.shape:
+        frames.append(plots.grid_table([(plots.MINUS, parts[0][1].minus(parts[1][1]))]).assign(n=found[0][1].n))
+    words = _words(kind)
+    title, under = f"{words[:1].upper()}{words[1:]}, one place at a time", f"{about}; one text, no averaging"
+    colours = [plots.colour(s.series) for s, _ in found]
     figure = plots.grids(parts, title, under) if over == OVER[1] else _by_layer(parts, colours, title, under)
-    return Drawing(figure, pd.concat(frames, ignore_index=True))
+    return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(refused))
 
 
 def _by_layer(parts: Sequence[tuple[str, plots.Grid]], colours: Sequence[str], title: str, under: str) -> go.Figure:
@@ -221,32 +291,32 @@ def patching(ask: Source, link: Link) -> Drawing:
     site = link.text("site", PATCHED[0]) or PATCHED[0]
     if site not in PATCHED:
         raise UnknownName("site", site, PATCHED)
-    parts, said = [], []
-    for subject in ask.subjects(link):
-        options = {} if ask.progress is None else {"progress": ask.progress}
-        found = ask.look(
-            "edits.patch_sweep",
-            subject,
-            ask.prompt(link),
-            corrupted=other,
-            answers=(right, wrong),
-            site=site,
-            **options,
-        )
+    options = {} if ask.progress is None else {"progress": ask.progress}
+    prompt, parts, said = ask.prompt(link), [], []
+    found, refused = _found(
+        ask,
+        link,
+        lambda s: ask.look(
+            "edits.patch_sweep", s, prompt, corrupted=other, answers=(right, wrong), site=site, **options
+        ),
+    )
+    for subject, patched in found:
         tokens = ask.tokens(subject, other)
         columns = [f"{i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens)]
-        values = np.asarray(found.restored, dtype="float32")
+        values = np.asarray(patched.restored, dtype="float32")
         rows = [str(n) for n in range(len(values))]
         parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token")))
         said.append(
-            f"{subject.title}: logit difference {found.clean:+.2f} on the first prompt, {found.corrupted:+.2f} on the second"
+            f"{subject.title}: logit difference {patched.clean:+.2f} on the first prompt, {patched.corrupted:+.2f} on the second"
         )
     figure = plots.grids(
         parts, f"Patching {site.replace('_', ' ')} from the first prompt into the second",
         "0: as the second prompt, 1: the first one's answer is fully back; one pair of texts",
     )  # fmt: skip
-    return Drawing(figure, plots.grid_table(parts), ". ".join(said) + ".")
+    return Drawing(figure, plots.grid_table(parts), ". ".join(said + refused) + ".")
 
 
 def _words(text: str) -> str:
-    return html.escape(KINDS.get(text, text).replace(";", " and "))
+    """Edits in words; what they let in of later tokens is said."""
+    told = WORDS.get(text, text.replace(";", " and ")) or "nothing is changed"
+    return html.escape(f"{told} ({LEAKS})" if "how=mean" in text or "how=shuffle" in text else told, quote=False)

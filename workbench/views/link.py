@@ -11,6 +11,8 @@ from workbench.errors import BadData, UnknownName
 
 SELECTION = ("set", "a", "step", "compare", "b", "step_b", "models", "prompt", "stored")
 """Keys that every page carries along: the experiment, models A and B at their steps, the compared series, the prompt."""
+SWITCHES = {"compare", "log", "depth"}
+"""Keys that are on (1) or off (0)."""
 PAGES: dict[str, tuple[str, ...]] = {
     "start": ("show", "claim", "left", "right", "at"),
     "training": ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),
@@ -45,6 +47,9 @@ class Link:
                 raise UnknownName(f"key of page {page}", key, (*SELECTION, *PAGES[page]))
         if len(dict(found)) < len(found):
             raise BadData(f"{text}: a key is given twice")
+        for key in SWITCHES & dict(found).keys():
+            if dict(found)[key] not in ("0", "1"):
+                raise UnknownName(f"{key} in the link", dict(found)[key], ("0", "1"))
         return cls(page, dict(found))
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from workbench.browser import figure
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
 from workbench.results import write_parquet
-from workbench.views.base import VIEWS, Drawing, drawings, timelapse
+from workbench.views.base import Drawing, timelapse, views_of
 
 if TYPE_CHECKING:
     from workbench.views.link import Link
@@ -42,11 +42,9 @@ def write(
     if play and out.suffix != ".html":
         raise WorkbenchError(f"a time-lapse is written as .html, not {out.suffix}")
     made, reasons = {}, {}
-    names = [only] if only else list(_names(ask, link))
-    for name in names:
+    for name, function in views_of(link.page, only).items():
         try:
-            ((_, drawing),) = drawings(ask, link, name)
-            made[name] = timelapse(VIEWS[link.page][name], ask, link) if play else drawing
+            made[name] = timelapse(function, ask, link) if play else function(ask, link)
         except UnknownName:
             raise
         except WorkbenchError as reason:
@@ -55,13 +53,6 @@ def write(
         raise WorkbenchError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
     WRITERS[out.suffix](made, out, f"{link}", command)
     return out, reasons
-
-
-def _names(ask: Source, link: Link) -> list[str]:
-    import importlib
-
-    importlib.import_module(f"workbench.views.{link.page}")
-    return list(VIEWS[link.page])
 
 
 def _one(made: dict[str, Drawing], out: Path) -> Drawing:

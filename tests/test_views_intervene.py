@@ -1,0 +1,177 @@
+"""The page Intervene and time-lapse: A beside B and less B, what one of them lacks, leaks that are said, scales that hold still."""
+
+from __future__ import annotations
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+import torch
+
+from workbench import plots
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.looks.edits import patch_sweep
+from workbench.runs import Run
+from workbench.views import Link, Source, drawings
+from workbench.views.base import timelapse
+from workbench.views.intervene import LEAKS, SWEEPS, effect, next_token
+
+TEXT = "return values"
+BOTH = {"compare": "1", "b": "text-transformer-s0"}
+
+
+@pytest.fixture(scope="module")
+def ask(populated):
+    return Source(populated)
+
+
+def link(**options):
+    return Link("intervene", {"a": "text-resformer-s0", "prompt": TEXT} | {k: str(v) for k, v in options.items()})
+
+
+def drawn(ask, name, **options):
+    ((_, drawing),) = drawings(ask, link(**options), name)
+    return drawing
+
+
+def test_the_difference_of_two_effects_is_drawn_told_and_in_the_table(ask):
+    drawing = drawn(ask, "effect", **BOTH)
+    a, b, minus = (drawing.figure.data[i].y for i in range(3))
+    assert np.asarray(a) - np.asarray(b) == pytest.approx(np.asarray(minus))
+    rows = drawing.table[drawing.table["model"] == plots.MINUS]
+    assert rows["change"].to_numpy() == pytest.approx(np.asarray(minus))
+    assert f"{plots.MINUS}: {np.mean(minus):+.3f} nats" in drawing.said
+    assert "above 0: it costs A more" in drawing.said
+
+
+def test_next_tokens_of_a_and_b_are_the_same_tokens_and_their_difference(ask):
+    table = drawn(ask, "next_token", edits="remove:layer=1", **BOTH).table
+    a, b, minus = (table[table["model"] == name] for name in table["model"].unique())
+    assert a["id"].tolist() == b["id"].tolist() == minus["id"].tolist()
+    assert minus["after"].to_numpy() == pytest.approx(a["after"].to_numpy() - b["after"].to_numpy())
+    model = Run.open(ask.folder / "text-transformer-s0").load()
+    with torch.no_grad():
+        chances = model(torch.tensor([model.tokenizer.encode(TEXT)]))[0, -1].softmax(-1)
+    assert b["before"].to_numpy() == pytest.approx(chances[b["id"].tolist()].numpy(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["effect", "next_token", "sweep"])
+def test_an_edit_that_b_lacks_is_shown_of_a_and_said_of_b(ask, name):
+    edit = "coefficient:value=0"
+    drawing = drawn(ask, name, edits=edit, sweep=edit, **BOTH)
+    assert drawing.table["model"].nunique() == 1
+    assert "B: Transformer · s0, step 20 is left out: " in drawing.said
+    assert "has no coefficient" in drawing.said
+    with pytest.raises(WorkbenchError, match="has no coefficient"):
+        drawn(ask, name, edits=edit, sweep=edit, a="text-transformer-s0", compare=1, b="text-transformer-s1")
+
+
+@pytest.mark.parametrize("edit", ["values:how=mean", "values:how=shuffle", "head:how=mean"])
+def test_edits_through_which_later_tokens_flow_say_so(ask, edit):
+    assert LEAKS in drawn(ask, "effect", edits=edit).figure.layout.title.subtitle.text
+    assert LEAKS in drawn(ask, "sweep", sweep=edit).figure.layout.title.text
+    assert LEAKS not in drawn(ask, "effect").figure.layout.title.subtitle.text
+
+
+def test_a_sweep_says_which_number_the_coefficient_becomes_and_keeps_capitals(ask):
+    assert "a number" not in " ".join(SWEEPS.values())
+    title = drawn(ask, "sweep", sweep="coefficient:value=0").figure.layout.title.text
+    assert title == "Set the shortcut's coefficient to 0, one place at a time"
+    assert drawn(ask, "sweep", sweep="remove:part=mlp").figure.layout.title.text.startswith("Remove an MLP,")
+
+
+@pytest.mark.parametrize("over", ["layer", "layer x head"])
+def test_a_sweeps_difference_is_in_its_table(ask, over):
+    table = drawn(ask, "sweep", over=over, **BOTH).table
+    a, b, minus = (table[table["model"] == name]["nats"].to_numpy() for name in table["model"].unique())
+    assert a - b == pytest.approx(minus, abs=1e-7)
+
+
+def test_prompts_of_unequal_length_are_named_in_the_order_of_the_page(ask):
+    model = Run.open(ask.folder / "text-resformer-s0").load()
+    with pytest.raises(BadData, match="first prompt has 3 tokens and the second 2"):
+        patch_sweep(model, torch.tensor([1, 2, 3]), torch.tensor([1, 2]), (4, 5))
+
+
+def test_tokens_of_a_prompt_are_no_markup(ask):
+    drawing = drawn(ask, "effect", prompt="<b>x</b> <i>y</i>")
+    assert not any("<" in str(tick) for tick in drawing.figure.data[0].x)
+
+
+@pytest.mark.parametrize("switch", ["depth?compare=yes", "training?log=true"])
+def test_a_switch_is_0_or_1(switch):
+    with pytest.raises(UnknownName, match="choose from 0, 1"):
+        Link.parse(switch)
+
+
+# ---- time-lapse ----
+
+
+@pytest.mark.parametrize("view", [effect, next_token])
+def test_each_frame_is_the_view_at_its_step_and_bars_have_one_scale(ask, view):
+    played = timelapse(view, ask, link(**BOTH)).figure
+    for step, frame in zip((0, 8, 20), played.frames, strict=True):
+        single = view(ask, link(step=step, step_b=step, **BOTH)).figure
+        letter = "x" if view is next_token else "y"
+        for now, then in zip(frame.data, single.data, strict=False):
+            assert list(now[letter]) == list(then[letter])
+        low, high = played.layout[f"{letter}axis"].range
+        shared = [v for t in single.data if t.name != plots.MINUS for v in t[letter]]
+        if view is not next_token:
+            assert low <= min(0, np.nanmin(shared))
+            assert np.nanmax(shared) <= high
+
+
+def test_two_steps_of_one_run_play_against_the_step_that_was_chosen(ask):
+    played = timelapse(effect, ask, link(compare=1, b="text-resformer-s0", step_b=0))
+    assert "B stands still at step 0" in played.said
+    minus = {f.name: np.abs(f.data[2].y).max() for f in played.figure.frames}
+    assert minus["step 0"] == 0
+    assert minus["step 20"] > 0
+    assert {t.name for f in played.figure.frames for t in f.data[1:2]} == {"B: ResFormer · s0, step 0"}
+
+
+def test_a_view_that_no_step_changes_is_not_played(ask):
+    def still(source, at):
+        return drawn(ask, "effect", step=20)
+
+    with pytest.raises(WorkbenchError, match="same at every checkpoint"):
+        timelapse(still, ask, link())
+
+
+def test_checkpoints_left_out_are_named_with_the_reason(ask):
+    def partly(source, at):
+        if at.text("step") == "8":
+            raise WorkbenchError("not measured")
+        return drawn(ask, "effect", step=at.text("step"))
+
+    said = timelapse(partly, ask, link()).said
+    assert said == "1 of 3 checkpoints cannot be drawn here and are left out: step 8: not measured"
+
+
+def test_colours_of_a_time_lapse_keep_white_at_zero_where_any_frame_has_both_signs():
+    def grid(values):
+        return plots.grids([("A", plots.Grid(np.array([values]), ["0"], ["a", "b"], "nats", "layer", "head"))], "t")
+
+    played = plots.timelapse([("step 0", grid([-1.0, 2.0])), ("step 8", grid([1.0, 5.0]))])
+    bar = played.layout.coloraxis
+    assert (bar.cmin, bar.cmax) == (-5.0, 5.0)
+    assert bar.colorscale == grid([-1.0, 2.0]).layout.coloraxis.colorscale
+
+
+def test_scales_of_a_time_lapse_hold_sums_of_bars_whiskers_and_fixed_ranges():
+    stacked = [go.Figure([go.Bar(x=["a"], y=[k]), go.Bar(x=["a"], y=[k])], {"barmode": "relative"}) for k in (1, 2)]
+    low, high = plots.timelapse([("1", stacked[0]), ("2", stacked[1])]).layout.yaxis.range
+    assert low <= 0
+    assert high >= 4
+    across = [go.Figure(go.Bar(x=[k], y=["a"], orientation="h", error_x={"array": [1.0]})) for k in (1, 2)]
+    assert plots.timelapse([("1", across[0]), ("2", across[1])]).layout.xaxis.range[1] >= 3
+    fixed = [go.Figure(go.Scatter(y=[k]), {"yaxis": {"range": [0, 1]}}) for k in (0.1, 0.2)]
+    assert tuple(plots.timelapse([("1", fixed[0]), ("2", fixed[1])]).layout.yaxis.range) == (0, 1)
+
+
+def test_figures_side_by_side_say_what_the_whiskers_of_the_difference_are():
+    parts = [(n, go.Figure(go.Bar(x=["a"], y=[1.0], error_y={"array": [0.1]}))) for n in ("A", "B", plots.MINUS)]
+    for _, figure in parts:
+        plots.dressed(figure, "t", "one seed", 300)
+    under = plots.beside(parts, "t").layout.title.subtitle.text
+    assert under == f"one seed; {plots.MINUS}: ± standard error of independent means"
