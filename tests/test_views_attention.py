@@ -198,6 +198,9 @@ def test_keys_of_one_layer_alone_can_be_chosen_where_a_layer_sees_several(ask):
     assert sum(np.nan_to_num(p) for p in parts) == pytest.approx(
         np.nan_to_num(heat(drawn(ask, "weights", of))), abs=1e-6
     )
+    said = [drawn(ask, "weights", of.but(branch=n)).figure.layout.title.subtitle.text for n in names]
+    assert "keys of the layer itself alone" in said[names.index("own")]
+    assert any("keys of the first layer alone" in s for s in said)
 
 
 # ---- what is refused ----

@@ -243,6 +243,7 @@ class View {
       left: `${head * size}px`, top: `${layer * size}px`, width: `${size - 2}px`, height: `${size - 2}px`,
     });
     button.disabled = layer >= layers || head >= heads; // the other model has no such head
+    if (button.disabled) button.title += " (not to be enlarged: the other model has no such head)";
     button.addEventListener("click", () => this.choose(layer, head));
     button.addEventListener("keydown", (event) => {
       const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];

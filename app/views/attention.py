@@ -71,7 +71,8 @@ def _choices(bare: Link, link: Link) -> Link:
                       queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
     branches = attention.options(source(), bare.but(layer=layer)).branches
     if len(branches) > 1:
-        branch = url.choose("Keys of", "branch", ["all", *branches])
+        words = {"all": "all layers it sees"} | {b: attention.whose(b) for b in branches}
+        branch = url.choose("Keys of", "branch", list(words), show=words.__getitem__)
         chosen = chosen.but(branch=None if branch == "all" else branch)
     return chosen
 

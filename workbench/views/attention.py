@@ -222,8 +222,14 @@ def short(token: str, most: int = 12) -> str:
 
 def where(choice: Choice, found: list[Seen]) -> str:
     """Which head, and what a cell of its map is."""
-    of = "" if choice.branch is None else f", keys of {choice.branch} alone"
+    of = "" if choice.branch is None else f", keys of {whose(choice.branch)} alone"
     return f"layer {choice.layer}, head {choice.head}{of}; {cell(choice, found)}"
+
+
+def whose(branch: str) -> str:
+    """Whose keys a set of them is, in words: `own`, `first`, `cross`, `cross.2`."""
+    layer = branch.partition(".")[2]
+    return "the layer itself" if branch == "own" else f"layer {layer}" if layer else "the first layer"
 
 
 def cell(choice: Choice, found: list[Seen]) -> str:
