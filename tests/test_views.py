@@ -184,8 +184,10 @@ def test_depth_compares_two_models(ask):
 
 
 def test_relative_depth_ends_at_one(ask):
-    drawing = drawn(ask, "depth?metric=importance_entropy&depth=1")
+    drawing = drawn(ask, "depth?metric=importance_entropy&depth=1&compare=1&a=text-resformer-s0&b=text-svformer-s0")
     assert drawing.table["layer"].max() == 1.0
+    titles = [a.title.text for a in drawing.figure.select_xaxes()]
+    assert titles == ["relative depth: 0 the first layer, 1 the last"] * 2  # A and B, and A - B
 
 
 def test_maps_keep_whole_layers_where_relative_depth_is_asked(ask):

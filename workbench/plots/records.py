@@ -43,7 +43,7 @@ MAPS = {
 MOST_PANELS = 24
 MOST_POINTS = 300  # of a smoothed curve
 MOST_MARKS = 8  # along a curve of many points
-MOST_PRINTED = 64  # cells of a map that carry their number
+MOST_PRINTED, MOST_ABREAST = 64, 8  # cells of a map, and of its row, that carry their number
 
 
 @dataclass
@@ -316,10 +316,7 @@ def _draw_profile(
     figure: go.Figure, panel: _Panel, where: dict[str, int], shown: set[str], bands: set[str], _: int
 ) -> None:
     lines(figure, panel.rows[panel.rows["layer"].notna()], "layer", where, shown, bands)
-    if (panel.rows["layer"] % 1 > 0).any():
-        figure.update_xaxes(title_text="relative depth: 0 the first layer, 1 the last", **where)
-    else:
-        figure.update_xaxes(title_text="layer", dtick=1 if panel.rows["layer"].max() <= 16 else None, **where)
+    figure.update_xaxes(title_text="layer", dtick=1 if panel.rows["layer"].max() <= 16 else None, **where)
 
 
 def _draw_steps(
@@ -336,7 +333,7 @@ def _draw_map(figure: go.Figure, panel: _Panel, where: dict[str, int], *_: Any) 
     hover = f"{name}<br>layer %{{y}}, {axis} %{{x}}: %{{z:.4g}}<extra></extra>"
     key = panel.rows["metric"].iloc[0] + str(tuple(map(str, panel.rows[KEY].iloc[0])))
     z, x, y = grid.to_numpy(dtype="float32"), grid.columns.astype(int).tolist(), grid.index.astype(int).tolist()
-    printed = "%{z:.2g}" if z.size <= MOST_PRINTED else None
+    printed = "%{z:.2g}" if z.size <= MOST_PRINTED and z.shape[1] <= MOST_ABREAST else None
     figure.add_heatmap(z=z, x=x, y=y, name=panel.title, meta=key, hovertemplate=hover, texttemplate=printed, **where)
     figure.update_xaxes(
         title_text=axis, dtick=1 if axis in ("head", "the other layer") and grid.shape[1] <= 16 else None, **where

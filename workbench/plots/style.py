@@ -176,6 +176,7 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
 
 def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure:
     """Title, subtitle and transparent paper; greys that read on light and on dark."""
+    title, under = _tame(title), _tame(under)
     lines = under.count("<br>") + 1 if under else 0
     top = 44 + 17 * lines + (26 if figure.layout.annotations else 0)
     figure.update_layout(
@@ -187,17 +188,22 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
     )  # fmt: skip
     figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID, title_standoff=12, automargin=True)
     figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, automargin=True)
-    figure.for_each_yaxis(lambda a: a.update(title_standoff=8 + 14 * str(a.title.text or "").count("<br>")))
+    figure.for_each_yaxis(lambda a: a.update(title_standoff=14 + 10 * str(a.title.text or "").count("<br>")))
     figure.for_each_annotation(lambda a: a.update(font_size=13))
-    for trace in figure.data:  # what names runs may hold anything; legends draw links
+    for trace in figure.data:
         if "<" in str(trace.name):
-            trace.name = re.sub(r"<(?!br>)", "&lt;", trace.name)
+            trace.name = _tame(trace.name)
     return figure
+
+
+def _tame(text: str) -> str:
+    """Text without markup but line ends: names of runs and metrics hold anything, and figures draw links."""
+    return re.sub(r"<(?!br>)", "&lt;", text)
 
 
 def narrow(figure: go.Figure, width: int = 88) -> go.Figure:
     """The figure for a column of half a page: its subtitle in shorter lines, its legend under it."""
-    under = wrapped(_plain(figure.layout.title.subtitle.text), width)
+    under = _tame(wrapped(_plain(figure.layout.title.subtitle.text), width))
     more = 17 * (under.count("<br>") - str(figure.layout.title.subtitle.text or "").count("<br>"))
     figure.update_layout(
         title_subtitle_text=under, height=figure.layout.height + more, margin_t=figure.layout.margin.t + more

@@ -35,6 +35,7 @@ AXES = {
     "steps": "step",
 }
 MAPS = ("positions", "heads", "ranks", "pairs")
+RELATIVE = "relative depth: 0 the first layer, 1 the last"
 PLAIN, METRIC = "plain", "token_identity_share"
 
 
@@ -127,16 +128,18 @@ def layers(ask: Source, link: Link) -> Drawing:
     if gone := [_name(name) for name, part in parts.items() if part.empty]:
         said.append(f"Nothing of this is stored for {', '.join(gone)}.")
     found = [part for part in parts.values() if len(part)] or [rows]
-    if link.on("depth"):
-        if (form or plots.form_of(pd.concat(found))) == "profile":
-            found = [_relative(part) for part in found]
-        else:
-            said.append("Relative depth is for lines over layers.")
+    relative = link.on("depth") and (form or plots.form_of(pd.concat(found))) == "profile"
+    if relative:
+        found = [_relative(part) for part in found]
+    elif link.on("depth"):
+        said.append("Relative depth is for lines over layers.")
     title = _title(chosen, None if compare else chosen.step)
     everything = pd.concat(found, ignore_index=True)
     figure = (
         plots.compared(found, form=form, title=title) if compare else plots.plot(everything, form=form, title=title)
     )
+    if relative:  # in all panels, also where only the ends, 0 and 1, are left
+        figure.for_each_xaxis(lambda a: a.update(title_text=RELATIVE if a.title.text else "", dtick=None))
     return Drawing(figure, everything, " ".join(said))
 
 
