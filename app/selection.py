@@ -35,7 +35,8 @@ def choose(page: str) -> Link | None:
         link = url.here(page).but(set=group)
         ready = [e for e in groups[group] if e.steps]
         if not ready:
-            st.caption("No checkpoint here yet.")
+            recorded = all(e.kind == "recorded" for e in groups[group])
+            st.caption("Recordings hold no checkpoints." if recorded else "No checkpoint here yet.")
             return link.but(a=None, b=None, step=None, step_b=None, compare=None)
         link = _model(link, "a", "step", "Model A", ready, "resformer")
         if url.switch("Compare with a second model or step", "compare", help="Every page then shows A, B and A − B"):

@@ -26,7 +26,7 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.results import facts
 from workbench.views import Drawing, Link, Source
 from workbench.views.base import View, timelapse
-from workbench.views.source import LETTERS, PROMPTS, SYMBOLS, TEXT
+from workbench.views.source import IDS, LETTERS, PROMPTS, example
 
 LONGEST_PROMPT = 100_000  # characters
 MOST_FACTS = 500
@@ -225,12 +225,14 @@ def prompt_box(link: Link) -> Link:
     if "torch" not in sys.modules:
         with st.spinner("Loading the numerical libraries, once for each start of the server"):
             importlib.import_module("workbench.looks.prompt")
-    letters = ask.subjects(link)[0].entry.kind in LETTERS
+    entry = ask.subjects(link)[0].entry
+    letters, default = entry.kind in LETTERS, example(entry)
     label = "Symbols; the model reads them twice in a row" if letters else "Text"
+    label = "Token ids; this model came without a tokenizer" if default == IDS else label
     about = "Ctrl+Enter runs it. " + (
         "The demo's models learned to copy 32 symbols." if letters else "Long texts are stored."
     )
-    url.prompt(label, SYMBOLS if letters else TEXT, about, ask.folder / PROMPTS, LONGEST_PROMPT)
+    url.prompt(label, default, about, ask.folder / PROMPTS, LONGEST_PROMPT)
     link = link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
     try:
         ask.prompt(link)

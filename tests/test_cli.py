@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -130,6 +131,7 @@ def test_measure_plot_and_list_work_on_a_run(one_run, tmp_path):
     out = tmp_path / "records.parquet"
     done = run("measure", one_run / "small", "-m", "importance_entropy", "--steps", "ends", "--n", 4, "--out", out)
     assert done.returncode == 0, done.stderr
+    assert re.search(r"records: \S+records\.parquet \(\d+ rows\)", done.stdout)
     done = run("plot", out, "--out", tmp_path / "figure.html")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "figure.html").read_text()

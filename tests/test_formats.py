@@ -229,9 +229,14 @@ def test_nanogpt_files_of_gpt2s_compute_the_same_in_transformers(tmp_path, bias,
     with pytest.warns(ObservedInstead, match="GPT2LMHeadModel"):
         module = module_of(state, NotCovered("not ours"))
     torch.testing.assert_close(module(IDS).logits, gpt(IDS), atol=2e-5, rtol=1e-4)
-    with pytest.warns(ObservedInstead):
+    with pytest.warns(ObservedInstead) as told:
         loaded = workbench.load(tmp_path / "ckpt.pt")
+    assert "Fill the module" not in str(told[0].message)  # nothing is left to do
     torch.testing.assert_close(loaded(IDS), gpt(IDS), atol=2e-5, rtol=1e-4)
+    with pytest.raises(NotCovered, match=r"Only models of our decoder become runs.*workbench\.load\(path\)"):
+        import_run(tmp_path / "ckpt.pt", tmp_path / "runs")
+    with pytest.raises(BadCheckpoint, match=r"names its step; give one of them, as .*ckpt\.pt, or"):
+        workbench.load(tmp_path)
     assert {k: loaded.source[k] for k in ("step", "stripped")} == {"step": 7, "stripped": ["_orig_mod."]}
 
 
@@ -261,7 +266,7 @@ def test_modded_nanogpt_is_refused_with_what_it_is_and_read_for_its_own_module(t
     file = tmp_path / "state_step000500.pt"
     torch.save({"step": 500, "code": f"open({str(ran)!r}, 'w')", "model": tensors, "optimizers": [adam_of(own)]}, file)
     with pytest.raises(
-        NotCovered, match=r"modded-nanogpt checkpoint of step 500.*0\.weight.*workbench\.observe\(module\)"
+        NotCovered, match=r"modded-nanogpt checkpoint of step 500.*0\.weight.*workbench\.observe\(module, ids\)"
     ):
         workbench.load(file)
     found, info = read_state(file)
@@ -463,6 +468,8 @@ def test_an_imported_series_is_a_run_that_loads_and_measures(trained, tmp_path, 
         True,
     )
     assert [r.name for r in list_runs(runs)[0]] == ["theirs"]
+    with pytest.raises(BadCheckpoint, match=r"it holds runs: give one of them, as .*theirs"):
+        workbench.load(runs)
     assert torch.equal(workbench.load(runs / "theirs", step=20)(IDS), tiny("resformer", seed=20)(IDS))
     frame = workbench.measure(run, "loss", IDS, steps="all")
     assert list(frame["step"]) == [3, 20, 100]
@@ -472,6 +479,12 @@ def test_an_imported_series_is_a_run_that_loads_and_measures(trained, tmp_path, 
         workbench.measure(run, "loss")
     with pytest.raises(WorkbenchError, match="exists; choose another name"):
         import_run(trained, runs, name="theirs")
+
+
+def test_what_is_assumed_of_a_series_is_said_once(trained, tmp_path):
+    with pytest.warns(ArchitectureAssumed) as told:
+        import_run(trained, tmp_path / "runs", architecture="resformer")
+    assert len([w for w in told if "--config" in str(w.message)]) == len(told) == 1
 
 
 def test_an_import_that_fails_leaves_nothing(trained, tmp_path, tiny):

@@ -385,6 +385,19 @@ def test_a_coefficient_without_sources_counts(awake):
     np.testing.assert_allclose(found.own_part[1], found.effective[1], rtol=1e-5)
 
 
+def test_a_model_without_a_tokenizer_reads_ids(tiny):
+    model = tiny()
+    found = prompt.tokenise(model, " 3, 14 15\n60")
+    assert found.ids.tolist() == [[3, 14, 15, 60]]
+    assert found.tokens == ["3", "14", "15", "60"]
+    for text in ("61 3", "9" * 5000):
+        with pytest.raises(BadData, match=r"is no id of this model, whose ids are 0 to 60"):
+            prompt.tokenise(model, text)
+    for text in ("-1 3", "1.5 2", "٣ 4", "² 4"):
+        with pytest.raises(BadData, match="so it reads token ids"):
+            prompt.tokenise(model, text)
+
+
 def test_prompts_of_letters_and_their_errors(tiny):
     model = tiny()
     found = prompt.tokenise(model, "ab c", letters=True)
@@ -399,7 +412,7 @@ def test_prompts_of_letters_and_their_errors(tiny):
         prompt.tokenise(model, "a+", letters=True)  # the 63rd symbol of 61
     with pytest.raises(BadData, match="the prompt is empty"):
         prompt.tokenise(model, "  ")
-    with pytest.raises(BadData, match="no tokenizer"):
+    with pytest.raises(BadData, match=r"write them as 3 14 15, or put its tokenizer\.json"):
         prompt.tokenise(model, "text")
     with pytest.raises(BadData, match="6 tokens long; this view reads 2 to 5"):
         prompt.tokenise(model, "abc", letters=True, most=5)

@@ -196,9 +196,7 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
     shapes = state.shapes
     if not {EMBEDDINGS, "model.layers.0.self_attn.q_proj.weight"} <= shapes.keys():
         raise NotCovered(
-            f"{state.info.told()}. Its tensors ({', '.join(list(shapes)[:4])}, ...) are not those of a Llama-like decoder. "
-            "Fill the module they were trained in, module.load_state_dict(workbench.formats.read_state(path)[0]), and open "
-            "it with workbench.observe(module)"
+            f"{state.info.told()}. Its tensors ({', '.join(list(shapes)[:4])}, ...) are not those of a Llama-like decoder"
         )
     settings = _from_shapes(shapes) | _told(values) | dict(given)
     if missing := [key for key in ("n_heads", "n_ctx") if key not in settings]:
@@ -211,7 +209,7 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
     if assumed := [key for key in ("rms_norm_eps", "rope_theta") if key not in settings]:
         defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
         told = ", ".join(f"{key}={defaults[key]}" for key in assumed)
-        _warn(f"{where} does not say {' and '.join(assumed)}; {told} is assumed. Say it with config={{...}}")
+        _warn(f"{where} does not say {' and '.join(assumed)}; {told} is assumed. Say it with config={{...}} (--config)")
     return _config(settings, where)
 
 
@@ -349,7 +347,7 @@ def _assume(
     chosen, *others = candidates
     _warn(
         f"{path} does not say its architecture; {chosen!r} is assumed. Its tensors also fit: "
-        f"{', '.join(others) or 'nothing else'}. Name it with architecture=..."
+        f"{', '.join(others) or 'nothing else'}. Name it with architecture=... (--architecture)"
     )
     return chosen, candidates[chosen]
 

@@ -153,7 +153,7 @@ def import_checkpoints(
     seed: Annotated[int | None, typer.Option(min=0, help="Tells runs of one model apart.")] = None,
     runs: Runs = None,
 ) -> None:
-    """Make a run of anyone's checkpoints, to measure it and see it on the dashboard. Nothing in them is ever run."""
+    """Make a run of anyone's Llama-like checkpoints, to measure it and see it on the dashboard. Nothing in them is ever run."""
     from workbench.console import say, status
     from workbench.importing import import_run
     from workbench.runs import runs_folder
@@ -199,7 +199,7 @@ def measure(
     as_json: Json = False,
 ) -> None:
     """Measure runs or checkpoints and print the records; what was measured before is not run again."""
-    from workbench.console import status, table
+    from workbench.console import say, status, table
     from workbench.launched import rank
     from workbench.measuring import measure as run_measures
 
@@ -213,6 +213,7 @@ def measure(
         typer.echo(sentence, err=True)
     if out is not None:
         _write(frame, out)
+        say(f"records: {out} ({len(frame)} rows)")
     elif as_json:
         print(frame.to_json(orient="records"))
     else:
@@ -448,7 +449,7 @@ def analyze(
 def xray(
     path: Annotated[Path, typer.Argument(help="A run, its name, or any checkpoint `load` opens.")],
     data: Annotated[
-        Path | None, typer.Option(help="Text to look at the model on; a run has its own validation documents.")
+        Path | None, typer.Option(help="Text or .bin token ids to look on; a run has its own validation documents.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The page; <name>-xray.html unless given. The PNG stands beside it.")

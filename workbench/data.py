@@ -362,7 +362,7 @@ def open_data(description: dict[str, Any], root: Path) -> Data:
         return BackcopyData(description["vocabulary"], description["triggers"])
     if kind == "imported":
         raise BadCheckpoint(
-            "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus"
+            "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus (--data FILE)"
         )
     if kind != "text" or Path(name).name != name:
         raise BadCheckpoint(f"unknown data {description!r}; give data= instead")

@@ -6,6 +6,7 @@ import platform
 import shutil
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +17,7 @@ import torch
 
 from workbench.checkpoints import load_state, save
 from workbench.config import TrainConfig
-from workbench.errors import BadCheckpoint, NotCovered, WorkbenchError
+from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, WorkbenchError
 from workbench.files import write_json
 from workbench.formats import open_state, series
 from workbench.formats.huggingface import is_directory, refuse_shards
@@ -56,7 +57,10 @@ def import_run(
         for step, source in found:
             if progress:
                 progress(f"{source} as step {step}")
-            model = _load(source, architecture, config, options)
+            with warnings.catch_warnings():
+                if first:  # what is assumed of a series is said once
+                    warnings.simplefilter("ignore", ArchitectureAssumed)
+                model = _load(source, architecture, config, options)
             first = first or _facts(model) | {"seed": model.source["seed"] if seed is None else seed}
             _refuse_other(first, _facts(model), found[0][1], source)
             first["seed"] = first["seed"] or 0
@@ -90,7 +94,8 @@ def _load(
         return load_state(open_state(source), architecture_name=architecture, config=config, **options)
     except NotCovered as reason:
         raise NotCovered(
-            f"{reason}. Only models of our decoder become runs; workbench.load observes some others"
+            f"{reason}. Only models of our decoder become runs, with all pages of the dashboard; others are observed in Python: "
+            "workbench.xray(model, ids) of model = workbench.load(path), or of workbench.observe(module, ids)"
         ) from reason
 
 

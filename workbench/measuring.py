@@ -122,6 +122,13 @@ def _measure_one(subject: Subject, wanted: Sequence[Measure], sample: Sample, ba
     return typed(frame.assign(**subject.axes))  # a renamed run keeps its numbers
 
 
+def _training(subject: Subject, sample: Sample) -> Any:
+    """Where training sequences come from: the run's own data, or what was given where nobody knows what it was trained on."""
+    if subject.run is None or subject.run.info["data"]["kind"] == "imported":
+        return sample.source
+    return subject.run.data
+
+
 def _compute(subject: Subject, missing: Mapping[str, Measure], sample: Sample, batch: int) -> dict[str, Tables]:
     model = subject.model.eval()
     for item in missing.values():
@@ -139,7 +146,7 @@ def _compute(subject: Subject, missing: Mapping[str, Measure], sample: Sample, b
             rows = (row for job in streamed[key] for row in rows_of(job, sample, model.config.n_layers))
             samples = (row for job in streamed[key] for row in samples_of(job, sample, model.config.n_layers))
         elif isinstance(item, Intervention):
-            rows = item.function(model, sample, subject.run.data if subject.run else sample.source, batch)
+            rows = item.function(model, sample, _training(subject, sample), batch)
         else:
             rows = _derived_rows(model, item, sample)
         common = _common(subject, key, item, sample)

@@ -123,7 +123,7 @@ def xray(
 
     Args:
         thing: what to look at; a run is compared with its own step 0 where it has one.
-        data: text, ids [n, T], a file or folder of text; default the run's own validation documents, or, where the model
+        data: ids [n, T], a file or folder of text, a `.bin` file of ids; default the run's own validation documents, or, where the model
             has a tokenizer, prose of Python's standard library. Ids are halved: one half for the table of token means.
         n: documents, T: tokens of each. progress: told what is being measured.
 
@@ -240,7 +240,7 @@ def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
     import torch
 
     from workbench.corpus import embedded, from_files
-    from workbench.data import Sample, TextData
+    from workbench.data import Sample, TextData, TokenData, open_tokens
 
     if data is None and isinstance(subject, Run):
         return None
@@ -250,11 +250,14 @@ def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
             raise BadData(f"ids of shape {tuple(ids.shape)}: an X-ray needs [n, T] with 4 sequences or more")
         return _Halves(ids.long().cpu()).sample()
     tokenizer = subject.tokenizer
-    if tokenizer is None:
+    if isinstance(data, str | Path) and Path(data).suffix == ".bin":
+        config = subject.model if isinstance(subject, Run) else subject.config
+        source: TextData | TokenData = open_tokens([data], config.d_vocab)
+    elif tokenizer is None:
         raise BadData(
-            "this model came without a tokenizer and without data: give token ids [n, T] as data=, or a .bin file"
+            "this model came without a tokenizer and without data: give token ids [n, T] as data=, or a .bin file of ids (--data)"
         )
-    if data is None:
+    elif data is None:
         source = TextData(embedded(), tokenizer)
     elif Path(data).exists():
         source = TextData(from_files([data]), tokenizer)

@@ -21,14 +21,17 @@ from workbench.formats.state import State
 def module_of(state: State, reason: NotCovered, dtype: torch.dtype | None = None) -> Any:
     """The module a checkpoint belongs to, in evaluation mode, with an `ObservedInstead` warning that says why.
 
-    Raises `reason` itself where no library here computes the model.
+    Raises `reason`, and what would work, where no library here computes the model.
     """
     if gpt2.is_gpt2(state):
         module = gpt2.module_of(state, dtype)
     elif state.info.path.is_dir() and state.info.config and "workbench" not in state.info.config:
         module = _from_transformers(state, reason, dtype)
     else:
-        raise reason
+        raise type(reason)(
+            f"{reason}. Fill the module they were trained in, module.load_state_dict(workbench.read_state(path)[0]), and open "
+            "it with workbench.observe(module, ids)"
+        ) from reason
     warnings.warn(
         f"{reason}. Opened as transformers' {type(module).__name__} and observed.", ObservedInstead, stacklevel=3
     )

@@ -40,9 +40,7 @@ def series(where: str | Path) -> list[tuple[int, Path]]:
     else:
         raise BadCheckpoint(f"{where} is no folder, no glob and no pattern with a (?P<step>...) group")
     if not found:
-        raise BadCheckpoint(
-            f"{where}: no checkpoint there names its step; give a glob, or a pattern with a (?P<step>...) group"
-        )
+        raise BadCheckpoint(f"{where}: no checkpoint there names its step; {_instead(Path(where))}")
     found.sort()
     for (a, first), (b, second) in itertools.pairwise(found):
         if a == b:
@@ -57,6 +55,16 @@ def is_checkpoint(path: Path) -> bool:
     if path.is_dir():
         return is_directory(path)
     return path.suffix in ENDINGS and not OTHERS.search(path.name)
+
+
+def _instead(folder: Path) -> str:
+    """What to give instead of a folder that is no series."""
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    if runs := [p.name for p in inside if (p / "run.json").is_file()]:
+        return f"it holds runs: give one of them, as {folder / runs[0]}"
+    if files := [p.name for p in inside if is_checkpoint(p)]:
+        return f"give one of them, as {folder / files[0]}, or a pattern with a (?P<step>...) group"
+    return "give a glob, or a pattern with a (?P<step>...) group"
 
 
 def _named(paths: Iterable[Path]) -> list[tuple[int, Path]]:
