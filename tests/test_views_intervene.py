@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
+import shlex
+
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 import pytest
 import torch
 
 from workbench import plots
+from workbench.cli import main
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.looks.edits import patch_sweep
 from workbench.runs import Run
-from workbench.views import Link, Source, drawings
+from workbench.views import Drawing, Link, Source, drawings
 from workbench.views.base import timelapse
 from workbench.views.intervene import LEAKS, SWEEPS, effect, next_token
+from workbench.views.writing import WRITERS
 
 TEXT = "return values"
 BOTH = {"compare": "1", "b": "text-transformer-s0"}
@@ -65,6 +72,12 @@ def test_an_edit_that_b_lacks_is_shown_of_a_and_said_of_b(ask, name):
         drawn(ask, name, edits=edit, sweep=edit, a="text-transformer-s0", compare=1, b="text-transformer-s1")
 
 
+@pytest.mark.parametrize("name", ["effect", "next_token", "sweep"])
+def test_a_figure_of_one_model_names_it(ask, name):
+    assert drawn(ask, name).figure.layout.title.subtitle.text.startswith("ResFormer · s0, step 20; ")
+    assert "ResFormer" not in drawn(ask, name, **BOTH).figure.layout.title.subtitle.text
+
+
 @pytest.mark.parametrize("edit", ["values:how=mean", "values:how=shuffle", "head:how=mean"])
 def test_edits_through_which_later_tokens_flow_say_so(ask, edit):
     assert LEAKS in drawn(ask, "effect", edits=edit).figure.layout.title.subtitle.text
@@ -101,6 +114,25 @@ def test_tokens_of_a_prompt_are_no_markup(ask):
 def test_a_switch_is_0_or_1(switch):
     with pytest.raises(UnknownName, match="choose from 0, 1"):
         Link.parse(switch)
+
+
+def test_the_command_inside_a_written_page_names_the_folder_of_runs(ask, tmp_path, monkeypatch):
+    out = tmp_path / "a page.html"
+    asked = ["workbench", "view", str(link()), "--only", "sweep", "--out", str(out), "--runs", str(ask.folder)]
+    monkeypatch.setattr("sys.argv", asked)
+    with contextlib.suppress(SystemExit):
+        main()
+    told = html.unescape(out.read_text().rpartition("<code>")[2].partition("</code>")[0])
+    assert shlex.split(told) == asked
+
+
+def test_small_numbers_survive_every_table_that_is_written(tmp_path):
+    value = 1.234567890123e-12
+    made = {"one": Drawing(go.Figure(), pd.DataFrame({"loss": [value]}))}
+    for ending, read in {".csv": pd.read_csv, ".json": pd.read_json, ".parquet": pd.read_parquet}.items():
+        out = tmp_path / f"table{ending}"
+        WRITERS[ending](made, out)
+        assert read(out)["loss"][0] == pytest.approx(value, rel=1e-3)
 
 
 # ---- time-lapse ----

@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so `--help` answers at once.
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 import warnings
@@ -373,7 +374,8 @@ def view(
     from workbench.views.writing import write
 
     chosen, ask = Link.parse(link), Source(runs_folder(runs))
-    told = f'workbench view "{chosen}"{f" --only {only}" if only else ""}{" --play" if play else ""} --out {out}'
+    told = f'workbench view "{chosen}"{f" --only {only}" if only else ""}{" --play" if play else ""} --out {shlex.quote(str(out))}'
+    told += "" if runs is None else f" --runs {shlex.quote(str(runs))}"
     with status("drawing"):
         path, reasons = write(ask, chosen, out, only=only, play=play, command=told)
     for name, why in {**ask.problems, **reasons}.items():

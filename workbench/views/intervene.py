@@ -151,7 +151,7 @@ def effect(ask: Source, link: Link) -> Drawing:
         frames.append(pd.DataFrame({"model": plots.MINUS, "token": bars[0][2], "change": minus}))
         said.append(f"{plots.MINUS}: {_mean(minus)}, above 0: it costs A more")
     figure = _by_token(bars)
-    under = f"{_words(edits(link))}; above 0: predicted worse than before; one text"
+    under = f"{_alone(found)}{_words(edits(link))}; above 0: predicted worse than before; one text"
     plots.dressed(figure, "What the change costs, token by token", under, 320 if len(bars) < 3 else 480)
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(said + refused) + ".")
 
@@ -217,7 +217,7 @@ def next_token(ask: Source, link: Link) -> Drawing:
         figure.update_xaxes(title_text=unit, tickformat=".0%", row=1, col=column, **shared)
         figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
     figure.update_yaxes(autorange="reversed", type="category")
-    under = f"pale: before; full: after; {_words(edits(link))}; one text"
+    under = f"{_alone(found)}pale: before; full: after; {_words(edits(link))}; one text"
     plots.dressed(figure, "What comes next, before and after", under, 360)
     table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
     return Drawing(figure, table, ". ".join(refused))
@@ -261,7 +261,10 @@ def sweep(ask: Source, link: Link) -> Drawing:
     if len(parts) == 2 and parts[0][1].values.shape == parts[1][1].values.shape:
         frames.append(plots.grid_table([(plots.MINUS, parts[0][1].minus(parts[1][1]))]).assign(n=found[0][1].n))
     words = _words(kind)
-    title, under = f"{words[:1].upper()}{words[1:]}, one place at a time", f"{about}; one text, no averaging"
+    title, under = (
+        f"{words[:1].upper()}{words[1:]}, one place at a time",
+        f"{_alone(found)}{about}; one text, no averaging",
+    )
     colours = [plots.colour(s.series) for s, _ in found]
     figure = plots.grids(parts, title, under) if over == OVER[1] else _by_layer(parts, colours, title, under)
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(refused))
@@ -311,9 +314,14 @@ def patching(ask: Source, link: Link) -> Drawing:
         )
     figure = plots.grids(
         parts, f"Patching {site.replace('_', ' ')} from the first prompt into the second",
-        "0: as the second prompt, 1: the first one's answer is fully back; one pair of texts",
+        f"{_alone(found)}0: as the second prompt, 1: the first one's answer is fully back; one pair of texts",
     )  # fmt: skip
     return Drawing(figure, plots.grid_table(parts), ". ".join(said + refused) + ".")
+
+
+def _alone(found: Sequence[tuple[Subject, Any]]) -> str:
+    """The model of a figure of one, which no legend names."""
+    return f"{html.escape(found[0][0].title)}; " if len(found) == 1 else ""
 
 
 def _words(text: str) -> str:

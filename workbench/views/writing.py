@@ -93,7 +93,9 @@ def _picture(made: dict[str, Drawing], out: Path, *_: str) -> None:
 
 def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:
     table = plots.table(_table(made))
-    write_text(out, table.to_csv(index=False) if out.suffix == ".csv" else table.to_json(orient="records"))
+    write_text(
+        out, table.to_csv(index=False) if out.suffix == ".csv" else table.to_json(orient="records", double_precision=15)
+    )
 
 
 WRITERS: dict[str, Callable[..., None]] = {
