@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 
 from workbench import findings, plots
+from workbench.diagnosis import concentration
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
 from workbench.results import provenance, records
@@ -292,3 +294,26 @@ def test_figures_come_without_torch():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+LINK = '<a href="http://evil.example">there</a>'
+
+
+def test_names_from_files_never_become_markup_in_a_figure():
+    rows = records(
+        {"run": LINK, "architecture": LINK, "seed": 0, "step": 1, "metric": f"m {LINK}", "data": LINK, "variant": LINK,
+         "layer": n, "value": 1.0, "n": 2, "unit": LINK, "provenance": json.dumps({"reading": LINK})}
+        for n in range(2)
+    )  # fmt: skip
+    for figure in (plots.plot(rows), plots.narrow(plots.plot(rows))):
+        layout = figure.to_dict()["layout"]
+        assert "there" in json.dumps(layout)
+        assert "<a" not in json.dumps(layout)
+        for trace in figure.data:
+            assert "<a" not in f"{trace.name}{trace.hovertemplate}{trace.text}"
+
+
+def test_an_xray_of_records_without_parts_says_the_whole():
+    known = {"run": "r", "architecture": "resformer", "seed": 0, "step": 9, "metric": "concentration_parts", "layer": 1}
+    said = concentration(records([known | {"value": 0.5, "se": 0.01}, known | {"variant": "theirs", "value": 0.5}]))
+    assert said.startswith("Yes: most in layer 1, 0.50 ± 0.01 nats from uniform causal attention (0 by definition).")

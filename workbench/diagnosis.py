@@ -70,7 +70,7 @@ def concentration(frame: pd.DataFrame) -> str:
         "profile": "where tokens stand (local attention)",
         "content": "particular tokens",
     }
-    share = {k: parts[k] / top["value"] if top["value"] > 0 else 0.0 for k in names}
+    share = {k: parts[k] / top["value"] if top["value"] > 0 else 0.0 for k in names if k in parts}
     told = ", ".join(f"{share[k]:.0%} on {names[k]}" for k in sorted(share, key=lambda k: -share[k]))
     init = ""
     if _has_init(frame):
@@ -81,7 +81,7 @@ def concentration(frame: pd.DataFrame) -> str:
     span = f"{whole['value'].min():.2f} to {whole['value'].max():.2f}"
     return (
         f"{strength}: most in layer {layer}, {_pm(top['value'], top['se'])} nats from uniform causal attention "
-        f"(0 by definition{init}): {told}. Layers range from {span}."
+        f"(0 by definition{init}){': ' if told else ''}{told}. Layers range from {span}."
     )
 
 
