@@ -24,6 +24,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
 
+from workbench.plots.style import INK
 from workbench.serving import HOST
 from workbench.views.link import PAGES
 
@@ -32,6 +33,8 @@ HERE = (
     b"<script>window.__streamlit = {BACKEND_BASE_URL: location.origin,"
     b" HOST_CONFIG: {allowedOrigins: [location.origin], useExternalAuthToken: false}}</script>"
 )
+STYLE = f"<style>.stPlotlyChart :is({INK}) {{ fill: currentColor !important }}</style>".encode()
+"""Words of figures in the page's ink, whatever its theme: the grey that Streamlit gives them is too faint to read."""
 KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
 SLOW_S, AGAIN = 0.02, 100  # a collection of garbage that is felt; collections between two looks at everything
 
@@ -96,7 +99,7 @@ def _read(path: Path) -> tuple[bytes, str]:
 
 @functools.cache
 def _document() -> bytes:
-    return (FRONT / "index.html").read_bytes().replace(b"</head>", HERE + b"</head>", 1)
+    return (FRONT / "index.html").read_bytes().replace(b"</head>", HERE + STYLE + b"</head>", 1)
 
 
 class Aside:

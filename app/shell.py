@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 import streamlit as st
-from streamlit.elements.lib.streamlit_plotly_theme import GRAY_90
 
 from app import jobs, url
 from app.selection import choose
@@ -129,19 +127,9 @@ def _told(view: View, link: Link, progress: Callable[[int, int], None]) -> Drawi
     return view(ask, link)
 
 
-def _legible(figure: go.Figure) -> go.Figure:
-    """The figure in the theme's ink, dark on light and light on dark: the grey that Streamlit gives to axes is too faint to read."""
-    if figure.layout.font.color == GRAY_90:
-        return figure
-    ink = {"title_font_color": GRAY_90, "tickfont_color": GRAY_90}
-    figure.update_layout(font_color=GRAY_90, title_subtitle_font_color=GRAY_90)
-    figure.update_xaxes(ink)
-    figure.update_yaxes(ink)
-    return figure.update_coloraxes(colorbar={"title_font_color": GRAY_90, "tickfont_color": GRAY_90})
-
-
 def _figure(drawing: Drawing, key: str) -> None:
-    figure = _legible(drawing.figure)
+    figure = drawing.figure
+    figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
     st.plotly_chart(figure, width="stretch", key=f"figure_{key}", config=plots.CONFIG, alt=plots.alt_text(figure))
 
 
@@ -204,7 +192,8 @@ def _play(view: View, link: Link, name: str) -> None:
         return
     except jobs.Running:
         return
-    figure = _legible(played.figure)
+    figure = played.figure
+    figure.update_layout(font_color=None, title_subtitle_font_color=None)
     st.plotly_chart(figure, width="stretch", key=f"lapse_{name}", config=plots.CONFIG, alt=plots.alt_text(figure))
     if played.said:
         st.markdown(url.plain(played.said))

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from streamlit.elements.lib.streamlit_plotly_theme import GRAY_90
 from test_app import charts, numbers
 
 from workbench import plots
@@ -66,14 +65,3 @@ def test_attention_sends_the_pattern_that_the_model_computes(browse, populated):
     _, cache = model.run_with_cache(torch.tensor([model.tokenizer.encode("return values")]))
     pattern = cache["blocks.1.attn.hook_pattern"][0, 1].numpy()
     assert sent == pytest.approx(pattern[np.tril_indices(len(pattern))], abs=2e-5)
-
-
-def test_words_of_figures_are_in_the_ink_of_the_theme(browse, populated):
-    layout = chart(browse(populated, "depth", a=A), "layers")["layout"]
-    inks = [
-        layout["font"],
-        layout["title"]["subtitle"]["font"],
-        layout["xaxis"]["tickfont"],
-        layout["yaxis"]["title"]["font"],
-    ]
-    assert {ink["color"] for ink in inks} == {GRAY_90}
