@@ -8,9 +8,11 @@ import torch
 from own_loop import GPT, loop
 
 import workbench
+from workbench import plots
 from workbench.checkpoints import save
 from workbench.errors import WorkbenchError
 from workbench.importing import import_run
+from workbench.results import records
 from workbench.views import Link, Source, prompt
 from workbench.views.depth import layers
 from workbench.views.source import IDS, TEXT, example
@@ -46,6 +48,13 @@ def test_a_recording_without_checkpoints_says_so_and_promises_none(tmp_path):
     for draw, page in ((layers, "depth"), (prompt.predictions, "prompt")):
         with pytest.raises(WorkbenchError, match="a recording holds no checkpoints"):
             draw(ask, Link(page))
+
+
+def test_smoothing_is_told_in_training_steps_where_one_in_ten_was_written_down():
+    rows = [{"run": "mine", "architecture": "GPT", "seed": 0, "step": s, "metric": "train_loss", "value": 4.0 - s / 100, "unit": "nats"}
+            for s in range(0, 200, 10)]  # fmt: skip
+    figure = plots.plot(records(rows), smooth=4)
+    assert "running mean over 40 steps (4 records)" in figure.layout.title.subtitle.text
 
 
 def test_an_imported_run_is_xrayed_on_a_file_of_token_ids(imported, tmp_path):

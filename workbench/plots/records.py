@@ -129,7 +129,7 @@ def plot(
 ) -> go.Figure:
     """A figure of records, its form chosen by their axes; different metrics, data or lengths get panels of their own.
 
-    `form`: one of `FORMS` instead. `log_x`, `log_y`: logarithmic axes. `smooth`: running mean over so many steps.
+    `form`: one of `FORMS` instead. `log_x`, `log_y`: logarithmic axes. `smooth`: running mean over so many records.
     `title`: instead of the metric's name.
     Raises `WorkbenchError` where there is nothing to plot or more than one figure can hold.
     """
@@ -168,13 +168,21 @@ def plot(
     metrics = frame["metric"].unique()
     title = title or (words(metrics[0]).capitalize() if len(metrics) == 1 else f"{len(metrics)} metrics")
     outer_titles(figure, len(panels), columns)
-    smoothed = f"running mean over {smooth} steps" if smooth > 1 else ""
+    smoothed = _smoothed(frame, smooth) if smooth > 1 else ""
     dashed = "dashed: step 0, random init" if "step 0 (random init)" in shown else ""
     under = subtitle(frame, *sorted(bands), dashed, smoothed, *(_map_words(frame) if keys else ()))
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
     if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would
         figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2 / count, "yanchor": "top"})
     return figure
+
+
+def _smoothed(frame: pd.DataFrame, smooth: int) -> str:
+    """How wide the running mean is in training steps, also where not every step was written down."""
+    gaps = frame.sort_values("step").groupby("run")["step"].diff()
+    apart = gaps[gaps > 0].median()
+    steps = smooth if pd.isna(apart) else round(smooth * float(apart))
+    return f"running mean over {steps} steps" + ("" if steps == smooth else f" ({smooth} records)")
 
 
 def _map_words(frame: pd.DataFrame) -> Iterator[str]:
