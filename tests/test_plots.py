@@ -127,6 +127,8 @@ def test_variants_that_are_read_another_way_say_so():
         assert plots.reading(of(frame, "value_ablation", variant=variant)) == said
     kept = of(frame, "value_ablation", variant="zero").assign(variant="kept")
     assert plots.reading(kept) == "higher: less context is needed"
+    top = of(frame, "importance_entropy").assign(metric="effective_rank", variant="top_share")
+    assert plots.reading(top) == "higher: fewer directions in use"
     assert plots.reading(kept.assign(architecture=plots.MINUS)) != "higher: less context is needed"
 
 

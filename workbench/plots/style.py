@@ -51,8 +51,14 @@ READINGS = {
     "train_loss": "lower: better prediction", "validation_loss": "lower: better prediction", "copy_loss": "lower: copies better",
     "gradient_norm": "higher: stronger pull", "tokens_per_second": "higher: faster",
 }  # fmt: skip
-VARIANT_READINGS = {
+VARIANT_READINGS: dict[tuple[str, str | None], str] = {
     ("importance_entropy", "per_head"): "lower: more concentrated", ("importance_entropy", "deficit"): "higher: more concentrated",
+    ("effective_rank", "top_share"): "higher: fewer directions in use", ("effective_rank", "trace"): "higher: longer vectors",
+    ("head_rank", "top_share"): "higher: the head's vectors use fewer directions",
+    ("induction_score", "previous"): "higher: the head looks at the token before", ("throughput", "peak"): "higher: more memory",
+    ("sink_output", "mass"): "higher: stronger sink", ("sink_output", "spread"): "lower: alike at all positions",
+    ("sink_output", "no_op"): "higher: a sink that writes nothing, in more documents",
+    ("sink_output", "broadcast"): "higher: a sink that writes everywhere, in more documents",
     ("value_ablation", "token_mean"): "lower: less context is needed", ("value_ablation", "mean"): "higher: these values matter more",
     ("value_ablation", "zero"): "higher: these values matter more", ("value_ablation", "kept"): "higher: less context is needed",
 }  # fmt: skip
