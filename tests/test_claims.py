@@ -250,6 +250,7 @@ def test_ahead_of_relatives(neutreno, denseformer, status):
     assert found.status == status
     # its loss falls by 0.3 in the last 100 of 300 steps, so 0.03 earlier is 10 steps
     assert ("the NeuTRENO's final loss is reached 3.3%" in found.sentence) == (neutreno == 2.73)
+    assert set(found.table["unit"]) == {"nats", "share"}, "the steps saved are in the table too"
 
 
 # ---- place -----------------------------------------------------------------------------------------------------------

@@ -260,5 +260,4 @@ def ahead_of_relatives(evidence: Evidence) -> Verdict:
         status, told = "unresolved" if status == "supported" else status, f"{told}; {name_of(missing)} is missing"
     depth = int(group.runs["n_layers"].max())
     sentence = f"Loss of {name_of(model)} {told}; at {depth} layers (published at 8 and more)."
-    shares = {name: "share" for name in table if name.endswith("steps saved")}
-    return Verdict(status, sentence, table_of(table, "nats", shares))
+    return Verdict(status, sentence, table_of(table | shares, "nats", dict.fromkeys(shares, "share")))
