@@ -121,6 +121,8 @@ def _token(link: Link, label: str, key: str, of_second: bool = False) -> Link:
     ask = source()
     text = link.text("other") if of_second else ask.prompt(link)
     top = ask.look("prompt.predictions", ask.subjects(link)[0], text, top=50).top
+    if of_second:  # two answers are compared, often one token is the likeliest of both
+        top = top[top["id"] != link.whole("target")]
     names = {int(i): f"{t}  ({p:.1%})" for i, t, p in zip(top["id"], top["token"], top["probability"], strict=True)}
     return link.but(**{key: url.choose(label, key, list(names), show=names.__getitem__)})
 

@@ -12,6 +12,7 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.looks.attention import keep, window
 from workbench.looks.reading import one_prompt
 from workbench.models.hooked import HookedModel
+from workbench.names import stream_hook
 
 ROUNDING = 1e-3
 """Largest relative error that float32 sums of a deep model may show."""
@@ -52,7 +53,8 @@ def check(model: HookedModel, ids: Any) -> pd.DataFrame:
 
     def added(by: str) -> float:
         parts = decompose(model, found, by=by)  # type: ignore[arg-type]
-        whole = model.run_with_cache(found, names_filter=["ln_final.hook_in"])[1]["ln_final.hook_in"]
+        end = stream_hook(model.config.n_layers, model.config.n_layers)
+        whole = model.run_with_cache(found, names_filter=[end])[1][end]
         return float((sum(p.double() for p in parts.parts) - whole.double()).abs().max() / whole.abs().max())
 
     checks = {
