@@ -415,3 +415,22 @@ def test_long_work_shows_progress_and_can_be_cancelled(opened, server):
     panel.get_by_role("button", name="Cancel").click()
     panel.get_by_text("Drawing every checkpoint: cancelled").wait_for()
     assert not wrong
+
+
+def test_what_got_into_a_page_could_load_and_tell_nothing_elsewhere(opened, server):
+    page, _, _ = opened()
+    page.goto(f"{server}/?show=here")
+    settled(page, 0)
+    refused = page.evaluate(
+        """() => new Promise((done) => {
+            const seen = [];
+            document.addEventListener('securitypolicyviolation', (e) => {
+                seen.push(e.effectiveDirective);
+                if (seen.length === 2) done(seen.sort());
+            });
+            document.body.append(Object.assign(new Image(), {src: 'http://localhost:9/x.png'}));
+            fetch('http://localhost:9/y').catch(() => null);
+            setTimeout(() => done(seen), 10000);
+        })"""
+    )
+    assert refused == ["connect-src", "img-src"]
