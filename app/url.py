@@ -7,6 +7,7 @@ forward and deep links work. What the link asks for and is not there is ignored,
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,16 @@ def choose(
         return options[0]
     widget: Any = st.select_slider if slider else st.selectbox
     return widget(
-        label, options, key=f"w_{key}", format_func=show, on_change=_mirror, args=(key, str, forgets), **kwargs
-    )
+        label, options, key=f"w_{key}", format_func=told_apart(options, show), on_change=_mirror, args=(key, str, forgets),
+        **kwargs,
+    )  # fmt: skip
+
+
+def told_apart(options: Sequence[Any], show: Callable[[Any], str]) -> Callable[[Any], str]:
+    """How options are shown, those that would read alike with what they are: a browser answers with the words it shows."""
+    words = {option: show(option) for option in options}
+    times = Counter(words.values())
+    return {o: f"{text} ({o})" if times[text] > 1 else text for o, text in words.items()}.__getitem__
 
 
 def segments(

@@ -111,6 +111,21 @@ def test_a_model_of_letters_says_that_it_reads_them_twice(page, populated):
     assert len(element(at)["panels"][0]["queries"]) == 7
 
 
+def test_experiments_that_read_alike_are_told_apart(page, populated, tmp_path):
+    folder = dashboard.copied(populated, tmp_path / "runs")
+    for name, length in (("short", 64), ("long", 256)):
+        dashboard.run(folder, name, "resformer", 0, "text")
+        path = folder / name / "run.json"
+        known = json.loads(path.read_text())
+        path.write_text(json.dumps(known | {"model": known["model"] | {"n_ctx": length}}))
+    at = page(folder, a="long")
+    shown = at.selectbox(key="w_set").options
+    assert len(set(shown)) == len(shown) >= 3  # a browser answers with the words it shows
+    at.selectbox(key="w_scale").set_value("one")
+    dashboard.settled(at.run())
+    assert at.selectbox(key="w_a").value == "long"
+
+
 def test_hostile_text_reaches_the_page_as_data_alone(page, populated):
     text = "<img src=x onerror=alert(1)> **b** $x$ \u202e:red[a]"
     at = page(populated, **A, prompt=text, lock="3")
