@@ -106,7 +106,7 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
     missing = [label(a) for a in ordered(set(rows["architecture"]) - set(names))]
     without = f"{', '.join(missing)}: no values of its own after the first layer" if missing else ""
     if layers == [0]:
-        without = "no later layer has values of its own: the first layer's, whose token mean they are"
+        without = "no later layer has values of its own, so the first layer is drawn"
     under = subtitle(
         deep,
         "pale: values set to zero",
@@ -162,7 +162,7 @@ def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
     """Attention to position 0 of every head, and the first token's value norm against the others', per layer."""
     rows, values = checked(mass), checked(drain) if len(drain) else drain
     figure = make_subplots(
-        1, 2, subplot_titles=["attention to the first token", "norm of its value"], horizontal_spacing=0.24
+        1, 2, subplot_titles=["attention to the first token", "norm of its value"], horizontal_spacing=0.36
     )
     heads = rows[rows["control"].isna()]
     look = colour(str(heads["architecture"].iloc[0]))
