@@ -683,7 +683,7 @@ def test_a_patch_sweep_refuses_prompts_that_tell_nothing(tiny):
     model, ids = tiny("svformer"), some_tokens(1)
     with pytest.raises(BadData, match="both prompts have a logit difference"):
         patch_sweep(model, ids, ids, (4, 9))
-    with pytest.raises(BadData, match="16 and 8 tokens"):
+    with pytest.raises(BadData, match="first prompt has 8 tokens and the second 16"):
         patch_sweep(model, ids[:, :8], ids, (4, 9))
     with pytest.raises(WorkbenchError, match="no heads"):
         patch_sweep(model, ids, some_tokens(1, seed=1), (4, 9), over="layer x head")
