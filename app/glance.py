@@ -46,6 +46,10 @@ def _ready(subject: Subject) -> bool:
     entry, place = subject.entry, (subject.entry.path, subject.step)
     told = ", ".join(name.replace("_", " ") for name in absent)
     st.info(f"{url.plain(subject.name)} is not measured yet: {told}.", icon=":material/radiology:")
+    if entry.imported:
+        st.caption("Nothing says what an imported model was trained on, so it is measured on a text of yours:")
+        st.code(start.command(entry, subject.step), language="bash", wrap_lines=True)
+        return False
     asked = st.session_state.setdefault("measuring", {})
     if st.button("Measure it here", key=f"measure_{subject.tag}", icon=":material/play_arrow:", type="primary"):
         asked[place] = entry.stamp

@@ -159,6 +159,7 @@ def test_what_was_measured_is_not_run_again(three, monkeypatch):
     assert again.judged[0].verdict.sentence == first.judged[0].verdict.sentence
 
 
+@pytest.mark.slow
 def test_workers_find_the_same(three, forkserver):
     alone = analyse(three[:2], claims=["same_cost"], n=8)
     pair = analyse(three[:2], claims=["same_cost"], n=8, workers=2)

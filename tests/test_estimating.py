@@ -96,6 +96,7 @@ def test_training_takes_what_was_foretold(shape, tmp_path):
     assert 1 / 1.5 < tensors < 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 @pytest.mark.parametrize("shape", TRIED)
 def test_measuring_takes_what_was_foretold(shape, tmp_path):
@@ -108,9 +109,8 @@ def test_measuring_takes_what_was_foretold(shape, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.parametrize(
-    "metrics", [["loss", "sink_mass"], pytest.param(["effective_rank", "loss"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("metrics", [["loss", "sink_mass"], ["effective_rank", "loss"]])
 def test_what_is_held_beside_tensors_is_foretold(metrics, tmp_path):
     """A small model on a few long documents: code read in and memory not given back are most of what a fresh process adds."""
     model = ModelConfig(n_layers=2, d_model=32, n_heads=2, d_mlp=48, d_vocab=256, n_ctx=1024)

@@ -57,6 +57,12 @@ def test_smoothing_is_told_in_training_steps_where_one_in_ten_was_written_down()
     assert "running mean over 40 steps (4 records)" in figure.layout.title.subtitle.text
 
 
+def test_the_first_page_asks_for_a_text_before_it_measures_an_imported_run(imported, browse):
+    at = browse(imported.folder)
+    assert not any(str(b.key).startswith("measure_") for b in at.button)
+    assert any(c.value.startswith("workbench xray ") and c.value.endswith(" --data FILE") for c in at.code)
+
+
 def test_an_imported_run_is_xrayed_on_a_file_of_token_ids(imported, tmp_path):
     """The file is all the data there is: its first part gives the means per token, its end is what is measured."""
     ids = torch.randint(61, (2000,), generator=torch.Generator().manual_seed(0))

@@ -144,6 +144,10 @@ def test_the_small_pictures_are_the_heads_in_order_with_gaps_between(ask):
     assert np.isnan(z[T]).all()
     strongest = max((patterns(ask)[n, h][1:, 0].mean(), n, h) for n in range(2) for h in range(2))
     assert f"layer {strongest[1]}, head {strongest[2]}" in drawing.said
+    told = drawing.table
+    places = tuple(told[axis] for axis in ("layer", "head", "row", "column"))
+    assert told["attention"].to_numpy() == pytest.approx(expected[places], abs=1e-5)
+    assert len(told) == 4 * T * (T + 1) // 2
 
 
 def test_numbers_of_a_head_stand_beside_evenly_spread_attention(ask):

@@ -51,6 +51,11 @@ class Entry:
     tokens: int = 0  # read in a training step; 0 where nobody knows
 
     @property
+    def imported(self) -> bool:
+        """Whether somebody else trained it: then nothing says on what, and it is measured on a text that is given."""
+        return self.kind == "imported"
+
+    @property
     def being_written(self) -> bool:
         """Whether somebody is training or recording it now."""
         return is_locked(Path(self.path))

@@ -187,7 +187,8 @@ def _smoothed(frame: pd.DataFrame, smooth: int) -> str:
 
 def _map_words(frame: pd.DataFrame) -> Iterator[str]:
     """What a map cannot draw: which way to read it, and its baselines where they are one number."""
-    yield "mean over seeds"
+    if frame["seed"].nunique() > 1:
+        yield "mean over seeds"
     yield words(reading(frame))
     for control, rows in frame[frame["control"].notna()].groupby("control"):
         if rows["value"].max() - rows["value"].min() < 1e-9:

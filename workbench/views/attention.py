@@ -248,6 +248,9 @@ def _named(choice: Choice, found: list[Seen]) -> list[tuple[str, Seen]]:
 # ---- the views -------------------------------------------------------------------------------------------------------
 
 
+MOST_ROWS = 100_000  # of a table of pictures
+
+
 @view("attention")
 def overview(ask: Source, link: Link) -> Drawing:
     """All layers and heads: a small picture of each head's attention, queries downwards, keys to the right."""
@@ -263,7 +266,18 @@ def overview(ask: Source, link: Link) -> Drawing:
             f"{title}: most attention to the first token in layer {int(top['layer'])}, head {int(top['head'])} "
             f"({top['sink_mass']:.2f} of it; {s.overview.uniform['sink_mass']:.2f} if spread evenly)"
         )
-    return Drawing(figure, statistics(found), ". ".join(strongest) + ".")
+    return Drawing(figure, _tile_table(parts), ". ".join(strongest) + ".")
+
+
+def _tile_table(parts: list[tuple[str, np.ndarray]]) -> pd.DataFrame:
+    """A row for each cell on and below the diagonal of each head's picture [layer, head, query, key]."""
+    frames = []
+    for title, tiles in parts:
+        row, column = np.tril_indices(tiles.shape[-1])
+        layer, head, cell = np.indices((*tiles.shape[:2], len(row))).reshape(3, -1)
+        names = {"layer": layer, "head": head, "row": row[cell], "column": column[cell]}
+        frames.append(pd.DataFrame({"model": title, **names, "attention": tiles[..., row, column].ravel()}))
+    return pd.concat(frames, ignore_index=True).head(MOST_ROWS)
 
 
 @view("attention")

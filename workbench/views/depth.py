@@ -61,7 +61,7 @@ class Options:
 def _unmeasured(runs: Sequence[Entry]) -> str:
     if all(e.kind == "recorded" for e in runs):
         return "a recording holds no checkpoints to measure: what was recorded is on the Training page"
-    given = " --data FILE" if runs[0].kind == "imported" else ""
+    given = " --data FILE" if runs[0].imported else ""
     return (
         "nothing has been measured on these runs yet. In a terminal: "
         f"workbench measure {shlex.quote(runs[0].path)} -m {METRIC} --steps all{given}"
@@ -81,7 +81,9 @@ def options(ask: Source, link: Link) -> Options:
     sites = sorted(rows["site"].dropna().unique())
     site = _pick("place", link.text("site"), sites, "own_v") if sites else None
     rows = rows if site is None else rows[rows["site"] == site]
-    variants = [PLAIN] * bool(rows["variant"].isna().any()) + sorted(rows["variant"].dropna().unique())
+    variants = [PLAIN] * bool((rows["variant"].isna() & rows["control"].isna()).any()) + sorted(
+        rows["variant"].dropna().unique()
+    )
     variant = _pick("variant", link.text("variant"), variants, PLAIN)
     rows = rows[rows["variant"].isna()] if variant == PLAIN else rows[rows["variant"] == variant]
     forms = ["auto", *(form for form, axis in AXES.items() if rows[axis].nunique() > 1)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -78,11 +79,12 @@ def measure(entry: Entry, step: int, progress: Callable[[int, int], None]) -> No
 
 
 def command(entry: Entry, step: int) -> str:
-    """What measures the same from a terminal."""
+    """What measures the same from a terminal; an imported run has no text of its own, so `FILE` stands for one of yours."""
+    data = " --data FILE" if entry.imported else ""
     if step == entry.steps[-1]:
-        return f"workbench xray {shlex.quote(entry.path)}"
+        return f"workbench xray {shlex.quote(entry.path)}{data}"
     metrics = " ".join(f"-m {name}" for name in xrays.METRICS)
-    return f"workbench measure {shlex.quote(entry.path)} {metrics} --steps 0,{step} --n {xrays.DOCUMENTS}"
+    return f"workbench measure {shlex.quote(entry.path)} {metrics} --steps 0,{step} --n {xrays.DOCUMENTS}{data}"
 
 
 def _answer(ask: Source, link: Link, name: str) -> Drawing:
@@ -411,9 +413,13 @@ def copying_heads(ask: Source, link: Link) -> Drawing:
         kept = ask.from_kept("attention.window", "attention.keep", subject, None, layer=layer, head=head, most=256)
         name = f"{plots.label(entry.series)}, seed {entry.seed}: layer {layer}, head {head}"
         maps.append((name, kept.weights, ask.tokens(subject, None)))
-        rows.append({"run": entry.name, "step": step, "layer": layer, "head": head})
+        row, column = np.tril_indices(len(kept.weights))
+        where = {"run": entry.name, "step": step, "layer": layer, "head": head, "query": row, "key": column}
+        rows.append(pd.DataFrame({**where, "attention": kept.weights[row, column]}))
     under = f"the head that copies best after training, on one fixed sequence; training step {step}"
-    return Drawing(plots.attention_pair(maps, "Attention of the copying head", under), pd.DataFrame(rows))
+    return Drawing(
+        plots.attention_pair(maps, "Attention of the copying head", under), pd.concat(rows, ignore_index=True)
+    )
 
 
 def _best_head(ask: Source, entry: Entry) -> tuple[int, int]:
