@@ -41,7 +41,7 @@ def _axes(link: Link) -> Link:
 
 
 def _steps(width: int) -> str:
-    return "nothing" if width == 1 else f"{width} steps"
+    return "nothing" if width == 1 else f"{width} written steps"
 
 
 def _loss(link: Link, found: set[str]) -> None:
@@ -59,7 +59,7 @@ def _loss(link: Link, found: set[str]) -> None:
         )
         show(training.copy_loss, link)
     if "train_loss" in found:
-        st.markdown("**Training loss**: the same surprise on the batches that were being learned from.")
+        st.markdown("**Training loss**: the surprise per token, in nats, on the batches that were being learned from.")
         show(training.train_loss, link)
 
 

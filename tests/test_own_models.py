@@ -63,6 +63,10 @@ def test_the_first_page_asks_for_a_text_before_it_measures_an_imported_run(impor
     assert any(c.value.startswith("workbench xray ") and c.value.endswith(" --data FILE") for c in at.code)
 
 
+def test_the_training_page_says_that_imported_checkpoints_bring_no_log(imported, browse):
+    assert any("no log of their training" in i.value for i in browse(imported.folder, "training").info)
+
+
 def test_an_imported_run_is_xrayed_on_a_file_of_token_ids(imported, tmp_path):
     """The file is all the data there is: its first part gives the means per token, its end is what is measured."""
     ids = torch.randint(61, (2000,), generator=torch.Generator().manual_seed(0))

@@ -38,6 +38,11 @@ def _body(link: Link) -> None:
     parts = training.present(training.quantities(ask, link))
     live = any(e.being_written for e in training.runs(ask, link))
     if not parts:
+        if all(e.imported for e in training.runs(ask, link)):
+            st.info(
+                "Imported checkpoints bring no log of their training. Depth and the pages after it look at the models."
+            )
+            return
         st.info("These runs have written nothing yet. The first numbers appear a few seconds after training starts.")
         st.fragment(_until_something, run_every=LIVE if live else None)(link)
         return

@@ -29,6 +29,7 @@ from workbench.plots.style import (
     reading,
     site,
     subtitle,
+    symbol,
     table,
 )
 from workbench.plots.tokens import attention_map, attention_pair, next_tokens
@@ -72,6 +73,7 @@ __all__ = [
     "sinks",
     "site",
     "subtitle",
+    "symbol",
     "table",
     "timelapse",
     "unique",

@@ -102,9 +102,9 @@ def received(
     """
     both = minus and len(lines) == 2 and list(lines[0][1]) == list(lines[1][1])
     figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
-    for series, names, values, _ in lines:
+    for (series, names, values, _), dash in zip(lines, ("solid", "dash"), strict=False):
         x = unique([safe(n) for n in names])
-        _line(figure, 1, x, np.maximum(values, LEAST), label(series), colour(series))
+        _line(figure, 1, x, np.maximum(values, LEAST), label(series), colour(series), dash)
     names, evenly = lines[0][1], lines[0][3]
     _line(figure, 1, unique([safe(n) for n in names]), evenly, "spread evenly", GREY, "dot")
     if both:

@@ -201,7 +201,8 @@ def surprise(ask: Source, link: Link) -> Drawing:
         row = 1 if alike else i + 1
         ticks = plots.unique([safe(name) for name in names])
         figure.add_scatter(
-            x=ticks, y=loss, mode="lines+markers", marker_size=4, name=subject.title, line_color=plots.colour(subject.series),
+            x=ticks, y=loss, mode="lines+markers", marker={"size": 6, "symbol": plots.symbol(subject.series)}, name=subject.title,
+            line={"color": plots.colour(subject.series), "dash": "dash" if i else "solid"},
             hovertemplate="%{x}: %{y:.3f} nats<extra></extra>", row=row, col=1,
         )  # fmt: skip
         every = max(1, -(-len(ticks) // 40))
