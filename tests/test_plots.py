@@ -319,3 +319,19 @@ def test_an_xray_of_records_without_parts_says_the_whole():
     known = {"run": "r", "architecture": "resformer", "seed": 0, "step": 9, "metric": "concentration_parts", "layer": 1}
     said = concentration(records([known | {"value": 0.5, "se": 0.01}, known | {"variant": "theirs", "value": 0.5}]))
     assert said.startswith("Yes: most in layer 1, 0.50 ± 0.01 nats from uniform causal attention (0 by definition).")
+
+
+def test_a_spectrum_is_curves_over_ranks_for_each_layer_falling_on_a_logarithmic_axis():
+    common = {"metric": "spectrum", "site": "own_v", "run": "a", "architecture": "resformer", "seed": 0, "step": 3,
+              "data": "validation", "T": 8, "n": 4, "unit": "share of the trace"}  # fmt: skip
+    frame = records(common | {"layer": n, "index": i, "value": 10.0**-i} for n in range(2) for i in range(4))
+    figure = plots.plot(frame)
+    assert [a.text for a in figure.layout.annotations] == ["layer 0", "layer 1"]
+    assert {figure.layout.yaxis.type, figure.layout.yaxis2.type} == {"log"}
+    assert list(figure.data[1].y) == pytest.approx([1, 0.1, 0.01, 0.001])
+    assert list(figure.data[1].x) == [0, 1, 2, 3]
+    two = plots.compared([frame, frame.assign(value=frame["value"] / 2, architecture="transformer")])
+    by_title = dict(zip([a.text for a in two.layout.annotations], two.select_yaxes(), strict=False))
+    minus = [axis for text, axis in by_title.items() if text.startswith(plots.MINUS)]
+    assert len(minus) == 2
+    assert all(axis.type is None for axis in minus)

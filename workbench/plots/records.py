@@ -37,7 +37,6 @@ FORMS = ("profile", "steps", "positions", "heads", "ranks", "pairs", "bars")
 MAPS = {
     "positions": ("position", "position"),
     "heads": ("head", "head"),
-    "ranks": ("index", "rank"),
     "pairs": ("source", "the other layer"),
 }  # column, in words
 MOST_PANELS = 24
@@ -106,12 +105,13 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[_Panel]:
                     part = mine if np.isnan(step) else mine[mine["step"] == step]
                     titled = name if minus else f"{label(architecture)}{at}" + (f": {name}" if name else "")
                     yield _Panel(chosen, titled, part, key)
-        elif chosen == "steps" and rows["layer"].nunique() + rows["head"].nunique() > 2:
+        elif chosen == "ranks" or (chosen == "steps" and rows["layer"].nunique() + rows["head"].nunique() > 2):
+            kept = rows["control"].isna() | (chosen == "ranks")
             places = (
                 rows.loc[rows["control"].isna(), ["layer", "head"]].drop_duplicates().sort_values(["layer", "head"])
             )
             for layer, head in places.itertuples(index=False):
-                same = (rows["layer"] == layer) & ((rows["head"] == head) | np.isnan(head)) & rows["control"].isna()
+                same = (rows["layer"] == layer) & ((rows["head"] == head) | np.isnan(head)) & kept
                 at = f"layer {layer:.0f}" + ("" if np.isnan(head) else f", head {head:.0f}")
                 yield _Panel(chosen, f"{name}: {at}" if name else at, rows[same], key)
         else:
@@ -165,6 +165,8 @@ def plot(
         figure.update_xaxes(type="log", title_text="training step (log scale, step 0 not shown)")
     if log_y:
         figure.update_yaxes(type="log")
+    for i in _steep(panels):
+        figure.update_yaxes(type="log", row=i // columns + 1, col=i % columns + 1)
     metrics = frame["metric"].unique()
     title = title or (words(metrics[0]).capitalize() if len(metrics) == 1 else f"{len(metrics)} metrics")
     outer_titles(figure, len(panels), columns)
@@ -175,6 +177,13 @@ def plot(
     if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would
         figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2 / count, "yanchor": "top"})
     return figure
+
+
+def _steep(panels: Sequence[_Panel]) -> list[int]:
+    """The panels over ranks that fall too far for a plain axis; a difference has both signs and keeps it."""
+    found = [i for i, p in enumerate(panels) if p.form == "ranks" and not str(p.key[-1]).endswith(MINUS)]
+    values = pd.concat([panels[i].rows["value"] for i in found]) if found else pd.Series([1.0])
+    return found if values.min() > 0 and values.max() > 100 * values.min() else []
 
 
 def _smoothed(frame: pd.DataFrame, smooth: int) -> str:
@@ -196,19 +205,23 @@ def _map_words(frame: pd.DataFrame) -> Iterator[str]:
 
 
 def _link_axes(figure: go.Figure, panels: Sequence[_Panel], columns: int) -> None:
-    """Panels of one metric and unit share the y axis, so that they can be compared; each says its unit and its direction."""
+    """Panels of one metric and unit share the y axis, so that they can be compared; its unit and its direction stand at the left."""
     first: dict[tuple[str, ...], str] = {}
-    for i, panel in enumerate(panels):
-        if panel.form in MAPS:
+    kinds = [None if p.form in MAPS else (p.form, str(p.key[0]), str(p.key[1]), _unit(p)) for p in panels]
+    for i, (panel, kind) in enumerate(zip(panels, kinds, strict=True)):
+        if kind is None:
             continue
-        unit = panel.rows["unit"].dropna()
-        said = str(unit.iloc[0]) if len(unit) else words(panel.key[0])
-        axis, kind = ("y" if i == 0 else f"y{i + 1}"), (panel.form, str(panel.key[0]), str(panel.key[1]), said)
         new = kind not in first
-        title = axis_title(said, reading(panel.rows)) if new or i % columns == 0 else ""
+        leads = i % columns == 0 or (new and kind not in kinds[::columns])
         where = {"row": i // columns + 1, "col": i % columns + 1}
+        title = axis_title(kind[-1], reading(panel.rows)) if leads else ""
         figure.update_yaxes(title_text=title, matches=None if new else first[kind], **where)
-        first.setdefault(kind, axis)
+        first.setdefault(kind, "y" if i == 0 else f"y{i + 1}")
+
+
+def _unit(panel: _Panel) -> str:
+    unit = panel.rows["unit"].dropna()
+    return str(unit.iloc[0]) if len(unit) else words(panel.key[0])
 
 
 def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, panel: int) -> None:
@@ -335,6 +348,13 @@ def _draw_steps(
     figure.update_xaxes(title_text="training step", **where)
 
 
+def _draw_ranks(
+    figure: go.Figure, panel: _Panel, where: dict[str, int], shown: set[str], bands: set[str], _: int
+) -> None:
+    lines(figure, panel.rows, "index", where, shown, bands)
+    figure.update_xaxes(title_text="rank", **where)
+
+
 def _draw_map(figure: go.Figure, panel: _Panel, where: dict[str, int], *_: Any) -> None:
     column, axis = MAPS[panel.form]
     grid = panel.rows.pivot_table(index="layer", columns=column, values="value", aggfunc="mean", dropna=False)
@@ -380,5 +400,5 @@ def _draw_bars(
 
 
 _DRAW: dict[str, Callable[..., None]] = {
-    "profile": _draw_profile, "steps": _draw_steps, "bars": _draw_bars, **dict.fromkeys(MAPS, _draw_map),
+    "profile": _draw_profile, "steps": _draw_steps, "ranks": _draw_ranks, "bars": _draw_bars, **dict.fromkeys(MAPS, _draw_map),
 }  # fmt: skip

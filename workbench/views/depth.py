@@ -22,7 +22,7 @@ FORMS = {
     "profile": "lines over layers",
     "positions": "map: layer by position",
     "heads": "map: layer by head",
-    "ranks": "map: layer by rank",
+    "ranks": "curves over ranks, for each layer",
     "pairs": "map: layer by layer",
     "steps": "lines over training steps",
 }
@@ -34,7 +34,7 @@ AXES = {
     "pairs": "source",
     "steps": "step",
 }
-MAPS = ("positions", "heads", "ranks", "pairs")
+MAPS = ("positions", "heads", "pairs")
 RELATIVE = "relative depth: 0 the first layer, 1 the last"
 PLAIN, METRIC = "plain", "token_identity_share"
 
