@@ -11,11 +11,11 @@ from typing import Any
 import streamlit as st
 from streamlit.runtime.scriptrunner import add_script_run_ctx, get_script_run_ctx
 
-EVERY, KEPT, GONE = (
+EVERY, GONE, KEPT = (
     0.5,
-    64,
     5.0,
-)  # seconds between looks at a running job; finished jobs kept; seconds unseen that mean gone
+    64,
+)  # seconds between looks at a running job, and unseen that mean gone; finished jobs kept
 
 
 class Cancelled(Exception):

@@ -37,8 +37,6 @@ STYLE = f"<style>.stPlotlyChart :is({INK}) {{ fill: currentColor !important }}</
 """Words of figures in the page's ink, whatever its theme: the grey that Streamlit gives them is too faint to read."""
 KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
 SLOW_S, AGAIN = 0.02, 100  # a collection of garbage that is felt; collections between two looks at everything
-
-
 FENCE = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; frame-ancestors 'self'; form-action 'self'"
 """What a page may load, send and be shown in: this server alone, whatever text got into it."""
 HEADERS = (
