@@ -11,11 +11,8 @@ from typing import Any
 import streamlit as st
 from streamlit.runtime.scriptrunner import add_script_run_ctx, get_script_run_ctx
 
-EVERY, GONE, KEPT = (
-    0.5,
-    5.0,
-    64,
-)  # seconds between looks at a running job, and unseen that mean gone; finished jobs kept
+EVERY, KEPT = 0.5, 64  # seconds between looks at a running job; finished jobs kept
+GONE = 5.0  # seconds after which somebody whose page did not look is gone
 
 
 class Cancelled(Exception):
