@@ -45,3 +45,18 @@ def watched(page, server, wrong, outside):
     page.on("response", lambda r: r.status >= 400 and wrong.append(f"{r.status} {r.url}"))
     page.on("request", lambda r: not r.url.startswith((server, "data:", "blob:")) and outside.append(r.url))
     return page
+
+
+def insist(*steps):
+    """Do steps that a page which is still being drawn may undo, such as opening a list and choosing from it: again, a few times."""
+    from playwright.sync_api import TimeoutError as Late
+
+    for last in (False, False, False, False, True):
+        try:
+            for step in steps:
+                step(timeout=5000)
+        except Late:
+            if last:
+                raise
+        else:
+            return

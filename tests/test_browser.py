@@ -99,8 +99,8 @@ def drawn(page, key, axis="y", trace=0):
 
 
 def pick(page, label, option):
-    page.locator(f'[data-testid="stSelectbox"]:has-text("{label}") input').first.click()
-    page.get_by_role("option", name=option, exact=True).click()
+    box = page.locator(f'[data-testid="stSelectbox"]:has-text("{label}") input').first
+    browsing.insist(box.click, page.get_by_role("option", name=option, exact=True).click)
 
 
 def typed(page, text, area=0):
@@ -191,6 +191,7 @@ def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
     settled(page)
     page.get_by_text("Compare with a second model or step").click()
     page.wait_for_url("**compare=1**")
+    settled(page)
     pick(page, "View", "map: layer by head")
     page.wait_for_url("**view=heads**")
     settled(page)

@@ -256,8 +256,7 @@ def test_the_command_of_every_page_pasted_into_a_shell_writes_the_numbers_that_t
             panel.get_by_role("button", name="Numbers (CSV)").click()
         told = pd.read_csv(io.StringIO(Path(found.value.path()).read_text(encoding="utf-8")))
         code = panel.locator('[data-testid="stCode"]').first
-        code.hover()
-        code.locator("button").first.click()
+        browsing.insist(page.locator("h1").first.hover, code.hover, code.locator("button").first.click)
         pasted = page.evaluate("navigator.clipboard.readText()").replace(f"{view}.svg", f"{view}.parquet")
         done = subprocess.run(
             ["bash", "-c", pasted], cwd=tmp_path, env=shell, capture_output=True, text=True, check=False
