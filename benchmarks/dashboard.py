@@ -44,6 +44,7 @@ from workbench.models import ARCHITECTURES, build
 from workbench.results import provenance, records, write_parquet
 from workbench.runs import Run
 from workbench.tokenizer import train_tokenizer
+from workbench.views.prompt import LENS
 
 CLICK, PAINT, PROMPT = 0.5, 1.0, 1.5  # seconds
 BYTES, MEMORY = 1_000_000, 1024  # of a view; MiB of the server
@@ -415,7 +416,8 @@ def two_models(found: Findings, repeats: int) -> None:
                 browser.page.context.close()
             browser = new()
             browser.open(f"{address}/prompt?show=layers&compare=1&a=text-resformer-s0&b=text-transformer-s0", 1)
-            kinds = [functools.partial(pick, browser.page, "Colour", kind) for kind in ("entropy", "probability")]
+            names = [LENS[kind][0] for kind in ("entropy", "probability")]
+            kinds = [functools.partial(pick, browser.page, "Colour", name) for name in names]
             told(found, browser, "prompt: another reading of the lens, seen before", kinds, repeats, CLICK)
             found.add("memory of the server with two models", process.memory_info().rss / 2**20, "MiB", MEMORY)
 

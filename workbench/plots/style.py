@@ -66,7 +66,10 @@ VARIANT_READINGS: dict[tuple[str, str | None], str] = {
 MINUS = "A − B"  # a difference of two subjects
 DETAIL = " · "  # between a series and one run of it
 GREY, GRID, SEQUENTIAL, DIVERGING = "#808080", "rgba(128,128,128,0.25)", "Cividis", "RdBu_r"
-INK = '.infolayer text, .menulayer text, .bartext-outside, .textpoint text, g[class$="tick"] text'
+INK = (
+    ".infolayer text, .menulayer text, .bartext-outside, .textpoint text, .xaxislayer-above text, .yaxislayer-above text, "
+    ".xaxislayer-below text, .yaxislayer-below text"
+)
 """Words around a figure: in a page of HTML they take the page's ink, dark on light and light on dark."""
 CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 
