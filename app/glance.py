@@ -48,7 +48,7 @@ def _ready(subject: Subject) -> bool:
     st.info(f"{url.plain(subject.name)} is not measured yet: {told}.", icon=":material/radiology:")
     if entry.imported:
         st.caption("Nothing says what an imported model was trained on, so it is measured on a text of yours:")
-        st.code(start.command(entry, subject.step), language="bash", wrap_lines=True)
+        st.code(start.command(entry, subject.step), language=None, wrap_lines=True)
         return False
     asked = st.session_state.setdefault("measuring", {})
     if st.button("Measure it here", key=f"measure_{subject.tag}", icon=":material/play_arrow:", type="primary"):
