@@ -162,10 +162,7 @@ def files(views: dict[str, View], link: Link) -> None:
 
 
 def _files(view: View, link: Link, drawing: Drawing, name: str) -> None:
-    st.dataframe(
-        plots.table(drawing.table), width="stretch", hide_index=True, key=f"table_{name}",
-        alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
-    )  # fmt: skip
+    """Buttons first: what arrives later, such as the table, would move them from under somebody's click."""
     left, middle, right = st.columns(3)
     left.download_button(
         "Numbers (CSV)", lambda: plots.table(drawing.table).to_csv(index=False), f"{name}.csv", "text/csv",
@@ -175,12 +172,17 @@ def _files(view: View, link: Link, drawing: Drawing, name: str) -> None:
         "Figure (HTML)", lambda: plots.html(drawing.figure, whole=True), f"{name}.html", "text/html",
         key=f"html_{name}", on_click="ignore", width="stretch",
     )  # fmt: skip
+    play = right.toggle("Play over checkpoints", key=f"play_{name}")
     st.caption(
         "The same from a terminal; the ending of the file decides: .svg and .png for papers, .parquet, .csv, .html"
     )
     st.code(command(link, f"--only {name} --out {name}.svg"), language=None, wrap_lines=True)
-    if right.toggle("Play over checkpoints", key=f"play_{name}"):
+    if play:
         _play(view, link, name)
+    st.dataframe(
+        plots.table(drawing.table), width="stretch", hide_index=True, key=f"table_{name}",
+        alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
+    )  # fmt: skip
 
 
 def _play(view: View, link: Link, name: str) -> None:

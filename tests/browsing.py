@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +61,36 @@ def insist(*steps):
                 raise
         else:
             return
+
+
+def settled(page, figures=1):
+    """Wait until the script has run, no work is under way and the figures stand."""
+    page.wait_for_timeout(250)
+    page.wait_for_function(
+        f"document.querySelectorAll('.js-plotly-plot .main-svg').length >= {figures}"
+        " && document.querySelector('[data-testid=\"stApp\"]').dataset.testScriptState === 'notRunning'"
+        " && !document.querySelector('[class*=\"st-key-cancel_\"]')"
+    )
+    page.wait_for_timeout(300)
+    assert page.locator('[data-testid="stException"]').count() == 0
+
+
+def files_of(page, view):
+    """Open what is beneath a figure; the part of the page that holds it."""
+    panel = page.locator(f".st-key-open_{view}")
+    panel.locator("summary").click()
+    panel.get_by_role("button", name="Numbers (CSV)").wait_for()
+    return panel
+
+
+def downloaded(page, button):
+    """Name and text of the file behind a button; clicked again where the page took the first click for another place."""
+    found = []
+
+    def click(timeout):
+        with page.expect_download(timeout=timeout) as download:
+            button.click(timeout=timeout)
+        found.append(download.value)
+
+    insist(click)
+    return found[0].suggested_filename, Path(found[0].path()).read_text(encoding="utf-8")

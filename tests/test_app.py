@@ -301,6 +301,18 @@ def test_the_builder_writes_an_edit_and_adds_to_it(page, populated):
     assert at.text_input(key="w_edits").value == address(at, "edits")
 
 
+def test_a_click_before_the_page_has_drawn_what_was_chosen_makes_what_was_chosen(page, populated):
+    at = page(populated, "intervene", a="text-resformer-s0", prompt="return values", kind="remove:part=mlp")
+    dashboard.settled(at.button(key="edit_set").click().run())
+    at.selectbox(key="w_kind").set_value("sink")
+    at.multiselect(key="edit_layers").set_value([1])
+    dashboard.settled(at.button(key="edit_add").click().run())
+    assert address(at, "edits") == "remove:part=mlp;sink:layer=1"
+    at.selectbox(key="w_kind").set_value("coefficient:value=0")
+    dashboard.settled(at.button(key="edit_set").click().run())
+    assert address(at, "edits") == "coefficient:layer=1,value=0"
+
+
 def test_an_edit_that_cannot_be_read_is_explained_and_the_rest_of_the_page_stands(page, populated):
     at = page(populated, "intervene", a="text-resformer-s0", prompt="return values", edits="velues:how=zero")
     assert "values" in " ".join(i.value for i in at.info)

@@ -19,6 +19,7 @@ import dashboard
 import pandas as pd
 import pytest
 import torch
+from browsing import downloaded, files_of, settled
 
 from workbench.results import load_records
 from workbench.runs import Run
@@ -69,18 +70,6 @@ def opened(browser, server):
         context.close()
 
 
-def settled(page, figures=1):
-    """Wait until the script has run, no work is under way and the figures stand."""
-    page.wait_for_timeout(250)
-    page.wait_for_function(
-        f"document.querySelectorAll('.js-plotly-plot .main-svg').length >= {figures}"
-        " && document.querySelector('[data-testid=\"stApp\"]').dataset.testScriptState === 'notRunning'"
-        " && !document.querySelector('[class*=\"st-key-cancel_\"]')"
-    )
-    page.wait_for_timeout(250)
-    assert page.locator('[data-testid="stException"]').count() == 0
-
-
 def picture(page, path):
     """The whole page, though it scrolls in a box of its own."""
     height = page.evaluate("document.querySelector('[data-testid=\"stMain\"]').scrollHeight")
@@ -107,20 +96,6 @@ def typed(page, text, area=0):
     box = page.locator("textarea").nth(area)
     box.fill(text)
     box.press("Control+Enter")
-
-
-def files_of(page, view):
-    """Open what is beneath a figure; the part of the page that holds it."""
-    panel = page.locator(f".st-key-open_{view}")
-    panel.get_by_text("Numbers, files, command, time-lapse").click()
-    panel.get_by_role("button", name="Numbers (CSV)").wait_for()
-    return panel
-
-
-def downloaded(page, button):
-    with page.expect_download() as found:
-        button.click()
-    return found.value.suggested_filename, Path(found.value.path()).read_text(encoding="utf-8")
 
 
 def next_probability(runs, name, text, step="last"):
@@ -331,7 +306,7 @@ def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, serv
     page.goto(f"{server}/depth?metric=importance_entropy&models=resformer&a=text-resformer-s0")
     settled(page)
     panel = files_of(page, "layers")
-    assert panel.locator('[data-testid="stDataFrame"]').count() == 1
+    panel.locator('[data-testid="stDataFrame"]').wait_for()
     name, text = downloaded(page, panel.get_by_role("button", name="Numbers (CSV)"))
     table = pd.read_csv(io.StringIO(text))
     stored = load_records([runs / f"text-resformer-s{s}" for s in range(2)], "metric = 'importance_entropy'")

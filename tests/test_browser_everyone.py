@@ -12,6 +12,7 @@ from pathlib import Path
 import browsing
 import pandas as pd
 import pytest
+from browsing import downloaded, files_of, settled
 
 from workbench import plots
 
@@ -132,16 +133,6 @@ def opened(browser, server):
     assert not wrong
 
 
-def settled(page, figures=0):
-    page.wait_for_timeout(250)
-    page.wait_for_function(
-        f"document.querySelectorAll('.js-plotly-plot .main-svg').length >= {figures}"
-        " && document.querySelector('[data-testid=\"stApp\"]').dataset.testScriptState === 'notRunning'"
-        " && !document.querySelector('[class*=\"st-key-cancel_\"]')"
-    )
-    page.wait_for_timeout(300)
-
-
 def at(page, server, address, figures):
     """Open an address with models to look at, and wait until it is drawn."""
     page.goto(f"{server}/{address}&{A if 'a=' not in address else ''}".rstrip("&"))
@@ -250,11 +241,8 @@ def test_the_command_of_every_page_pasted_into_a_shell_writes_the_numbers_that_t
         "prompt?show=who&prompt=def%20f(%22a%22):%20%24x": "attribution", "intervene?edits=remove:part%3Dmlp": "effect",
     }.items():  # fmt: skip
         at(page, server, address, 1)
-        panel = page.locator(f".st-key-open_{view}")
-        panel.locator("summary").click()
-        with page.expect_download() as found:
-            panel.get_by_role("button", name="Numbers (CSV)").click()
-        told = pd.read_csv(io.StringIO(Path(found.value.path()).read_text(encoding="utf-8")))
+        panel = files_of(page, view)
+        told = pd.read_csv(io.StringIO(downloaded(page, panel.get_by_role("button", name="Numbers (CSV)"))[1]))
         code = panel.locator('[data-testid="stCode"]').first
         browsing.insist(page.locator("h1").first.hover, code.hover, code.locator("button").first.click)
         pasted = page.evaluate("navigator.clipboard.readText()").replace(f"{view}.svg", f"{view}.parquet")

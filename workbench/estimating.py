@@ -160,7 +160,8 @@ def measuring_memory(
             (
                 "allocator",
                 beside,
-                "memory freed and not given back, and code read in on first use, as on a few documents",
+                "code read in on first use, and memory freed and not given back, as on a few documents; on many it may keep "
+                "as much as the activations",
             ),
         ]
     )

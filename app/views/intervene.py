@@ -37,6 +37,7 @@ def _body(link: Link) -> None:
     _patching(link)
 
 
+UNTOUCHED = 0.0  # the coefficient, until somebody moves its slider
 GRAMMAR = (
     "For instance values:layer=2..3,how=zero or coefficient:layer=1,value=0;sink:layer=2,head=0/1. "
     "Layers and heads count from 0; none means all."
@@ -54,27 +55,26 @@ def _builder(link: Link) -> None:
         "Heads (none: all)", list(range(entry.n_heads)), key="edit_heads", disabled=not intervene.has_heads(kind)
     )
     value = (
-        st.slider("The coefficient becomes", -2.0, 2.0, 0.0, 0.1, key="edit_value")
+        st.slider("The coefficient becomes", -2.0, 2.0, UNTOUCHED, 0.1, key="edit_value")
         if kind.startswith("coefficient")
         else None
     )
     made = intervene.compose(kind, layers, heads if intervene.has_heads(kind) else [], value)
-    fourth.button(
-        "Try", key="edit_set", help=f"Make just this change: {made}", on_click=_set, args=(made,), width="stretch"
-    )
+    fourth.button("Try", key="edit_set", help=f"Make just this change: {made}", on_click=_make, width="stretch")
     fifth.button(
-        "Add",
-        key="edit_add",
-        help=f"Make it beside the others: {made}",
-        on_click=_set,
-        args=(made, True),
-        width="stretch",
+        "Add", key="edit_add", help=f"Make it beside the others: {made}", on_click=_make, args=(True,), width="stretch"
     )
 
 
-def _set(text: str, add: bool = False) -> None:
-    now = st.query_params.get("edits", intervene.EDITS) if add else ""
-    st.query_params["edits"] = f"{now};{text}" if now else text
+def _make(add: bool = False) -> None:
+    """Put the change that is chosen now into the address; a click may come before the page has drawn what was chosen."""
+    now = st.session_state
+    kind = now["w_kind"]
+    heads = now["edit_heads"] if intervene.has_heads(kind) else []
+    value = now.get("edit_value", UNTOUCHED) if kind.startswith("coefficient") else None
+    made = intervene.compose(kind, now["edit_layers"], heads, value)
+    before = st.query_params.get("edits", intervene.EDITS) if add else ""
+    st.query_params["edits"] = f"{before};{made}" if before else made
 
 
 def _sweep(link: Link) -> None:
