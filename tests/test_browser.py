@@ -337,7 +337,7 @@ def test_the_drawer_tells_command_provenance_and_self_check(opened, server, tmp_
     settled(page)
     page.get_by_text("Where this comes from").click()
     drawer = page.locator(".st-key-drawer")
-    drawer.get_by_text("Provenance").wait_for()
+    drawer.get_by_text("Provenance", exact=True).wait_for()
     drawer.locator('[data-testid="stDataFrame"]').wait_for()
     command = shlex.split(drawer.locator('[data-testid="stCode"]').first.inner_text())
     done = subprocess.run(

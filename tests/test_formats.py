@@ -233,8 +233,11 @@ def test_nanogpt_files_of_gpt2s_compute_the_same_in_transformers(tmp_path, bias,
         loaded = workbench.load(tmp_path / "ckpt.pt")
     assert "Fill the module" not in str(told[0].message)  # nothing is left to do
     torch.testing.assert_close(loaded(IDS), gpt(IDS), atol=2e-5, rtol=1e-4)
-    with pytest.raises(NotCovered, match=r"Only models of our decoder become runs.*workbench\.load\(path\)"):
-        import_run(tmp_path / "ckpt.pt", tmp_path / "runs")
+    with pytest.warns(ObservedInstead, match="GPT2LMHeadModel"):
+        run = import_run(tmp_path / "ckpt.pt", tmp_path / "runs")
+    torch.testing.assert_close(run.load()(IDS), loaded(IDS))
+    with pytest.raises(NotCovered, match="Without settings of our decoder it is kept"):
+        import_run(tmp_path / "ckpt.pt", tmp_path / "runs", name="other", architecture="resformer")
     with pytest.raises(BadCheckpoint, match=r"names its step; give one of them, as .*ckpt\.pt, or"):
         workbench.load(tmp_path)
     assert {k: loaded.source[k] for k in ("step", "stripped")} == {"step": 7, "stripped": ["_orig_mod."]}

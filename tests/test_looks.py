@@ -523,7 +523,29 @@ def test_observed_models_are_looked_at_as_far_as_they_show(observed):
     assert lens.identity(observed, ids).reciprocal_rank["v"].shape == (3, 23)
 
 
+@torch.no_grad()
+def test_the_lens_of_an_observed_model_is_its_own_norm_and_head_on_each_stream(observed):
+    ids, module = some_ids(), observed.foreign
+    _, cache = observed.run_with_cache(ids)
+    found = lens.lens(observed, ids, top=3)
+    for layer in range(4):
+        stream = cache["blocks.2.hook_resid_post" if layer == 3 else f"blocks.{layer}.hook_resid_pre"]
+        chances = module.lm_head(module.transformer.ln_f(stream))[0].softmax(-1)
+        best = chances.topk(3)
+        np.testing.assert_allclose(found.top_probability[layer], best.values, atol=1e-6)
+        np.testing.assert_array_equal(found.top_ids[layer], best.indices)
+    assert found.kl[-1].max() == 0 < found.kl[0].min()
+    some = lens.lens(observed, ids, positions=slice(3, 5))
+    np.testing.assert_array_equal(some.kl, found.kl[:, 3:5])
+
+
+def test_an_observed_model_whose_output_does_not_follow_its_last_stream_has_no_lens(observed, monkeypatch):
+    fixed = observed.everywhere(some_ids())
+    monkeypatch.setattr(observed, "everywhere", lambda ids: fixed)
+    with pytest.raises(BadData, match="reads its output from elsewhere"):
+        lens.lens(observed, some_ids())
+
+
 def test_what_an_observed_model_cannot_be_asked_is_said(observed):
-    for look in (lens.lens, lambda m, ids: attribution.attribute(m, ids, -1, 5)):
-        with pytest.raises(BadData, match="Observed model cannot be asked for its"):
-            look(observed, some_ids())
+    with pytest.raises(BadData, match="parts cannot be told of a model that is observed from outside"):
+        attribution.attribute(observed, some_ids(), -1, 5)

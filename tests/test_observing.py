@@ -841,6 +841,31 @@ def hugging_face(kind, implementation):
     return large(transformers.LlamaForCausalLM(config))
 
 
+@pytest.mark.parametrize("seen", [12, 40])
+@torch.no_grad()
+def test_key_value_heads_are_told_apart_whether_or_not_the_module_repeats_them(seen):
+    """Mistral repeats them beyond its window, where it passes a mask, and lets the kernel share them within it."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        hidden_size=D, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+        sliding_window=16, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    module = large(transformers.MistralForCausalLM(config))
+    ids = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(3))
+    observed = see(module, ids[:, :seen])
+    for length in (12, 40):
+        plain = module(ids[:, :length]).logits
+        own, effective = "blocks.1.attn.own.hook_v", "blocks.1.attn.hook_v"
+        logits, cache = observed.run_with_cache(ids[:, :length], names_filter=[own, effective])
+        assert torch.equal(logits, plain)
+        assert cache[effective].shape == (2, length, 2, 8)
+        assert torch.equal(cache[effective], cache[own])
+        with observed.hooks([(effective, lambda v, hook: v.clone())]):  # written back as the module reads them
+            assert torch.equal(observed(ids[:, :length]), plain)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @torch.no_grad()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
+
+import dashboard
 import numpy as np
 import pytest
 import torch
@@ -9,10 +13,13 @@ from own_loop import GPT, loop
 
 import workbench
 from workbench import plots
-from workbench.checkpoints import save
-from workbench.errors import WorkbenchError
+from workbench.checkpoints import export, save
+from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, WorkbenchError
+from workbench.formats.foreign import quiet
 from workbench.importing import import_run
 from workbench.results import records
+from workbench.runs import Run
+from workbench.tokenizer import train_tokenizer
 from workbench.views import Link, Source, prompt
 from workbench.views.depth import layers
 from workbench.views.source import IDS, TEXT, example
@@ -23,6 +30,96 @@ def imported(tmp_path, tiny):
     save(tiny(), tmp_path / "there")
     import_run(tmp_path / "there", tmp_path / "runs", name="theirs")
     return Source(tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory):
+    """Two steps of a GPT-2, which our decoder does not compute, as a run; with its modules."""
+    import transformers
+
+    folder, modules = tmp_path_factory.mktemp("gpt2"), {}
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=270, n_positions=64, bos_token_id=None, eos_token_id=None
+    )
+    for step in (5, 10):
+        torch.manual_seed(step)
+        modules[step] = transformers.GPT2LMHeadModel(config).eval()
+        with quiet():
+            modules[step].save_pretrained(folder / f"checkpoint-{step}")
+        train_tokenizer([dashboard.PROSE], 270).save(folder / f"checkpoint-{step}" / "tokenizer.json")
+    with pytest.warns(ObservedInstead, match="GPT2LMHeadModel and observed") as told:
+        run = import_run(folder, folder / "runs", name="theirs")
+    assert len(told) == 1, "what is so of a series is said once"
+    return run, modules
+
+
+@torch.no_grad()
+def test_another_librarys_model_becomes_a_run_that_computes_what_it_did(another):
+    run, modules = another
+    ids = torch.arange(20)[None]
+    assert (run.steps, run.observed, run.finished, run.architecture) == ([5, 10], True, True, "transformer")
+    for step, module in modules.items():
+        with warnings.catch_warnings(action="error"):  # said when it was imported
+            model = run.load(step)
+        torch.testing.assert_close(model(ids), module(ids).logits, atol=0, rtol=0)
+        assert model.source["step"] == step
+    assert run.weights_hash(5) != run.weights_hash(10)
+    assert run.load("last").tokenizer is not None
+    with pytest.raises(NotCovered, match="architecture_name would be settings of ours"):
+        workbench.load(run.path, architecture="resformer")
+    with pytest.raises(WorkbenchError, match="another library's model, observed"):
+        export(run.load(), run.path / "out")
+
+
+def test_another_librarys_run_is_measured_once_and_kept(another, monkeypatch):
+    run, _ = another
+    ids = torch.randint(270, (4, 16), generator=torch.Generator().manual_seed(0))
+    first = workbench.measure(run, ["importance_entropy", "loss"], ids, steps="all")
+    assert set(first["step"]) == {5, 10}
+    monkeypatch.setattr(Run, "load", lambda *args, **kwargs: pytest.fail("it was measured already"))
+    assert len(workbench.measure(run, ["importance_entropy", "loss"], ids, steps="all")) == len(first)
+
+
+def test_steps_of_different_shapes_are_no_series(another, tmp_path):
+    import transformers
+
+    run, _ = another
+    shutil.copytree(run.path / "step_000005", tmp_path / "checkpoint-5")
+    config = transformers.GPT2Config(
+        n_layer=3, n_head=2, n_embd=16, vocab_size=270, n_positions=64, bos_token_id=None, eos_token_id=None
+    )
+    with quiet():
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "checkpoint-10")
+    with (
+        pytest.warns(ObservedInstead),
+        pytest.raises(BadCheckpoint, match=r"not steps of one model: config .*n_layers=2"),
+    ):
+        import_run(tmp_path, tmp_path / "runs", name="odd")
+    assert not (tmp_path / "runs" / "odd").exists()
+
+
+@pytest.mark.parametrize(
+    ("page", "address", "figures"),
+    [
+        ("attention", {}, 0),
+        ("prompt", {"show": "next"}, 2),
+        ("prompt", {"show": "layers"}, 1),
+        ("prompt", {"show": "carries"}, 2),
+        ("intervene", {"edits": "values:layer=1,how=zero"}, 3),
+    ],
+)
+def test_pages_show_another_librarys_model(another, browse, page, address, figures):
+    run, _ = another
+    for more in ({}, {"compare": "1", "b": "theirs", "step_b": "5"}):
+        at = browse(run.path.parent, page, prompt="def mean(values)", **address, **more)
+        assert len(at.get("plotly_chart")) == figures
+        assert not [i.value for i in (*at.info, *at.warning, *at.error)]
+
+
+def test_the_page_says_what_another_librarys_model_cannot_be_asked(another, browse):
+    run, _ = another
+    at = browse(run.path.parent, "prompt", show="who", prompt="def mean(values)")
+    assert any("observed from outside" in i.value for i in at.info)
 
 
 def test_a_model_without_a_tokenizer_has_ids_as_its_first_prompt(imported):

@@ -99,7 +99,10 @@ def facts(run: Run, data: Any = None) -> dict[str, Any]:
     """One row of the evidence's `runs`: what must be equal for a comparison, and the model's name with its options."""
     shape, recipe, described = run.model, run.train, run.info["data"]
     chosen = run.info.get("options", {})
-    parameters, defaults = _outline(run.architecture, json.dumps(dataclasses.asdict(shape)), json.dumps(chosen))
+    if run.observed:
+        parameters, defaults = run.info["observed"]["parameters"], json.dumps(chosen)
+    else:
+        parameters, defaults = _outline(run.architecture, json.dumps(dataclasses.asdict(shape)), json.dumps(chosen))
     plain = json.loads(json.dumps(chosen))
     differ = {key: value for key, value in plain.items() if value != json.loads(defaults).get(key)}
     differ |= {key: value for key, value in dataclasses.asdict(recipe).items() if key == "lr_factors" and value}

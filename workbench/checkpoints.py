@@ -109,6 +109,10 @@ def export(model: Transformer, folder: str | Path) -> Path:
     would open as a Llama that it is not, and for a folder that is not empty.
     """
     folder = Path(folder)
+    if not isinstance(model, Transformer):
+        raise WorkbenchError(
+            f"{model.source['path']} is another library's model, observed: its checkpoint is that library's already"
+        )
     if model.shortcuts:
         raise WorkbenchError(
             f"{model.architecture} is no Llama, and transformers has nothing that computes it: only a transformer is exported. "

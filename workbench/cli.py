@@ -154,7 +154,7 @@ def import_checkpoints(
     seed: Annotated[int | None, typer.Option(min=0, help="Tells runs of one model apart.")] = None,
     runs: Runs = None,
 ) -> None:
-    """Make a run of anyone's Llama-like checkpoints, to measure it and see it on the dashboard. Nothing in them is ever run."""
+    """Make a run of anyone's checkpoints, to measure it and see it on the dashboard. Nothing in them is ever run."""
     from workbench.console import say, status
     from workbench.importing import import_run
     from workbench.runs import runs_folder

@@ -109,6 +109,21 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObservedConfig(ModelConfig):
+    """Shape of somebody else's decoder; `rms_norm_eps`, `rope_theta` and `init_std` say nothing about it."""
+
+    head_width: int
+
+    def __post_init__(self) -> None:
+        """Nothing is refused: it is a description."""
+
+    @property
+    def d_head(self) -> int:
+        """Width of one query head, which need not be d_model / n_heads."""
+        return self.head_width
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The recipe: AdamW (0.9, 0.95), decay of matrices only, clipping, warm-up then cosine to a tenth.
 

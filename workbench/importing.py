@@ -17,14 +17,16 @@ import torch
 
 from workbench.checkpoints import load_state, save
 from workbench.config import TrainConfig
-from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, WorkbenchError
+from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, ObservedInstead, WorkbenchError
 from workbench.files import write_json
 from workbench.formats import open_state, series
+from workbench.formats.foreign import quiet
 from workbench.formats.huggingface import is_directory, refuse_shards
 from workbench.formats.series import is_pattern
 from workbench.formats.vocabulary import SETTINGS, TOKENIZER, tokenizer_beside
 from workbench.models import Transformer
-from workbench.runs import RUN_FILE, Run
+from workbench.observing.observed import Observed
+from workbench.runs import RUN_FILE, Run, observed_instead
 
 LENGTH = 128  # tokens measured at unless another length is asked for
 
@@ -42,9 +44,10 @@ def import_run(
 ) -> Run:
     """A run of one checkpoint or of a series (a folder, a glob, a pattern with a `step` group), one model in memory at a time.
 
-    The folder appears whole or not at all. A checkpoint that names no step is kept as step 0. `seed` tells runs of one
-    model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not of one model, `NotCovered`
-    for a model our decoder does not compute, `WorkbenchError` for a name that is taken.
+    What our decoder does not compute is kept as transformers' model and observed from outside each time it is opened, with
+    an `ObservedInstead` warning. The folder appears whole or not at all. A checkpoint that names no step is kept as step 0.
+    `seed` tells runs of one model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not
+    of one model, `NotCovered` for a model that no library here computes, `WorkbenchError` for a name that is taken.
     """
     found = _found(path)
     name = name or _name(found[-1][1] if len(found) == 1 else _common(found))
@@ -60,19 +63,38 @@ def import_run(
             with warnings.catch_warnings():
                 if first:  # what is assumed of a series is said once
                     warnings.simplefilter("ignore", ArchitectureAssumed)
+                    warnings.simplefilter("ignore", ObservedInstead)
                 model = _load(source, architecture, config, options)
-            first = first or _facts(model) | {"seed": model.source["seed"] if seed is None else seed}
+            first = first or _facts(model) | {"seed": model.source.get("seed") if seed is None else seed}
             _refuse_other(first, _facts(model), found[0][1], source)
             first["seed"] = first["seed"] or 0
-            save(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=model.source)
+            _keep(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=model.source)
         _copy_tokenizer(found[-1][1], folder, first["config"].d_vocab)
         _describe(folder, first, found[-1][0], path)
     return Run.open(runs / name)
 
 
-def _facts(model: Transformer) -> dict[str, Any]:
-    facts = {what: getattr(model, what) for what in ("architecture", "options", "config", "assumed")}
-    return facts | {"form": model.source["format"]}
+def _facts(model: Transformer | Observed) -> dict[str, Any]:
+    """What describes a run. Of an observed model the name and options are what was read off this step's values."""
+    facts = {what: getattr(model, what) for what in ("architecture", "options", "config")}
+    facts |= {"form": model.source["format"], "assumed": getattr(model, "assumed", False), "observed": None}
+    if isinstance(model, Observed):
+        parameters = sum(p.numel() for p in model.parameters())
+        facts["observed"] = {
+            "module": type(model.foreign).__name__,
+            "library": "transformers",
+            "parameters": parameters,
+        }
+    return facts
+
+
+def _keep(model: Transformer | Observed, folder: Path, **provenance: Any) -> None:
+    """Write a step: ours as ever, another library's model as that library does."""
+    if isinstance(model, Observed):
+        with quiet():
+            model.foreign.save_pretrained(folder, max_shard_size="1000TB")  # one file, as in all steps
+    else:
+        save(model, folder, **provenance)
 
 
 def _found(path: str | Path) -> list[tuple[int, Path]]:
@@ -89,18 +111,20 @@ def _found(path: str | Path) -> list[tuple[int, Path]]:
 
 def _load(
     source: Path, architecture: str | None, config: Mapping[str, Any] | None, options: dict[str, Any]
-) -> Transformer:
+) -> Transformer | Observed:
+    state = open_state(source)
     try:
-        return load_state(open_state(source), architecture_name=architecture, config=config, **options)
+        return load_state(state, architecture_name=architecture, config=config, **options)
     except NotCovered as reason:
-        raise NotCovered(
-            f"{reason}. Only models of our decoder become runs, with all pages of the dashboard; others are observed in Python: "
-            "workbench.xray(model, ids) of model = workbench.load(path), or of workbench.observe(module, ids)"
-        ) from reason
+        if architecture or config or options:  # settings of our decoder
+            raise NotCovered(
+                f"{reason}. Without settings of our decoder it is kept as another library's model"
+            ) from reason
+        return observed_instead(state, reason)
 
 
 def _refuse_other(first: dict[str, Any], other: dict[str, Any], a: Path, b: Path) -> None:
-    for what in ("architecture", "options", "config"):
+    for what in ("config", "observed") if first["observed"] else ("architecture", "options", "config"):
         if first[what] != other[what]:
             raise BadCheckpoint(f"{a} and {b} are not steps of one model: {what} {first[what]} and {other[what]}")
 
@@ -112,6 +136,7 @@ def _describe(folder: Path, first: dict[str, Any], last: int, path: str | Path) 
         "model": asdict(config), "train": asdict(TrainConfig(steps=last or 1, batch=1, T=min(LENGTH, config.n_ctx))),
         "data": {"kind": "imported", "domains": ["unknown"]},
         "imported": {"from": str(path), "assumed": first["assumed"], "format": first["form"]},
+        **({"observed": first["observed"]} if first["observed"] else {}),
         "versions": {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }  # fmt: skip

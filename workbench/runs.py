@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from workbench.config import ModelConfig, TrainConfig
-from workbench.errors import BadCheckpoint, NotCovered, UnknownName, WorkbenchError
+from workbench.config import ModelConfig, ObservedConfig, TrainConfig
+from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, UnknownName, WorkbenchError
 from workbench.files import digest, read_json
 from workbench.results import Store, read_parquet
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from workbench.formats import State
-    from workbench.models.transformer import Transformer
 
 RUN_FILE, CORPORA = "run.json", ".corpora"
 PATIENCE = 0.5  # seconds a writer tries: `is_locked` holds the lock for an instant
@@ -81,7 +81,7 @@ class Run:
     @property
     def model(self) -> ModelConfig:
         """Shape of the model."""
-        return ModelConfig.of(self.info["model"])
+        return (ObservedConfig if self.observed else ModelConfig).of(self.info["model"])
 
     @property
     def train(self) -> TrainConfig:
@@ -98,6 +98,11 @@ class Run:
     def recorded(self) -> bool:
         """Whether a `Recorder` wrote it in somebody's own loop: telemetry, but no recipe and no checkpoints."""
         return "recorder" in self.info
+
+    @property
+    def observed(self) -> bool:
+        """Whether its checkpoints are another library's models, which are opened there and observed from outside."""
+        return "observed" in self.info
 
     @property
     def finished(self) -> bool:
@@ -139,12 +144,13 @@ class Run:
                 raise WorkbenchError(f"{self.name} has no checkpoint at step {step}; choose from {have}")
         return wanted
 
-    def load(self, step: str | int = "last", **kwargs: Any) -> Transformer:
-        """The model of a step, with its tokenizer where the run has one."""
+    def load(self, step: str | int = "last", **kwargs: Any) -> Any:
+        """The model of a step, a `Transformer` or an `Observed` one, with its tokenizer where the run has one."""
         from workbench.checkpoints import load_directory
 
         (number,) = self.resolve(step)
-        model = load_directory(self.step_folder(number), **kwargs)
+        folder = self.step_folder(number)
+        model = observed_at(folder, **kwargs) if self.observed else load_directory(folder, **kwargs)
         model.tokenizer = self.tokenizer
         model.source |= {"run": self.name, "step": number, "seed": self.seed}
         return model
@@ -238,7 +244,7 @@ def load(
     Raises `BadCheckpoint` for missing, damaged, contradictory or unsafe files.
     """
     from workbench.checkpoints import load_state
-    from workbench.formats import foreign, open_state
+    from workbench.formats import open_state
     from workbench.formats.vocabulary import tokenizer_beside
 
     settings = {"architecture_name": architecture, "config": config, "device": device, "dtype": dtype, **options}
@@ -251,7 +257,7 @@ def load(
     except NotCovered as reason:
         if architecture or config or options:
             raise
-        return _observed(foreign.module_of(state, reason, dtype), state, device)
+        model = observed_instead(state, reason, device, dtype)
     model.source["step"] = model.source["step"] if model.source["step"] is not None else number
     if (path.parent / RUN_FILE).exists():
         model.tokenizer = Run.open(path.parent).tokenizer
@@ -281,17 +287,33 @@ def _one_of_series(path: str | Path, step: str | int) -> tuple[Path, int | None]
     return found[int(number)], int(number)
 
 
-def _observed(module: Any, state: State, device: str | torch.device | None) -> Any:
-    """Another library's module, observed from outside, with its tokenizer and the facts of its files."""
+def observed_at(
+    folder: Path, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None, **settings: Any
+) -> Any:
+    """The model of a directory that is known to be another library's, observed; raises for settings of our decoder."""
+    from workbench.formats import open_state
+
+    reason = NotCovered(f"{folder} holds another library's model")
+    if given := [key for key, value in settings.items() if value]:
+        raise NotCovered(f"{reason}: {', '.join(given)} would be settings of ours")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ObservedInstead)  # said when it was imported
+        return observed_instead(open_state(folder), reason, device, dtype)
+
+
+def observed_instead(
+    state: State, reason: NotCovered, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> Any:
+    """The module of a checkpoint that our decoder does not compute, observed from outside, with the facts of its files."""
     import torch
 
     import workbench
-    from workbench.formats.vocabulary import tokenizer_beside
+    from workbench.formats import foreign
 
-    path, config = state.info.path, module.config
+    module = foreign.module_of(state, reason, dtype)
+    config = module.config
     longest = int(getattr(config, "max_position_embeddings", EXAMPLE) or EXAMPLE)
     ids = torch.randint(config.vocab_size, (2, min(EXAMPLE, longest)), generator=torch.Generator().manual_seed(0))
-    tokenizer = tokenizer_beside(path, config.vocab_size) if path.is_dir() else None
-    model = workbench.observe(module.to(device or "cpu"), ids.to(device or "cpu"), tokenizer=tokenizer, quiet=True)
+    model = workbench.observe(module.to(device or "cpu"), ids.to(device or "cpu"), quiet=True)
     model.source |= state.info.provenance
     return model

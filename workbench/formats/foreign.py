@@ -45,7 +45,7 @@ def _from_transformers(state: State, reason: NotCovered, dtype: torch.dtype | No
     if "auto_map" in (state.info.config or {}):
         raise BadCheckpoint(f"{reason}. {folder}/config.json asks for code of its own (auto_map), which is never run")
     try:
-        with _quiet():
+        with quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # another library's opinion of somebody's file
         raise BadCheckpoint(f"{reason}; transformers cannot read it either: {_first_line(error)}") from error
@@ -56,7 +56,7 @@ def _from_transformers(state: State, reason: NotCovered, dtype: torch.dtype | No
     for name, stored in state.tensors.items():
         stored.check(name)
     try:
-        with _quiet():
+        with quiet():
             opened: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, local_files_only=True, trust_remote_code=False, output_loading_info=True,
                 dtype=dtype or torch.float32,
@@ -72,7 +72,7 @@ def _from_transformers(state: State, reason: NotCovered, dtype: torch.dtype | No
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def quiet() -> Any:
     """Without the progress bar and the report that transformers prints; what is wrong is an error here."""
     from transformers.utils import logging
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,11 +16,11 @@ from workbench.looks.reading import (
     array,
     by_layer,
     chosen_positions,
-    decoder,
     log_chances,
     one_prompt,
     streams,
     strings_of,
+    wide,
 )
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
@@ -69,44 +69,43 @@ def lens(
     """Logit lens: softmax(W_U norm(x_n)) of every stream x_n with the model's own final norm, at all positions or some.
 
     `targets`: the following token (the last position has none), the position's own, or one id everywhere. Costs one run and
-    L + 1 times the head at each position; holds the streams of the chosen positions and a few positions' logits. Raises
-    `BadData` for an observed model or an id outside the vocabulary, `UnknownName` for other targets, and `WorkbenchError`
-    where the last row is not the model's prediction, as after a hook changed a stream. Source: nostalgebraist 2020.
-    Caution: early layers need not speak the head's language.
+    L + 1 times the head at each position; holds the streams of the chosen positions and a few positions' logits. An observed
+    model keeps its norm and head to itself: it runs once more for each layer, with that layer's stream in the place of the
+    last one, and holds the logits of all positions. Raises `BadData` for an id outside the vocabulary and for an observed model
+    whose last stream cannot be replaced, `UnknownName` for other targets, and `WorkbenchError` where the last row is not the
+    model's prediction, as after a hook changed a stream. Source: nostalgebraist 2020. Caution: early layers need not speak the
+    head's language.
     """
-    ours, found = decoder(model, "lens"), one_prompt(model, ids)
+    found = one_prompt(model, ids)
     where = chosen_positions(found.shape[1], positions)
-    top = max(1, min(top, ours.config.d_vocab))
-    wanted = _targets(ours, found[0], targets)[where.start : where.stop]
-    held: dict[Any, Tensor] = {}
-
-    def reduce(key: Any, tensors: dict[str, Tensor]) -> None:
-        held[key] = next(iter(tensors.values()))[0, where.start : where.stop].clone()
-
-    names = {n: [name] for n, name in streams(ours).items()}
-    by_layer(ours, found, {**names, "head": ["unembed.hook_in"]}, reduce)
-    n_rows, n_pos, off = ours.config.n_layers + 1, len(where), 0.0
+    top = max(1, min(top, model.config.d_vocab))
+    wanted = _targets(model, found[0], targets)[where.start : where.stop]
+    if isinstance(model, Transformer):
+        outputs, read = _by_parts(model, found, where)
+    else:
+        outputs, read = _by_runs(model, found, where)
+    n_rows, n_pos, off = model.config.n_layers + 1, len(where), 0.0
     numbers = {n: np.full((n_rows, n_pos), np.nan, np.float32) for n in ("probability", "rank", "entropy", "kl")}
     top_ids = np.zeros((n_rows, n_pos, top), np.int32)
     top_probability = np.zeros((n_rows, n_pos, top), np.float32)
-    for chunk, output in log_chances(ours, held["head"], normed=True):
+    for chunk, output in outputs:
         chances = output.exp()
         for layer in range(n_rows):
-            _, log_p = next(log_chances(ours, held[layer][chunk]))
+            log_p = read(layer, chunk)
             for name, values in _reading(log_p, output, chances, wanted[chunk]).items():
                 numbers[name][layer, chunk] = values
             best = log_p.topk(top)
             top_ids[layer, chunk], top_probability[layer, chunk] = best.indices.cpu(), array(best.values.exp())
         off = max(off, float((log_p - output).abs().max()))
-    if not off <= OFF * (50 if ours.embed.weight.dtype in (torch.float16, torch.bfloat16) else 1):
+    if not off <= OFF * (50 if model.embed.weight.dtype in (torch.float16, torch.bfloat16) else 1):
         raise WorkbenchError(
             f"the last stream's reading misses the output by {off:.1e} nats: a hook changed one of them"
         )
-    named = _named(ours, top_ids, letters)
+    named = _named(model, top_ids, letters)
     return Lens(
         positions=np.arange(where.start, where.stop),
-        tokens=strings_of(ours, found[0, where.start : where.stop].tolist(), letters),
-        targets=["" if t < 0 else strings_of(ours, [t], letters)[0] for t in wanted.tolist()],
+        tokens=strings_of(model, found[0, where.start : where.stop].tolist(), letters),
+        targets=["" if t < 0 else strings_of(model, [t], letters)[0] for t in wanted.tolist()],
         top_ids=top_ids,
         top_tokens=[[[named[i] for i in cell] for cell in row] for row in top_ids.tolist()],
         top_probability=top_probability,
@@ -114,7 +113,43 @@ def lens(
     )
 
 
-def _targets(model: Transformer, ids: Tensor, targets: str | int) -> Tensor:
+Readings = tuple[Iterable[tuple[slice, Tensor]], Callable[[int, slice], Tensor]]
+"""The output's log-probabilities by chunks of positions, and those that a layer's stream gives at a chunk."""
+
+
+def _by_parts(model: Transformer, ids: Tensor, where: range) -> Readings:
+    """Of one of our models: its norm and its head on each stream."""
+    held: dict[Any, Tensor] = {}
+
+    def reduce(key: Any, tensors: dict[str, Tensor]) -> None:
+        held[key] = next(iter(tensors.values()))[0, where.start : where.stop].clone()
+
+    names = {n: [name] for n, name in streams(model).items()}
+    by_layer(model, ids, {**names, "head": ["unembed.hook_in"]}, reduce)
+    return log_chances(model, held["head"], normed=True), lambda layer, chunk: next(
+        log_chances(model, held[layer][chunk])
+    )[1]
+
+
+def _by_runs(model: HookedModel, ids: Tensor, where: range) -> Readings:
+    """Of an observed model: a run with each layer's stream in the place of the last one."""
+    names, last = streams(model), model.config.n_layers
+    if len(names) <= last or model.inert(names[last]):
+        raise BadData(f"this {type(model.foreign).__name__} shows no stream that its head could be asked to read")
+    _, held = model.run_with_cache(ids, names_filter=list(names.values()))
+
+    def read(layer: int | None) -> Tensor:
+        instead = [] if layer is None else [(names[last], lambda x, hook: held[names[layer]])]
+        with model.hooks(instead):
+            return wide(model.everywhere(ids)[0, where.start : where.stop]).log_softmax(-1)
+
+    output = read(None)
+    if torch.equal(read(0), output):
+        raise BadData(f"this {type(model.foreign).__name__} reads its output from elsewhere than its last stream")
+    return [(slice(0, len(where)), output)], lambda layer, chunk: read(layer)[chunk]
+
+
+def _targets(model: HookedModel, ids: Tensor, targets: str | int) -> Tensor:
     """Id asked after at each position [T], -1 for none."""
     if targets == "next":
         return torch.cat([ids[1:], ids.new_full((1,), -1)])

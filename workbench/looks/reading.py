@@ -78,9 +78,11 @@ def by_layer(
 
 
 def decoder(model: HookedModel, what: str) -> Transformer:
-    """The model where it is one of ours; raises `BadData` for an observed one, which has no final norm and head to apply."""
+    """The model where it is one of ours; raises `BadData` for an observed one, which shows no final norm to go through."""
     if not isinstance(model, Transformer):
-        raise BadData(f"a {type(model).__name__} model cannot be asked for its {what}: its norms and head are not ours")
+        raise BadData(
+            f"{what} cannot be told of a model that is observed from outside: it does not show its final norm"
+        )
     return model
 
 

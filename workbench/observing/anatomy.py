@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.config import ModelConfig
+from workbench.config import ObservedConfig
 from workbench.observing.blocks import NUMBER, chosen_blocks, number, reads, stream_of, streamed
 from workbench.observing.fitting import explained
 from workbench.observing.layouts import Path, find, get
@@ -23,21 +23,6 @@ _CONTEXT = (
     "sequence_length", "max_len",
 )  # fmt: skip
 UNLIMITED = 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObservedConfig(ModelConfig):
-    """Shape of somebody else's decoder; `rms_norm_eps`, `rope_theta` and `init_std` say nothing about it."""
-
-    head_width: int
-
-    def __post_init__(self) -> None:
-        """Nothing is refused: it is a description."""
-
-    @property
-    def d_head(self) -> int:
-        """Width of one query head, which need not be d_model / n_heads."""
-        return self.head_width
 
 
 @dataclass

@@ -23,7 +23,7 @@ from workbench.observing.fitting import fit
 from workbench.observing.layouts import from_heads, get, put, to_heads
 from workbench.observing.masks import CAUSAL, HIDDEN, kind_of, masked_statistics, pattern_statistics
 from workbench.observing.projections import Projection
-from workbench.observing.tracing import MATRIX, causal_attention
+from workbench.observing.tracing import MATRIX, Attention, causal_attention
 from workbench.observing.watching import Watch
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Attending:
         q, k, v = call.heads(self.batch)
         matters = self.wanted(i, "rot_q", "rot_k", *STATISTICS)
         self._refuse(i, q, k, self._kind(call) if matters else CAUSAL, call.dropout)
-        times = layer.attention.repeats
+        times = _times(v, layer.attention)
         short_k, short_v = k[:, :, ::times], v[:, :, ::times]
         factor = call.scale * q.shape[-1] ** 0.5
         changed = self._inputs(i, q, short_k, short_v, factor)
@@ -254,14 +254,15 @@ class Attending:
         arranged = call.arranged(which, q_order), call.arranged(1 - which, k_order)
         q, k = (to_heads(x, self.batch) for x in arranged)
         self._refuse(i, q, k)
-        short, changed = k[:, :, :: known.repeats], {}
+        times = _times(k, known)
+        short, changed = k[:, :, ::times], {}
         factor = known.scale * q.shape[-1] ** 0.5
         folded = q if abs(factor - 1) < 1e-6 else q * factor
         if (out := self.fire(self.point(i, "rot_q"), folded)) is not folded:
             out = out if folded is q else out / factor
             changed[which] = call.restored(which, from_heads(out, arranged[0]), q_order)
         if (out := self.fire(self.point(i, "rot_k"), short)) is not short:
-            wide = from_heads(out.repeat_interleave(known.repeats, dim=2), arranged[1])
+            wide = from_heads(out.repeat_interleave(times, dim=2), arranged[1])
             changed[1 - which] = call.restored(1 - which, wide, k_order)
         return call.run(changed)
 
@@ -287,10 +288,12 @@ class Attending:
         which, _, v_order, z_order = known.axes[3:]
         changed: dict[int, Tensor] = {}
         arranged = call.arranged(1 - which, v_order)
-        v = to_heads(arranged, self.batch)[:, :, :: known.repeats]
+        wide_v = to_heads(arranged, self.batch)
+        times = _times(wide_v, known)
+        v = wide_v[:, :, ::times]
         self._sources(i, v)
         if (out := self.fire(self.point(i, "v"), v)) is not v:
-            wide = from_heads(out.repeat_interleave(known.repeats, dim=2), arranged)
+            wide = from_heads(out.repeat_interleave(times, dim=2), arranged)
             changed[1 - which] = call.restored(1 - which, wide, v_order)
         pattern = call.operands[which]
         shaped = pattern.reshape(self.batch, -1, self.length, self.length)
@@ -317,6 +320,11 @@ def _scores(q: Tensor, k: Tensor, call: Fused) -> Tensor:
     if call.mask is None:
         return scores
     return scores.masked_fill(~call.mask, float("-inf")) if call.mask.dtype == torch.bool else scores + call.mask
+
+
+def _times(x: Tensor, known: Attention) -> int:
+    """How often each key-value head is repeated in this call: a module may repeat them only where it passes a mask."""
+    return x.shape[2] // known.kv_heads
 
 
 def _wide(x: Tensor, heads: int) -> Tensor:

@@ -192,7 +192,7 @@ def key(ask: Source, link: Link) -> tuple[Any, ...]:
 
 
 def _finished(ask: Source, link: Link) -> list[Entry]:
-    found = [e for e in ask.group(link) if e.kind != "recorded" and e.last in e.steps]
+    found = [e for e in ask.group(link) if e.kind != "recorded" and (e.imported or e.last in e.steps)]
     if not found:
         raise BadData("no run of this experiment is finished yet, so there is nothing to judge")
     return found
