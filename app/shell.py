@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import json
+import os
 import shlex
 import sys
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from app.source import source, weights_stamp
 from workbench import plots
 from workbench.errors import BadData, WorkbenchError
 from workbench.results import facts
+from workbench.runs import BUILDERS
 from workbench.views import Drawing, Link, Source
 from workbench.views.base import View, timelapse
 from workbench.views.source import IDS, LETTERS, PROMPTS, example
@@ -236,7 +238,8 @@ def command(link: Link, options: str) -> str:
     """What draws a link from a terminal; it names the folder of runs where that is not `./runs`."""
     folder = source().folder
     told = "" if folder == Path("runs").resolve() else f" --runs {shlex.quote(str(folder))}"
-    return f'workbench view "{link}" {options}{told}'
+    first = f"{BUILDERS}={shlex.quote(builders)} " if (builders := os.environ.get(BUILDERS)) else ""
+    return f'{first}workbench view "{link}" {options}{told}'
 
 
 # ---- the drawer ------------------------------------------------------------------------------------------------------

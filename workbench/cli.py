@@ -151,21 +151,27 @@ def import_checkpoints(
         list[str] | None, typer.Option(help="Architecture option as key=value, e.g. lambda_v1=0.3.")
     ] = None,
     config: Annotated[list[str] | None, typer.Option(help="Config key the files do not say, e.g. n_heads=8.")] = None,
+    builder: Annotated[
+        str | None,
+        typer.Option(help="Your own code: package.module:function(settings) -> the module the weights fill."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Tells runs of one model apart.")] = None,
     runs: Runs = None,
 ) -> None:
     """Make a run of anyone's checkpoints, to measure it and see it on the dashboard. Nothing in them is ever run."""
     from workbench.console import say, status
     from workbench.importing import import_run
-    from workbench.runs import runs_folder
+    from workbench.runs import BUILDERS, runs_folder
 
     settings = _settings(option, "option")
     with status("reading") as told:
         run = import_run(
-            path, runs_folder(runs), name=name, architecture=architecture, config=_settings(config, "config"), seed=seed,
-            progress=told, **settings,
+            path, runs_folder(runs), name=name, architecture=architecture, config=_settings(config, "config"), builder=builder,
+            seed=seed, progress=told, **settings,
         )  # fmt: skip
     say(f"run: {run.path} ({run.architecture}, steps {', '.join(map(str, run.steps))})")
+    if builder:
+        say(f"to open it: {BUILDERS}={builder} workbench app")
 
 
 @app.command()

@@ -25,7 +25,7 @@ from workbench.formats.huggingface import is_directory, refuse_shards
 from workbench.formats.series import is_pattern
 from workbench.formats.vocabulary import SETTINGS, TOKENIZER, tokenizer_beside
 from workbench.models import Transformer
-from workbench.observing.observed import Observed
+from workbench.observing import Observed, builders
 from workbench.runs import RUN_FILE, Run, observed_instead
 
 LENGTH = 128  # tokens measured at unless another length is asked for
@@ -38,6 +38,7 @@ def import_run(
     name: str | None = None,
     architecture: str | None = None,
     config: Mapping[str, Any] | None = None,
+    builder: str | None = None,
     seed: int | None = None,
     progress: Callable[[str], None] | None = None,
     **options: Any,
@@ -45,9 +46,12 @@ def import_run(
     """A run of one checkpoint or of a series (a folder, a glob, a pattern with a `step` group), one model in memory at a time.
 
     What our decoder does not compute is kept as transformers' model and observed from outside each time it is opened, with
-    an `ObservedInstead` warning. The folder appears whole or not at all. A checkpoint that names no step is kept as step 0.
-    `seed` tells runs of one model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not
-    of one model, `NotCovered` for a model that no library here computes, `WorkbenchError` for a name that is taken.
+    an `ObservedInstead` warning. `builder`: a function `package.module:function` of your own that builds the module which the
+    tensors fill, from the checkpoint's settings and `config` (`workbench.observing.builders`).
+
+    The folder appears whole or not at all. A checkpoint that names no step is kept as step 0. `seed` tells runs of one
+    model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not of one model, `NotCovered`
+    for a model that no library here computes, `WorkbenchError` for a name that is taken.
     """
     found = _found(path)
     name = name or _name(found[-1][1] if len(found) == 1 else _common(found))
@@ -64,7 +68,7 @@ def import_run(
                 if first:  # what is assumed of a series is said once
                     warnings.simplefilter("ignore", ArchitectureAssumed)
                     warnings.simplefilter("ignore", ObservedInstead)
-                model = _load(source, architecture, config, options)
+                model = _load(source, architecture, config, options, builder)
             first = first or _facts(model) | {"seed": model.source.get("seed") if seed is None else seed}
             _refuse_other(first, _facts(model), found[0][1], source)
             first["seed"] = first["seed"] or 0
@@ -80,17 +84,16 @@ def _facts(model: Transformer | Observed) -> dict[str, Any]:
     facts |= {"form": model.source["format"], "assumed": getattr(model, "assumed", False), "observed": None}
     if isinstance(model, Observed):
         parameters = sum(p.numel() for p in model.parameters())
-        facts["observed"] = {
-            "module": type(model.foreign).__name__,
-            "library": "transformers",
-            "parameters": parameters,
-        }
+        by = {"builder": model.source["builder"]} if "builder" in model.source else {"library": "transformers"}
+        facts["observed"] = {"module": type(model.foreign).__name__, "parameters": parameters, **by}
     return facts
 
 
 def _keep(model: Transformer | Observed, folder: Path, **provenance: Any) -> None:
-    """Write a step: ours as ever, another library's model as that library does."""
-    if isinstance(model, Observed):
+    """Write a step: ours as ever, another library's model as that library does, one of a builder with its settings."""
+    if isinstance(model, Observed) and "builder" in model.source:
+        builders.save(model, folder, **provenance)
+    elif isinstance(model, Observed):
         with quiet():
             model.foreign.save_pretrained(folder, max_shard_size="1000TB")  # one file, as in all steps
     else:
@@ -110,9 +113,17 @@ def _found(path: str | Path) -> list[tuple[int, Path]]:
 
 
 def _load(
-    source: Path, architecture: str | None, config: Mapping[str, Any] | None, options: dict[str, Any]
+    source: Path,
+    architecture: str | None,
+    config: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    builder: str | None,
 ) -> Transformer | Observed:
     state = open_state(source)
+    if builder and (architecture or options):
+        raise WorkbenchError("a builder makes the module itself: architecture and options are settings of our decoder")
+    if builder:
+        return builders.observed_of(builder, state, config)
     try:
         return load_state(state, architecture_name=architecture, config=config, **options)
     except NotCovered as reason:

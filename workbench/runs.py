@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from workbench.formats import State
 
 RUN_FILE, CORPORA = "run.json", ".corpora"
+BUILDERS = "WORKBENCH_BUILDERS"
+"""Environment variable with the builders (`package.module:function`) that may run; a file's word is not enough."""
 PATIENCE = 0.5  # seconds a writer tries: `is_locked` holds the lock for an instant
 EXAMPLE = 32  # random tokens on which another library's module is looked at
 
@@ -150,10 +152,38 @@ class Run:
 
         (number,) = self.resolve(step)
         folder = self.step_folder(number)
-        model = observed_at(folder, **kwargs) if self.observed else load_directory(folder, **kwargs)
+        model = self._observed(folder, **kwargs) if self.observed else load_directory(folder, **kwargs)
         model.tokenizer = self.tokenizer
         model.source |= {"run": self.name, "step": number, "seed": self.seed}
         return model
+
+    def _observed(
+        self,
+        folder: Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> Any:
+        """A step whose model is another library's or of somebody's own code; refuses settings of our decoder."""
+        from workbench.formats import open_state
+        from workbench.observing import builders
+
+        if given := [key for key, value in settings.items() if value]:
+            raise NotCovered(
+                f"{self.name} is observed, not one of our models: {', '.join(given)} would be settings of ours"
+            )
+        if (builder := self.info["observed"].get("builder")) is not None:
+            if builder not in [name.strip() for name in os.environ.get(BUILDERS, "").split(",")]:
+                raise NotCovered(
+                    f"{self.name} is opened by {builder}, which is code of somebody's own and runs only where the environment "
+                    f"names it: {BUILDERS}={builder}"
+                )
+            return builders.load(str(builder), folder, device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ObservedInstead)  # said when it was imported
+            reason = NotCovered(f"{folder} holds another library's model")
+            return observed_instead(open_state(folder), reason, device, dtype)
 
     @property
     def tokenizer(self) -> Any:
@@ -287,33 +317,19 @@ def _one_of_series(path: str | Path, step: str | int) -> tuple[Path, int | None]
     return found[int(number)], int(number)
 
 
-def observed_at(
-    folder: Path, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None, **settings: Any
-) -> Any:
-    """The model of a directory that is known to be another library's, observed; raises for settings of our decoder."""
-    from workbench.formats import open_state
-
-    reason = NotCovered(f"{folder} holds another library's model")
-    if given := [key for key, value in settings.items() if value]:
-        raise NotCovered(f"{reason}: {', '.join(given)} would be settings of ours")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ObservedInstead)  # said when it was imported
-        return observed_instead(open_state(folder), reason, device, dtype)
-
-
 def observed_instead(
     state: State, reason: NotCovered, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Any:
     """The module of a checkpoint that our decoder does not compute, observed from outside, with the facts of its files."""
     import torch
 
-    import workbench
     from workbench.formats import foreign
+    from workbench.observing import observe
 
     module = foreign.module_of(state, reason, dtype)
     config = module.config
     longest = int(getattr(config, "max_position_embeddings", EXAMPLE) or EXAMPLE)
     ids = torch.randint(config.vocab_size, (2, min(EXAMPLE, longest)), generator=torch.Generator().manual_seed(0))
-    model = workbench.observe(module.to(device or "cpu"), ids.to(device or "cpu"), quiet=True)
+    model = observe(module.to(device or "cpu"), ids.to(device or "cpu"), quiet=True)
     model.source |= state.info.provenance
     return model

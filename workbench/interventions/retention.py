@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -80,10 +81,20 @@ def _first_values(model: Any) -> Tensor | None:
     if name not in model.hook_dict:
         return None
     ids = torch.arange(model.config.d_vocab, device=model.embed.weight.device)
-    rows = []
+    rows: list[Tensor] = []
+
+    def take(values: Tensor, hook: Any) -> None:
+        rows.append(values[0].flatten(1).clone())
+        raise _Enough
+
     for part in ids.split(model.config.n_ctx):
-        rows.append(model.run_with_cache(part[None], names_filter=name)[1][name][0].flatten(1))
+        with suppress(_Enough), model.hooks([(name, take)]):
+            model(part[None])
     return torch.cat(rows)
+
+
+class _Enough(Exception):
+    """What follows in the model is not needed: of a large vocabulary it would take minutes."""
 
 
 SINK_VARIANTS: dict[str | None, str] = {

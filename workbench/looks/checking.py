@@ -31,13 +31,14 @@ def check(model: HookedModel, ids: Any) -> pd.DataFrame:
     What the model has no parts for holds None and says why in `meaning`; a sum that its decomposition refuses does not hold.
     """
     found = one_prompt(model, ids)[:, :256]
-    logits = model(found)
+    run = getattr(model, "everywhere", model)  # an observed module may give logits of the last position only
+    logits = run(found)
     size = float(logits.abs().max())
 
     def other_end() -> float:
         changed = found.clone()
         changed[0, -1] = (changed[0, -1] + 1) % model.config.d_vocab
-        return float((model(changed)[:, :-1] - logits[:, :-1]).abs().max()) / size
+        return float((run(changed)[:, :-1] - logits[:, :-1]).abs().max()) / size
 
     def rows() -> float:
         try:
@@ -65,7 +66,7 @@ def check(model: HookedModel, ids: Any) -> pd.DataFrame:
         ),
         "value paths": (lambda: added("value_path"), "own, first and other values add up to the same"),
         "causality": (other_end, "a changed last token changes no earlier prediction"),
-        "repeatability": (lambda: float((model(found) - logits).abs().max()) / size, "a second run gives the same"),
+        "repeatability": (lambda: float((run(found) - logits).abs().max()) / size, "a second run gives the same"),
     }
     table = []
     for name, (error_of, meaning) in checks.items():

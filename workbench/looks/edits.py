@@ -260,8 +260,8 @@ class _Run:
 def _run(model: HookedModel, inputs: Inputs) -> _Run:
     ids, kept = inputs.tokens, list[Tensor]()
     assert ids is not None
-    if not isinstance(model, Transformer):  # another's head
-        logits = model(ids)
+    if not isinstance(model, Transformer):  # another's head, which may be asked for the last position only
+        logits = model.everywhere(ids)
         loss = next_token_loss(logits, ids, per_token=True)[0] if ids.shape[1] > 1 else logits.new_empty(0)
         return _Run(loss.double().cpu().numpy(), logits[0, -1].double().cpu())
 
