@@ -49,6 +49,7 @@ def serve(runs: Path, port: int) -> Server:
         raise WorkbenchError("the dashboard (folder app/) is not installed; run from a clone: pip install -e .")
     folder = Path(spec.origin).parent.parent  # its settings lie there too
     environment = os.environ | {"WORKBENCH_RUNS": str(runs), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.setdefault("WORKBENCH_FOLDER", str(Path.cwd()))  # of builders: the server stands elsewhere
     with _log(runs) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.server", "--port", str(port), "--runs", str(runs), "--parent", str(os.getpid())],

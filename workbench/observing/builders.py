@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ from workbench.observing.layouts import tensors
 from workbench.observing.observed import Observed
 from workbench.observing.observing import observe
 
+FOLDER = "WORKBENCH_FOLDER"
+"""Environment variable with the folder that builders are imported from, unless it is the current one."""
 EXAMPLE = (2, 32)
 """Batch and positions of the random tokens on which a module is looked at."""
 PROBED, ALIKE = 16, 1e-2
@@ -56,9 +59,9 @@ def _function(name: str) -> Callable[[dict[str, Any]], Any]:
     where, _, what = name.partition(":")
     if not where or not what.isidentifier():
         raise WorkbenchError(f"builder {name!r}: write package.module:function")
-    here = str(Path.cwd())
-    if here not in sys.path:  # as for `python -m`
-        sys.path.insert(0, here)
+    here = os.environ.get(FOLDER) or str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last, so that no file of this name stands before an installed package
     try:
         found = importlib.import_module(where)
     except ImportError as error:
