@@ -62,6 +62,23 @@ def test_predictions_and_surprise_are_the_models(ask):
     assert loss == pytest.approx((-log_p[:-1].gather(-1, ids[0, 1:, None])[:, 0]).numpy(), abs=1e-5)
 
 
+def test_what_comes_next_of_a_and_b_is_of_the_same_tokens_and_their_difference(ask):
+    drawing = drawn(ask, "prompt", "predictions", compare=1, b="text-transformer-s0")
+    a, b, minus = (drawing.table[drawing.table["model"] == name] for name in drawing.table["model"].unique())
+    assert a["id"].tolist() == b["id"].tolist() == minus["id"].tolist()
+    assert minus["probability"].to_numpy() == pytest.approx(a["probability"].to_numpy() - b["probability"].to_numpy())
+    for name, rows in (("text-resformer-s0", a), ("text-transformer-s0", b)):
+        model = Run.open(ask.folder / name).load()
+        with torch.no_grad():
+            chances = model(torch.tensor([model.tokenizer.encode(TEXT)]))[0, -1].softmax(-1)
+        assert rows["probability"].to_numpy() == pytest.approx(chances[rows["id"].tolist()].numpy(), abs=1e-6)
+        assert set(chances.topk(5).indices.tolist()) <= set(rows["id"])
+    figure = drawing.figure
+    assert [a.text for a in figure.layout.annotations][-1] == plots.MINUS
+    low, high = figure.layout.xaxis3.range
+    assert low == -high < -np.abs(np.asarray(figure.data[2].x)).max()
+
+
 def test_the_parts_of_a_logit_add_up_at_every_level(ask):
     model, ids, _ = run_of(ask)
     with torch.no_grad():

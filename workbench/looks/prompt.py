@@ -98,6 +98,8 @@ class Predictions:
     tokens: list[str]
     top: pd.DataFrame
     """Likeliest next tokens: rank (from 0), id, token, probability."""
+    probability: np.ndarray
+    """Of every token to come next, float32 [d_vocab]."""
     loss: np.ndarray
     """-ln probability of each token given those before it, nats [T]; NaN at position 0."""
     rank: np.ndarray
@@ -117,20 +119,20 @@ def predictions(
     T = found.shape[1]
     at, top = one_position(T, position), _count(top, model.config.d_vocab)
     loss, rank = np.full((2, T), np.nan, dtype=np.float32)
-    likeliest: list[Any] = []
+    chances = found.new_zeros(0, dtype=torch.float32)
     for where, log_p in _output(model, found):
         if where.start <= at < where.stop:
-            values, indices = log_p[at - where.start].exp().topk(top)
-            likeliest = list(zip(range(top), indices.tolist(), values.tolist(), strict=True))
+            chances = log_p[at - where.start].exp()
         targets = found[0, where.start + 1 : where.stop + 1, None]
         mine = log_p[: len(targets)].gather(-1, targets)
         after = slice(where.start + 1, where.start + 1 + len(targets))
         loss[after] = array(-mine[:, 0])
         rank[after] = array((log_p[: len(targets)] > mine).sum(-1))
-    frame = pd.DataFrame(likeliest, columns=["rank", "id", "probability"])
+    values, indices = chances.topk(top)
+    frame = pd.DataFrame({"rank": range(top), "id": indices.tolist(), "probability": values.tolist()})
     frame.insert(2, "token", strings_of(model, frame["id"].tolist(), letters))
     tokens = strings_of(model, found[0].tolist(), letters)
-    return Predictions(position=at, tokens=tokens, top=frame, loss=loss, rank=rank)
+    return Predictions(position=at, tokens=tokens, top=frame, probability=array(chances), loss=loss, rank=rank)
 
 
 def _count(top: int, vocabulary: int) -> int:

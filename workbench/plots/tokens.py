@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
 from workbench.plots.grids import safe
-from workbench.plots.style import SEQUENTIAL, colour, dressed
+from workbench.plots.style import MINUS, SEQUENTIAL, colour, dressed
 
 
 def token_ticks(tokens: Sequence[str]) -> list[str]:
@@ -58,9 +58,14 @@ def attention_pair(
 
 
 def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
-    """Most probable next tokens of (name, architecture, tokens, probabilities), side by side on one scale."""
+    """Most probable next tokens of (name, architecture, tokens, probabilities), side by side on one scale.
+
+    A last one named `A − B` holds differences, on a scale around 0.
+    """
+    alike = all(list(f[2]) == list(found[0][2]) for f in found)
+    largest = max(max(f[3]) for f in found if f[0] != MINUS)
     figure = make_subplots(
-        1, len(found), shared_xaxes="all", subplot_titles=[markup.escape(f[0]) for f in found], horizontal_spacing=0.2
+        1, len(found), subplot_titles=[markup.escape(f[0]) for f in found], horizontal_spacing=0.06 if alike else 0.2
     )
     for i, (name, architecture, tokens, chances) in enumerate(found):
         ticks = [f"{safe(t)}  " for t in tokens]
@@ -71,14 +76,19 @@ def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]
             marker_color=colour(architecture),
             name=markup.escape(name),
             showlegend=False,
-            text=[f"{c:.1%}" for c in chances],
+            text=[f"{c:+.1%}" if name == MINUS else f"{c:.1%}" for c in chances],
             textposition="outside",
             cliponaxis=False,
             row=1,
             col=i + 1,
         )
-        figure.update_yaxes(tickvals=list(range(len(ticks))), ticktext=ticks, autorange="reversed", row=1, col=i + 1)
-        figure.update_xaxes(
-            title_text="probability", range=[0, min(1.0, 1.15 * max(max(f[3]) for f in found))], row=1, col=i + 1
-        )
+        figure.update_yaxes(
+            tickvals=list(range(len(ticks))), ticktext=ticks, autorange="reversed", showticklabels=not (alike and i),
+            row=1, col=i + 1,
+        )  # fmt: skip
+        if name == MINUS:
+            reach = 1.5 * max(max(map(abs, chances)), 1e-3)
+            figure.update_xaxes(title_text=f"probability, {MINUS}", range=[-reach, reach], row=1, col=i + 1)
+        else:
+            figure.update_xaxes(title_text="probability", range=[0, min(1.0, 1.15 * largest)], row=1, col=i + 1)
     return dressed(figure, "What comes next?", "the most probable tokens after the last one; higher: more certain", 280)

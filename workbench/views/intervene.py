@@ -16,7 +16,7 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots.style import pale
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.source import LETTERS, Source, Subject
+from workbench.views.source import LETTERS, Source, Subject, read_alike
 
 EDITS = "values:how=zero"
 """What is edited where the link does not say."""
@@ -190,7 +190,7 @@ def next_token(ask: Source, link: Link) -> Drawing:
     """The likeliest next tokens before and after the edits."""
     found, refused = _effects(ask, link)
     own = [pd.concat([e.top_before, e.top_after]).drop_duplicates("id").head(MOST_TOKENS) for _, e in found]
-    alike = len(found) == 2 and len({(s.entry.group, len(e.before)) for s, e in found}) == 1
+    alike = len(found) == 2 and len({len(e.before) for _, e in found}) == 1 and read_alike(*(s.entry for s, _ in found))
     if alike:  # the same tokens of both, so that they can be compared
         both = pd.concat([r.head(MOST_TOKENS // 2) for r in own]).drop_duplicates("id")
         own = [both.assign(before=e.before[both["id"]], after=e.after[both["id"]]) for _, e in found]

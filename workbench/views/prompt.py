@@ -15,7 +15,7 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots.grids import safe
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.source import Source, Subject
+from workbench.views.source import Source, Subject, read_alike
 
 WINDOW, WORDS, TOP, SHOWN = 128, 24, 50, 10
 """Positions drawn at a time, and where each has a word in it; tokens to choose from and those drawn."""
@@ -174,17 +174,24 @@ def identity(ask: Source, link: Link) -> Drawing:
 
 @view("prompt")
 def predictions(ask: Source, link: Link) -> Drawing:
-    """The likeliest tokens after the chosen position."""
+    """The likeliest tokens after the chosen position: of two models that read alike the same ones, and A - B."""
     at, tokens = position(ask, link)
-    text, found, frames = ask.prompt(link), [], []
+    text = ask.prompt(link)
     places, said = _placed(ask, link)
-    for subject, own in places:
-        top = ask.look("prompt.predictions", subject, text, position=own, top=TOP).top.head(SHOWN)
-        found.append((subject.title, subject.series, top["token"].tolist(), top["probability"].tolist()))
-        frames.append(top.assign(model=subject.title))
-    figure = plots.next_tokens(found)
+    found = [ask.look("prompt.predictions", subject, text, position=own, top=TOP) for subject, own in places]
+    rows = [f.top.head(SHOWN) for f in found]
+    if len(places) == 2 and read_alike(*(s.entry for s, _ in places)) and len({len(f.probability) for f in found}) == 1:
+        both = pd.concat([r.head(SHOWN // 2) for r in rows])[["id", "token"]].drop_duplicates("id")
+        rows = [both.assign(probability=f.probability[both["id"]]) for f in found]
+    frames = [r.assign(model=s.title, series=s.series) for r, (s, _) in zip(rows, places, strict=True)]
+    if len(frames) == 2 and frames[0]["id"].equals(frames[1]["id"]):
+        minus = frames[0]["probability"] - frames[1]["probability"]
+        frames.append(frames[0].assign(model=plots.MINUS, series=plots.MINUS, probability=minus))
+    figure = plots.next_tokens(
+        [(*f[["model", "series"]].iloc[0], f["token"].tolist(), f["probability"].tolist()) for f in frames]
+    )
     figure.update_layout(title_subtitle_text=f"after {_quoted(tokens[at])}, token {at}; probability, one text")
-    return Drawing(figure, pd.concat(frames, ignore_index=True), said)
+    return Drawing(figure, pd.concat(frames, ignore_index=True).drop(columns="series"), said)
 
 
 @view("prompt")

@@ -224,6 +224,12 @@ def example(entry: Entry) -> str:
     return TEXT if (Path(entry.path) / TOKENIZER).exists() else IDS
 
 
+def read_alike(a: Entry, b: Entry) -> bool:
+    """Whether an id is the same token to two runs: they have the same tokenizer, or none and the same kind of data."""
+    mine, others = (path.read_bytes() if (path := Path(e.path) / TOKENIZER).exists() else None for e in (a, b))
+    return mine == others and (mine is not None or a.kind == b.kind)
+
+
 def _no_checkpoint(runs: Sequence[Entry]) -> str:
     if all(e.kind == "recorded" for e in runs):
         return "a recording holds no checkpoints: the Training page shows it; what `workbench import` takes in is here on every page"
