@@ -116,6 +116,23 @@ def test_pages_show_another_librarys_model(another, browse, page, address, figur
         assert not [i.value for i in (*at.info, *at.warning, *at.error)]
 
 
+def test_attention_that_cannot_be_rebuilt_is_said_in_words():
+    """A window shorter than the example it was looked at with."""
+    import transformers
+
+    from workbench.looks import attention
+
+    config = transformers.MistralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        sliding_window=8, vocab_size=61, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    ids = torch.arange(20)[None]
+    model = workbench.observe(transformers.MistralForCausalLM(config).eval(), ids, quiet=True)
+    for look in (attention.keep, attention.overview):
+        with pytest.raises(WorkbenchError, match="cannot be drawn: layer 0 is masked: sliding window of 8"):
+            look(model, ids)
+
+
 def test_the_page_says_what_another_librarys_model_cannot_be_asked(another, browse):
     run, _ = another
     at = browse(run.path.parent, "prompt", show="who", prompt="def mean(values)")

@@ -112,6 +112,7 @@ def overview(
             progress(len(tiles), n_layers)
 
     wanted = {n: _needs(recipes, n, ORDINARY) for n in range(n_layers)}
+    _refuse_absent(model, wanted)
     by_layer(model, found, wanted, reduce)
     uniform = {n: METRICS[n].controls["uniform_causal"](T) for n in ("row_entropy", "effective_keys", "sink_mass")}
     return Overview(
@@ -189,7 +190,9 @@ def keep(model: HookedModel, ids: Any, layers: Sequence[int] | None = None) -> K
             q, k, lse = (tensors[name] for name in _points(layer, *KEPT))
             kept[layer] = [_term(Softmax(1.0, q, [k]), ["own"], lse)]
 
-    by_layer(model, found, {n: _needs(recipes, n, KEPT) for n in chosen}, reduce)
+    needed = {n: _needs(recipes, n, KEPT) for n in chosen}
+    _refuse_absent(model, needed)
+    by_layer(model, found, needed, reduce)
     kinds = {n: _kind(recipes.get(n)) for n in chosen}
     return Kept(T=found.shape[1], layers={n: kept[n] for n in chosen}, kinds=kinds)
 
@@ -310,6 +313,13 @@ def _recipes(model: HookedModel) -> dict[int, Recipe]:
 
 def _points(layer: int, *names: str) -> list[str]:
     return [f"blocks.{layer}.attn.hook_{name}" for name in names]
+
+
+def _refuse_absent(model: HookedModel, needed: Mapping[int, Sequence[str]]) -> None:
+    """Raise `BadData` in words where an observed model does not show what its maps are made of."""
+    for layer, names in needed.items():
+        if why := next((model.absent[name] for name in names if name in model.absent), None):
+            raise BadData(f"this model's attention cannot be drawn: layer {layer} is {why}")
 
 
 def _needs(recipes: Mapping[int, Recipe], layer: int, otherwise: Sequence[str]) -> list[str]:
