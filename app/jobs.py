@@ -13,10 +13,11 @@ from streamlit.runtime.scriptrunner import add_script_run_ctx, get_script_run_ct
 
 EVERY, KEPT = 0.5, 64  # seconds between looks at a running job; finished jobs kept
 GONE = 5.0  # seconds after which somebody whose page did not look is gone
+ABANDONED = 150.0  # seconds after which work that no page looks at stops: browsers wake hidden pages once a minute
 
 
 class Cancelled(Exception):
-    """Raised inside a job that everybody who waited for it cancelled."""
+    """Raised inside a job that everybody who waited for it cancelled, or left."""
 
 
 class Running(Exception):
@@ -39,9 +40,10 @@ class Job:
     """When the page of each person who waits last looked."""
 
     def progress(self, done: int, total: int) -> None:
-        """Told by the work as it goes; stops it where somebody cancelled."""
+        """Told by the work as it goes; stops it where everybody cancelled, or closed the page."""
         self.done, self.total = done, total
-        if self.cancelled.is_set():
+        looked = list(self.seen.values())
+        if self.cancelled.is_set() or (looked and time.monotonic() - max(looked) > ABANDONED):
             raise Cancelled
 
     def words(self) -> str:

@@ -512,6 +512,24 @@ def test_who_cancels_takes_the_work_from_nobody_else(people):
     assert len(begun) == 1
 
 
+def test_work_whose_pages_were_closed_stops_and_is_begun_anew_by_whoever_comes_back(people, monkeypatch):
+    from app import jobs
+
+    person, begun, end = people
+    monkeypatch.setattr(jobs, "ABANDONED", 0.3)
+    one = person("one")
+    one.looks()
+    (job,) = jobs._jobs()[0].values()
+    assert job.finished.wait(10)
+    assert isinstance(job.error, jobs.Cancelled)
+    monkeypatch.setattr(jobs, "ABANDONED", 100)
+    end.set()
+    for _ in range(100):
+        if "forty-two" in one.looks():
+            break
+    assert len(begun) == 2
+
+
 def test_work_that_all_cancelled_stops_and_is_begun_anew_by_whoever_asks_next(people):
     from app import jobs
 
