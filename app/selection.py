@@ -12,6 +12,7 @@ from workbench import plots
 from workbench.catalogue import Entry
 from workbench.errors import WorkbenchError
 from workbench.names import LABELS
+from workbench.plots import DETAIL
 from workbench.views import Link
 
 FIRST = 8  # series drawn where nobody chose
@@ -32,6 +33,7 @@ def choose(page: str) -> Link | None:
             "Experiment", "set", list(groups), default, show=lambda g: _titled(groups[g]),
             help="Runs of one data, shape and recipe: what may be compared", forgets=("a", "step", "b", "step_b", "models"),
         )  # fmt: skip
+        st.caption(url.plain(groups[group][0].title))
         link = url.here(page).but(set=group)
         ready = [e for e in groups[group] if e.steps]
         if not ready:
@@ -80,8 +82,16 @@ def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:
 
 
 def _titled(runs: list[Entry]) -> str:
-    return f"{runs[0].title} ({len(runs)} run{'s' if len(runs) > 1 else ''})"
+    """An experiment in the few words that a select box shows; its title stands below."""
+    first, many = runs[0], f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    return f"{first.kind}: {many}" if first.kind == "recorded" else f"{first.kind}: {first.n_layers} layers, {many}"
 
 
 def _run_words(entries: dict[str, Entry]) -> Callable[[str], str]:
-    return lambda name: f"{LABELS.get(entries[name].series, entries[name].series)}, seed {entries[name].seed} ({name})"
+    """A run as figures name it; one of somebody else's by its own name."""
+
+    def words(name: str) -> str:
+        entry = entries[name]
+        return name if entry.imported else f"{LABELS.get(entry.series, entry.series)}{DETAIL}s{entry.seed}"
+
+    return words

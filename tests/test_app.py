@@ -283,7 +283,7 @@ def test_what_only_the_old_prompt_had_leaves_the_address_with_it(page, populated
 
 def test_another_experiment_takes_its_own_models(page, populated):
     at = page(populated, "depth", a="text-resformer-s0", models="resformer", step="20")
-    other = next(o for o in at.selectbox(key="w_set").options if "twice" in o)
+    other = next(o for o in at.selectbox(key="w_set").options if o.startswith("repeated"))
     at.selectbox(key="w_set").select(other).run()
     assert set(at.query_params) == {"set"}
     assert not at.exception
