@@ -439,6 +439,20 @@ def test_sinks_drains_and_peaks(drain, peak, status):
     assert judged("sinks_drains_and_peaks_vanish_together", made, rows).status == status
 
 
+@pytest.mark.parametrize("metric", ["sink_mass", "value_drain", "hidden_peak"])
+def test_what_is_measured_of_one_model_alone_decides_nothing(metric):
+    made, rows = with_sinks()
+    axes = {"sink_mass": {}, "value_drain": {"site": "own_v"}, "hidden_peak": {"site": "stream"}}
+    for name, more in axes.items():
+        if name != "sink_mass":
+            rows += per_layer(made, name, lambda of, n: 0.5, **more)
+    theirs = {of["run"] for of in made if of["model"] == "transformer"}
+    rows = [row for row in rows if row["metric"] != metric or row["run"] not in theirs]
+    found = judged("sinks_drains_and_peaks_vanish_together", made, rows)
+    assert found.status in ("not_checkable", "gated")
+    assert "transformer" in found.sentence
+
+
 def written(made, of_head, step=LAST):
     """What each head's sink writes: `of_head(run, layer, head)` is (mass, ratio, spread)."""
     return [

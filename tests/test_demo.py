@@ -127,6 +127,10 @@ def test_dashboard_command_serves_loopback_and_is_found_again(tmp_path):
             again = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
             assert again.returncode == 0
             assert "already running" in again.stdout
+            other = ENVIRONMENT | {"WORKBENCH_BUILDERS": "mine:build"}
+            refused = subprocess.run(command, env=other, capture_output=True, text=True, timeout=60, check=False)
+            assert refused.returncode != 0
+            assert "shows these runs already, without WORKBENCH_BUILDERS" in refused.stderr
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(timeout=20)

@@ -22,7 +22,7 @@ from workbench.files import digest, read_json, write_json
 from workbench.results import metrics_of
 from workbench.runs import RUN_FILE, Run, is_locked
 
-INDEX, VERSION = ".index.json", 2
+INDEX, VERSION = ".index.json", 3
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 MOST = 2**53  # whole numbers that pages can show
 SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
@@ -49,6 +49,7 @@ class Entry:
     n_ctx: int
     measured: tuple[str, ...]  # names of the metrics that have records
     tokens: int = 0  # read in a training step; 0 where nobody knows
+    observed: bool = False  # another library's model, or one of somebody's own code
 
     @property
     def imported(self) -> bool:
@@ -147,7 +148,7 @@ def _is_run(path: Path) -> bool:
 def _sound(entry: Entry) -> Entry:
     """The entry, where pages can show it; raises `BadData` naming what is not of its kind."""
     for key, value in vars(entry).items():
-        kind = dict if key == "options" else int if key in WHOLE else str
+        kind = {"options": dict, "observed": bool}.get(key) or (int if key in WHOLE else str)
         parts = value if key in TUPLES else (value,)
         wide = key != "stamp" and any(isinstance(part, int) and abs(part) > MOST for part in parts)
         if wide or not all(isinstance(part, kind) for part in parts):
@@ -178,6 +179,7 @@ def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
         group=f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}",
         title=f"{_words(kind, data)}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps",
         n_layers=model.n_layers, n_heads=model.n_heads, n_ctx=model.n_ctx, tokens=0 if kind == "imported" else train.batch * train.T,
+        observed=run.observed,
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def export(model: Transformer, folder: str | Path) -> Path:
     folder = Path(folder)
     if not isinstance(model, Transformer):
         raise WorkbenchError(
-            f"{model.source['path']} is another library's model, observed: its checkpoint is that library's already"
+            f"{model.source['path']} is observed, not one of our models: its checkpoint is that of its own code already"
         )
     if model.shortcuts:
         raise WorkbenchError(

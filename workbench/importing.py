@@ -22,7 +22,7 @@ from workbench.files import write_json
 from workbench.formats import open_state, series
 from workbench.formats.foreign import quiet
 from workbench.formats.huggingface import is_directory, refuse_shards
-from workbench.formats.series import is_pattern
+from workbench.formats.series import is_checkpoint, is_pattern
 from workbench.formats.vocabulary import SETTINGS, TOKENIZER, tokenizer_beside
 from workbench.models import Transformer
 from workbench.observing import Observed, builders
@@ -69,10 +69,14 @@ def import_run(
                     warnings.simplefilter("ignore", ArchitectureAssumed)
                     warnings.simplefilter("ignore", ObservedInstead)
                 model = _load(source, architecture, config, options, builder)
-            first = first or _facts(model) | {"seed": model.source.get("seed") if seed is None else seed}
-            _refuse_other(first, _facts(model), found[0][1], source)
+            facts = _facts(model)
+            first = first or facts | {"seed": model.source.get("seed") if seed is None else seed}
+            _refuse_other(first, facts, found[0][1], source)
+            first |= facts if first["observed"] else {}  # what is read off values is plainest in trained ones
             first["seed"] = first["seed"] or 0
-            _keep(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=model.source)
+            origin = {k: model.source[k] for k in ("path", "format", "step", "stripped", "sha256") if k in model.source}
+            first.setdefault("origins", {})[step] = origin
+            _keep(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=origin)
         _copy_tokenizer(found[-1][1], folder, first["config"].d_vocab)
         _describe(folder, first, found[-1][0], path)
     return Run.open(runs / name)
@@ -86,7 +90,14 @@ def _facts(model: Transformer | Observed) -> dict[str, Any]:
         parameters = sum(p.numel() for p in model.parameters())
         by = {"builder": model.source["builder"]} if "builder" in model.source else {"library": "transformers"}
         facts["observed"] = {"module": type(model.foreign).__name__, "parameters": parameters, **by}
+        facts["shapes"] = {name: list(p.shape) for name, p in model.named_parameters()}
+        facts["options"] = _rounded(model.options)
     return facts
+
+
+def _rounded(options: dict[str, Any]) -> dict[str, Any]:
+    """Fitted numbers to four digits: they become a model's name."""
+    return {key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in options.items()}
 
 
 def _keep(model: Transformer | Observed, folder: Path, **provenance: Any) -> None:
@@ -107,6 +118,10 @@ def _found(path: str | Path) -> list[tuple[int, Path]]:
     if is_pattern(str(path)) or (folder.is_dir() and not is_directory(folder)):
         if folder.is_dir():
             refuse_shards(folder)
+            if (
+                len(alone := [p for p in folder.iterdir() if is_checkpoint(p)]) == 1
+            ):  # nanoGPT's `out/`: the step is inside
+                return _found(alone[0])
         return series(path)
     step = open_state(folder).info.step
     return [(step or 0, folder.resolve())]
@@ -135,9 +150,14 @@ def _load(
 
 
 def _refuse_other(first: dict[str, Any], other: dict[str, Any], a: Path, b: Path) -> None:
-    for what in ("config", "observed") if first["observed"] else ("architecture", "options", "config"):
-        if first[what] != other[what]:
-            raise BadCheckpoint(f"{a} and {b} are not steps of one model: {what} {first[what]} and {other[what]}")
+    for what in ("observed", "shapes") if first["observed"] else ("architecture", "options", "config"):
+        if first[what] == other[what]:
+            continue
+        one, two = first[what], other[what]
+        if what == "shapes":  # what is read off values, such as heads, may look otherwise at step 0
+            odd = sorted(n for n in one.keys() | two.keys() if one.get(n) != two.get(n))
+            one, two = ({n: shapes.get(n, "absent") for n in odd[:3]} for shapes in (one, two))
+        raise BadCheckpoint(f"{a} and {b} are not steps of one model: {what} {one} and {two}")
 
 
 def _describe(folder: Path, first: dict[str, Any], last: int, path: str | Path) -> None:
@@ -146,7 +166,9 @@ def _describe(folder: Path, first: dict[str, Any], last: int, path: str | Path) 
         "format": 1, "architecture": first["architecture"], "options": first["options"], "seed": first["seed"],
         "model": asdict(config), "train": asdict(TrainConfig(steps=last or 1, batch=1, T=min(LENGTH, config.n_ctx))),
         "data": {"kind": "imported", "domains": ["unknown"]},
-        "imported": {"from": str(path), "assumed": first["assumed"], "format": first["form"]},
+        "imported": {
+            "from": str(path), "assumed": first["assumed"], "format": first["form"], "origins": first["origins"],
+        },
         **({"observed": first["observed"]} if first["observed"] else {}),
         "versions": {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -179,7 +179,7 @@ class Run:
                     f"{self.name} is opened by {builder}, which is code of somebody's own and runs only where the environment "
                     f"names it: {BUILDERS}={builder}"
                 )
-            return builders.load(str(builder), folder, device)
+            return builders.load(str(builder), folder, device, dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ObservedInstead)  # said when it was imported
             reason = NotCovered(f"{folder} holds another library's model")

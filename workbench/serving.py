@@ -16,11 +16,12 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from workbench.console import say
 from workbench.errors import WorkbenchError
 from workbench.files import write_json
+from workbench.runs import BUILDERS
 
 HOST, NOTE, START_S = "127.0.0.1", ".app.json", 60.0
 
@@ -39,7 +40,13 @@ def serve(runs: Path, port: int) -> Server:
     Raises `WorkbenchError` naming `--port` where somebody else has the port, and where the server does not come up.
     """
     url = f"http://{HOST}:{port}"
-    if _is_ours(runs, port):
+    builders = os.environ.get(BUILDERS, "")
+    if (note := _ours(runs, port)) is not None:
+        if note.get("builders", "") != builders:
+            said = f"with {BUILDERS}={note['builders']}" if note.get("builders") else f"without {BUILDERS}"
+            raise WorkbenchError(
+                f"{url} shows these runs already, {said}: stop it (process {note['pid']}), or name another --port"
+            )
         say(f"dashboard: {url} (already running)")
         return Server(url, None)
     if _taken(port):
@@ -62,7 +69,7 @@ def serve(runs: Path, port: int) -> Server:
             stop(server)
             raise
     with contextlib.suppress(WorkbenchError):  # a folder that may only be read; the dashboard is not found again then
-        write_json(runs / NOTE, {"pid": process.pid, "port": port})
+        write_json(runs / NOTE, {"pid": process.pid, "port": port, "builders": builders})
     say(f"dashboard: {url}")
     return server
 
@@ -117,13 +124,14 @@ def stop(server: Server) -> None:
         server.process.wait()
 
 
-def _is_ours(runs: Path, port: int) -> bool:
+def _ours(runs: Path, port: int) -> dict[str, Any] | None:
+    """What is noted of the dashboard of these runs where it is up on this port."""
     try:
-        note = json.loads((runs / NOTE).read_text(encoding="utf-8"))
+        note: dict[str, Any] = json.loads((runs / NOTE).read_text(encoding="utf-8"))
         os.kill(int(note["pid"]), 0)
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return note.get("port") == port and _healthy(port)
+        return None
+    return note if note.get("port") == port and _healthy(port) else None
 
 
 def _healthy(port: int) -> bool:

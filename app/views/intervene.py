@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import streamlit as st
 
 from app import url
 from app.shell import page, prompt_box, show
 from app.source import source
+from workbench.catalogue import Entry
 from workbench.views import Link, intervene
 
 ABOUT = (
@@ -49,7 +52,9 @@ def _builder(link: Link) -> None:
     entry = source().subjects(link)[0].entry
     first, second, third, fourth, fifth = st.columns([6, 4, 4, 2, 2], vertical_alignment="bottom")
     with first:
-        kind = url.choose("What", "kind", list(intervene.KINDS), intervene.EDITS, show=intervene.KINDS.__getitem__)
+        kind = url.choose(
+            "What", "kind", _kinds(entry, intervene.KINDS), intervene.EDITS, show=intervene.KINDS.__getitem__
+        )
     layers = second.multiselect("Layers (none: all)", list(range(entry.n_layers)), key="edit_layers")
     heads = third.multiselect(
         "Heads (none: all)", list(range(entry.n_heads)), key="edit_heads", disabled=not intervene.has_heads(kind)
@@ -64,6 +69,11 @@ def _builder(link: Link) -> None:
     fifth.button(
         "Add", key="edit_add", help=f"Make it beside the others: {made}", on_click=_make, args=(True,), width="stretch"
     )
+
+
+def _kinds(entry: Entry, kinds: Iterable[str]) -> list[str]:
+    """Changes that can be made: the coefficients of an observed model are its own code's."""
+    return [kind for kind in kinds if not (entry.observed and kind.startswith("coefficient"))]
 
 
 def _make(add: bool = False) -> None:
@@ -82,7 +92,8 @@ def _sweep(link: Link) -> None:
     st.markdown("The same kind of change, made in one place at a time: a forward pass for each cell.")
     first, second, third, fourth = st.columns(4)
     with first:
-        kind = url.choose("Change", "sweep", list(intervene.SWEEPS), intervene.EDITS, show=intervene.SWEEPS.__getitem__)
+        kinds = _kinds(source().subjects(link)[0].entry, intervene.SWEEPS)
+        kind = url.choose("Change", "sweep", kinds, intervene.EDITS, show=intervene.SWEEPS.__getitem__)
     with second:
         choices = list(intervene.OVER) if intervene.has_heads(kind) else [intervene.OVER[0]]
         over = url.choose("In turn", "over", choices, show=lambda o: o.replace("x", "and"))

@@ -188,15 +188,20 @@ class Evidence:
         """Rows of one model."""
         return rows[rows["run"].isin(self.runs.loc[self.runs["model"] == model, "run"])]
 
-    def difference(self, rows: pd.DataFrame, model: str, baseline: str) -> Interval:
-        """Mean over seeds of model - baseline, paired by seed; raises `Undecided` where a model has no such number."""
-        each = {name: self.by_seed(rows, name) for name in (model, baseline)}
-        if absent := [name for name, values in each.items() if values.empty]:
+    def known_of(self, rows: pd.DataFrame, model: str) -> pd.DataFrame:
+        """Rows of one model; raises `Undecided` where it has none."""
+        if (found := self.model_of(rows, model)).empty:
             metric = rows["metric"].iloc[0] if "metric" in rows and len(rows) else "the loss"
             raise Undecided(
-                "not_checkable", f"{metric} is not measured for {_and(absent)}: it was left out, or the model has none."
+                "not_checkable", f"{metric} is not measured for {model}: it was left out, or the model has none."
             )
-        return paired_seeds(each[model], each[baseline])
+        return found
+
+    def difference(self, rows: pd.DataFrame, model: str, baseline: str) -> Interval:
+        """Mean over seeds of model - baseline, paired by seed; raises `Undecided` where a model has no such number."""
+        for name in (model, baseline):
+            self.known_of(rows, name)
+        return paired_seeds(*(self.by_seed(rows, name) for name in (model, baseline)))
 
     def losses(self) -> pd.DataFrame:
         """Final validation loss of each run and domain; from training, else from the measured loss.

@@ -71,6 +71,8 @@ def tuned_difference(evidence: Evidence, model: str, baseline: str = "transforme
     rates: list[set[float]] = []
     for name in (model, baseline):
         rows = losses[losses["model"] == name]
+        if rows.empty:
+            raise Undecided("not_checkable", f"No validation loss of {name} is known.")
         rates.append(set(rows["lr"]))
         lowest = rows.groupby("lr")["value"].mean().idxmin()
         best[name] = rows[rows["lr"] == lowest].groupby("seed")["value"].mean()

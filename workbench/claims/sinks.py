@@ -25,7 +25,7 @@ def need_sinks(evidence: Evidence, baseline: str = "transformer") -> str:
     The floors are set beforehand, on the strongest head's sink mass and on the sink rate at 64 tokens; not on concentration,
     which local and content heads move without any sink.
     """
-    mass = evidence.model_of(evidence.rows("sink_mass"), baseline)
+    mass = evidence.known_of(evidence.rows("sink_mass"), baseline)
     heads = mass.groupby(["seed", "layer", "head"])["value"].mean().groupby("seed").max()
     even = evidence.records[
         (evidence.records["metric"] == "sink_mass") & (evidence.records["control"] == "uniform_causal")
@@ -37,11 +37,10 @@ def need_sinks(evidence: Evidence, baseline: str = "transformer") -> str:
     except Undecided:
         layers = heads * 0 + 1.0  # sequences under 64 tokens: the mass alone decides
     formed = int(((heads > SINK_MASS) & (layers > SINK_RATE)).sum())
-    if heads.empty or formed <= len(heads) / 2:
-        strongest = f"{heads.max():.1%}" if len(heads) else "nothing"
+    if formed <= len(heads) / 2:
         raise Undecided(
             "gated",
-            f"No sink formed in the vanilla model: its strongest head gives the first token {strongest} of its attention"
+            f"No sink formed in the vanilla model: its strongest head gives the first token {heads.max():.1%} of its attention"
             f"{uniform}; a sink here means more than {SINK_MASS:.0%} in most seeds. So nothing can vanish.",
         )
     if len(heads) < SINK_SEEDS:
@@ -108,7 +107,7 @@ def _from_one(evidence: Evidence, metric: str, model: str, baseline: str, **axes
     """Change of |ln ratio| in the layer where the baseline's is largest, model - baseline over seeds: below 0 is toward 1."""
     rows = evidence.rows(metric, **axes)
     rows = rows[rows["layer"] > 0].assign(value=lambda r: np.abs(np.log(r["value"].astype(float))))
-    layer = evidence.model_of(rows, baseline).groupby("layer")["value"].mean().idxmax()
+    layer = evidence.known_of(rows, baseline).groupby("layer")["value"].mean().idxmax()
     chosen = rows[rows["layer"] == layer]
     return paired_seeds(evidence.by_seed(chosen, model), evidence.by_seed(chosen, baseline))
 
@@ -133,7 +132,7 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
 
     def numbers() -> dict[str, Interval]:
         mass = pair.rows("sink_mass")
-        top = pair.model_of(mass, "transformer").groupby("layer")["value"].mean().idxmax()
+        top = pair.known_of(mass, "transformer").groupby("layer")["value"].mean().idxmax()
         return {
             "attention to the first token": pair.difference(mass[mass["layer"] == top], model, "transformer"),
             "its value's distance from 1": _from_one(pair, "value_drain", model, "transformer", site=site),

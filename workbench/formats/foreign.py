@@ -30,7 +30,7 @@ def module_of(state: State, reason: NotCovered, dtype: torch.dtype | None = None
     else:
         raise type(reason)(
             f"{reason}. Fill the module they were trained in, module.load_state_dict(workbench.read_state(path)[0]), and open "
-            "it with workbench.observe(module, ids)"
+            "it with workbench.observe(module, ids), or make a run of it: workbench import --builder my_model:build"
         ) from reason
     warnings.warn(
         f"{reason}. Opened as transformers' {type(module).__name__} and observed.", ObservedInstead, stacklevel=3

@@ -13,7 +13,10 @@ from workbench.findings import sink_kind
 from workbench.interventions.base import batches_of, intervention, over_documents
 from workbench.names import ACTIVATIONS, stream_hook
 
-CHUNK = 64  # positions whose scores over the vocabulary are held at a time
+CHUNK, ALONE = (
+    64,
+    1024,
+)  # positions whose scores over the vocabulary are held at a time; tokens read at once, each alone
 
 
 def tokens_ahead(x: Tensor, unit: Tensor, ids: Tensor) -> Tensor:
@@ -76,7 +79,7 @@ def _unit(table: Tensor) -> Tensor:
 
 
 def _first_values(model: Any) -> Tensor | None:
-    """Effective value of every token in layer 0 [d_vocab, width]: it depends on nothing but the token."""
+    """Effective value of every token in layer 0 [d_vocab, width], each alone, for models whose positions are in the stream."""
     name = "blocks.0.attn.hook_v"
     if name not in model.hook_dict:
         return None
@@ -84,12 +87,12 @@ def _first_values(model: Any) -> Tensor | None:
     rows: list[Tensor] = []
 
     def take(values: Tensor, hook: Any) -> None:
-        rows.append(values[0].flatten(1).clone())
+        rows.append(values[:, 0].flatten(1).detach().clone())
         raise _Enough
 
-    for part in ids.split(model.config.n_ctx):
-        with suppress(_Enough), model.hooks([(name, take)]):
-            model(part[None])
+    for part in ids.split(ALONE):
+        with suppress(_Enough), torch.no_grad(), model.hooks([(name, take)]):
+            model(part[:, None])
     return torch.cat(rows)
 
 

@@ -70,8 +70,8 @@ def lens(
 
     `targets`: the following token (the last position has none), the position's own, or one id everywhere. Costs one run and
     L + 1 times the head at each position; holds the streams of the chosen positions and a few positions' logits. An observed
-    model keeps its norm and head to itself: it runs once more for each layer, with that layer's stream in the place of the
-    last one, and holds the logits of all positions. Raises `BadData` for an id outside the vocabulary and for an observed model
+    model keeps its norm and head to itself: it runs L + 4 times, with each layer's stream in the place of the last one, and
+    holds the logits of all positions. Raises `BadData` for an id outside the vocabulary and for an observed model
     whose last stream cannot be replaced, `UnknownName` for other targets, and `WorkbenchError` where the last row is not the
     model's prediction, as after a hook changed a stream. Source: nostalgebraist 2020. Caution: early layers need not speak the
     head's language.
@@ -138,15 +138,15 @@ def _by_runs(model: HookedModel, ids: Tensor, where: range) -> Readings:
         raise BadData(f"this {type(model.foreign).__name__} shows no stream that its head could be asked to read")
     _, held = model.run_with_cache(ids, names_filter=list(names.values()))
 
-    def read(layer: int | None) -> Tensor:
-        instead = [] if layer is None else [(names[last], lambda x, hook: held[names[layer]])]
+    def read(stream: Tensor | None) -> Tensor:
+        instead: Any = [] if stream is None else [(names[last], lambda x, hook: stream)]
         with model.hooks(instead):
             return wide(model.everywhere(ids)[0, where.start : where.stop]).log_softmax(-1)
 
     output = read(None)
-    if torch.equal(read(0), output):
+    if output.std() > 0 and torch.equal(read(held[names[last]].flip(-1)), output):
         raise BadData(f"this {type(model.foreign).__name__} reads its output from elsewhere than its last stream")
-    return [(slice(0, len(where)), output)], lambda layer, chunk: read(layer)[chunk]
+    return [(slice(0, len(where)), output)], lambda layer, chunk: read(held[names[layer]])[chunk]
 
 
 def _targets(model: HookedModel, ids: Tensor, targets: str | int) -> Tensor:

@@ -18,7 +18,7 @@ from workbench.observing.masks import CAUSAL
 from workbench.observing.projections import Projection, Tap, alike, run_of, search
 from workbench.observing.tracing import MATRIX, Attention, Execution, Trace, rows_at
 
-_CONTEXT = (
+CONTEXT = (
     "max_position_embeddings", "n_positions", "block_size", "n_ctx", "max_seq_len", "max_seq_length", "context_length",
     "sequence_length", "max_len",
 )  # fmt: skip
@@ -290,11 +290,11 @@ def _vocabulary(module: nn.Module, embed: tuple[Execution, Path] | None, logits:
 def _context(trace: Trace, embed: tuple[Execution, Path] | None, width: int) -> int:
     """Longest input, from the module's settings or its table of positions."""
     for holder in (getattr(trace.module, name, None) for name in ("config", "cfg", "args", "hparams")):
-        for name in _CONTEXT:
+        for name in CONTEXT:
             value = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
             if isinstance(value, int) and value >= trace.length:
                 return value
-    for name in _CONTEXT:
+    for name in CONTEXT:
         value = getattr(trace.module, name, None)
         if isinstance(value, int) and value >= trace.length:
             return value

@@ -19,7 +19,7 @@ from workbench.models.activations import Cache
 from workbench.models.hooked import HookedModel, LossFn, NamesFilter
 from workbench.models.points import Part, Point
 from workbench.names import STATISTICS, is_statistic
-from workbench.observing.anatomy import Anatomy, Layer
+from workbench.observing.anatomy import UNLIMITED, Anatomy, Layer
 from workbench.observing.layouts import get
 from workbench.observing.listening import Listening
 from workbench.observing.paths import SEEN, Path, architecture_of, frame
@@ -178,11 +178,19 @@ class Observed(HookedModel):
                 f"{type(self.foreign).__name__} gives no logits [batch, pos, d_vocab]: there is no loss"
             )
         run = self._every if self.full else self._usual
-        if not self.switch.on:
-            return self._logits_in(run(self.outer, tokens), tokens)
-        refuse_dropout(self.foreign)
-        with Listening(self, tokens).open():
-            return self._logits_in(run(self.foreign, tokens), tokens)
+        try:
+            if not self.switch.on:
+                return self._logits_in(run(self.outer, tokens), tokens)
+            refuse_dropout(self.foreign)
+            with Listening(self, tokens).open():
+                return self._logits_in(run(self.foreign, tokens), tokens)
+        except (RuntimeError, IndexError, AssertionError) as error:
+            if self.config.n_ctx < UNLIMITED:
+                raise
+            raise WorkbenchError(
+                f"{type(self.foreign).__name__} cannot read {tokens.shape[1]} tokens, and nothing says how many it can "
+                f"({type(error).__name__}: {error}); a builder's run may say so with --config n_ctx=N"
+            ) from error
 
     def _logits_in(self, output: Any, tokens: Tensor) -> Any:
         if self.anatomy.logits is None:

@@ -180,11 +180,14 @@ def predictions(ask: Source, link: Link) -> Drawing:
     places, said = _placed(ask, link)
     found = [ask.look("prompt.predictions", subject, text, position=own, top=TOP) for subject, own in places]
     rows = [f.top.head(SHOWN) for f in found]
-    if len(places) == 2 and read_alike(*(s.entry for s, _ in places)) and len({len(f.probability) for f in found}) == 1:
+    alike = (
+        len(places) == 2 and read_alike(*(s.entry for s, _ in places)) and len({len(f.probability) for f in found}) == 1
+    )
+    if alike:
         both = pd.concat([r.head(SHOWN // 2) for r in rows])[["id", "token"]].drop_duplicates("id")
         rows = [both.assign(probability=f.probability[both["id"]]) for f in found]
     frames = [r.assign(model=s.title, series=s.series) for r, (s, _) in zip(rows, places, strict=True)]
-    if len(frames) == 2 and frames[0]["id"].equals(frames[1]["id"]):
+    if alike:
         minus = frames[0]["probability"] - frames[1]["probability"]
         frames.append(frames[0].assign(model=plots.MINUS, series=plots.MINUS, probability=minus))
     figure = plots.next_tokens(

@@ -221,7 +221,9 @@ def example(entry: Entry) -> str:
     """What is read where a link has no prompt: what the run's model was trained on, or can read."""
     if entry.kind in LETTERS:
         return SYMBOLS
-    return TEXT if (Path(entry.path) / TOKENIZER).exists() else IDS
+    if (Path(entry.path) / TOKENIZER).exists():
+        return TEXT
+    return " ".join(IDS.split()[: entry.n_ctx])
 
 
 def read_alike(a: Entry, b: Entry) -> bool:
