@@ -139,7 +139,7 @@ def _fill(module: nn.Module, tensors: dict[str, Tensor], path: Path, name: str, 
         raise WorkbenchError(f"{name} returned a module on the meta device; build it on the CPU")
     module.load_state_dict(found, strict=False)  # what is left are tied parameters and buffers that the module makes
     if untied := [n for n, t in module.state_dict().items() if n in found and not t.equal(found[n].to(t))]:
-        raise BadCheckpoint(f"{what}{', '.join(untied[:5])} are tied to others in the module and differ in the file")
+        raise BadCheckpoint(f"{what}tied to others in the module and different in the file: {', '.join(untied[:5])}")
     if left:
         told = f"{path} does not hold {', '.join(left[:5])}; what {name} makes of them is used"
         warnings.warn(told, ArchitectureAssumed, stacklevel=2)
