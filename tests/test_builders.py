@@ -62,6 +62,7 @@ def test_a_run_of_own_code_computes_what_the_module_does_and_is_recognised(mine,
     assert not torch.equal(mine.load("first").everywhere(IDS), module(IDS)[0])
     assert (mine.steps, mine.architecture, mine.info["observed"]["builder"]) == ([3, 9], "resformer", "own_code:build")
     assert mine.info["options"] == pytest.approx({"lambda_v1": 0.4, "lambda_own": 0.6}, abs=1e-6)
+    torch.testing.assert_close(workbench.load(mine.step_folder(9)).everywhere(IDS), module(IDS)[0], atol=0, rtol=0)
     found = workbench.measure(mine, ["loss", "importance_entropy"], IDS, steps="all")
     assert set(found["step"]) == {3, 9}
 

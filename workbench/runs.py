@@ -281,6 +281,9 @@ def load(
     if (Path(path) / RUN_FILE).exists():
         return Run.open(path).load(step, **settings)
     path, number = _one_of_series(path, step)
+    of_run = Run.open(path.parent) if (path.parent / RUN_FILE).exists() else None
+    if of_run is not None and of_run.observed and (named := re.fullmatch(r"step_(\d{6,})", path.name)):
+        return of_run.load(int(named[1]), **settings)
     state = open_state(path)
     try:
         model = load_state(state, **settings)
@@ -289,8 +292,8 @@ def load(
             raise
         model = observed_instead(state, reason, device, dtype)
     model.source["step"] = model.source["step"] if model.source["step"] is not None else number
-    if (path.parent / RUN_FILE).exists():
-        model.tokenizer = Run.open(path.parent).tokenizer
+    if of_run is not None:
+        model.tokenizer = of_run.tokenizer
     elif path.is_dir():
         model.tokenizer = tokenizer_beside(path, model.config.d_vocab)
     return model
