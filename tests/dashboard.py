@@ -24,6 +24,13 @@ TEXT = ("transformer", "resformer", "svformer", "denseformer")
 PROSE = "def mean(values):\n    return sum(values) / len(values)\n" * 20
 
 
+OF_OBSERVED = [
+    ("attention", {}, 0), ("prompt", {"show": "next"}, 2), ("prompt", {"show": "layers"}, 1), ("prompt", {"show": "carries"}, 2),
+    ("intervene", {"edits": "values:layer=1,how=zero"}, 3),
+]  # fmt: skip
+"""Page, address and number of figures of what is drawn of a model that is observed from outside."""
+
+
 def known(**facts):
     return provenance(assumed=False, reading="higher: more", key="k", **facts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import dashboard
 import pytest
 import strangers
 import torch
@@ -300,16 +301,7 @@ def test_a_prefix_that_is_the_modules_own_is_put_back(code, tmp_path, monkeypatc
         torch.testing.assert_close(run.load().everywhere(IDS), inner(IDS)[0], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("page", "address", "figures"),
-    [
-        ("attention", {}, 0),
-        ("prompt", {"show": "next"}, 2),
-        ("prompt", {"show": "layers"}, 1),
-        ("prompt", {"show": "carries"}, 2),
-        ("intervene", {"edits": "values:layer=1,how=zero"}, 3),
-    ],
-)
+@pytest.mark.parametrize(("page", "address", "figures"), dashboard.OF_OBSERVED)
 def test_pages_show_own_code_where_it_may_run_and_say_what_to_do_where_not(
     mine, browse, monkeypatch, page, address, figures
 ):

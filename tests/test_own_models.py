@@ -98,16 +98,7 @@ def test_steps_of_different_shapes_are_no_series(another, tmp_path):
     assert not (tmp_path / "runs" / "odd").exists()
 
 
-@pytest.mark.parametrize(
-    ("page", "address", "figures"),
-    [
-        ("attention", {}, 0),
-        ("prompt", {"show": "next"}, 2),
-        ("prompt", {"show": "layers"}, 1),
-        ("prompt", {"show": "carries"}, 2),
-        ("intervene", {"edits": "values:layer=1,how=zero"}, 3),
-    ],
-)
+@pytest.mark.parametrize(("page", "address", "figures"), dashboard.OF_OBSERVED)
 def test_pages_show_another_librarys_model(another, browse, page, address, figures):
     run, _ = another
     for more in ({}, {"compare": "1", "b": "theirs", "step_b": "5"}):

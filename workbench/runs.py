@@ -103,7 +103,7 @@ class Run:
 
     @property
     def observed(self) -> bool:
-        """Whether its checkpoints are another library's models, which are opened there and observed from outside."""
+        """Whether its models are another library's, or of somebody's own code: opened there and observed from outside."""
         return "observed" in self.info
 
     @property

@@ -247,9 +247,9 @@ def load(
 @torch.no_grad()
 def _probe(model: Observed) -> list[float]:
     """Sums of the logits at the first, middle and last position, with random weights, two texts."""
-    vocabulary, length = model.source["example"].values()
-    T = min(model.config.n_ctx, PROBED) if model.config.n_ctx < UNLIMITED else length
-    ids = _ids(vocabulary, T).to(next(model.parameters()).device)
+    example = model.source["example"]
+    T = min(model.config.n_ctx, PROBED) if model.config.n_ctx < UNLIMITED else example["length"]
+    ids = _ids(example["vocabulary"], T).to(next(model.parameters()).device)
     try:
         logits = model.everywhere(ids)[:, [0, T // 2, T - 1]]
     except WorkbenchError:
