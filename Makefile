@@ -6,12 +6,12 @@ ARGS ?=
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test check lint types contracts slow browser docs bench clean
+.PHONY: demo test check lint types contracts slow browser docs bench mutants clean
 
 demo: $(VENV)/.installed  ## corpus, training, measuring, report, dashboard on 127.0.0.1:8501
 	$(BIN)/workbench demo $(ARGS)
 
-test: $(VENV)/.installed-dev  ## the tests, in under five minutes
+test: $(VENV)/.installed-dev  ## the fast tests, about three minutes on two idle cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 check: lint types contracts test slow  ## everything CI checks
@@ -29,8 +29,8 @@ contracts: $(VENV)/.installed-dev
 slow: $(VENV)/.installed-dev  ## browser, demo and other minutes-long tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow $(ARGS)
 
-docs: $(VENV)/.installed-dev  ## regenerate docs/models.md, docs/metrics.md and docs/figures.md
-	$(BIN)/python -m workbench.docs docs
+docs: $(VENV)/.installed-dev  ## regenerate the tables and pictures under docs/
+	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, against plain twins
 	$(BIN)/python benchmarks/start.py
@@ -45,6 +45,9 @@ bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, agai
 	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/dashboard.py
+
+mutants: $(VENV)/.installed-dev  ## what share of small faults the fast tests catch
+	$(BIN)/python benchmarks/mutation.py $(ARGS)
 
 browser:  ## install a browser for the browser tests and PNG export (Debian, Ubuntu)
 	apt-get update && apt-get install -y --no-install-recommends chromium

@@ -1,4 +1,4 @@
-"""What every analysis does alike: read or make runs, judge the claims, print published numbers beside ours, keep the files."""
+"""What every analysis does: read or make runs, judge the claims, print published numbers beside ours, keep the files."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from workbench import plots
-from workbench.analysing import Analysis, analyse
-from workbench.claims import Evidence
-from workbench.claims.base import Undecided
+from workbench.claims import Claim, Evidence
+from workbench.claims.analysis import Analysis, analyse, chosen
+from workbench.claims.verdict import InsufficientEvidence
 from workbench.config import ModelConfig, TrainConfig
 from workbench.console import say, table
-from workbench.data import RepeatedData, prepare
+from workbench.data.sources import RepeatedData, prepare
 from workbench.errors import WorkbenchError
 from workbench.files import digest, write_text
-from workbench.results import write_parquet
-from workbench.runs import CORPORA, runs_folder
-from workbench.statistics import seed_band
+from workbench.runs.records import write_parquet
+from workbench.runs.run import CORPORA, runs_folder
 
 Model = str | tuple[str, dict[str, Any]]
 QUICK_MODEL = ModelConfig(n_layers=4, d_model=32, n_heads=4, d_mlp=48, d_vocab=300, n_ctx=128)
@@ -33,46 +33,56 @@ QUICK_TRAIN = TrainConfig(
 QUICK_DOCUMENTS, QUICK_TEXT = 16, 400_000
 
 
-def answer(
-    name: str,
-    question: str,
-    claims: Sequence[str],
-    ours: Callable[[Evidence], pd.DataFrame],
-    *,
-    quick: Sequence[Model],
-    task: str = "text",
-) -> None:
-    """The whole of an analysis, from the command line's arguments to the files.
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A question put to runs from the command line: `python -m analyses.NAME RUN...`.
 
-    `question`: the script's docstring. `ours`: the table of absolute numbers, printed before the verdicts. `quick`: models
-    of the quick form, trained for a few steps to see that everything works; its verdicts mean nothing.
+    `question` is the docstring of its `file`. The claims are those of some `questions` (modules of `workbench.claims`) or named
+    one by one. `table` makes the absolute numbers that stand before the verdicts. `quick` are the models of the quick form,
+    trained for a few steps on `task` to see that everything works; its verdicts mean nothing.
     """
-    given = _arguments(question)
-    try:
-        _answer(name, claims, ours, quick, task, given)
-    except WorkbenchError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print(f"{name}: stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
 
+    file: str
+    question: str | None
+    questions: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
+    table: Callable[[Evidence], pd.DataFrame]
+    quick: Sequence[Model]
+    task: str = "text"
 
-def _answer(
-    name: str,
-    claims: Sequence[str],
-    ours: Callable[[Evidence], pd.DataFrame],
-    quick: Sequence[Model],
-    task: str,
-    given: argparse.Namespace,
-) -> None:
-    with tempfile.TemporaryDirectory() as spare:
-        paths = given.paths or [given.runs]
-        if given.quick:
-            paths = quick_runs(Path(given.paths[0] if given.paths else spare), quick, task)
-        n = QUICK_DOCUMENTS if given.quick else 64
-        found = analyse(paths, claims=claims, n=n)
-        conclude(found, name, _numbers(ours, found.evidence), given.out)
+    @property
+    def name(self) -> str:
+        """The file's name, which the kept files bear too."""
+        return Path(self.file).stem
+
+    @property
+    def asked(self) -> list[Claim]:
+        """The claims that answer the question."""
+        return chosen(self.questions, self.claims)
+
+    def main(self) -> None:
+        """The whole of an analysis, from the command line's arguments to the files."""
+        try:
+            self._run(_arguments(self.question or ""))
+        except WorkbenchError as error:
+            print(f"{self.name}: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            print(f"{self.name}: stopped; the same command goes on from here", file=sys.stderr)
+            sys.exit(130)
+
+    def _run(self, given: argparse.Namespace) -> None:
+        with tempfile.TemporaryDirectory() as spare:
+            paths = given.paths or [given.runs]
+            if given.quick:
+                paths = quick_runs(Path(given.paths[0] if given.paths else spare), self.quick, self.task)
+            n = QUICK_DOCUMENTS if given.quick else 64
+            analysis = analyse(paths, claims=[claim.name for claim in self.asked], n=n)
+            try:
+                numbers = self.table(analysis.evidence)
+            except InsufficientEvidence as reason:  # nothing of this was measured: the verdicts say why
+                numbers = pd.DataFrame({"missing": [str(reason)]})
+            conclude(analysis, self.name, numbers, given.out)
 
 
 def _arguments(question: str) -> argparse.Namespace:
@@ -92,75 +102,45 @@ def _arguments(question: str) -> argparse.Namespace:
 
 def quick_runs(folder: Path, models: Sequence[Model], task: str = "text", seeds: int = 1) -> list[Path]:
     """Tiny models trained for a few steps, as many seeds each; those that are there already are kept."""
-    from workbench.training import train
+    from workbench.training.loop import train
 
     data: Any = (
         RepeatedData() if task == "repeated" else prepare(root=folder / CORPORA, max_bytes=QUICK_TEXT, vocabulary=300)
     )
-    shape, found = QUICK_MODEL.replace(d_vocab=data.d_vocab), list[Path]()
+    shape, paths = QUICK_MODEL.replace(d_vocab=data.d_vocab), list[Path]()
     for given in models:
         architecture, options = (given, {}) if isinstance(given, str) else given
         recipe = QUICK_TRAIN.replace(**{k: options[k] for k in options if k in ("lr", "lr_factors")})
         own = {k: v for k, v in options.items() if k not in ("lr", "lr_factors")}
-        told = f"-{digest(options)[:6]}" if options else ""
+        suffix = f"-{digest(options)[:6]}" if options else ""
         for seed in range(seeds):
-            name = f"{task}-{architecture}{told}-s{seed}"
+            name = f"{task}-{architecture}{suffix}-s{seed}"
             run = train(
                 architecture, data, name=name, runs=folder, model=shape, train=recipe, seed=seed, device="cpu", **own
             )
-            found.append(run.path)
-    return found
+            paths.append(run.path)
+    return paths
 
 
-def _numbers(ours: Callable[[Evidence], pd.DataFrame], evidence: Evidence) -> pd.DataFrame:
-    try:
-        return ours(evidence)
-    except Undecided as reason:  # nothing of this was measured: the verdicts say why
-        return pd.DataFrame({"missing": [str(reason)]})
-
-
-def profile(evidence: Evidence, metric: str, *, by: Sequence[str] = ("layer",), **axes: Any) -> pd.DataFrame:
-    """Mean over seeds with its range, of each model at random init and after training, along `by`."""
-    frames = []
-    for step in ("first", "last"):
-        try:
-            rows = evidence.rows(metric, step=step, **axes)
-        except Undecided:
-            if step == "last":
-                raise
-            continue
-        band = seed_band(rows.rename(columns={"architecture": "model"}), ["model", *by])
-        frames.append(
-            band.assign(when="random init" if step == "first" else "trained", metric=metric, unit=rows["unit"].iloc[0])
-        )
-    return pd.concat(frames, ignore_index=True)
-
-
-def final_losses(evidence: Evidence) -> pd.DataFrame:
-    """Final validation loss of every model and domain: mean over seeds with its range, nats."""
-    band = seed_band(evidence.losses(), ["model", "data"])
-    return band.sort_values(["data", "mean"]).assign(unit="nats")
-
-
-def conclude(found: Analysis, name: str, numbers: pd.DataFrame, out: Path) -> None:
+def conclude(analysis: Analysis, name: str, numbers: pd.DataFrame, out: Path) -> None:
     """Print our numbers, then each claim with published ones and its verdict; keep `<name>.csv`, `.parquet`, `.txt`, `.html`."""
     table(numbers)
     lines = []
-    for j in found.judged:
+    for j in analysis.judged:
         lines += [
             f"Claim: {j.claim.text}",
             f"  Published: {j.claim.published}.",
             f"  Would refute it: {j.claim.refutes}.",
-            f"  Here: {j.verdict.said}. {j.verdict.sentence}",
+            f"  Here: {j.verdict.words}. {j.verdict.sentence}",
             f"  Runs: {len(j.verdict.runs)}{f' ({j.verdict.setting})' if j.verdict.runs else ''}.",
         ]
-    lines += [f"Left out: {run}: {why}" for run, why in found.problems.items()]
+    lines += [f"Left out: {run}: {why}" for run, why in analysis.problems.items()]
     for line in lines:
         say(line)
     write_text(out / f"{name}.csv", numbers.to_csv(index=False))
     write_parquet(numbers, out / f"{name}.parquet")
     write_text(out / f"{name}.txt", "\n".join(lines) + "\n")
-    drawn = [j for j in found.judged if j.figure is not None]
+    drawn = [j for j in analysis.judged if j.figure is not None]
     for i, j in enumerate(drawn):
         write_text(out / (f"{name}-{j.claim.name}.html" if i else f"{name}.html"), plots.html(j.figure, whole=True))
     say(f"kept under {out}")

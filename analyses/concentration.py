@@ -8,28 +8,22 @@ and at equal loss, and split into first position, profile and content, since the
 Tested only where the vanilla model has sinks in five seeds.
 """
 
-import pandas as pd
+from analyses.common import Script
+from analyses.tables import profiles
 
-from analyses.common import answer, profile
-from workbench.claims import Evidence
-
-CLAIMS = ("concentration_is_learned", "less_concentration_in_deep_layers")
-QUICK = ("transformer", "resformer", "svformer", "neutreno")
-PARTS = ("first_position", "profile", "content")
-
-
-def ours(evidence: Evidence) -> pd.DataFrame:
-    """Deficit of each layer, and the three parts of its concentration, in nats."""
-    text = evidence.on("text")
-    deficit = profile(text, "importance_entropy", variant="deficit").assign(part="entropy deficit")
-    parts = [profile(text, "concentration_parts", variant=part).assign(part=part) for part in PARTS]
-    return pd.concat([deficit, *parts], ignore_index=True)
-
-
-def main() -> None:
-    """Deficits, their parts, and both at equal loss."""
-    answer("concentration", __doc__ or "", CLAIMS, ours, quick=QUICK)
-
+SCRIPT = Script(
+    file=__file__,
+    question=__doc__,
+    questions=("concentration",),
+    table=profiles(
+        ("importance_entropy", {"variant": "deficit"}, {"part": "entropy deficit"}),
+        *(
+            ("concentration_parts", {"variant": part}, {"part": part})
+            for part in ("first_position", "profile", "content")
+        ),
+    ),
+    quick=("transformer", "resformer", "svformer", "neutreno"),
+)
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.main()

@@ -7,30 +7,22 @@ Everything is computed on the unmodified vanilla model. The layer's own output a
 more than what it adds to that.
 """
 
-import pandas as pd
+from analyses.common import Script
+from analyses.tables import profiles
 
-from analyses.common import answer, profile
-from workbench.claims import Evidence
-
-CLAIMS = ("same_key_averaging_approximates",)
-QUICK = ("transformer", "same_key", "identity_map", "cross_layer")
-
-
-def ours(evidence: Evidence) -> pd.DataFrame:
-    """Cosine with cross-layer attention by layer: both approximations, and the baseline."""
-    text = evidence.on("text")
-    guesses = [
-        profile(text, "cross_layer_approximation", variant=how).assign(approximation=how)
-        for how in ("same_key", "identity", "identity_all")
-    ]
-    own = profile(text, "cross_layer_approximation", control="own").assign(approximation="own output alone")
-    return pd.concat([*guesses, own], ignore_index=True)
-
-
-def main() -> None:
-    """Cosines with cross-layer attention."""
-    answer("cross_layer", __doc__ or "", CLAIMS, ours, quick=QUICK)
-
+SCRIPT = Script(
+    file=__file__,
+    question=__doc__,
+    questions=("cross_layer",),
+    table=profiles(
+        *(
+            ("cross_layer_approximation", {"variant": how}, {"approximation": how})
+            for how in ("same_key", "identity", "identity_all")
+        ),
+        ("cross_layer_approximation", {"control": "own"}, {"approximation": "own output alone"}),
+    ),
+    quick=("transformer", "same_key", "identity_map", "cross_layer"),
+)
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.main()

@@ -7,29 +7,19 @@ The control is a vanilla run with lr_factors, as --recipe 'lr_factors={"blocks.0
 papers do; a larger gradient of the first W_V is close to a tautology, since the shortcut adds terms to it.
 """
 
-import pandas as pd
+from analyses.common import Script
+from analyses.tables import losses_by_rate
 
-from analyses.common import answer
-from workbench.claims import Evidence
-from workbench.statistics import seed_band
-
-CLAIMS = ("not_merely_easier_optimisation",)
-QUICK = (
-    "transformer", "resformer", ("transformer", {"lr": 1e-3}), ("resformer", {"lr": 1e-3}), ("transformer", {"lr": 2e-3}),
-    ("resformer", {"lr": 2e-3}), ("transformer", {"lr_factors": {"blocks.0.*": 5.0}}),
+SCRIPT = Script(
+    file=__file__,
+    question=__doc__,
+    questions=("optimisation",),
+    table=losses_by_rate,
+    quick=(
+        "transformer", "resformer", ("transformer", {"lr": 1e-3}), ("resformer", {"lr": 1e-3}), ("transformer", {"lr": 2e-3}),
+        ("resformer", {"lr": 2e-3}), ("transformer", {"lr_factors": {"blocks.0.*": 5.0}}),
+    ),
 )  # fmt: skip
 
-
-def ours(evidence: Evidence) -> pd.DataFrame:
-    """Final loss of every model at every learning rate."""
-    losses = evidence.on("text").losses()
-    return seed_band(losses, ["model", "lr"]).sort_values(["lr", "mean"]).assign(unit="nats")
-
-
-def main() -> None:
-    """Learning rates and controls."""
-    answer("easier_optimisation", __doc__ or "", CLAIMS, ours, quick=QUICK)
-
-
 if __name__ == "__main__":
-    main()
+    SCRIPT.main()

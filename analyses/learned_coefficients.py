@@ -7,27 +7,16 @@ Weight decay pulls the coefficients to 0 where it is on, and small models show t
 Trained coefficients of value residuals are in where_the_residual_belongs.
 """
 
-import pandas as pd
+from analyses.common import Script
+from analyses.tables import trained_coefficients
 
-from analyses.common import answer
-from workbench.claims import Evidence
-from workbench.statistics import seed_band
-
-CLAIMS = ("denseformer_weights_have_structure",)
-QUICK = ("transformer", "denseformer")
-
-
-def ours(evidence: Evidence) -> pd.DataFrame:
-    """Every trained coefficient at the last step: mean over seeds with its range."""
-    told = evidence.telemetry[evidence.telemetry["metric"] == "coefficient"]
-    last = told[told["step"] == told.groupby("run")["step"].transform("max")]
-    return seed_band(last.rename(columns={"architecture": "model"}), ["model", "layer", "part"])
-
-
-def main() -> None:
-    """DenseFormer's weights."""
-    answer("learned_coefficients", __doc__ or "", CLAIMS, ours, quick=QUICK)
-
+SCRIPT = Script(
+    file=__file__,
+    question=__doc__,
+    questions=("averages",),
+    table=trained_coefficients,
+    quick=("transformer", "denseformer"),
+)
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.main()

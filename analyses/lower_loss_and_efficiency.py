@@ -8,25 +8,16 @@ Absolute losses come before differences; a difference inside its interval over s
 several forms of the curve side by side, since the forms differ by points of per cent on the same numbers.
 """
 
-import pandas as pd
+from analyses.common import Script
+from analyses.tables import losses_and_sizes
 
-from analyses.common import answer, final_losses
-from workbench.claims import Evidence
-
-CLAIMS = ("lower_loss", "fewer_parameters", "fewer_tokens", "same_cost", "ahead_of_relatives", "downstream_gains")
-QUICK = ("transformer", "resformer", "neutreno", "denseformer")
-
-
-def ours(evidence: Evidence) -> pd.DataFrame:
-    """Final losses by model and domain, with the largest size and most tokens beside them."""
-    sizes = evidence.runs.groupby("model")[["parameters", "tokens"]].max()
-    return final_losses(evidence.on("text")).merge(sizes, on="model")
-
-
-def main() -> None:
-    """Losses, savings, cost and rivals."""
-    answer("lower_loss_and_efficiency", __doc__ or "", CLAIMS, ours, quick=QUICK)
-
+SCRIPT = Script(
+    file=__file__,
+    question=__doc__,
+    questions=("loss", "downstream"),
+    table=losses_and_sizes,
+    quick=("transformer", "resformer", "neutreno", "denseformer"),
+)
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.main()

@@ -7,27 +7,19 @@ trained minus init shows nothing.
 Each model is compared with its own random init: SVFormer and NeuTRENO have less similar tokens before any training.
 """
 
-import pandas as pd
+from analyses.common import Script
+from analyses.tables import profiles
 
-from analyses.common import answer, profile
-from workbench.claims import Evidence
-
-CLAIMS = ("smoothing_and_concentration_are_linked", "neutreno_smooths_less")
-QUICK = ("transformer", "resformer", "neutreno")
-
-
-def ours(evidence: Evidence) -> pd.DataFrame:
-    """Similarity of hidden states per layer, with and without position 0."""
-    text = evidence.on("text")
-    plain = profile(text, "token_similarity", site="stream").assign(positions="all")
-    without = profile(text, "token_similarity", site="stream", variant="excl0").assign(positions="without the first")
-    return pd.concat([plain, without], ignore_index=True)
-
-
-def main() -> None:
-    """Similarity against init, and its link to concentration."""
-    answer("oversmoothing", __doc__ or "", CLAIMS, ours, quick=QUICK)
-
+SCRIPT = Script(
+    file=__file__,
+    question=__doc__,
+    questions=("smoothing",),
+    table=profiles(
+        ("token_similarity", {"site": "stream"}, {"positions": "all"}),
+        ("token_similarity", {"site": "stream", "variant": "excl0"}, {"positions": "without the first"}),
+    ),
+    quick=("transformer", "resformer", "neutreno"),
+)
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.main()

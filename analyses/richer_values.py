@@ -7,30 +7,22 @@ the vanilla model's trend.
 Spectra are normalised by their trace: the published ones are not, and so contain the scale of the values.
 """
 
-import pandas as pd
+from analyses.common import Script
+from analyses.tables import profiles
 
-from analyses.common import answer, profile
-from workbench.claims import Evidence
-
-CLAIMS = ("richer_values", "deep_layers_learn_a_correction")
-QUICK = ("transformer", "resformer")
-
-
-def ours(evidence: Evidence) -> pd.DataFrame:
-    """Effective rank and scale of effective and own values, by layer."""
-    text = evidence.on("text")
-    frames = [
-        profile(text, "effective_rank", site=site, variant=variant).assign(site=site, form=variant or "rank")
-        for site in ("v", "own_v")
-        for variant in (None, "trace", "top_share")
-    ]
-    return pd.concat(frames, ignore_index=True)
-
-
-def main() -> None:
-    """Spectra, scale, and what deep layers add."""
-    answer("richer_values", __doc__ or "", CLAIMS, ours, quick=QUICK)
-
+SCRIPT = Script(
+    file=__file__,
+    question=__doc__,
+    questions=("depth",),
+    table=profiles(
+        *(
+            ("effective_rank", {"site": site, "variant": variant}, {"site": site, "form": variant or "rank"})
+            for site in ("v", "own_v")
+            for variant in (None, "trace", "top_share")
+        )
+    ),
+    quick=("transformer", "resformer"),
+)
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.main()

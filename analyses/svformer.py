@@ -8,30 +8,16 @@ A tiny model flatters SVFormer: a reviewer of the first version notes that it wi
 tokens cannot be checked small.
 """
 
-import pandas as pd
+from analyses.common import Script
+from analyses.tables import losses_and_cache
 
-from analyses.common import answer, final_losses
-from workbench.claims import Evidence
-
-CLAIMS = (
-    "half_the_cache_for_a_small_penalty", "fast_at_first_then_overtaken", "better_than_grouped_heads_at_length",
-    "sharing_values_hurts_least",
-)  # fmt: skip
-QUICK = ("transformer", "svformer", "gqa", "cla", "share_q", "share_k", "share_v")
-
-
-def ours(evidence: Evidence) -> pd.DataFrame:
-    """Bytes of cache per token and final losses, domains averaged."""
-    text = evidence.on("text")
-    losses = final_losses(text).groupby("model", as_index=False)[["mean", "min", "max"]].mean()
-    cache = text.rows("cache_bytes").groupby("architecture")["value"].mean().rename("cache bytes per token")
-    return losses.merge(cache, left_on="model", right_index=True, how="left").sort_values("mean").assign(unit="nats")
-
-
-def main() -> None:
-    """Cache, penalty, crossing and controls."""
-    answer("svformer", __doc__ or "", CLAIMS, ours, quick=QUICK)
-
+SCRIPT = Script(
+    file=__file__,
+    question=__doc__,
+    questions=("sharing",),
+    table=losses_and_cache,
+    quick=("transformer", "svformer", "gqa", "cla", "share_q", "share_k", "share_v"),
+)
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.main()

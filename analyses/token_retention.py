@@ -7,27 +7,16 @@ Values are left out of the verdict: the first layer's are a lookup of the token,
 effective values contain them, so a probe must succeed there by construction.
 """
 
-import pandas as pd
+from analyses.common import Script
+from analyses.tables import profiles
 
-from analyses.common import answer, profile
-from workbench.claims import Evidence
-
-CLAIMS = ("token_information_is_preserved",)
-QUICK = ("transformer", "resformer")
-
-
-def ours(evidence: Evidence) -> pd.DataFrame:
-    """Bits of the token's identity by site and layer, at random init and trained."""
-    sites = ("stream", "z", "own_v")
-    return pd.concat(
-        [profile(evidence.on("text"), "token_probe", site=s).assign(site=s) for s in sites], ignore_index=True
-    )
-
-
-def main() -> None:
-    """Bits of the token in deep layers."""
-    answer("token_retention", __doc__ or "", CLAIMS, ours, quick=QUICK)
-
+SCRIPT = Script(
+    file=__file__,
+    question=__doc__,
+    claims=("token_information_is_preserved",),
+    table=profiles(*(("token_probe", {"site": site}, {"site": site}) for site in ("stream", "z", "own_v"))),
+    quick=("transformer", "resformer"),
+)
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.main()

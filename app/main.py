@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pandas as pd
 import streamlit as st
 
-from app import url
-from app.source import root, source
-
-PAGES = {
-    "start": ("Start", ":material/flag:", "What is here, and one model at a glance"),
-    "training": ("Training", ":material/trending_down:", "Losses, gradients, coefficients over time"),
-    "depth": ("Depth", ":material/layers:", "Any measure over layers"),
-    "attention": ("Attention", ":material/grid_on:", "Where every head looks"),
-    "prompt": ("Prompt", ":material/chat:", "Your text: what is read, kept and predicted"),
-    "intervene": ("Intervene", ":material/build:", "Change something, see what follows"),
-}
+from app import page_frame, widgets
+from app.cached_source import cached_source, root
+from workbench.views.link import PAGES
 
 
 def main() -> None:
     st.set_page_config(page_title="workbench", page_icon="🔬", layout="wide")
-    pages = [
-        st.Page(f"views/{name}.py", title=title, icon=icon, url_path=name, default=name == "start")
-        for name, (title, icon, _) in PAGES.items()
-    ]
-    page = st.navigation(pages, position="hidden")
+    pages = {name: _streamlit_page(name) for name in PAGES}
+    page = st.navigation(list(pages.values()), position="hidden")
     with st.sidebar:
         st.subheader("workbench")
-        for name, (title, icon, about) in PAGES.items():
-            url.link(name, title, icon, about)
-    url.check_link()
+        for name, described in PAGES.items():
+            icon = f":material/{described.icon}:"
+            widgets.page_link(name, described.title, icon, described.about, target=pages[name])
+    widgets.warn_of_unknown_keys()
     page.run()
     _problems()
 
 
+def _streamlit_page(name: str) -> st.Page:
+    """The screen of a page, or all its views one below the other where it has no screen of its own."""
+    described, script = PAGES[name], f"screens/{name}.py"
+    screen = script if (Path(__file__).parent / script).exists() else partial(page_frame.all_views, name)
+    icon = f":material/{described.icon}:"
+    return st.Page(screen, title=described.title, icon=icon, url_path=name, default=name == "start")
+
+
 def _problems() -> None:
-    """Folders that cannot be read, named once at the foot of every page."""
-    found = source().catalogue()
+    found = cached_source().catalogue()
     problems = found.problems
     with st.sidebar:
-        st.caption(f"{len(found.entries)} runs in {url.plain(root())}")
+        st.caption(f"{len(found.entries)} runs in {widgets.escaped(root())}")
     if problems:
         with st.expander(f"{len(problems)} folders here could not be read as runs", icon=":material/folder_off:"):
             table = pd.DataFrame({"folder": list(problems), "what is wrong": list(problems.values())})

@@ -24,9 +24,10 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
 
+from app import settings
 from workbench.plots.style import INK
-from workbench.serving import HOST
 from workbench.views.link import PAGES
+from workbench.views.serving import HOST
 
 FRONT = Path(st.__file__).parent / "static"
 HERE = (
@@ -123,10 +124,11 @@ class Aside:
             gc.freeze()
 
 
+settings.apply()  # before anything is read of them
 app = st.App(Path(__file__).with_name("main.py"), middleware=[Middleware(FrontEnd)])
 
 
-def _outlive_nobody(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """End once the process that started this one is gone: a closed window takes its dashboard along."""
     while os.getppid() == parent:
         time.sleep(1)
@@ -137,11 +139,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=8501)
     parser.add_argument("--parent", type=int)
-    told = parser.parse_known_args()[0]
-    if told.parent is not None:
-        threading.Thread(target=_outlive_nobody, args=(told.parent,), daemon=True).start()
+    options = parser.parse_known_args()[0]
+    if options.parent is not None:
+        threading.Thread(target=_end_with_parent, args=(options.parent,), daemon=True).start()
     gc.callbacks.append(Aside())
     uvicorn.run(
-        app, host=HOST, port=told.port, ws="websockets-sansio", ws_per_message_deflate=False,
+        app, host=HOST, port=options.port, ws="websockets-sansio", ws_per_message_deflate=False,
         access_log=False, log_level="warning", timeout_graceful_shutdown=2,
     )  # fmt: skip

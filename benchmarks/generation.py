@@ -24,7 +24,7 @@ from instrumentation import AT_ONCE
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from workbench.measuring import measure
+from workbench.measurement.measuring import measure
 from workbench.models import ARCHITECTURES, build
 
 CONFIG = {"n_layers": 8, "d_model": 256, "n_heads": 8, "d_mlp": 704, "d_vocab": 2048, "n_ctx": 512}

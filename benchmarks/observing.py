@@ -1,4 +1,4 @@
-"""What observing somebody else's decoder costs: idle, reading values, streaming statistics, and memory at long lengths.
+"""What observing a foreign decoder costs: idle, reading values, streaming statistics, and memory at long lengths.
 
     OMP_NUM_THREADS=1 python benchmarks/observing.py [--quick] [--slack 1.3]
 
@@ -83,7 +83,7 @@ class Table:
     ) -> None:
         variants = {"plain": plain, "mine": mine}
         found = interleave(variants, seconds=self.seconds, rounds=11)["mine"]
-        if limit is not None and found.ratio > limit * self.slack:  # a shared machine: look again, longer
+        if limit is not None and found.ratio > limit * self.slack:  # a shared machine: measure again, longer
             found = interleave(variants, seconds=2 * self.seconds, rounds=21)["mine"]
         print(
             f"{what:<28} {name:<8} {T:>6} {found.milliseconds / found.ratio:>9.2f} {found.milliseconds:>9.2f} "

@@ -26,8 +26,8 @@ from twin import twin_of
 
 from workbench.models import build
 from workbench.models.hooked import next_token_loss
-from workbench.recording import NotRecorded, Recorder
-from workbench.runs import Run
+from workbench.runs.run import Run
+from workbench.training.recorder import NotRecorded, Recorder
 
 SIZES = {
     "mini": ({"n_layers": 8, "d_model": 256, "n_heads": 8, "d_mlp": 704, "d_vocab": 2048, "n_ctx": 512}, 2, 256),
@@ -38,7 +38,7 @@ DEFAULT_LIMIT, IDLE_LIMIT, EVERY = 1.03, 1.01, 100
 
 
 class Loop:
-    """Somebody's training loop, with or without a recorder."""
+    """A training loop, with or without a recorder."""
 
     def __init__(self, model: nn.Module, vocabulary: int, shape: tuple[int, int], recorder: Recorder | None) -> None:
         self.model, self.recorder = model.train(), recorder
@@ -65,8 +65,8 @@ class Table:
         print(f"{'what':<22} {'model':<20} {'base ms':>9} {'ms':>9} {'ratio':>7} {'limit':>6}")
 
     def row(self, what: str, model: str, base: float, mine: float, ratio: float, limit: float | None = None) -> None:
-        said = f"{limit:>6.2f}" if limit else f"{'':>6}"
-        print(f"{what:<22} {model:<20} {base:>9.2f} {mine:>9.2f} {ratio:>7.3f} {said}", flush=True)
+        shown = f"{limit:>6.2f}" if limit else f"{'':>6}"
+        print(f"{what:<22} {model:<20} {base:>9.2f} {mine:>9.2f} {ratio:>7.3f} {shown}", flush=True)
         if limit and ratio > limit * self.slack:
             self.broken.append(f"{what}, {model}: {ratio:.3f}, limit {limit}")
 
@@ -96,7 +96,7 @@ def measure(table: Table, size: str, kind: str, folder: Path, seconds: float) ->
     pairs = {"plain": plain, "idle": idle, "second": second}
     calls = {what: partial(loop.steps, 2) for what, loop in pairs.items()}
     found = interleave(calls, seconds=seconds, rounds=15)
-    if found["idle"].ratio > IDLE_LIMIT * table.slack:  # a shared machine: look again, longer
+    if found["idle"].ratio > IDLE_LIMIT * table.slack:  # a shared machine: measure again, longer
         found = interleave(calls, seconds=2 * seconds, rounds=31)
     base, between = found["plain"].milliseconds / 2, found["idle"].ratio
     logging = 2 * found["second"].ratio - between

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench import corpus as corpora
-from workbench.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
+from workbench.data import corpus as corpora
+from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
 
 SIZES = (258, 384, 512, 768, 1024, 1536, 2048, 4096)
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 96, 4, 4, 128, 16

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import shutil
 import socket
 from pathlib import Path
 
 import pytest
 
-from workbench import serving
+from workbench.views import serving
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
+MISSING = "no chromium, chromium-browser or google-chrome on PATH; `make browser` installs one"
 FLAGS = [
     f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
                              "disable-component-update", "disable-sync")
@@ -26,11 +28,32 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def ask(port, path, host=None, method="GET", **headers):
+    """The answer of the dashboard on a port to one request, and its body."""
+    wire = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    wire.request(method, path, headers=headers if host is None else {"Host": host} | headers)
+    answer = wire.getresponse()
+    body = answer.read()
+    wire.close()
+    return answer, body
+
+
+def connected(port, origin):
+    """The status of asking for a page's wire, as a browser asks on behalf of a page."""
+    asked = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    wire = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    key = {"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
+    wire.request("GET", "/_stcore/stream", headers=asked | key | ({} if origin is None else {"Origin": origin}))
+    status = wire.getresponse().status
+    wire.close()
+    return status
+
+
 @contextlib.contextmanager
 def served(runs):
     """Address of a dashboard that shows these runs; skips where there is no browser to open it with."""
     if BROWSER is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome on PATH; `make browser` installs one")
+        pytest.skip(MISSING)
     server = serving.serve(runs, free_port())
     try:
         yield server.url
@@ -68,7 +91,7 @@ def settled(page, figures=1):
     page.wait_for_timeout(250)
     page.wait_for_function(
         f"document.querySelectorAll('.js-plotly-plot .main-svg').length >= {figures}"
-        " && document.querySelector('[data-testid=\"stApp\"]').dataset.testScriptState === 'notRunning'"
+        " && document.querySelector('[data-testid=\"stApp\"]')?.dataset.testScriptState === 'notRunning'"
         " && !document.querySelector('[class*=\"st-key-cancel_\"]')"
     )
     page.wait_for_timeout(300)
@@ -94,3 +117,31 @@ def downloaded(page, button):
 
     insist(click)
     return found[0].suggested_filename, Path(found[0].path()).read_text(encoding="utf-8")
+
+
+def picture(page, path):
+    """The whole page, though it scrolls in a box of its own."""
+    height = page.evaluate("document.querySelector('[data-testid=\"stMain\"]').scrollHeight")
+    page.set_viewport_size({"width": 1280, "height": int(height) + 20})
+    page.wait_for_timeout(700)
+    page.screenshot(path=path)
+    page.set_viewport_size({"width": 1280, "height": 900})
+
+
+def drawn(page, key, axis="y", trace=0):
+    """Numbers of a figure's trace, as the browser holds them."""
+    return page.evaluate(
+        "([key, axis, trace]) => Array.from(document.querySelector(`.st-key-${key} .js-plotly-plot`)._fullData[trace][axis], Number)",
+        [key, axis, trace],
+    )
+
+
+def pick(page, label, option):
+    box = page.locator(f'[data-testid="stSelectbox"]:has-text("{label}") input').first
+    insist(box.click, page.get_by_role("option", name=option, exact=True).click)
+
+
+def typed(page, text, area=0):
+    box = page.locator("textarea").nth(area)
+    box.fill(text)
+    box.press("Control+Enter")

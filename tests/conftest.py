@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,19 +14,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import dashboard
+import own_loop
 import pytest
+import seams
 import torch
+import training_runs
 
-from workbench.models import ARCHITECTURES, build
+from workbench.models import build
 
 torch.set_num_threads(1)
+
+
+def pytest_configure():
+    """Ctrl-C reaches the processes that tests start, also where the tests run in the background of a shell, which ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    """What is imported by now stays to the end: the collector need not walk through it again and again."""
+    gc.freeze()
+
 
 TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 128}
 
 
-@pytest.fixture(params=list(ARCHITECTURES))
+@pytest.fixture(params=seams.COVERING)
 def any_architecture(request):
-    """Each registered architecture in turn."""
+    """Each architecture of those that stand for all, in turn."""
     return request.param
 
 
@@ -31,7 +49,7 @@ def any_architecture(request):
 def forkserver(monkeypatch):
     """Processes of a pool come from one that has imported torch, not each from nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workbench.measuring", "workbench.training"])
+    context.set_forkserver_preload(["workbench.measurement.measuring", "workbench.training.loop"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
 
 
@@ -61,16 +79,94 @@ def awake(tiny):
     return make
 
 
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory):
+    """A run that was trained at one go."""
+    run = training_runs.start(tmp_path_factory.mktemp("uninterrupted"))
+    with training_runs.unchanged(run.path):
+        yield run
+
+
+@pytest.fixture
+def forked(forkserver):
+    """`forked(root)`: a training in another process, and the pipe of its steps."""
+    return training_runs.launched
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def measured_runs(tmp_path_factory):
+    """One short run per architecture on repeated tokens, shared by all tests: their records grow."""
+    import measured
+
+    runs = measured.trained(root := tmp_path_factory.mktemp("runs"))
+    with training_runs.unchanged(root):
+        yield runs
+
+
+@pytest.fixture(scope="session")
+def everything(measured_runs):
+    """A run and the records of every metric and experiment on nine of its documents."""
+    import measured
+
+    from workbench.measurement.measuring import measure
+
+    return measured_runs["svformer"], measure(measured_runs["svformer"], measured.EVERYTHING, n=9, batch=4)
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """A list that grows with every run of any model."""
+    from workbench.models.hooked import HookedModel
+
+    calls, inner = [], HookedModel.forward
+    monkeypatch.setattr(HookedModel, "forward", lambda self, *a, **k: calls.append(1) or inner(self, *a, **k))
+    return calls
+
+
+@pytest.fixture
+def gpt():
+    """A small GPT as in many a notebook, which knows nothing of the workbench."""
+    torch.manual_seed(0)
+    return own_loop.GPT()
+
+
+@pytest.fixture
+def ids():
+    """Two sequences of 40 token ids below 61."""
+    return torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_memory_is_nan():
+    """Whatever the kernel does not write shows as NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
 # ---- the dashboard ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def populated(tmp_path_factory):
-    """A small folder of runs with their numbers."""
-    return dashboard.populate(tmp_path_factory.mktemp("runs"))
+    """A small folder of runs with their numbers, which all tests share: who writes into it takes a copy."""
+    folder = dashboard.populate(tmp_path_factory.mktemp("runs"))
+    made = dashboard.listing(folder)
+    yield folder
+    assert dashboard.listing(folder) == made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folders(populated, tmp_path_factory):
     """Every kind of folder that a page may be shown."""
     made = {"populated": populated, "empty": tmp_path_factory.mktemp("empty")}
@@ -83,17 +179,40 @@ def folders(populated, tmp_path_factory):
     return made
 
 
+@pytest.fixture(scope="session")
+def scanned_once():
+    """What Streamlit looks for in every installed package, anew for each page of a test, is looked for once."""
+    from streamlit.components.v2 import manifest_scanner
+
+    with pytest.MonkeyPatch.context() as patch:
+        found = functools.cache(manifest_scanner.scan_component_manifests)
+        patch.setattr(manifest_scanner, "scan_component_manifests", found)
+        yield
+
+
+@pytest.fixture(scope="session")
+def dashboard_settings():
+    """Streamlit is told what the dashboard's server tells it."""
+    from app import settings
+
+    settings.apply()
+
+
 @pytest.fixture
-def browse(monkeypatch):
+def browse(monkeypatch, scanned_once, dashboard_settings):
     """`browse(folder, "depth", metric="...")`: the page as a browser at that address sees it, once its work is done."""
     from streamlit.testing.v1 import AppTest
+
+    from app import background
+
+    monkeypatch.setattr(background, "POLL_S", 20.0)  # long work is waited for; pages that poll: test_background
 
     def show(folder, name="start", **address):
         monkeypatch.setenv("WORKBENCH_RUNS", str(folder))
         monkeypatch.setattr(sys, "argv", ["main.py"])
         at = AppTest.from_file(str(dashboard.MAIN), default_timeout=60)
         if name != "start":
-            at.switch_page(f"views/{name}.py")
+            at.switch_page(f"screens/{name}.py")
         for key, value in address.items():
             at.query_params[key] = value if isinstance(value, list) else str(value)
         return dashboard.settled(at.run())
@@ -106,6 +225,8 @@ def browser():
     """A headless Chromium."""
     import browsing
 
+    if browsing.BROWSER is None:
+        pytest.skip(browsing.MISSING)
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as p:
         chromium = p.chromium.launch(executable_path=browsing.BROWSER, args=browsing.FLAGS)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from workbench.checkpoints import save
+from workbench.checkpoints.saving import save
+from workbench.data.tokenizer import train_tokenizer
 from workbench.files import write_json
 from workbench.models import build
-from workbench.results import provenance, records, write_parquet
-from workbench.tokenizer import train_tokenizer
+from workbench.models.hooked import HookedModel
+from workbench.runs.catalogue import INDEX
+from workbench.runs.records import provenance, records, write_parquet
+from workbench.views import Source, Subject
 
 MAIN = Path(__file__).parent.parent / "app" / "main.py"
 MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 24, "d_vocab": 64, "n_ctx": 128}
@@ -29,6 +35,21 @@ OF_OBSERVED = [
     ("intervene", {"edits": "values:layer=1,how=zero"}, 3),
 ]  # fmt: skip
 """Page, address and number of figures of what is drawn of a model that is observed from outside."""
+
+
+@dataclass
+class Kept(Source):
+    """Numbers for the views as the dashboard has them: a model is opened once, and what pages keep is computed once."""
+
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def keep(self, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
+        if key not in self.kept:
+            self.kept[key] = work()
+        return self.kept[key]
+
+    def model(self, subject: Subject) -> HookedModel:
+        return self.keep(("model", subject.entry.path, subject.step), lambda: Source.model(self, subject))
 
 
 def known(**facts):
@@ -278,6 +299,12 @@ def foreign(folder: Path) -> Path:
 def copied(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     return target
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file of a folder of runs but its index, which whoever reads it keeps: its size and when it was written."""
+    found = ((p.relative_to(folder).as_posix(), p.stat()) for p in sorted(folder.rglob("*")) if p.is_file())
+    return {name: (told.st_size, told.st_mtime_ns) for name, told in found if name != INDEX}
 
 
 def pattern(n: int) -> np.ndarray:

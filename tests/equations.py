@@ -54,15 +54,20 @@ TOGETHER = {  # what was published for some of them together
 }
 
 
+def written(name):
+    """Whether an architecture's equations stand here."""
+    return set(name.split("+")) <= PARTS.keys()
+
+
 def settings(name, options):
     """Family -> settings."""
     parts = name.split("+")
-    found = {family: dict(values) for family, values in (PARTS[part] for part in parts)}
+    families = {family: dict(values) for family, values in (PARTS[part] for part in parts)}
     published = [values for both, values in TOGETHER.items() if set(both) <= set(parts)]
     for key, value in [item for values in (*published, options) for item in values.items()]:
-        (owner,) = [family for family, values in found.items() if key in values]
-        found[owner][key] = value
-    return found
+        (owner,) = [family for family, values in families.items() if key in values]
+        families[owner][key] = value
+    return families
 
 
 def norm(x, gain, eps):
@@ -99,7 +104,7 @@ def logits(name, weights, shape, ids, options):
     def head(x, h):
         return x[..., h * dh : (h + 1) * dh]
 
-    def lent(n, tensor):
+    def shared(n, tensor):
         """The layer whose tensor n uses."""
         if "sharing" in s and tensor in s["sharing"]["share"]:
             group = s["sharing"]["group"]
@@ -121,8 +126,8 @@ def logits(name, weights, shape, ids, options):
             layers = s["bank"]["bank_layers"]
             if n in (range(L - max(1, L // 3), L) if layers is None else layers):
                 return (p[f"bank_of_values.tables.{n}"][ids],) * 2
-        if lent(n, "v") != n:
-            return (V[lent(n, "v")],) * 2
+        if shared(n, "v") != n:
+            return (V[shared(n, "v")],) * 2
         own = x @ p[f"blocks.{n}.attn.v_proj.weight"].T
         if "resformer" in s:
             o, layers = s["resformer"], s["resformer"]["layers"]
@@ -132,8 +137,8 @@ def logits(name, weights, shape, ids, options):
                 first = OWN[o["source_layer"]]
                 return own, o["lambda_v1"] * (first.detach() if o["detach_source"] else first) + o["lambda_own"] * own
         if "learnable" in s and n > 0:
-            first, mine = p["resformer_learnable.first"], p["resformer_learnable.own"]
-            return own, first[n - 1] * V[0] + mine[n - 1] * own
+            first, last = p["resformer_learnable.first"], p["resformer_learnable.own"]
+            return own, first[n - 1] * V[0] + last[n - 1] * own
         if "plus" in s and n > 0:
             at = "resformer_learnable_plus."
             share = p[at + "logits"].exp() / p[at + "logits"].exp().sum()
@@ -159,15 +164,15 @@ def logits(name, weights, shape, ids, options):
     for n in range(L):
         at = f"blocks.{n}."
         x = norm(y, p[at + "ln1.weight"], shape.rms_norm_eps)
-        for tensor, found in (("q", Q), ("k", K)):
-            if lent(n, tensor) != n:
-                found.append(found[lent(n, tensor)])
+        for tensor, layers in (("q", Q), ("k", K)):
+            if shared(n, tensor) != n:
+                layers.append(layers[shared(n, tensor)])
                 continue
             own = x @ p[f"{at}attn.{tensor}_proj.weight"].T
             if f"residual_{tensor}" in s and n > 0:
                 o = s[f"residual_{tensor}"]
-                own = o[f"lambda_{tensor}1"] * found[0] + o[f"lambda_{tensor}_own"] * own
-            found.append(own)
+                own = o[f"lambda_{tensor}1"] * layers[0] + o[f"lambda_{tensor}_own"] * own
+            layers.append(own)
         own, attended = value(n, x)
         V.append(attended)
         OWN.append(attended if n == 0 else own)  # the first layer's are what it attends with
@@ -183,8 +188,8 @@ def logits(name, weights, shape, ids, options):
                 if o["attn_mix"] == "prob":
                     u = (o["lambda_a1"] * both[0].softmax(-1) + o["lambda_a_own"] * both[1].softmax(-1)) @ v
                 else:
-                    first, mine = (x.masked_fill(future, 0) for x in both)
-                    mixed = o["lambda_a1"] * first + o["lambda_a_own"] * mine
+                    first, last = (x.masked_fill(future, 0) for x in both)
+                    mixed = o["lambda_a1"] * first + o["lambda_a_own"] * last
                     u = mixed.masked_fill(future, -math.inf).softmax(-1) @ v
             else:
                 u = scores(Q[n], K[n], h).softmax(-1) @ v

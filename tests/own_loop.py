@@ -1,4 +1,4 @@
-"""A training loop as somebody else writes it, with a small GPT of their own; imported by child processes as well."""
+"""A training loop as other people write it, with a small GPT; imported by child processes as well."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pandas as pd
 
-from workbench.claims import RUN_COLUMNS, Evidence
-from workbench.results import records
+from workbench.claims import CLAIMS, RUN_COLUMNS, Evidence
+from workbench.runs.records import records
 
 FACTS = {
     "data": "d", "T": 128, "batch": 8, "steps": 300, "n_layers": 4, "d_model": 64, "n_heads": 4, "d_mlp": 176, "d_vocab": 1024,
@@ -101,3 +101,25 @@ def training(facts, curve, steps=LAST):
         values = curve(of, np.arange(steps)) + WIGGLE[of["seed"]]
         found += [row(of, "train_loss", float(v), step=i) for i, v in enumerate(values)]
     return found
+
+
+NOISY = [2.70, 2.76, 2.73]
+
+
+def judged(name, facts, rows=(), telemetry=(), samples=()):
+    verdict = CLAIMS[name].judge(evidence(facts, rows, telemetry, samples))
+    if "unit" in verdict.table and "comparison" in verdict.table:
+        assert verdict.table.loc[verdict.table["comparison"].notna(), "unit"].all(), (
+            "every compared number has its unit"
+        )
+    return verdict
+
+
+def from_losses(name, levels, rows=(), **facts):
+    made, told = with_losses(levels, **facts)
+    return judged(name, made, rows, told)
+
+
+def with_sinks(models=("transformer", "resformer"), seeds=5, strongest=0.5, **facts):
+    made = runs(*models, seeds=seeds, **facts)
+    return made, sinks(made, lambda of: strongest if of["model"] == "transformer" else 0.1)

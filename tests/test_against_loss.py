@@ -4,6 +4,8 @@ import pytest
 from planted import LAST, evidence, losses, row, runs
 
 from workbench import plots
+from workbench.claims import CLAIMS
+from workbench.claims.analysis import judge
 from workbench.claims.concentration import against_loss
 
 
@@ -43,3 +45,16 @@ def test_checkpoints_against_the_loss_are_drawn_run_by_run():
     assert [trace.marker.symbol[0] for trace in drawn] == ["circle-open"] * 4, "random init"
     assert {trace.marker.color for trace in drawn} == {plots.colour("transformer"), plots.colour("neutreno")}
     assert [t.name for t in figure.data if t.showlegend] == [plots.label("transformer"), plots.label("neutreno")]
+
+
+def test_a_claim_of_both_shows_the_figure_of_the_setting_it_compared_and_none_where_nothing_was_measured():
+    (claim,) = (c for c in CLAIMS.values() if c.shows.get("metric") == "against_loss")
+    made = runs("transformer", "neutreno", "resformer", seeds=5)
+    rows = [row(of, "sink_mass", 0.5, layer=1, head=0, step=s, unit="share") for of in made for s in (0, 100, LAST)]
+    told = losses(made, lambda of: 3.0)
+    (measured,) = judge(evidence(made, rows, told), [claim])
+    assert set(measured.shown["run"]) == {of["run"] for of in made}
+    assert len([t for t in measured.figure.data if t.x[0] is not None]) == len(made)
+    (bare,) = judge(evidence(made, (), told), [claim])
+    assert bare.figure is None
+    assert bare.shown.empty

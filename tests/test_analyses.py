@@ -9,37 +9,29 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from paper_figures import FIGURES
 from typer.testing import CliRunner
 
 import analyses
-from analyses.common import QUICK_MODEL, QUICK_TRAIN, quick_runs
-from workbench import analysing
-from workbench.analysing import (
-    WIDTH,
-    analyse,
-    chosen,
-    facts,
-    find_runs,
-    gather,
-    matching_steps,
-    plan,
-    verdicts,
-    write_figures,
-    write_tables,
-)
-from workbench.browser import find_browser
-from workbench.claims import CLAIMS, QUESTIONS, STATUSES
-from workbench.claimspage import DECIDED, write_page
+from analyses.common import QUICK_MODEL, QUICK_TEXT, QUICK_TRAIN, quick_runs
+from workbench.claims import CLAIMS, DECIDED, QUESTIONS, STATUSES, collect
+from workbench.claims.analysis import WIDTH, analyse, chosen, verdicts, write_figures, write_tables
+from workbench.claims.collect import facts, find_runs, gather, matching_steps, plan
+from workbench.claims.page import write_page
 from workbench.cli import app
+from workbench.data.sources import prepare
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.figures import FIGURES
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
 from workbench.models import hooked
-from workbench.results import read_parquet, records
-from workbench.runs import Run
+from workbench.plots.browser import find_browser
+from workbench.runs.records import read_parquet, records
+from workbench.runs.run import Run
+from workbench.training.loop import train
 
-SCRIPTS = [m.name for m in pkgutil.iter_modules(analyses.__path__) if m.name != "common" and not m.ispkg]
+SCRIPTS = [
+    m.name for m in pkgutil.iter_modules(analyses.__path__) if m.name not in ("common", "tables") and not m.ispkg
+]
 
 
 @pytest.fixture(scope="session")
@@ -48,26 +40,28 @@ def shared(tmp_path_factory):
     return tmp_path_factory.mktemp("quick")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def three(shared):
-    """Runs of three models with two seeds each."""
+    """Runs of three models with two seeds each, whose records grow."""
     return quick_runs(shared, ("transformer", "resformer", "svformer"), seeds=2)
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS[:2], *(pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS[2:])])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "cross_layer" else pytest.mark.slow) for name in SCRIPTS]
+)
 def test_script_in_its_quick_form(name, shared, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--quick", str(shared), "--out", str(tmp_path)])
-    script = importlib.import_module(f"analyses.{name}")
+    script = importlib.import_module(f"analyses.{name}").SCRIPT
     script.main()
     said = capsys.readouterr().out
-    for claim in (CLAIMS[c] for c in script.CLAIMS):
+    for claim in script.asked:
         assert f"Claim: {claim.text}" in said
         assert f"Published: {claim.published}" in said
     told = (tmp_path / f"{name}.txt").read_text()
-    assert told.count("Here: ") == len(script.CLAIMS)
+    assert told.count("Here: ") == len(script.asked)
     assert any(words in told for words in STATUSES.values())
     table = pd.read_parquet(tmp_path / f"{name}.parquet")
     assert len(table)
@@ -79,7 +73,7 @@ def test_script_in_its_quick_form(name, shared, tmp_path, monkeypatch, capsys):
 def test_a_script_without_runs_says_so_in_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["concentration", str(tmp_path), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module("analyses.concentration").main()
+        importlib.import_module("analyses.concentration").SCRIPT.main()
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("concentration: no finished run at ")
@@ -87,7 +81,7 @@ def test_a_script_without_runs_says_so_in_one_sentence(tmp_path, monkeypatch, ca
 
 
 def test_scripts_cover_every_claim_once():
-    asked = [claim for name in SCRIPTS for claim in importlib.import_module(f"analyses.{name}").CLAIMS]
+    asked = [claim.name for name in SCRIPTS for claim in importlib.import_module(f"analyses.{name}").SCRIPT.asked]
     assert sorted(asked) == sorted(CLAIMS)
 
 
@@ -127,11 +121,11 @@ def test_plan_asks_for_each_metric_at_the_steps_its_claims_need(three):
     )
 
 
-def test_dear_measures_read_fewer_documents_and_fewer_checkpoints(three, monkeypatch):
+def test_expensive_measures_read_fewer_documents_and_fewer_checkpoints(three, monkeypatch):
     run, asked = Run.open(three[0]), []
-    monkeypatch.setattr(analysing, "DEAR", {"loss": 3})
+    monkeypatch.setattr(collect, "EXPENSIVE", {"loss": 3})
     monkeypatch.setattr(
-        analysing, "measure", lambda run, names, data, steps, n: asked.append((names, steps, n)) or records([])
+        collect, "measure", lambda run, names, data, steps, n: asked.append((names, steps, n)) or records([])
     )
     gather(run, {2: ("loss", "sink_mass")}, n=8)
     assert sorted(asked) == [(["loss"], [2], 3), (["sink_mass"], [2], 8)]
@@ -141,9 +135,12 @@ def test_checkpoints_around_equal_loss_are_measured(three, monkeypatch):
     """The vanilla model ends at 4.0, which the other passes at step 25, between its checkpoints 20 and 30."""
     base, method = (Run.open(three[i]) for i in (0, 2))
     curves = {base: pd.Series({0: 6.0, 40: 4.0}), method: pd.Series({0: 6.0, 20: 4.5, 30: 3.5, 40: 3.0})}
-    monkeypatch.setattr(analysing, "_curve", curves.__getitem__)
+    monkeypatch.setattr(collect, "_curve", curves.__getitem__)
     monkeypatch.setattr(Run, "steps", property(lambda run: [0, 10, 20, 30, 40]))
     assert matching_steps([base, method]) == {base: [40], method: [20, 30]}
+    monkeypatch.setattr(Run, "steps", property(lambda run: [10, 20]))
+    assert matching_steps([base, method]) == {base: [20], method: [20]}, "none beyond those that are there"
+    monkeypatch.setattr(Run, "steps", property(lambda run: [0, 10, 20, 30, 40]))
     asked = plan(method, [CLAIMS["token_information_is_preserved"]], [20, 30])
     assert list(asked) == [0, 20, 30, 40]
 
@@ -168,17 +165,19 @@ def test_workers_find_the_same(three, forkserver):
     pd.testing.assert_frame_equal(ours, theirs)
 
 
-def test_sequences_too_short_for_a_metric_are_said_and_the_rest_goes_on(tmp_path):
-    recipe = QUICK_TRAIN.replace(T=32)
-    from workbench.data import prepare
-    from workbench.training import train
+@pytest.fixture(scope="module")
+def short(three, tmp_path_factory):
+    """Runs of two models on sequences of 32 tokens, half as long as those of `three`, beside the same corpus."""
+    folder = tmp_path_factory.mktemp("short")
+    shutil.copytree(three[0].parent / ".corpora", folder / ".corpora")
+    data = prepare(root=folder / ".corpora", max_bytes=QUICK_TEXT, vocabulary=300)
+    settings = {"model": QUICK_MODEL.replace(d_vocab=data.d_vocab), "train": QUICK_TRAIN.replace(T=32), "device": "cpu"}
+    return [train(m, data, name=f"short-{m}", runs=folder, **settings).path for m in ("transformer", "resformer")]
 
-    data = prepare(root=tmp_path / ".corpora", max_bytes=400_000, vocabulary=300)
-    shape = QUICK_MODEL.replace(d_vocab=data.d_vocab)
-    for model in ("transformer", "resformer"):
-        train(model, data, name=model, runs=tmp_path, model=shape, train=recipe, device="cpu")
-    found = analyse([tmp_path], claims=["less_concentration_in_deep_layers"], n=8)
-    assert "sink_rate needs sequences of 64 tokens, these have 32" in found.problems["transformer"]
+
+def test_sequences_too_short_for_a_metric_are_said_and_the_rest_goes_on(short):
+    found = analyse(short, claims=["less_concentration_in_deep_layers"], n=8)
+    assert "sink_rate needs sequences of 64 tokens, these have 32" in found.problems["short-transformer"]
     assert found.judged[0].verdict.status == "gated", "the sink mass is there and says that no sink formed"
 
 
@@ -217,11 +216,24 @@ def test_unknown_questions_are_refused_with_the_nearest():
     assert {c.question for c in chosen(["sinks"])} == {"sinks"}
 
 
+def test_a_relabelled_copy_of_a_run_is_no_further_seed(three, tmp_path):
+    copies = [shutil.copytree(path, tmp_path / f"{path.name}9") for path in three[:2]]
+    for copy in copies:
+        kept = json.loads((copy / "run.json").read_text())
+        (copy / "run.json").write_text(json.dumps(kept | {"seed": 9}))
+    found = collect.stored([Run.open(path) for path in (*three[:2], *copies)])
+    assert found.runs.groupby("run")["seed"].first().to_dict() == {p.name: i % 2 for i, p in enumerate(three[:2])} | {
+        c.name: i % 2 for i, c in enumerate(copies)
+    }
+    assert set(found.telemetry["seed"]) == {0, 1}
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_page_puts_what_is_decided_in_front_and_folds_the_rest(three, tmp_path):
-    found = analyse(three, n=8, questions=["loss", "cross_layer", "sharing", "sinks"])
+    found = analyse(three, n=8, questions=["loss", "sharing"])
+    assert {j.verdict.status in DECIDED for j in found.judged} == {True, False}
     page = write_page(found, tmp_path, "workbench analyze x").read_text()
     front, _, folded = page.partition("<h2>Not decided here</h2>")
     for j in found.judged:
@@ -299,21 +311,14 @@ def test_a_metric_that_a_model_has_nothing_for_is_said_and_the_rest_is_measured(
     assert told.to_dict() == {"loss": 2, "skip_ablation": 1}
 
 
-def test_different_lengths_and_tokenizers_are_not_compared(tmp_path):
+def test_different_lengths_and_tokenizers_are_not_compared(three, short):
     """One sentence says what differs; what does not compare is judged all the same."""
-    from workbench.data import prepare
-    from workbench.training import train
-
-    for name, model, vocabulary, T in (
-        ("a", "transformer", 300, 64),
-        ("b", "resformer", 300, 32),
-        ("c", "resformer", 400, 64),
-    ):
-        data = prepare(root=tmp_path / ".corpora", max_bytes=400_000, vocabulary=vocabulary)
-        shape, recipe = QUICK_MODEL.replace(d_vocab=data.d_vocab), QUICK_TRAIN.replace(T=T)
-        train(model, data, name=name, runs=tmp_path, model=shape, train=recipe, device="cpu")
-    for other, differ in (("b", "T"), ("c", "data and d_vocab")):
-        found = analyse([tmp_path / "a", tmp_path / other], claims=["lower_loss", "concentration_is_learned"], n=8)
+    data = prepare(root=short[0].parent / ".corpora", max_bytes=QUICK_TEXT // 4, vocabulary=400)
+    shape = QUICK_MODEL.replace(d_vocab=data.d_vocab)
+    settings = {"runs": short[0].parent, "model": shape, "train": QUICK_TRAIN, "device": "cpu"}
+    other = train("resformer", data, name="other", **settings).path
+    for pair, differ in ((short[1], "T"), (other, "data and d_vocab")):
+        found = analyse([three[0], pair], claims=["lower_loss", "concentration_is_learned"], n=8)
         assert not found.problems
         by_name = {j.claim.name: j.verdict for j in found.judged}
         assert by_name["lower_loss"].status == "not_checkable"
@@ -338,9 +343,11 @@ def test_figures_name_what_there_is():
         if words[:2] == ["python", "-m"]:
             assert words[2].removeprefix("analyses.") in SCRIPTS, shown.command
             script = importlib.import_module(words[2])
-            assert set(shown.claims) <= set(script.CLAIMS), shown.where
+            assert set(shown.claims) <= {claim.name for claim in script.SCRIPT.asked}, shown.where
         else:
             assert words[1] in {command.name or command.callback.__name__ for command in app.registered_commands}
             assert {words[i + 1] for i, word in enumerate(words) if word == "-m"} <= measures
         assert not shown.study or (root / "analyses" / "studies" / f"{shown.study}.toml").exists(), shown.study
-    assert sorted(claim for shown in FIGURES for claim in shown.claims) == sorted(CLAIMS)
+    named = [claim for shown in FIGURES for claim in shown.claims]
+    assert len(named) == len(set(named))
+    assert set(named) <= set(CLAIMS)

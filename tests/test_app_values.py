@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_app import charts, numbers
+from app_pages import charts, numbers
 
 from workbench import plots
 from workbench.plots.style import symbol
-from workbench.results import load_records
-from workbench.runs import Run
+from workbench.runs.records import load_records
+from workbench.runs.run import Run
 
 A = "text-resformer-s0"
 
@@ -31,7 +31,7 @@ def curve(at, view, name):
 
 def test_start_draws_the_records_of_the_chosen_run(browse, populated):
     at = browse(populated, "start", show="model", a=A, step=20)
-    rows = load_records([populated / A], "metric = 'token_identity_share' and site = 'own_v' and step = 20")
+    rows = load_records([populated / A]).query("metric == 'token_identity_share' and site == 'own_v' and step == 20")
     shown = curve(at, "token_share", "ResFormer")
     assert numbers(shown["y"]) == pytest.approx(rows.sort_values("layer")["value"].to_numpy())
     assert shown["line"]["color"] == plots.colour("resformer")

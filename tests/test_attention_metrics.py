@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from workbench import measuring
-from workbench.data import Sample
+from workbench.data.sources import Sample
 from workbench.interventions import INTERVENTIONS
 from workbench.interventions.retention import sink_kind
-from workbench.measuring import measure
+from workbench.measurement import measuring
+from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.metrics.attention import norm_weighted_importance, uniform_importance, value_weighted_importance
 

@@ -19,10 +19,10 @@ import dashboard
 import pandas as pd
 import pytest
 import torch
-from browsing import downloaded, files_of, settled
+from browsing import downloaded, drawn, files_of, pick, picture, settled, typed
 
-from workbench.results import load_records
-from workbench.runs import Run
+from workbench.runs.records import load_records
+from workbench.runs.run import Run
 
 pytestmark = pytest.mark.slow
 PAGES = {
@@ -37,11 +37,11 @@ LONG = 60  # checkpoints of one run, for work that takes long enough to be cance
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(populated, tmp_path_factory):
     folder = os.environ.get("WORKBENCH_RUNS")
     if folder:
         return Path(folder)
-    folder = dashboard.populate(tmp_path_factory.mktemp("runs"))
+    folder = dashboard.copied(populated, tmp_path_factory.mktemp("copied") / "runs")
     dashboard.run(folder, "long", "mqa", 0, "text", steps=range(LONG))
     return folder
 
@@ -68,34 +68,6 @@ def opened(browser, server):
     yield make
     for context in contexts:
         context.close()
-
-
-def picture(page, path):
-    """The whole page, though it scrolls in a box of its own."""
-    height = page.evaluate("document.querySelector('[data-testid=\"stMain\"]').scrollHeight")
-    page.set_viewport_size({"width": 1280, "height": int(height) + 20})
-    page.wait_for_timeout(700)
-    page.screenshot(path=path)
-    page.set_viewport_size({"width": 1280, "height": 900})
-
-
-def drawn(page, key, axis="y", trace=0):
-    """Numbers of a figure's trace, as the browser holds them."""
-    return page.evaluate(
-        "([key, axis, trace]) => Array.from(document.querySelector(`.st-key-${key} .js-plotly-plot`)._fullData[trace][axis], Number)",
-        [key, axis, trace],
-    )
-
-
-def pick(page, label, option):
-    box = page.locator(f'[data-testid="stSelectbox"]:has-text("{label}") input').first
-    browsing.insist(box.click, page.get_by_role("option", name=option, exact=True).click)
-
-
-def typed(page, text, area=0):
-    box = page.locator("textarea").nth(area)
-    box.fill(text)
-    box.press("Control+Enter")
 
 
 def next_probability(runs, name, text, step="last"):
@@ -309,7 +281,7 @@ def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, serv
     panel.locator('[data-testid="stDataFrame"]').wait_for()
     name, text = downloaded(page, panel.get_by_role("button", name="Numbers (CSV)"))
     table = pd.read_csv(io.StringIO(text))
-    stored = load_records([runs / f"text-resformer-s{s}" for s in range(2)], "metric = 'importance_entropy'")
+    stored = load_records([runs / f"text-resformer-s{s}" for s in range(2)]).query("metric == 'importance_entropy'")
     assert name == "layers.csv"
     assert sorted(table["value"]) == pytest.approx(sorted(stored["value"]))
     name, text = downloaded(page, panel.get_by_role("button", name="Figure (HTML)"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import browsing
+import dashboard
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -13,9 +14,9 @@ BOTH = f"{A}&compare=1&b=text-resformer-s1"
 
 
 @pytest.fixture(scope="module")
-def server(populated):
+def server(populated, tmp_path_factory):
     """The dashboard's address."""
-    with browsing.served(populated) as url:
+    with browsing.served(dashboard.copied(populated, tmp_path_factory.mktemp("copied") / "runs")) as url:
         yield url
 
 

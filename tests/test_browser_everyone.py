@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import browsing
+import dashboard
 import pandas as pd
 import pytest
 from browsing import downloaded, files_of, settled
@@ -112,9 +113,9 @@ FOCUS = """
 
 
 @pytest.fixture(scope="module")
-def server(populated):
+def server(populated, tmp_path_factory):
     """The dashboard's address."""
-    with browsing.served(populated) as url:
+    with browsing.served(dashboard.copied(populated, tmp_path_factory.mktemp("copied") / "runs")) as url:
         yield url
 
 

@@ -9,10 +9,10 @@ import time
 import dashboard
 import pytest
 
-import workbench.catalogue as catalogue_module
-from workbench.catalogue import INDEX, catalogue
+import workbench.runs.catalogue as catalogue_module
 from workbench.errors import UnknownName
-from workbench.runs import Run
+from workbench.runs.catalogue import INDEX, catalogue
+from workbench.runs.run import Run
 
 
 @pytest.fixture
@@ -32,6 +32,21 @@ def test_an_entry_says_what_the_run_says(runs):
     assert found.entry("b") is b
     with pytest.raises(UnknownName, match="did you mean"):
         found.entry("bb")
+
+
+def test_a_recording_has_no_checkpoints_no_recipe_and_a_series_of_its_own(runs):
+    (runs / "mine").mkdir()
+    info = {
+        "architecture": "GPT",
+        "seed": 3,
+        "model": {"n_layers": 5},
+        "data": {"kind": "recorded"},
+        "recorder": {"every": 2},
+    }
+    (runs / "mine" / "run.json").write_text(json.dumps(info))
+    mine = catalogue(runs).entry("mine")
+    assert (mine.series, mine.architecture, mine.kind, mine.n_layers, mine.seed) == ("mine", "GPT", "recorded", 5, 3)
+    assert (mine.steps, mine.last, mine.n_heads, mine.n_ctx, mine.tokens) == ((), 0, 0, 0, 0)
 
 
 def test_runs_that_differ_in_an_option_are_told_apart(runs):
@@ -81,8 +96,8 @@ def test_an_index_cannot_point_outside_the_folder(runs, tmp_path_factory):
 
 
 def test_a_folder_that_cannot_be_written_is_read_all_the_same(runs, monkeypatch):
-    from workbench import catalogue as module
     from workbench.errors import WorkbenchError
+    from workbench.runs import catalogue as module
 
     def refuse(path, value):
         raise WorkbenchError("read-only")
@@ -144,8 +159,8 @@ def test_folders_of_others_are_looked_into_once_and_become_runs_when_they_are(ru
     (runs / "other").mkdir()
     os.utime(runs / "other", ns=(10**18, 10**18))
     looked = []
-    real = catalogue_module._is_run
-    monkeypatch.setattr(catalogue_module, "_is_run", lambda path: looked.append(path.name) or real(path))
+    real = catalogue_module.is_run
+    monkeypatch.setattr(catalogue_module, "is_run", lambda path: looked.append(path.name) or real(path))
     known = catalogue(runs)
     assert "other" in looked
     looked.clear()

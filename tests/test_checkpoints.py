@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import workbench
-from workbench.checkpoints import CONFIG, WEIGHTS, llama_name, load_directory, save, weights_hash
+from workbench.checkpoints.identify import CONFIG, WEIGHTS
+from workbench.checkpoints.llama import llama_name
+from workbench.checkpoints.saving import save, weights_hash
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
 
@@ -141,25 +141,6 @@ def test_no_other_architecture_opens_as_a_llama(tiny, tmp_path, architecture):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_directory_written_by_transformers_loads(tmp_path, tied):
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2,
-        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
-    )  # fmt: skip
-    torch.manual_seed(0)
-    llama = LlamaForCausalLM(config).eval()
-    llama.save_pretrained(tmp_path)
-    with pytest.warns(ArchitectureAssumed):
-        model = workbench.load(tmp_path)
-    assert model.config.rope_theta == 700.0
-    torch.testing.assert_close(model(IDS), llama(IDS).logits, atol=1e-5, rtol=1e-5)
-    if tied:
-        assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
-        assert torch.equal(model.embed.weight, model.unembed.weight)
-
-
 def test_a_sharded_directory_loads(vanilla):
     folder, logits = vanilla
     tensors = load_file(folder / WEIGHTS)
@@ -207,46 +188,6 @@ def test_rotation_constants_that_older_libraries_stored_are_passed_over(vanilla)
     folder, logits = vanilla
     change_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     assert torch.equal(workbench.load(folder)(IDS), logits)
-
-
-# ---- runs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(tiny, tmp_path):
-    """A run folder with steps 0 and 20, and a step that was cut off before its config."""
-    folder = tmp_path / "a-run"
-    models = {step: tiny("resformer", seed=step, lambda_v1=0.8) for step in (0, 20)}
-    for step, model in models.items():
-        save(model, folder / f"step_{step:06d}", seed=7, step=step)
-    (folder / "step_000030").mkdir()
-    train = {"steps": 20, "batch": 1, "T": 8}
-    info = {
-        "architecture": "resformer", "seed": 7, "model": asdict(models[0].config), "train": train,
-        "data": {"kind": "repeated", "vocabulary": 61},
-    }  # fmt: skip
-    (folder / "run.json").write_text(json.dumps(info))
-    return folder, models
-
-
-def test_a_run_loads_its_last_first_or_named_step(run):
-    folder, models = run
-    for step, true in (("last", 20), ("first", 0), (0, 0), (20, 20)):
-        model = workbench.load(folder, step=step)
-        assert torch.equal(model(IDS), models[true](IDS))
-        assert (model.source["run"], model.source["step"], model.source["seed"]) == ("a-run", true, 7)
-    assert torch.equal(workbench.load(folder / "step_000000")(IDS), models[0](IDS))
-    assert workbench.load(folder, lambda_v1=0.1).options["lambda_v1"] == 0.1
-    for step in (5, 30):
-        with pytest.raises(WorkbenchError, match=rf"no checkpoint at step {step}; choose from \[0, 20\]"):
-            workbench.load(folder, step=step)
-
-
-def test_a_damaged_run_is_named(run):
-    folder, _ = run
-    (folder / "run.json").write_text("{")
-    with pytest.raises(BadCheckpoint, match=r"run\.json"):
-        workbench.load(folder)
 
 
 # ---- damage and contradiction ----------------------------------------------------------------------------------------
@@ -386,7 +327,7 @@ def test_denseformer_settings_that_tensors_cannot_tell_apart_must_be_named(tiny,
     assert named.options.items() >= {"dilation": 3, "period": 3}.items()
 
 
-@pytest.mark.parametrize(("dilation", "period"), [(1, 1), (2, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize(("dilation", "period"), [(2, 1), (1, 2)])
 def test_denseformer_settings_are_read_off_where_they_can_be(tiny, tmp_path, dilation, period):
     save(tiny("denseformer", dilation=dilation, period=period, config={"n_layers": 4}), tmp_path)
     change_config(tmp_path, workbench=None, model_type="llama")
@@ -422,8 +363,8 @@ def test_tensor_names_are_llamas(tiny):
     }  # fmt: skip
 
 
-def test_load_directory_puts_weights_where_asked(vanilla):
+def test_weights_are_put_where_asked(vanilla):
     folder, _ = vanilla
-    model = load_directory(Path(folder), device="cpu", dtype=torch.float64)
+    model = workbench.load(folder, device="cpu", dtype=torch.float64)
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     assert model.source["path"] == str(folder)

@@ -62,7 +62,7 @@ def run_process(*arguments, cwd=None, **environment):
 def one_run(tmp_path_factory):
     """A runs folder with one tiny trained run."""
     folder = tmp_path_factory.mktemp("runs")
-    done = run_process(
+    done = run(
         "train", "resformer", "--task", "repeated", "--runs", folder, "--name", "small", "--json",
         *(part for key in ("n_layers=2", "d_model=16", "n_heads=2", "d_mlp=24") for part in ("--model", key)),
         *(part for key in ("steps=6", "T=16", "batch=4", "warmup=2", "validate_every=3") for part in ("--recipe", key)),
@@ -109,6 +109,11 @@ def test_help_needs_no_torch():
         (["list", "metric"], "metrics"),
         (["report"], "workbench demo"),
         (["measure", "nowhere", "-m", "loss"], "nowhere"),
+        (["train", "resformer", "--task", "repeated", "--runs", "memory://runs"], "memory:/runs is a URL"),
+        (["list", "runs", "--runs", "s3://bucket/runs"], "s3:/bucket/runs is a URL"),
+        (["analyze", "--out", "gs://bucket"], "gs:/bucket is a URL"),
+        (["report", "--out", "/dev/full"], "/dev/full: it is there already and neither"),
+        (["plot", "nowhere.parquet"], "nowhere.parquet does not exist"),
     ],
 )
 def test_what_a_user_can_cause_is_one_sentence_and_exit_code_2(arguments, said, tmp_path):
@@ -116,10 +121,11 @@ def test_what_a_user_can_cause_is_one_sentence_and_exit_code_2(arguments, said, 
     assert done.returncode == 2
     assert said in done.stderr
     assert not done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_says_the_same_sentence_and_no_traceback(tmp_path):
-    command = ("report", "--runs", "nowhere")
+    command = ("list", "metric")
     done, here = run_process(*command, cwd=tmp_path), run(*command, cwd=tmp_path)
     assert done.returncode == here.returncode == 2
     assert done.stderr == here.stderr

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from seams import COVERING
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,9 +31,9 @@ def fresh_memory_is_nan():
 @pytest.fixture
 def in_chunks(monkeypatch):
     """Every model takes its loss from chunks of five positions."""
-    monkeypatch.setattr(transformer, "PAYS", 0)
+    monkeypatch.setattr(transformer, "MIN_LOGITS", 0)
     monkeypatch.setattr(kernel, "CHUNK", 0)
-    monkeypatch.setattr(kernel, "FEWEST", 5)
+    monkeypatch.setattr(kernel, "MIN_ROWS", 5)
 
 
 def draw(n, width=8, vocabulary=37, dtype=torch.float32, gain=1.0):
@@ -70,17 +72,16 @@ def test_one_position_by_hand():
     assert by_x.item() == pytest.approx(-6 / 8 * math.log(2) + 5 / 8 * math.log(5))
 
 
-@pytest.mark.parametrize("n", [1, 4, 5, 6, 23])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
-def test_values_and_gradients_equal_the_reference(n, chunk, weighted):
-    weights = torch.linspace(-1, 2, n) if weighted else None
-    found = gradients(cross_entropy, *draw(n), weights, chunk=chunk)
-    x, weight, targets = draw(n, dtype=torch.double)
-    true = gradients(cross_entropy_reference, x, weight, targets, None if weights is None else weights.double())
-    for mine, exact in zip(found, true, strict=True):
-        torch.testing.assert_close(mine.double(), exact, atol=1e-6, rtol=1e-5)
-    assert found[0].dtype == torch.float32
+def test_values_and_gradients_equal_the_reference(weighted):
+    for n, chunk in itertools.product((1, 4, 5, 6, 23), (1, 5, 64)):
+        weights = torch.linspace(-1, 2, n) if weighted else None
+        found = gradients(cross_entropy, *draw(n), weights, chunk=chunk)
+        x, weight, targets = draw(n, dtype=torch.double)
+        true = gradients(cross_entropy_reference, x, weight, targets, None if weights is None else weights.double())
+        for mine, exact in zip(found, true, strict=True):
+            torch.testing.assert_close(mine.double(), exact, atol=1e-6, rtol=1e-5)
+        assert found[0].dtype == torch.float32
 
 
 def test_scores_of_a_thousand_neither_overflow_nor_vanish():
@@ -134,9 +135,12 @@ def test_narrow_types_and_autocast_are_as_good_as_the_plain_form(dtype):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_a_model_s_loss_and_gradients_stay_the_same(tiny, any_architecture, in_chunks, monkeypatch, per_token):
-    model = tiny(any_architecture, dtype=torch.double)
+@pytest.mark.parametrize(
+    ("architecture", "per_token"),
+    [*((name, True) for name in COVERING), ("transformer", False), ("denseformer", False)],
+)
+def test_a_model_s_loss_and_gradients_stay_the_same(tiny, architecture, in_chunks, monkeypatch, per_token):
+    model = tiny(architecture, dtype=torch.double)
     ids = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(1))
 
     def run(how):
@@ -180,7 +184,7 @@ def test_no_tensor_holds_all_logits_where_there_are_many(tiny):
     with Largest() as plain:
         expected = next_token_loss(model(ids), ids)
     assert plain.most == 400 * 70_000
-    assert chunks.most == kernel.FEWEST * 70_000
+    assert chunks.most == kernel.MIN_ROWS * 70_000
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
 
 

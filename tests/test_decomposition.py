@@ -6,12 +6,12 @@ import functools
 
 import pytest
 import torch
+from seams import COVERING
 
 import workbench
-from workbench.decomposition import TOLERANCE, decompose
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.models import ARCHITECTURES
-from workbench.names import stream_hook
+from workbench.models.decomposition import TOLERANCE, decompose
+from workbench.names import stream_hook, value_path
 
 WIDE = torch.float64
 COMBINED = [
@@ -39,7 +39,7 @@ def awake(awake):
 # ---- completeness ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_parts_sum_to_every_stream_and_to_the_logits(awake, architecture):
     model, ids = awake(architecture), tokens()
     logits, cache = model.run_with_cache(ids)
@@ -69,7 +69,7 @@ def test_grouped_heads_are_decomposed_too(awake, architecture, kv_heads):
     assert sum(label.startswith("L1H") for label in found.labels) >= 4
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_finer_parts_sum_to_coarser_ones(awake, architecture):
     model, ids = awake(architecture), tokens()
     layers, heads, paths = (decompose(model, ids, by=by) for by in ("layer", "head", "value_path"))
@@ -136,7 +136,7 @@ def test_a_part_is_how_far_the_stream_moves_with_its_output_alone(awake, archite
         torch.testing.assert_close(found.whole - without, found[label], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_a_value_path_is_what_a_head_loses_when_that_branch_is_silenced(awake, architecture):
     model, ids = awake(architecture), tokens()
     _, cache = model.run_with_cache(ids)
@@ -148,7 +148,7 @@ def test_a_value_path_is_what_a_head_loses_when_that_branch_is_silenced(awake, a
         points = {name for name in model.hook_dict if name.startswith(stem) and name.endswith(".hook_v")} - {
             f"{stem}hook_v"
         }
-        assert {f"{stem}{branch}.hook_v" for branch in branches} == points
+        assert branches == {value_path(name) for name in points}
         for branch in branches:
             with model.hooks([(f"{stem}{branch}.hook_v", lambda v, hook: torch.zeros_like(v))]):
                 z = model.run_with_cache(ids, names_filter=f"{stem}hook_z")[1][f"{stem}hook_z"]
@@ -219,9 +219,11 @@ def test_a_cache_without_batch_gives_parts_without_batch(awake):
         assert found.error < 1e-10
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_precisions_sum_within_their_rounding(any_architecture, awake, dtype):
-    model = awake(any_architecture, dtype=dtype)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [*((name, torch.bfloat16) for name in COVERING), ("denseformer", torch.float32)]
+)
+def test_other_precisions_sum_within_their_rounding(architecture, awake, dtype):
+    model = awake(architecture, dtype=dtype)
     for by in ("layer", "head", "value_path"):
         found = decompose(model, tokens(), "logits", by)
         assert found.parts.dtype == torch.float32

@@ -12,10 +12,12 @@ import urllib.request
 
 import pytest
 
-from workbench.demo import COST, RACE_ARCHITECTURES, TEXT_ARCHITECTURES, jobs
-from workbench.runs import Run
+from workbench.studies.demo import COST, RACE_ARCHITECTURES, TEXT_ARCHITECTURES, jobs
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+PATIENCE = 400.0
+"""Seconds after which something hangs; on a busy machine everything here takes several times as long as on an idle one."""
+pytestmark = pytest.mark.timeout(4 * PATIENCE)
 COMMAND = [sys.executable, "-m", "workbench.cli", "demo", "--quick", "--seeds", "1"]
 
 
@@ -25,8 +27,14 @@ def free_port():
         return free.getsockname()[1]
 
 
-def ends(ask, within=20.0):
-    """Whether asking for a process raises that there is none, soon."""
+def work(folder):
+    """Everything trained and measured, and when it was written."""
+    kinds = ("step_*/*.safetensors", "telemetry/*.parquet", "records/*.parquet")
+    return {path: path.stat().st_mtime_ns for kind in kinds for path in folder.glob(f"*/{kind}")}
+
+
+def ends(ask, within=PATIENCE / 4):
+    """Whether asking for a process raises that there is none, in the end."""
     begin = time.monotonic()
     while time.monotonic() - begin < within:
         try:
@@ -40,8 +48,9 @@ def ends(ask, within=20.0):
 def test_plan_pairs_every_architecture_with_every_seed_race_first(tmp_path):
     plan = jobs(tmp_path, seeds=3)
     assert len(plan) == 3 * (len(RACE_ARCHITECTURES) + len(TEXT_ARCHITECTURES))
-    assert [job.experiment for job in plan] == sorted((job.experiment for job in plan), key=list(COST).index)
-    assert [job.seed for job in plan[: len(RACE_ARCHITECTURES)]] == [0] * len(RACE_ARCHITECTURES)
+    experiments = [job.name.partition("-")[0] for job in plan]
+    assert experiments == sorted(experiments, key=list(COST).index)
+    assert {job.name[-3:] for job in plan[: len(RACE_ARCHITECTURES)]} == {"-s0"}
 
 
 @pytest.mark.slow
@@ -50,7 +59,7 @@ def test_quick_demo_trains_measures_reports_and_reuses(tmp_path):
         [*COMMAND, "--no-app", "--runs", tmp_path],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
         env=ENVIRONMENT,
         check=False,
     )
@@ -59,25 +68,25 @@ def test_quick_demo_trains_measures_reports_and_reuses(tmp_path):
     assert status["finished"]
     assert sorted(status["ready"]) == sorted(status["models"])
     assert (tmp_path / "report.html").stat().st_size > 1_000_000
-    weights = Run.open(tmp_path / "text-resformer-s0").step_folder(20) / "model.safetensors"
-    written = weights.stat().st_mtime_ns
-    begin = time.monotonic()
+    written = work(tmp_path)
+    assert {path.suffix for path in written} == {".safetensors", ".parquet"}
     again = subprocess.run(
         [*COMMAND, "--no-app", "--runs", tmp_path],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env=ENVIRONMENT,
         check=False,
     )
     assert again.returncode == 0, again.stderr
+    assert work(tmp_path) == written, "nothing is trained or measured twice"
     for question in ("race_to_induction", "deep_values"):
         command = [sys.executable, "-m", f"analyses.{question}", "--runs", tmp_path, "--out", tmp_path / "results"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False)
+        said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT, check=False)
         assert said.returncode == 0, said.stderr
         assert (tmp_path / "results" / f"{question}.html").exists()
-    assert weights.stat().st_mtime_ns == written
-    assert time.monotonic() - begin < 60
+    after = work(tmp_path)  # analyses may measure more, and train nothing
+    assert all(after[path] == when for path, when in written.items() if path.suffix == ".safetensors")
 
 
 @pytest.mark.slow
@@ -99,13 +108,13 @@ def test_stopping_keeps_the_work_and_leaves_nobody_behind(tmp_path, everyone):
     demo = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     begin = time.monotonic()
     while not list(tmp_path.glob("race-*/telemetry/*.parquet")):
-        assert time.monotonic() - begin < 90
+        assert time.monotonic() - begin < PATIENCE
         time.sleep(0.2)
     if everyone:
         os.killpg(demo.pid, signal.SIGINT)
     else:
         demo.terminate()
-    said, _ = demo.communicate(timeout=90)
+    said, _ = demo.communicate(timeout=PATIENCE)
     assert demo.returncode == 130
     assert "the same command goes on from here" in said
     dashboard = json.loads((tmp_path / ".app.json").read_text())["pid"]
@@ -122,17 +131,19 @@ def test_dashboard_command_serves_loopback_and_is_found_again(tmp_path):
         try:
             assert server.stdout is not None
             assert f"http://127.0.0.1:{port}" in server.stdout.readline()
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=60) as answer:
                 assert answer.status == 200
-            again = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+            again = subprocess.run(
+                command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE, check=False
+            )
             assert again.returncode == 0
             assert "already running" in again.stdout
             other = ENVIRONMENT | {"WORKBENCH_BUILDERS": "mine:build"}
-            refused = subprocess.run(command, env=other, capture_output=True, text=True, timeout=60, check=False)
+            refused = subprocess.run(command, env=other, capture_output=True, text=True, timeout=PATIENCE, check=False)
             assert refused.returncode != 0
             assert "shows these runs already, without WORKBENCH_BUILDERS" in refused.stderr
         finally:
             server.send_signal(signal.SIGINT)
-            server.wait(timeout=20)
+            server.wait(timeout=PATIENCE)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=2)

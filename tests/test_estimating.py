@@ -15,31 +15,32 @@ from torch import nn
 
 from workbench.config import ModelConfig, TrainConfig
 from workbench.errors import BadData, UnknownName
-from workbench.estimating import LiveBytes, measuring_memory, training_memory
+from workbench.measurement.memory_estimate import measuring_memory
+from workbench.models.live_bytes import LiveBytes
+from workbench.training.memory_estimate import training_memory
 
 SHAPES = {  # parameters that matter, activations that matter, and long sequences
     "wide": (ModelConfig(n_layers=3, d_model=512, n_heads=4, d_mlp=1792, d_vocab=8000, n_ctx=64), 2, 32),
     "batch": (ModelConfig(n_layers=4, d_model=128, n_heads=4, d_mlp=352, d_vocab=1024, n_ctx=256), 12, 256),
     "long": (ModelConfig(n_layers=2, d_model=128, n_heads=4, d_mlp=352, d_vocab=2048, n_ctx=2048), 1, 2048),
 }
-TRIED = ["batch", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("wide", "long"))]
 CHILD = """
 import json, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from workbench import estimating
+from workbench.measurement.memory_estimate import LIBRARIES
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data import Sample
-from workbench.measuring import measure
+from workbench.data.sources import Sample
+from workbench.measurement.measuring import measure
 from workbench.models import build
-from workbench.training import train
-from workbench.data import RepeatedData
+from workbench.training.loop import train
+from workbench.data.sources import RepeatedData
 kind, architecture, model, batch, T, metrics, root = json.loads(sys.argv[1])
 config = ModelConfig(**model)
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-before = estimating.LIBRARIES
+before = LIBRARIES
 if kind == "training":
     recipe = TrainConfig(steps=3, batch=batch, T=T, warmup=1, validate_every=3, save_every=3, validation_sequences=4)
     train(architecture, RepeatedData(config.d_vocab), name="r", runs=Path(root), model=config, train=recipe, device="cpu")
@@ -87,8 +88,9 @@ def ratios(frame, before, peak):
     return sizes["total"] / peak, (sizes["total"] - sizes["libraries"]) / (peak - before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.parametrize("shape", TRIED)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_training_takes_what_was_foretold(shape, tmp_path):
     model, batch, T = SHAPES[shape]
     told = training_memory("resformer", model, TrainConfig(steps=3, batch=batch, T=T, validation_sequences=4))
@@ -99,13 +101,14 @@ def test_training_takes_what_was_foretold(shape, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.parametrize("shape", TRIED)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_measuring_takes_what_was_foretold(shape, tmp_path):
     model, batch, T = SHAPES[shape]
     at_once = 4 * batch
     told = foretold(model, METRICS, n=3 * at_once, T=T, batch=at_once)
-    whole, _ = ratios(told, *real("measuring", "resformer", (model, at_once, T), tmp_path / "as it is"))
-    assert 1 / 1.5 < whole < 1.5
+    if shape == "batch":  # where the allocator keeps most
+        whole, _ = ratios(told, *real("measuring", "resformer", (model, at_once, T), tmp_path / "as it is"))
+        assert 1 / 1.5 < whole < 1.5
     before, peak = real("measuring", "resformer", (model, at_once, T), tmp_path / "back", gives_back=True)
     tensors = told.set_index("part")["bytes"][["weights", "activations", "statistics"]].sum() / (peak - before)
     assert 1 / 1.8 < tensors < 1.5, "what operations need inside themselves, and code, come on top"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from seams import COVERING
 
-from workbench.data import Sample
+from workbench.data.sources import Sample
 from workbench.interventions import INTERVENTIONS
-from workbench.models import ARCHITECTURES
 
 WIDE = torch.float64
 
@@ -97,6 +97,14 @@ def test_first_values_of_another_document_or_position_are_really_others(tiny):
     assert found(rows, layer=1, variant="mean") == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize("architecture", ["svformer", "cross_layer"])
+def test_which_documents_share_a_batch_changes_no_ablation(awake, architecture):
+    model, ids = awake(architecture, dtype=WIDE), torch.randint(61, (6, 9), generator=torch.Generator().manual_seed(0))
+    whole, *others = ([row["value"] for row in run("skip_ablation", model, ids, batch=n)] for n in (6, 5, 1))
+    for values in others:
+        assert values == pytest.approx(whole, abs=1e-10)
+
+
 def test_models_without_a_value_path_have_no_skip_to_ablate(tiny, ids):
     assert run("skip_ablation", tiny(), ids) == []
 
@@ -152,7 +160,7 @@ def test_activation_gradients_do_not_depend_on_the_batch_and_equal_autograd(tiny
     assert found(a, site="stream", layer=2, variant=None) == pytest.approx(torch.stack(norms).mean().item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", COVERING)
 def test_gradient_shares_of_the_first_values_sum_to_one(tiny, ids, architecture):
     rows = run("shortcut_gradient_share", tiny(architecture, dtype=WIDE), ids)
     assert sum(r["value"] for r in rows) == pytest.approx(1, abs=1e-9)

@@ -16,14 +16,16 @@ import torch
 from foreign import GPT, adam_of, gpt2_args, llama_tensors, nanogpt, rezipped
 
 import workbench
-from workbench.checkpoints import CONFIG, WEIGHTS, save
-from workbench.corpus import from_files
-from workbench.data import read_tokens
+from workbench.checkpoints import transformers_modules
+from workbench.checkpoints.identify import CONFIG, WEIGHTS
+from workbench.checkpoints.opening import read_state
+from workbench.checkpoints.saving import save
+from workbench.checkpoints.vocabulary import load_tokenizer
+from workbench.data.corpus import from_files
+from workbench.data.sources import read_tokens
+from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import WorkbenchError
-from workbench.formats import read_state
-from workbench.formats.vocabulary import load_tokenizer
-from workbench.runs import Run
-from workbench.tokenizer import train_tokenizer
+from workbench.runs.run import Run
 
 ROUNDS = 40  # of each form; 600 were tried once
 SHAPE = {"n_heads": 4, "n_ctx": 128}
@@ -184,7 +186,8 @@ def survives(act, file, data):
 @pytest.mark.slow
 def test_damaged_checkpoints_load_or_are_refused_by_name(tiny, tmp_path, form, monkeypatch):
     # what would be observed is sound; observing it has tests of its own
-    monkeypatch.setattr(workbench, "observe", lambda module, ids, **_: SimpleNamespace(source={}), raising=False)
+    seen = SimpleNamespace(source={}, config=SimpleNamespace(d_vocab=61))
+    monkeypatch.setattr(transformers_modules, "observe", lambda module, ids, **_: seen)
     make, damage = LOADED[form]
     file, path = make(tiny, tmp_path)
     good, chance = file.read_bytes(), random.Random(form)

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 import workbench
-from workbench.checkpoints import llama_name
+from workbench.checkpoints.llama import llama_name
 from workbench.errors import ArchitectureAssumed, BadCheckpoint
 from workbench.metrics.attention import importance_entropy
 from workbench.metrics.residual import token_similarity
 from workbench.names import stream_hook
 
 GOLDEN = Path(__file__).parent / "golden"
-FOLDERS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
 RESULTS = {
     "architecture",
     "loss",
@@ -96,8 +96,12 @@ def test_token_similarity_of_every_stream(golden):
     assert found == pytest.approx(golden.found["hidden_state_similarity_by_layer"], abs=1e-4)
 
 
-def test_loading_without_a_name_warns_and_names_the_alternatives(golden):
+@pytest.mark.parametrize(
+    "folder", ["baseline_gqa", "svformer_gqa", "denseformer_dilation1_period2", "denseformer_dilation2_period1"]
+)
+def test_loading_without_a_name_warns_and_names_the_alternatives(folder):
     """Every file says `llama`: what the tensors cannot tell apart is assumed aloud, what they can is recognised."""
+    golden = Reference(folder)
     with pytest.warns(ArchitectureAssumed) as caught:
         model = workbench.load(golden.folder)
     assert model.assumed

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadData, WorkbenchError
-from workbench.formats.harness import Harness, for_lm_eval
-from workbench.tokenizer import train_tokenizer
+from workbench.models.lm_eval import Harness, for_lm_eval
 
 
 @dataclass

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
+from seams import COVERING
 
-from workbench.data import RepeatedData, Sample
+from workbench.data.sources import RepeatedData, Sample
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.interventions import INTERVENTIONS, TokenMeans, replaced, token_means, value_ablation
-from workbench.measuring import measure
-from workbench.models import ARCHITECTURES
+from workbench.measurement.measuring import measure
+
+
+@pytest.fixture(autouse=True)
+def small_table(monkeypatch):
+    """Means of few training tokens: every id of forty is still among them."""
+    monkeypatch.setattr("workbench.interventions.values.TABLE_TOKENS", 1024)
 
 
 def some_tokens(n=6, T=24, high=40, seed=0):
@@ -34,22 +40,7 @@ def test_token_means_by_hand(tiny):
     assert means.seen(torch.tensor([[3, 4, 5]])).tolist() == [[True, False, True]]
 
 
-KINDS = {
-    "transformer",
-    "resformer_dense",
-    "svformer",
-    "mqa",
-    "cla",
-    "cross_layer_all",
-    "value_embedding",
-    "denseformer",
-}
-"""First values that are shared, mixed, grouped or attended to elsewhere; in the others they are no different, and slow."""
-
-
-@pytest.mark.parametrize(
-    "architecture", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
-)
+@pytest.mark.parametrize("architecture", COVERING)
 def test_first_layer_values_are_a_function_of_the_token(tiny, architecture):
     """Also with grouped heads, and with tokens that the table has never seen: they keep their own values."""
     ids = torch.cat([some_tokens(), torch.full((6, 4), 57)], 1)
@@ -120,7 +111,7 @@ def test_wrong_names_are_refused(tiny):
 
 def test_registered_interventions_say_what_they_are():
     for entry in INTERVENTIONS.values():
-        assert all((entry.unit, entry.range, entry.reading, entry.source, entry.summary, entry.version()))
+        assert all((entry.unit, entry.range, entry.reading, entry.source, entry.summary, entry.version))
 
 
 def test_the_table_is_exact_in_half_precision():

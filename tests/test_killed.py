@@ -12,9 +12,10 @@ import pytest
 
 from analyses.common import QUICK_MODEL, quick_runs
 from workbench.config import TrainConfig
-from workbench.data import RepeatedData
-from workbench.jobs import run_jobs, time_left
-from workbench.training import train
+from workbench.console import time_left
+from workbench.data.sources import RepeatedData
+from workbench.training.loop import train
+from workbench.training.workers import Job, run_jobs
 
 SERIES = TrainConfig(
     steps=24, batch=4, T=64, warmup=1, validate_every=24, save_every=2, log_every=8, validation_sequences=4
@@ -54,8 +55,9 @@ def test_time_left_does_not_count_what_was_there_already():
 
 def test_what_jobs_return_is_heard(forkserver):
     heard, ended = {}, []
-    run_jobs(len, ["a", "bb"], 1, lambda job, error: ended.append((job, error)), heard.__setitem__)
-    assert heard == {"a": 1, "bb": 2}
+    jobs = [Job(name, len, (name,)) for name in ("a", "bb")]
+    run_jobs(jobs, 1, lambda job, error: ended.append((job.name, error)), heard.__setitem__)
+    assert heard == {jobs[0]: 1, jobs[1]: 2}
     assert ended == [("a", None), ("bb", None)]
 
 

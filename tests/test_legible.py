@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 
 from workbench import plots
-from workbench.plots.style import COLOURS, MINUS, SYMBOLS, symbol
-from workbench.results import records
+from workbench.models.registry import ARCHITECTURES, SYMBOLS
+from workbench.plots.style import MINUS_COLOUR, symbol
+from workbench.runs.records import records
 
 SIGHT = {
     "full": np.eye(3),
@@ -46,16 +47,15 @@ def frame(architectures, points=3, steps=(0, 20)):
 
 
 def test_models_that_look_alike_to_somebody_carry_other_marks():
-    names = [name for name in COLOURS if name != MINUS]
-    assert set(names) == {name for group in SYMBOLS.values() for name in group.split()}
-    for one, other in itertools.combinations(names, 2):
-        apart = min(float(np.linalg.norm(seen(COLOURS[one], s) - seen(COLOURS[other], s))) for s in SIGHT)
-        assert apart > 15 or symbol(one) != symbol(other), (one, other, apart)
+    for one, other in itertools.combinations(ARCHITECTURES, 2):
+        a, b = ARCHITECTURES[one], ARCHITECTURES[other]
+        apart = min(float(np.linalg.norm(seen(a.colour, s) - seen(b.colour, s))) for s in SIGHT)
+        assert apart > 15 or a.symbol != b.symbol, (one, other, apart)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_colour_drowns_in_the_page(page):
-    for name, colour in COLOURS.items():
+    for name, colour in [("difference", MINUS_COLOUR), *((name, a.colour) for name, a in ARCHITECTURES.items())]:
         light, dark = sorted((float(XYZ[1] @ linear(colour)), PAGES[page]), reverse=True)
         assert (light + 0.05) / (dark + 0.05) > 2.2, name
 
@@ -82,10 +82,10 @@ def test_an_x_ray_is_drawn_in_its_models_colour_alone():
     mass = [at | {"metric": "sink_mass", "layer": n, "head": 0, "value": 0.1, "unit": "share"} for n in range(2)]
     drain = [at | {"metric": "value_drain", "layer": n, "value": 0.9, "se": 0.1, "unit": "ratio"} for n in range(2)]
     bars = [t.marker for t in plots.concentration(records(parts)).data if t.type == "bar"]
-    assert {m.line.color for m in bars} == {COLOURS["svformer"]}
+    assert {m.line.color for m in bars} == {ARCHITECTURES["svformer"].colour}
     assert len({m.color for m in bars}) == 3, "shades of it"
     heads, value = plots.sinks(records(mass), records(drain)).data
-    assert heads.marker.color == value.line.color == COLOURS["svformer"]
+    assert heads.marker.color == value.line.color == ARCHITECTURES["svformer"].colour
 
 
 def test_alt_texts_say_numbers_as_people_do():

@@ -1,4 +1,4 @@
-"""Measuring: what is kept is not run again, nothing depends on the batch, records are as documented, bad data is refused."""
+"""Measuring: nothing depends on the batch, records are as documented, bad data is refused."""
 
 from __future__ import annotations
 
@@ -11,33 +11,21 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from measured import EVERYTHING, MODEL, RECIPE, table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.config import ModelConfig, TrainConfig
-from workbench.data import RepeatedData, prepare
+import workbench.measurement.measuring
+import workbench.measurement.subjects
+from workbench.data.sources import prepare
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.interventions import INTERVENTIONS
-from workbench.measuring import measure
+from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
-from workbench.models.hooked import HookedModel
-from workbench.results import COLUMNS, SAMPLE_COLUMNS, TEXT, WHOLE, read_parquet
-from workbench.runs import Run
-from workbench.training import train
+from workbench.runs.records import COLUMNS, SAMPLE_COLUMNS, TEXT, WHOLE, read_parquet
+from workbench.training.loop import train
 
-MODEL = ModelConfig(n_layers=2, d_model=16, n_heads=4, n_key_value_heads=2, d_mlp=24, d_vocab=64, n_ctx=128)
-RECIPE = TrainConfig(steps=6, batch=4, T=64, warmup=2, lr=1e-2, validate_every=3, save_every=3, validation_sequences=8)
-EVERYTHING = [*METRICS, *INTERVENTIONS]
 STREAMED = [
     n for n in METRICS if n.startswith(("token_imp", "importance", "row_", "sink", "induction", "value_", "hidden"))
 ]
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    """One short run per architecture on repeated tokens."""
-    root = tmp_path_factory.mktemp("runs")
-    names = ("transformer", "svformer", "neutreno", "denseformer")
-    return {a: train(a, RepeatedData(), name=a, runs=root, model=MODEL, train=RECIPE, device="cpu") for a in names}
 
 
 @pytest.fixture(scope="session")
@@ -55,35 +43,29 @@ def text_run(tmp_path_factory):
     return train("resformer", data, name="text", runs=root, model=model, train=RECIPE.replace(T=32), device="cpu")
 
 
-@pytest.fixture
-def forwards(monkeypatch):
-    """A list that grows with every run of any model."""
-    calls, inner = [], HookedModel.forward
-    monkeypatch.setattr(HookedModel, "forward", lambda self, *a, **k: calls.append(1) or inner(self, *a, **k))
-    return calls
-
-
-def table(frame, *also):
-    """Values by what they are of, in one order."""
-    axes = [c for c in COLUMNS if c not in ("value", "se", "n", "unit", "provenance", *also)]
-    return frame.set_index(axes)[["value", "se"]].sort_index()
-
-
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["denseformer", "svformer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("transformer", "neutreno"))],
-)
-def test_records_have_the_documented_columns_types_and_counts(runs, name):
-    frame = measure(runs[name], EVERYTHING, n=9, batch=4)
+def test_records_have_the_documented_columns_types_and_counts(everything):
+    run, frame = everything
+    assert set(frame["metric"]) == set(EVERYTHING)
+    well_formed(frame, run.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformer", "neutreno", "denseformer"])
+def test_records_of_other_value_paths_are_as_documented(measured_runs, name):
+    frame = measure(measured_runs[name], EVERYTHING, n=9, batch=4)
+    without_a_path = {"skip_ablation"} if name in ("transformer", "denseformer") else set()
+    assert set(frame["metric"]) == set(EVERYTHING) - without_a_path
+    well_formed(frame, name)
+
+
+def well_formed(frame, name):
     assert list(frame.columns) == list(COLUMNS)
     for column in COLUMNS:
         kind = "str" if column in TEXT else "Int64" if column in WHOLE else "float64"
         assert frame[column].dtype == kind, column
-    without_a_path = {"skip_ablation"} if name in ("transformer", "denseformer") else set()
-    assert set(frame["metric"]) == set(EVERYTHING) - without_a_path
     assert (frame[["run", "architecture"]] == name).all(axis=None)
     assert (frame["step"] == RECIPE.steps).all()
     counted = frame[frame["control"].isna() & ~frame["metric"].isin(["cache_bytes", "cache_traffic"])]
@@ -95,22 +77,30 @@ def test_records_have_the_documented_columns_types_and_counts(runs, name):
         assert sites <= set(entry.sites)
 
 
-def test_standard_errors_are_over_documents(runs):
-    frame = measure(runs["transformer"], "loss", n=12)
-    model, ids = runs["transformer"].load(), runs["transformer"].data.sample(12, 64).ids
+def test_standard_errors_are_over_documents(measured_runs):
+    frame = measure(measured_runs["transformer"], "loss", n=12)
+    model, ids = measured_runs["transformer"].load(), measured_runs["transformer"].data.sample(12, 64).ids
     with torch.no_grad():
         each = model(ids, return_type="loss", loss_per_token=True).mean(1)
     (row,) = frame.itertuples()
     assert row.value == pytest.approx(float(each.mean()), rel=1e-5)
     assert row.se == pytest.approx(float(each.std()) / 12**0.5, rel=1e-4)
-    assert math.isnan(measure(runs["transformer"], "loss", n=1)["se"][0])
+    assert math.isnan(measure(measured_runs["transformer"], "loss", n=1)["se"][0])
 
 
-def test_jackknife_errors_by_hand(runs):
+def test_a_count_of_components_has_no_error_bar(measured_runs):
+    rows = measure(measured_runs["transformer"], "effective_rank", n=8).query("control.isnull() and site == 'own_v'")
+    counts = rows["variant"] == "pcs_99"
+    assert rows.loc[counts, "value"].notna().all()
+    assert rows.loc[counts, "se"].isna().all()
+    assert rows.loc[~counts, "se"].notna().all()
+
+
+def test_jackknife_errors_by_hand(measured_runs):
     """Eight documents, eight folds: the textbook formula over the values that leave one document out."""
     from workbench.metrics.values import TokenIdentityShare
 
-    run = runs["transformer"]
+    run = measured_runs["transformer"]
     frame = measure(run, "token_identity_share", n=8)
     ids = run.data.sample(8, 64).ids
     values = run.load().run_with_cache(ids)[1]["blocks.1.attn.hook_v"]
@@ -125,8 +115,8 @@ def test_jackknife_errors_by_hand(runs):
     )
 
 
-def test_samples_hold_one_value_per_document(runs):
-    run = runs["neutreno"]
+def test_samples_hold_one_value_per_document(measured_runs):
+    run = measured_runs["neutreno"]
     frame = measure(run, ["importance_entropy", "sink_mass"], n=10)
     (path,) = [
         p for p in run.store.folder.glob("*.samples.parquet") if len(read_parquet([p], SAMPLE_COLUMNS)) % 10 == 0
@@ -140,8 +130,8 @@ def test_samples_hold_one_value_per_document(runs):
     assert chosen["value"].mean() == pytest.approx(row["value"].item())
 
 
-def test_controls_stand_beside_the_metric(runs):
-    frame = measure(runs["transformer"], ["importance_entropy", "token_importance", "token_similarity"], n=4)
+def test_controls_stand_beside_the_metric(measured_runs):
+    frame = measure(measured_runs["transformer"], ["importance_entropy", "token_importance", "token_similarity"], n=4)
     control = frame[frame["control"] == "uniform_causal"]
     entropy = control[control["metric"] == "importance_entropy"]
     assert entropy["layer"].tolist() == [0, 1]
@@ -152,8 +142,8 @@ def test_controls_stand_beside_the_metric(runs):
     assert (frame["control"] == "token_repetition").any()
 
 
-def test_known_values_of_real_models(runs):
-    for name, run in runs.items():
+def test_known_values_of_real_models(measured_runs):
+    for name, run in measured_runs.items():
         frame = measure(run, ["token_identity_share", "token_importance"], n=8)
         assert frame[frame["metric"] == "token_importance"].groupby(["layer", "control"], dropna=False)[
             "value"
@@ -166,87 +156,40 @@ def test_known_values_of_real_models(runs):
         assert abs(shuffled["value"].item()) < 0.2
 
 
-# ---- kept records ----------------------------------------------------------------------------------------------------
+# ---- batches, steps, several runs ------------------------------------------------------------------------------------
 
 
-def test_the_second_time_nothing_is_run(runs, forwards):
-    run = runs["denseformer"]
-    first = measure(run, EVERYTHING, n=7)
-    assert forwards
-    forwards.clear()
-    again = measure(Run.open(run.path), EVERYTHING, n=7, batch=3)
-    pd.testing.assert_frame_equal(first, again)
-    measure(run, ["sink_mass", "loss"], n=7)
-    assert not forwards
-    measure(run, "loss", n=8)
-    assert forwards, "other sequences are another measurement"
+def test_results_do_not_depend_on_the_batch(measured_runs):
+    run, fitted = measured_runs["svformer"], "token_probe"  # to float32 vectors: its last digits follow theirs
+    names = [name for name, metric in METRICS.items() if metric.form != "derived" and name != fitted]
+    model, ids, tables = run.load(), run.data.sample(9, 64).ids, []
+    for batch in (64, 1, 4):
+        workbench.measurement.subjects._memory.clear()
+        tables.append(table(measure(model, names, ids, batch=batch)))
+    for other in tables[1:]:
+        pd.testing.assert_frame_equal(tables[0], other, rtol=1e-6, atol=1e-6)
 
 
-def test_one_changed_weight_is_measured_again(tiny, forwards):
-    model, ids = tiny(), torch.arange(40).view(2, 20)
-    before = measure(model, "loss", ids)
-    forwards.clear()
-    pd.testing.assert_frame_equal(measure(model, "loss", ids), before)
-    assert not forwards
-    with torch.no_grad():
-        model.blocks[1].mlp.up_proj.weight[3, 4] += 0.5
-    after = measure(model, "loss", ids)
-    assert forwards
-    assert after["value"][0] != before["value"][0]
-
-
-def test_a_hooked_model_is_neither_remembered_nor_recalled(tiny):
-    model, ids = tiny(), torch.arange(40).view(2, 20)
-    clean = measure(model, "loss", ids)["value"][0]
-    with model.hooks([("blocks.0.hook_attn_out", lambda x, hook: x * 0)]):
-        ablated = measure(model, "loss", ids)["value"][0]
-    assert ablated != clean
-    assert measure(model, "loss", ids)["value"][0] == clean
-
-
-def test_a_changed_metric_is_measured_again(runs, monkeypatch, forwards):
-    run = runs["transformer"]
-    measure(run, "hidden_peak", n=3)
-    forwards.clear()
-    monkeypatch.setattr(type(METRICS["hidden_peak"]), "version", lambda self: "another")
-    measure(run, "hidden_peak", n=3)
-    assert forwards
-
-
-@pytest.mark.parametrize("batch", [1, 3, 64])
-def test_results_do_not_depend_on_the_batch(tiny, runs, batch):
-    run = runs["svformer"]
-    names = [n for n in METRICS if n != "token_probe"]  # fitted to float32 vectors: its last digits follow theirs
-    ids = run.data.sample(9, 64).ids
-    whole = measure(run.load(), names, ids, batch=8)
-    import workbench.subjects
-
-    workbench.subjects._memory.clear()
-    other = measure(run.load(), names, ids, batch=batch)
-    pd.testing.assert_frame_equal(table(whole), table(other), rtol=1e-6, atol=1e-6)
-
-
-def test_ablation_does_not_depend_on_the_batch(runs):
-    run, found = runs["neutreno"], []
+def test_ablation_does_not_depend_on_the_batch(measured_runs):
+    run, found = measured_runs["neutreno"], []
     from workbench.interventions import value_ablation
 
-    model, sample = run.load(), run.data.sample(5, 64)
-    for batch in (1, 3, 64):
+    model, sample = run.load(), run.data.sample(3, 64)
+    for batch in (64, 2):
         found.append([row["value"] for row in value_ablation(model, sample, run.data, batch) if row["unit"] == "nats"])
     assert found[0] == pytest.approx(found[1], abs=1e-6)
-    assert found[0] == pytest.approx(found[2], abs=1e-6)
 
 
-def test_steps_and_several_runs(runs):
-    frame = measure([runs["transformer"], runs["svformer"]], "loss", steps="ends", n=4)
+def test_steps_and_several_runs(measured_runs):
+    frame = measure([measured_runs["transformer"], measured_runs["svformer"]], "loss", steps="ends", n=4)
     assert frame["step"].tolist() == [0, 6, 0, 6]
     assert frame["run"].tolist() == ["transformer"] * 2 + ["svformer"] * 2
-    assert measure(runs["transformer"], "loss", steps=[6, 0], n=4)["step"].tolist() == [6, 0]
+    assert measure(measured_runs["transformer"], "loss", steps=[6, 0], n=4)["step"].tolist() == [6, 0]
     with pytest.raises(WorkbenchError, match="choose from"):
-        measure(runs["transformer"], "loss", steps=5)
-    assert measure(str(runs["transformer"].path / "step_000006"), "loss", torch.arange(30)[None])["step"].tolist() == [
-        6
-    ]
+        measure(measured_runs["transformer"], "loss", steps=5)
+    assert measure(str(measured_runs["transformer"].path / "step_000006"), "loss", torch.arange(30)[None])[
+        "step"
+    ].tolist() == [6]
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -403,6 +346,7 @@ for T in (2048, 8192):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_grows_with_the_length_not_its_square():
     code = CHILD.replace("{names}", repr(STREAMED))

@@ -1,4 +1,4 @@
-"""Every architecture equals itself by another path, obeys causality, starts as published, and refuses what it cannot read."""
+"""Every architecture equals itself by another path, obeys causality, starts as published, and copies whole."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import re
 
 import pytest
 import torch
+from seams import COVERING
 
-from workbench.config import ModelConfig, TrainConfig
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.config import ModelConfig
 from workbench.metrics.attention import importance_entropy, uniform_entropy
 from workbench.metrics.residual import token_similarity
 from workbench.models import ARCHITECTURES, build
-from workbench.names import ACTIVATIONS, LABELS, position_axis, stream_hook
+from workbench.names import ACTIVATIONS, position_axis, stream_hook
 
 WIDE = torch.float64
 COMBINED = [
@@ -24,6 +24,7 @@ COMBINED = [
     "neutreno+cla",
     "resformer+cross_layer",
     "gated_attention+identity_map",
+    "value_embedding+residual_k",
 ]
 SMALL = ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, n_ctx=2048)
 
@@ -47,7 +48,7 @@ def grouped(architecture, kv_heads):
 
 @pytest.mark.parametrize(
     ("length", "kv_heads"),
-    [(33, 2), (2, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((33, 4), (2, 2), (1, 4), (1, 2)))],
+    [(33, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((33, 4), (2, 4), (1, 2)))],
 )
 def test_fused_attention_equals_eager_in_values_and_gradients(any_architecture, awake, length, kv_heads):
     model = awake(any_architecture, dtype=WIDE, config=grouped(any_architecture, kv_heads))
@@ -76,11 +77,11 @@ def test_later_anchors_refresh_the_shared_values(tiny):
 # ---- what the named activations are ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
-def test_activations_obey_their_identities(awake, architecture, kv_heads):
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+def test_activations_obey_their_identities(awake, architecture):
     """What enters a layer, its coefficients, what it attends with, and what comes out, each computed from the others."""
-    model = awake(architecture, dtype=WIDE, config={"n_layers": 4, **grouped(architecture, kv_heads)})
+    heads = {} if "qa" in architecture else {"n_key_value_heads": 2}  # query_group says how many
+    model = awake(architecture, dtype=WIDE, config={"n_layers": 4, **heads})
     _, cache = model.run_with_cache(tokens(model, 7))
     parts, options = architecture.split("+"), model.options
     repeats = model.config.n_heads // model.config.n_key_value_heads
@@ -143,7 +144,7 @@ def test_activations_obey_their_identities(awake, architecture, kv_heads):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options"), [*((a, {}) for a in ARCHITECTURES), ("residual_attention", {"attn_mix": "logit"})]
+    ("architecture", "options"), [*((a, {}) for a in COVERING), ("residual_attention", {"attn_mix": "logit"})]
 )
 def test_every_hook_point_has_its_positions_where_the_vocabulary_says(tiny, architecture, options):
     """13 positions: no other axis of these tensors is as long."""
@@ -162,7 +163,7 @@ def test_named_activations_exist_and_have_their_axes():
     """Each name's hook point stands in some architecture, with as many axes as it says."""
     shapes = {}
     for architecture in [*ARCHITECTURES, "resformer+share_q"]:
-        model = build(architecture, SMALL.replace(n_ctx=16))
+        model = build(architecture, SMALL.replace(n_ctx=16, d_vocab=16, d_mlp=16))
         hooks = [(lambda name: True, lambda x, hook: shapes.update({hook.name: x.shape}))]
         model.run_with_hooks(torch.arange(5), fwd_hooks=hooks)
     for name, activation in ACTIVATIONS.items():
@@ -175,12 +176,7 @@ def test_named_activations_exist_and_have_their_axes():
             assert (None if axis is None else activation.axes.split()[axis]) == (None if axis is None else wanted), name
 
 
-def test_every_registered_architecture_has_a_name_for_people():
-    assert LABELS.keys() >= ARCHITECTURES.keys()
-    assert len(set(LABELS.values())) == len(LABELS)
-
-
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_no_token_sees_the_future_and_each_sees_the_past(awake, architecture):
     model = awake(architecture, dtype=WIDE)
     ids = tokens(model, 12)
@@ -228,7 +224,7 @@ def test_one_repeated_id_gives_identical_tokens_in_every_stream(any_architecture
 
 
 def test_one_seed_gives_every_architecture_the_same_tensors(any_architecture):
-    config = SMALL
+    config = SMALL.replace(d_vocab=64)
     vanilla, model = build("transformer", config, seed=3), build(any_architecture, config, seed=3)
     mine, theirs = dict(model.named_parameters()), dict(vanilla.named_parameters())
     shared = {name for name in mine.keys() & theirs.keys() if mine[name].shape == theirs[name].shape}
@@ -276,13 +272,12 @@ def test_similarity_at_init_orders_the_architectures_and_attention_is_uniform():
 # ---- types, copies, modes --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_precisions_run_and_agree(any_architecture, tiny, dtype):
+def test_half_precision_runs_and_agrees(any_architecture, tiny):
     ids = torch.arange(12)[None]
     exact = tiny(any_architecture, dtype=WIDE)(ids)
-    found = tiny(any_architecture, dtype=dtype)(ids)
-    assert found.dtype == dtype
-    assert (found.double() - exact).abs().mean() < (0.1 if dtype == torch.bfloat16 else 1e-14) * exact.abs().mean()
+    found = tiny(any_architecture, dtype=torch.bfloat16)(ids)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).abs().mean() < 0.1 * exact.abs().mean()
 
 
 def test_rotation_in_float64_is_exact_to_float64():
@@ -300,12 +295,15 @@ def test_a_run_in_inference_mode_leaves_the_model_trainable(tiny):
     model(torch.arange(6), return_type="loss").backward()
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
-def test_a_copy_is_whole_and_independent(any_architecture, awake, duplicate):
-    model = awake(any_architecture)
+@pytest.mark.parametrize(
+    ("architecture", "pickled"),
+    [*((name, False) for name in COVERING), ("transformer", True), ("cross_layer_all", True)],
+)
+def test_a_copy_is_whole_and_independent(architecture, awake, pickled):
+    model = awake(architecture)
     ids = tokens(model, 6)
     before = model(ids)
-    copied = duplicate(model)
+    copied = pickle.loads(pickle.dumps(model)) if pickled else copy.deepcopy(model)  # noqa: S301
     assert copied.lock is not model.lock
     assert torch.equal(copied(ids), before)
     assert (copied.options, copied.config) == (model.options, model.config)
@@ -325,130 +323,3 @@ def test_replacing_a_submodule_takes_effect(tiny):
     before = model(ids)
     model.blocks[1].mlp.up_proj = torch.nn.Linear(32, 48, bias=False)
     assert not torch.allclose(model(ids), before)
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ask", "told"),
-    [
-        (lambda: build("resfomer", "tiny"), "unknown architecture 'resfomer'; did you mean resformer"),
-        (lambda: build("resformer+neutrino", "tiny"), "unknown architecture 'neutrino'; did you mean neutreno"),
-        (lambda: build(None, "tiny"), "unknown architecture None"),
-        (
-            lambda: build("resformer", "tiny", lambda_v=1),
-            "unknown option of resformer 'lambda_v'; did you mean lambda_v1",
-        ),
-        (lambda: build("transformer", "tiny", lambda_v1=1), "unknown option of transformer 'lambda_v1'"),
-        (lambda: build("transformer", "tinny"), "unknown preset 'tinny'; did you mean tiny"),
-        (
-            lambda: build("transformer", {"n_layer": 2}),
-            "unknown config key 'n_layer'; did you mean n_layers",
-        ),
-        (lambda: SMALL.replace(dmodel=3), "unknown config key 'dmodel'; did you mean d_model"),
-        (lambda: TrainConfig.of({"step": 2}), "unknown training key 'step'; did you mean steps"),
-        (
-            lambda: build("transformer", "tiny")(torch.arange(4), return_type="los"),
-            "unknown return_type 'los'; did you mean loss",
-        ),
-        (
-            lambda: build("transformer", "tiny").run_with_cache(torch.arange(4), names_filter="blocks.0.attn.hook_vv"),
-            r"unknown hook 'blocks.0.attn.hook_vv'; did you mean blocks.0.attn.hook_v",
-        ),
-        (
-            lambda: build("transformer", "tiny").run_with_hooks(torch.arange(4), fwd_hooks=[("hook_embe", print)]),
-            "unknown hook 'hook_embe'; did you mean hook_embed",
-        ),
-        (
-            lambda: build("transformer", "tiny").run_with_grads(torch.arange(4), ["blocks.9.hook_resid_pre"]),
-            "unknown hook 'blocks.9.hook_resid_pre'",
-        ),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_nearest(ask, told):
-    with pytest.raises(UnknownName, match=told.replace("+", r"\+")) as caught:
-        ask()
-    assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("ask", "told"),
-    [
-        (lambda: build("transformer", {"n_layers": 2}), "lacks d_model, n_heads, d_mlp, d_vocab, n_ctx"),
-        (lambda: build("transformer", None), "a preset's name, a ModelConfig or a mapping"),
-        (lambda: SMALL.replace(n_heads=5), r"n_heads=5 .* choose from \[1, 2, 3, 4, 6"),
-        (lambda: SMALL.replace(n_heads=96), "even heads"),
-        (
-            lambda: SMALL.replace(n_key_value_heads=3),
-            r"does not divide n_heads=4; choose from \[1, 2, 4\]",
-        ),
-        (lambda: SMALL.replace(n_layers=0), "n_layers=0: must be a positive int"),
-        (lambda: SMALL.replace(n_layers=2.0), "n_layers=2.0: must be a positive int"),
-        (lambda: SMALL.replace(n_layers=True), "n_layers=True: must be a positive int"),
-        (lambda: SMALL.replace(init_std=math.nan), "init_std=nan: must be a positive float"),
-        (lambda: SMALL.replace(rope_theta="1e4"), "rope_theta='1e4': must be a positive float"),
-        (lambda: TrainConfig(steps=0, batch=1, T=8), "steps=0: must be a positive int"),
-        (lambda: TrainConfig(steps=1, batch=1, T=8, lr=-1), "lr=-1: must be a positive float"),
-        (lambda: TrainConfig(steps=1, batch=1, T=1), "needs 2 tokens"),
-        (lambda: TrainConfig(steps=1, batch=1, T=8, bf16=1), "bf16=1: must be a bool"),
-        (lambda: TrainConfig(steps=1, batch=1, T=8, lr_factors=5), "lr_factors=5: must map patterns"),
-        (lambda: TrainConfig(steps=1, batch=1, T=8, lr_factors={"a": 0}), "0 of 'a' must be a positive number"),
-        (lambda: TrainConfig.of({"steps": 3}), "lacks batch, T"),
-    ],
-)
-def test_what_cannot_be_built_is_refused_in_words(ask, told):
-    with pytest.raises(ValueError, match=told) as caught:
-        ask()
-    assert isinstance(caught.value, WorkbenchError)
-
-
-@pytest.mark.parametrize(
-    ("ids", "told"),
-    [
-        (torch.tensor([[1, 61]]), r"token ids 1..61 leave the vocabulary 0..60"),
-        (torch.tensor([[-1, 2]]), r"token ids -1..2"),
-        (torch.empty(1, 0, dtype=torch.long), "not empty"),
-        ([], "not empty"),
-        ("", "tokenizer"),
-        (torch.zeros(1, 129, dtype=torch.long), "129 tokens exceed the model's context of n_ctx=128"),
-        (torch.tensor([[0.0, 1.0]]), "whole numbers"),
-        (torch.tensor([[True, False]]), "whole numbers"),
-        (torch.zeros(1, 2, 3, dtype=torch.long), "whole numbers"),
-        ([[1, 2], [3]], "rows of one length"),
-        (None, "text or whole numbers"),
-    ],
-)
-def test_unusable_tokens_are_refused(tiny, ids, told):
-    model = tiny()
-    with pytest.raises(BadData, match=told):
-        model(ids)
-    with pytest.raises(BadData, match=told):
-        model.run_with_grads(ids, "blocks.0.hook_resid_pre")
-
-
-def test_the_loss_of_a_single_token_is_refused(tiny):
-    assert tiny()(torch.tensor([3])).shape == (1, 1, 61)
-    with pytest.raises(BadData, match="2 tokens or more"):
-        tiny()(torch.tensor([3]), return_type="loss")
-
-
-def test_more_heads_do_not_become_grouped_heads():
-    config = SMALL
-    assert config.replace(n_heads=8).n_key_value_heads == 8
-    assert config.replace(n_key_value_heads=2).replace(n_heads=8).n_key_value_heads == 2
-
-
-def test_loss_by_hand(tiny):
-    """Zero weights: every token is as likely as any other, ln 61 each; loss, both and per token agree."""
-    model = tiny()
-    with torch.no_grad():
-        model.unembed.weight.zero_()
-    ids = torch.arange(6)[None]
-    logits, loss = model(ids, return_type="both")
-    assert logits.shape == (1, 6, 61)
-    assert loss.item() == pytest.approx(math.log(61), abs=1e-6)
-    per_token = model(ids, return_type="loss", loss_per_token=True)
-    assert per_token.shape == (1, 5)
-    assert per_token.tolist()[0] == pytest.approx([math.log(61)] * 5, abs=1e-6)
-    assert model(ids, return_type=None) is None

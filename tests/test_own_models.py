@@ -13,13 +13,13 @@ from own_loop import GPT, loop
 
 import workbench
 from workbench import plots
-from workbench.checkpoints import export, save
+from workbench.checkpoints.saving import export, save
+from workbench.checkpoints.transformers_modules import quiet
+from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, WorkbenchError
-from workbench.formats.foreign import quiet
-from workbench.importing import import_run
-from workbench.results import records
-from workbench.runs import Run
-from workbench.tokenizer import train_tokenizer
+from workbench.runs.importing import import_run
+from workbench.runs.records import records
+from workbench.runs.run import Run
 from workbench.views import Link, Source, prompt
 from workbench.views.depth import layers
 from workbench.views.source import IDS, TEXT, example
@@ -65,7 +65,7 @@ def test_another_librarys_model_becomes_a_run_that_computes_what_it_did(another)
         assert model.source["step"] == step
     assert run.weights_hash(5) != run.weights_hash(10)
     assert run.load("last").tokenizer is not None
-    with pytest.raises(NotCovered, match="architecture_name would be settings of ours"):
+    with pytest.raises(NotCovered, match="architecture would be settings of ours"):
         workbench.load(run.path, architecture="resformer")
     with pytest.raises(WorkbenchError, match="is observed, not one of our models"):
         export(run.load(), run.path / "out")
@@ -100,18 +100,18 @@ def test_steps_of_different_shapes_are_no_series(another, tmp_path):
 
 @pytest.mark.parametrize(("page", "address", "figures"), dashboard.OF_OBSERVED)
 def test_pages_show_another_librarys_model(another, browse, page, address, figures):
+    """Two of its steps beside each other; `test_builders.py` looks at one alone."""
     run, _ = another
-    for more in ({}, {"compare": "1", "b": "theirs", "step_b": "5"}):
-        at = browse(run.path.parent, page, prompt="def mean(values)", **address, **more)
-        assert len(at.get("plotly_chart")) == figures
-        assert not [i.value for i in (*at.info, *at.warning, *at.error)]
+    at = browse(run.path.parent, page, prompt="def mean(values)", compare="1", b="theirs", step_b="5", **address)
+    assert len(at.get("plotly_chart")) == figures
+    assert not [i.value for i in (*at.info, *at.warning, *at.error)]
 
 
 def test_attention_that_cannot_be_rebuilt_is_said_in_words():
     """A window shorter than the example it was looked at with."""
     import transformers
 
-    from workbench.looks import attention
+    from workbench.prompts import attention_inputs, attention_overview
 
     config = transformers.MistralConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -119,9 +119,9 @@ def test_attention_that_cannot_be_rebuilt_is_said_in_words():
     )  # fmt: skip
     ids = torch.arange(20)[None]
     model = workbench.observe(transformers.MistralForCausalLM(config).eval(), ids, quiet=True)
-    for look in (attention.keep, attention.overview):
+    for query in (attention_inputs, attention_overview):
         with pytest.raises(WorkbenchError, match="cannot be drawn: layer 0 is masked: sliding window of 8"):
-            look(model, ids)
+            query(model, ids)
 
 
 def test_the_page_says_what_another_librarys_model_cannot_be_asked(another, browse):

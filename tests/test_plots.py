@@ -1,4 +1,4 @@
-"""Figures of records: form, scales, words, colours, alt texts; formation steps and verdicts from known numbers."""
+"""Figures of records: form, scales, words, colours, alt texts; formation steps from known numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench import findings, plots
-from workbench.diagnosis import concentration
+from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
-from workbench.results import provenance, records
+from workbench.reports.diagnosis import concentration
+from workbench.runs.records import provenance, records
+from workbench.statistics.formation import formation_steps
 
 
 def rows(kind="text", architectures=("transformer", "resformer", "svformer"), seeds=2, what=dashboard.measured):
@@ -39,7 +40,7 @@ def test_a_layer_profile_has_lines_bands_init_and_baseline():
     (line,) = [t for t in named(figure, "ResFormer") if t.mode == "lines+markers"]
     assert list(line.x) == [0, 1]
     np.testing.assert_allclose(line.y, [2.3, 2.4])
-    assert line.line.color == plots.COLOURS["resformer"]
+    assert line.line.color == ARCHITECTURES["resformer"].colour
     assert named(figure, "ResFormer at step 0")[0].line.dash == "dash"
     assert named(figure, "uniform causal")[0].line.dash == "dot"
     said = figure.layout.title.subtitle.text
@@ -132,12 +133,6 @@ def test_variants_that_are_read_another_way_say_so():
     assert plots.reading(kept.assign(architecture=plots.MINUS)) != "higher: less context is needed"
 
 
-def test_every_architecture_has_its_own_colour_and_others_get_one():
-    assert set(ARCHITECTURES) <= set(plots.COLOURS)
-    assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
-    assert plots.colour("resformer lambda_v1=0.3") == plots.colour("resformer lambda_v1=0.3") != plots.colour("mine")
-
-
 def test_backgrounds_are_transparent():
     figure = plots.plot(of(rows(), "importance_entropy"))
     assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"
@@ -154,34 +149,13 @@ def race(curves):
     )
 
 
-def test_the_formation_step_is_the_first_below_half_of_the_start():
+def test_formation_steps_stand_in_a_row_for_each_model():
     frame = race({("svformer", 0): [4.0, 2.0, 1.99, 3.0], ("transformer", 0): [4.0, 3.9, 3.8, 2.0]})
-    steps = findings.formation_steps(frame)
-    assert list(steps["formed"]) == ["step 2", "not formed"]
-    assert steps["formation_step"].isna().tolist() == [False, True]
-    assert list(findings.formation_table(steps)["seed 0"]) == ["step 2", "not formed"]
+    assert list(plots.formation_table(formation_steps(frame))["seed 0"]) == ["step 2", "not formed"]
 
 
 def curve(step):
     return [4.0] * step + [1.0] * (10 - step)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "words"),
-    [
-        ((2, 3, 3), (4, 5, 5), "SVFormer before Transformer: seeds disjoint."),
-        ((2, 4, 4), (4, 5, 5), "overlapping, so unresolved: SVFormer and Transformer"),
-        ((4, 5, 5), (2, 3, 3), "Transformer before SVFormer: seeds disjoint."),
-        ((2, 3, 3), (10, 10, 10), "SVFormer before Transformer: seeds disjoint."),
-        ((10, 10, 10), (10, 10, 10), "unresolved"),
-        ((2,), (4,), "1 of the 3 seeds needed"),
-    ],
-)
-def test_the_verdict_follows_from_the_numbers(a, b, words):
-    curves = {("svformer", s): curve(n) for s, n in enumerate(a)} | {
-        ("transformer", s): curve(n) for s, n in enumerate(b)
-    }
-    assert words in findings.race_verdict(findings.formation_steps(race(curves)))
 
 
 def test_the_race_marks_each_seed_on_the_line():
@@ -250,16 +224,6 @@ def test_gradients_and_coefficients_are_drawn():
     learned = plots.coefficients(frame)
     assert [t.name for t in learned.data] == ["embedding", "output of block 0"]
     assert plots.pace(frame).data[0].y[0] == pytest.approx(1000.5)
-
-
-def test_unresolved_says_what_the_numbers_do_not_settle():
-    said = findings.unresolved(rows())
-    assert any("no two overlap" in s or "unresolved" in s for s in said)
-    assert any("No attention sink formed" in s for s in said)
-    sinks = rows()
-    sinks.loc[sinks["metric"] == "sink_rate", "value"] = 0.5
-    assert any("count as attention sinks" in s for s in findings.unresolved(sinks))
-    assert findings.unresolved(records([]))
 
 
 # ---- words and files -------------------------------------------------------------------------------------------------

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import digest, replacing, write_json, write_text
-from workbench.results import (
+from workbench.runs.records import (
     COLUMNS,
     SAMPLE_COLUMNS,
     Store,
+    checked,
     load_records,
+    one_sample,
     provenance,
     read_parquet,
     records,
     typed,
     write_parquet,
 )
+from workbench.runs.table_cache import _telemetry
 
 
-def some(key, value=1.0, rows=3):
-    origin = provenance(key=key, weights="w")
-    return records({"run": "r", "metric": "m", "layer": i, "value": value, "provenance": origin} for i in range(rows))
+def some(key, value=1.0, rows=3, **facts):
+    """A measurement of a metric of the key's name."""
+    origin = provenance(key=key, weights="w", **facts)
+    return records({"run": "r", "metric": key, "layer": i, "value": value, "provenance": origin} for i in range(rows))
 
 
 NOTHING = records([], SAMPLE_COLUMNS)
@@ -45,7 +51,6 @@ def test_a_table_survives_the_disk(tmp_path):
     write_parquet(frame, tmp_path / "odd [name]*.parquet")
     write_parquet(some("b"), tmp_path / "odd n*.parquet")
     pd.testing.assert_frame_equal(read_parquet([tmp_path / "odd [name]*.parquet"]), frame)
-    assert len(read_parquet([tmp_path / "odd [name]*.parquet"], where="layer = 1")) == 1
     assert read_parquet([]).equals(records([]))
 
 
@@ -66,6 +71,14 @@ def test_an_unreadable_file_is_named(tmp_path):
         read_parquet([tmp_path / "gone.parquet"])
 
 
+def test_text_that_is_none_is_no_record(tmp_path):
+    import pyarrow as pa
+
+    text = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe"))
+    with pytest.raises(BadCheckpoint, match=r"theirs\.parquet is no table of records"):
+        checked(pa.table({"metric": text, "value": [1.0]}), tmp_path / "theirs.parquet")
+
+
 def test_rows_of_one_key_are_replaced_and_others_kept(tmp_path):
     store = Store(tmp_path)
     assert store.get("w", "d", ["a"]) == {}
@@ -78,11 +91,94 @@ def test_rows_of_one_key_are_replaced_and_others_kept(tmp_path):
     assert store.get("w", "other", ["a"]) == {}
 
 
+# ---- versions --------------------------------------------------------------------------------------------------------
+
+
+def versioned(name, version, value):
+    """Rows of a metric as a version of it wrote them; None: as before versions were numbers."""
+    stated = {"metric": f"{name}@f3a9"} if version is None else {"version": version}
+    return some(f"{name}-{version}", value, **stated).assign(metric=name)
+
+
+def shown(folder, name="m"):
+    frame = load_records([folder])
+    return set(frame.loc[frame["metric"] == name, "value"])
+
+
+@pytest.mark.parametrize(("old", "new"), [(None, 1), (1, 2), (9, 10)])
+def test_a_new_version_takes_the_place_of_the_old_rows_and_not_of_its_neighbours(tmp_path, old, new):
+    store = Store(tmp_path / "records")
+    store.put("w", "d", pd.concat([versioned("m", old, 102.41), versioned("beside", old, 3.0)]), NOTHING)
+    assert shown(tmp_path) == {102.41}
+    store.put("w", "d", versioned("m", new, 2.41), NOTHING)
+    assert shown(tmp_path) == {2.41}
+    assert shown(tmp_path, "beside") == {3.0}
+    assert list(store.get("w", "d", [f"m-{old}", f"m-{new}", f"beside-{old}"])) == [f"beside-{old}", f"m-{new}"]
+
+
+def test_of_a_run_the_newest_version_of_a_metric_is_shown_whatever_weights_and_data_it_was_measured_on(tmp_path):
+    store = Store(tmp_path / "records")
+    for weights, data, version, value in (("w0", "d", None, 1.0), ("w1", "d", 1, 2.0), ("w1", "more", None, 3.0)):
+        store.put(weights, data, versioned("m", version, value), NOTHING)
+    assert shown(tmp_path) == {2.0}
+
+
+def test_an_older_program_leaves_newer_rows_alone(tmp_path):
+    store = Store(tmp_path / "records")
+    store.put("w", "d", versioned("m", 2, 2.0), NOTHING)
+    store.put("w", "d", versioned("m", 1, 1.0), NOTHING)
+    assert shown(tmp_path) == {2.0}
+
+
+def test_samples_go_with_their_records(tmp_path):
+    def samples(key):
+        return records([{"metric": "m", "document": 1, "provenance": provenance(key=key)}], SAMPLE_COLUMNS)
+
+    store = Store(tmp_path)
+    store.put("w", "d", versioned("m", None, 1.0), samples("old"))
+    store.put("w", "d", versioned("m", 1, 2.0), samples("new"))
+    (path,) = tmp_path.glob("*.samples.parquet")
+    assert len(read_parquet([path], SAMPLE_COLUMNS)) == 1
+
+
+def test_tables_without_a_provenance_or_of_others_are_shown_as_they_are(tmp_path):
+    (tmp_path / "records").mkdir()
+    for i, provenances in enumerate([["", "[1]"], [None, "null"], ['"version":x', '{"version":0}']]):
+        frame = pd.DataFrame({"metric": "m", "value": [float(i), i + 0.5], "provenance": provenances})
+        frame.to_parquet(tmp_path / "records" / f"{i}.parquet")
+    pd.DataFrame({"metric": ["m"], "value": [9.0]}).to_parquet(tmp_path / "records" / "bare.parquet")
+    assert shown(tmp_path) == {0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 9.0}
+    assert load_records([]).equals(records([]))
+
+
+def measured_on(data, steps, n, metric="m", run="r"):
+    """Rows of a metric of some checkpoints on one set of documents."""
+    origin = provenance(key="k", data=data)
+    return records({"run": run, "metric": metric, "step": s, "n": n, "value": 1.0, "provenance": origin} for s in steps)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "other"),
+    [
+        (("a", [300], 8), ("b", [0, 100, 200], 64)),  # the latest step
+        (("a", [0, 300], 8), ("b", [300], 64)),  # then most steps
+        (("a", [0, 300], 64), ("b", [100, 300], 32)),  # then most documents
+        (("b", [300], 64), ("a", [300], 64)),  # then always the same
+    ],
+)
+def test_of_several_sets_of_documents_one_is_shown_of_each_run_and_metric(chosen, other):
+    beside = [measured_on(other[0], [0], 4, metric="m2"), measured_on(other[0], [0], 4, run="r2")]
+    for order in ([chosen, other], [other, chosen]):
+        frame = pd.concat([*(measured_on(*rows) for rows in order), *beside], ignore_index=True)
+        wanted = pd.concat([measured_on(*chosen), *beside], ignore_index=True)
+        pd.testing.assert_frame_equal(one_sample(frame), wanted)
+    assert one_sample(wanted) is wanted
+
+
 def test_records_of_runs_leave_samples_out(tmp_path):
     sample = records([{"metric": "m", "document": 1, "provenance": provenance(key="a")}], SAMPLE_COLUMNS)
     Store(tmp_path / "run" / "records").put("w", "d", some("a"), sample)
     assert len(load_records([tmp_path / "run", tmp_path / "none"])) == 3
-    assert len(load_records([tmp_path / "run"], "layer >= 1")) == 2
 
 
 def _write_many(folder, name, n):
@@ -91,8 +187,8 @@ def _write_many(folder, name, n):
         store.put("w", "d", some(f"{name}{i}", float(i)), NOTHING)
 
 
-def test_two_processes_write_while_a_third_reads(tmp_path):
-    context = multiprocessing.get_context("spawn")
+def test_two_processes_write_while_a_third_reads(tmp_path, forkserver):
+    context = multiprocessing.get_context()
     writers = [context.Process(target=_write_many, args=(tmp_path, name, 12)) for name in "ab"]
     for writer in writers:
         writer.start()
@@ -102,6 +198,7 @@ def test_two_processes_write_while_a_third_reads(tmp_path):
         assert all(len(rows) == 3 for rows in found.values()), "a measurement is there whole or not at all"
         assert len(found) >= most, "nothing that was there vanishes"
         most = len(found)
+        time.sleep(0.01)
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert set(Store(tmp_path).get("w", "d", keys)) == set(keys)
     assert not list(tmp_path.glob("*.part")) + list(tmp_path.glob(".*.part"))
@@ -140,3 +237,16 @@ def test_digests_tell_parts_apart():
     assert digest(b"ab", b"c") != digest(b"a", b"bc")
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert len(digest("x")) == 16
+
+
+def test_a_bit_that_flipped_in_a_page_is_found(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(records([{"run": "r", "metric": "m", "step": i, "value": i / 7} for i in range(100)]), path)
+    data = bytearray(path.read_bytes())
+    column = pq.ParquetFile(path).metadata.row_group(0).column(COLUMNS.index("value"))
+    data[column.dictionary_page_offset + column.total_compressed_size - 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BadCheckpoint, match=r"cannot read .*a\.parquet.*(CRC|checksum)"):
+        read_parquet([path])
+    with pytest.raises(BadCheckpoint, match=r"cannot read .*a\.parquet.*(CRC|checksum)"):
+        _telemetry(path)

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from tensors import seeded
 
-from workbench.measuring import measure
+from workbench.measurement.measuring import measure
 from workbench.metrics.probing import ClassSums, Discriminant, Prior, Reservoir, drawn, key_of
 from workbench.metrics.retention import (
     PreviousTokenProbe,
@@ -20,10 +21,6 @@ from workbench.names import ACTIVATIONS, stream_hook
 
 PROBES = [TokenProbe, TokenProbeStreamed]
 EVERY_PROBE = [*PROBES, PreviousTokenProbe, PreviousTokenProbeStreamed]
-
-
-def seeded(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def zipf(n, T, vocabulary, seed=0):
@@ -211,6 +208,16 @@ def test_memory_does_not_depend_on_the_number_of_documents(kind):
     assert at[64] > 0
     assert at[64] == at[512]
     assert accumulator.result()[""] == accumulator.result()[""]
+
+
+@pytest.mark.parametrize("kind", [TokenProbeStreamed, PreviousTokenProbeStreamed])
+def test_the_estimate_keeps_24_documents_and_reads_256_positions_of_each(kind):
+    """16 to hold out and 8 to tune on; the other six are in the sums, each vector once."""
+    tokens = zipf(30, 300, 9)
+    kept = accumulated(kind, seeded(9, 2)[tokens], tokens)
+    assert [len(targets) for _, targets in kept.reservoir.sorted()] == [256] * 24
+    assert kept.seen == 6
+    assert float(kept.sums.counts.sum()) == 6 * 256
 
 
 def test_long_documents_share_the_budget():

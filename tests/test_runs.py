@@ -1,19 +1,25 @@
-"""A run folder as somebody may find it: foreign files, leftovers, damage, a missing corpus."""
+"""A run folder as it may be found: foreign files, leftovers, damage, a missing corpus."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import asdict
 
+import pandas as pd
 import pytest
 import torch
 
+from workbench.checkpoints.opening import load
+from workbench.checkpoints.saving import save
+from workbench.claims.collect import find_runs
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data import RepeatedData, open_data, prepare
+from workbench.data.sources import RepeatedData, open_data, prepare
 from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError
-from workbench.measuring import measure
-from workbench.runs import CORPORA, Run, is_locked, list_runs, load, runs_folder
-from workbench.training import train
+from workbench.measurement.measuring import measure
+from workbench.runs.run import CORPORA, Run, is_locked, list_runs, runs_folder
+from workbench.training.loop import train
 
 MODEL = ModelConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, d_vocab=280, n_ctx=64)
 RECIPE = TrainConfig(steps=3, batch=2, T=16, warmup=1, validate_every=3, save_every=3, validation_sequences=4)
@@ -159,3 +165,75 @@ def test_locks_and_folders(runs, monkeypatch):
     assert runs_folder() == runs.resolve()
     assert runs_folder("elsewhere").name == "elsewhere"
     assert list_runs(runs / "nowhere") == ([], {})
+
+
+@pytest.fixture
+def bare(tiny, tmp_path):
+    """A run folder with steps 0 and 20 and no telemetry, and a step that was cut off before its config."""
+    folder = tmp_path / "a-run"
+    models = {step: tiny("resformer", seed=step, lambda_v1=0.8) for step in (0, 20)}
+    for step, model in models.items():
+        save(model, folder / f"step_{step:06d}", seed=7, step=step)
+    (folder / "step_000030").mkdir()
+    info = {
+        "architecture": "resformer", "seed": 7, "model": asdict(models[0].config),
+        "train": {"steps": 20, "batch": 1, "T": 8}, "data": {"kind": "repeated", "vocabulary": 61},
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(info))
+    return folder, models
+
+
+def test_a_run_loads_its_last_first_or_named_step(bare):
+    folder, models = bare
+    ids = torch.arange(9)[None]
+    places = [(folder, step, true) for step, true in (("last", 20), ("first", 0), (0, 0), (20, 20))]
+    for path, step, true in (*places, (folder / "step_000000", "last", 0)):
+        model = load(path, step=step)
+        assert torch.equal(model(ids), models[true](ids))
+        assert (model.source["run"], model.source["step"], model.source["seed"]) == ("a-run", true, 7)
+    assert load(folder, lambda_v1=0.1).options["lambda_v1"] == 0.1
+    for step in (5, 30):
+        with pytest.raises(WorkbenchError, match=rf"no checkpoint at step {step}; choose from \[0, 20\]"):
+            load(folder, step=step)
+    with pytest.raises(WorkbenchError, match=r"step='all' of a-run means 2 checkpoints; choose one of \[0, 20\]"):
+        load(folder, step="all")
+
+
+@pytest.mark.parametrize("text", ["{", '{"seed": "abc"}'])
+def test_a_damaged_description_is_named_when_its_model_is_loaded(bare, text):
+    folder, _ = bare
+    (folder / "run.json").write_text(text)
+    with pytest.raises(BadCheckpoint, match=r"run\.json"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"options": [1]}, r"options are \[1\], not a table"),
+        ({"options": {"lambda_v3": 1}}, "lambda_v3"),
+        ({"model": asdict(MODEL) | {"d_mlp": 10**30}}, "d_mlp=10+: must be a positive int below"),
+        ({"observed": {}, "model": asdict(MODEL) | {"head_width": [8]}}, r"head_width=\[8\]: must be an int"),
+        ({"observed": None, "model": asdict(MODEL) | {"head_width": 8}}, "run.json is incomplete: TypeError"),
+        ({}, "000000-000003.parquet is no table of records: it has no step"),
+    ],
+)
+def test_an_analysis_leaves_a_damaged_run_out_by_name(runs, changes, told):
+    path = runs / "text" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    if not changes:
+        part = runs / "text" / "telemetry" / "000000-000003.parquet"
+        pd.read_parquet(part).drop(columns="step").to_parquet(part)
+    for paths in ([runs], [runs / "copy", runs / "text"]):
+        finished, problems = find_runs(paths)
+        assert [run.name for run in finished] == ["copy"]
+        assert re.search(told, problems["text"])
+
+
+@pytest.mark.parametrize("odd", [{"vocabulary": 10**30}, {"shortest": [4]}, {"kind": "backcopy"}])
+def test_a_task_that_cannot_be_is_refused(runs, odd):
+    path = runs / "copy" / "run.json"
+    info = json.loads(path.read_text())
+    path.write_text(json.dumps(info | {"data": info["data"] | odd}))
+    with pytest.raises(BadCheckpoint, match="unknown data"):
+        _ = Run.open(runs / "copy").data

@@ -12,10 +12,11 @@ import urllib.request
 
 import browsing
 import pytest
+from browsing import ask, connected
 
-from workbench import serving
 from workbench.errors import WorkbenchError
-from workbench.runs import runs_folder
+from workbench.runs.run import runs_folder
+from workbench.views import serving
 
 pytest.importorskip("streamlit")
 from app.server import AGAIN, FRONT, Aside
@@ -26,15 +27,6 @@ def port(tmp_path_factory):
     server = serving.serve(tmp_path_factory.mktemp("runs"), browsing.free_port())
     yield int(server.url.rpartition(":")[2])
     serving.stop(server)
-
-
-def ask(port, path, host=None, method="GET", **headers):
-    wire = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    wire.request(method, path, headers=headers if host is None else {"Host": host} | headers)
-    answer = wire.getresponse()
-    body = answer.read()
-    wire.close()
-    return answer, body
 
 
 SMALL, LARGE = (
@@ -53,17 +45,6 @@ def test_other_host_names_get_nothing(port, path, host):
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:80"])
 def test_this_machine_is_answered(port, host):
     assert ask(port, "/", host)[0].status == 200
-
-
-def connected(port, origin):
-    """The status of asking for a page's wire, as a browser asks on behalf of a page."""
-    asked = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
-    wire = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    key = {"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
-    wire.request("GET", "/_stcore/stream", headers=asked | key | ({} if origin is None else {"Origin": origin}))
-    status = wire.getresponse().status
-    wire.close()
-    return status
 
 
 @pytest.mark.parametrize(
@@ -177,7 +158,7 @@ def test_a_dashboard_ends_with_who_started_it_even_where_nothing_can_be_written(
         (tmp_path / name).mkdir()
     port = browsing.free_port()
     code = (
-        "import time; from pathlib import Path; from workbench import serving;"
+        "import time; from pathlib import Path; from workbench.views import serving;"
         f"serving.serve(Path({str(tmp_path)!r}), {port}); time.sleep(60)"
     )
     starter = subprocess.Popen([sys.executable, "-c", code])

@@ -6,26 +6,23 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
-from workbench import statistics
-from workbench.errors import BadData
-from workbench.statistics import (
+from workbench.errors import BadData, WorkbenchError
+from workbench.runs.records import records
+from workbench.statistics import scaling
+from workbench.statistics.error_bars import (
     Interval,
-    at_equal_loss,
-    common_loss,
-    critical_point,
-    cumulative_rate,
-    extrapolated_critical_point,
+    holm,
     over_documents,
     over_seeds,
     paired_documents,
     paired_seeds,
-    relative_loss,
-    savings,
-    savings_intervals,
     seed_band,
-    step_at_loss,
 )
+from workbench.statistics.formation import formation_steps
+from workbench.statistics.loss_curves import at_equal_loss, common_loss, critical_point, relative_loss, step_at_loss
+from workbench.statistics.scaling import _around, saved_share, savings, savings_intervals
 
 # average validation loss by millions of parameters, Zhou et al. 2024, their first table
 VANILLA = pd.Series({81.90: 2.7389, 179.87: 2.5015, 467.92: 2.2806})
@@ -40,6 +37,7 @@ def test_interval_over_seeds_is_students_t():
     assert found.value == pytest.approx(-0.03)
     assert found.high - found.value == pytest.approx(4.302653 * 0.01 / math.sqrt(3), rel=1e-5)
     assert found.sign == -1
+    assert found.p == pytest.approx(stats.ttest_1samp([-0.03, -0.02, -0.04], 0).pvalue)
 
 
 def test_three_seeds_that_barely_agree_are_unresolved():
@@ -67,8 +65,6 @@ def test_equal_documents_have_an_interval_of_no_width():
 def test_interval_says_what_it_is():
     assert str(Interval(-0.03, -0.04, -0.02, 3)) == "-0.03 [-0.04, -0.02]"
     assert "no interval" in str(over_seeds([0.5]))
-    assert Interval(0.0, -0.1, 0.05, 9).within(0.1)
-    assert not Interval(0.0, -0.1, 0.2, 9).within(0.1)
 
 
 # ---- pairing ---------------------------------------------------------------------------------------------------------
@@ -106,7 +102,7 @@ def test_permutation_test_is_exact_for_few_documents():
     assert found.p == pytest.approx(extreme.mean())
 
 
-def test_documents_that_nobody_shares_are_refused():
+def test_documents_read_by_one_side_alone_are_refused():
     with pytest.raises(BadData, match="same data"):
         paired_documents(documents([1.0]), documents([1.0], start=5))
 
@@ -152,16 +148,6 @@ def test_critical_point_lasts_and_lies_after_the_minimum():
     assert critical_point(pd.Series(dtype=float)) is None
 
 
-def test_extrapolated_crossing_follows_the_last_points():
-    rising = pd.Series(np.arange(10) * 0.1 - 2.0)
-    assert extrapolated_critical_point(rising, tail=5) == pytest.approx(20)
-    assert math.isnan(extrapolated_critical_point(-rising - 9))
-
-
-def test_cumulative_rate_sums_every_step():
-    assert cumulative_rate(pd.Series({0: 0.0, 4: 4.0}), 4) == pytest.approx(0 + 1 + 2 + 3)
-
-
 # ---- savings ---------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +160,7 @@ def test_savings_of_the_published_table_depend_on_the_form():
 
 
 def test_curve_with_an_offset_meets_the_published_table(monkeypatch):
-    monkeypatch.setattr(statistics, "LEAST_SIZES", 3)
+    monkeypatch.setattr(scaling, "MIN_SIZES", 3)
     assert savings(RESFORMER, VANILLA)["offset"] == pytest.approx(0.130, abs=5e-4)
 
 
@@ -196,15 +182,73 @@ def planted(shift, spread):
     return pd.DataFrame(rows)
 
 
-def test_savings_intervals_come_from_the_seeds():
+def test_savings_intervals_are_students_t_over_seeds():
     clear = savings_intervals(planted(1.2, 0.002), planted(1.0, 0.002))["power"]
-    assert clear.sign == 1
+    assert (clear.sign, clear.n) == (1, 4)
     assert clear.low < 1 - 1 / 1.2 < clear.high
     assert savings_intervals(planted(1.01, 0.1), planted(1.0, 0.1))["power"].sign == 0
-    single = savings_intervals(planted(1.2, 0).query("seed == 0"), planted(1.0, 0).query("seed == 0"))
+    single = savings_intervals(planted(1.2, 0).query("seed == 0"), planted(1.0, 0))
     assert math.isnan(single["power"].low)
+    assert single["power"].n == 1, "the seeds that both have"
+
+
+def test_shares_saved_are_symmetric_in_their_logarithms():
+    """Twice and half as many steps: in the mean nothing is saved, and the interval's ends are each other's reciprocal ratios."""
+    found = saved_share([2.0, 0.5])
+    assert found.value == pytest.approx(0, abs=1e-12)
+    assert (1 - found.low) * (1 - found.high) == pytest.approx(1)
+    assert saved_share([0.5, 0.5, 0.5]).value == pytest.approx(0.5)
+    assert math.isnan(saved_share([0.5, math.nan, 0.4]).p)
+
+
+@pytest.mark.parametrize(
+    ("p", "expected"), [([], []), ([0.03], [0.03]), ([0.01, 0.04, 0.03], [0.03, 0.06, 0.06]), ([0.9, 0.001, 0.8], [1.0, 0.003, 1.0])]
+)  # fmt: skip
+def test_holm_by_hand(p, expected):
+    assert holm(p) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("target", "pair"), [(4.5, [0, 1]), (4.0, [0, 1]), (3.5, [0, 1]), (3.0, [0, 1]), (2.5, [1, 2]), (0.5, [2, 3])]
+)
+def test_a_target_is_read_between_the_sizes_around_it(target, pair):
+    """Losses 4, 3, 2, 1; what lies beyond the ends is read off the two sizes nearest to it."""
+    assert np.arange(4)[_around(np.array([4.0, 3.0, 2.0, 1.0]), target)].tolist() == pair
+
+
+def test_two_sizes_are_enough_for_a_line():
+    base, method = (pd.Series({s: 3.0 * (s / k) ** -0.3 for s in (1.0, 4.0)}) for k in (1.0, 0.85))
+    found = savings(method, base)
+    assert (found["neighbours"], found["power"]) == pytest.approx((0.15, 0.15))
+    assert math.isnan(found["offset"])
 
 
 def test_one_size_saves_nothing_that_can_be_said():
     one = pd.Series({80.0: 2.7})
     assert all(math.isnan(value) for value in savings(one, one).values())
+
+
+# ---- learning to copy ------------------------------------------------------------------------------------------------
+
+
+def copy_losses(curves):
+    """Telemetry of {(architecture, seed): [copy loss at step 0, 1, ...]}."""
+    return records(
+        {"run": f"{a}-{s}", "architecture": a, "seed": s, "step": i, "metric": "copy_loss", "value": v}
+        for (a, s), curve in curves.items() for i, v in enumerate(curve)
+    )  # fmt: skip
+
+
+def test_formation_is_the_first_step_below_half_of_the_start():
+    steps = formation_steps(
+        copy_losses({("transformer", 0): [4.0, 3.9, 3.8, 2.0], ("svformer", 0): [4.0, 2.0, 1.99, 3.0]})
+    )
+    assert list(steps["architecture"]) == ["svformer", "transformer"], "the earliest first"
+    assert list(steps["formed"]) == ["step 2", "not formed"]
+    assert steps["formation_step"].isna().tolist() == [False, True]
+    assert steps["last_step"].tolist() == [3, 3]
+
+
+def test_formation_without_a_copy_loss_is_refused():
+    with pytest.raises(WorkbenchError, match="copy_loss"):
+        formation_steps(records([]))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import workbench
-from workbench.corpus import from_files, read_documents
-from workbench.data import open_data, open_tokens, prepare, read_tokens
+from workbench.data.corpus import from_files, read_documents
+from workbench.data.sources import open_data, open_tokens, prepare, read_tokens
 from workbench.errors import BadCheckpoint, BadData
 
 PROSE = ["\n\n".join(" ".join(f"{name}{i + j}" for j in range(20)) for i in range(0, 900, 20)) for name in "abcdefgh"]
@@ -81,7 +81,7 @@ def test_a_table_without_one_text_column_is_refused(tmp_path):
 
 
 def test_a_dataset_that_cannot_be_had_is_named(tmp_path):
-    with pytest.raises(BadData, match=r"the dataset '.*nowhere' cannot be had"):
+    with pytest.raises(BadData, match=r"the dataset '.*nowhere' cannot be loaded"):
         from_files([f"datasets:{tmp_path}/nowhere"])
     with pytest.raises(BadData, match="names no dataset; write datasets:NAME"):
         from_files(["datasets:"])
@@ -170,7 +170,7 @@ def test_one_token_file_gives_both_sides_and_needs_its_vocabulary(tmp_path):
 
 
 def test_a_run_trained_on_token_files_measures_on_them(tmp_path, tiny):
-    from workbench.training import train
+    from workbench.training.loop import train
 
     IDS.astype("<u2").tofile(tmp_path / "all.bin")
     recipe = workbench.TrainConfig(steps=2, batch=2, T=16, warmup=1, validation_sequences=2)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.corpus import Corpus, Document
+from workbench.data.corpus import Corpus, Document
+from workbench.data.tokenizer import BOS, EOS, TokenDocuments, Tokenizer, tokenize, train_tokenizer
 from workbench.errors import BadCheckpoint, BadData, UnknownName
-from workbench.tokenizer import BOS, EOS, TokenDocuments, Tokenizer, tokenize, train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TRAINING = ["def f(x):\n    return x + 1\n", "the cat and the hat sat on the mat; naïve café, das größte Übel\n"] * 20
@@ -125,7 +125,7 @@ def test_a_truncated_or_foreign_tokenizer_is_refused(tokenizer: Tokenizer, tmp_p
 
 
 def test_training_is_the_same_in_other_processes(tokenizer: Tokenizer) -> None:
-    command = f"from workbench.tokenizer import train_tokenizer; print(train_tokenizer({TRAINING!r}, 300).hash)"
+    command = f"from workbench.data.tokenizer import train_tokenizer; print(train_tokenizer({TRAINING!r}, 300).hash)"
     for seed, parallel in (("1", "true"), ("2", "false")):
         run = subprocess.run(
             [sys.executable, "-c", command],

@@ -1,40 +1,24 @@
-"""TransformerLens' own tools on every architecture, each against our exact parts, a hand-made run, or its definition."""
+"""TransformerLens' own tools on every architecture, each against our exact parts or its definition; known traps."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import weakref
 
 import pytest
 import torch
-from transformer_lens import ActivationCache, patching
-from transformer_lens.head_detector import detect_head, get_previous_token_head_detection_pattern
+from lensed import AVERAGED, COMBINED, WIDE, close, tokens
+from seams import COVERING
+from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.SVDInterpreter import SVDInterpreter
-from transformer_lens.tools.analysis import attribution_patch, direct_logit_attribution, logit_lens
+from transformer_lens.tools.analysis import direct_logit_attribution, logit_lens
 from transformer_lens.utilities import get_act_name
 
-from workbench.decomposition import decompose
-from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.models import ARCHITECTURES
+from workbench.data.tokenizer import train_tokenizer
+from workbench.errors import BadData, UnknownName
+from workbench.models.decomposition import decompose
 from workbench.names import is_statistic, stream_hook
-from workbench.tokenizer import train_tokenizer
-
-WIDE = torch.float64
-COMBINED = ["resformer+cross_layer", "denseformer+cut_skip", "resformer+neutreno+gated_attention"]
-AVERAGED = ["denseformer", "residual_hidden", "cut_skip", "resformer+denseformer", "denseformer+cut_skip"]
-SMALL = {"d_model": 16, "n_heads": 2, "d_mlp": 20, "d_vocab": 11}
-
-
-def small(architecture):
-    """Sizes and options for sweeps of many runs."""
-    return {"config": SMALL} | ({"query_group": 2} if architecture == "svformer+gqa" else {})
-
-
-def tokens(length=6, *, batch=2, seed=0, vocabulary=61):
-    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
@@ -43,14 +27,10 @@ def awake(awake):
     return functools.partial(awake, dtype=WIDE)
 
 
-def close(found, expected, tight=1e-10):
-    torch.testing.assert_close(found, expected, atol=tight, rtol=0)
-
-
 # ---- decompositions of the stream ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_their_decompositions_sum_to_the_stream_and_equal_ours(awake, architecture):
     model, ids = awake(architecture), tokens()
     _, cache = model.run_with_cache(ids)
@@ -80,7 +60,7 @@ def test_their_decompositions_sum_to_the_stream_and_equal_ours(awake, architectu
     close(cache.get_full_resid_decomposition(1, mlp_input=True).sum(0), cache["resid_mid", 1])
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_accumulated_streams_are_what_the_blocks_read(awake, architecture):
     model, ids = awake(architecture), tokens()
     logits, cache = model.run_with_cache(ids)
@@ -109,7 +89,7 @@ def test_a_plain_sum_of_outputs_misses_an_averaged_stream_and_ours_does_not(awak
     close(cache.decompose_resid().sum(0), stream)
 
 
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in AVERAGED])
+@pytest.mark.parametrize("architecture", [a for a in COVERING if a not in AVERAGED])
 def test_where_nothing_is_averaged_their_numbers_are_untouched(awake, architecture):
     model = awake(architecture)
     _, cache = model.run_with_cache(tokens())
@@ -143,7 +123,7 @@ def test_decompositions_scale_project_and_slice_as_theirs(awake, architecture):
 # ---- logits ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_logit_attributions_with_an_unfolded_gain_equal_ours_and_sum_to_the_logit(awake, architecture):
     """The final gain is away from 1 and part of the token's direction, so that nothing needs folding."""
     model, ids = awake(architecture), tokens()
@@ -168,7 +148,7 @@ def test_logit_attributions_with_an_unfolded_gain_equal_ours_and_sum_to_the_logi
     close(every, decompose(model, cache, "logits", tokens=ids).parts)
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_the_logit_lens_reads_each_stream_through_the_final_norm(awake, architecture):
     model, ids = awake(architecture), tokens()
     logits, cache = model.run_with_cache(ids)
@@ -199,264 +179,18 @@ def test_tokens_may_be_texts(awake):
         model.tokens_to_residual_directions("zzz")
 
 
-# ---- activation patching ---------------------------------------------------------------------------------------------
-
-SWEEPS = {
-    "resid_pre": ("resid_pre", "pos"),
-    "resid_mid": ("resid_mid", "pos"),
-    "attn_out": ("attn_out", "pos"),
-    "mlp_out": ("mlp_out", "pos"),
-    "attn_head_out_by_pos": ("z", "pos head"),
-    "attn_head_q_by_pos": ("q", "pos head"),
-    "attn_head_k_by_pos": ("k", "pos head"),
-    "attn_head_v_by_pos": ("v", "pos head"),
-    "attn_head_pattern_by_pos": ("pattern", "head dest"),
-    "attn_head_pattern_dest_src_pos": ("pattern", "head dest src"),
-    "attn_head_out_all_pos": ("z", "head"),
-    "attn_head_q_all_pos": ("q", "head"),
-    "attn_head_k_all_pos": ("k", "head"),
-    "attn_head_v_all_pos": ("v", "head"),
-    "attn_head_pattern_all_pos": ("pattern", "head"),
-}
-"""What each sweep patches, and over which axes beside the layer."""
-
-
-def metric(logits):
-    return logits[:, -1, 3].sum() - logits[:, -1, 4].sum()
-
-
-def patched_by_hand(model, corrupted, clean_cache, name, axes, cell):
-    """Metric of a run in which one piece of one activation is the clean run's."""
-    layer, *index = cell
-    where = (slice(None), *index) if axes[0] == "pos" or name == "pattern" else (slice(None), slice(None), *index)
-
-    def patch(x, hook):
-        mine = x.clone()
-        mine[where] = clean_cache[name, layer][where]
-        return mine
-
-    return metric(model.run_with_hooks(corrupted, fwd_hooks=[(get_act_name(name, layer), patch)]))
-
-
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "resformer+cross_layer"])
-def test_patching_sweeps_equal_runs_patched_by_hand(awake, architecture):
-    model = awake(architecture, **small(architecture))
-    clean, corrupted = (tokens(3, batch=1, seed=seed, vocabulary=11) for seed in (1, 2))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        _, cache = model.run_with_cache(clean)
-        untouched = metric(model(corrupted)).item()
-        for sweep, (name, axes) in SWEEPS.items():
-            found = getattr(patching, f"get_act_patch_{sweep}")(model, corrupted, cache, metric)
-            axes, heads = axes.split(), model.cfg.n_key_value_heads if name in ("k", "v") else 2
-            # pattern sweeps take the query heads, also where keys and values have fewer
-            assert found.shape == (3, *({"head": heads}.get(axis, 3) for axis in axes))
-            for _ in range(3):
-                cell = [int(torch.randint(size, (), generator=generator)) for size in found.shape]
-                expected = patched_by_hand(model, corrupted, cache, name, axes, cell)
-                assert found[tuple(cell)].item() == pytest.approx(expected.item(), abs=1e-5), (sweep, cell)
-            assert (found - untouched).abs().max() > 1e-4, sweep
-        everything = [("blocks.0.hook_resid_pre", lambda x, hook: cache["resid_pre", 0])]
-        restored = metric(model.run_with_hooks(corrupted, fwd_hooks=everything))
-    if not model.averagers and not any(
-        "table" in name for name in model.hook_dict
-    ):  # these read the tokens elsewhere too
-        assert restored.item() == pytest.approx(metric(model(clean)).item(), abs=1e-10)
-
-
-@pytest.mark.parametrize("architecture", ["svformer+gqa", "denseformer", "cross_layer"])
-def test_sweeps_over_all_activations_are_those_of_each(awake, architecture):
-    model = awake(architecture, config=SMALL | {"n_heads": 4})
-    clean, corrupted = (tokens(3, batch=1, seed=seed, vocabulary=11) for seed in (1, 2))
-    with torch.no_grad():
-        _, cache = model.run_with_cache(clean)
-        run = lambda sweep: getattr(patching, f"get_act_patch_{sweep}")(model, corrupted, cache, metric)  # noqa: E731
-        blocks = run("block_every")
-        assert torch.equal(blocks, torch.stack([run(x) for x in ("resid_pre", "attn_out", "mlp_out")]))
-        heads = run("attn_head_all_pos_every")
-        for index, kind in enumerate(("out", "q", "k", "v", "pattern")):
-            alone = run(f"attn_head_{kind}_all_pos")
-            assert torch.equal(heads[index, :, : alone.shape[1]], alone)
-        assert run("attn_head_by_pos_every").shape == (5, 3, 3, 4)
-
-
-def test_patching_keeps_examples_apart_and_knows_its_baseline(awake):
-    model = awake("resformer", config=SMALL)
-    clean, corrupted = (tokens(3, seed=seed, vocabulary=11) for seed in (1, 2))
-    each = lambda logits: logits[:, -1, 3] - logits[:, -1, 4]  # noqa: E731
-    with torch.no_grad():
-        logits, cache = model.run_with_cache(clean)
-        found = patching.get_act_patch_resid_pre(model, corrupted, cache, each, reduce="none", baseline=True)
-        torch.testing.assert_close(found.baseline.double(), each(model(corrupted)), atol=1e-6, rtol=0)
-        last = patching.get_act_patch_resid_pre(model, corrupted[:, -1:], cache, each, reduce="none", baseline=True)
-    assert found.values.shape == (3, 3, 2)
-    assert last.normalized(each(logits)).shape == (3, 1, 2)
-
-
-def test_direct_path_patching_says_that_it_does_not_apply(awake):
-    model = awake("resformer", config=SMALL)
-    _, cache = model.run_with_cache(tokens(3, vocabulary=11))
-    with pytest.raises(AttributeError, match="set_use_split_qkv_input"):
-        patching.get_act_patch_direct_path(model, tokens(3, vocabulary=11), cache, cache, metric, 0, 0)
-
-
-# ---- attribution patching --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
-def test_node_attributions_equal_their_definition_and_finite_differences(awake, architecture):
-    """Effect of a node: (clean - corrupted) . dmetric/dnode on the corrupted run, the slope along that direction."""
-    model = awake(architecture, **small(architecture))
-    clean, corrupted = (tokens(4, batch=1, seed=seed, vocabulary=11) for seed in (1, 2))
-    found = attribution_patch(model, clean, corrupted, metric).node_scores
-    assert len(found) == 4 + 3 * 4 * (2 + 1)
-    names = {node.hook_name for node in found}
-    _, values, grads = model.run_with_grads(corrupted, sorted(names), lambda logits, ids: metric(logits))
-    with torch.no_grad():
-        _, cache = model.run_with_cache(clean)
-    assert all(p.grad is None for p in model.parameters())
-    step = 1e-6
-    for number, (node, score) in enumerate(found.items()):
-        where = (0, node.position) if node.head is None else (0, node.position, node.head)
-        toward = cache[node.hook_name] - values[node.hook_name]
-        assert score == pytest.approx((toward * grads[node.hook_name])[where].sum().item(), abs=1e-10)
-        if number % 5:
-            continue
-        direction = torch.zeros_like(toward)
-        direction[where] = toward[where]
-        ends = []
-        for sign in (1, -1):
-            move = [(node.hook_name, lambda x, hook, by=sign * step * direction: x + by)]
-            with torch.no_grad():
-                ends.append(metric(model.run_with_hooks(corrupted, fwd_hooks=move)).item())
-        assert score == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-6, rel=1e-5)
-    assert max(abs(score) for score in found.values()) > 1e-3
-
-
-# ---- heads -----------------------------------------------------------------------------------------------------------
-
-
-def plant_previous_token_head(model, layer, head):
-    """One head whose rotated query at i points along the rotated key at i - 1: u = (a, 0, ..) and u turned by one step."""
-    attn, c = model.blocks[layer].attn, model.config
-    half, strength = c.d_head // 2, 60.0
-    with torch.no_grad():
-        model.embed.weight[:, 0] = 5.0  # something that all tokens share; the norm leaves it near a constant
-        rows = slice(head * c.d_head, (head + 1) * c.d_head)
-        group = head * c.n_key_value_heads // c.n_heads
-        keys = slice(group * c.d_head, (group + 1) * c.d_head)
-        attn.q_proj.weight[rows] = 0
-        attn.k_proj.weight[keys] = 0
-        attn.q_proj.weight[head * c.d_head, 0] = strength
-        one = torch.tensor(1.0, dtype=WIDE)  # the fastest pair of dimensions turns by one radian a position
-        attn.k_proj.weight[group * c.d_head, 0] = one.cos()
-        attn.k_proj.weight[group * c.d_head + half, 0] = one.sin()
-
-
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "resformer+cross_layer"])
-def test_a_planted_previous_token_head_is_found(tiny, architecture):
-    """At six positions the largest score is at distance 1 (cosines of i - j - 1 radians); row 0 sees itself alone."""
-    model = tiny(architecture, dtype=WIDE)
-    plant_previous_token_head(model, 0, 2)
-    ids = tokens(6, batch=1)
-    scores = detect_head(model, ids, "previous_token_head")
-    assert scores.shape == (3, 4)
-    assert scores.dtype == WIDE
-    assert scores[0, 2] == pytest.approx(5 / 6, abs=1e-3)
-    others = [h for h in range(4) if h != 2]
-    assert scores[0, others].max() < 0.6
-    _, cache = model.run_with_cache(ids)
-    wanted = get_previous_token_head_detection_pattern(ids)
-    for layer in range(3):
-        pattern = cache["pattern", layer][0]
-        close(scores[layer], (pattern * wanted).sum((-1, -2)) / pattern.sum((-1, -2)))
-
-
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
-def test_weights_stand_under_their_names_and_layouts(awake):
-    model = awake("resformer", config={"n_key_value_heads": 2})
-    shapes = {
-        "W_E": (61, 32), "W_U": (32, 61), "W_pos": (128, 32), "W_Q": (3, 4, 32, 8), "W_K": (3, 2, 32, 8),
-        "W_V": (3, 2, 32, 8), "W_O": (3, 4, 8, 32), "W_in": (3, 32, 48), "W_gate": (3, 32, 48), "W_out": (3, 48, 32),
-        "b_Q": (3, 4, 8), "b_K": (3, 2, 8), "b_V": (3, 2, 8), "b_O": (3, 32), "b_in": (3, 48), "b_out": (3, 32),
-        "b_U": (61,),
-    }  # fmt: skip
-    for name, shape in shapes.items():
-        assert getattr(model, name).shape == shape, name
-        if name.startswith("b_") or name == "W_pos":
-            assert getattr(model, name).abs().sum() == 0
-    assert model.accumulated_bias(3).shape == (32,)
-    _, cache = model.run_with_cache(tokens())
-    for n in range(3):
-        x = cache["normalized", n, "ln1"] * model.blocks[n].ln1.weight
-        close(torch.einsum("bpd,hde->bphe", x, model.W_Q[n]), cache["q", n])
-        close(torch.einsum("bpd,hde->bphe", x, model.W_K[n]), cache["k", n])
-        close(torch.einsum("bpd,hde->bphe", x, model.W_V[n]), cache["v", n, "own"])
-        close(torch.einsum("bphe,hed->bpd", cache["z", n], model.W_O[n]), cache["attn_out", n])
-        y = cache["normalized", n, "ln2"] * model.blocks[n].ln2.weight
-        close(y @ model.W_gate[n], cache["pre", n])
-        close(y @ model.W_in[n], cache["pre_linear", n])
-        close(cache["post", n, "mlp"] @ model.W_out[n], cache["mlp_out", n])
-    with pytest.raises(AttributeError, match="W_X"):
-        model.W_X  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("architecture", "name", "layer", "told"),
-    [
-        ("svformer", "W_V", 2, r"layer 2 has no W_V of its own; it uses layer 0's: see blocks\.0\.attn"),
-        ("cla", "W_K", 1, "layer 1 has no W_K of its own; it uses layer 0's"),
-        ("share_q", "W_Q", 1, "layer 1 has no W_Q of its own; it uses layer 0's"),
-        ("bank_of_values", "W_V", 2, r"layer 2 has no W_V of its own; it uses the table bank\.2"),
-    ],
-)
-def test_a_projection_that_a_layer_borrows_is_refused_with_whose_it_uses(awake, architecture, name, layer, told):
-    model = awake(architecture)
-    with pytest.raises(WorkbenchError, match=told):
-        getattr(model.blocks[layer].attn, name)
-    with pytest.raises(WorkbenchError, match=f"has no {name} of its own"):
-        getattr(model, name)
-    with pytest.raises(WorkbenchError, match=told):
-        model.tl_parameters()[f"blocks.{layer}.attn.{name}"]
-    with pytest.raises(KeyError):
-        model.tl_parameters()["blocks.9.attn.W_V"]
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_singular_vectors_pair_each_query_head_with_its_own_values(awake, kv_heads):
-    """Head h reads key-value head floor(h kv / 4): right singular vectors of W_V W_O, through the head."""
-    model = awake("resformer", config={"n_key_value_heads": kv_heads})
-    for h in range(4):
-        found = SVDInterpreter(model).get_singular_vectors("OV", 1, num_vectors=3, head_index=h)
-        w_v = model.blocks[1].attn.W_V[h * kv_heads // 4]
-        vectors = torch.linalg.svd(w_v @ model.blocks[1].attn.W_O[h])[2][:3]
-        expected = (model.W_U.T @ vectors.T)[:, None]
-        close(found.abs(), expected.abs(), 1e-8)  # a singular vector's sign is free
-    for kind in ("w_in", "w_out"):
-        assert SVDInterpreter(model).get_singular_vectors(kind, 2).shape == (61, 1, 10)
-
-
-def test_the_shape_they_read_follows_the_weights(awake):
-    model = awake("gqa")
-    assert (model.cfg.device, model.cfg.dtype, model.cfg.n_key_value_heads) == ("cpu", WIDE, 2)
-    model.to(torch.bfloat16)
-    assert model.cfg.dtype == torch.bfloat16
-    assert copy.deepcopy(model).cfg.d_model == 32
-
-
 # ---- known traps -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_an_edit_in_place_is_the_same_as_an_edit_returned(awake, architecture):
     """Patching edits in place; layers that share a tensor, the history of averages and parameters must not hear of it."""
     model, ids = awake(architecture), tokens(5)
     weights = {name: p.clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         for name in model.hook_dict:
-            if is_statistic(name):
+            alike = architecture != "transformer" and (".mlp." in name or ".ln" in name)  # in all architectures
+            if alike or is_statistic(name):
                 continue
             returned = model.run_with_hooks(ids, fwd_hooks=[(name, lambda x, hook: x * 1.5)])
             in_place = model.run_with_hooks(ids, fwd_hooks=[(name, lambda x, hook: x.mul_(1.5))])
@@ -474,15 +208,6 @@ def test_a_cached_average_is_not_a_view_of_its_parameter(awake):
     assert torch.equal(cache["blocks.1.hook_dwa_weights"], before)
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *COMBINED])
-def test_head_outputs_sum_to_the_attention_output(awake, architecture):
-    """What NeuTRENO, identity mapping and gates do comes before `hook_z`, so z is exactly what W_O multiplies."""
-    model = awake(architecture)
-    _, cache = model.run_with_cache(tokens())
-    for n in range(3):
-        close(torch.einsum("bphd,hdm->bpm", cache["z", n], model.blocks[n].attn.W_O), cache["attn_out", n])
-
-
 def test_shorthand_reaches_branches_and_never_another_tensor(awake):
     model = awake("resformer_dense")
     _, cache = model.run_with_cache(tokens())
@@ -492,7 +217,8 @@ def test_shorthand_reaches_branches_and_never_another_tensor(awake):
     assert cache["v", 1, "first"] is cache["blocks.1.attn.first.hook_v"]
     assert cache["v_mix", 2, "attn"] is cache["blocks.2.attn.hook_v_mix"]
     assert cache["v", 2] is cache["v", 2, "attn"]
-    for key in (("v", 2, "first"), ("v", 2, "cross"), "own.v"):
+    assert cache["v", 2, "first"] is cache["v", 2, "source.0"]
+    for key in (("v", 2, "table"), ("v", 2, "cross"), "own.v"):
         with pytest.raises(KeyError):
             cache[key]
 

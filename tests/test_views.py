@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 
-import dashboard
 import numpy as np
 import pandas as pd
 import pytest
 
 from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.results import provenance, records
+from workbench.runs.records import provenance, records
 from workbench.views import Link, Source, drawings
 from workbench.views.base import timelapse
 from workbench.views.depth import layers
@@ -19,8 +18,8 @@ from workbench.views.writing import write
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory):
-    return Source(dashboard.populate(tmp_path_factory.mktemp("runs")))
+def ask(populated):
+    return Source(populated)
 
 
 def drawn(ask, link):
@@ -160,7 +159,7 @@ def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
     assert all(len(f.data) == len(lapse.figure.data) for f in lapse.figure.frames)
     assert lapse.figure.layout.yaxis.range is not None
     assert set(lapse.table["frame"]) == {"step 0", "step 20"}
-    assert lapse.said.startswith("1 of 3 checkpoints")
+    assert lapse.sentence.startswith("1 of 3 checkpoints")
     with pytest.raises(WorkbenchError, match="too few"):
         timelapse(layers, ask, Link("depth", {"metric": "value_ablation", "a": "text-resformer-s0", "compare": "1"}))
 
@@ -193,7 +192,7 @@ def test_relative_depth_ends_at_one(ask):
 def test_maps_keep_whole_layers_where_relative_depth_is_asked(ask):
     drawing = drawn(ask, "depth?metric=sink_mass&depth=1")
     assert list(drawing.figure.data[0].y) == [0, 1]
-    assert drawing.said == "Relative depth is for lines over layers."
+    assert drawing.sentence == "Relative depth is for lines over layers."
 
 
 def test_depth_names_measure_place_variant_and_step_in_the_figure(ask):
@@ -218,7 +217,7 @@ def test_depth_draws_one_sample_of_each_run_and_says_what_is_not_stored(ask, mon
     plain = drawn(ask, "depth?metric=importance_entropy&seed=0&models=transformer,svformer")
     monkeypatch.setattr(ask, "records", both)
     drawing = drawn(ask, "depth?metric=importance_entropy&seed=0&models=transformer,svformer")
-    assert drawing.said == "Nothing of this is stored for SVFormer."
+    assert drawing.sentence == "Nothing of this is stored for SVFormer."
     lines = [next(t for t in d.figure.data if t.name == "Transformer") for d in (plain, drawing)]
     assert list(lines[0].y) == list(lines[1].y)
 
@@ -258,7 +257,7 @@ def test_a_link_writes_its_page_and_its_tables(ask, tmp_path):
 
 @pytest.mark.slow
 def test_pictures_are_drawn_where_a_browser_is(ask, tmp_path):
-    from workbench.browser import find_browser
+    from workbench.plots.browser import find_browser
 
     if find_browser() is None:
         pytest.skip("no browser to draw with; `make browser` installs one")

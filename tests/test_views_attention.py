@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from workbench import plots
-from workbench.checkpoints import save
+from workbench.checkpoints.saving import save
 from workbench.errors import BadData, UnknownName
 from workbench.models import build
-from workbench.runs import Run
-from workbench.views import Link, Source, attention, drawings
+from workbench.runs.run import Run
+from workbench.views import Link, attention, drawings
 from workbench.views.base import timelapse
 
 TEXT = "return values / len(values) + 1"
@@ -21,8 +21,8 @@ LONG = "x = mean(values)\n" * 60
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory):
-    folder = dashboard.populate(tmp_path_factory.mktemp("runs"))
+def ask(populated, tmp_path_factory):
+    folder = dashboard.copied(populated, tmp_path_factory.mktemp("copied") / "runs")
     shape = dashboard.MODEL | {"d_vocab": 270, "init_std": 0.8}  # sharp attention, so that heads differ
     for name in ("text-resformer-s0", "text-transformer-s0"):
         path = folder / name / "step_000020"
@@ -38,7 +38,7 @@ def ask(tmp_path_factory):
         for file in path.iterdir():
             file.unlink()
         save(build("resformer", long, seed=step), path, seed=0, step=step, run="long-resformer-s0")
-    return Source(folder)
+    return dashboard.Kept(folder)
 
 
 def link(**options):
@@ -143,7 +143,7 @@ def test_the_small_pictures_are_the_heads_in_order_with_gaps_between(ask):
             assert tile[past] == pytest.approx(expected[layer, head][past], abs=1e-5)
     assert np.isnan(z[T]).all()
     strongest = max((patterns(ask)[n, h][1:, 0].mean(), n, h) for n in range(2) for h in range(2))
-    assert f"layer {strongest[1]}, head {strongest[2]}" in drawing.said
+    assert f"layer {strongest[1]}, head {strongest[2]}" in drawing.sentence
     told = drawing.table
     places = tuple(told[axis] for axis in ("layer", "head", "row", "column"))
     assert told["attention"].to_numpy() == pytest.approx(expected[places], abs=1e-5)
@@ -235,7 +235,7 @@ def test_markup_in_a_prompt_stays_text_in_every_figure(ask):
         spec = drawing.figure.to_json()
         assert "<b>x" not in spec
         assert "<img" not in spec
-        assert "**" not in drawing.said
+        assert "**" not in drawing.sentence
         assert len(plots.alt_text(drawing.figure)) > 20
 
 
@@ -340,7 +340,7 @@ def test_a_query_of_a_is_held_in_b_only_where_both_read_the_same_tokens(ask):
 
 
 def test_what_is_said_of_all_heads_is_plain_text(ask):
-    said = drawn(ask, "overview", compared()).said
+    said = drawn(ask, "overview", compared()).sentence
     assert said.startswith("A: ResFormer · s0, step 20: most attention")
 
 

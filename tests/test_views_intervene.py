@@ -6,6 +6,7 @@ import contextlib
 import html
 import shlex
 
+import dashboard
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -15,11 +16,11 @@ import torch
 from workbench import plots
 from workbench.cli import main
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.looks.edits import patch_sweep
-from workbench.runs import Run
-from workbench.views import Drawing, Link, Source, drawings
+from workbench.prompts import patch_sweep
+from workbench.runs.run import Run
+from workbench.views import Drawing, Link, drawings
 from workbench.views.base import timelapse
-from workbench.views.intervene import LEAKS, SWEEPS, effect, next_token
+from workbench.views.intervene import LEAKS, compose, effect, next_token, sweeps
 from workbench.views.writing import WRITERS
 
 TEXT = "return values"
@@ -27,86 +28,86 @@ BOTH = {"compare": "1", "b": "text-transformer-s0"}
 
 
 @pytest.fixture(scope="module")
-def ask(populated):
-    return Source(populated)
+def source(populated):
+    return dashboard.Kept(populated)
 
 
 def link(**options):
     return Link("intervene", {"a": "text-resformer-s0", "prompt": TEXT} | {k: str(v) for k, v in options.items()})
 
 
-def drawn(ask, name, **options):
-    ((_, drawing),) = drawings(ask, link(**options), name)
+def drawn(source, name, **options):
+    ((_, drawing),) = drawings(source, link(**options), name)
     return drawing
 
 
-def test_the_difference_of_two_effects_is_drawn_told_and_in_the_table(ask):
-    drawing = drawn(ask, "effect", **BOTH)
+def test_the_difference_of_two_effects_is_drawn_told_and_in_the_table(source):
+    drawing = drawn(source, "effect", **BOTH)
     a, b, minus = (drawing.figure.data[i].y for i in range(3))
     assert np.asarray(a) - np.asarray(b) == pytest.approx(np.asarray(minus))
     rows = drawing.table[drawing.table["model"] == plots.MINUS]
     assert rows["change"].to_numpy() == pytest.approx(np.asarray(minus))
-    assert f"{plots.MINUS}: {np.mean(minus):+.3f} nats" in drawing.said
-    assert "above 0: it costs A more" in drawing.said
+    assert f"{plots.MINUS}: {np.mean(minus):+.3f} nats" in drawing.sentence
+    assert "above 0: it costs A more" in drawing.sentence
 
 
-def test_next_tokens_of_a_and_b_are_the_same_tokens_and_their_difference(ask):
-    table = drawn(ask, "next_token", edits="remove:layer=1", **BOTH).table
+def test_next_tokens_of_a_and_b_are_the_same_tokens_and_their_difference(source):
+    table = drawn(source, "next_token", edits="remove:layer=1", **BOTH).table
     a, b, minus = (table[table["model"] == name] for name in table["model"].unique())
     assert a["id"].tolist() == b["id"].tolist() == minus["id"].tolist()
     assert minus["after"].to_numpy() == pytest.approx(a["after"].to_numpy() - b["after"].to_numpy())
-    model = Run.open(ask.folder / "text-transformer-s0").load()
+    model = Run.open(source.folder / "text-transformer-s0").load()
     with torch.no_grad():
         chances = model(torch.tensor([model.tokenizer.encode(TEXT)]))[0, -1].softmax(-1)
     assert b["before"].to_numpy() == pytest.approx(chances[b["id"].tolist()].numpy(), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["effect", "next_token", "sweep"])
-def test_an_edit_that_b_lacks_is_shown_of_a_and_said_of_b(ask, name):
+def test_an_edit_that_b_lacks_is_shown_of_a_and_said_of_b(source, name):
     edit = "coefficient:value=0"
-    drawing = drawn(ask, name, edits=edit, sweep=edit, **BOTH)
+    drawing = drawn(source, name, edits=edit, sweep=edit, **BOTH)
     assert drawing.table["model"].nunique() == 1
-    assert "B: Transformer · s0, step 20 is left out: " in drawing.said
-    assert "has no coefficient" in drawing.said
+    assert "B: Transformer · s0, step 20 is left out: " in drawing.sentence
+    assert "has no coefficient" in drawing.sentence
     with pytest.raises(WorkbenchError, match="has no coefficient"):
-        drawn(ask, name, edits=edit, sweep=edit, a="text-transformer-s0", compare=1, b="text-transformer-s1")
+        drawn(source, name, edits=edit, sweep=edit, a="text-transformer-s0", compare=1, b="text-transformer-s1")
 
 
 @pytest.mark.parametrize("name", ["effect", "next_token", "sweep"])
-def test_a_figure_of_one_model_names_it(ask, name):
-    assert drawn(ask, name).figure.layout.title.subtitle.text.startswith("ResFormer · s0, step 20; ")
-    assert "ResFormer" not in drawn(ask, name, **BOTH).figure.layout.title.subtitle.text
+def test_a_figure_of_one_model_names_it(source, name):
+    assert drawn(source, name).figure.layout.title.subtitle.text.startswith("ResFormer · s0, step 20; ")
+    assert "ResFormer" not in drawn(source, name, **BOTH).figure.layout.title.subtitle.text
 
 
 @pytest.mark.parametrize("edit", ["values:how=mean", "values:how=shuffle", "head:how=mean"])
-def test_edits_through_which_later_tokens_flow_say_so(ask, edit):
-    assert LEAKS in drawn(ask, "effect", edits=edit).figure.layout.title.subtitle.text
-    assert LEAKS in drawn(ask, "sweep", sweep=edit).figure.layout.title.text
-    assert LEAKS not in drawn(ask, "effect").figure.layout.title.subtitle.text
+def test_edits_through_which_later_tokens_flow_say_so(source, edit):
+    assert LEAKS in drawn(source, "effect", edits=edit).figure.layout.title.subtitle.text
+    assert LEAKS in drawn(source, "sweep", sweep=edit).figure.layout.title.text
+    assert LEAKS not in drawn(source, "effect").figure.layout.title.subtitle.text
 
 
-def test_a_sweep_says_which_number_the_coefficient_becomes_and_keeps_capitals(ask):
-    assert "a number" not in " ".join(SWEEPS.values())
-    title = drawn(ask, "sweep", sweep="coefficient:value=0").figure.layout.title.text
+def test_a_sweep_says_which_number_the_coefficient_becomes_and_keeps_capitals(source):
+    assert "a number" not in " ".join(sweeps().values())
+    title = drawn(source, "sweep", sweep="coefficient:value=0").figure.layout.title.text
     assert title == "Set the shortcut's coefficient to 0, one place at a time"
-    assert drawn(ask, "sweep", sweep="remove:part=mlp").figure.layout.title.text.startswith("Remove an MLP,")
+    assert drawn(source, "sweep", sweep="remove:part=mlp").figure.layout.title.text.startswith("Remove an MLP,")
 
 
 @pytest.mark.parametrize("over", ["layer", "layer x head"])
-def test_a_sweeps_difference_is_in_its_table(ask, over):
-    table = drawn(ask, "sweep", over=over, **BOTH).table
+def test_a_sweeps_difference_is_in_its_table(source, over):
+    table = drawn(source, "sweep", over=over, **BOTH).table
     a, b, minus = (table[table["model"] == name]["nats"].to_numpy() for name in table["model"].unique())
     assert a - b == pytest.approx(minus, abs=1e-7)
 
 
-def test_prompts_of_unequal_length_are_named_in_the_order_of_the_page(ask):
-    model = Run.open(ask.folder / "text-resformer-s0").load()
+def test_prompts_of_unequal_length_are_named_in_the_order_of_the_page(source):
+    model = Run.open(source.folder / "text-resformer-s0").load()
     with pytest.raises(BadData, match="first prompt has 3 tokens and the second 2"):
         patch_sweep(model, torch.tensor([1, 2, 3]), torch.tensor([1, 2]), (4, 5))
 
 
-def test_tokens_of_a_prompt_are_no_markup(ask):
-    drawing = drawn(ask, "effect", prompt="<b>x</b> <i>y</i>")
+def test_tokens_of_a_prompt_are_no_markup(source):
+    drawing = drawn(source, "effect", prompt="<b>x</b> <i>y</i>")
     assert not any("<" in str(tick) for tick in drawing.figure.data[0].x)
 
 
@@ -116,9 +117,9 @@ def test_a_switch_is_0_or_1(switch):
         Link.parse(switch)
 
 
-def test_the_command_inside_a_written_page_names_the_folder_of_runs(ask, tmp_path, monkeypatch):
+def test_the_command_inside_a_written_page_names_the_folder_of_runs(source, tmp_path, monkeypatch):
     out = tmp_path / "a page.html"
-    asked = ["workbench", "view", str(link()), "--only", "sweep", "--out", str(out), "--runs", str(ask.folder)]
+    asked = ["workbench", "view", str(link()), "--only", "sweep", "--out", str(out), "--runs", str(source.folder)]
     monkeypatch.setattr("sys.argv", asked)
     with contextlib.suppress(SystemExit):
         main()
@@ -139,10 +140,10 @@ def test_small_numbers_survive_every_table_that_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("view", [effect, next_token])
-def test_each_frame_is_the_view_at_its_step_and_bars_have_one_scale(ask, view):
-    played = timelapse(view, ask, link(**BOTH)).figure
+def test_each_frame_is_the_view_at_its_step_and_bars_have_one_scale(source, view):
+    played = timelapse(view, source, link(**BOTH)).figure
     for step, frame in zip((0, 8, 20), played.frames, strict=True):
-        single = view(ask, link(step=step, step_b=step, **BOTH)).figure
+        single = view(source, link(step=step, step_b=step, **BOTH)).figure
         letter = "x" if view is next_token else "y"
         for now, then in zip(frame.data, single.data, strict=False):
             assert list(now[letter]) == list(then[letter])
@@ -153,30 +154,30 @@ def test_each_frame_is_the_view_at_its_step_and_bars_have_one_scale(ask, view):
             assert np.nanmax(shared) <= high
 
 
-def test_two_steps_of_one_run_play_against_the_step_that_was_chosen(ask):
-    played = timelapse(effect, ask, link(compare=1, b="text-resformer-s0", step_b=0))
-    assert "B stands still at step 0" in played.said
+def test_two_steps_of_one_run_play_against_the_step_that_was_chosen(source):
+    played = timelapse(effect, source, link(compare=1, b="text-resformer-s0", step_b=0))
+    assert "B stands still at step 0" in played.sentence
     minus = {f.name: np.abs(f.data[2].y).max() for f in played.figure.frames}
     assert minus["step 0"] == 0
     assert minus["step 20"] > 0
     assert {t.name for f in played.figure.frames for t in f.data[1:2]} == {"B: ResFormer · s0, step 0"}
 
 
-def test_a_view_that_no_step_changes_is_not_played(ask):
+def test_a_view_that_no_step_changes_is_not_played(source):
     def still(source, at):
-        return drawn(ask, "effect", step=20)
+        return drawn(source, "effect", step=20)
 
     with pytest.raises(WorkbenchError, match="same at every checkpoint"):
-        timelapse(still, ask, link())
+        timelapse(still, source, link())
 
 
-def test_checkpoints_left_out_are_named_with_the_reason(ask):
+def test_checkpoints_left_out_are_named_with_the_reason(source):
     def partly(source, at):
         if at.text("step") == "8":
             raise WorkbenchError("not measured")
-        return drawn(ask, "effect", step=at.text("step"))
+        return drawn(source, "effect", step=at.text("step"))
 
-    said = timelapse(partly, ask, link()).said
+    said = timelapse(partly, source, link()).sentence
     assert said == "1 of 3 checkpoints cannot be drawn here and are left out: step 8: not measured"
 
 
@@ -207,3 +208,52 @@ def test_figures_side_by_side_say_what_the_whiskers_of_the_difference_are():
         plots.dressed(figure, "t", "one seed", 300)
     under = plots.beside(parts, "t").layout.title.subtitle.text
     assert under == f"one seed; {plots.MINUS}: ± standard error of independent means"
+
+
+def test_an_edit_is_composed_from_what_is_chosen():
+    assert compose("values:how=mean", [2, 1], [0]) == "values:layer=1/2,head=0,how=mean"
+    assert compose("sink", [], []) == "sink"
+    assert compose("coefficient:value=0", [1], [], 0.5) == "coefficient:layer=1,value=0.5"
+
+
+def test_the_effect_is_the_loss_after_minus_before(source):
+    drawing = drawn(source, "effect", edits="remove")
+    table = drawing.table
+    assert list(drawing.figure.data[0].y) == pytest.approx(list(table["after"] - table["before"]))
+    assert f"{(table['after'] - table['before']).mean():+.3f}" in drawing.sentence
+    assert f"the {len(table)} tokens" in drawing.sentence
+    same = drawn(source, "effect", edits="coefficient:layer=1,source=first,value=0.5", a="text-resformer-s0")
+    assert same.table["after"].to_numpy() == pytest.approx(
+        same.table["before"].to_numpy(), abs=1e-6
+    )  # it is 0.5 already
+
+
+@pytest.mark.parametrize("over", ["layer", "layer x head"])
+def test_a_sweep_has_a_cell_for_each_place(source, over):
+    drawing = drawn(source, "sweep", sweep="head:how=mean", over=over, compare=1, b="text-transformer-s0")
+    assert len(drawing.table) == 3 * (2 if over == "layer" else 4)  # A, B and their difference
+    assert any(plots.MINUS in str(t.name) for t in drawing.figure.data)
+    assert drawing.table["n"].min() > 0
+
+
+def test_patching_everything_at_the_last_stream_brings_the_answer_back(source):
+    text, other = "qzx w", "qzj w"
+    figure = drawn(source, "patching", prompt=text, other=other, target=5, against=9).figure
+    assert np.asarray(figure.data[0].z)[-1, -1] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "word"),
+    [
+        ("effect", {"edits": "valeus"}, UnknownName, "did you mean values"),
+        ("effect", {"edits": "values:layer=9"}, WorkbenchError, "layer"),
+        ("effect", {"edits": "patch"}, BadData, "second prompt"),
+        ("effect", {"edits": "coefficient:value=0", "a": "text-transformer-s0"}, WorkbenchError, "transformer|no "),
+        ("sweep", {"over": "token"}, UnknownName, "sweep over"),
+        ("sweep", {"of": "logit"}, BadData, "choose one"),
+        ("patching", {}, BadData, "second prompt"),
+    ],
+)
+def test_edits_that_cannot_be_made_are_refused_in_words(source, name, options, error, word):
+    with pytest.raises(error, match=word):
+        drawn(source, name, **options)

@@ -1,4 +1,4 @@
-"""What the pages Prompt and Intervene draw: the numbers of the looks, A beside B, and the parts that add up."""
+"""What the page Prompt draws: the numbers of the model, A beside B, and the parts that add up."""
 
 from __future__ import annotations
 
@@ -9,37 +9,33 @@ import torch
 
 from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.runs import Run
-from workbench.views import Link, Source, drawings
-from workbench.views.intervene import compose
+from workbench.runs.run import Run
+from workbench.views import Link, drawings
 
 TEXT = "return values"
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory):
-    return Source(dashboard.populate(tmp_path_factory.mktemp("runs")))
+def source(populated):
+    return dashboard.Kept(populated)
 
 
-def drawn(ask, page, name, **options):
+def drawn(source, name, **options):
     chosen = {"a": "text-resformer-s0", "prompt": TEXT} | {k: str(v) for k, v in options.items()}
-    ((_, drawing),) = drawings(ask, Link(page, chosen), name)
+    ((_, drawing),) = drawings(source, Link("prompt", chosen), name)
     return drawing
 
 
-def run_of(ask, name="text-resformer-s0"):
-    model = Run.open(ask.folder / name).load()
+def run_of(source, name="text-resformer-s0"):
+    model = Run.open(source.folder / name).load()
     ids = torch.tensor([model.tokenizer.encode(TEXT)])
     with torch.no_grad():
         return model, ids, model(ids).log_softmax(-1)[0]
 
 
-# ---- prompt ----
-
-
-def test_the_lens_ends_in_the_models_own_prediction(ask):
-    _, ids, log_p = run_of(ask)
-    figure = drawn(ask, "prompt", "lens").figure
+def test_the_lens_ends_in_the_models_own_prediction(source):
+    _, ids, log_p = run_of(source)
+    figure = drawn(source, "lens").figure
     last = np.asarray(figure.data[0].z)[-1, :-1]
     assert last == pytest.approx(log_p[:-1].exp().gather(-1, ids[0, 1:, None])[:, 0].numpy(), abs=1e-5)
     assert figure.layout.coloraxis.cmin == 0
@@ -47,28 +43,28 @@ def test_the_lens_ends_in_the_models_own_prediction(ask):
 
 
 @pytest.mark.parametrize("quantity", ["rank", "entropy", "kl"])
-def test_every_reading_of_the_lens_is_drawn(ask, quantity):
-    z = np.asarray(drawn(ask, "prompt", "lens", quantity=quantity).figure.data[0].z, dtype=float)
+def test_every_reading_of_the_lens_is_drawn(source, quantity):
+    z = np.asarray(drawn(source, "lens", quantity=quantity).figure.data[0].z, dtype=float)
     assert np.nanmin(z) >= -1e-5
     if quantity == "kl":
         assert z[-1] == pytest.approx(0, abs=1e-5)
 
 
-def test_predictions_and_surprise_are_the_models(ask):
-    _, ids, log_p = run_of(ask)
-    table = drawn(ask, "prompt", "predictions").table
+def test_predictions_and_surprise_are_the_models(source):
+    _, ids, log_p = run_of(source)
+    table = drawn(source, "predictions").table
     assert table["probability"].iloc[0] == pytest.approx(float(log_p[-1].exp().max()), abs=1e-5)
-    loss = drawn(ask, "prompt", "surprise").figure.data[0].y[1:]
+    loss = drawn(source, "surprise").figure.data[0].y[1:]
     assert loss == pytest.approx((-log_p[:-1].gather(-1, ids[0, 1:, None])[:, 0]).numpy(), abs=1e-5)
 
 
-def test_what_comes_next_of_a_and_b_is_of_the_same_tokens_and_their_difference(ask):
-    drawing = drawn(ask, "prompt", "predictions", compare=1, b="text-transformer-s0")
+def test_what_comes_next_of_a_and_b_is_of_the_same_tokens_and_their_difference(source):
+    drawing = drawn(source, "predictions", compare=1, b="text-transformer-s0")
     a, b, minus = (drawing.table[drawing.table["model"] == name] for name in drawing.table["model"].unique())
     assert a["id"].tolist() == b["id"].tolist() == minus["id"].tolist()
     assert minus["probability"].to_numpy() == pytest.approx(a["probability"].to_numpy() - b["probability"].to_numpy())
     for name, rows in (("text-resformer-s0", a), ("text-transformer-s0", b)):
-        model = Run.open(ask.folder / name).load()
+        model = Run.open(source.folder / name).load()
         with torch.no_grad():
             chances = model(torch.tensor([model.tokenizer.encode(TEXT)]))[0, -1].softmax(-1)
         assert rows["probability"].to_numpy() == pytest.approx(chances[rows["id"].tolist()].numpy(), abs=1e-6)
@@ -79,46 +75,46 @@ def test_what_comes_next_of_a_and_b_is_of_the_same_tokens_and_their_difference(a
     assert low == -high < -np.abs(np.asarray(figure.data[2].x)).max()
 
 
-def test_the_parts_of_a_logit_add_up_at_every_level(ask):
-    model, ids, _ = run_of(ask)
+def test_the_parts_of_a_logit_add_up_at_every_level(source):
+    model, ids, _ = run_of(source)
     with torch.no_grad():
         logit = float(model(ids)[0, -1, 65])
-    layers = drawn(ask, "prompt", "attribution", target=65)
+    layers = drawn(source, "attribution", target=65)
     assert layers.table["value"].sum() == pytest.approx(logit, abs=1e-4)
-    assert "off by" in layers.said
-    heads = drawn(ask, "prompt", "attribution", target=65, layer=1).table
-    paths = drawn(ask, "prompt", "attribution", target=65, layer=1, head=0).table
+    assert "off by" in layers.sentence
+    heads = drawn(source, "attribution", target=65, layer=1).table
+    paths = drawn(source, "attribution", target=65, layer=1, head=0).table
     whole = layers.table[(layers.table["part"] == "attn") & (layers.table["layer"] == 1)]["value"].sum()
     assert heads[heads["head"].notna()]["value"].sum() == pytest.approx(whole, abs=1e-4)
     assert set(paths["path"]) == {"own", "first"}
     assert paths["value"].sum() == pytest.approx(float(heads[heads["head"] == 0]["value"].iloc[0]), abs=1e-4)
 
 
-def test_values_are_told_apart_and_the_token_is_found_in_the_first_layer(ask):
-    own, effective = (np.asarray(drawn(ask, "prompt", "values", site=s).figure.data[0].z) for s in ("own", "effective"))
+def test_values_are_told_apart_and_the_token_is_found_in_the_first_layer(source):
+    own, effective = (np.asarray(drawn(source, "values", site=s).figure.data[0].z) for s in ("own", "effective"))
     assert own[0] == pytest.approx(effective[0], rel=1e-5)
     assert not np.allclose(own[1], effective[1])
-    identity = drawn(ask, "prompt", "identity", site="own")
+    identity = drawn(source, "identity", site="own")
     assert np.asarray(identity.figure.data[0].z)[0] == pytest.approx(1)
-    assert "by construction" in identity.said
+    assert "by construction" in identity.sentence
 
 
 @pytest.mark.parametrize("name", ["lens", "values", "identity"])
-def test_maps_of_two_models_share_a_scale_and_subtract(ask, name):
-    figure = drawn(ask, "prompt", name, compare=1, b="text-transformer-s0").figure
+def test_maps_of_two_models_share_a_scale_and_subtract(source, name):
+    figure = drawn(source, name, compare=1, b="text-transformer-s0").figure
     a, b, minus = (np.asarray(t.z, dtype=float) for t in figure.data[:3])
     assert figure.data[0].coloraxis == figure.data[1].coloraxis != figure.data[2].coloraxis
     assert np.nan_to_num(minus) == pytest.approx(np.nan_to_num(a - b), abs=1e-5)
 
 
-def test_a_long_prompt_is_drawn_around_the_chosen_position(ask):
+def test_a_long_prompt_is_drawn_around_the_chosen_position(source):
     from workbench.views import prompt
 
     text = "def f(x): return x\n" * 7
-    tokens = ask.tokens(ask.subjects(Link("prompt", {"a": "text-resformer-s0"}))[0], text)
+    tokens = source.tokens(source.subjects(Link("prompt", {"a": "text-resformer-s0"}))[0], text)
     was, prompt.WORDS = prompt.WORDS, 16
     try:
-        drawing = drawn(ask, "prompt", "lens", prompt=text, position=40)
+        drawing = drawn(source, "lens", prompt=text, position=40)
     finally:
         prompt.WORDS = was
     assert len(tokens) > 60
@@ -127,17 +123,17 @@ def test_a_long_prompt_is_drawn_around_the_chosen_position(ask):
     assert f"of {len(tokens)}" in drawing.figure.layout.title.subtitle.text
 
 
-def test_rows_of_streams_are_named_after_the_layer_that_left_them(ask):
+def test_rows_of_streams_are_named_after_the_layer_that_left_them(source):
     for name, options in (("lens", {}), ("values", {"site": "stream"}), ("identity", {"site": "stream"})):
-        drawing = drawn(ask, "prompt", name, **options)
+        drawing = drawn(source, name, **options)
         assert list(drawing.figure.data[0].y) == ["embedding", "0", "1"]
         assert drawing.figure.layout.yaxis.title.text == "after layer"
-    assert list(drawn(ask, "prompt", "values").figure.data[0].y) == ["0", "1"]
+    assert list(drawn(source, "values").figure.data[0].y) == ["0", "1"]
 
 
-def test_words_without_a_number_stand_in_the_pages_ink(ask):
-    model, _, log_p = run_of(ask)
-    cells, blanks = drawn(ask, "prompt", "lens").figure.data
+def test_words_without_a_number_stand_in_the_pages_ink(source):
+    model, _, log_p = run_of(source)
+    cells, blanks = drawn(source, "lens").figure.data
     assert [row[-1] for row in cells.text] == ["", "", ""]  # nothing follows the last token
     assert all(row[0] for row in cells.text)
     assert blanks.mode == "text"
@@ -145,75 +141,75 @@ def test_words_without_a_number_stand_in_the_pages_ink(ask):
     assert blanks.text[-1] == model.tokenizer.token_strings([int(log_p[-1].argmax())])[0]
 
 
-def test_quotes_are_read_as_quotes(ask):
+def test_quotes_are_read_as_quotes(source):
     text = "x = \"a\" + 'b'"
     for name in ("lens", "surprise"):
-        figure = drawn(ask, "prompt", name, prompt=text).figure
+        figure = drawn(source, name, prompt=text).figure
         assert "&quot;" not in figure.to_json()
         assert any('"' in str(x) for x in figure.data[0].x)
 
 
-def letters(ask, name, **options):
+def letters(source, name, **options):
     """A view of A, which reads letters twice, beside B, which reads text."""
-    return drawn(ask, "prompt", name, a="race-svformer-s0", b="text-resformer-s0", compare=1, prompt="qvz", **options)
+    return drawn(source, name, a="race-svformer-s0", b="text-resformer-s0", compare=1, prompt="qvz", **options)
 
 
-def test_a_model_with_other_tokens_is_asked_after_the_same_text_or_left_out(ask):
-    table = letters(ask, "predictions", position=1).table  # both have read "qv"
-    a = drawn(ask, "prompt", "predictions", prompt="qv").table  # B alone, after its own last token
+def test_a_model_with_other_tokens_is_asked_after_the_same_text_or_left_out(source):
+    table = letters(source, "predictions", position=1).table  # both have read "qv"
+    a = drawn(source, "predictions", prompt="qv").table  # B alone, after its own last token
     assert table.loc[table["model"].str.startswith("B"), "probability"].tolist() == pytest.approx(
         a["probability"].tolist(), abs=1e-5
     )
-    drawing = letters(ask, "predictions")  # A has read "qvzqvz", B never does
+    drawing = letters(source, "predictions")  # A has read "qvzqvz", B never does
     assert set(drawing.table["model"]) == {"A: SVFormer · s0, step 20"}
-    assert "left out: none of its tokens ends" in drawing.said
+    assert "left out: none of its tokens ends" in drawing.sentence
 
 
-def test_ids_of_another_tokenizer_are_no_logit_of_the_same_token(ask):
-    drawing = letters(ask, "attribution", position=1, target=5)
+def test_ids_of_another_tokenizer_are_no_logit_of_the_same_token(source):
+    drawing = letters(source, "attribution", position=1, target=5)
     assert set(drawing.table["model"]) == {"A: SVFormer · s0, step 20"}
-    assert "B: ResFormer · s0, step 20 is left out" in drawing.said
+    assert "B: ResFormer · s0, step 20 is left out" in drawing.sentence
     assert len(drawing.figure.data) == 1
 
 
-def test_losses_of_other_tokens_are_drawn_apart_and_never_subtracted(ask):
-    drawing = letters(ask, "surprise")
+def test_losses_of_other_tokens_are_drawn_apart_and_never_subtracted(source):
+    drawing = letters(source, "surprise")
     assert [len(t.x) for t in drawing.figure.data] == [6, 3]
     assert drawing.figure.data[0].xaxis != drawing.figure.data[1].xaxis
-    assert "not drawn" in drawing.said
+    assert "not drawn" in drawing.sentence
 
 
-def test_every_vocabulary_has_its_own_chance(ask):
-    said = letters(ask, "identity").said
+def test_every_vocabulary_has_its_own_chance(source):
+    said = letters(source, "identity").sentence
     a, b = (sum(1 / n for n in range(1, d + 1)) / d for d in (64, 270))
     assert f"would give {a:.3g} in A, {b:.3g} in B." in said
 
 
-def test_what_a_model_has_not_is_said_and_leaves_no_blank_map(ask):
-    drawing = drawn(ask, "prompt", "values", site="first_part", compare=1, b="text-transformer-s0")
+def test_what_a_model_has_not_is_said_and_leaves_no_blank_map(source):
+    drawing = drawn(source, "values", site="first_part", compare=1, b="text-transformer-s0")
     assert [t.name for t in drawing.figure.data] == ["A: ResFormer · s0, step 20"]
-    assert "B: Transformer · s0, step 20 has no such number" in drawing.said
+    assert "B: Transformer · s0, step 20 has no such number" in drawing.sentence
     with pytest.raises(WorkbenchError, match="nothing to draw: Transformer"):
-        drawn(ask, "prompt", "values", site="first_part", a="text-transformer-s0")
+        drawn(source, "values", site="first_part", a="text-transformer-s0")
 
 
-def test_a_part_that_one_model_lacks_counts_as_nothing(ask):
-    drawing = drawn(ask, "prompt", "attribution", target=65, layer=1, head=0, compare=1, b="text-transformer-s0")
+def test_a_part_that_one_model_lacks_counts_as_nothing(source):
+    drawing = drawn(source, "attribution", target=65, layer=1, head=0, compare=1, b="text-transformer-s0")
     a, b, minus = drawing.figure.data
     assert list(a.y) == list(minus.y) == ["the first layer's values", "own values"]
     assert sum(minus.x) == pytest.approx(sum(a.x) - sum(b.x), abs=1e-5)
-    assert f"the bars shown sum to {sum(a.x):.4f}" in drawing.said
+    assert f"the bars shown sum to {sum(a.x):.4f}" in drawing.sentence
 
 
-def test_the_other_token_is_named(ask):
-    model, _, _ = run_of(ask)
-    figure = drawn(ask, "prompt", "attribution", target=65, against=66).figure
+def test_the_other_token_is_named(source):
+    model, _, _ = run_of(source)
+    figure = drawn(source, "attribution", target=65, against=66).figure
     asked, other = model.tokenizer.token_strings([65, 66])
     assert f"“{asked}” minus that of “{other}”" in figure.layout.title.subtitle.text
 
 
-def test_a_long_subtitle_is_broken_into_lines(ask):
-    under = drawn(ask, "prompt", "identity", prompt="def f(x): return x\n" * 7).figure.layout.title.subtitle.text
+def test_a_long_subtitle_is_broken_into_lines(source):
+    under = drawn(source, "identity", prompt="def f(x): return x\n" * 7).figure.layout.title.subtitle.text
     assert len(under) > 140
     assert max(map(len, under.split("<br>"))) <= 125
 
@@ -232,68 +228,16 @@ def test_a_long_subtitle_is_broken_into_lines(ask):
         ("lens", {"stored": "../../etc/passwd"}, BadData, "not stored"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_words(ask, name, options, error, word):
+def test_what_cannot_be_read_is_refused_in_words(source, name, options, error, word):
     with pytest.raises(error, match=word):
-        drawn(ask, "prompt", name, **options)
+        drawn(source, name, **options)
 
 
-def test_letters_are_read_twice(ask):
-    table = drawn(ask, "prompt", "surprise", a="race-svformer-s0", prompt="abc").table
+def test_letters_are_read_twice(source):
+    table = drawn(source, "surprise", a="race-svformer-s0", prompt="abc").table
     assert list(table["token"]) == ["0:a", "1:b", "2:c", "3:a", "4:b", "5:c"]
 
 
-def test_hostile_tokens_stay_text(ask):
-    figure = drawn(ask, "prompt", "lens", prompt="<script>alert(1)</script> <b>").figure
+def test_hostile_tokens_stay_text(source):
+    figure = drawn(source, "lens", prompt="<script>alert(1)</script> <b>").figure
     assert "<script" not in figure.to_json().replace("\\u003c", "<")
-
-
-# ---- intervene ----
-
-
-def test_an_edit_is_composed_from_what_is_chosen():
-    assert compose("values:how=mean", [2, 1], [0]) == "values:layer=1/2,head=0,how=mean"
-    assert compose("sink", [], []) == "sink"
-    assert compose("coefficient:value=0", [1], [], 0.5) == "coefficient:layer=1,value=0.5"
-
-
-def test_the_effect_is_the_loss_after_minus_before(ask):
-    drawing = drawn(ask, "intervene", "effect", edits="remove")
-    table = drawing.table
-    assert list(drawing.figure.data[0].y) == pytest.approx(list(table["after"] - table["before"]))
-    assert f"{(table['after'] - table['before']).mean():+.3f}" in drawing.said
-    assert f"the {len(table)} tokens" in drawing.said
-    same = drawn(ask, "intervene", "effect", edits="coefficient:layer=1,source=first,value=0.5", a="text-resformer-s0")
-    assert same.table["after"].to_numpy() == pytest.approx(
-        same.table["before"].to_numpy(), abs=1e-6
-    )  # it is 0.5 already
-
-
-@pytest.mark.parametrize("over", ["layer", "layer x head"])
-def test_a_sweep_has_a_cell_for_each_place(ask, over):
-    drawing = drawn(ask, "intervene", "sweep", sweep="head:how=mean", over=over, compare=1, b="text-transformer-s0")
-    assert len(drawing.table) == 3 * (2 if over == "layer" else 4)  # A, B and their difference
-    assert any(plots.MINUS in str(t.name) for t in drawing.figure.data)
-    assert drawing.table["n"].min() > 0
-
-
-def test_patching_everything_at_the_last_stream_brings_the_answer_back(ask):
-    text, other = "qzx w", "qzj w"
-    figure = drawn(ask, "intervene", "patching", prompt=text, other=other, target=5, against=9).figure
-    assert np.asarray(figure.data[0].z)[-1, -1] == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "error", "word"),
-    [
-        ("effect", {"edits": "valeus"}, UnknownName, "did you mean values"),
-        ("effect", {"edits": "values:layer=9"}, WorkbenchError, "layer"),
-        ("effect", {"edits": "patch"}, BadData, "second prompt"),
-        ("effect", {"edits": "coefficient:value=0", "a": "text-transformer-s0"}, WorkbenchError, "transformer|no "),
-        ("sweep", {"over": "token"}, UnknownName, "sweep over"),
-        ("sweep", {"of": "logit"}, BadData, "choose one"),
-        ("patching", {}, BadData, "second prompt"),
-    ],
-)
-def test_edits_that_cannot_be_made_are_refused_in_words(ask, name, options, error, word):
-    with pytest.raises(error, match=word):
-        drawn(ask, "intervene", name, **options)

@@ -9,20 +9,22 @@ import dashboard
 import numpy as np
 import pytest
 
-from workbench import findings, plots, xrays
-from workbench.analysing import chosen, stored
+from workbench import plots
+from workbench.claims.analysis import chosen
+from workbench.claims.collect import stored
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import write_json
-from workbench.results import load_records, one_sample, provenance, records
-from workbench.runs import Run
+from workbench.reports import xray as xrays
+from workbench.runs.records import load_records, one_sample, provenance, records
+from workbench.runs.run import Run
 from workbench.views import Link, Source, drawings, start
 
 A, B = "text-resformer-s0", "text-transformer-s0"
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory):
-    return Source(dashboard.populate(tmp_path_factory.mktemp("runs")))
+def ask(populated):
+    return dashboard.Kept(populated)
 
 
 def link(show, **options):
@@ -34,25 +36,25 @@ def link(show, **options):
 
 def test_the_four_answers_are_those_of_an_xray_of_the_same_records(ask):
     frame = load_records([ask.folder / A])
-    for answer, (name, view) in zip(xrays.answers(frame), start.XRAY.items(), strict=True):
+    for answer, (name, view) in zip(xrays.answers(frame), start.xray.ANSWERS.items(), strict=True):
         drawing = view(ask, link("model", a=A))
-        assert drawing.said == answer.sentence
+        assert drawing.sentence == answer.sentence
         assert len(drawing.table) == len(answer.records), name
         assert [t.name for t in drawing.figure.data] == [t.name for t in answer.figure.data]
 
 
 def test_a_step_that_was_not_measured_says_what_is_missing_and_how_to_get_it(ask):
     (subject,) = ask.subjects(link("model", a=A, step=8))
-    assert start.missing(ask, subject) == list(xrays.NEEDED)
+    assert start.xray.missing(ask, subject) == list(xrays.NEEDED)
     with pytest.raises(WorkbenchError, match="not measured yet: concentration parts"):
-        start.sinks(ask, link("model", a=A, step=8))
-    assert start.command(subject.entry, 8).endswith("--steps 0,8 --n 32")
-    assert start.command(subject.entry, 20) == f"workbench xray {ask.folder / A}"
-    assert start.missing(ask, ask.subjects(link("model", a=A))[0]) == []
+        start.xray.sinks(ask, link("model", a=A, step=8))
+    assert start.xray.command(subject.entry, 8).endswith("--steps 0,8 --n 32")
+    assert start.xray.command(subject.entry, 20) == f"workbench xray {ask.folder / A}"
+    assert start.xray.missing(ask, ask.subjects(link("model", a=A))[0]) == []
 
 
 def test_two_models_stand_side_by_side_with_their_difference(ask):
-    drawing = start.residual(ask, link("model", a=A, b=B, compare=1))
+    drawing = start.xray.residual(ask, link("model", a=A, b=B, compare=1))
     figure = drawing.figure
     assert [a.text for a in figure.layout.annotations] == [
         "A: ResFormer · s0, step 20",
@@ -64,8 +66,8 @@ def test_two_models_stand_side_by_side_with_their_difference(ask):
     by_column = {axis: [t for t in figure.data if t.xaxis == axis] for axis in ("x", "x2", "x3")}
     for a, b, minus in zip(*by_column.values(), strict=True):
         assert np.subtract(a.y, b.y) == pytest.approx(minus.y)
-    assert drawing.said.startswith("A: ")
-    assert " B: " in drawing.said
+    assert drawing.sentence.startswith("A: ")
+    assert " B: " in drawing.sentence
     assert set(drawing.table["architecture"]) == {
         "resformer · A: s0, step 20",
         "transformer · B: s0, step 20",
@@ -75,17 +77,17 @@ def test_two_models_stand_side_by_side_with_their_difference(ask):
 
 def test_a_model_without_deep_values_of_its_own_is_compared_by_what_both_have(ask):
     compared = link("model", a="text-svformer-s0", b=B, compare=1)
-    shares = start.token_share(ask, compared)
+    shares = start.xray.token_share(ask, compared)
     assert set(shares.table["site"]) == {"v"}
-    assert shares.said.count("effective values") == 2
+    assert shares.sentence.count("effective values") == 2
     assert plots.MINUS in set(shares.table["architecture"])
-    assert "No A − B" in start.residual(ask, compared).said
-    alone = start.residual(ask, link("model", a="text-svformer-s0"))
-    assert alone.said.startswith("It has a value path already (SVFormer). No layer after the first")
+    assert "No A − B" in start.xray.residual(ask, compared).sentence
+    alone = start.xray.residual(ask, link("model", a="text-svformer-s0"))
+    assert alone.sentence.startswith("It has a value path already (SVFormer). No layer after the first")
 
 
 def test_panels_below_each_other_keep_their_baselines_and_titles(ask):
-    figure = start.sinks(ask, link("model", a=A, b=B, compare=1)).figure
+    figure = start.xray.sinks(ask, link("model", a=A, b=B, compare=1)).figure
     assert len({t.yaxis for t in figure.data}) == 6
     assert "attention to the first token" in figure.layout.yaxis.title.text
     assert "norm of its value" in figure.layout.yaxis4.title.text
@@ -95,8 +97,8 @@ def test_panels_below_each_other_keep_their_baselines_and_titles(ask):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     from workbench.config import ModelConfig, TrainConfig
-    from workbench.data import RepeatedData
-    from workbench.training import train
+    from workbench.data.sources import RepeatedData
+    from workbench.training.loop import train
 
     folder = tmp_path_factory.mktemp("trained")
     shape = ModelConfig(n_layers=2, d_model=16, n_heads=4, d_mlp=24, d_vocab=64, n_ctx=128)
@@ -115,21 +117,22 @@ def test_measuring_can_be_stopped_and_then_gives_what_the_command_gives(trained)
 
     (subject,) = trained.subjects(link("model"))
     with pytest.raises(Stop):
-        start.measure(subject.entry, 4, stop)
-    assert len(start.missing(trained, subject)) < len(xrays.NEEDED)
+        start.xray.measure(subject.entry, 4, stop)
+    assert len(start.xray.missing(trained, subject)) < len(xrays.NEEDED)
     told = []
-    start.measure(subject.entry, 4, lambda done, total: told.append((done, total)))
+    start.xray.measure(subject.entry, 4, lambda done, total: told.append((done, total)))
     assert told[0] == (0, 15)
     assert told[-1] == (15, 15)
-    assert start.missing(trained, subject) == []
+    (subject,) = trained.subjects(link("model"))  # as the run is now
+    assert start.xray.missing(trained, subject) == []
     found = xrays.xray(trained.folder / "mine")
-    for answer, view in zip(found.answers, start.XRAY.values(), strict=True):
-        assert view(trained, link("model")).said == answer.sentence
+    for answer, view in zip(found.answers, start.xray.ANSWERS.values(), strict=True):
+        assert view(trained, link("model")).sentence == answer.sentence
 
 
 def test_numbers_of_two_samples_are_not_averaged():
     def rows(data, n, steps, value):
-        told = provenance(data=data, metric="loss@1", key="k")
+        told = provenance(data=data, version=1, key="k")
         return [{"run": "r", "metric": "loss", "step": s, "n": n, "value": value, "provenance": told} for s in steps]
 
     both = records(rows("few", 32, (0, 9), 1.0) + rows("many", 64, (0, 9), 2.0) + rows("init", 128, (0,), 3.0))
@@ -145,7 +148,7 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
     folder = dashboard.copied(ask.folder, tmp_path / "runs")
     (folder / B / "step_000020" / "config.json").unlink()
     with Run(folder / A).writing():
-        table = start.table(Source(folder)).set_index("run")
+        table = start.folder.table(Source(folder)).set_index("run")
     assert table.loc[A, "state"] == "being written now"
     assert table.loc[B, "state"] == "stopped before step 20"
     assert table.loc[B, "trained to step"] == 8
@@ -155,20 +158,20 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
 
 
 def test_an_empty_folder_has_an_empty_table(tmp_path):
-    assert start.table(Source(tmp_path)).empty
+    assert start.folder.table(Source(tmp_path)).empty
 
 
 # ---- verdicts ----
 
 
 def test_verdicts_are_those_of_an_analysis_and_nothing_is_measured(ask, monkeypatch):
-    import workbench.analysing
+    import workbench.claims.collect
 
     def refuse(*args, **kwargs):
         raise AssertionError("measured")
 
-    monkeypatch.setattr(workbench.analysing, "measure", refuse)
-    found = start.judgements(ask, link("verdicts", a=A))
+    monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
+    found = start.verdicts.judgements(Source(ask.folder), link("verdicts", a=A))
     entries = ask.group(link("verdicts", a=A))
     evidence = stored([Run.open(e.path) for e in entries])
     expected = {c.name: c.judge(evidence) for c in chosen()}
@@ -181,25 +184,25 @@ def test_verdicts_are_those_of_an_analysis_and_nothing_is_measured(ask, monkeypa
 
 
 def test_the_overview_has_a_cell_for_each_claim_and_the_choice_its_intervals(ask):
-    overview = start.verdicts(ask, link("verdicts", a=A))
+    overview = start.verdicts.verdicts(ask, link("verdicts", a=A))
     assert sum(len(t.x or ()) for t in overview.figure.data) == len(overview.table) == len(chosen())
-    one = start.verdict(ask, link("verdicts", a=A, claim="lower_loss"))
+    one = start.verdicts.verdict(ask, link("verdicts", a=A, claim="lower_loss"))
     row = overview.table.set_index("claim").loc["lower_loss"]
-    assert one.said == row["because"]
+    assert one.sentence == row["because"]
     values = [x for t in one.figure.data for x in t.x]
     assert values == pytest.approx(one.table["value"].tolist(), nan_ok=True)
     assert "95 % interval" in one.figure.layout.title.subtitle.text
     with pytest.raises(UnknownName, match="did you mean lower_loss"):
-        start.verdict(ask, link("verdicts", a=A, claim="lower_los"))
+        start.verdicts.verdict(ask, link("verdicts", a=A, claim="lower_los"))
 
 
 def test_the_command_names_the_runs_of_the_experiment(ask, trained, tmp_path):
-    assert start.analysis(ask, link("verdicts", a=A)) == f"workbench analyze {ask.folder}/text-* --out results"
-    alone = start.analysis(trained, link("verdicts"), "tokens")
+    assert start.verdicts.command(ask, link("verdicts", a=A)) == f"workbench analyze {ask.folder}/text-* --out results"
+    alone = start.verdicts.command(trained, link("verdicts"), "tokens")
     assert alone == f"workbench analyze {trained.folder} --question tokens --out results"
     folder = dashboard.copied(ask.folder, tmp_path / "some runs")
     (folder / "text-resformer-s1").rename(folder / "other")
-    told = start.analysis(Source(folder), link("verdicts", a=A))
+    told = start.verdicts.command(Source(folder), link("verdicts", a=A))
     assert f"'{folder}/other'" in told
     assert "*" not in told
 
@@ -207,7 +210,7 @@ def test_the_command_names_the_runs_of_the_experiment(ask, trained, tmp_path):
 def test_an_experiment_without_a_finished_run_has_no_verdicts(tmp_path):
     dashboard.half_write(tmp_path)
     with pytest.raises(BadData, match="finished"):
-        start.judgements(Source(tmp_path), link("verdicts", a="race-transformer-s0"))
+        start.verdicts.judgements(Source(tmp_path), link("verdicts", a="race-transformer-s0"))
 
 
 # ---- the demo ----
@@ -216,33 +219,33 @@ def test_an_experiment_without_a_finished_run_has_no_verdicts(tmp_path):
 def status(folder, **told):
     told = {"finished": False, "ready": ["a"], "models": ["a", "b"], "left_s": 7, "failed": {}} | told
     write_json(folder / ".demo.json", told)
-    return start.demo(folder)
+    return start.demo.status(folder)
 
 
 def test_a_demo_says_how_far_it_is_and_when_it_has_gone_quiet(tmp_path):
-    assert start.demo(tmp_path) is None
+    assert start.demo.status(tmp_path) is None
     found = status(tmp_path)
     assert (found.running, found.ready, found.planned, found.left_s) == (True, 1, 2, 7.0)
     assert not status(tmp_path, finished=True).running
     status(tmp_path)
     os.utime(tmp_path / ".demo.json", (1, 1))
-    assert not start.demo(tmp_path).running
+    assert not start.demo.status(tmp_path).running
     (tmp_path / ".demo.json").write_text(json.dumps([1, 2]))
-    assert start.demo(tmp_path) is None
+    assert start.demo.status(tmp_path) is None
 
 
 def test_a_folder_of_demo_runs_alone_is_known(ask, trained):
-    assert start.only_demo(ask)
-    assert not start.only_demo(trained)
+    assert start.demo.only_demo(ask)
+    assert not start.demo.only_demo(trained)
 
 
 def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
-    race = start.race(ask, link("demo"))
-    assert findings.race_verdict(findings.formation_steps(race.table)) == "SVFormer before Transformer: seeds disjoint."
-    identity = start.identity(ask, link("demo"))
+    race = start.demo.race(ask, link("demo"))
+    assert set(race.table["metric"]) == {"copy_loss"}
+    identity = start.demo.identity(ask, link("demo"))
     assert set(identity.table["metric"]) == {"token_identity_share"}
-    assert start.replaced(ask, link("demo")).figure.data
-    heads = start.copying_heads(ask, link("demo", at=8))
+    assert start.demo.replaced(ask, link("demo")).figure.data
+    heads = start.demo.copying_heads(ask, link("demo", at=8))
     z = np.asarray(heads.figure.data[0].z, dtype=float)
     assert np.nansum(z, axis=1) == pytest.approx(1.0, abs=1e-5)
     assert np.isnan(z[0, 1])
@@ -251,7 +254,9 @@ def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
     first = heads.table[heads.table["run"] == heads.table["run"].iloc[0]]
     assert first["attention"].to_numpy() == pytest.approx(z[first["query"], first["key"]], abs=1e-6)
     assert len(first) == np.isfinite(z).sum()
-    assert any("No attention sink formed" in line for line in start.limits(ask))
+    lower, _, sinks = start.demo.verdicts(ask, "text", start.demo.LIMITS)
+    assert lower.verdict.status == "unresolved"
+    assert "No sink formed" in sinks.verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -263,14 +268,14 @@ def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
 )
 def test_heads_that_are_not_there_are_refused(ask, options, error, word):
     with pytest.raises(error, match=word):
-        start.copying_heads(ask, link("demo", **options))
+        start.demo.copying_heads(ask, link("demo", **options))
 
 
 def test_only_the_shown_part_of_the_page_is_drawn(ask):
     with pytest.raises(WorkbenchError, match="show=demo"):
-        start.race(ask, link("model"))
+        start.demo.race(ask, link("model"))
     with pytest.raises(UnknownName, match="part of the page"):
-        start.race(ask, link("models"))
+        start.demo.race(ask, link("models"))
     ((name, drawing),) = drawings(ask, link("demo"), "race")
     assert name == "race"
     assert drawing.figure.data

@@ -13,16 +13,18 @@ from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_json
 from workbench.plots.training import at_step, curve_difference, curves, matrices, thinned
-from workbench.results import records, write_parquet
-from workbench.views import Link, Source, growing, training
-from workbench.views.growing import Growing
+from workbench.runs import table_cache
+from workbench.runs.records import records, write_parquet
+from workbench.runs.run import Run
+from workbench.runs.table_cache import TelemetryCache
+from workbench.views import Link, Source, training
 
 A, B = "text-resformer-s0", "text-transformer-s0"
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory):
-    return Source(dashboard.populate(tmp_path_factory.mktemp("runs")))
+def ask(populated):
+    return Source(populated)
 
 
 def drawn(ask, view, **options):
@@ -57,7 +59,7 @@ def test_the_relative_loss_subtracts_the_vanilla_model_of_the_same_seed(ask):
     assert set(found.index) == {"resformer", "svformer", "denseformer"}
     assert found.loc["resformer"].tolist() == pytest.approx([0.2, 0.2])
     assert found.loc["svformer"].tolist() == pytest.approx([0.35, 0.35])
-    assert "Below zero" in drawing.said
+    assert "Below zero" in drawing.sentence
     hidden = drawn(ask, training.relative, models="resformer")  # the baseline need not be drawn itself
     assert set(hidden.table["architecture"]) == {"resformer"}
 
@@ -262,15 +264,16 @@ def test_a_difference_of_curves_keeps_the_steps_both_have():
 def test_only_parts_that_are_new_are_read_again(tmp_path, monkeypatch):
     path, opened = tmp_path / "mine", []
     recorded(path)
-    real = growing._table
-    monkeypatch.setattr(growing, "_table", lambda file: (opened.append(file.name), real(file))[1])
-    seen, source = Growing(), Source(tmp_path)
+    real = table_cache._telemetry
+    monkeypatch.setattr(table_cache, "_telemetry", lambda file: (opened.append(file.name), real(file))[1])
+    seen, source = TelemetryCache(), Source(tmp_path)
 
     def rows():
         entries = source.catalogue().entries
         frame, problems = seen.rows(entries, ["update_ratio"])
         assert not problems
-        pd.testing.assert_frame_equal(frame, source.telemetry(entries, ["update_ratio"]))
+        stored = Run.open(path).telemetry("metric == 'update_ratio'")
+        pd.testing.assert_frame_equal(frame.assign(run=stored["run"], architecture=stored["architecture"]), stored)
         return frame
 
     assert len(rows()) == 24
@@ -284,7 +287,7 @@ def test_only_parts_that_are_new_are_read_again(tmp_path, monkeypatch):
     write_parquet(rows_of(range(2)), path / "telemetry" / "000000-000004.parquet")  # begun anew
     (path / "telemetry" / "000004-000008.parquet").unlink()
     assert len(rows()) == 12
-    assert seen.names(source.catalogue().entries) == {"update_ratio", "seconds_per_step"}
+    assert seen.metrics(source.catalogue().entries) == {"update_ratio", "seconds_per_step"}
 
 
 def test_a_damaged_part_names_its_run_and_leaves_the_others(tmp_path):
@@ -292,7 +295,7 @@ def test_a_damaged_part_names_its_run_and_leaves_the_others(tmp_path):
         recorded(tmp_path / name)
     part = tmp_path / "mine" / "telemetry" / "000000-000004.parquet"
     part.write_bytes(part.read_bytes()[:50])
-    frame, problems = Growing().rows(Source(tmp_path).catalogue().entries)
+    frame, problems = TelemetryCache().rows(Source(tmp_path).catalogue().entries)
     assert set(frame["run"]) == {"other"}
     assert list(problems) == ["mine"]
     assert "telemetry" in problems["mine"]

@@ -7,14 +7,14 @@ import re
 import pytest
 import torch
 
-from workbench import xrays
-from workbench.browser import find_browser, picture
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data import RepeatedData
-from workbench.diagnosis import concentration, residual, sinks, token_share
+from workbench.data.sources import RepeatedData
 from workbench.errors import BadData, WorkbenchError
-from workbench.results import records
-from workbench.training import train
+from workbench.plots.browser import find_browser, picture
+from workbench.reports import xray as xrays
+from workbench.reports.diagnosis import concentration, residual, sinks, token_share
+from workbench.runs.records import records
+from workbench.training.loop import train
 
 COMMON = {"run": "x", "architecture": "transformer", "seed": 0, "step": 100, "data": "validation", "T": 64, "n": 16}
 
@@ -74,6 +74,25 @@ def drain(value, layer=1, se=0.01, **more):
 )
 def test_sinks_are_counted_and_their_values_judged_with_their_error(rows, said):
     assert re.search(said, sinks(planted(rows)))
+
+
+def test_a_sink_in_the_first_layer_alone_is_judged_by_that_layers_values():
+    said = sinks(planted([*heads(0.7, 0.04, layer=0), drain(0.2, layer=0), drain(0.9, layer=2)]))
+    assert "drained: the first token's value has 0.20 ± 0.01 times the others' median norm in layer 0" in said
+
+
+def test_a_model_that_has_learned_nothing_is_said_to():
+    assert "nothing is learned yet" in concentration(planted(parts(0, 0.0, 0.0, 1e-6)))
+
+
+def test_what_does_not_vary_is_not_measurable_and_draws_nothing():
+    rows = planted([share(float("nan"), 1), share(float("nan"), 2)])
+    assert "nothing to explain" in token_share(rows)
+    assert "Nothing to draw" in xrays.drawn("token_share", rows).layout.title.text
+
+
+def test_one_layer_is_no_range():
+    assert "in layer 1 is the identity" in token_share(planted([share(0.9, 1)]))
 
 
 def share(value, layer, **more):

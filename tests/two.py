@@ -7,8 +7,8 @@ import sys
 
 import accelerate  # noqa: F401  what the two would import for seconds each
 
-import workbench.measuring
-import workbench.training  # noqa: F401
+import workbench.measurement.measuring
+import workbench.training.loop  # noqa: F401
 
 
 def main(script, *arguments):

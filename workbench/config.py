@@ -14,6 +14,8 @@ from typing import Any
 
 from workbench.errors import UnknownName, WorkbenchError
 
+MAX_WHOLE = 2**63  # what a tensor's size can be
+
 
 def _known(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
     fields = [each.name for each in dataclasses.fields(cls)]
@@ -39,8 +41,10 @@ def _numbers(config: Any, *, may_be_zero: tuple[str, ...] = ()) -> None:
         allowed = (int, float) if kind == "float" else (int,)
         typed = isinstance(value, allowed) and isinstance(value, bool) == (kind == "bool")
         zero = kind == "bool" or each.name in may_be_zero
-        if not typed or not 0 <= value < math.inf or (value == 0 and not zero):
-            raise WorkbenchError(f"{each.name}={value!r}: must be a {'' if zero else 'positive '}{kind}")
+        limit = math.inf if kind == "float" else MAX_WHOLE
+        if not typed or not 0 <= value < limit or (value == 0 and not zero):
+            bound = f" below {limit}" if typed and value >= limit else ""
+            raise WorkbenchError(f"{each.name}={value!r}: must be a {'' if zero else 'positive '}{kind}{bound}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +114,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedConfig(ModelConfig):
-    """Shape of somebody else's decoder; `rms_norm_eps`, `rope_theta` and `init_std` say nothing about it."""
+    """Shape of an observed module; `rms_norm_eps`, `rope_theta` and `init_std` say nothing about it."""
 
     head_width: int
 
     def __post_init__(self) -> None:
-        """Nothing is refused: it is a description."""
+        """Refused is only what is no number: it is a description, and its heads need not cut its width."""
+        for each in dataclasses.fields(self):
+            if each.type == "int" and type(value := getattr(self, each.name)) is not int:
+                raise WorkbenchError(f"{each.name}={value!r}: must be an int")
 
     @property
     def d_head(self) -> int:
@@ -182,6 +189,11 @@ class Preset:
 
     model: ModelConfig
     train: TrainConfig
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the tokenizer trained where none is asked for: the model's, as far as small corpora have merges for it."""
+        return min(self.model.d_vocab, 4096)
 
 
 def _published(n_layers: int, n_heads: int, d_model: int) -> Preset:

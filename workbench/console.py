@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,11 +64,11 @@ def train_progress(name: str, steps: int) -> Iterator[Callable[[int, float, floa
     with Progress(*columns, console=errors) as progress:
         task = progress.add_task(escape(name), total=steps)
 
-        def told(step: int, loss: float, rate: float) -> None:
+        def update(step: int, loss: float, rate: float) -> None:
             text = f"{escape(name)}  loss {loss:.3f} nats  {rate:,.0f} tokens/s"
             progress.update(task, completed=step, description=text)
 
-        yield told
+        yield update
 
 
 @contextmanager
@@ -79,10 +79,19 @@ def demo_progress() -> Iterator[Callable[[dict[str, Any]], None]]:
     ) as progress:
         task = progress.add_task("training and measuring", total=None)
 
-        def told(status: dict[str, Any]) -> None:
+        def update(status: dict[str, Any]) -> None:
             left = "" if status["left_s"] is None else f", about {status['left_s']:.0f} s left"
             failed = f", {len(status['failed'])} failed" if status["failed"] else ""
             text = f"training and measuring{left}{failed}"
             progress.update(task, total=len(status["models"]), completed=len(status["ready"]), description=text)
 
-        yield told
+        yield update
+
+
+def time_left(took: Sequence[float], more: int) -> str:
+    """How long so many more pieces of work will take, in words after a comma, from the seconds that each took so far.
+
+    What was there already takes next to nothing and says nothing of the rest: pieces under a tenth of the longest are left out.
+    """
+    real = [seconds for seconds in took if seconds >= max(took) / 10]
+    return f", about {more * sum(real) / len(real):.0f} s left" if real and more else ""

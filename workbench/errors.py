@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -39,6 +41,14 @@ class ObservedInstead(UserWarning):
 
 class ArchitectureAssumed(UserWarning):
     """A checkpoint does not say which architecture it holds, so one was assumed."""
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """A warning that points at the line outside of the package from which it was called, however deep it arose."""
+    depth, frame, package = 1, sys._getframe(), __name__.partition(".")[0]
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=depth)
 
 
 def suggest(name: str, choices: list[str]) -> str:

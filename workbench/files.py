@@ -1,26 +1,51 @@
-"""Files that are either whole or absent: written aside, synced, then renamed."""
+"""Files that are either whole or absent: written aside, synced, then renamed; and read only where they end."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from workbench.errors import BadCheckpoint, WorkbenchError
+
+MAX_TEXT = 1 << 27  # bytes of a file of settings; the largest tokenizers take a fourth of it
+_URL = re.compile(r"[A-Za-z][\w+.-]+(::\w+)*:/")  # a `Path` makes one slash of two; a drive is one letter
+
+
+def local(path: str | Path) -> Path:
+    """A path of this machine; raises `WorkbenchError` for a URL, of which `Path` would make a folder called `s3:`."""
+    if _URL.match(str(path)):
+        raise WorkbenchError(
+            f"{path} is a URL; only paths on this machine are read and written, a folder of that name by its full path"
+        )
+    return Path(path)
+
+
+def writable(path: Path) -> Path:
+    """A path that may be written; raises `WorkbenchError` for URLs and for devices, pipes and sockets."""
+    try:
+        if local(path).exists() and not (path.is_file() or path.is_dir()):
+            raise WorkbenchError(f"cannot write {path}: it is there already and neither file nor folder")
+    except OSError as error:
+        raise WorkbenchError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it becomes `path`, on failure it vanishes.
 
-    Raises `WorkbenchError` naming `path` where the disk refuses (full, quota, read-only).
+    Raises `WorkbenchError` naming `path` where it is not `writable`, and where the disk refuses (full, quota, read-only).
     """
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+    part = writable(path).with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part
@@ -45,10 +70,33 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+@contextlib.contextmanager
+def open_regular(path: Path, limit: int | None = None) -> Iterator[BinaryIO]:
+    """A regular file to read; raises `OSError` for pipes and devices, which may never end, and for more than `limit` bytes."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if limit is not None and found.st_size > limit:
+            raise OSError(errno.EFBIG, f"its {found.st_size} bytes are more than {limit}", str(path))
+        yield file
+
+
+def read_bytes(path: Path, limit: int = MAX_TEXT) -> bytes:
+    """What is in a regular file of at most `limit` bytes; raises `OSError` as `open_regular` does."""
+    with open_regular(path, limit) as file:
+        return file.read(limit)
+
+
+def read_text(path: Path) -> str:
+    """UTF-8 text of a regular file; raises `OSError` as `open_regular` does, and `UnicodeDecodeError`."""
+    return read_bytes(path).decode()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; raises `BadCheckpoint` naming it where it is missing or damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except FileNotFoundError:
         raise BadCheckpoint(f"{path} is missing") from None
     except (OSError, ValueError, RecursionError) as error:  # no UTF-8, no JSON, endless numbers, endless nesting

@@ -1,16 +1,20 @@
 """The vocabulary: every activation, the hook point where it is seen, its axes, one line of meaning.
 
 Names and layouts are TransformerLens' classic ones; what value-residual models add stands beside them: a tensor on its
-way into a layer at `attn.own` (as projected there), `attn.first` (the first layer's), `attn.table` (by token id) and
-`attn.cross` (keys, values, scores and pattern of another layer); the coefficients in use; DenseFormer's averages; the
-streamed attention statistics. Where others than the first layer are sources, all stand at `attn.source.<layer>`, and where
-several layers' keys are read, at `attn.cross.<layer>`.
+way into a layer at `attn.own` (as projected there), `attn.source.<j>` (layer j's), `attn.table` (by token id) and
+`attn.cross` (keys, values, scores and pattern of another layer; `attn.cross.<j>` where several are read); the coefficients
+in use; DenseFormer's averages; the streamed attention statistics. `attn.first` is an alias of `attn.source.0` wherever a
+hook name is given or looked up.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "rot_k": _block("attn.hook_rot_k", "pos kv_head d_head", "key after rotary position encoding"),
     "v": _block("attn.hook_v", "pos kv_head d_head", "effective value: what the attention pattern multiplies"),
     "own_v": _block("attn.own.hook_v", "pos kv_head d_head", "value projected from this layer's own input"),
-    "first_v": _block("attn.first.hook_v", "pos kv_head d_head", "first layer's value as it arrives here"),
+    "first_v": _block("attn.source.0.hook_v", "pos kv_head d_head", "first layer's value as it arrives here"),
     "v_mix": Activation(
         hook="blocks.{layer}.attn.hook_v_mix", axes="source", meaning="value coefficients in use: sources, own last"
     ),
@@ -52,13 +56,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "cross_v": _block("attn.cross.hook_v", "pos kv_head d_head", "another layer's value, attended to beside the own"),
     "own_q": _block("attn.own.hook_q", "pos head d_head", "query as projected here, where it is mixed"),
     "own_k": _block("attn.own.hook_k", "pos kv_head d_head", "key as projected here, where it is mixed"),
-    "first_q": _block("attn.first.hook_q", "pos head d_head", "first layer's query as it arrives here"),
-    "first_k": _block("attn.first.hook_k", "pos kv_head d_head", "first layer's key as it arrives here"),
+    "first_q": _block("attn.source.0.hook_q", "pos head d_head", "first layer's query as it arrives here"),
+    "first_k": _block("attn.source.0.hook_k", "pos kv_head d_head", "first layer's key as it arrives here"),
     "first_rot_q": _block(
-        "attn.first.hook_rot_q", "pos head d_head", "first layer's rotated query, for its pattern here"
+        "attn.source.0.hook_rot_q", "pos head d_head", "first layer's rotated query, for its pattern here"
     ),
     "first_rot_k": _block(
-        "attn.first.hook_rot_k", "pos kv_head d_head", "first layer's rotated key, for its pattern here"
+        "attn.source.0.hook_rot_k", "pos kv_head d_head", "first layer's rotated key, for its pattern here"
     ),
     "cross_rot_k": _block(
         "attn.cross.hook_rot_k", "pos kv_head d_head", "another layer's rotated key, attended to here"
@@ -69,6 +73,16 @@ ACTIVATIONS: dict[str, Activation] = {
     "k_mix": Activation(
         hook="blocks.{layer}.attn.hook_k_mix", axes="source", meaning="key coefficients in use: sources, own last"
     ),
+    "output_mix": Activation(
+        hook="blocks.{layer}.attn.hook_output_mix",
+        axes="source",
+        meaning="coefficients in use of what is added to the head outputs",
+    ),
+    "pattern_mix": Activation(
+        hook="blocks.{layer}.attn.hook_pattern_mix",
+        axes="source",
+        meaning="coefficients in use of mixed patterns or scores: first, own",
+    ),
     "z": _block("attn.hook_z", "pos head d_head", "attention output per head, exactly what W_O multiplies"),
     "scores": _block("attn.hook_attn_scores", "head query key", "scaled, masked attention scores (T x T)"),
     "pattern": _block("attn.hook_pattern", "head query key", "attention probabilities (T x T)"),
@@ -77,7 +91,7 @@ ACTIVATIONS: dict[str, Activation] = {
         "attn.cross.hook_pattern", "head query key", "attention to another layer's keys; with `pattern` rows sum to 1"
     ),
     "first_pattern": _block(
-        "attn.first.hook_pattern", "head query key", "first layer's softmax, before it is mixed in"
+        "attn.source.0.hook_pattern", "head query key", "first layer's softmax, before it is mixed in"
     ),
     "own_pattern": _block(
         "attn.own.hook_pattern", "head query key", "this layer's softmax, before the first's is mixed in"
@@ -97,6 +111,43 @@ ACTIVATIONS: dict[str, Activation] = {
     "tokens": Activation(hook="", axes="batch pos", meaning="input token ids"),
 }
 
+
+def hook_name(name: str) -> str:
+    """The one name of a hook point that may be given by an alias: `attn.first` is `attn.source.0`."""
+    return name.replace(".attn.first.", ".attn.source.0.")
+
+
+def either_name(chosen: Callable[[str], bool]) -> Callable[[str], bool]:
+    """A filter of hook names that is True where the name or its alias passes."""
+    return lambda name: chosen(name) or chosen(name.replace(".attn.source.0.", ".attn.first."))
+
+
+def value_path(hook: str) -> str:
+    """The path that a hook point of an attention shows, in a word: `own`, `first`, `source.<j>`, `table`, `cross`, ..."""
+    path = hook.partition(".attn.")[2].rpartition("hook_")[0].rstrip(".")
+    return "first" if path == "source.0" else path or "own"
+
+
+class ByHookName(dict[str, V]):
+    """What belongs to hook points, by name or alias."""
+
+    def __missing__(self, key: Any) -> V:
+        name = hook_name(key) if isinstance(key, str) else key
+        if name == key:
+            raise KeyError(key)
+        return self[name]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(hook_name(key) if isinstance(key, str) else key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+
 STATISTICS = ("received", "row_entropy", "row_max", "sink", "lse")
 """Attention statistics that the kernel streams: hook points `attn.hook_<name>`, no T x T array behind them."""
 
@@ -107,7 +158,7 @@ QUADRATIC = ("hook_attn_scores", "hook_pattern")
 def position_axis(hook: str) -> int | None:
     """Axis of the position in a hook point's tensor counted from the end, None where it has none."""
     point = hook.rsplit(".", 1)[-1]
-    if point in ("hook_v_mix", "hook_k_mix", "hook_q_mix", "hook_dwa_weights"):
+    if point.endswith("_mix") or point == "hook_dwa_weights":
         return None
     if point in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k"):
         return -3
@@ -132,38 +183,11 @@ def layer_of(hook: str) -> int | None:
     return int(match[1]) if match else None
 
 
-LABELS = {
-    "transformer": "Transformer",
-    "resformer": "ResFormer",
-    "resformer_constant": "ResFormer constant (2, 1)",
-    "resformer_learnable": "ResFormer learnable",
-    "resformer_learnable_plus": "ResFormer Learnable-Plus",
-    "resformer_sparse": "ResFormer sparse",
-    "resformer_dense": "ResFormer dense",
-    "svformer": "SVFormer",
-    "neutreno": "NeuTRENO",
-    "denseformer": "DenseFormer",
-    "gqa": "GQA2",
-    "mqa": "MQA",
-    "cla": "CLA2",
-    "share_q": "shared queries (control)",
-    "share_k": "shared keys (control)",
-    "share_v": "shared values (control)",
-    "cross_layer": "cross-layer attention",
-    "cross_layer_all": "cross-layer attention, all",
-    "same_key": "same-key averaging",
-    "identity_map": "identity mapping (control)",
-    "residual_q": "query residual (control)",
-    "residual_k": "key residual (control)",
-    "residual_attention": "attention residual (control)",
-    "residual_hidden": "hidden residual (control)",
-    "value_embedding": "value embeddings",
-    "bank_of_values": "Bank of Values",
-    "gated_attention": "gated attention",
-    "cut_skip": "first skip cut (control)",
-    "resformer+neutreno": "ResFormer + NeuTRENO",
-    "resformer+denseformer": "ResFormer + DenseFormer",
-    "svformer+gqa": "SVFormer + GQA4",
-    "svformer+cla": "SVFormer + CLA2",
-}
-"""Architectures as their papers write them."""
+class NamedHookPoints:
+    """Base of models whose hook points bear these names: our own, and foreign ones under `workbench.observe`.
+
+    It stands here, below torch, so that code which must not import the models can tell them by it.
+    """
+
+    foreign: Any = None
+    """The observed module; None where the model is our own."""

@@ -14,7 +14,7 @@ import numpy as np
 import streamlit as st
 from plotly.colors import sample_colorscale, unlabel_rgb
 
-from app import url
+from app import widgets
 from workbench import plots
 from workbench.plots.style import DIVERGING, SEQUENTIAL
 from workbench.views.attention import Choice, Seen, brightest, cell, short
@@ -30,31 +30,31 @@ _element = st.components.v2.component(
 )
 
 
-def draw(choice: Choice, found: list[Seen], said: str) -> None:
+def draw(choice: Choice, found: list[Seen], caption: str) -> None:
     """Draw it; the head, window or held query that a person asks for in it is written into the address."""
-    _element(key=KEY, data=packed(choice, found, said), on_asked_change=asked)
+    _element(key=KEY, data=packed(choice, found, caption), on_asked_change=asked)
 
 
 def asked() -> None:
     """Write what a click, a drag or a key asked for into the address; the page checks it there, as it does any address."""
     match (st.session_state.get(KEY) or {}).get("asked"):
         case {"head": [layer, head]}:
-            url.change(layer=layer, head=head)
+            widgets.update_url(layer=layer, head=head)
         case {"window": [top, bottom, left, right]}:
-            url.change(queries=f"{top}-{bottom}", keys=f"{left}-{right}")
+            widgets.update_url(queries=f"{top}-{bottom}", keys=f"{left}-{right}")
         case {"whole": True}:
-            url.change(queries=None, keys=None)
+            widgets.update_url(queries=None, keys=None)
         case {"lock": query}:
-            url.change(lock=query)
+            widgets.update_url(lock=query)
 
 
-def packed(choice: Choice, found: list[Seen], said: str) -> bytes:
+def packed(choice: Choice, found: list[Seen], caption: str) -> bytes:
     """Everything the element shows, as bytes; pictures in 8 bits of their brightest cell, maps in 16."""
     room = Room()
     header = {
         "layer": choice.layer, "head": choice.head, "layers": choice.layers, "heads": choice.heads,
         "whole": choice.scale == "one", "root": choice.scale == "root", "lock": choice.lock, "mean": choice.pool == "mean",
-        "minus": len(found) == 2 and choice.alike, "cell": cell(choice, found), "said": said,
+        "minus": len(found) == 2 and choice.alike, "cell": cell(choice, found), "said": caption,
         "colours": {"sequential": room.add(table(SEQUENTIAL)), "diverging": room.add(table(DIVERGING)),
                     "minus": plots.colour(plots.MINUS)},
         "held": "" if choice.lock is None else short(choice.tokens[0][choice.lock], LONGEST),
@@ -73,7 +73,6 @@ class Room:
         self.size = 0
 
     def add(self, array: np.ndarray) -> list[int]:
-        """[offset, count] of an array."""
         raw = np.ascontiguousarray(array).tobytes()
         raw += b"\0" * (-len(raw) % 4)
         place = [self.size, array.size]
@@ -107,7 +106,6 @@ def _panel(seen: Seen, room: Room) -> dict[str, Any]:
 
 
 def _most(weights: np.ndarray) -> float:
-    """The largest weight, 1 where there is none."""
     shown = weights[np.isfinite(weights)]
     return float(shown.max()) or 1.0 if shown.size else 1.0
 

@@ -19,7 +19,9 @@ from workbench.claims import (
     smoothing,
     tokens,
 )
-from workbench.claims.base import CLAIMS, RUN_COLUMNS, STATUSES, Claim, Evidence, Verdict, claim
+from workbench.claims.evidence import RUN_COLUMNS, Evidence
+from workbench.claims.registry import CLAIMS, Claim, claim
+from workbench.claims.verdict import DECIDED, STATUSES, Verdict
 
 QUESTIONS = {
     module.__name__.rpartition(".")[-1]: (module.__doc__ or "").strip()
@@ -30,4 +32,4 @@ QUESTIONS = {
 }  # fmt: skip
 """Each group of claims, and the question it answers."""
 
-__all__ = ["CLAIMS", "QUESTIONS", "RUN_COLUMNS", "STATUSES", "Claim", "Evidence", "Verdict", "claim"]
+__all__ = ["CLAIMS", "DECIDED", "QUESTIONS", "RUN_COLUMNS", "STATUSES", "Claim", "Evidence", "Verdict", "claim"]

@@ -4,70 +4,56 @@ from __future__ import annotations
 
 import math
 
-from workbench.claims.base import (
-    RESFORMERS,
-    Evidence,
-    Undecided,
-    Verdict,
-    claim,
-    deep_of,
-    few,
-    joined,
-    name_of,
-    status_of,
-    table_of,
-)
-from workbench.claims.loss import PAPER
-from workbench.statistics import Interval, paired_seeds
+from workbench.claims.evidence import Evidence, deep_layers
+from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
+from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.statistics.error_bars import Interval, paired_seeds
 
 
 @claim(
-    supports="effective values use more directions in most layers after their scale is divided out, more beyond random init, "
-    "and at equal loss",
+    supports="own values use more directions in most layers after their scale is divided out, more beyond random init, and at equal "
+    "loss; the sum with the first layer's values has more by construction, trained or not, so it is shown and not judged",
     refutes="fewer, or the difference is in the scale alone",
     scale="any trained size, three seeds",
-    published="the largest eigenvalue of each layer is larger for ResFormer in most layers (paper; not normalised, so it "
-    "contains the scale)",
+    published="the largest eigenvalue of each layer is larger for ResFormer in most layers (paper; not normalised, so it contains the "
+    "scale)",
     source=PAPER, metrics=("effective_rank",), models=("transformer", *RESFORMERS), steps="matched",
-    shows={"metric": "effective_rank", "site": "v"},
+    shows={"metric": "effective_rank", "site": "own_v"},
 )  # fmt: skip
 def richer_values(evidence: Evidence) -> Verdict:
     """Value-residual models have richer representations: their values use more directions, scale aside."""
-    pair = evidence.on("text").comparable("transformer", RESFORMERS)
-    model = pair.named(RESFORMERS)
-    rank = pair.rows("effective_rank", site="v").query("layer > 0")
-    scale = pair.rows("effective_rank", site="v", variant="trace").query("layer > 0")
-    own = pair.rows("effective_rank", site="own_v").query("layer > 0")
-    whole = pair.difference(rank, model, "transformer")
-    layers = {f"layer {n}": pair.difference(rows, model, "transformer") for n, rows in rank.groupby("layer")}
+    pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
+    model = pair.first_of(RESFORMERS)
+    mixed, scale, own, start, over_time = (
+        pair.rows("effective_rank", **axes).query("layer > 0")
+        for axes in (
+            {"site": "v"}, {"site": "v", "variant": "trace"}, {"site": "own_v"}, {"site": "own_v", "step": "first"},
+            {"site": "own_v", "step": "all"},
+        )
+    )  # fmt: skip
+    parts = {
+        "own values, all layers": pair.difference(own, model), "beyond init": pair.beyond_init(own, start, model),
+        "at equal loss": pair.at_equal_loss(over_time, model),
+    }  # fmt: skip
+    whole, effective = parts["own values, all layers"], pair.difference(mixed, model)
+    layers = {f"layer {n}": pair.difference(rows, model) for n, rows in own.groupby("layer")}
     more = sum(i.value > 0 for i in layers.values())
-    start, over_time = (pair.rows("effective_rank", step=s, site="v").query("layer > 0") for s in ("first", "all"))
-    change = {m: pair.by_seed(rank, m) - pair.by_seed(start, m) for m in (model, "transformer")}
-    matched = {
-        "beyond init": paired_seeds(
-            change[model], change["transformer"]
-        ),  # a sum of two sources starts with more of them
-        "at equal loss": pair.at_equal_loss(over_time, model, "transformer"),
-    }
-    status = joined(status_of(i, 1) for i in (whole, *matched.values()))
-    if status == "supported" and more <= len(layers) / 2:
-        status = "unresolved"
-    others = {
-        "own values": pair.difference(own, model, "transformer"),
-        "scale (trace)": pair.difference(scale, model, "transformer"),
-    }
+    shown = {**layers, "effective values": effective, "scale (trace)": pair.difference(scale, model)}
+    made = f", {1 - whole.value / effective.value:.0%} of it the construction's" if effective.value > 0 else ""
     sentence = (
-        f"Effective rank of the values, {name_of(model)} - Transformer, layers after the first: {whole} directions{few(whole)}, more in "
-        f"{more} of {len(layers)} layers; trained minus init {matched['beyond init']}, at equal loss {matched['at equal loss']}; of own "
-        f"values alone {others['own values']}; change of the scale (trace of the covariance) {others['scale (trace)']}."
+        f"Effective rank of own values, {model_name(model)} - Transformer, layers after the first: {whole} directions{seeds_note(whole)}, "
+        f"more in {more} of {len(layers)} layers; trained minus init {parts['beyond init']}, at equal loss {parts['at equal loss']}; of "
+        f"effective values, to which the first layer's are added, {effective}{made}; change of their scale (trace of the covariance) "
+        f"{shown['scale (trace)']}."
     )
-    found = {"all layers": whole, **layers, **matched, **others}
-    return Verdict(status, sentence, table_of(found, "directions", {"scale (trace)": "norm squared"}))
+    units = {"scale (trace)": "norm squared"}
+    return judged(parts, 1, sentence, "directions", units, shown=shown, doubt=more <= len(layers) / 2)
 
 
 @claim(
-    supports="own values of deep layers grow alike and shrink late, and an attention costs about as much to drop as an MLP, "
-    "more so than in vanilla",
+    supports="own values of deep layers grow alike and shrink late, and an attention costs about as much to drop as an MLP, more so "
+    "than in vanilla",
     refutes="no such trend against vanilla",
     scale="8 layers or more, three seeds",
     published="described for the last version (reported by others), no numbers",
@@ -76,49 +62,41 @@ def richer_values(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
     """With the first layer's values supplied, own values of deep layers act as a correction."""
-    pair = evidence.on("text").comparable("transformer", RESFORMERS)
-    model, depth = pair.named(RESFORMERS), int(pair.runs["n_layers"].max())
+    pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
+    model, depth = pair.first_of(RESFORMERS), int(pair.runs["n_layers"].max())
     if depth < 4:
-        raise Undecided("not_checkable", f"Needs 4 layers at the least, these models have {depth}.")
+        raise InsufficientEvidence(f"Needs 4 layers at the least, these models have {depth}.")
     similar = pair.rows("layer_similarity", site="own_v", variant="cka")
     neighbours = similar[(similar["layer"] - similar["source"] == 1) & (similar["source"] > 0)]
-    found = {
-        "likeness of neighbouring own values (CKA)": pair.difference(deep_of(neighbours, depth), model, "transformer"),
+    intervals = {
+        "likeness of neighbouring own values (CKA)": pair.difference(deep_layers(neighbours, depth), model),
         "last over middle norm of own values": _late(pair, model, depth),
         "distance between dropping attention and MLP": _balance(pair, model, depth),
     }
-    expected = (1, -1, -1)
-    status = joined(status_of(i, sign) for i, sign in zip(found.values(), expected, strict=True))
-    told = "; ".join(f"{name} {i}" for name, i in found.items())
-    first = next(iter(found.values()))
-    return Verdict(
-        status,
-        f"{name_of(model)} - Transformer, deep layers: {told} (the last two as natural logarithms of ratios; expected +, -, -)"
-        f"{few(first)}.",
-        table_of(found, "logarithm of a ratio", {"likeness of neighbouring own values (CKA)": "CKA"}),
+    sentence = (
+        f"{model_name(model)} - Transformer, deep layers: {numbers(intervals)} (the last two as natural logarithms of ratios; "
+        f"expected +, -, -){seeds_note(next(iter(intervals.values())))}."
     )
+    units = {"likeness of neighbouring own values (CKA)": "CKA"}
+    return judged(intervals, (1, -1, -1), sentence, "logarithm of a ratio", units)
 
 
 def _late(pair: Evidence, model: str, depth: int) -> Interval:
     """ln of the last layer's own value norm over the middle layer's."""
     norms = pair.rows("value_norm", site="own_v")
-    ends = {n: norms[norms["layer"] == n] for n in (depth - 1, depth // 2)}
-    ratio = {
-        m: (pair.by_seed(ends[depth - 1], m) / pair.by_seed(ends[depth // 2], m)).map(math.log)
-        for m in (model, "transformer")
-    }
-    return paired_seeds(ratio[model], ratio["transformer"])
+    last, middle = (norms[norms["layer"] == n] for n in (depth - 1, depth // 2))
+    ratios = ((pair.by_seed(last, m) / pair.by_seed(middle, m)).map(math.log) for m in (model, "transformer"))
+    return paired_seeds(*ratios)
 
 
 def _balance(pair: Evidence, model: str, depth: int) -> Interval:
     """|ln| of what dropping attention costs over what dropping the MLP costs, deep layers."""
-    costs = deep_of(pair.rows("sublayer_removal"), depth)
-    found = {}
+    costs = deep_layers(pair.rows("sublayer_removal"), depth)
+    distance = {}
     for name in (model, "transformer"):
         parts = [pair.by_seed(costs[costs["part"] == part], name) for part in ("attention", "mlp")]
         if any((p <= 0).any() for p in parts):
-            raise Undecided(
-                "unresolved", f"Dropping deep sublayers of {name_of(name)} does not raise the loss in every seed."
-            )
-        found[name] = (parts[0] / parts[1]).map(math.log).abs()
-    return paired_seeds(found[model], found["transformer"])
+            why = f"Dropping deep sublayers of {model_name(name)} does not raise the loss in every seed."
+            raise InsufficientEvidence(why, "unresolved")
+        distance[name] = (parts[0] / parts[1]).map(math.log).abs()
+    return paired_seeds(distance[model], distance["transformer"])

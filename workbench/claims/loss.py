@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 
-from workbench.claims.base import (
-    RATES,
-    RESFORMERS,
-    Evidence,
-    Status,
-    Undecided,
-    Verdict,
-    claim,
-    few,
-    joined,
-    name_of,
-    status_of,
-    table_of,
-)
-from workbench.statistics import Interval, over_seeds, paired_documents, paired_seeds, savings_intervals, step_at_loss
+from workbench.claims.evidence import Evidence, at_last_step
+from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
+from workbench.claims.wording import RATES, listed, model_name, seeds_note, share
+from workbench.statistics.error_bars import Interval, over_seeds, paired_documents
+from workbench.statistics.loss_curves import step_at_loss
+from workbench.statistics.scaling import saved_share, savings_intervals
 
-PAPER = "Zhou et al. 2024 and 2025, Value Residual Learning"
-MOST = 0.5  # of the domains
+MAJORITY = 0.5  # the share of them in which the loss must be lower
+RELATIVES = ("neutreno", "denseformer")
 SLOWER = 0.05  # of the step time, before it counts as slower
 
 
@@ -36,79 +31,77 @@ SLOWER = 0.05  # of the step time, before it counts as slower
 )  # fmt: skip
 def lower_loss(evidence: Evidence) -> Verdict:
     """At equal size and data a value residual ends at a lower validation loss than the vanilla Transformer."""
-    pair = evidence.on("text").comparable("transformer", RESFORMERS)
-    model, losses = pair.named(RESFORMERS), pair.losses()
-    whole = pair.difference(losses, model, "transformer")
-    domains = {str(d): pair.difference(rows, model, "transformer") for d, rows in losses.groupby("data")}
-    tuned, rates = tuned_difference(evidence.on("text"), model)
-    saved = steps_saved(pair, model)
+    pair, rates = at_best_rates(evidence.of_task("text"), "transformer", RESFORMERS)
+    model, losses = pair.first_of(RESFORMERS), pair.losses()
+    whole = pair.difference(losses, model)
+    domains = {str(d): pair.difference(rows, model) for d, rows in losses.groupby("data")}
     better = sum(i.value < 0 for i in domains.values())
-    status = _at_best(status_of(whole, -1), tuned, rates)
-    if status == "supported" and better <= MOST * len(domains):
-        status = "unresolved"
+    saved, reached = _reached(pair, model)
     sentence = (
-        f"{name_of(model)} - Transformer: {whole} nats over {whole.n} seeds{few(whole)}, lower in {better} of "
-        f"{len(domains)} domains" + _same_documents(pair, model)
-        + _reached(saved)
-        + (f"; each at its best of {rates} learning rates {tuned}." if rates > 1 else "; one learning rate, tuned for neither.")
+        f"{model_name(model)} - Transformer: {whole} nats over {whole.n} seeds{seeds_note(whole)}, lower in {better} of "
+        f"{len(domains)} domains{_same_documents(pair, model)}{reached}; {_tuning(rates)}."
     )  # fmt: skip
-    found = {"all domains": whole, **domains, f"best of {rates} learning rates": tuned, "share of steps saved": saved}
-    return Verdict(status, sentence, table_of(found, "nats", {"share of steps saved": "share"}))
+    return judged(
+        {"all domains": whole}, -1, sentence, "nats", dict.fromkeys(saved, "share"), shown={**domains, **saved},
+        doubt=better <= MAJORITY * len(domains),
+    )  # fmt: skip
 
 
-def _at_best(status: Status, tuned: Interval, rates: int) -> Status:
-    """The status at equal rates, once every model may take its best of several: that decides where the two disagree."""
-    if rates < RATES:
-        return status
-    return "refuted" if tuned.sign > 0 else "unresolved" if status == "supported" and not tuned.sign else status
+def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[str] = ()) -> tuple[Evidence, int]:
+    """Runs of the first model of each wanted group (and of `also`) at its best of the rates that all share, and how many those are.
 
-
-def tuned_difference(evidence: Evidence, model: str, baseline: str = "transformer") -> tuple[Interval, int]:
-    """Difference of the two models' losses, each at the rate of its lowest mean loss, and how many rates both have."""
-    sweep = evidence.comparable(baseline, model, ignoring=("lr",))
+    Where they share fewer than `RATES`, runs of one rate. The best has the lowest mean loss; every model chooses among the same
+    rates, so that the choice favours none.
+    """
+    sweep = replace(text, settings=[], compared=[]).comparable(*wanted, ignoring=("lr",))
+    names = [sweep.first_of((w,) if isinstance(w, str) else w) for w in wanted]
+    names = list(dict.fromkeys([*names, *(name for name in also if name in sweep.models)]))
+    rates = [set(sweep.runs.loc[sweep.runs["model"] == name, "lr"]) for name in names]
+    shared = set.intersection(*rates)
+    if len(shared) < RATES:
+        return text.comparable(*wanted), len(shared)
+    sweep = text.comparable(*wanted, ignoring=("lr",))
     losses = sweep.losses()
-    best: dict[str, pd.Series] = {}
-    rates: list[set[float]] = []
-    for name in (model, baseline):
-        rows = losses[losses["model"] == name]
-        if rows.empty:
-            raise Undecided("not_checkable", f"No validation loss of {name} is known.")
-        rates.append(set(rows["lr"]))
-        lowest = rows.groupby("lr")["value"].mean().idxmin()
-        best[name] = rows[rows["lr"] == lowest].groupby("seed")["value"].mean()
-    return paired_seeds(best[model], best[baseline]), len(rates[0] & rates[1])
+    means = losses[losses["lr"].isin(shared)].groupby(["model", "lr"])["value"].agg(lambda x: x.mean(skipna=False))
+    best = {str(m): rate for m, rate in means[np.isfinite(means)].groupby("model").idxmin() if m in names}
+    if missing := [name for name in names if name not in best]:
+        raise InsufficientEvidence(f"The last loss of {listed(missing)} is unknown at every rate.")
+    runs = sweep.runs
+    return sweep.of_runs(runs[runs["lr"] == runs["model"].map(best)]), len(shared)
+
+
+def _tuning(rates: int) -> str:
+    return f"each at its best of {rates} learning rates" if rates >= RATES else "one learning rate, tuned for neither"
 
 
 def steps_saved(pair: Evidence, model: str, baseline: str = "transformer") -> Interval:
-    """Share of its steps that the model saves until the baseline's final loss, over seeds; NaN where one never gets there."""
-    curves, found = pair.curves(), []
+    """Share of its steps that the model saves until the loss that both come down to, over seeds; below 0 where it needs more."""
+    curves, ratios = pair.curves(), []
     for _, rows in pair.runs.groupby("seed"):
         run = rows.groupby("model")["run"].first()
         if {run.get(model), run.get(baseline)} <= curves.keys():
-            curve, base = curves[run[model]], curves[run[baseline]]
-            found.append(1 - step_at_loss(curve, float(base.iloc[-1])) / float(base.index[-1]))
-    return over_seeds(found)
+            both = [curves[run[name]] for name in (model, baseline)]
+            loss = max(float(curve.iloc[-1]) for curve in both)
+            ratios.append(step_at_loss(both[0], loss) / step_at_loss(both[1], loss))
+    return saved_share(ratios)
 
 
-def _reached(saved: Interval, baseline: str = "transformer") -> str:
-    """The comparison at equal loss in words; a seed that never comes down to the baseline's loss makes it unknown."""
-    if not saved.n:
-        return ""
-    said = "is not reached in every seed"
-    if math.isfinite(saved.value):
-        said = f"is reached {_percent(saved)} of the steps earlier"
-    return f"; the {name_of(baseline)}'s final loss {said}"
+def _reached(pair: Evidence, model: str, baseline: str = "transformer") -> tuple[dict[str, Interval], str]:
+    """The steps saved, and in words; none inside decaying schedules, whose points are no final losses of shorter trainings."""
+    if (pair.runs["lr_final"] != 1.0).any() or not (saved := steps_saved(pair, model, baseline)).n:
+        return {}, ""
+    words = f"; the loss that both come down to is reached {share(saved)} of {model_name(baseline)}'s steps earlier"
+    return {"share of steps saved" if baseline == "transformer" else f"{baseline}, share of steps saved": saved}, words
 
 
 def _same_documents(pair: Evidence, model: str) -> str:
     """The difference over documents within the shared seeds, where both were measured on the same ones."""
-    rows = pair.samples[(pair.samples["metric"] == "loss") & pair.samples["variant"].isna()]
-    rows = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
-    mine, base = (pair.model_of(rows, name) for name in (model, "transformer"))
+    rows = at_last_step(pair.samples[(pair.samples["metric"] == "loss") & pair.samples["variant"].isna()])
+    mine, base = (pair.of_model(rows, name) for name in (model, "transformer"))
     if mine.empty or base.empty or not set(mine["document"]) & set(base["document"]):
         return ""
-    found = paired_documents(mine, base)
-    return f"; over {found.n} shared documents of these seeds {found}"
+    change = paired_documents(mine, base)
+    return f"; over {change.n} shared documents of these seeds {change}"
 
 
 def _by_size(evidence: Evidence, model: str, size: str) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -121,70 +114,71 @@ def _by_size(evidence: Evidence, model: str, size: str) -> tuple[pd.DataFrame, p
     return tables[0], tables[1]
 
 
-def _saving(evidence: Evidence, model: str, size: str, unit: str) -> Verdict:
-    found = savings_intervals(*_by_size(evidence, model, size))
-    shown = {name: i for name, i in found.items() if not math.isnan(i.value)}
+def _saving(pair: Evidence, model: str, size: str) -> Verdict:
+    """The verdict on fewer `parameters` or `tokens` at equal loss, from every form of the curve."""
+    forms = savings_intervals(*_by_size(pair, model, size))
+    shown = {name: i for name, i in forms.items() if not math.isnan(i.value)}
     if not shown:
-        raise Undecided("not_checkable", f"The losses do not fall with the number of {unit}, so no curve can be read.")
-    status: Status = joined(status_of(i, 1, least=2) for i in shown.values())
-    told = "; ".join(f"{name} {_percent(i)}" for name, i in shown.items())
+        raise InsufficientEvidence(f"The losses do not fall with the number of {size}, so no curve can be read.")
+    parts = "; ".join(f"{name} {share(i)}" for name, i in shown.items())
     sentence = (
-        f"{name_of(model)} needs fewer {unit} for the Transformer's loss by, form by form: {told}. The forms differ on the same "
+        f"{model_name(model)} needs fewer {size} for the Transformer's loss by, form by form: {parts}. The forms differ on the same "
         "numbers, and at this size the method is shown, not the published figure."
     )
-    return Verdict(status, sentence, table_of(shown, "share"))
+    return judged(shown, 1, sentence, "share")
 
 
-def _percent(i: Interval) -> str:
-    if math.isnan(i.low):
-        return f"{i.value:.1%} (one seed: no interval)"
-    return f"{i.value:.1%} [{i.low:.1%}, {i.high:.1%}]"
+def _shared_sizes(pair: Evidence, model: str, size: str) -> int:
+    """How many sizes both models have."""
+    both = [set(pair.runs.loc[pair.runs["model"] == m, size].dropna()) for m in (model, "transformer")]
+    return len(both[0] & both[1])
 
 
 @claim(
-    supports="the horizontal gap between the two curves of loss over parameters is above 0 with its bootstrap interval",
-    refutes="the gap is below 0; an interval around 0 leaves it open",
+    supports="the horizontal gap between the two curves of loss over parameters is above 0 with its interval over seeds, in "
+    "every form of the curve",
+    refutes="the gap is below 0 in some form; an interval around 0 leaves it open",
     scale="below 82M only as a demonstration of the method; the published share cannot be checked small",
-    published="10.4 % (paper, third version), 13.3 % (fourth, reported by others), 16.1 % (fifth); our own reading of the printed "
-    "table gives 11.2 to 13.2 %, by the form of the curve",
+    published="10.4 % (paper, third version), 13.3 % (fourth, reported by others), 16.1 % (fifth); our own reading of the printed table "
+    "gives 11.2 to 13.2 %, by the form of the curve",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
 )  # fmt: skip
 def fewer_parameters(evidence: Evidence) -> Verdict:
     """A value residual reaches the vanilla Transformer's loss with fewer parameters."""
     sizes = ("n_layers", "d_model", "n_heads", "d_mlp", "lr")
-    pair = evidence.on("text").comparable("transformer", RESFORMERS, ignoring=sizes)
-    model = pair.named(RESFORMERS)
-    both = [set(pair.runs.loc[pair.runs["model"] == m, "parameters"].dropna()) for m in (model, "transformer")]
-    if len(both[0] & both[1]) < 2:
-        raise Undecided(
-            "not_checkable", "Needs both models at two sizes or more, on equal data and recipe; one size is here."
+    pair = evidence.of_task("text").comparable("transformer", RESFORMERS, ignoring=sizes)
+    model = pair.first_of(RESFORMERS)
+    if _shared_sizes(pair, model, "parameters") < 2:
+        raise InsufficientEvidence(
+            "Needs both models at two sizes or more, on equal data and recipe; one size is here."
         )
-    return _saving(pair, model, "parameters", "parameters")
+    return _saving(pair, model, "parameters")
 
 
 @claim(
-    supports="the horizontal gap between the two curves of loss over training tokens is above 0 with its bootstrap interval",
-    refutes="the gap is below 0; an interval around 0 leaves it open",
+    supports="the horizontal gap between the two curves of loss over training tokens is above 0 with its interval over seeds, in "
+    "every form of the curve",
+    refutes="the gap is below 0 in some form; an interval around 0 leaves it open",
     scale="small models will do, if each length is a run of its own with its own schedule, or the learning rate is constant",
     published="13.6 % (paper, third version), 15.4 % (fourth, reported by others), 20.3 % (fifth)",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
 )  # fmt: skip
 def fewer_tokens(evidence: Evidence) -> Verdict:
     """A value residual reaches the vanilla Transformer's loss after fewer training tokens."""
-    pair = evidence.on("text").comparable("transformer", RESFORMERS, ignoring=("steps", "warmup"))
-    model = pair.named(RESFORMERS)
-    both = [set(pair.runs.loc[pair.runs["model"] == m, "tokens"].dropna()) for m in (model, "transformer")]
-    if len(both[0] & both[1]) >= 2:
-        return _saving(pair, model, "tokens", "tokens")
+    pair = evidence.of_task("text").comparable("transformer", RESFORMERS, ignoring=("steps", "warmup"))
+    model = pair.first_of(RESFORMERS)
+    if _shared_sizes(pair, model, "tokens") >= 2:
+        return _saving(pair, model, "tokens")
     if (pair.runs["lr_final"] != 1.0).any():
-        raise Undecided(
-            "not_checkable",
+        raise InsufficientEvidence(
             "Needs runs of several lengths, or a constant learning rate: points inside one decaying schedule are not the "
-            "final losses of shorter trainings.",
+            "final losses of shorter trainings."
         )
     saved = steps_saved(pair, model)
-    sentence = f"{name_of(model)} reaches the Transformer's final loss {_percent(saved)} earlier at a constant learning rate{few(saved)}."
-    return Verdict(status_of(saved, 1), sentence, table_of({"share of tokens saved": saved}, "share"))
+    loss = pair.difference(pair.losses(), model)
+    earlier = f"{share(saved)} earlier at a constant learning rate{seeds_note(saved)}"
+    sentence = f"{model_name(model)} reaches the loss that both come down to {earlier}; its last loss minus the Transformer's is {loss}."
+    return judged({"share of tokens saved": saved}, 1, sentence, "share", {"loss": "nats"}, shown={"loss": loss})
 
 
 @claim(
@@ -197,37 +191,25 @@ def fewer_tokens(evidence: Evidence) -> Verdict:
 def same_cost(evidence: Evidence) -> Verdict:
     """A value residual costs the same memory and compute as the vanilla Transformer."""
     pair = evidence.measured().comparable("transformer", RESFORMERS)
-    model = pair.named(RESFORMERS)
+    model = pair.first_of(RESFORMERS)
     cache = pair.rows("cache_bytes")
     ratio = float(pair.by_seed(cache, model).mean() / pair.by_seed(cache, "transformer").mean())
-    added = float(
-        pair.runs.loc[pair.runs["model"] == model, "parameters"].mean()
-        - pair.runs.loc[pair.runs["model"] == "transformer", "parameters"].mean()
-    )
-    pace = pair.telemetry[pair.telemetry["metric"] == "tokens_per_second"]
-    speed = (
-        pace.groupby("run")["value"].median().rename("value").reset_index().merge(pair.runs[["run", "seed"]], on="run")
-    )
-    slow = 1 / speed.assign(value=speed["value"].astype(float)).set_index("run")["value"]
-    time = {
-        name: pair.by_seed(slow.reset_index().merge(pair.runs[["run", "seed"]], on="run"), name)
-        for name in (model, "transformer")
-    }
-    slower = paired_seeds(time[model] / time["transformer"], pd.Series(1.0, index=time["transformer"].index))
+    size = pair.runs.groupby("model")["parameters"].mean()
+    added = float(size[model] - size["transformer"])
+    pace = pair.written("tokens_per_second")
+    step_time = (1 / pace.groupby("run")["value"].median().astype(float)).rename("value").reset_index()
+    step_time = step_time.merge(pair.runs[["run", "seed"]], on="run")
+    mine, base = (pair.by_seed(step_time, name) for name in (model, "transformer"))
+    slower = over_seeds((mine / base)[base.index] - 1)
+    spare = over_seeds(SLOWER - ((mine / base)[base.index] - 1))
     equal = ratio == 1 and added <= (2 * pair.runs["n_layers"].max() if "learnable" in model else 0)
-    status: Status = (
-        "refuted"
-        if not equal or slower.low > SLOWER
-        else "supported"
-        if slower.high <= SLOWER and slower.n > 1
-        else "unresolved"
-    )
     sentence = (
-        f"{name_of(model)}: {added:+.0f} parameters, {ratio:.3f} of the Transformer's cache, a step takes {slower.value:+.1%} "
-        f"[{slower.low:+.1%}, {slower.high:+.1%}] longer over {slower.n} seeds, as training noted it"
-        + ("." if status != "unresolved" else "; too noisy to tell from 5 %.")
-    )  # fmt: skip
-    return Verdict(status, sentence, table_of({"change of the step time": slower}, "share"))
+        f"{model_name(model)}: {added:+.0f} parameters, {ratio:.3f} of the Transformer's cache, a step takes {slower.value:+.1%} "
+        f"[{slower.low:+.1%}, {slower.high:+.1%}] longer over {slower.n} seeds{seeds_note(slower)}, as training noted it (the most is "
+        f"{SLOWER:.0%})."
+    )
+    shown = {"change of the step time": slower}
+    return judged({"left of the 5 % allowed": spare}, 1, sentence, "share", shown=shown, wrong=not equal)
 
 
 @claim(
@@ -240,26 +222,15 @@ def same_cost(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def ahead_of_relatives(evidence: Evidence) -> Verdict:
     """A value residual ends at a lower loss than NeuTRENO and than DenseFormer."""
-    text = evidence.on("text")
-    group = text.comparable(RESFORMERS, ("neutreno", "denseformer"))
-    model = group.named(RESFORMERS)
-    losses = group.losses()
-    found: dict[str, Interval] = {
-        name: group.difference(losses, model, name) for name in ("neutreno", "denseformer") if name in group.models
-    }
-    statuses: list[Status] = []
-    parts, table, shares = [], dict(found), dict[str, Interval]()
-    for name, i in found.items():
-        saved, (tuned, rates) = steps_saved(group, model, name), tuned_difference(text, model, name)
-        statuses.append(_at_best(status_of(i, -1), tuned, rates))
-        best = f", each at its best of {rates} learning rates {tuned}" if rates > 1 else ""
-        parts.append(f"minus {name_of(name)} {i} nats{few(i)}{best}{_reached(saved, name)}")
-        table |= {f"{name}, best of {rates} learning rates": tuned} if rates > 1 else {}
-        shares[f"{name}, share of steps saved"] = saved
-    told, status = "; ".join(parts), joined(statuses)
-    if len(found) < 2:
-        (missing,) = {"neutreno", "denseformer"} - set(found)
-        status, told = "unresolved" if status == "supported" else status, f"{told}; {name_of(missing)} is missing"
+    group, rates = at_best_rates(evidence.of_task("text"), RESFORMERS, RELATIVES, also=RELATIVES)
+    model = group.first_of(RESFORMERS)
+    intervals = group.differences(group.losses(), model, RELATIVES)
+    parts, shares = [], dict[str, Interval]()
+    for name, i in intervals.items():
+        saved, reached = _reached(group, model, name)
+        parts.append(f"minus {model_name(name)} {i} nats{seeds_note(i)}{reached}")
+        shares |= saved
+    missing = [f"{model_name(name)} is missing" for name in RELATIVES if name not in intervals]
     depth = int(group.runs["n_layers"].max())
-    sentence = f"Loss of {name_of(model)} {told}; at {depth} layers (published at 8 and more)."
-    return Verdict(status, sentence, table_of(table | shares, "nats", dict.fromkeys(shares, "share")))
+    sentence = f"Loss of {model_name(model)} {'; '.join(parts + missing)}; {_tuning(rates)}; at {depth} layers (published at 8 and more)."
+    return judged(intervals, -1, sentence, "nats", dict.fromkeys(shares, "share"), shown=shares, doubt=missing)

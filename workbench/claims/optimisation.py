@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from workbench.claims.base import (
-    RATES,
-    RESFORMERS,
-    Evidence,
-    Undecided,
-    Verdict,
-    claim,
-    few,
-    joined,
-    name_of,
-    status_of,
-    table_of,
-)
-from workbench.claims.loss import PAPER, tuned_difference
+import pandas as pd
+
+from workbench.claims.evidence import Evidence
+from workbench.claims.loss import at_best_rates
+from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
+from workbench.claims.wording import RATES, model_name, numbers, seeds_note
+from workbench.statistics.error_bars import Interval
 
 
 @claim(
-    supports="the value residual wins at each of three learning rates and at each model's best; a vanilla model whose first "
-    "layer, or first "
-    "W_V, learns faster does not catch up",
+    supports="the value residual wins at each of three learning rates and at each model's best; a vanilla model whose first layer, or "
+    "first W_V, learns faster does not catch up",
     refutes="the control closes the gap, or the tuned baseline does",
     scale="8 layers, three seeds, three rates for each architecture",
     published="a figure over learning rates (paper, its caption); the gradient of the first W_V rises and that of the first W_O falls "
@@ -30,39 +23,38 @@ from workbench.claims.loss import PAPER, tuned_difference
 )  # fmt: skip
 def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
     """The gain is not merely easier optimisation: it stays at every tuned learning rate, and faster first layers do not give it."""
-    text = evidence.on("text")
+    text = evidence.of_task("text")
     sweep = text.comparable("transformer", RESFORMERS, ignoring=("lr",))
-    model = sweep.named(RESFORMERS)
+    model = sweep.first_of(RESFORMERS)
     losses = sweep.losses()
-    found = {}
-    for rate, rows in losses.groupby("lr"):
-        if {model, "transformer"} <= set(rows["model"]):
-            found[f"at rate {rate:g}"] = sweep.difference(rows, model, "transformer")
-    tuned, rates = tuned_difference(text, model)
-    if not found:
-        raise Undecided("not_checkable", "The two models share no learning rate.")
+    intervals = {
+        f"at rate {rate:g}": sweep.difference(rows, model)
+        for rate, rows in losses.groupby("lr")
+        if {model, "transformer"} <= set(rows["model"])
+    }
+    best, rates = at_best_rates(text, "transformer", (model,))
+    tuned = {"each at its best rate": best.difference(best.losses(), model)} if rates >= RATES else {}
+    if not intervals:
+        raise InsufficientEvidence("The two models share no learning rate.")
     controls = [m for m in sweep.models if m.startswith("transformer[")]
-    against = {f"against {name}": sweep.difference(losses, model, name) for name in controls}
-    gradients = _gradients(sweep, model)
-    told = ", ".join(f"{name} {i}" for name, i in found.items())
-    first = next(iter(found.values()))
-    status = joined(status_of(i, -1) for i in {**found, **against}.values())
-    if tuned.n and tuned.sign > 0:
-        status = "refuted"
+    against = {f"against {name}": _at_shared_rates(sweep, losses, model, name) for name in controls}
+    first = next(iter(intervals.values()))
     lacking = []
     if rates < RATES:
         lacking.append(f"learning rates ({rates} of the {RATES} needed)")
     if not controls:
         lacking.append("no vanilla control whose first layer learns faster")
-    if lacking and status == "supported":
-        status = "unresolved"
+    missing = f"; missing: {', '.join(lacking)}" if lacking else ""
     sentence = (
-        f"{name_of(model)} - Transformer {told} nats{few(first)}; each at its best rate {tuned}"
-        + "".join(f"; {name} {i}" for name, i in against.items())
-        + gradients
-        + (f"; missing: {', '.join(lacking)}." if lacking else ".")
+        f"{model_name(model)} - Transformer {numbers(intervals, ', ')} nats{seeds_note(first)}"
+        f"{''.join(f'; {name} {i}' for name, i in {**tuned, **against}.items())}{_gradients(sweep, model)}{missing}."
     )
-    return Verdict(status, sentence, table_of({**found, "each at its best": tuned, **against}, "nats"))
+    return judged({**intervals, **tuned, **against}, -1, sentence, "nats", doubt=lacking)
+
+
+def _at_shared_rates(sweep: Evidence, losses: pd.DataFrame, model: str, control: str) -> Interval:
+    shared = set.intersection(*(set(losses.loc[losses["model"] == name, "lr"]) for name in (model, control)))
+    return sweep.difference(losses[losses["lr"].isin(shared)], model, control)
 
 
 def _gradients(sweep: Evidence, model: str) -> str:
@@ -71,7 +63,7 @@ def _gradients(sweep: Evidence, model: str) -> str:
     for part in ("W_V", "W_O"):
         try:
             rows = sweep.rows("gradient_norm", part=part, layer=0)
-        except Undecided:
+        except InsufficientEvidence:
             return ""
         mine, base = sweep.by_seed(rows, model), sweep.by_seed(rows, "transformer")
         if mine.empty or base.empty:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pandas as pd
 
-from workbench.claims.base import (
-    RESFORMERS,
-    Evidence,
-    Status,
-    Undecided,
-    Verdict,
-    claim,
-    few,
-    joined,
-    name_of,
-    status_of,
-    table_of,
-)
-from workbench.claims.loss import PAPER
-from workbench.statistics import Interval, over_seeds
+from workbench.claims.evidence import Evidence, at_last_step
+from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
+from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.statistics.error_bars import Interval, over_seeds
 
 CONTROLS = ("residual_q", "residual_k", "residual_attention", "residual_hidden")
-BEST_LAMBDA = (1.0, 5.0)  # what counts as near 2 on the published grid
+BEST_LAMBDA = 2.0  # the best weight, as published
 WEIGHTS = 4  # of lambda, before a sweep says anything of its optimum
 
 
@@ -32,26 +23,22 @@ WEIGHTS = 4  # of lambda, before a sweep says anything of its optimum
     supports="the value residual ends lower than vanilla, and lower than residuals of queries, keys, attention and hidden state",
     refutes="any of the four ends lower than the value residual",
     scale="8 layers, three seeds",
-    published="82M, average validation loss: vanilla 2.739, values 2.712, queries 2.742, keys 2.746, attention 2.757, hidden state 2.781 "
-    "(reported by others); the paper's third version shows the curves of values, keys and queries only",
+    published="82M, average validation loss: vanilla 2.739, values 2.712, queries 2.742, keys 2.746, attention 2.757, hidden state "
+    "2.781 (reported by others); the paper's third version shows the curves of values, keys and queries only",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
 )  # fmt: skip
 def value_path_is_the_place(evidence: Evidence) -> Verdict:
     """The value path is where the residual helps: the same shortcut on queries, keys, attention or the hidden state does not."""
-    group = evidence.on("text").comparable("transformer", RESFORMERS, CONTROLS)
-    model, losses = group.named(RESFORMERS), group.losses()
-    controls = [name for name in CONTROLS if name in group.models]
-    found = {"transformer": group.difference(losses, model, "transformer")}
-    found |= {name: group.difference(losses, model, name) for name in controls}
-    status = joined(status_of(i, -1) for i in found.values())
-    if status == "supported" and len(controls) < len(CONTROLS):
-        status = "unresolved"
-    missing = [name_of(name) for name in CONTROLS if name not in controls]
-    told = ", ".join(f"{name_of(name)} {i}" for name, i in found.items())
-    sentence = f"Loss of {name_of(model)} minus that of {told} nats{few(found['transformer'])}" + (
-        f"; not trained: {', '.join(missing)}." if missing else "."
+    group = evidence.of_task("text").comparable("transformer", RESFORMERS, CONTROLS)
+    model, losses = group.first_of(RESFORMERS), group.losses()
+    intervals = group.differences(losses, model, ("transformer", *CONTROLS))
+    missing = [model_name(name) for name in CONTROLS if name not in group.models]
+    from_each = numbers({model_name(name): i for name, i in intervals.items()}, ", ")
+    untrained = f"; not trained: {', '.join(missing)}" if missing else ""
+    sentence = (
+        f"Loss of {model_name(model)} minus that of {from_each} nats{seeds_note(intervals['transformer'])}{untrained}."
     )
-    return Verdict(status, sentence, table_of(found, "nats"))
+    return judged(intervals, -1, sentence, "nats", doubt=missing)
 
 
 def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
@@ -71,25 +58,22 @@ def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
 )  # fmt: skip
 def first_layer_is_the_source(evidence: Evidence) -> Verdict:
     """The first layer's values are the right source; those of a later layer help less."""
-    text = evidence.on("text")
+    text = evidence.of_task("text")
     later = _with_options(text, "source_layer").query("chosen > 0")
     if later.empty:
-        raise Undecided(
-            "not_checkable",
-            "Needs a value residual from another source: train resformer with --option source_layer=1 and 2.",
+        raise InsufficientEvidence(
+            "Needs a value residual from another source: train resformer with --option source_layer=1 and 2."
         )
     group = text.comparable("resformer", tuple(later["model"]))
     losses = group.losses()
-    found = {
+    intervals = {
         f"source layer {source:.0f}": group.difference(losses, "resformer", name)
         for name, source in zip(later["model"], later["chosen"], strict=True)
         if name in group.models
     }
-    told = ", ".join(f"{name} {i}" for name, i in found.items())
-    sentence = (
-        f"Loss with the first layer (0) as the source minus that with {told} nats{few(next(iter(found.values())))}."
-    )
-    return Verdict(joined(status_of(i, -1) for i in found.values()), sentence, table_of(found, "nats"))
+    note = seeds_note(next(iter(intervals.values())))
+    sentence = f"Loss with the first layer (0) as the source minus that with {numbers(intervals, ', ')} nats{note}."
+    return judged(intervals, -1, sentence, "nats")
 
 
 @claim(
@@ -101,29 +85,22 @@ def first_layer_is_the_source(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def late_layers_profit(evidence: Evidence) -> Verdict:
     """Late layers profit most from the first layer's values."""
-    text = evidence.on("text")
-    found: dict[str, Interval] = {}
-    statuses: list[Status] = []
+    text = evidence.of_task("text")
+    intervals: dict[str, Interval] = {}
     for name, better, worse in _placements(text):
         group = text.comparable(better, worse)
-        found[name] = group.difference(group.losses(), better, worse)
-        statuses.append(status_of(found[name], -1))
+        intervals[name] = group.difference(group.losses(), better, worse)
     for model in (m for m in text.models if m.startswith("resformer_learnable")):
-        found[f"growth per layer of {model}'s coefficients"] = growth = _growth(text, model)
-        statuses.append(status_of(growth, 1))
-    if not found:
-        raise Undecided(
-            "not_checkable", "Needs trained coefficients (resformer_learnable) or residuals in late against early layers "
+        intervals[f"growth per layer of {model}'s coefficients"] = _growth(text, model)
+    if not intervals:
+        raise InsufficientEvidence("Needs trained coefficients (resformer_learnable) or residuals in late against early layers "
             "(resformer_sparse, and with --option layers=[1,2])."
         )  # fmt: skip
     depth = int(text.runs["n_layers"].max())
-    told = "; ".join(f"{name} {i}{few(i)}" for name, i in found.items())
     note = "" if depth >= 8 else f" At {depth} layers late and early are hardly apart."
-    return Verdict(
-        joined(statuses),
-        f"{told}.{note}",
-        table_of(found, "nats", {name: "weight per layer" for name in found if name.startswith("growth")}),
-    )
+    units = {name: "weight per layer" for name in intervals if name.startswith("growth")}
+    signs = [1 if name in units else -1 for name in intervals]
+    return judged(intervals, signs, f"{numbers(intervals, notes=True)}.{note}", "nats", units)
 
 
 def _placements(text: Evidence) -> list[tuple[str, str, str]]:
@@ -142,9 +119,8 @@ def _placements(text: Evidence) -> list[tuple[str, str, str]]:
 
 
 def _growth(evidence: Evidence, model: str) -> Interval:
-    rows = evidence.model_of(evidence.telemetry, model)
-    rows = rows[(rows["metric"] == "coefficient") & (rows["part"] == "lambda_v1") & rows["layer"].notna()]
-    rows = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
+    rows = evidence.of_model(evidence.written("coefficient"), model)
+    rows = at_last_step(rows[(rows["part"] == "lambda_v1") & rows["layer"].notna()])
     slopes = [
         np.polyfit(r["layer"].astype(float), r["value"].astype(float), 1)[0]
         for _, r in rows.groupby("seed")
@@ -155,38 +131,37 @@ def _growth(evidence: Evidence, model: str) -> Interval:
 
 @claim(
     supports="every weight of the first layer's values from 0.2 to 5 beats vanilla, the best near 2; NeuTRENO is best at 0.4 alone",
-    refutes="some weight ends above vanilla, or the best lies at an end of the grid",
+    refutes="some weight ends above vanilla, or an end of the grid below the weight nearest to 2",
     scale="8 layers, three seeds for each weight",
     published="weights 0.2, 0.5, 0.8, 1, 2 and 5 all below vanilla, best 2; NeuTRENO 0.2, 0.4, 0.6, 0.8, best 0.4 (paper)",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
 )  # fmt: skip
 def robust_to_its_weight(evidence: Evidence) -> Verdict:
     """The value residual helps for every weight of the first layer's values, with its best near 2."""
-    text = evidence.on("text")
+    text = evidence.of_task("text")
     fixed = _with_options(text, "lambda_v1")
     own = fixed["options"].map(lambda t: json.loads(t).get("lambda_own"))
-    sweep = fixed[
-        (own == 1.0) & (fixed["architecture"] != "resformer_sparse") & ~fixed["model"].str.contains("source_layer")
-    ]
+    other = (fixed["architecture"] == "resformer_sparse") | fixed["model"].str.contains("source_layer")
+    sweep = fixed[(own == 1.0) & ~other]
     if len(sweep) < WEIGHTS:
-        raise Undecided(
-            "not_checkable",
+        raise InsufficientEvidence(
             f"Needs {WEIGHTS} weights or more at lambda_own=1, here {len(sweep)}: train resformer_constant with --option "
-            f"lambda_v1=0.5 and so on.",
+            f"lambda_v1=0.5 and so on."
         )
     group = text.comparable("transformer", *sweep["model"])
     losses = group.losses()
-    found = {
-        f"lambda {weight:g}": group.difference(losses, name, "transformer")
-        for name, weight in sweep.sort_values("chosen")[["model", "chosen"]].to_numpy()
+    by_weight = sweep.sort_values("chosen")[["model", "chosen"]].to_numpy().tolist()
+    nearest = min(range(len(by_weight)), key=lambda i: abs(math.log(by_weight[i][1] / BEST_LAMBDA)))
+    intervals = {f"lambda {weight:g}": group.difference(losses, name) for name, weight in by_weight}
+    near, *ends = (by_weight[i] for i in (nearest, 0, -1))
+    apart = {
+        f"lambda {near[1]:g} - lambda {w:g}": group.difference(losses, near[0], name)
+        for name, w in ends
+        if name != near[0]
     }
-    best = min(found, key=lambda name: found[name].value)
-    weight = float(best.split()[1])
-    statuses = [status_of(i, -1) for i in found.values()]
-    status = joined(statuses)
-    if status == "supported" and not BEST_LAMBDA[0] <= weight <= BEST_LAMBDA[1]:
-        status = "refuted"
-    told = ", ".join(f"{name} {i}" for name, i in found.items())
-    return Verdict(
-        status, f"Loss minus the Transformer's: {told} nats; best {best}{few(found[best])}.", table_of(found, "nats")
+    note = seeds_note(intervals[f"lambda {near[1]:g}"])
+    sentence = (
+        f"Loss minus the Transformer's: {numbers(intervals, ', ')} nats; of that nearest to {BEST_LAMBDA:g} minus the ends of the grid: "
+        f"{numbers(apart, ', ')}{note}."
     )
+    return judged({**intervals, **apart}, -1, sentence, "nats", doubt=len(apart) < len(ends))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pandas as pd
 from scipy import stats
 
-from workbench.claims.base import Evidence, Undecided, Verdict, claim, few, joined, name_of, status_of, table_of
-from workbench.claims.loss import PAPER
+from workbench.claims.evidence import Evidence
+from workbench.claims.registry import PAPER, claim
 from workbench.claims.sinks import gated
-from workbench.statistics import Interval, over_seeds, paired_seeds
+from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
+from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.statistics.error_bars import Interval, over_seeds
 
 POINTS = 6  # pairs of a layer and a model, before a rank correlation says anything
 
@@ -17,36 +19,42 @@ POINTS = 6  # pairs of a layer and a model, before a rank correlation says anyth
     supports="over layers and models entropy is low where tokens are alike, also without position 0",
     refutes="the correlation vanishes or turns without position 0",
     scale="a trained vanilla model that has sinks",
-    published="Llama 8B and Mistral 7B at up to 2,048 tokens: entropy shaped as a W between 2 and 6, similarity as an M "
-    "between 0.05 and 0.30 (paper)",
-    source=PAPER, metrics=("importance_entropy", "token_similarity", "sink_mass", "sink_rate"), steps="series",
+    published="Llama 8B and Mistral 7B at up to 2,048 tokens: entropy shaped as a W between 2 and 6, similarity as an M between 0.05 "
+    "and 0.30 (paper)",
+    source=PAPER, metrics=("importance_entropy", "concentration_parts", "token_similarity", "sink_mass", "sink_rate"), steps="series",
     shows={"metric": "token_similarity", "site": "stream"},
 )  # fmt: skip
 def smoothing_and_concentration_are_linked(evidence: Evidence) -> Verdict:
     """Over-smoothing and concentration of attention are linked."""
-    mine = evidence.on("text").comparable("transformer")
-
+    mine = evidence.of_task("text").comparable("transformer")
     models = f"{len(mine.models)} model{'s' * (len(mine.models) > 1)}"
 
-    def numbers() -> dict[str, Interval]:
-        found = {}
-        for variant, said in ((None, "all positions"), ("excl0", "without position 0")):
-            pair = (
-                {"metric": "importance_entropy"},
-                {"metric": "token_similarity", "site": "stream", "variant": variant},
-            )
-            found[f"{said}, equal step"] = _correlation(*(mine.rows(**axes) for axes in pair))
-            matched = [mine.at_common_loss(mine.rows(step="all", **axes)) for axes in pair]
-            found[f"{said}, equal loss"] = over_seeds([]) if any(m.empty for m in matched) else _correlation(*matched)
-        return found
+    def measured() -> dict[str, Interval]:
+        intervals = {}
+        for variant, positions in ((None, "all positions"), ("excl0", "without position 0")):
+            for step, at in (("last", "equal step"), ("all", "equal loss")):
+                similar = mine.rows("token_similarity", step=step, site="stream", variant=variant)
+                pair = [_entropy(mine, step, variant), similar]
+                pair = [mine.at_common_loss(rows) for rows in pair] if step == "all" else pair
+                known = not any(rows.empty for rows in pair)
+                intervals[f"{positions}, {at}"] = _correlation(*pair) if known else over_seeds([])
+        return intervals
 
-    formed, found = gated(mine, numbers, f"rank correlation over the layers of {models}")
-    status = joined(status_of(i, -1) for i in found.values())
-    told = "; ".join(f"{name} {i}{few(i)}" for name, i in found.items())
-    return Verdict(
-        status,
-        f"{formed}; rank correlation of entropy and similarity over the layers of {models}: {told}.",
-        table_of(found, "rank correlation"),
+    formed, intervals = gated(mine, measured, f"rank correlation over the layers of {models}")
+    over = f"rank correlation of entropy and similarity over the layers of {models}"
+    return judged(intervals, -1, f"{formed}; {over}: {numbers(intervals, notes=True)}.", "rank correlation")
+
+
+def _entropy(mine: Evidence, step: str, variant: str | None) -> pd.DataFrame:
+    """The entropy of importance; without position 0 that of the rest, up to a constant: minus the profile's and the content's parts."""
+    if variant is None:
+        return mine.rows("importance_entropy", step=step)
+    parts = mine.rows("concentration_parts", step=step, variant=...)
+    rest = parts[parts["variant"].isin(["profile", "content"])]
+    return (
+        rest.groupby(["run", "seed", "step", "layer"], as_index=False)["value"]
+        .sum()
+        .assign(value=lambda r: -r["value"])
     )
 
 
@@ -56,41 +64,32 @@ def _correlation(entropy: pd.DataFrame, similarity: pd.DataFrame) -> Interval:
     both = entropy[[*keys, "value"]].merge(similarity[[*keys, "value"]], on=keys, suffixes=("_e", "_s"))
     parts = [rows for _, rows in both.groupby("seed") if len(rows) >= POINTS and rows["value_e"].nunique() > 1]
     if not parts:
-        raise Undecided("not_checkable", f"Needs {POINTS} layers, over all models of a seed, for a rank correlation.")
+        raise InsufficientEvidence(f"Needs {POINTS} layers, over all models of a seed, for a rank correlation.")
     return over_seeds([float(stats.spearmanr(rows["value_e"], rows["value_s"]).statistic) for rows in parts])
 
 
 @claim(
-    supports="training raises NeuTRENO's pairwise similarity per layer less than vanilla's, each against its own random init, at "
-    "equal step and at equal loss",
+    supports="training raises NeuTRENO's pairwise similarity per layer less than vanilla's, each against its own random init, at equal "
+    "step and at equal loss",
     refutes="the difference of trained minus init is nil or reversed",
     scale="any trained size, three seeds; low similarity at random init is there before any training and is no finding",
     published="a figure for vision transformers only (reported by others)",
-    source="Nguyen et al. 2023, NeuTRENO, arXiv "
-    "2312.00751", metrics=("token_similarity",), models=("transformer", "neutreno"), steps="matched",
-    shows={"metric": "token_similarity", "site": "stream"},
+    source="Nguyen et al. 2023, NeuTRENO, arXiv 2312.00751", metrics=("token_similarity",), models=("transformer", "neutreno"),
+    steps="matched", shows={"metric": "token_similarity", "site": "stream"},
 )  # fmt: skip
 def neutreno_smooths_less(evidence: Evidence) -> Verdict:
     """NeuTRENO keeps tokens less alike than softmax attention."""
-    pair = evidence.on("text").comparable("transformer", "neutreno")
-    ends = {
-        step: pair.rows("token_similarity", step=step, site="stream").query("layer > 0") for step in ("last", "first")
-    }
-    change = {m: pair.by_seed(ends["last"], m) - pair.by_seed(ends["first"], m) for m in ("neutreno", "transformer")}
-    over_time = pair.rows("token_similarity", step="all", site="stream").query("layer > 0")
-    start = ends["first"].groupby("run")["value"].mean()
-    risen = over_time.assign(value=over_time["value"] - over_time["run"].map(start))
-    found = {
-        "trained minus init": paired_seeds(change["neutreno"], change["transformer"]),
-        "at equal loss minus init": pair.at_equal_loss(risen, "neutreno", "transformer"),
-        "trained alone": pair.difference(ends["last"], "neutreno", "transformer"),
-    }
-    first = found["trained minus init"]
-    sentence = (
-        f"Similarity of hidden states (mean cosine of pairs), NeuTRENO - {name_of('transformer')}, layers after the embedding: "
-        "trained minus init "
-        f"{first}{few(first)}, at equal loss {found['at equal loss minus init']}; "
-        f"trained alone {found['trained alone']} (contains the difference at init)."
+    pair = evidence.of_task("text").comparable("transformer", "neutreno")
+    last, first, over_time = (
+        pair.rows("token_similarity", step=s, site="stream").query("layer > 0") for s in ("last", "first", "all")
     )
-    status = joined(status_of(found[name], -1) for name in ("trained minus init", "at equal loss minus init"))
-    return Verdict(status, sentence, table_of(found, "cosine"))
+    start = first.groupby("run")["value"].mean()
+    risen = pair.beyond_init(last, first, "neutreno")
+    matched = pair.at_equal_loss(over_time.assign(value=over_time["value"] - over_time["run"].map(start)), "neutreno")
+    alone = pair.difference(last, "neutreno")
+    sentence = (
+        f"Similarity of hidden states (mean cosine of pairs), NeuTRENO - {model_name('transformer')}, layers after the embedding: "
+        f"trained minus init {risen}{seeds_note(risen)}, at equal loss {matched}; trained alone {alone} (contains the difference at init)."
+    )
+    parts = {"trained minus init": risen, "at equal loss minus init": matched}
+    return judged(parts, -1, sentence, "cosine", shown={"trained alone": alone})

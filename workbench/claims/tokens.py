@@ -5,23 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from workbench.claims.base import (
-    LEAST_SEEDS,
-    RESFORMERS,
-    Evidence,
-    Undecided,
-    Verdict,
-    claim,
-    deep_of,
-    few,
-    joined,
-    name_of,
-    status_of,
-    table_of,
-    within,
-)
-from workbench.claims.loss import PAPER
-from workbench.statistics import Interval, paired_seeds
+from workbench.claims.evidence import Evidence, deep_layers, model_mean
+from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
+from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_seeds
 
 SITES = {"stream": "hidden states", "z": "attention outputs"}
 KEPT = 0.5  # of what zeroing costs
@@ -39,43 +27,37 @@ REACHED = 0.99  # of a lookup's bits, which a probe must read off the first laye
 )  # fmt: skip
 def token_information_is_preserved(evidence: Evidence) -> Verdict:
     """A value residual preserves the information of the initial token in deep layers."""
-    pair = evidence.on("text").comparable("transformer", RESFORMERS)
-    model, depth = pair.named(RESFORMERS), int(pair.runs["n_layers"].max())
+    pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
+    model, depth = pair.first_of(RESFORMERS), int(pair.runs["n_layers"].max())
     _refuse_weak(pair.records)
-    found: dict[str, Interval] = {}
-    for site, said in SITES.items():
+    intervals: dict[str, Interval] = {}
+    for site, name in SITES.items():
         now, start, over_time = (
-            deep_of(pair.rows("token_probe", step=step, site=site), depth) for step in ("last", "first", "all")
+            deep_layers(pair.rows("token_probe", step=step, site=site), depth) for step in ("last", "first", "all")
         )
-        gained = {name: pair.by_seed(now, name) - pair.by_seed(start, name) for name in (model, "transformer")}
-        found[f"{said}, beyond init"] = paired_seeds(gained[model], gained["transformer"])
-        found[f"{said}, equal loss"] = pair.at_equal_loss(over_time, model, "transformer")
-    status = joined(status_of(i, 1) for i in found.values())
-    told = "; ".join(f"{name} {i}" for name, i in found.items())
-    first = next(iter(found.values()))
-    return Verdict(
-        status, f"Bits of the token, {name_of(model)} - Transformer: {told}{few(first)}.", table_of(found, "bits")
-    )
+        intervals[f"{name}, beyond init"] = pair.beyond_init(now, start, model)
+        intervals[f"{name}, equal loss"] = pair.at_equal_loss(over_time, model)
+    note = seeds_note(next(iter(intervals.values())))
+    sentence = f"Bits of the token, {model_name(model)} - Transformer: {numbers(intervals)}{note}."
+    return judged(intervals, 1, sentence, "bits")
 
 
 def _refuse_weak(records: pd.DataFrame) -> None:
-    """Raise `Undecided` where the probe misses what is there for certain: the first layer's own values name their token."""
+    """Raise `InsufficientEvidence` where the probe misses what is there for certain: the first layer's own values name their token."""
     reached = records[(records["metric"] == "token_probe") & (records["variant"] == "of_ceiling")]
     reached = reached[(reached["site"] == "own_v") & (reached["layer"] == 0) & reached["control"].isna()]
     weak = reached[reached["value"] < REACHED]
     if len(weak):
         least = weak.sort_values("value").iloc[0]
-        raise Undecided(
-            "not_checkable",
+        raise InsufficientEvidence(
             f"The probe reads only {least['value']:.1%} of a lookup's bits off layer 1's own values of {least['run']} at step "
-            f"{least['step']}, which hold them all: it is too weak to tell anything of other sites.",
+            f"{least['step']}, which hold them all: it is too weak to tell anything of other sites."
         )
 
 
 @claim(
-    supports="in a trained vanilla model the token's identity explains most of the variance of deep own values, more than at "
-    "init, and their "
-    "mean per token costs a small part of what zero costs; queries and keys need more context",
+    supports="in a trained vanilla model the token's identity explains most of the variance of deep own values, more than at init, and "
+    "their mean per token costs a small part of what zero costs; queries and keys need more context",
     refutes="the token mean costs about as much as zero",
     scale="any trained size, three seeds; a comparison within one model",
     published="the last third of the layers can look values up by token at 135M and 780M, adding contextual ones back gives little "
@@ -85,50 +67,49 @@ def _refuse_weak(records: pd.DataFrame) -> None:
 )  # fmt: skip
 def deep_values_need_little_context(evidence: Evidence) -> Verdict:
     """In a trained vanilla model deep values need little context: the token alone supplies most of what they do."""
-    mine = evidence.on("text").comparable("transformer").only(["transformer"])
+    mine = evidence.of_task("text").comparable("transformer").of_models(["transformer"])
     depth = int(mine.runs["n_layers"].max())
     change = mine.rows("value_ablation", variant=..., site="own_v")
     change = change[change["layer"].isna()]
-    kept = _kept(change)
-    shares = {
-        site: within(deep_of(mine.rows("token_identity_share", site=site), depth)) for site in ("own_v", "q", "k")
-    }
-    start = within(deep_of(mine.rows("token_identity_share", step="first", site="own_v"), depth))
-    beyond = Interval(kept.value - KEPT, kept.low - KEPT, kept.high - KEPT, kept.n)
-    status = status_of(beyond, 1, least=1)
-    lacking = []
-    if not max(shares["q"].high, shares["k"].high) < shares["own_v"].low:
-        lacking.append("queries and keys are as much a matter of the token as values, so nothing sets values apart")
-    if not start.high < shares["own_v"].low:
-        lacking.append("the share at random init explains that of the values")
-    if (
-        seeds := change["seed"].nunique()
-    ) < LEAST_SEEDS:  # documents tell sites of one model apart, not what training does
-        lacking.append(f"{seeds} of the {LEAST_SEEDS} seeds needed are here")
-    if status == "supported" and lacking:
-        status = "unresolved"
-    sentence = (
-        f"The token's mean keeps {kept.value:.0%} [{kept.low:.0%}, {kept.high:.0%}] of what deep values do (1 - its cost "
-        f"over that of zero); the "
-        f"token explains {shares['own_v'].value:.0%} of the variance of deep own values ({start.value:.0%} at init), "
-        f"{shares['q'].value:.0%} of queries, {shares['k'].value:.0%} of keys"
-        + "".join(f"; {why}" for why in lacking)
-        + "."
+    each = _kept(change)
+    kept, beyond = model_mean(each), model_mean(each.assign(value=each["value"] - KEPT))
+
+    def share(site: str, step: str = "last") -> pd.Series:
+        return mine.by_seed(deep_layers(mine.rows("token_identity_share", step=step, site=site), depth), "transformer")
+
+    own, others = (
+        share("own_v"),
+        {"queries": share("q"), "keys": share("k"), "values at random init": share("own_v", "first")},
     )
-    return Verdict(status, sentence, table_of({"kept": kept, "share at init": start, **shares}, "share"))
+    apart = {f"share of values - {name}": paired_seeds(own, other) for name, other in others.items()}
+    seeds = len(each)
+    few = (
+        "" if seeds >= MIN_SEEDS else f" ({seeds} of the {MIN_SEEDS} seeds needed)"
+    )  # documents say nothing of other trainings
+    alike = any(apart[name].sign < 1 for name in list(apart)[:2])
+    sentence = (
+        f"The token's mean keeps {kept.value:.0%} [{kept.low:.0%}, {kept.high:.0%}] of what deep values do (1 - its cost over that of "
+        f"zero){few}; the token explains {own.mean():.0%} of the variance of deep own values ({others['values at random init'].mean():.0%} "
+        f"at init), {others['queries'].mean():.0%} of queries, {others['keys'].mean():.0%} of keys"
+        f"{', as much a matter of the token as values, so that nothing sets values apart' if alike else ''}."
+    )
+    parts, shown = {f"kept beyond {KEPT:.0%}": beyond}, {"kept": kept, "share of values": over_seeds(own)}
+    return judged(parts, 1, sentence, "share", also=apart, shown=shown)
 
 
-def _kept(change: pd.DataFrame) -> Interval:
-    """1 - change(token mean) / change(zero): over seeds where there are three, else with the errors over documents."""
+def _kept(change: pd.DataFrame) -> pd.DataFrame:
+    """1 - change(token mean) / change(zero) of each run, with its error over documents."""
     # one document has no standard error, whose column must be there nevertheless
     wide = change.pivot_table(index="run", columns="variant", values=["value", "se"], dropna=False)
     if not {("value", "token_mean"), ("value", "zero")} <= set(wide.columns):
-        raise Undecided("not_checkable", "No layer after the first has values that were replaced.")
+        raise InsufficientEvidence("No layer after the first has values that were replaced.")
     token, zero = wide["value", "token_mean"], wide["value", "zero"]
     if (zero <= 0).any():
-        raise Undecided("unresolved", "Removing deep values does not raise the loss, so nothing is there to be kept.")
+        why = "Removing deep values does not raise the loss, so nothing is there to be kept."
+        raise InsufficientEvidence(why, "unresolved")
     kept = 1 - token / zero
     half = np.hypot(wide["se", "token_mean"], wide["se", "zero"] * token / zero) / zero
-    rows = pd.DataFrame({"seed": range(len(kept)), "value": kept.to_numpy(), "se": half.to_numpy()})
-    rows = rows.assign(n=int(change["n"].min()))
-    return within(rows)
+    rows = pd.DataFrame(
+        {"run": kept.index, "value": kept.to_numpy(), "se": half.to_numpy(), "n": int(change["n"].min())}
+    )
+    return rows.merge(change[["run", "seed"]].drop_duplicates(), on="run")

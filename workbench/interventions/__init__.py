@@ -6,28 +6,13 @@ how, means)` the one behind `value_ablation`. Importing this package registers e
 
 from workbench.interventions import ablation, gradients, lens, retention, similarity, throughput, values
 from workbench.interventions.base import INTERVENTIONS, Intervention, intervention
-from workbench.interventions.editing import edited
-from workbench.interventions.edits import Edit, as_edits
-from workbench.interventions.mixing import coefficients
+from workbench.interventions.edits.base import Edit
+from workbench.interventions.edits.coefficient import coefficients
+from workbench.interventions.edits.context import edited
+from workbench.interventions.edits.kinds import as_edits
 from workbench.interventions.values import TokenMeans, replaced, token_means, value_ablation
 
 __all__ = [
-    "INTERVENTIONS",
-    "Edit",
-    "Intervention",
-    "TokenMeans",
-    "ablation",
-    "as_edits",
-    "coefficients",
-    "edited",
-    "gradients",
-    "intervention",
-    "lens",
-    "replaced",
-    "retention",
-    "similarity",
-    "throughput",
-    "token_means",
-    "value_ablation",
-    "values",
-]
+    "INTERVENTIONS", "Edit", "Intervention", "TokenMeans", "ablation", "as_edits", "coefficients", "edited", "gradients",
+    "intervention", "lens", "replaced", "retention", "similarity", "throughput", "token_means", "value_ablation", "values",
+]  # fmt: skip

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import batches_of, intervention, losses, over_documents
+from workbench.interventions.base import batches_of, intervention, losses, mean_row
 
-_BRANCH = re.compile(r"blocks\.(\d+)\.attn\.(?:first|source\.\d+|table|cross(?:\.\d+)?)\.hook_v")
+_BRANCH = re.compile(r"blocks\.(\d+)\.attn\.(?:source\.\d+|table|cross(?:\.\d+)?)\.hook_v")
 
 
 def branches(model: Any) -> dict[int, list[str]]:
     """Hook points at which other layers' (or a table's) values arrive, by layer."""
-    found: dict[int, list[str]] = {}
+    by_layer: dict[int, list[str]] = {}
     for name in model.hook_dict:
         if match := _BRANCH.fullmatch(name):
-            found.setdefault(int(match[1]), []).append(name)
-    return found
+            by_layer.setdefault(int(match[1]), []).append(name)
+    return by_layer
 
 
 def _position_mean(model: Any, batches: list[Tensor], names: list[str]) -> dict[str, Tensor]:
@@ -35,29 +36,31 @@ def _position_mean(model: Any, batches: list[Tensor], names: list[str]) -> dict[
 
 @intervention(
     unit="nats", range="any", reading="higher: the shortcut matters more",
-    source="Zhou et al. 2025 (shortcut removed from a trained model); controls ours",
+    source="Zhou et al. 2025 (shortcut removed from a trained model); controls ours", version=2,
 )  # fmt: skip
 @torch.no_grad()
 def skip_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Change of the loss when the values that come from other layers are taken away, in one layer or in all.
 
     `zero`: nothing arrives (a coefficient of 0, which also changes the scale); `mean`: their mean over all tokens of the
-    sample; `shuffled`: those of other positions of the same document; `other`: those of another document. Models without
+    sample; `shuffled`: those of other positions of the same document; `other`: what the unchanged model computes of the
+    sample's document before, its first one reading the last (its own from the end, where it is the only one). Models without
     such a path have no rows. Caution: a trained model cannot make up for the loss; training without the path could.
     """
-    found = branches(model)
+    by_layer = branches(model)
     batches = batches_of(model, sample, batch)
-    if not found:
+    if not by_layer:
         return
-    everything = [name for names in found.values() for name in names]
+    everything = [name for names in by_layer.values() for name in names]
     means, plain = _position_mean(model, batches, everything), losses(model, batches)
-    for layers in [*([n] for n in sorted(found)), sorted(found)]:
-        names = [name for n in layers for name in found[n]]
+    for layers in [*([n] for n in sorted(by_layer)), sorted(by_layer)]:
+        names = [name for n in layers for name in by_layer[n]]
         axes = {"layer": layers[0]} if len(layers) == 1 else {}
         for how, change in _changes(means).items():
             with model.hooks([(name, change) for name in names]):
-                yield over_documents(losses(model, batches) - plain, variant=how, unit="nats", **axes)
-        if len(found) == 1:
+                yield mean_row(losses(model, batches) - plain, variant=how, unit="nats", **axes)
+        yield mean_row(_losses_of_others(model, sample, batch, names) - plain, variant="other", unit="nats", **axes)
+        if len(by_layer) == 1:
             break
 
 
@@ -70,8 +73,19 @@ def _changes(means: dict[str, Tensor]) -> dict[str, Callable[..., Tensor]]:
         "zero": lambda value, hook: torch.zeros_like(value),
         "mean": lambda value, hook: means[hook.name].to(value).expand_as(value),
         "shuffled": shuffled,
-        "other": lambda value, hook: value.roll(1, 0) if len(value) > 1 else value.flip(1),
     }
+
+
+def _losses_of_others(model: Any, sample: Any, batch: int, names: list[str]) -> Tensor:
+    """Loss of each document with the values that the one before it has at these points, whichever share its batch."""
+    others, only = replace(sample, ids=sample.ids.roll(1, 0)), len(sample.ids) == 1
+    found = []
+    for ids, before in zip(batches_of(model, sample, batch), batches_of(model, others, batch), strict=True):
+        _, cache = model.run_with_cache(before, names_filter=names)
+        values = {name: cache[name].flip(1) if only else cache[name] for name in names}
+        with model.hooks([(name, lambda _, hook, values=values: values[hook.name]) for name in names]):
+            found.append(losses(model, [ids]))
+    return torch.cat(found)
 
 
 @intervention(
@@ -93,7 +107,7 @@ def sublayer_removal(model: Any, sample: Any, data: Any, batch: int) -> Iterator
                 continue
             with model.hooks([(name, lambda out, hook: torch.zeros_like(out))]):
                 change = losses(model, batches) - plain
-            yield over_documents(change, layer=layer, part=part, unit="nats")
+            yield mean_row(change, layer=layer, part=part, unit="nats")
 
 
 @intervention(
@@ -115,7 +129,7 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
     names = [f"blocks.{n}.attn.hook_{x}" for n in range(layers) for x in ("rot_q", "rot_k", "v")]
     if any(name not in model.hook_dict for name in names):
         return
-    found: dict[tuple[int, str], list[Tensor]] = {}
+    cosines: dict[tuple[int, str], list[Tensor]] = {}
     for ids in batches_of(model, sample, batch):
         _, cache = model.run_with_cache(ids, names_filter=names)
         q, k, v = ([cache[f"blocks.{n}.attn.hook_{x}"] for n in range(layers)] for x in ("rot_q", "rot_k", "v"))
@@ -126,15 +140,11 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
             own = joint_attention([Softmax(1.0, q[n], [k[n]])], [v[n]])
             mixed = joint_attention([Softmax(1.0, q[n], [k[n]])], [(v[n] + v[n - 1]) / 2])
             earlier = torch.stack(v[:n]).mean(0)
-            guesses = {
-                "same_key": mixed,
-                "identity": own + wide(v[n - 1]),
-                "identity_all": own + wide(earlier),
-                "own": own,
-            }
+            guesses = {"same_key": mixed, "identity": own + wide(v[n - 1])}
+            guesses |= {"identity_all": own + wide(earlier), "own": own}
             for how, guess in guesses.items():
                 cosine = torch.cosine_similarity(exact.flatten(2).double(), guess.flatten(2).double(), dim=-1)
-                found.setdefault((n, how), []).append(cosine.mean(1).cpu())
-    for (layer, how), parts in found.items():
-        row = over_documents(torch.cat(parts), layer=layer, unit="cosine")
+                cosines.setdefault((n, how), []).append(cosine.mean(1).cpu())
+    for (layer, how), parts in cosines.items():
+        row = mean_row(torch.cat(parts), layer=layer, unit="cosine")
         yield row | ({"control": "own"} if how == "own" else {"variant": how})

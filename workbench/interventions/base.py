@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 import platform
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.files import digest
+from workbench.names import ACTIVATIONS, stream_hook
 
 Experiment = Callable[..., Iterator[dict[str, Any]]]
 
@@ -29,6 +29,7 @@ class Intervention:
     source: str
     min_length: int = 2
     timed: bool = False
+    version: int = 1
 
     @property
     def name(self) -> str:
@@ -40,15 +41,13 @@ class Intervention:
         """First line of the docstring."""
         return (inspect.getdoc(self.function) or "").split("\n", 1)[0]
 
-    def version(self) -> str:
-        """Changes with the code of its module; what a clock says also with the machine, its threads and PyTorch."""
-        where = _machine() if self.timed else ()
-        return digest(inspect.getsource(sys.modules[self.function.__module__]), *where)
-
-
-def _machine() -> tuple[Any, ...]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return platform.node(), platform.machine(), gpu, torch.get_num_threads(), torch.__version__
+    @property
+    def machine(self) -> tuple[Any, ...]:
+        """What the numbers of a clock depend on beside the weights: machine, device, threads and PyTorch; else nothing."""
+        if not self.timed:
+            return ()
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        return platform.node(), platform.machine(), gpu, torch.get_num_threads(), torch.__version__
 
 
 INTERVENTIONS: dict[str, Intervention] = {}
@@ -62,14 +61,17 @@ def intervention(
     source: str,
     min_length: int = 2,
     timed: bool = False,
+    version: int = 1,
 ) -> Callable[[Experiment], Experiment]:
     """Register an experiment under its function's name.
 
     `timed`: its numbers are a clock's. No two runs agree; what is kept is the first, and on another machine it is measured anew.
+    `version`: raised whenever the numbers change, as a metric's (`workbench.metrics.metric`).
     """
 
     def register(function: Experiment) -> Experiment:
-        INTERVENTIONS[function.__name__] = Intervention(function, unit, range, reading, source, min_length, timed)
+        made = Intervention(function, unit, range, reading, source, min_length, timed, version)
+        INTERVENTIONS[made.name] = made
         return function
 
     return register
@@ -80,14 +82,37 @@ def batches_of(model: Any, sample: Any, batch: int) -> list[Tensor]:
     return [ids.to(model.embed.weight.device) for ids in sample.ids.split(batch)]
 
 
+def hook_points(model: Any, site: str) -> dict[int, str]:
+    """Hook point of a site at each layer where this model has it; the stream also has layer L, after the last block."""
+    n_layers = model.config.n_layers
+    if site == "stream":
+        names = {n: stream_hook(n, n_layers) for n in range(n_layers + 1)}
+    else:
+        names = {n: ACTIVATIONS[site].hook.format(layer=n) for n in range(n_layers)}
+    return {n: name for n, name in names.items() if name in model.hook_dict}
+
+
+@contextmanager
+def trainable(weights: Iterable[Tensor]) -> Iterator[None]:
+    """While open, gradients reach weights that are frozen too."""
+    frozen = [p for p in weights if not p.requires_grad]
+    try:
+        for p in frozen:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
 @torch.no_grad()
 def losses(model: Any, batches: Sequence[Tensor]) -> Tensor:
     """Mean next-token loss of each document in nats, float64 on the CPU."""
-    found = [model(ids, return_type="loss", loss_per_token=True).mean(1) for ids in batches]
-    return torch.cat(found).double().cpu()
+    parts = [model(ids, return_type="loss", loss_per_token=True).mean(1) for ids in batches]
+    return torch.cat(parts).double().cpu()
 
 
-def over_documents(values: Tensor, **axes: Any) -> dict[str, Any]:
+def mean_row(values: Tensor, **axes: Any) -> dict[str, Any]:
     """One row: mean over documents, its standard error, n."""
     values = values.double()
     se = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from workbench.interventions.ablation import branches
-from workbench.interventions.base import batches_of, intervention, over_documents
+from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
 from workbench.models.hooked import next_token_loss
-from workbench.names import ACTIVATIONS, stream_hook
 
 SITES = ("stream", "v", "attn_out", "mlp_out")
 
@@ -31,22 +30,18 @@ def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> 
     ||dloss/dh||_F over the positions of a document. `relative`: times the activation's own norm, so that scale drops out.
     Caution: a larger activation has a smaller gradient at equal importance; read the relative form beside it.
     """
-    n_layers = model.config.n_layers
-    places = {stream_hook(n, n_layers): ("stream", n) for n in range(n_layers + 1)}
-    for site in SITES[1:]:
-        places |= {ACTIVATIONS[site].hook.format(layer=n): (site, n) for n in range(n_layers)}
-    places = {name: place for name, place in places.items() if name in model.hook_dict}
-    found: dict[tuple[str, int, str | None], list[Tensor]] = {}
+    points = {name: (site, n) for site in SITES for n, name in hook_points(model, site).items()}
+    results: dict[tuple[str, int, str | None], list[Tensor]] = {}
     for ids in batches_of(model, sample, batch):
-        _, values, grads = model.run_with_grads(ids, list(places), _each)
-        for name, (site, layer) in places.items():
+        _, values, grads = model.run_with_grads(ids, list(points), _each)
+        for name, (site, layer) in points.items():
             norm = grads[name].double().flatten(1).norm(dim=-1).cpu()
             size = values[name].double().flatten(1).norm(dim=-1).cpu()
-            found.setdefault((site, layer, None), []).append(norm)
-            found.setdefault((site, layer, "relative"), []).append(norm * size)
-    for (site, layer, variant), parts in found.items():
+            results.setdefault((site, layer, None), []).append(norm)
+            results.setdefault((site, layer, "relative"), []).append(norm * size)
+    for (site, layer, variant), parts in results.items():
         unit = "loss per relative change" if variant else "loss per activation unit"
-        yield over_documents(torch.cat(parts), site=site, layer=layer, variant=variant, unit=unit)
+        yield mean_row(torch.cat(parts), site=site, layer=layer, variant=variant, unit=unit)
 
 
 @intervention(
@@ -62,24 +57,24 @@ def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> I
     since every shortcut adds a term.
     """
     origin = "blocks.0.attn.hook_v"
-    places = {name: n for n, names in branches(model).items() for name in names if _reads_first(model, n, name)}
+    points = {name: n for n, names in branches(model).items() for name in names if _reads_first(model, n, name)}
     if origin not in model.hook_dict:
         return
-    found: dict[int, list[Tensor]] = {}
+    results: dict[int, list[Tensor]] = {}
     for ids in batches_of(model, sample, batch):
-        _, _, grads = model.run_with_grads(ids, [origin, *places], _each)
+        _, _, grads = model.run_with_grads(ids, [origin, *points], _each)
         total = grads[origin].double().flatten(1)
         size = total.square().sum(-1)
-        shares = {n: (grads[name].double().flatten(1) * total).sum(-1) / size for name, n in places.items()}
+        shares = {n: (grads[name].double().flatten(1) * total).sum(-1) / size for name, n in points.items()}
         shares[0] = 1 - sum(shares.values(), torch.zeros_like(size))
         for layer, share in shares.items():
-            found.setdefault(layer, []).append(share.cpu())
-    for layer, parts in sorted(found.items()):
-        yield over_documents(torch.cat(parts), layer=layer, unit="share")
+            results.setdefault(layer, []).append(share.cpu())
+    for layer, parts in sorted(results.items()):
+        yield mean_row(torch.cat(parts), layer=layer, unit="share")
 
 
 def _reads_first(model: Any, layer: int, name: str) -> bool:
     """Whether a branch brings the first layer's values."""
     if name.endswith(".attn.cross.hook_v"):  # of one layer, which the name does not say
-        return 0 in model.blocks[layer].attn.reads["v"]
-    return name.endswith((".first.hook_v", ".source.0.hook_v", ".cross.0.hook_v"))
+        return 0 in model.blocks[layer].attn.attended["v"]
+    return name.endswith((".source.0.hook_v", ".cross.0.hook_v"))

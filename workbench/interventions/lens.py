@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.interventions.base import batches_of, intervention, over_documents
+from workbench.interventions.base import batches_of, intervention, mean_row
 from workbench.names import stream_hook
 
 CHUNK = 64  # positions whose logits are held at a time
@@ -17,14 +17,14 @@ CHUNK = 64  # positions whose logits are held at a time
 
 def _lens(model: Any, x: Tensor, targets: Tensor, final: Tensor) -> dict[str, Tensor]:
     """Loss, divergence from the model's own prediction, and rank of the target, per document [batch]."""
-    found: dict[str, list[Tensor]] = {"loss": [], "kl": [], "rank": []}
+    results: dict[str, list[Tensor]] = {"loss": [], "kl": [], "rank": []}
     for part, target, true in zip(*(t.split(CHUNK, dim=1) for t in (x, targets, final)), strict=True):
         log_p = model.unembed(model.ln_final(part)).double().log_softmax(-1)
         mine = log_p.gather(-1, target[..., None])
-        found["loss"].append(-mine.squeeze(-1))
-        found["kl"].append((true.exp() * (true - log_p)).sum(-1))
-        found["rank"].append((log_p > mine).sum(-1).double())
-    return {name: torch.cat(parts, 1).mean(1).cpu() for name, parts in found.items()}
+        results["loss"].append(-mine.squeeze(-1))
+        results["kl"].append((true.exp() * (true - log_p)).sum(-1))
+        results["rank"].append((log_p > mine).sum(-1).double())
+    return {name: torch.cat(parts, 1).mean(1).cpu() for name, parts in results.items()}
 
 
 @intervention(
@@ -41,16 +41,16 @@ def logit_lens(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[
     """
     n_layers = model.config.n_layers
     names = {layer: stream_hook(layer, n_layers) for layer in range(n_layers + 1)}
-    found: dict[tuple[int, str], list[Tensor]] = {}
+    results: dict[tuple[int, str], list[Tensor]] = {}
     for ids in batches_of(model, sample, batch):
         logits, cache = model.run_with_cache(ids, names_filter=list(names.values()))
         final, targets = logits[:, :-1].double().log_softmax(-1), ids[:, 1:]
         for layer, name in names.items():
             for variant, values in _lens(model, cache[name][:, :-1], targets, final).items():
-                found.setdefault((layer, variant), []).append(values)
-    for (layer, variant), parts in found.items():
+                results.setdefault((layer, variant), []).append(values)
+    for (layer, variant), parts in results.items():
         unit = "tokens" if variant == "rank" else "nats"
-        yield over_documents(torch.cat(parts), layer=layer, variant=None if variant == "loss" else variant, unit=unit)
+        yield mean_row(torch.cat(parts), layer=layer, variant=None if variant == "loss" else variant, unit=unit)
 
 
 @intervention(
@@ -65,11 +65,11 @@ def logit_attribution(model: Any, sample: Any, data: Any, batch: int) -> Iterato
     by where its values come from: `attn.own`, `attn.first`, `attn.source.<j>`, `attn.table`, `attn.cross`. Caution: direct
     effects only; what a part does through later layers is not in it.
     """
-    from workbench.decomposition import decompose
+    from workbench.models.decomposition import decompose
 
     head = model.unembed.weight.double()
     direction = head - head.mean(0)  # a logit minus the mean logit
-    found: dict[tuple[str, int | None], list[Tensor]] = {}
+    results: dict[tuple[str, int | None], list[Tensor]] = {}
     for ids in batches_of(model, sample, batch):
         parts = decompose(model, ids, to="final", by="value_path")
         rows = direction[ids[:, 1:]] * model.ln_final.weight.double()
@@ -78,9 +78,9 @@ def logit_attribution(model: Any, sample: Any, data: Any, batch: int) -> Iterato
             key = _component(label)
             sums[key] = sums.get(key, 0) + (part[:, :-1].double() * rows).sum(-1).mean(1).cpu()
         for key, values in sums.items():
-            found.setdefault(key, []).append(values)
-    for (part, layer), pieces in found.items():
-        yield over_documents(torch.cat(pieces), part=part, layer=layer, unit="logits")
+            results.setdefault(key, []).append(values)
+    for (part, layer), pieces in results.items():
+        yield mean_row(torch.cat(pieces), part=part, layer=layer, unit="logits")
 
 
 def _component(label: str) -> tuple[str, int | None]:

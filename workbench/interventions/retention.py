@@ -1,4 +1,4 @@
-"""Whether a token can be found again in a vector without training anything, and what a sink writes."""
+"""Whether a token can be recovered from a vector without training anything, and what a sink writes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.findings import sink_kind
-from workbench.interventions.base import batches_of, intervention, over_documents
-from workbench.names import ACTIVATIONS, stream_hook
+from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
+from workbench.statistics.sinks import sink_kind
 
-CHUNK, ALONE = (
-    64,
-    1024,
-)  # positions whose scores over the vocabulary are held at a time; tokens read at once, each alone
+CHUNK = 64  # positions whose scores over the vocabulary are held at a time
+ALONE = 1024  # tokens read at once, each alone
 
 
 def tokens_ahead(x: Tensor, unit: Tensor, ids: Tensor) -> Tensor:
     """How many unit rows [d_vocab, width] are nearer to x [batch, pos, width] by cosine than its own token's: [batch, pos]."""
-    found = []
+    results = []
     for part, target in zip(x.double().split(CHUNK, 1), ids.split(CHUNK, 1), strict=True):
         scores = part @ unit.T  # the vector's own length does not change the order
-        found.append((scores > scores.gather(-1, target[..., None])).sum(-1))
-    return torch.cat(found, 1)
-
-
-def _ranks(x: Tensor, unit: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(1 / rank, whether first) of the true id among all rows of a table by cosine, mean per document [batch]."""
-    ahead = tokens_ahead(x, unit, ids)
-    return (1 / (1 + ahead.double())).mean(1).cpu(), (ahead == 0).double().mean(1).cpu()
+        results.append((scores > scores.gather(-1, target[..., None])).sum(-1))
+    return torch.cat(results, 1)
 
 
 @intervention(
@@ -46,32 +37,31 @@ def nearest_embedding(model: Any, sample: Any, data: Any, batch: int) -> Iterato
     trained. Chance is about (ln V + 0.58) / V (control). Caution: a layer may keep the token in other directions, so a low
     rank is no loss of information; layer 1's own values and every SVFormer value are rows of the table by construction.
     """
-    n_layers, vocabulary = model.config.n_layers, model.config.d_vocab
-    places = {stream_hook(n, n_layers): ("stream", n) for n in range(n_layers + 1)}
-    for site in ("own_v", "v"):
-        places |= {ACTIVATIONS[site].hook.format(layer=n): (site, n) for n in range(n_layers)}
-    places = {name: place for name, place in places.items() if name in model.hook_dict}
-    tables = token_tables(model, ("stream", "own_v", "v"))
-    found: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
+    sites, vocabulary = ("stream", "own_v", "v"), model.config.d_vocab
+    points = {name: (site, n) for site in sites for n, name in hook_points(model, site).items()}
+    tables = token_tables(model, sites)
+    results: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
     for ids in batches_of(model, sample, batch):
-        _, cache = model.run_with_cache(ids, names_filter=list(places))
-        for name, (site, layer) in places.items():
+        _, cache = model.run_with_cache(ids, names_filter=list(points))
+        for name, (site, layer) in points.items():
             if (table := tables.get(site)) is not None:
-                found.setdefault((site, layer), []).append(_ranks(cache[name].flatten(2), table, ids))
+                ahead = tokens_ahead(cache[name].flatten(2), table, ids)
+                by_document = (1 / (1 + ahead.double())).mean(1).cpu(), (ahead == 0).double().mean(1).cpu()
+                results.setdefault((site, layer), []).append(by_document)
     chance = sum(1 / rank for rank in range(1, vocabulary + 1)) / vocabulary
-    for (site, layer), parts in found.items():
+    for (site, layer), parts in results.items():
         rank, first = (torch.cat(column) for column in zip(*parts, strict=True))
-        yield over_documents(rank, site=site, layer=layer, unit="1 / rank")
-        yield over_documents(first, site=site, layer=layer, variant="top_1", unit="share")
+        yield mean_row(rank, site=site, layer=layer, unit="1 / rank")
+        yield mean_row(first, site=site, layer=layer, variant="top_1", unit="share")
         yield {"site": site, "layer": layer, "control": "chance", "value": chance, "unit": "1 / rank"}
 
 
 def token_tables(model: Any, sites: Sequence[str]) -> dict[str, Tensor]:
     """Unit vectors of all tokens [d_vocab, width], float64, that a site is compared with; of the sites that have some."""
-    found = {"stream": _unit(model.embed.weight)} if "stream" in sites else {}
+    tables = {"stream": _unit(model.embed.weight)} if "stream" in sites else {}
     if set(sites) - {"stream"} and (values := _first_values(model)) is not None:
-        found |= dict.fromkeys((site for site in sites if site != "stream"), _unit(values))
-    return found
+        tables |= dict.fromkeys((site for site in sites if site != "stream"), _unit(values))
+    return tables
 
 
 def _unit(table: Tensor) -> Tensor:
@@ -119,13 +109,9 @@ def sink_output(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict
     `broadcast`: share of documents in which the head is a sink of that kind, by thresholds of ours (mass above 0.3; ratio
     at most 0.2; ratio at least 0.5 and spread at most 0.5). Caution: the ratio passes 1 where the rest cancels it.
     """
-    layers = (
-        [n for n in range(model.config.n_layers) if hasattr(model.blocks[n].attn, "W_O")]
-        if hasattr(model, "blocks")
-        else []
-    )
+    layers = [n for n, block in enumerate(getattr(model, "blocks", [])) if hasattr(block.attn, "W_O")]
     points = ("sink", "v", "z")
-    found: dict[tuple[int, int, str | None], list[Tensor]] = {}
+    results: dict[tuple[int, int, str | None], list[Tensor]] = {}
     for ids in batches_of(model, sample, batch):
         names = [f"blocks.{n}.attn.hook_{x}" for n in layers for x in points]
         _, cache = model.run_with_cache(ids, names_filter=names)
@@ -136,15 +122,14 @@ def sink_output(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict
             written = torch.einsum("bhd,hdm->bhm", first, w_o).norm(dim=-1)[..., None] * sink
             out = torch.einsum("bphd,hdm->bhpm", z, w_o)
             ratio = (written[..., 1:] / out.norm(dim=-1)[..., 1:].clamp_min(1e-300)).mean(-1)
-            spread = out[:, :, 1:].var(2, unbiased=False).sum(-1) / out[:, :, 1:].square().sum(-1).mean(-1).clamp_min(
-                1e-300
-            )
+            later = out[:, :, 1:]
+            spread = later.var(2, unbiased=False).sum(-1) / later.square().sum(-1).mean(-1).clamp_min(1e-300)
             mass = sink[..., 1:].mean(-1)
             for head in range(z.shape[2]):
                 numbers = [x[:, head].cpu() for x in (mass, ratio, spread)]
                 kinds = [sink_kind(*one) for one in zip(*(x.tolist() for x in numbers), strict=True)]
                 no_op, broadcast = (torch.tensor([k == kind for k in kinds]) for kind in ("no-op", "broadcast"))
                 for variant, values in zip(SINK_VARIANTS, (*numbers, no_op, broadcast), strict=True):
-                    found.setdefault((n, head, variant), []).append(values)
-    for (layer, head, variant), parts in found.items():
-        yield over_documents(torch.cat(parts), layer=layer, head=head, variant=variant, unit=SINK_VARIANTS[variant])
+                    results.setdefault((n, head, variant), []).append(values)
+    for (layer, head, variant), parts in results.items():
+        yield mean_row(torch.cat(parts), layer=layer, head=head, variant=variant, unit=SINK_VARIANTS[variant])

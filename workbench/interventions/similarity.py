@@ -8,25 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import batches_of, intervention, over_documents
+from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
 from workbench.metrics.base import wide
-from workbench.names import ACTIVATIONS, stream_hook
 
 CKA_SITES = ("stream", "own_v", "v")
 
 
-def _places(model: Any, site: str) -> dict[int, str]:
-    n_layers = model.config.n_layers
-    if site == "stream":
-        return {n: stream_hook(n, n_layers) for n in range(n_layers + 1)}
-    names = {n: ACTIVATIONS[site].hook.format(layer=n) for n in range(n_layers)}
-    return {n: name for n, name in names.items() if name in model.hook_dict}
-
-
 def pairs(layers: Iterable[int]) -> list[tuple[int, int]]:
     """(layer, the same or an earlier one) of all layers."""
-    found = list(layers)
-    return [(n, m) for n in found for m in found if m <= n]
+    numbers = list(layers)
+    return [(n, m) for n in numbers for m in numbers if m <= n]
 
 
 class CrossMoments:
@@ -57,10 +48,8 @@ class CrossMoments:
             (n, m): product - torch.outer(self.sums[n], self.sums[m]) / self.count
             for (n, m), product in self.products.items()
         }
-        return {
-            (n, m): float(x.square().sum() / (centred[n, n].norm() * centred[m, m].norm()))
-            for (n, m), x in centred.items()
-        }
+        norm = {n: centred[n, n].norm() for n in self.sums}
+        return {(n, m): float(x.square().sum() / (norm[n] * norm[m])) for (n, m), x in centred.items()}
 
 
 @intervention(
@@ -76,27 +65,20 @@ def layer_similarity(model: Any, sample: Any, data: Any, batch: int) -> Iterator
     CKA (take many more than d); values of two layers live in bases of their own, which only CKA does not mind.
     """
     for site in CKA_SITES:
-        places = _places(model, site)
-        if len(places) < 2:
+        points = hook_points(model, site)
+        if len(points) < 2:
             continue
         cosines: dict[tuple[int, int], list[Tensor]] = {}
         moments = CrossMoments()
         for ids in batches_of(model, sample, batch):
-            _, cache = model.run_with_cache(ids, names_filter=list(places.values()))
-            found = {n: wide(cache[name].flatten(2)) for n, name in places.items()}
-            moments.add({n: x.flatten(0, 1) for n, x in found.items()})
-            units = {n: torch.nn.functional.normalize(x.double(), dim=-1) for n, x in found.items()}
+            _, cache = model.run_with_cache(ids, names_filter=list(points.values()))
+            vectors = {n: wide(cache[name].flatten(2)) for n, name in points.items()}
+            moments.add({n: x.flatten(0, 1) for n, x in vectors.items()})
+            units = {n: torch.nn.functional.normalize(x.double(), dim=-1) for n, x in vectors.items()}
             for n, m in pairs(units):
                 cosines.setdefault((n, m), []).append((units[n] * units[m]).sum(-1).mean(1).cpu())
         alike = moments.cka()
         for (n, m), parts in cosines.items():
-            yield over_documents(torch.cat(parts), site=site, layer=n, source=m, unit="cosine")
-            yield {
-                "site": site,
-                "layer": n,
-                "source": m,
-                "variant": "cka",
-                "value": alike[n, m],
-                "n": len(sample.ids),
-                "unit": "share",
-            }
+            yield mean_row(torch.cat(parts), site=site, layer=n, source=m, unit="cosine")
+            where = {"site": site, "layer": n, "source": m, "variant": "cka"}
+            yield where | {"value": alike[n, m], "n": len(sample.ids), "unit": "share"}

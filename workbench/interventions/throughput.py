@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -12,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import intervention
-from workbench.memory import LiveBytes
+from workbench.interventions.base import intervention, trainable
 from workbench.models import build
 from workbench.models.hooked import next_token_loss
+from workbench.models.live_bytes import LiveBytes
 
 ROUNDS = 5  # that count; one before them does not
 DECODED = 16  # tokens, one at a time
-MOST_TOKENS = {"cpu": 2**11}  # of a batch; elsewhere
-MOST_ELSEWHERE = 2**16
+MAX_TOKENS, MAX_TOKENS_ELSEWHERE = {"cpu": 2**11}, 2**16  # of a batch
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,13 @@ def throughput(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[
     idle machine only. Hooks that are set are timed too. Bytes repeat exactly.
     """
     device = model.embed.weight.device
-    most = max(1, MOST_TOKENS.get(device.type, MOST_ELSEWHERE) // sample.ids.shape[1])
+    most = max(1, MAX_TOKENS.get(device.type, MAX_TOKENS_ELSEWHERE) // sample.ids.shape[1])
     ids = sample.ids[:most].to(device)
     works: dict[str | None, dict[str, Work]] = {None: _works(model, ids)}
-    if not hasattr(model, "foreign"):
+    if getattr(model, "foreign", None) is None:
         works["vanilla"] = _works(build("transformer", model.config, dtype=model.embed.weight.dtype).to(device), ids)
     for part, mine in works[None].items():
-        turns = {control: found[part] for control, found in works.items()}
+        turns = {control: by_part[part] for control, by_part in works.items()}
         seconds = _seconds(turns, device)
         for control, work in turns.items():
             axes = {"part": part, "control": control, "n": len(ids)}
@@ -69,7 +67,7 @@ def throughput(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[
 
 def _seconds(turns: Mapping[Any, Work], device: torch.device) -> dict[Any, list[float]]:
     """Time of each round, all of them in turns, so that what else the machine does meets them alike."""
-    found: dict[Any, list[float]] = {name: [] for name in turns}
+    times: dict[Any, list[float]] = {name: [] for name in turns}
     for number in range(1 + ROUNDS):
         for name, work in turns.items():
             ready = work.prepare()
@@ -79,8 +77,8 @@ def _seconds(turns: Mapping[Any, Work], device: torch.device) -> dict[Any, list[
             _finish(device)
             took = perf_counter() - begin
             if number:
-                found[name].append(took)
-    return found
+                times[name].append(took)
+    return times
 
 
 def _finish(device: torch.device) -> None:
@@ -95,9 +93,6 @@ def _peak(work: Work) -> int:
         live.peak = live.now
         work.run(ready)
     return live.peak
-
-
-# ---- what is timed ---------------------------------------------------------------------------------------------------
 
 
 def _works(model: Any, ids: Tensor) -> dict[str, Work]:
@@ -133,10 +128,10 @@ def _training(model: Any, ids: Tensor) -> Work:
     every = getattr(model, "everywhere", None)  # a foreign module's logits
 
     def step(_: object) -> None:
-        with torch.enable_grad(), _trainable(weights):
+        with torch.enable_grad(), trainable(weights):
             loss = next_token_loss(every(ids), ids) if every else model(ids, return_type="loss")
-            found = torch.autograd.grad(loss, weights, allow_unused=True)
-        for copy, gradient in zip(copies, found, strict=True):
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        for copy, gradient in zip(copies, gradients, strict=True):
             copy.grad = gradient
         torch.nn.utils.clip_grad_norm_(copies, 1.0)
         optimiser.step()
@@ -145,15 +140,3 @@ def _training(model: Any, ids: Tensor) -> Work:
     step(None)  # the optimiser makes its moments
     moments = [tensor for state in optimiser.state.values() for tensor in state.values()]
     return Work(ids.numel(), lambda: None, step, [*weights, *moments])
-
-
-@contextmanager
-def _trainable(weights: Sequence[Tensor]) -> Iterator[None]:
-    frozen = [p for p in weights if not p.requires_grad]
-    try:
-        for p in frozen:
-            p.requires_grad_(True)
-        yield
-    finally:
-        for p in frozen:
-            p.requires_grad_(False)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.interventions.base import intervention
+from workbench.interventions.base import batches_of, hook_points, intervention, losses, mean_row
 from workbench.models.hooked import HookedModel
-from workbench.names import ACTIVATIONS
 
 SITES = ("own_v", "v", "q", "k")
 REPLACEMENTS = ("token_mean", "mean", "zero")
@@ -27,8 +26,7 @@ TABLE_TOKENS = 65_536  # enough to see nearly every id of a small vocabulary
 def _hooks(model: HookedModel, site: str, layers: Sequence[int]) -> dict[int, str]:
     if site not in SITES:
         raise UnknownName("site", site, SITES)
-    names = {layer: ACTIVATIONS[site].hook.format(layer=layer) for layer in layers}
-    return {layer: name for layer, name in names.items() if name in model.hook_dict}
+    return {layer: name for layer, name in hook_points(model, site).items() if layer in layers}
 
 
 @dataclass(frozen=True)
@@ -103,11 +101,11 @@ def _losses(
     model: HookedModel, batches: Sequence[Tensor], means: TokenMeans, layers: Sequence[int], how: str | None = None
 ) -> Tensor:
     """Loss of each document in nats, with the site replaced where `how` says so."""
-    found = []
+    parts = []
     for tokens in batches:
         with replaced(model, tokens, layers, how, means) if how else nullcontext():
-            found.append(model(tokens, return_type="loss", loss_per_token=True).mean(1))
-    return torch.cat(found).double()
+            parts.append(losses(model, [tokens]))
+    return torch.cat(parts)
 
 
 @intervention(
@@ -130,7 +128,7 @@ def value_ablation(
             "value_ablation needs training sequences for its table of means: give a run, or data with a training side"
         )
     device, T, n_layers = model.embed.weight.device, sample.ids.shape[1], model.config.n_layers
-    batches = [ids.to(device) for ids in sample.ids.split(batch)]
+    batches = batches_of(model, sample, batch)
     training = data.batch(0, max(1, TABLE_TOKENS // T), T, 0)  # the same documents whatever the batch
     for site in sites:
         means = token_means(model, site, [ids.to(device) for ids in training.split(batch)])
@@ -140,13 +138,8 @@ def value_ablation(
             groups.append((deep, {}))
         for layers, axes in groups:
             changes = {how: _losses(model, batches, means, layers, how) - plain for how in REPLACEMENTS}
-            for row in _change_rows(changes):
-                yield {"site": site, **axes, **row, "n": len(plain)}
-
-
-def _change_rows(changes: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
-    for how, change in changes.items():
-        se = float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.nan
-        yield {"variant": how, "value": float(change.mean()), "se": se, "unit": "nats"}
-    zero, token = float(changes["zero"].mean()), float(changes["token_mean"].mean())
-    yield {"variant": "kept", "value": 1 - token / zero if zero > 0 else math.nan, "unit": "share"}
+            for how, change in changes.items():
+                yield mean_row(change, site=site, **axes, variant=how, unit="nats")
+            zero, token = float(changes["zero"].mean()), float(changes["token_mean"].mean())
+            kept = 1 - token / zero if zero > 0 else math.nan
+            yield {"site": site, **axes, "variant": "kept", "value": kept, "unit": "share", "n": len(plain)}

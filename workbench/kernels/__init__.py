@@ -5,12 +5,6 @@ from workbench.kernels.pooled import attention_window, bucket_edges, pooled_atte
 from workbench.kernels.reference import AttentionStatistics, attention_reference
 
 __all__ = [
-    "AttentionStatistics",
-    "attention_form",
-    "attention_reference",
-    "attention_statistics",
-    "attention_window",
-    "bucket_edges",
-    "pooled_attention",
-    "pooled_maximum",
-]
+    "AttentionStatistics", "attention_form", "attention_reference", "attention_statistics", "attention_window",
+    "bucket_edges", "pooled_attention", "pooled_maximum",
+]  # fmt: skip

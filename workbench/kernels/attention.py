@@ -11,14 +11,12 @@ Both take memory O(T) and equal `attention_reference`. `attention_form` says whi
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from workbench.kernels.fused import fused_statistics, runs_fused
-from workbench.kernels.reference import AttentionStatistics, attention_reference, refuse_other, statistics_of
+from workbench.kernels.reference import AttentionStatistics, Keys, Queries, attention_reference, refuse_other
 from workbench.kernels.strips import strip_statistics
 
-__all__ = ["AttentionStatistics", "attention_form", "attention_reference", "attention_statistics", "statistics_of"]
+__all__ = ["AttentionStatistics", "attention_form", "attention_reference", "attention_statistics"]
 
 
 def attention_form(device: torch.device, dtype: torch.dtype, d_head: int) -> str:
@@ -28,14 +26,8 @@ def attention_form(device: torch.device, dtype: torch.dtype, d_head: int) -> str
 
 @torch.no_grad()
 def attention_statistics(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    v: Float[Tensor, "batch pos kv_head d_head"],
-    *,
-    scale: float | None = None,
-    budget: int | None = None,
-    row_max: bool = True,
-) -> tuple[Float[Tensor, "batch pos head d_head"], AttentionStatistics]:
+    q: Queries, k: Keys, v: Keys, *, scale: float | None = None, budget: int | None = None, row_max: bool = True
+) -> tuple[Queries, AttentionStatistics]:
     """Causal attention output (dtype of q) and its statistics; a measurement, so nothing returned carries a gradient.
 
     Query head h reads kv head h * kv_heads // heads. Statistics are float32 (float64 for float64 inputs), also under

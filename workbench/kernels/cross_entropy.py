@@ -10,7 +10,6 @@ Source: the order of work of Liger Kernel (Hsu et al. 2024, arXiv 2410.10989); t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 CHUNK = 2**23  # logits held at a time: 32 MiB in float32
-FEWEST = 128  # positions; the gradient of the matrix is read and written once a chunk
-PAYS = 2**24  # logits in all, from which chunks are worth it: 64 MiB
+MIN_ROWS = 128  # positions; the gradient of the matrix is read and written once a chunk
+MIN_LOGITS = 2**24  # logits in all, from which chunks are worth it: 64 MiB
 
 
 def cross_entropy_reference(
-    x: Float[Tensor, "n d_model"], weight: Float[Tensor, "d_vocab d_model"], targets: Int[Tensor, "n"]
-) -> Float[Tensor, "n"]:
+    x: Float[Tensor, "n d_model"], weight: Float[Tensor, "d_vocab d_model"], targets: Int[Tensor, " n"]
+) -> Float[Tensor, " n"]:
     """The same from all logits at once; what the fast form must equal."""
     logits = F.linear(x, weight)
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
@@ -35,10 +34,10 @@ def cross_entropy_reference(
 def cross_entropy(
     x: Float[Tensor, "n d_model"],
     weight: Float[Tensor, "d_vocab d_model"],
-    targets: Int[Tensor, "n"],
+    targets: Int[Tensor, " n"],
     *,
     chunk: int | None = None,
-) -> Float[Tensor, "n"]:
+) -> Float[Tensor, " n"]:
     """Cross-entropy in nats of each position's target, float32 (float64 for float64 inputs); differentiable, also twice.
 
     Under autocast the products run in its type, as the plain ones would. Equal to the reference but for the order of sums.
@@ -52,7 +51,7 @@ def cross_entropy(
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x, weight = (t.to(torch.get_autocast_dtype(device)) for t in (x, weight))
-    rows = chunk or max(FEWEST, CHUNK // len(weight))
+    rows = chunk or max(MIN_ROWS, CHUNK // len(weight))
     return _Chunked.apply(x, weight, targets, rows)
 
 
@@ -72,11 +71,11 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, targets = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # create_graph: somebody differentiates the gradient
+        if torch.is_grad_enabled():  # create_graph: the gradient is differentiated too
             inputs = [t for t, needs in zip((x, weight), wanted, strict=False) if needs]
             losses = cross_entropy_reference(x, weight, targets)
-            found = iter(torch.autograd.grad(losses, inputs, upstream, create_graph=True))
-            return next(found) if wanted[0] else None, next(found) if wanted[1] else None, None, None
+            slopes = iter(torch.autograd.grad(losses, inputs, upstream, create_graph=True))
+            return next(slopes) if wanted[0] else None, next(slopes) if wanted[1] else None, None, None
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good once
         with torch.autocast(x.device.type, enabled=False):
             if gradients is None or not _uniform(upstream):
@@ -104,7 +103,7 @@ def _pass(
     by_x = torch.empty_like(x) if wanted[0] else None
     by_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     buffer = x.new_empty(min(rows, len(x)), len(weight))
-    for part in _parts(len(x), rows):
+    for part in (slice(start, start + rows) for start in range(0, len(x), rows)):
         mine, target = x[part], targets[part, None]
         logits = torch.mm(mine, weight.T, out=buffer[: len(mine)]).to(wide)
         true = logits.gather(1, target)
@@ -126,7 +125,3 @@ def _pass(
             else:
                 by_weight += slope.T @ mine
     return losses, by_x, by_weight
-
-
-def _parts(n: int, rows: int) -> Iterator[slice]:
-    return (slice(start, start + rows) for start in range(0, n, rows))

@@ -20,16 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.kernels.reference import AttentionStatistics, refuse_other
+from workbench.kernels.reference import AttentionStatistics, Keys, Queries
 from workbench.kernels.strips import score_strips
 
 _CALLS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
 _SPARE = 8  # channels: the widths that flash attention on a GPU takes are multiples of 8
-_WIDEST = 256  # channels of a head on a GPU
+_MAX_WIDTH = 256  # channels of a head on a GPU
 _PARTS = 3  # of a float32 number in a 16-bit type
 _UNIT = 64.0  # what the parts are multiples of: float16 reaches 4e6 that way
 
@@ -45,7 +44,7 @@ def runs_fused(device: torch.device, dtype: torch.dtype, d_head: int) -> bool:
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= (8, 0)
         and dtype in (torch.bfloat16, torch.float16)
-        and _padded(d_head) <= _WIDEST
+        and _padded(d_head) <= _MAX_WIDTH
     )
 
 
@@ -55,33 +54,19 @@ def _padded(d_head: int) -> int:
 
 @torch.no_grad()
 def fused_statistics(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    v: Float[Tensor, "batch pos kv_head d_head"],
-    *,
-    scale: float | None = None,
-    row_max: bool = True,
-) -> tuple[Float[Tensor, "batch pos head d_head"], AttentionStatistics]:
+    q: Queries, k: Keys, v: Keys, *, scale: float | None = None, row_max: bool = True
+) -> tuple[Queries, AttentionStatistics]:
     """As `attention_statistics`, in fused calls; raises `WorkbenchError` where `runs_fused` says no, or for a scale that is not above 0."""
-    refuse_other(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0 or not runs_fused(q.device, q.dtype, q.shape[-1]):
-        raise WorkbenchError(
-            f"no fused call for scale {scale}, {q.dtype}, width {q.shape[-1]} on {q.device}; use strips"
-        )
-    with torch.autocast(q.device.type, enabled=False):
-        z, received, row_entropy, sink, lse = fused_but_maximum(q, k, v, scale=scale)
-        top = _row_maximum(q, k, lse, scale) if row_max else None
+        kind = f"scale {scale}, {q.dtype}, width {q.shape[-1]} on {q.device}"
+        raise WorkbenchError(f"no fused call for {kind}; use strips")
+    z, received, row_entropy, sink, lse = fused_but_maximum(q, k, v, scale=scale)
+    top = _row_maximum(q, k, lse, scale) if row_max else None
     return z, AttentionStatistics(received=received, row_entropy=row_entropy, row_max=top, sink=sink, lse=lse)
 
 
-def fused_but_maximum(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    v: Float[Tensor, "batch pos kv_head d_head"],
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def fused_but_maximum(q: Queries, k: Keys, v: Keys, *, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The three calls: output, received, row entropy, sink and lse."""
     heads = q.shape[2]
     q, k, v = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (q, k, v))
@@ -97,8 +82,8 @@ def _row_maximum(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
     """max_j A_ij [batch, head, pos], the scores in float32."""
     top = torch.empty_like(lse)
     for strip in score_strips(q, k, scale=scale):
-        found = top[strip.sequences, strip.heads, strip.queries]
-        found.copy_(strip.scores.amax(-1).view(found.shape))
+        rows = top[strip.sequences, strip.heads, strip.queries]
+        rows.copy_(strip.scores.amax(-1).view(rows.shape))
     return top.sub_(lse).exp_().clamp_(max=1)
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from workbench.kernels.attention import AttentionStatistics
+from workbench.kernels.reference import AttentionStatistics
 
 STRIP = 128  # queries at a time; work above the diagonal is STRIP / T of the whole
 
@@ -29,7 +29,7 @@ STRIP = 128  # queries at a time; work above the diagonal is STRIP / T of the wh
 class Softmax:
     """One softmax of an attention: its weight, rotated queries and a list of rotated key sets."""
 
-    weight: float
+    weight: float | Tensor
     q: Float[Tensor, "batch query head d_head"]
     keys: Sequence[Float[Tensor, "batch pos kv_head d_head"]]
 
@@ -119,16 +119,13 @@ def joint_statistics(softmaxes: Sequence[Softmax]) -> AttentionStatistics:
     softmaxes = [Softmax(s.weight, s.q.to(wide), [k.to(wide) for k in s.keys]) for s in softmaxes]
     batch, _, heads, _ = q.shape
     received = torch.zeros(batch, heads, softmaxes[0].keys[0].shape[1], dtype=wide, device=q.device)
-    rows: list[list[Tensor]] = []
+    rows: dict[str, list[Tensor]] = {"row_entropy": [], "row_max": [], "sink": [], "lse": []}
     for scores, pattern in _strips(softmaxes):
-        folded = pattern.sum((2, 3))
-        received[..., : folded.shape[-1]] += folded
-        flat = pattern.flatten(-2)
-        rows.append(
-            [torch.special.entr(flat).sum(-1), flat.amax(-1), pattern[..., 0].sum(-1), scores.flatten(-2).logsumexp(-1)]
-        )
-    row_entropy, row_max, sink, lse = (torch.cat(parts, -1) for parts in zip(*rows, strict=True))
-    return AttentionStatistics(received=received, row_entropy=row_entropy, row_max=row_max, sink=sink, lse=lse)
+        strip = statistics_of_sets(scores, pattern)
+        received[..., : pattern.shape[-1]] += strip.received
+        for name, parts in rows.items():
+            parts.append(getattr(strip, name))
+    return AttentionStatistics(received=received, **{name: torch.cat(parts, -1) for name, parts in rows.items()})
 
 
 def _strips(softmaxes: Sequence[Softmax]) -> Iterator[tuple[Tensor, Tensor]]:

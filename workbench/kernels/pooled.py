@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.kernels.reference import refuse_other
+from workbench.kernels.reference import Keys, Queries, refuse_other
 from workbench.kernels.strips import Strip, of_heads, score_strips
 
 BUCKETS = 64
@@ -31,11 +31,7 @@ def bucket_edges(length: int, buckets: int) -> list[int]:
 
 @torch.no_grad()
 def pooled_attention(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    *,
-    scale: float | None = None,
-    buckets: int | tuple[int, int] = BUCKETS,
+    q: Queries, k: Keys, *, scale: float | None = None, buckets: int | tuple[int, int] = BUCKETS
 ) -> Float[Tensor, "batch head query_bucket key_bucket"]:
     """Mean over the queries of a bucket of the attention each sends to the keys of a bucket together; rows sum to 1.
 
@@ -51,19 +47,15 @@ def pooled_attention(
     picture, rows, key_bucket = _empty(q, k, buckets)
     for strip in score_strips(q, k, scale=scale):
         weight = _exponentiate(strip.scores)
-        for inside, found in _tiles(strip, rows, picture):
+        for inside, cells in _tiles(strip, rows, picture):
             sent = weight[:, inside].mT @ strip.scores[:, inside]
-            found.index_add_(1, key_bucket[: strip.queries.stop], sent.squeeze(1))
+            cells.index_add_(1, key_bucket[: strip.queries.stop], sent.squeeze(1))
     return picture.div_(torch.tensor(rows, device=q.device).diff()[:, None])
 
 
 @torch.no_grad()
 def pooled_maximum(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    *,
-    scale: float | None = None,
-    buckets: int | tuple[int, int] = BUCKETS,
+    q: Queries, k: Keys, *, scale: float | None = None, buckets: int | tuple[int, int] = BUCKETS
 ) -> Float[Tensor, "batch head query_bucket key_bucket"]:
     """Largest attention weight of any query of a bucket on any key of a bucket: single strong links that a mean hides.
 
@@ -73,16 +65,16 @@ def pooled_maximum(
     for strip in score_strips(q, k, scale=scale):
         weight = _exponentiate(strip.scores)
         pattern = strip.scores.mul_(weight)
-        for inside, found in _tiles(strip, rows, picture):
-            where = key_bucket[: strip.queries.stop].expand(len(found), -1)
-            found.scatter_reduce_(1, where, pattern[:, inside].amax(1), "amax")
+        for inside, cells in _tiles(strip, rows, picture):
+            where = key_bucket[: strip.queries.stop].expand(len(cells), -1)
+            cells.scatter_reduce_(1, where, pattern[:, inside].amax(1), "amax")
     return picture
 
 
 @torch.no_grad()
 def attention_window(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
+    q: Queries,
+    k: Keys,
     lse: Float[Tensor, "batch head pos"],
     queries: slice,
     keys: slice,

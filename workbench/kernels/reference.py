@@ -16,6 +16,9 @@ from torch import Tensor
 
 from workbench.errors import WorkbenchError
 
+Queries = Float[Tensor, "batch pos head d_head"]
+Keys = Float[Tensor, "batch pos kv_head d_head"]  # and values; query head h reads kv head h * kv_heads // heads
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionStatistics:
@@ -23,18 +26,14 @@ class AttentionStatistics:
 
     received: Float[Tensor, "batch head pos"]  # sum_i A_ij: attention received by key j; sums to T over j
     row_entropy: Float[Tensor, "batch head pos"]  # -sum_j A_ij ln A_ij in nats, 0 .. ln(i + 1)
-    row_max: Float[Tensor, "batch head pos"] | None  # max_j A_ij; None where nobody asked and it costs another pass
+    row_max: Float[Tensor, "batch head pos"] | None  # max_j A_ij; None where it was left out, as it costs another pass
     sink: Float[Tensor, "batch head pos"]  # A_i0
     lse: Float[Tensor, "batch head pos"]  # ln sum_j exp s_ij over the scaled masked scores
 
 
 def attention_reference(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    v: Float[Tensor, "batch pos kv_head d_head"],
-    *,
-    scale: float | None = None,
-) -> tuple[Float[Tensor, "batch pos head d_head"], Float[Tensor, "batch head pos pos"], AttentionStatistics]:
+    q: Queries, k: Keys, v: Keys, *, scale: float | None = None
+) -> tuple[Queries, Float[Tensor, "batch head pos pos"], AttentionStatistics]:
     """The slow truth `attention_statistics` must equal: output, the whole pattern, statistics."""
     refuse_other(q, k, v)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -63,14 +62,10 @@ def statistics_of(
 
 def refuse_other(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse shapes and types that are not one causal self-attention."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise WorkbenchError(
-            f"q must be [batch, pos, head, d_head] and k, v [batch, pos, kv_head, d_head]; got {shapes}"
-        )
+        raise WorkbenchError(f"q must be [batch, pos, head, d_head] and k, v [batch, pos, kv_head, d_head]; {shapes}")
     if 0 in q.shape or 0 in k.shape or q.shape[2] % k.shape[2]:
-        raise WorkbenchError(
-            f"no axis may be empty and the heads of q must be a multiple of the kv heads; got {shapes}"
-        )
+        raise WorkbenchError(f"no axis may be empty and the heads of q must be a multiple of the kv heads; {shapes}")
     if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
         raise WorkbenchError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")

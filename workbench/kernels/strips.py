@@ -25,30 +25,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from workbench.kernels.reference import AttentionStatistics, refuse_other
+from workbench.kernels.reference import AttentionStatistics, Keys, Queries
 
 # (most rows, elements) of a strip of scores. CPU: near the second-level cache. Elsewhere: few, large launches.
 _CPU_STRIP = 64, 2**18
 _DEVICE_STRIP = 1024, 2**26
-_FEWEST_ROWS = 64  # below this the matrix products lose more than the cache gains
+_MIN_ROWS = 64  # below this the matrix products lose more than the cache gains
 
 
 @torch.no_grad()
 def strip_statistics(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    v: Float[Tensor, "batch pos kv_head d_head"],
-    *,
-    scale: float | None = None,
-    budget: int | None = None,
-) -> tuple[Float[Tensor, "batch pos head d_head"], AttentionStatistics]:
+    q: Queries, k: Keys, v: Keys, *, scale: float | None = None, budget: int | None = None
+) -> tuple[Queries, AttentionStatistics]:
     """As `attention_statistics`, in strips, on any device and in any dtype.
 
     Sums run in float32 (float64 for float64 inputs), also under autocast; on a GPU the products follow
     `torch.set_float32_matmul_precision`. `budget`: elements in one strip of scores (two strips are held); a strip never has
     fewer than 64 rows of one head.
     """
-    refuse_other(q, k, v)
     batch, length, heads, width = q.shape
     rows, n_batch, n_head = _sizes(q, budget)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -68,11 +62,10 @@ def strip_statistics(
                 at = slice(b, b + n_batch), slice(h, h + n_head)
                 out = z[at[0], :, at[1]].transpose(1, 2)
                 n = out.shape[0] * out.shape[1]
+                share = received[at].view(n, -1), rowwise[:, *at].view(4, n, -1)
                 for x, copy in zip((q, k, v), copies, strict=True):
                     copy[:n].view(out.shape).copy_(of_heads(x[at[0]], at[1], heads).transpose(1, 2))
-                _attend(
-                    copies[:, :n], scale, rows, strips, out, received[at].view(n, -1), rowwise[:, *at].view(4, n, -1)
-                )
+                _attend(copies[:, :n], scale, rows, strips, out, *share)
     top, total, first, dot = rowwise
     log_total = total.log2()
     return z, AttentionStatistics(
@@ -90,7 +83,7 @@ def _sizes(q: Tensor, budget: int | None = None) -> tuple[int, int, int]:
     most_rows, elements = _CPU_STRIP if q.device.type == "cpu" else _DEVICE_STRIP
     elements = elements if budget is None else budget
     # causal work wasted above the diagonal is rows / length
-    rows = min(length, max(_FEWEST_ROWS, min(elements // length, most_rows, length // 16)))
+    rows = min(length, max(_MIN_ROWS, min(elements // length, most_rows, length // 16)))
     pairs = max(1, elements // (rows * length))  # of short sequences
     return rows, min(batch, max(1, pairs // heads)), min(heads, pairs)
 
@@ -127,23 +120,15 @@ def _attend(
 
 @dataclass(frozen=True)
 class Strip:
-    """Scaled scores [batch * head, query, key] of some sequences, heads and queries with all keys up to the last query.
-
-    Masked ones are -inf. The next strip overwrites them.
-    """
+    """Scaled scores of some sequences, heads and queries with all keys up to the last query; the next strip overwrites them."""
 
     sequences: slice
     heads: slice
     queries: slice
-    scores: Float[Tensor, "pair query key"]
+    scores: Float[Tensor, "pair query key"]  # pair: batch * head; masked ones are -inf
 
 
-def score_strips(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    *,
-    scale: float | None = None,
-) -> Iterator[Strip]:
+def score_strips(q: Queries, k: Keys, *, scale: float | None = None) -> Iterator[Strip]:
     """Every causal score once, a strip at a time; float32, or float64 for float64 inputs."""
     batch, length, heads, width = q.shape
     rows, n_batch, n_head = _sizes(q)

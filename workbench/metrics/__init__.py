@@ -1,6 +1,6 @@
 """All measures; importing this package registers them in `METRICS`."""
 
 from workbench.metrics import attention, residual, retention, spectrum, values, weights
-from workbench.metrics.base import METRICS, Metric, find, metric
+from workbench.metrics.base import METRICS, Metric, metric
 
-__all__ = ["METRICS", "Metric", "attention", "find", "metric", "residual", "retention", "spectrum", "values", "weights"]
+__all__ = ["METRICS", "Metric", "attention", "metric", "residual", "retention", "spectrum", "values", "weights"]

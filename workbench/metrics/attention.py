@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from workbench.metrics.base import harmonic, metric, wide
+from workbench.statistics.sinks import SINK_MASS
 
 
 def uniform_importance(T: int) -> Tensor:
@@ -47,15 +48,15 @@ def token_importance(received: Float[Tensor, "batch head pos"]) -> Float[Tensor,
 )  # fmt: skip
 def importance_entropy(
     received: Float[Tensor, "batch head pos"], *, deficit: bool = False, per_head: bool = False
-) -> Float[Tensor, "batch *heads"]:
+) -> Float[Tensor, " batch *heads"]:
     """Entropy of token importance: low where attention is concentrated on few tokens.
 
     e = -sum_j p_j ln p_j; deficit = e_uniform(T) - e, 0 for uniform causal attention. `per_head` takes the entropy of each
     head's own column sums. Caution: grows with T, and averaging heads first hides their differences.
     """
     T = received.shape[-1]
-    found = entropy((received if per_head else received.mean(1)).double() / T)
-    return uniform_entropy(T) - found if deficit else found
+    value = entropy((received if per_head else received.mean(1)).double() / T)
+    return uniform_entropy(T) - value if deficit else value
 
 
 @metric(
@@ -74,7 +75,7 @@ class ConcentrationParts:
 
     def __init__(self) -> None:
         self.n, self.negentropy = 0, 0.0  # sum over sequences of sum p ln p
-        self.sum = torch.zeros(0, dtype=torch.double)
+        self.sum = torch.zeros((), dtype=torch.double)
 
     def update(self, received: Float[Tensor, "batch head pos"]) -> None:
         """Add the sequences of a batch."""
@@ -88,7 +89,7 @@ class ConcentrationParts:
 
     def _add(self, n: int, negentropy: float, total: Tensor) -> None:
         self.n, self.negentropy = self.n + n, self.negentropy + negentropy
-        self.sum = total if not len(self.sum) else self.sum + total
+        self.sum = self.sum + total
 
     def result(self) -> dict[str, float]:
         """The whole (no variant) and its parts; NaN without a sequence."""
@@ -106,14 +107,11 @@ def _divergence(p: Tensor, q: Tensor) -> float:
     return float((torch.xlogy(p, p) - torch.xlogy(p, q)).sum())
 
 
-def _uniform_row_entropy(T: int) -> float:
-    return float(torch.arange(1, T + 1, dtype=torch.float64).log().mean())
-
-
 @metric(
     unit="nats", range="0..ln i at query i", reading="lower: the head is more focused", min_length=2,
     source="Shannon entropy of attention rows", variants={"normalised": {"normalised": True}},
-    controls={"uniform_causal": _uniform_row_entropy}, units={"normalised": "share"},
+    controls={"uniform_causal": lambda T: float(torch.arange(1, T + 1, dtype=torch.float64).log().mean())},
+    units={"normalised": "share"},
 )  # fmt: skip
 def row_entropy(
     row_entropy: Float[Tensor, "batch head pos"], *, normalised: bool = False
@@ -147,14 +145,10 @@ def effective_keys(row_entropy: Float[Tensor, "batch head pos"], *, share: bool 
 TOP = 10
 
 
-def _top_uniform(T: int) -> Tensor:
-    return uniform_importance(T)[:TOP]
-
-
 @metric(
     unit="share", range="0..1, falling with the rank", reading="higher: attention is on fewer positions",
     source="Zhou et al. 2024 (ranks 1, 2, 3, 10)", variants={"cumulative": {"cumulative": True}},
-    controls={"uniform_causal": _top_uniform},
+    controls={"uniform_causal": lambda T: uniform_importance(T)[:TOP]},
 )  # fmt: skip
 def top_importance(
     received: Float[Tensor, "batch head pos"], *, cumulative: bool = False
@@ -170,8 +164,7 @@ def top_importance(
 
 @metric(
     unit="ratio", range=">= 0, 1 = uniform causal", reading="higher: attended more than its position explains", min_length=2,
-    source="column sums over those of uniform causal attention",
-    controls={"uniform_causal": lambda T: 1.0},
+    source="column sums over those of uniform causal attention", controls={"uniform_causal": lambda T: 1.0},
 )  # fmt: skip
 def received_ratio(received: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch pos"]:
     """Attention each position receives over what uniform causal attention would give it; heads averaged.
@@ -234,14 +227,14 @@ def norm_weighted_importance(
     unit="share of heads", range="0..1", reading="higher: more heads are sinks", min_length=64,
     source="Gu et al. 2024, arXiv 2410.10781 (T = 64, threshold 0.3, first token)", controls={"uniform_causal": lambda T: 0.0},
 )  # fmt: skip
-def sink_rate(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch"]:
+def sink_rate(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, " batch"]:
     """Fraction of a layer's heads that give the first token more than 0.3 of their attention on average.
 
     alpha = mean over queries i = 1..64 of A_i1; the head counts where alpha > 0.3. Always read on the first 64 positions,
     because the rate falls with T (uniform causal attention has alpha 0.074 there). A fraction of heads, not of mass.
     """
     alpha = sink[..., :64].mean(-1)
-    return (alpha > 0.3).to(sink.dtype).where(alpha.isfinite(), alpha).mean(-1)  # NaN is no "no sink"
+    return (alpha > SINK_MASS).to(sink.dtype).where(alpha.isfinite(), alpha).mean(-1)  # NaN is no "no sink"
 
 
 @metric(
@@ -253,14 +246,11 @@ def sink_mass(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch hea
     return sink[..., 1:].mean(-1)
 
 
-def _uniform_stripe(T: int) -> float:
-    return (harmonic(T) - harmonic(T // 2)) / (T - T // 2)
-
-
 @metric(
     unit="share", range="0..1", reading="higher: the head copies what followed last time", min_length=4,
     source="Olsson et al. 2022, In-context Learning and Induction Heads",
-    variants={"previous": {"previous": True}}, controls={"uniform_causal": _uniform_stripe},
+    variants={"previous": {"previous": True}},
+    controls={"uniform_causal": lambda T: (harmonic(T) - harmonic(T // 2)) / (T - T // 2)},
 )  # fmt: skip
 def induction_score(
     rot_q: Float[Tensor, "batch pos head d_head"],

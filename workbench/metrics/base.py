@@ -8,10 +8,8 @@ Three forms, told apart by type. *Per sequence*: a function of named activations
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
-import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +19,6 @@ import torch
 from torch import Tensor
 
 from workbench.errors import UnknownName
-from workbench.files import digest
 from workbench.names import ACTIVATIONS
 
 Form = Literal["per_sequence", "accumulated", "derived"]
@@ -51,6 +48,7 @@ class Metric:
     units: Mapping[str, str] = field(default_factory=dict)
     folds: int = 8
     min_length: int = 1
+    version: int = 1
 
     @property
     def name(self) -> str:
@@ -83,23 +81,6 @@ class Metric:
         named = (site if a == "vectors" else a for a in self.arguments)
         return tuple(a for a in named if a in ACTIVATIONS and a is not None)
 
-    def version(self) -> str:
-        """Changes with the code and the declared options, so stored results of older code are not taken for new ones."""
-        module = self.function.__module__
-        code = _sources(module) if module.startswith(PACKAGE) else [inspect.getsource(self.function)]
-        return digest(*code, self.name, dict(self.variants), sorted(self.controls), self.sites)
-
-
-PACKAGE = __name__.rpartition(".")[0] + "."
-
-
-@functools.cache
-def _sources(module: str) -> list[str]:
-    """Source of a module of ours and of those whose names it uses: helpers and base classes count too."""
-    used = {getattr(value, "__module__", None) or "" for value in vars(sys.modules[module]).values()}
-    ours = {name for name in used if name.startswith(PACKAGE) and name != __name__}
-    return [inspect.getsource(sys.modules[name]) for name in sorted(ours | {module})]
-
 
 METRICS: dict[str, Metric] = {}
 
@@ -116,19 +97,22 @@ def metric(
     units: Mapping[str, str] | None = None,
     folds: int = 8,
     min_length: int = 1,
+    version: int = 1,
 ) -> Callable[[F], F]:
     """Register a measure under its own name.
 
     `sites`: activations a `vectors` argument takes in turn. `variants`: name -> keyword options (`per_head` adds a head
     axis). `controls`: name -> a function of `T` or `tokens` (per sequence) or keyword options (accumulated, derived).
     `units`: unit of a variant where it differs. `folds`: jackknife groups of documents behind an accumulated value's error.
+    `version`: raised whenever the metric's numbers change, through its own code or through a model's or kernel's; stored
+    records of an older version are then measured anew, and only those.
     Raises if the name is taken, an argument is no activation or an axis no column of the records.
     """
 
     def register(function: F) -> F:
         made = Metric(
             function, _form(function), unit, range, reading, source, sites, variants or {}, controls or {}, units or {},
-            folds, min_length,
+            folds, min_length, version,
         )  # fmt: skip
         if made.name in METRICS:
             raise ValueError(f"metric {made.name!r} is registered already")
@@ -152,13 +136,6 @@ def _refuse(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise UnknownName(kind, name, known)
-
-
-def find(name: str) -> Metric:
-    """The registered measure; raises `UnknownName` with the nearest."""
-    if name not in METRICS:
-        raise UnknownName("metric", name, METRICS)
-    return METRICS[name]
 
 
 def wide(x: Tensor) -> Tensor:

@@ -122,14 +122,14 @@ class Discriminant:
         turn = directions * values.clamp_min(floor).rsqrt()
         spread, rotation = torch.linalg.eigh(turn.T @ between @ turn)
         turn, weight = turn @ rotation, counts[:, None] * spread.clamp_min(0)
-        return cls(mean, turn, centres @ turn * (weight / (weight + 1)), (counts / n).log())
+        return cls(mean, turn, centres @ turn * (weight / (weight + 1)), counts.log())
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Vectors in these coordinates, and a last column of ones."""
         return F.pad(((x - self.mean.float()) @ self.turn.float()), (0, 1), value=1.0)
 
     def scores(self, x: Tensor) -> Tensor:
-        """log p(token) - (distance to its centre)^2 / 2, up to a constant of each vector: [pos, tokens]."""
+        """ln(count of the token) - (distance to its centre)^2 / 2, up to a constant of each vector: [pos, tokens]."""
         weight = torch.cat((self.centres, (self.log_counts - self.centres.square().sum(-1) / 2)[:, None]), dim=1)
         return self.coordinates(x) @ weight.float().T
 
@@ -149,9 +149,9 @@ class Prior:
     def nats(self, evidence: Tensor, y: Tensor) -> Tensor:
         """-log p [pos]: `evidence` [pos, seen] shifts the seen tokens' share among themselves."""
         mine = self.log_p[self.seen]
-        place = torch.searchsorted(self.seen, y).clamp_max(len(self.seen) - 1)
-        told = (mine + evidence).log_softmax(-1).gather(1, place[:, None])[:, 0] + mine.logsumexp(0)
-        return -torch.where(self.seen[place] == y, told, self.log_p[y])
+        index = torch.searchsorted(self.seen, y).clamp_max(len(self.seen) - 1)
+        log_p = (mine + evidence).log_softmax(-1).gather(1, index[:, None])[:, 0] + mine.logsumexp(0)
+        return -torch.where(self.seen[index] == y, log_p, self.log_p[y])
 
     def ceiling(self, y: Tensor) -> Tensor:
         """Nats above the unigram [pos] of a lookup of the token."""
@@ -171,8 +171,8 @@ class Prior:
             evidence = sharpness * (scores - prior)
             unigram = -self.log_p[y]
             right = self.seen[(prior + evidence).argmax(-1)] == y
-            told = (unigram - self.nats(evidence, y)) / LN2, right.float(), unigram / LN2, self.ceiling(y) / LN2
-            rows.append(torch.stack([part.double().mean() for part in told]))
+            numbers = (unigram - self.nats(evidence, y)) / LN2, right.float(), unigram / LN2, self.ceiling(y) / LN2
+            rows.append(torch.stack([part.double().mean() for part in numbers]))
         return torch.stack(rows)
 
 

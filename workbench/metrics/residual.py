@@ -22,7 +22,7 @@ def hidden_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "ba
     unit="ratio", range="> 0, 1 = none", reading="higher: the first token's state towers over the others", min_length=2,
     source="Zhou et al. 2024; Guo et al. 2024", sites=("stream",), controls={"none": lambda T: 1.0},
 )  # fmt: skip
-def hidden_peak(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch"]:
+def hidden_peak(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, " batch"]:
     """Norm of the first position's state over the mean norm of the others.
 
     ||h_0|| / mean over t > 0 of ||h_t||. Caution: above 1 at random init already where values are shared, since position 0
@@ -44,7 +44,7 @@ def repetition_floor(tokens: Tensor) -> Tensor:
     source="Zhou et al. 2024; Shi et al. 2022, arXiv 2202.08625", sites=("stream", "v", "own_v", "z"),
     variants={"excl0": {"skip": 1}}, controls={"token_repetition": repetition_floor},
 )  # fmt: skip
-def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 0) -> Float[Tensor, "batch"]:
+def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 0) -> Float[Tensor, " batch"]:
     """Mean cosine between the vectors of all pairs of positions.
 
     (||sum_t u_t||^2 - T) / (T (T - 1)) with unit vectors u_t: the closed form of the mean off-diagonal cosine, in O(T d).
@@ -65,7 +65,7 @@ def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 
     source="Wang et al. 2022, arXiv 2203.05962 (Frobenius form of Dong et al. 2021)", variants={"excl0": {"skip": 1}},
     controls={"orthogonal": lambda T: (1.0 - 1.0 / T) ** 0.5},
 )  # fmt: skip
-def collapse_residual(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 0) -> Float[Tensor, "batch"]:
+def collapse_residual(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 0) -> Float[Tensor, " batch"]:
     """What is left of a sequence's vectors after their mean is taken away: ||X - 1 xbar^T||_F / ||X||_F.
 
     0 where all positions hold one vector; sqrt(1 - 1/T) for orthogonal vectors of one length. For unit vectors it is the
@@ -81,7 +81,7 @@ def collapse_residual(vectors: Float[Tensor, "batch pos *width"], *, skip: int =
     source="Sun et al. 2024, arXiv 2402.17762 (an entry is massive above 100 and above 1000 times the median)",
     variants={"count": {"count": True}}, units={"count": "entries"},
 )  # fmt: skip
-def massive_activations(vectors: Float[Tensor, "batch pos *width"], *, count: bool = False) -> Float[Tensor, "batch"]:
+def massive_activations(vectors: Float[Tensor, "batch pos *width"], *, count: bool = False) -> Float[Tensor, " batch"]:
     """Largest entry of the residual stream over the median entry, in absolute value.
 
     `count`: entries above 100 and at least 1000 times the median of their sequence, the published criterion. Caution: small
@@ -97,7 +97,7 @@ def massive_activations(vectors: Float[Tensor, "batch pos *width"], *, count: bo
 @metric(
     unit="nats", range=">= 0", reading="higher: worse prediction", source="mean next-token cross-entropy", min_length=2,
 )  # fmt: skip
-def loss(logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
+def loss(logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
     """Mean next-token cross-entropy of a sequence (perplexity is its exponential, to be taken last)."""
     log_p = wide(logits[:, :-1]).log_softmax(-1)
     return -log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1).mean(-1)

@@ -1,4 +1,4 @@
-"""How much of a token a vector still carries, as far as a linear probe can read it: converged, or a first look from sums."""
+"""How much of a token a vector still carries, as far as a linear probe can read it: converged, or estimated from sums."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from workbench.metrics.base import metric, wide
 from workbench.metrics.probing import ClassSums, Discriminant, Prior, Reservoir, drawn, fitted, key_of
 
 CONTROLLED = ("", "accuracy", "fraction")
-LOOK: Mapping[str, Mapping[str, bool]] = {"accuracy": {}, "fraction": {}, "ceiling": {}, "of_ceiling": {}}
-BITS: Mapping[str, Mapping[str, bool]] = {**LOOK, "spread": {}}
+STREAMED: Mapping[str, Mapping[str, bool]] = {"accuracy": {}, "fraction": {}, "ceiling": {}, "of_ceiling": {}}
+BITS: Mapping[str, Mapping[str, bool]] = {**STREAMED, "spread": {}}
 UNITS = {"accuracy": "share", "fraction": "share", "of_ceiling": "share"}
 CONTROLS = {"shifted": {"shifted": True}, "random_labels": {"random_labels": True}}
 SOURCE = "V-information, Xu et al. 2020; controls after Hewitt and Liang 2019"
@@ -26,7 +26,7 @@ class _Probe:
 
     before = 0  # the target stands this many positions before the vector
     shifted = False
-    errors: Mapping[str, float] = {}  # of what `result` found, over held-out documents
+    errors: Mapping[str, float] = {}  # of what `result` returns, over held-out documents
 
     def update(self, vectors: Float[Tensor, "batch pos *width"], tokens: Int[Tensor, "batch pos"]) -> None:
         """Add a batch of documents."""
@@ -41,8 +41,7 @@ class _Probe:
 
 @metric(
     unit="bits", range="<= entropy of the tokens", reading="higher: more of the token's identity is linearly readable", folds=1,
-    source=SOURCE, sites=("stream", "z", "own_v", "v"), variants=BITS, units=UNITS, controls=CONTROLS,
-    min_length=2,
+    source=SOURCE, sites=("stream", "z", "own_v", "v"), variants=BITS, units=UNITS, controls=CONTROLS, min_length=2,
 )  # fmt: skip
 class TokenProbe(_Probe):
     """Bits of the input token's identity that a linear softmax probe recovers beyond token frequency, fitted to convergence.
@@ -86,19 +85,18 @@ class TokenProbe(_Probe):
         control = self.shifted or self.random_labels
         if len(self.reservoir.kept) < 7 or not self.finite:
             return dict.fromkeys(CONTROLLED if control else ("", *BITS), math.nan)
-        found = [self._held_out(split) for split in range(1 if control else self.splits)]
-        told, self.errors = _told(torch.cat(found))
+        judged = [self._held_out(split) for split in range(1 if control else self.splits)]
+        means, self.errors = _means(torch.cat(judged))
         if control:
-            return {key: told[key] for key in CONTROLLED}
-        return told | {"spread": float(torch.stack([each[:, 0].mean() for each in found]).std())}
+            return {key: means[key] for key in CONTROLLED}
+        return means | {"spread": float(torch.stack([each[:, 0].mean() for each in judged]).std())}
 
     @torch.no_grad()
     def _held_out(self, split: int) -> Tensor:
         """What `Prior.judged` finds on the documents that a split holds out."""
         documents = self.reservoir.sorted()
-        sides = [
-            [d for i, d in enumerate(documents) if (i + split) % 8 in side] for side in ((0, 1, 2, 4, 5), (6,), (3, 7))
-        ]
+        eighths = (0, 1, 2, 4, 5), (6,), (3, 7)
+        sides = [[d for i, d in enumerate(documents) if (i + split) % 8 in side] for side in eighths]
         (x, y), (tune, tuned) = ([torch.cat(part) for part in zip(*side, strict=True)] for side in sides[:2])
         held = sides[2]
         size = 1 + max(int(targets.max()) for _, targets in documents)
@@ -133,11 +131,11 @@ class PreviousTokenProbe(TokenProbe):
 @metric(
     unit="bits", range="<= entropy of the tokens", reading="higher: more of the token's identity is linearly readable", folds=1,
     source="linear discriminant analysis, its class means drawn to the centre as random effects; " + SOURCE,
-    sites=("stream", "z", "own_v", "v"), variants=LOOK, units=UNITS,
+    sites=("stream", "z", "own_v", "v"), variants=STREAMED, units=UNITS,
     controls={"shifted": {"shifted": True}}, min_length=2,
 )  # fmt: skip
 class TokenProbeStreamed(_Probe):
-    """A first look at `token_probe`: the same bits by a probe in closed form, from sums over any number of documents.
+    """`token_probe` estimated: the same bits by a probe in closed form, from sums over any number of documents.
 
     Linear discriminant analysis from each token's count and sum of vectors and the second moment of all; nothing is
     iterated. Sixteen documents at most (a quarter) are held out and eight (an eighth) set the temperature: those with the
@@ -176,7 +174,7 @@ class TokenProbeStreamed(_Probe):
         """{"": bits, and the variants} on the held-out documents; NaN with fewer than seven documents."""
         documents = self.reservoir.sorted()
         n = self.seen + len(documents)
-        names = CONTROLLED if self.shifted else ("", *LOOK)
+        names = CONTROLLED if self.shifted else ("", *STREAMED)
         if n < 7 or not (self.sums.second.isfinite().all() and all(x.isfinite().all() for x, _ in documents)):
             return dict.fromkeys(names, math.nan)
         first, last = min(self.held, n // 4), min(self.held, n // 4) + min(self.tuned, max(n // 8, 1))
@@ -188,21 +186,20 @@ class TokenProbeStreamed(_Probe):
         basis, (seen, counts, _) = Discriminant.of(sums), sums.ascending()
         size = 1 + max(int(seen[-1]), *(int(y.max()) for _, y in documents))
         prior = Prior.of(tune[1].bincount(minlength=size).index_add(0, seen, counts.long()), seen)
-        told, self.errors = _told(
-            prior.judged((basis.scores(tune[0]), tune[1]), [(basis.scores(x), y) for x, y in held])
-        )
-        return {key: told[key] for key in names}
+        judged = prior.judged((basis.scores(tune[0]), tune[1]), [(basis.scores(x), y) for x, y in held])
+        means, self.errors = _means(judged)
+        return {key: means[key] for key in names}
 
 
 @metric(
     unit="bits", range="<= entropy of the tokens", reading="higher: the vector has mixed in its neighbour", folds=1,
-    source="linear discriminant analysis, as `token_probe_streamed`", sites=("stream", "z"), variants=LOOK,
+    source="linear discriminant analysis, as `token_probe_streamed`", sites=("stream", "z"), variants=STREAMED,
     units=UNITS, controls={"shifted": {"shifted": True}}, min_length=4,
 )  # fmt: skip
 class PreviousTokenProbeStreamed(TokenProbeStreamed):
-    """A first look at `previous_token_probe`: as `token_probe_streamed`, with the target one position before.
+    """`previous_token_probe` estimated: as `token_probe_streamed`, with the target one position before.
 
-    Caution: worse than the first look at the token itself, since what is mixed in is a small part of the vector.
+    Caution: worse than the estimate of the token itself, since what is mixed in is a small part of the vector.
     """
 
     before = 1
@@ -217,12 +214,12 @@ def _random_labels(y: Tensor, size: int, seed: int) -> Tensor:
     return label
 
 
-def _told(judged: Tensor) -> tuple[dict[str, float], dict[str, float]]:
+def _means(judged: Tensor) -> tuple[dict[str, float], dict[str, float]]:
     """Means over documents under the variants' names, and their standard errors, from what `Prior.judged` finds."""
     bits, accuracy, unigram, ceiling = judged.mean(0).tolist()
     share = bits / ceiling if ceiling > 0 else math.nan
-    told = {"": bits, "accuracy": accuracy, "fraction": bits / unigram, "ceiling": ceiling, "of_ceiling": share}
+    means = {"": bits, "accuracy": accuracy, "fraction": bits / unigram, "ceiling": ceiling, "of_ceiling": share}
     if len(judged) < 2:
-        return told, {}
+        return means, {}
     errors = (judged.std(0) / math.sqrt(len(judged))).tolist()
-    return told, {"": errors[0], "accuracy": errors[1], "ceiling": errors[3]}
+    return means, {"": errors[0], "accuracy": errors[1], "ceiling": errors[3]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from workbench.metrics.base import metric, wide
 
-MOST_EIGENVALUES = 32
+MAX_EIGENVALUES = 32
 KEPT_VARIANCE = 0.99
 
 
@@ -20,8 +21,8 @@ class _Moments:
 
     def __init__(self) -> None:
         self.n = 0
-        self.sum = torch.zeros(0, dtype=torch.double)
-        self.second = torch.zeros(0, 0, dtype=torch.double)
+        self.sum = torch.zeros((), dtype=torch.double)
+        self.second = torch.zeros((), dtype=torch.double)
 
     def update(self, vectors: Float[Tensor, "batch pos *width"]) -> None:
         """Add the vectors of a batch, all heads of a position together."""
@@ -34,9 +35,7 @@ class _Moments:
             self._add(other.n, other.sum, other.second)
 
     def _add(self, n: int, total: Tensor, second: Tensor) -> None:
-        self.n += n
-        self.sum = total if not len(self.sum) else self.sum + total
-        self.second = second if not len(self.second) else self.second + second
+        self.n, self.sum, self.second = self.n + n, self.sum + total, self.second + second
 
     def eigenvalues(self, *, centred: bool = False) -> Tensor:
         """Eigenvalues of the second moment (1/N) sum v v^T, or of the covariance; descending, none below 0.
@@ -56,15 +55,18 @@ class _Moments:
     unit="directions", range="1..D", reading="higher: more directions in use", sites=("v", "own_v", "stream", "z"), min_length=2,
     source="Zhou et al. 2024 (spectra of values); effective rank: Roy and Vetterli 2007; participation: Gao et al. 2017",
     variants={"participation": {}, "pcs_99": {}, "top_share": {}, "trace": {}},
-    units={"top_share": "share", "trace": "norm squared"},
+    units={"top_share": "share", "trace": "norm squared"}, version=2,
 )  # fmt: skip
 class EffectiveRank(_Moments):
     """Directions that vectors use, from the eigenvalues mu of their uncentred second moment (1/N) sum v v^T.
 
     exp(-sum q ln q) with q = mu / sum mu (the eigenvalue form). `participation`: (sum mu)^2 / sum mu^2. `pcs_99`: principal
-    components for 99 % of the centred variance. `top_share`: mu_1 / sum mu. `trace`: sum mu = mean ||v||^2, the scale that
+    components for 99 % of the centred variance (without an error bar: a count jumps, and eight groups of documents would
+    cover 32 % of what they say they do). `top_share`: mu_1 / sum mu. `trace`: sum mu = mean ||v||^2, the scale that
     the others are free of. Caution: limited by the number of vectors; compare models on the same tokens, and with step 0.
     """
+
+    errors: Mapping[str, float] = MappingProxyType({"pcs_99": math.nan})
 
     def result(self) -> Mapping[str, float]:
         """{"": effective rank, and the variants}; NaN without vectors or where they are all zero."""
@@ -93,7 +95,7 @@ class Spectrum(_Moments):
     def result(self) -> Mapping[str, list[float]]:
         """{"": one share for each eigenvalue}; NaN without vectors."""
         mu = self.eigenvalues() if self.n else torch.tensor([math.nan])
-        return {"": (mu / mu.sum())[:MOST_EIGENVALUES].tolist()}
+        return {"": (mu / mu.sum())[:MAX_EIGENVALUES].tolist()}
 
 
 @metric(
@@ -114,7 +116,7 @@ def head_rank(
     """
     x = wide(vectors).transpose(1, 2)
     moment = x.mT @ x
-    finite = moment.isfinite().all(-1).all(-1)
+    finite = moment.isfinite().all((-2, -1))
     mu = torch.linalg.eigvalsh(moment.where(finite[..., None, None], 0)).clamp_min(0).double()
     q = mu / mu.sum(-1, keepdim=True)
     return q[..., -1] if top else torch.special.entr(q).sum(-1).exp()

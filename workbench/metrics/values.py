@@ -25,7 +25,7 @@ def value_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "bat
     unit="ratio", range="> 0, 1 = none", reading="lower: the first token's value is drained", min_length=2,
     source="Guo et al. 2024, arXiv 2410.13835; Zhou et al. 2024", sites=("v", "own_v"), controls={"none": lambda T: 1.0},
 )  # fmt: skip
-def value_drain(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch"]:
+def value_drain(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, " batch"]:
     """Norm of the first position's value over the median norm of the others: ||v_0|| / median over t > 0 of ||v_t||."""
     norms = wide(vectors.flatten(2)).norm(dim=-1)
     return norms[:, 0] / norms[:, 1:].quantile(0.5, dim=-1)

@@ -21,14 +21,9 @@ class Row(NamedTuple):
 
 
 PARTS = {
-    "q_proj": "W_Q",
-    "k_proj": "W_K",
-    "v_proj": "W_V",
-    "o_proj": "W_O",
-    "gate_proj": "W_gate",
-    "up_proj": "W_up",
+    "q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "W_O", "gate_proj": "W_gate", "up_proj": "W_up",
     "down_proj": "W_down",
-}
+}  # fmt: skip
 
 
 def part_of(name: str) -> tuple[str, int | None]:
@@ -62,8 +57,8 @@ def gradient_norm(
 
 def _norms(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
     """Frobenius norms in one launch; float32 also where the tensors are narrower."""
-    found = list(tensors)
-    return torch._foreach_norm(found, 2, torch.promote_types(found[0].dtype, torch.float32))
+    together = list(tensors)
+    return torch._foreach_norm(together, 2, torch.promote_types(together[0].dtype, torch.float32))
 
 
 class Decoded(Protocol):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from workbench.names import QUADRATIC
+from workbench.errors import suggest
+from workbench.names import QUADRATIC, ByHookName, hook_name
 
 
 def causal_scores(q: Tensor, k: Tensor) -> Tensor:
@@ -28,11 +29,11 @@ def probabilities(scores: Tensor, dtype: torch.dtype) -> Tensor:
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
 
 
-class RebuiltPatterns(dict[Any, Tensor]):
+class RebuiltPatterns(ByHookName[Tensor]):
     """Cached activations; scores and patterns are rebuilt from rotated queries and keys when they are named."""
 
     recipes: Sequence[Any] = ()
-    """How to rebuild those of layers whose attention is no single softmax (`attention.Recipe`)."""
+    """How to rebuild those of layers whose attention is no single softmax (`joint_attention.Recipe`)."""
 
     def with_recipes(self, recipes: Sequence[Any]) -> RebuiltPatterns:
         """These activations, which know further recipes."""
@@ -42,6 +43,8 @@ class RebuiltPatterns(dict[Any, Tensor]):
     def __missing__(self, key: Any) -> Tensor:
         if key not in self:
             raise KeyError(key)
+        if (name := hook_name(key)) != key:
+            return self[name]
         for recipe in self.recipes:
             if key in recipe.makes:
                 return recipe(self, key)
@@ -53,10 +56,11 @@ class RebuiltPatterns(dict[Any, Tensor]):
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
             return True
+        key = hook_name(str(key))
         for recipe in self.recipes:
             if key in recipe.makes:
                 return recipe.needs <= self.keys()
-        stem, _, point = str(key).rpartition(".")
+        stem, _, point = key.rpartition(".")
         return point in QUADRATIC and {f"{stem}.hook_rot_q", f"{stem}.hook_rot_k"} <= self.keys()
 
 
@@ -72,17 +76,18 @@ def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
     def exact(self: Cache, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
+        arguments = bound.arguments
         model: Any = self.model
-        n_layers, labelled = model.cfg.n_layers, given["return_labels"]
-        layer = n_layers if given["layer"] in (None, -1) else given["layer"]
-        paths = model.stream_paths(layer, mid=given.get("mlp_input", False), cache=self.cache_dict)
+        n_layers, labelled = model.cfg.n_layers, arguments["return_labels"]
+        layer = n_layers if arguments["layer"] in (None, -1) else arguments["layer"]
+        paths = model.stream_paths(layer, mid=arguments.get("mlp_input", False), cache=self.cache_dict)
         tensors = RebuiltPatterns(self.cache_dict)
         if 0 < layer < n_layers:  # the stream at this layer; a block's output may still be averaged on its way there
             tensors[f"blocks.{layer - 1}.hook_resid_post"] = self["resid_pre", layer]
-        given |= {"self": ActivationCache(tensors, self.model, self.has_batch_dim), "return_labels": True}
+        arguments |= {"self": ActivationCache(tensors, self.model, self.has_batch_dim), "return_labels": True}
         parts, labels = method(*bound.args, **bound.kwargs)
-        weights = [paths.get(re.sub(r"^L(\d+)([HN]).*", _output_of, label), 1.0) for label in labels]
+        heads = [re.sub(r"^L(\d+)H.*", r"\1_attn_out", label) for label in labels]
+        weights = [paths.get(re.sub(r"^L(\d+)N.*", r"\1_mlp_out", label), 1.0) for label in heads]
         if any(weight != 1.0 for weight in weights):
             total = parts.sum(0)
             parts = parts * parts.new_tensor(weights).view(-1, *[1] * (parts.ndim - 1))
@@ -91,10 +96,6 @@ def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
         return (parts, labels) if labelled else parts
 
     return exact
-
-
-def _output_of(match: re.Match[str]) -> str:
-    return f"{match[1]}_{'attn' if match[2] == 'H' else 'mlp'}_out"
 
 
 class Cache(ActivationCache):
@@ -112,14 +113,15 @@ class Cache(ActivationCache):
     get_full_resid_decomposition = arriving(ActivationCache.get_full_resid_decomposition)
 
     def __getitem__(self, key: Any) -> Tensor:
-        """By name or shorthand; `(name, layer, branch)` with a branch as `own`, `first`, `source.2`, `cross`."""
+        """By name or shorthand; `(name, layer, branch)` with a branch as `own`, `source.2`, `first` (`source.0`), `cross`."""
         if isinstance(key, tuple) and len(key) == 3 and re.match(r"(own|first|source|table|cross)\b", str(key[2])):
             point, layer, branch = key
             layer = layer + self.model.cfg.n_layers if layer < 0 else layer
             key = f"blocks.{layer}.attn.{branch}.hook_{point}"
-            if key not in self.cache_dict:
-                raise KeyError(key)
-        return super().__getitem__(key)
+        try:
+            return super().__getitem__(key)
+        except KeyError as error:  # of the name that a shorthand stands for
+            raise KeyError(f"no {key!r} was cached; {suggest(str(error.args[0]), list(self.cache_dict))}") from None
 
     def to(self, device: str | torch.device) -> Cache:
         """The same cache with its tensors on a device."""

@@ -43,39 +43,38 @@ class KeyValueCache:
         if owner is not model:
             raise BadData("this cache belongs to another model: make one with model.new_cache(batch)")
         if len(ids) != self.batch:
-            raise BadData(
-                f"the cache holds {self.batch} sequences, these are {len(ids)}; make one with new_cache({len(ids)})"
-            )
+            n = len(ids)
+            raise BadData(f"the cache holds {self.batch} sequences, these are {n}; make one with new_cache({n})")
         if self.length + ids.shape[1] > self.capacity:
             raise BadData(
                 f"{self.length} cached and {ids.shape[1]} new tokens exceed the cache's {self.capacity}"
                 f" (the model's context is n_ctx={model.config.n_ctx}); room for {self.capacity - self.length}"
             )
 
-    def extend(self, name: str, layer: int, new: Tensor, *, lender: Any = None, borrowed: bool = False) -> Tensor:
+    def extend(self, name: str, layer: int, new: Tensor, *, source: Any = None, shared: bool = False) -> Tensor:
         """All positions' keys or values [batch, pos, kv_head, d_head] at a layer, the new ones last.
 
-        `borrowed`: the tensor is the lender's as it is, so nothing is stored. A layer that borrowed until a hook changed
-        its tensor gets an entry of its own, with the lender's past.
+        `shared`: the tensor is that of the layer `source` as it is, so nothing is stored. A layer that shared until a hook
+        changed its tensor gets an entry of its own, with the source's past.
         """
         end = self.length + new.shape[1]
-        if borrowed and (name, layer) not in self.entries:
-            found = self.entries[name, lender][:, :end]
+        if shared and (name, layer) not in self.entries:
+            full = self.entries[name, source][:, :end]
         else:
-            buffer = self._room(name, layer, new, end, lender)
+            buffer = self._room(name, layer, new, end, source)
             buffer[:, self.length : end] = new
-            found = buffer[:, :end]
-        self.note(found)
-        return found if found.dtype == new.dtype else found.to(new.dtype)
+            full = buffer[:, :end]
+        self.note(full)
+        return full if full.dtype == new.dtype else full.to(new.dtype)
 
     @torch.inference_mode(False)  # what inference mode allocates could not be written outside it
-    def _room(self, name: str, layer: int, new: Tensor, end: int, lender: Any) -> Tensor:
+    def _room(self, name: str, layer: int, new: Tensor, end: int, source: Any) -> Tensor:
         held = self.entries.get((name, layer))
         if held is not None and held.shape[1] >= end:
             return held
         size = min(self.capacity, max(end, 2 * held.shape[1])) if held is not None else max(end, self.reserve)
         buffer = new.new_empty((self.batch, size, *new.shape[2:]), dtype=self.dtype or new.dtype)
-        past = held if held is not None else self.entries.get((name, lender))
+        past = held if held is not None else self.entries.get((name, source))
         if self.length:
             assert past is not None, f"{name} of layer {layer} has no past"
             buffer[:, : self.length] = past[:, : self.length]
@@ -86,9 +85,7 @@ class KeyValueCache:
 
     def note(self, read: Tensor) -> None:
         """Count what an attention reads."""
-        self._read += (
-            read.shape[0] * read.shape[1] * read.shape[2] * read.shape[3] * (self.dtype or read.dtype).itemsize
-        )
+        self._read += read.numel() * (self.dtype or read.dtype).itemsize
 
     def advance(self, new: int) -> None:
         """End of a forward pass over `new` tokens."""
@@ -97,7 +94,7 @@ class KeyValueCache:
 
     @torch.inference_mode(False)
     def clone(self) -> KeyValueCache:
-        """A copy that goes its own way: two continuations of one prompt."""
+        """An independent copy, for two continuations of one prompt."""
         twin = copy.copy(self)
         twin.entries, twin._made = {key: entry.clone() for key, entry in self.entries.items()}, list(self._made)
         return twin

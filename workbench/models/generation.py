@@ -12,22 +12,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from workbench.config import ModelConfig
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest
-
-if TYPE_CHECKING:
-    from workbench.models.cache import KeyValueCache
-    from workbench.models.hooked import HookedModel
+from workbench.models.cache import KeyValueCache
 
 HALF = "\ufffd"  # what a decoder writes for bytes that are no whole character, perhaps not yet
-CONTEXT = (
-    8  # tokens of the prompt that the first new one is decoded with: some tokenizers write a first token differently
-)
+CONTEXT = 8  # tokens of the prompt to decode the first new one with: some tokenizers write a first token differently
+
+
+class Decoder(Protocol):
+    """What generation needs of a model; `HookedModel` has it."""
+
+    config: ModelConfig
+    tokenizer: Any
+
+    def to_tokens(self, text: Any) -> Tensor:
+        """Token ids [batch, pos]."""
+
+    def new_cache(self, batch: int = 1, *, reserve: int = 0) -> KeyValueCache:
+        """An empty key-value cache."""
+
+    def __call__(self, tokens: Tensor, *, past_kv_cache: KeyValueCache | None = None) -> Tensor:
+        """Logits [batch, pos, d_vocab]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +65,8 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         mass = self.probabilities(logits).cumsum(-1)
-        found = torch.searchsorted(mass, drawn[:, None] * mass[:, -1:], right=True)[:, 0]
-        return found.minimum((mass < mass[:, -1:]).sum(-1))  # rounding may reach the whole mass
+        chosen = torch.searchsorted(mass, drawn[:, None] * mass[:, -1:], right=True)[:, 0]
+        return chosen.minimum((mass < mass[:, -1:]).sum(-1))  # rounding may reach the whole mass
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What is drawn from [batch, d_vocab], in float32 or better; the filters leave one token or more."""
@@ -84,7 +96,8 @@ class Writer:
         self.ids.append(token)
         before, now = (self.tokenizer.decode(self.ids[self.start : end]) for end in (self.read, None))
         if not now.endswith(HALF):
-            self._write(now[len(before) :])
+            self.held += now[len(before) :]
+            self.start, self.read = self.read, len(self.ids)
         at = [i for stop in self.stops if (i := self.held.find(stop)) >= 0]
         if at:
             self.stopped = True
@@ -93,10 +106,6 @@ class Writer:
         keep = max((n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
         piece, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return piece
-
-    def _write(self, text: str) -> None:
-        self.held += text
-        self.start, self.read = self.read, len(self.ids)
 
     def end(self) -> str:
         """What is left when nothing follows."""
@@ -130,7 +139,7 @@ class Generated:
     texts: list[str]
 
 
-def generate(model: HookedModel, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Generated:
+def generate(model: Decoder, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Generated:
     """Everything about a continuation; options as in `HookedModel.generate`."""
     columns = [model.to_tokens(prompt)]
     lengths = [columns[0].shape[1]] * len(columns[0])
@@ -143,10 +152,9 @@ def generate(model: HookedModel, prompt: Any, max_new_tokens: int = 64, **option
     return Generated(torch.cat(columns, 1), lengths, ended, texts)
 
 
-def stream(model: HookedModel, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Iterator[Any]:
+def stream(model: Decoder, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Iterator[Any]:
     """One item for each new token, in the form of the prompt; refuses at once, runs as it is read."""
-    found = steps(model, prompt, max_new_tokens, **options)
-    items = (step.texts if is_text(prompt) else step.ids for step in found)
+    items = (step.texts if is_text(prompt) else step.ids for step in steps(model, prompt, max_new_tokens, **options))
     if not is_single(prompt):
         return items
     return (item[0] if isinstance(item, list) else int(item[0]) for item in items)
@@ -163,7 +171,7 @@ def is_single(prompt: Any) -> bool:
 
 
 def steps(
-    model: HookedModel,
+    model: Decoder,
     prompt: Any,
     max_new_tokens: int = 64,
     *,
@@ -186,12 +194,13 @@ def steps(
     sampling.check(vocabulary)
     if seed is None and temperature:
         seed = int(torch.randint(2**63 - 1, ()))
+    row_seeds = [int(digest("generate", seed, row), 16) % 2**63 for row in range(len(ids))]
     return _Decoding(
         model=model,
         cache=model.new_cache(len(ids), reserve=ids.shape[1] + max_new_tokens - 1) if use_cache else None,
         sampling=sampling,
         vocabulary=vocabulary,
-        generators=[_generator(seed, row) for row in range(len(ids))] if temperature else [],
+        generators=[torch.Generator().manual_seed(s) for s in row_seeds] if temperature else [],
         writers=[Writer(model.tokenizer, row, strings) for row in ids.tolist()] if writing else [],
         ends=ends,
         padding=_end_of(model),
@@ -202,7 +211,7 @@ def steps(
 class _Decoding:
     """What stays the same from token to token."""
 
-    model: HookedModel
+    model: Decoder
     cache: KeyValueCache | None
     sampling: Sampling
     vocabulary: int
@@ -233,11 +242,9 @@ class _Decoding:
     def _chosen(self, ids: Tensor, new: Tensor) -> Tensor:
         """The next token of every row [batch]."""
         logits = self.model(ids) if self.cache is None else self.model(new, past_kv_cache=self.cache)
-        logits = logits[:, -1, : self.vocabulary]
+        logits, n = logits[:, -1, : self.vocabulary], ids.shape[1]
         if not bool(logits.amax(-1).isfinite().all()):
-            raise BadData(
-                f"the logits after {ids.shape[1]} tokens have no finite maximum: weights or a hook make NaN or infinity"
-            )
+            raise BadData(f"the logits after {n} tokens have no finite maximum: weights or a hook make NaN or infinity")
         draws = [torch.rand((), generator=g) for g in self.generators] or [torch.zeros(())] * len(ids)
         return self.sampling.choose(logits, torch.stack(draws).to(logits.device))
 
@@ -254,11 +261,7 @@ def _refuse_length(count: Any, prompt: int, n_ctx: int) -> None:
         )
 
 
-def _generator(seed: int | None, row: int) -> torch.Generator:
-    return torch.Generator().manual_seed(int(digest("generate", seed, row), 16) % 2**63)
-
-
-def _end_of(model: HookedModel) -> int | None:
+def _end_of(model: Decoder) -> int | None:
     """The tokenizer's end of a document, None where there is none."""
     if model.tokenizer is None:
         return None
@@ -268,12 +271,12 @@ def _end_of(model: HookedModel) -> int | None:
         return None
 
 
-def _stops(model: HookedModel, stop: Any) -> tuple[set[int], list[str]]:
+def _stops(model: Decoder, stop: Any) -> tuple[set[int], list[str]]:
     """Ids and strings that end a row."""
-    given = list(stop) if isinstance(stop, list | tuple | set | frozenset) else [] if stop is None else [stop]
+    stops = list(stop) if isinstance(stop, list | tuple | set | frozenset) else [] if stop is None else [stop]
     end, d_vocab = _end_of(model), model.config.d_vocab
-    ends, strings = {end} if end is not None and (given or stop is None) else set[int](), list[str]()
-    for one in given:
+    ends, strings = {end} if end is not None and (stops or stop is None) else set[int](), list[str]()
+    for one in stops:
         if isinstance(one, str) and one:
             strings.append(one)
         elif _is_count(one, 0, d_vocab - 1):

@@ -1,4 +1,4 @@
-"""Running a model with hooks: caches, gradients of activations, one lock, and what TransformerLens' tools ask for."""
+"""Running a model with hooks: caches, gradients of activations, one lock, and what TransformerLens' tools need."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig
-from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice
 
 from workbench.config import ModelConfig
@@ -21,9 +20,9 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.models import generation
 from workbench.models.activations import Cache, RebuiltPatterns
 from workbench.models.cache import KeyValueCache
+from workbench.models.hook_points import HookedModule, HookPoint, HookState, cache_submodules, is_hooked, outside_graphs
 from workbench.models.lens_tools import LensTools
-from workbench.models.points import Part, Point, Switch, hooked
-from workbench.names import QUADRATIC, is_statistic, position_axis
+from workbench.names import QUADRATIC, ByHookName, NamedHookPoints, either_name, hook_name, is_statistic, position_axis
 
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -42,7 +41,7 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
     return loss.unflatten(0, (tokens.shape[0], -1)) if per_token else loss
 
 
-class HookedModel(LensTools, HookedRootModule):
+class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
     """A hooked decoder on token ids or text. One thread at a time runs it: hooks are state of the module.
 
     Subclasses define `logits(tokens)` and call `setup()` last.
@@ -64,24 +63,13 @@ class HookedModel(LensTools, HookedRootModule):
         self.tokenizer: Any = None
         self.absent: dict[str, str] = {}  # hook points one would expect -> why this model lacks them
         self.lock = threading.RLock()
-        self.switch = Switch(self)
+        self.hook_state = HookState(self)
         self._cfg = TransformerBridgeConfig(
-            d_model=config.d_model,
-            d_head=config.d_head,
-            n_layers=config.n_layers,
-            n_ctx=config.n_ctx,
-            n_heads=config.n_heads,
-            n_key_value_heads=config.n_key_value_heads,
-            d_mlp=config.d_mlp,
-            d_vocab=config.d_vocab,
-            act_fn="silu",
-            gated_mlp=True,
-            normalization_type="RMS",
-            final_rms=True,
-            eps=config.rms_norm_eps,
-            rotary_base=config.rope_theta,
-            default_prepend_bos=False,
-        )
+            d_model=config.d_model, d_head=config.d_head, n_layers=config.n_layers, n_ctx=config.n_ctx,
+            n_heads=config.n_heads, n_key_value_heads=config.n_key_value_heads, d_mlp=config.d_mlp,
+            d_vocab=config.d_vocab, act_fn="silu", gated_mlp=True, normalization_type="RMS", final_rms=True,
+            eps=config.rms_norm_eps, rotary_base=config.rope_theta, default_prepend_bos=False,
+        )  # fmt: skip
 
     def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""
@@ -126,9 +114,15 @@ class HookedModel(LensTools, HookedRootModule):
             raise UnknownName("return_type", return_type, ["logits", "loss", "both"])
         ids = self.to_tokens(tokens)
         if torch.compiler.is_compiling():
-            if self.switch.on or past_kv_cache is not None:
-                return uncompiled(self)(ids, return_type, loss_per_token=loss_per_token, past_kv_cache=past_kv_cache)
-            logits = self.logits(ids)
+            if self.hook_state.enabled:
+                run = outside_graphs(self)
+                return run(ids, return_type, loss_per_token=loss_per_token, past_kv_cache=past_kv_cache)
+            if past_kv_cache is None:
+                logits = self.logits(ids)
+            else:
+                with torch.no_grad():
+                    past_kv_cache.check(self, ids)
+                    logits = self.logits(ids, past_kv_cache)
         elif past_kv_cache is not None:
             with self.lock, torch.no_grad():
                 past_kv_cache.check(self, ids)
@@ -145,11 +139,14 @@ class HookedModel(LensTools, HookedRootModule):
         return loss if return_type == "loss" else (logits, loss)
 
     def setup(self) -> None:
-        """Name the hook points and share the switch among them and their parts."""
+        """Name the hook points and share the hook state among all modules that have or are any."""
         super().setup()
+        self.mod_dict, self.hook_dict = ByHookName(self.mod_dict), ByHookName(self.hook_dict)
         for module in self.modules():
-            if isinstance(module, Part | Point):
-                module.switch = self.switch
+            if isinstance(module, HookedModule | HookPoint):
+                module.hook_state = self.hook_state
+            if isinstance(module, HookedModule):
+                cache_submodules(module)
 
     def new_cache(self, batch: int = 1, *, reserve: int = 0, dtype: torch.dtype | None = None) -> KeyValueCache:
         """An empty key-value cache for `batch` sequences; `reserve` tokens of room at once, `dtype` of what is stored."""
@@ -186,11 +183,11 @@ class HookedModel(LensTools, HookedRootModule):
         `generation.generate` says also how long each row is and what ended it. Raises `BadData` beyond the context,
         before anything runs, and `WorkbenchError` for options out of range.
         """
-        found = generation.generate(
+        result = generation.generate(
             self, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop,
             use_cache=use_cache,
         )  # fmt: skip
-        whole = found.texts if generation.is_text(prompt) else found.ids
+        whole = result.texts if generation.is_text(prompt) else result.ids
         return whole[0] if generation.is_single(prompt) else whole
 
     def stream(self, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Iterator[Any]:
@@ -204,10 +201,10 @@ class HookedModel(LensTools, HookedRootModule):
         return self._run(self.logits, ids) if cache is None else self._run(self.logits, ids, cache)
 
     def _run(self, how: Callable[..., Any], ids: Tensor, *more: Any) -> Any:
-        if self.switch.on:
-            self.switch.rest()  # before looking, so that whoever comes meanwhile is not missed
-            if any(map(hooked, self.hook_points())):
-                self.switch.listen()
+        if self.hook_state.enabled:
+            self.hook_state.disable()  # before the check, so that a hook registered meanwhile enables them again
+            if any(map(is_hooked, self.hook_points())):
+                self.hook_state.enable()
         try:
             return how(ids, *more)
         except IndexError:  # from the embedding
@@ -222,33 +219,27 @@ class HookedModel(LensTools, HookedRootModule):
     def to_tokens(self, text: Any, prepend_bos: bool | None = None) -> Tensor:
         """Token ids [batch, pos] on the model's device, from text, a list of equally long texts, or ids."""
         ids = text
-        if isinstance(text, str) or (isinstance(text, list | tuple) and text and isinstance(text[0], str)):
+        if generation.is_text(text):
             if self.tokenizer is None:
                 raise BadData("this model came without a tokenizer: give token ids instead of text")
             rows = [self.tokenizer.encode(t) for t in ([text] if isinstance(text, str) else text)]
             if prepend_bos:
                 rows = [[self.tokenizer.bos_id, *row] for row in rows]
-            if len({len(row) for row in rows}) > 1:
-                raise BadData(
-                    f"texts of unequal length {sorted({len(r) for r in rows})} in tokens: run them one by one"
-                )
+            if len(lengths := sorted({len(row) for row in rows})) > 1:
+                raise BadData(f"texts of unequal length {lengths} in tokens: run them one by one")
             ids = torch.tensor(rows, dtype=torch.long)
         if not isinstance(ids, Tensor):
             try:
                 ids = torch.as_tensor(ids)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise BadData(
-                    f"tokens must be text or whole numbers [batch, pos], rows of one length: {error}"
-                ) from error
+                needs = "text or whole numbers [batch, pos], rows of one length"
+                raise BadData(f"tokens must be {needs}: {error}") from error
         ids = ids[None] if ids.ndim == 1 else ids
         if ids.ndim != 2 or ids.numel() == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise BadData(
-                f"tokens of shape {tuple(ids.shape)}, {ids.dtype}: needs whole numbers [batch, pos], not empty"
-            )
-        if ids.shape[1] > self.config.n_ctx:
-            raise BadData(
-                f"{ids.shape[1]} tokens exceed the model's context of n_ctx={self.config.n_ctx}: shorten the text"
-            )
+            shape = tuple(ids.shape)
+            raise BadData(f"tokens of shape {shape}, {ids.dtype}: needs whole numbers [batch, pos], not empty")
+        if (length := ids.shape[1]) > (n_ctx := self.config.n_ctx):
+            raise BadData(f"{length} tokens exceed the model's context of n_ctx={n_ctx}: shorten the text")
         device = self.embed.weight.device
         if device != ids.device and ids.device.type == "cpu":  # there a wrong id would bring the device down
             self._refuse_ids(ids)
@@ -258,18 +249,30 @@ class HookedModel(LensTools, HookedRootModule):
 
     @contextlib.contextmanager
     def hooks(self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), *args: Any, **kwargs: Any) -> Iterator[HookedModel]:
-        """TransformerLens' `hooks`, holding the model's lock for as long as they stand; unknown names are refused."""
+        """TransformerLens' `hooks`, holding the model's lock while they are registered; unknown names are refused."""
         self.hook_names([name for name, _ in (*fwd_hooks, *bwd_hooks) if isinstance(name, str)])
-        with self.lock, super().hooks(list(fwd_hooks), list(bwd_hooks), *args, **kwargs):
+        forward, backward = (
+            [(name if isinstance(name, str) else either_name(name), hook) for name, hook in hooks]
+            for hooks in (fwd_hooks, bwd_hooks)
+        )
+        with self.lock, super().hooks(forward, backward, *args, **kwargs):
             yield self
 
+    def _enable_hook_with_name(self, name: str, hook: Callable[..., Any], dir: Literal["fwd", "bwd"]) -> None:  # noqa: A002
+        """As in TransformerLens; a hook registered under an alias sees that name."""
+        point = self.hook_dict[name]
+        point.add_hook(hook, dir=dir, level=self.context_level, alias_names=[name] if name != point.name else None)
+
     def hook_names(self, names: NamesFilter) -> list[str]:
-        """Hook points a filter selects (a name, names, a function, None for all); unknown names are refused."""
+        """Hook points a filter selects (a name, names, a function, None for all); unknown names are refused.
+
+        Names and functions may use an alias (`attn.first` for `attn.source.0`); what is returned are the points' own names.
+        """
         if callable(names):
-            return [name for name in self.hook_dict if names(name)]
+            return list(filter(either_name(names), self.hook_dict))
         if names is None:
             return list(self.hook_dict)
-        chosen = [names] if isinstance(names, str) else list(names)
+        chosen = list(map(hook_name, [names] if isinstance(names, str) else names))
         for name in chosen:
             if name in self.absent:
                 raise WorkbenchError(f"{name} does not exist: {self.absent[name]}")
@@ -293,7 +296,7 @@ class HookedModel(LensTools, HookedRootModule):
         with self.lock:
             names = self.hook_names(names_filter)
             if names_filter is None and kwargs.get("pos_slice") is None:
-                names = [n for n in names if not n.endswith(QUADRATIC) or hooked(self.hook_dict[n])]
+                names = [n for n in names if not n.endswith(QUADRATIC) or is_hooked(self.hook_dict[n])]
             out, cache = super().run_with_cache(ids, names_filter=names, **kwargs)
         if isinstance(cache, RebuiltPatterns):
             cache.with_recipes(self.recipes())
@@ -329,7 +332,7 @@ class HookedModel(LensTools, HookedRootModule):
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Loss, activations and the loss's gradient with respect to each, at the named hook points.
 
-        The gradient at a point is that of what leaves it there alone: a `first.hook_v` counts one layer's branch.
+        The gradient at a point is that of what leaves it there alone: a `source.0.hook_v` counts one layer's branch.
         Parameter gradients stay untouched and parameters may be frozen. `loss_fn(logits, tokens)` defaults to the mean
         next-token loss in nats. Streamed statistics carry no gradient: named, they are refused; a function or None
         passes over them.
@@ -353,12 +356,11 @@ class HookedModel(LensTools, HookedRootModule):
         with torch.inference_mode(False), torch.enable_grad(), self.hooks(points):
             logits = self._logits(ids)
             loss = (loss_fn or next_token_loss)(logits, ids)
-            found = torch.autograd.grad(loss, list(captured.values()), allow_unused=True) if captured else ()
-        grads = {
-            name: torch.zeros_like(value) if grad is None else grad
-            for (name, value), grad in zip(captured.items(), found, strict=True)
-        }
-        return loss.detach(), {name: value.detach() for name, value in captured.items()}, grads
+            slopes = torch.autograd.grad(loss, list(captured.values()), allow_unused=True) if captured else ()
+        values, grads = ByHookName[Tensor](), ByHookName[Tensor]()
+        for (name, value), grad in zip(captured.items(), slopes, strict=True):
+            values[name], grads[name] = value.detach(), torch.zeros_like(value) if grad is None else grad
+        return loss.detach(), values, grads
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 

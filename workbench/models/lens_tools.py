@@ -1,4 +1,4 @@
-"""What TransformerLens' tools ask of a model beside its hooks: stacked weights, zeros for biases, tokens as text."""
+"""What TransformerLens' tools need of a model beside its hooks: stacked weights, zeros for biases, tokens as text."""
 
 from __future__ import annotations
 
@@ -82,23 +82,22 @@ class LensTools:
         """Weights under TransformerLens' names, one entry per layer.
 
         `W_K` and `W_V` are repeated to the query heads that read them, `W_V` as projected (coefficients of mixing are not
-        folded in). A layer that borrows its queries, keys or values has no such entry: asked for, it says whose it uses.
+        folded in). A layer that uses a shared source has no such entry: the error names the source.
         """
-        found: dict[str, Tensor] = _Weights({"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "unembed.b_U": self.b_U})
-        found["ln_final.w"] = self.ln_final.weight
+        weights: dict[str, Tensor] = _Weights({"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "unembed.b_U": self.b_U})
+        weights["ln_final.w"] = self.ln_final.weight
         repeats = self.config.n_heads // self.config.n_key_value_heads
         for i, block in enumerate(self.blocks):
-            found |= {f"blocks.{i}.{norm}.w": getattr(block, norm).weight for norm in ("ln1", "ln2")}
+            weights |= {f"blocks.{i}.{norm}.w": getattr(block, norm).weight for norm in ("ln1", "ln2")}
             for name, part in _STACKED.items():
                 try:
                     weight = getattr(getattr(block, part), name)
                 except WorkbenchError as error:
-                    found.absent[f"blocks.{i}.{part}.{name}"] = str(error)  # type: ignore[attr-defined]
+                    weights.absent[f"blocks.{i}.{part}.{name}"] = str(error)  # type: ignore[attr-defined]
                     continue
-                found[f"blocks.{i}.{part}.{name}"] = (
-                    weight.repeat_interleave(repeats, 0) if name in ("W_K", "W_V") else weight
-                )
-        return found
+                repeated = weight.repeat_interleave(repeats, 0) if name in ("W_K", "W_V") else weight
+                weights[f"blocks.{i}.{part}.{name}"] = repeated
+        return weights
 
     def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
         """Direction of the normalised stream, before the final gain, that raises each token's logit: [..., d_model].

@@ -3,7 +3,7 @@
 | seam | where | who uses it |
 |---|---|---|
 | `reshaped` | the shape of the decoder | GQA, MQA |
-| `lender` | construction: a layer without a projection of its own uses another's, or a table | SVFormer, CLA, Bank of Values |
+| `shared_source` | construction: a layer uses another's projection, or a table, in place of its own | SVFormer, CLA, Bank of Values |
 | `sources`, `weights` | q, k, v: a weighted sum of earlier layers' tensors and the layer's own | ResFormer, q and k residuals |
 | `softmaxes` | the attention: several softmaxes, or one over the keys of several layers | cross-layer attention |
 | `output` | after pattern x value, before `hook_z` and W_O | NeuTRENO, identity mapping, gates |
@@ -26,13 +26,18 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.errors import WorkbenchError
+from workbench.errors import UnknownName, WorkbenchError
 from workbench.kernels.joint import Softmax
 
 Projection = Literal["q", "k", "v"]
 Source = int | str  # a layer, or a table of vectors by token id
 State = Literal["own", "effective", "cached"]
 Weight = float | Tensor
+Weights = Mapping[str, Weight]  # by what they multiply
+Tensors = Mapping[Source, Tensor]  # by where they come from
+Reads = Mapping[str, Tensors]  # by what they are: rot_q, rot_k, v
+SoftmaxForm = Literal["", "softmax", "sets", "mixture"]
+Path = Literal["output", "pattern"]
 Memory = dict[Any, Any]  # of one forward pass: (tensor, layer, state) -> tensor, and what shortcuts prepare
 
 
@@ -42,7 +47,7 @@ class Shortcut(nn.Module):
     prefix: ClassVar[str]
     """Name of the submodule, hence of its tensors in a checkpoint."""
     branch: ClassVar[str] = "cross"
-    """Where the hook points of what its softmaxes read stand."""
+    """Where the hook points of what its softmaxes read stand: `cross`, or `source` with those of mixed tensors."""
     reads: State = "own"
     detaches: bool = False
     """Whether no gradient flows back to the sources it mixes."""
@@ -61,14 +66,20 @@ class Shortcut(nn.Module):
         return config
 
     def initialise(self, draw: Callable[[str, Tensor], None]) -> None:
-        """Fill what is random at the start: `draw(name, tensor)` fills from N(0, init_std), seeded by model and name."""
+        """Fill what is random at the start: `draw(name, tensor)` fills from N(0, init_std), seeded by model and name.
+
+        Unless a shortcut says otherwise these are its matrices.
+        """
+        for name, tensor in self.named_parameters():
+            if tensor.ndim == 2 and min(tensor.shape) > 1:
+                draw(name, tensor)
 
     def prepare(self, tokens: Tensor) -> Memory:
         """What `weights` and sources read that no layer computes; once per forward pass."""
         return {}
 
-    def lender(self, projection: Projection, layer: int) -> Source:
-        """Whose query, key or value `layer` uses: itself, or the layer or table it borrows from as it is."""
+    def shared_source(self, projection: Projection, layer: int) -> Source:
+        """The layer or table whose query, key or value `layer` uses as it is; `layer` where it projects its own."""
         return layer
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
@@ -77,13 +88,13 @@ class Shortcut(nn.Module):
 
     def mixes(self, projection: Projection, layer: int) -> bool:
         """Whether `weights` defines this tensor at `layer`; at most one shortcut of a model may."""
-        return False
+        return overrides(self, "weights") and bool(self.sources(projection, layer))
 
     def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
         """Coefficients of the sources in their order, the layer's own last."""
         raise NotImplementedError
 
-    def attends(self, layer: int) -> Literal["", "softmax", "sets", "mixture"]:
+    def attends(self, layer: int) -> SoftmaxForm:
         """What `softmaxes` makes at `layer`; empty where the attention is the ordinary one.
 
         `softmax`: one over the layer's own keys. `sets`: one over its own keys and those of its sources, in this order.
@@ -91,11 +102,18 @@ class Shortcut(nn.Module):
         """
         return ""
 
-    def softmaxes(self, layer: int, q: Tensor, k: Tensor, read: Mapping[str, Mapping[Source, Tensor]]) -> list[Softmax]:
+    def constants(self, path: Path, layer: int) -> dict[str, float]:
+        """Coefficients that `output` (path `output`) or `softmaxes` (`pattern`) multiply with, by what they multiply.
+
+        Hooks at `attn.hook_output_mix` and `attn.hook_pattern_mix` see and set them; both seams get them as `weights`.
+        """
+        return {}
+
+    def softmaxes(self, layer: int, q: Tensor, k: Tensor, read: Reads, weights: Weights) -> list[Softmax]:
         """The attention of rotated q and k [batch, pos, head, d_head] and of what it reads: `read["rot_k"][j]`."""
         raise NotImplementedError
 
-    def output(self, layer: int, z: Tensor, v: Tensor, sources: Mapping[Source, Tensor], x: Tensor) -> Tensor:
+    def output(self, layer: int, z: Tensor, v: Tensor, sources: Tensors, x: Tensor, weights: Weights) -> Tensor:
         """Head outputs [batch, pos, head, d_head] from themselves, the effective and source values, the layer's input."""
         return z
 
@@ -163,13 +181,20 @@ def chosen_layers(name: str, layers: str | Sequence[int], allowed: range) -> tup
     return tuple(sorted(set(chosen)))
 
 
-def number(name: str, value: object, *, least: float = -math.inf) -> float:
-    """A finite number from `least` on; raises `WorkbenchError` for anything else."""
+def number(name: str, value: object, *, minimum: float = -math.inf) -> float:
+    """A finite number from `minimum` on; raises `WorkbenchError` for anything else."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise WorkbenchError(f"{name}={value!r}: must be a finite number, as 0.5")
-    if value < least:
-        raise WorkbenchError(f"{name}={value!r}: must be {least:g} or more; nearest {least:g}")
+    if value < minimum:
+        raise WorkbenchError(f"{name}={value!r}: must be {minimum:g} or more; nearest {minimum:g}")
     return float(value)
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> str:
+    """A choice by its name; raises `UnknownName` for anything else."""
+    if value not in choices:
+        raise UnknownName(name, value, choices)
+    return value
 
 
 def one_layer(name: str, layer: int, allowed: range) -> int:

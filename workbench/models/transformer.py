@@ -4,7 +4,7 @@
     H_n = H' + W_down(silu(W_gate y) * (W_up y)),  y = RMSNorm(H');  logits = W_head RMSNorm(H_L)
 
 Source: the baseline of Zhou et al. (2024), Value Residual Learning; rotary positions in half-split form. No bias, no
-dropout, untied head. The attention itself is in `attention.py`; points without hooks cost nothing.
+dropout, untied head. The attention itself is in `attention.py`; hook points without hooks cost nothing.
 Parameters: 2 vocab d + L (2 d^2 + 2 d D + 3 d f) + (2 L + 1) d, D = d_key_value.
 Cache: 2 L T D elements for T tokens.
 """
@@ -20,38 +20,39 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.files import digest
-from workbench.kernels.cross_entropy import PAYS, cross_entropy
-from workbench.models.attention import Attention, Recipe, Rotary
+from workbench.kernels.cross_entropy import MIN_LOGITS, cross_entropy
+from workbench.models.attention import Attention
 from workbench.models.cache import KeyValueCache
+from workbench.models.hook_points import HookedModule, HookPoint, is_hooked
 from workbench.models.hooked import HookedModel
-from workbench.models.points import Part, Point, at, hooked, keep, lent
+from workbench.models.joint_attention import JointAttention, Recipe
+from workbench.models.rotary import Rotary, Rotation
 from workbench.models.shortcut import Memory, Shortcut, Weight, mix, overrides
+from workbench.models.wiring import LayerWiring, wire
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where PyTorch keeps who listens to a module."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 
 
-class RMSNorm(Part):
+class RMSNorm(HookedModule):
     """g x / sqrt(mean(x^2) + eps), statistics in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
-        self.hook_scale = Point()  # [batch, pos, 1], the divisor
-        self.hook_normalized = Point()  # [batch, pos, d_model], before the gain
-        keep(self)
+        # the divisor [batch, pos, 1]; before the gain [batch, pos, d_model]
+        self.add_hook_points("scale", "normalized")
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        if not (self.switch.on and (hooked(self.hook_scale) or hooked(self.hook_normalized))):
+        if not (self.hook_state.enabled and (is_hooked(self.hook_scale) or is_hooked(self.hook_normalized))):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        scale = at(self, "hook_scale", (wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
-        return at(self, "hook_normalized", (wide / scale).to(x.dtype)) * self.weight
+        scale = self.run_hook("hook_scale", (wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
+        return self.run_hook("hook_normalized", (wide / scale).to(x.dtype)) * self.weight
 
 
-class MLP(Part):
+class MLP(HookedModule):
     """W_down(silu(W_gate x) * (W_up x))."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -59,13 +60,12 @@ class MLP(Part):
         self.gate_proj = nn.Linear(config.d_model, config.d_mlp, bias=False)
         self.up_proj = nn.Linear(config.d_model, config.d_mlp, bias=False)
         self.down_proj = nn.Linear(config.d_mlp, config.d_model, bias=False)
-        self.hook_pre, self.hook_pre_linear, self.hook_post = Point(), Point(), Point()
-        keep(self)
+        self.add_hook_points("pre", "pre_linear", "post")
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, pos, d_model] -> [batch, pos, d_model]."""
-        gate, up = at(self, "hook_pre", self.gate_proj(x)), at(self, "hook_pre_linear", self.up_proj(x))
-        return self.down_proj(at(self, "hook_post", F.silu(gate) * up))
+        gate, up = self.run_hook("hook_pre", self.gate_proj(x)), self.run_hook("hook_pre_linear", self.up_proj(x))
+        return self.down_proj(self.run_hook("hook_post", F.silu(gate) * up))
 
     @property
     def W_gate(self) -> Tensor:  # noqa: N802
@@ -83,43 +83,40 @@ class MLP(Part):
         return self.down_proj.weight.T
 
 
-class Block(Part):
+class Block(HookedModule):
     """Attention and MLP, each added to the stream after a norm."""
 
-    hook_out_is_single_residual_stream = True  # what TransformerLens' logit lens asks
+    hook_out_is_single_residual_stream = True  # read by TransformerLens' logit lens
 
-    def __init__(self, config: ModelConfig, layer: int, shortcuts: Sequence[Shortcut]) -> None:
+    def __init__(self, config: ModelConfig, wiring: LayerWiring, shortcuts: Sequence[Shortcut]) -> None:
         super().__init__()
         self.ln1, self.ln2 = (RMSNorm(config.d_model, config.rms_norm_eps) for _ in range(2))
-        self.attn, self.mlp = Attention(config, layer, shortcuts), MLP(config)
-        self.remembered = False  # whether later averages read this block's input too
-        self.skips_attn, self.skips_mlp = (all(s.keeps_skip(n, layer) for s in shortcuts) for n in ("attn", "mlp"))
-        for name in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"):
-            setattr(self, f"hook_{name}", Point())
-        keep(self)
+        self.attn, self.mlp = (JointAttention if wiring.joint else Attention)(config, wiring), MLP(config)
+        self.shares_input = False  # whether later averages read this block's input too
+        self.skips_attn, self.skips_mlp = (
+            all(s.keeps_skip(n, wiring.layer) for s in shortcuts) for n in ("attn", "mlp")
+        )
+        self.add_hook_points("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
-    def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], memory: Memory, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        """Raw block output [batch, pos, d_model]; `hook_resid_post` is the model's to fire."""
-        x = lent(self, "hook_resid_pre", x) if self.remembered else at(self, "hook_resid_pre", x)
-        out = at(self, "hook_attn_out", self.attn(self.ln1(x), turn, memory, cache))
-        x = at(self, "hook_resid_mid", x + out if self.skips_attn else out.to(x.dtype))
-        out = at(self, "hook_mlp_out", self.mlp(self.ln2(x)))
+    def forward(self, x: Tensor, rotation: Rotation, memory: Memory, cache: KeyValueCache | None = None) -> Tensor:
+        """Raw block output [batch, pos, d_model]; the model runs `hook_resid_post`."""
+        x = self.run_hook_on_copy("hook_resid_pre", x) if self.shares_input else self.run_hook("hook_resid_pre", x)
+        out = self.run_hook("hook_attn_out", self.attn(self.ln1(x), rotation, memory, cache))
+        x = self.run_hook("hook_resid_mid", x + out if self.skips_attn else out.to(x.dtype))
+        out = self.run_hook("hook_mlp_out", self.mlp(self.ln2(x)))
         return x + out if self.skips_mlp else out.to(x.dtype)
 
 
-class Unembed(Part, nn.Linear):
+class Unembed(HookedModule, nn.Linear):
     """Logits from the normalised stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.d_model, config.d_vocab, bias=False)
-        self.hook_in = Point()  # the final norm's output
-        keep(self)
+        self.add_hook_points("in")  # the final norm's output
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, pos, d_model] -> [batch, pos, d_vocab]."""
-        return super().forward(at(self, "hook_in", x))
+        return super().forward(self.run_hook("hook_in", x))
 
 
 class Transformer(HookedModel):
@@ -131,34 +128,26 @@ class Transformer(HookedModel):
         self, config: ModelConfig, shortcuts: Sequence[Shortcut] = (), *, architecture: str = "transformer"
     ) -> None:
         super().__init__(config, architecture)
-        self.embed, self.hook_embed = nn.Embedding(config.d_vocab, config.d_model), Point()
+        self.embed, self.hook_embed = nn.Embedding(config.d_vocab, config.d_model), HookPoint()
         self.rotary = Rotary(config.d_head, config.n_ctx, config.rope_theta)
-        self.blocks = nn.ModuleList(Block(config, i, shortcuts) for i in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, wiring, shortcuts) for wiring in wire(config.n_layers, shortcuts))
         self.ln_final = RMSNorm(config.d_model, config.rms_norm_eps)
         self.unembed = Unembed(config)
         self.shortcuts = tuple(shortcuts)
         for shortcut in shortcuts:
             self.add_module(shortcut.prefix, shortcut)
-        for block in self.blocks:
-            for name, j, state in block.attn.needs():
-                self.blocks[j].attn.provide(name, state)
         self.preparing = tuple(s for s in shortcuts if overrides(s, "prepare"))  # a tuple: not registered a second time
         averager = next((s for s in shortcuts if overrides(s, "stream_sources")), None)
         self.averaged = [averager.stream_sources(i) if averager else () for i in range(config.n_layers)]
         self.averagers: tuple[Shortcut, ...] = (averager,) if averager else ()
         for block, sources in zip(self.blocks, self.averaged if averager else (), strict=False):
-            block.hook_dwa_in = Point()  # raw block output
+            block.add_hook_points("dwa_in")  # raw block output
             if sources:
-                block.hook_dwa_weights = Point()  # [averaged outputs], own last
-            keep(block)
+                block.add_hook_points("dwa_weights")  # [averaged outputs], own last
         for block, earlier in zip(self.blocks, [(), *self.averaged], strict=False):
-            block.remembered = bool(self.averagers) and not earlier
-        self.absent = {
-            f"blocks.{i}.attn.hook_{point}": why
-            for i, block in enumerate(self.blocks)
-            for point, why in block.attn.absent.items()
-        }
-        keep(self)
+            block.shares_input = bool(self.averagers) and not earlier
+        for i, block in enumerate(self.blocks):
+            self.absent |= {f"blocks.{i}.attn.hook_{point}": why for point, why in block.attn.absent.items()}
         self.setup()  # TransformerLens: names the modules, must come last
 
     def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
@@ -168,23 +157,23 @@ class Transformer(HookedModel):
     def losses(self, tokens: Tensor) -> Tensor | None:
         """As `HookedModel.losses`: from chunks of logits, where there are many and none but the loss reads them."""
         head, logits = self.unembed, len(tokens) * (tokens.shape[1] - 1) * self.config.d_vocab
-        if logits < PAYS or type(head) is not Unembed or any(getattr(head, hooks) for hooks in HOOKS):
+        if logits < MIN_LOGITS or type(head) is not Unembed or any(getattr(head, hooks) for hooks in HOOKS):
             return None
-        x = at(head, "hook_in", self.normalised(tokens))[:, :-1]
+        x = head.run_hook("hook_in", self.normalised(tokens))[:, :-1]
         losses = cross_entropy(x.flatten(0, 1), head.weight, tokens[:, 1:].flatten())
         return losses.unflatten(0, (len(tokens), -1))
 
     def normalised(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Token ids [batch, pos] -> what the unembedding reads [batch, pos, d_model]."""
-        x = at(self, "hook_embed", self.embed(tokens))
-        turn = self.rotary(tokens.shape[1], x, 0 if cache is None else cache.length)
+        x = self.run_hook("hook_embed", self.embed(tokens))
+        rotation = self.rotary(tokens.shape[1], x, 0 if cache is None else cache.length)
         memory: Memory = {}
         history = [x]
         for shortcut in self.preparing:
             memory.update(shortcut.prepare(tokens))
         for layer, block in enumerate(self.blocks):
-            x = block(x, turn, memory, cache)
-            x = at(block, "hook_resid_post", x) if not self.averagers else self.average(layer, x, history)
+            x = block(x, rotation, memory, cache)
+            x = block.run_hook("hook_resid_post", x) if not self.averagers else self.average(layer, x, history)
         if cache is not None:
             cache.advance(tokens.shape[1])
         return self.ln_final(x)
@@ -192,20 +181,19 @@ class Transformer(HookedModel):
     def average(self, layer: int, x: Tensor, history: list[Tensor]) -> Tensor:
         """What the next block reads where outputs are averaged; the last `hook_resid_post` is the final norm's input."""
         block, last = self.blocks[layer], layer == self.config.n_layers - 1
-        x = at(block, "hook_dwa_in", x)
-        x = x if last else at(block, "hook_resid_post", x)
+        x = block.run_hook("hook_dwa_in", x)
+        x = x if last else block.run_hook("hook_resid_post", x)
         history.append(x)
         if sources := self.averaged[layer]:
             x = mix(self._stream_weights(block, layer, x), [history[j] for j in sources])
-        return at(block, "hook_resid_post", x) if last else x
+        return block.run_hook("hook_resid_post", x) if last else x
 
     def _stream_weights(self, block: Block, layer: int, like: Tensor) -> Sequence[Weight]:
         weights = self.averagers[0].stream_weights(layer)
-        if self.switch.on and hooked(block.hook_dwa_weights):
+        if self.hook_state.enabled and is_hooked(block.hook_dwa_weights):
             if not isinstance(weights, Tensor):
-                weights = torch.tensor(
-                    weights, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
-                )
+                wide = torch.promote_types(like.dtype, torch.float32)
+                weights = torch.tensor(weights, dtype=wide, device=like.device)
             # a copy: an edit in place must not reach the parameter
             weights = block.hook_dwa_weights(weights.clone())
         return weights.unbind() if isinstance(weights, Tensor) else weights
@@ -227,14 +215,14 @@ class Transformer(HookedModel):
             x = {name: weight * block.skips_mlp for name, weight in x.items()} | {f"{n}_mlp_out": 1.0}
             history.append(x)
             if sources := self.averaged[n]:
-                held = (cache or {}).get(f"blocks.{n}.hook_dwa_weights")
-                row = torch.as_tensor(self.averagers[0].stream_weights(n) if held is None else held).double().tolist()
+                used = (cache or {}).get(f"blocks.{n}.hook_dwa_weights")
+                row = torch.as_tensor(self.averagers[0].stream_weights(n) if used is None else used).double().tolist()
                 x = {name: sum(w * history[j].get(name, 0.0) for w, j in zip(row, sources, strict=True)) for name in x}
         return x
 
     def recipes(self) -> list[Recipe]:
         """How to rebuild the patterns of the layers whose attention a shortcut defines."""
-        return [recipe for block in self.blocks if (recipe := block.attn.recipe()) is not None]
+        return [block.attn.recipe() for block in self.blocks if isinstance(block.attn, JointAttention)]
 
     def decays(self, name: str) -> bool:
         """Whether weight decay applies to a parameter: to matrices and the embedding, to coefficients where asked for."""
@@ -251,17 +239,14 @@ class Transformer(HookedModel):
         coefficients keep the values they were built with.
         """
 
-        def draw(name: str, tensor: Tensor) -> None:
-            generator = torch.Generator().manual_seed(int(digest("init", seed, name), 16) % 2**63)
+        def draw(name: str, tensor: Tensor, prefix: str = "") -> None:
+            generator = torch.Generator().manual_seed(int(digest("init", seed, prefix + name), 16) % 2**63)
             drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
             tensor.copy_(drawn * self.config.init_std)
-
-        def prefixed(prefix: str, name: str, tensor: Tensor) -> None:
-            draw(f"{prefix}.{name}", tensor)
 
         own = tuple(f"{s.prefix}." for s in self.shortcuts)
         for name, tensor in self.named_parameters():
             if tensor.ndim == 2 and not name.startswith(own):
                 draw(name, tensor)
         for shortcut in self.shortcuts:
-            shortcut.initialise(partial(prefixed, shortcut.prefix))
+            shortcut.initialise(partial(draw, prefix=f"{shortcut.prefix}."))

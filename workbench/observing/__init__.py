@@ -1,11 +1,11 @@
-"""Observing anyone's live PyTorch decoder under our names, without rewriting it: `observe`, and `equal` of two models.
+"""Observing a live PyTorch decoder of any code base under our names, without rewriting it: `observe`, and `equal` of two.
 
 Attention is read where it runs (fused calls, eager softmax, Hugging Face's interface), and every part by comparing numbers on
 example tokens, not by its name. After an idea in TransformerLens issues 498, 773 and 888: no wrapper class per family.
 """
 
-from workbench.observing.comparing import Comparison, equal
-from workbench.observing.observed import Observed
-from workbench.observing.observing import observe
+from workbench.observing.equality import Comparison, equal
+from workbench.observing.observation import observe
+from workbench.observing.observed_model import Observed
 
 __all__ = ["Comparison", "Observed", "equal", "observe"]

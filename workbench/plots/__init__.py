@@ -9,73 +9,32 @@ model.
 
 from workbench.plots.beside import beside
 from workbench.plots.compare import compared, difference, timelapse
-from workbench.plots.experiments import ablation, concentration, intervals, race, sinks, verdicts
+from workbench.plots.experiments import ablation, concentration, formation_table, intervals, race, sinks, verdicts
 from workbench.plots.grids import Grid, grid_table, grids, unique
 from workbench.plots.losses import against_loss
+from workbench.plots.output import CONFIG, alt_text, paper, table
+from workbench.plots.page import html
 from workbench.plots.records import FORMS, form_of, plot
 from workbench.plots.style import (
-    COLOURS,
-    CONFIG,
     DETAIL,
     MINUS,
-    alt_text,
     colour,
     dressed,
-    html,
     label,
     narrow,
     ordered,
-    paper,
     reading,
     site,
     subtitle,
     symbol,
-    table,
 )
 from workbench.plots.tokens import attention_map, attention_pair, next_tokens
 from workbench.plots.training import coefficients, gradient_map, pace, relative
 
 __all__ = [
-    "COLOURS",
-    "CONFIG",
-    "DETAIL",
-    "FORMS",
-    "MINUS",
-    "Grid",
-    "ablation",
-    "against_loss",
-    "alt_text",
-    "attention_map",
-    "attention_pair",
-    "beside",
-    "coefficients",
-    "colour",
-    "compared",
-    "concentration",
-    "difference",
-    "dressed",
-    "form_of",
-    "gradient_map",
-    "grid_table",
-    "grids",
-    "html",
-    "intervals",
-    "label",
-    "narrow",
-    "next_tokens",
-    "ordered",
-    "pace",
-    "paper",
-    "plot",
-    "race",
-    "reading",
-    "relative",
-    "sinks",
-    "site",
-    "subtitle",
-    "symbol",
-    "table",
-    "timelapse",
-    "unique",
-    "verdicts",
-]
+    "CONFIG", "DETAIL", "FORMS", "MINUS", "Grid", "ablation", "against_loss", "alt_text", "attention_map",
+    "attention_pair", "beside", "coefficients", "colour", "compared", "concentration", "difference", "dressed",
+    "form_of", "formation_table", "gradient_map", "grid_table", "grids", "html", "intervals", "label", "narrow",
+    "next_tokens", "ordered", "pace", "paper", "plot", "race", "reading", "relative", "sinks", "site", "subtitle",
+    "symbol", "table", "timelapse", "unique", "verdicts",
+]  # fmt: skip

@@ -11,12 +11,12 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from workbench.plots.grids import MOST_TICKS, safe, unique
+from workbench.plots.grids import MAX_TICKS, safe, unique
 from workbench.plots.style import DIVERGING, GREY, MINUS, SEQUENTIAL, colour, dressed, label
 
 GAP = 0.06
 """Between two pictures, as a share of one."""
-LEAST = 1e-3
+FLOOR = 1e-3
 """Received attention below this, in queries, is drawn as this."""
 
 
@@ -43,7 +43,7 @@ def tiles(
             hovertemplate=f"layer and head: %{{y:.1f}}, %{{x:.1f}}<br>%{{z:.3f}}<extra>{markup.escape(name)}</extra>",
             row=1, col=i + 1,
         )  # fmt: skip
-        every = max(1, -(-max(L, H) // MOST_TICKS))
+        every = max(1, -(-max(L, H) // MAX_TICKS))
         for update, count, says in (
             (figure.update_xaxes, H, "head"),
             (figure.update_yaxes, L, "layer" if not i else ""),
@@ -104,19 +104,19 @@ def received(
     figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
     for (series, names, values, _), dash in zip(lines, ("solid", "dash"), strict=False):
         x = unique([safe(n) for n in names])
-        _line(figure, 1, x, np.maximum(values, LEAST), label(series), colour(series), dash)
+        _line(figure, 1, x, np.maximum(values, FLOOR), label(series), colour(series), dash)
     names, evenly = lines[0][1], lines[0][3]
     _line(figure, 1, unique([safe(n) for n in names]), evenly, "spread evenly", GREY, "dot")
     if both:
         x = unique([safe(n) for n in names])
         _line(figure, 2, x, lines[0][2] - lines[1][2], MINUS, colour(MINUS))
         figure.update_yaxes(title_text=MINUS, row=2, col=1)
-    every = max(1, -(-len(names) // MOST_TICKS))
+    every = max(1, -(-len(names) // MAX_TICKS))
     figure.update_xaxes(tickvals=unique([safe(n) for n in names])[::every], type="category", tickangle=-90)
     figure.update_yaxes(title_text="queries per key", type="log", row=1, col=1)
     figure.update_xaxes(title_text="key: where attention goes", row=2 if both else 1, col=1)
-    said = f"as many queries as would look at nothing else; higher: a token that many look at; drawn from {LEAST:g}"
-    return dressed(figure, "Received attention", f"{under}; {said}", 440 if both else 300)
+    caption = f"as many queries as would look at nothing else; higher: a token that many look at; drawn from {FLOOR:g}"
+    return dressed(figure, "Received attention", f"{under}; {caption}", 440 if both else 300)
 
 
 def _line(
@@ -138,7 +138,7 @@ def row(bars: Sequence[tuple[str, Sequence[str], np.ndarray]], under: str, *, mi
         _bars(figure, 2, bars[0][1], bars[0][2] - bars[1][2], MINUS, colour(MINUS))
         figure.update_yaxes(title_text=MINUS, row=2, col=1)
     names = unique([safe(n) for n in bars[0][1]])
-    every = max(1, -(-len(names) // MOST_TICKS))
+    every = max(1, -(-len(names) // MAX_TICKS))
     figure.update_xaxes(tickvals=names[::every], type="category", tickangle=-90)
     figure.update_xaxes(title_text="key: where attention goes", row=2 if both else 1, col=1)
     figure.update_yaxes(title_text="attention", rangemode="tozero", row=1, col=1)

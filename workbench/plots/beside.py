@@ -31,8 +31,8 @@ def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = ""
         known = {str(t.name) for t in made.data}
         for trace in figure.data:
             row = axes.index(trace.yaxis or "y") + 1
-            told = {"showlegend": bool(trace.showlegend is not False and str(trace.name) not in known)}
-            made.add_trace(trace.update(xaxis=None, yaxis=None, legendgroup=str(trace.name), **told), row, column)
+            options = {"showlegend": bool(trace.showlegend is not False and str(trace.name) not in known)}
+            made.add_trace(trace.update(xaxis=None, yaxis=None, legendgroup=str(trace.name), **options), row, column)
         for row, axis in enumerate(axes, 1):
             _same_axes(made, figure, axis, row, column, shared=name != MINUS and column > 1)
             if column == 1 and named[row - 1]:
@@ -59,7 +59,6 @@ def _has_errors(figure: go.Figure) -> bool:
 
 
 def _panels(figure: go.Figure) -> list[str]:
-    """The y axes that carry something, in order."""
     used = {trace.yaxis or "y" for trace in figure.data}
     return sorted(used, key=lambda axis: int(axis[1:] or 1))
 
@@ -72,10 +71,10 @@ def _same_axes(made: go.Figure, figure: go.Figure, axis: str, row: int, column: 
     number = axis[1:]
     for kind, update in (("x", made.update_xaxes), ("y", made.update_yaxes)):
         old = figure.layout[f"{kind}axis{number}"]
-        told: dict[str, Any] = {key: old[key] for key in KEPT if old[key] is not None}
+        options: dict[str, Any] = {key: old[key] for key in KEPT if old[key] is not None}
         if kind == "x" or column == 1:
-            told["title_text"] = old.title.text
-        update(**told, row=row, col=column)
+            options["title_text"] = old.title.text
+        update(**options, row=row, col=column)
     if shared:
         left = next(made.select_yaxes(row=row, col=1))
         made.update_yaxes(matches=left.plotly_name.replace("axis", ""), row=row, col=column)

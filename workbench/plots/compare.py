@@ -14,9 +14,7 @@ from workbench.errors import WorkbenchError
 from workbench.plots.records import checked, plot
 from workbench.plots.style import MINUS
 
-AXES = (
-    "metric", "data", "T", "site", "part", "layer", "source", "head", "position", "index", "variant", "unit",
-)  # fmt: skip
+AXES = ("metric", "data", "T", "site", "part", "layer", "source", "head", "position", "index", "variant", "unit")
 
 
 def difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
@@ -28,18 +26,18 @@ def difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
     for frame in (checked(a), checked(b)):
         rows = frame[frame["control"].isna()]
         last.append(rows[rows["step"].isna() | (rows["step"] == rows["step"].max())].reset_index(drop=True))
-    keyed = [f.assign(**{c: f[c].astype("str").fillna("") for c in AXES}) for f in last]
-    both = keyed[0].reset_index(names="row").merge(keyed[1], on=list(AXES), suffixes=("", "_b"))
-    rows = last[0].loc[both["row"]].reset_index(drop=True)
-    facts = json.dumps({"reading": "above 0: higher in A"})
+    return subtracted(last[0], last[1], AXES, "above 0: higher in A")
+
+
+def subtracted(a: pd.DataFrame, b: pd.DataFrame, keys: Sequence[str], reading: str) -> pd.DataFrame:
+    """Rows of A less those of B with the same keys; the standard error is that of independent means."""
+    keyed = [f.assign(**{c: f[c].astype("str").fillna("") for c in keys}) for f in (a, b)]
+    both = keyed[0].reset_index(names="row").merge(keyed[1], on=list(keys), suffixes=("", "_b"))
+    rows = a.loc[both["row"]].reset_index(drop=True)
     return rows.assign(
-        value=both["value"] - both["value_b"],
-        se=np.sqrt(both["se"] ** 2 + both["se_b"] ** 2),
-        architecture=MINUS,
-        run=MINUS,
-        unit=rows["unit"].astype("str").fillna("") + f", {MINUS}",
-        provenance=facts,
-    )
+        value=both["value"] - both["value_b"], se=np.sqrt(both["se"] ** 2 + both["se_b"] ** 2), architecture=MINUS,
+        run=MINUS, unit=rows["unit"].astype("str").fillna("") + f", {MINUS}", provenance=json.dumps({"reading": reading}),
+    )  # fmt: skip
 
 
 def compared(parts: Sequence[pd.DataFrame], **options: Any) -> go.Figure:
@@ -73,11 +71,11 @@ def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
         present = [trace.update(visible=True) for trace in go.Figure(figure).data]
         absent = [{"type": trace.type, "visible": False} for trace in base.data[len(present) :]]
         title = figure.layout.title
-        told: dict[str, Any] = {"title": {"text": title.text, "subtitle": {"text": title.subtitle.text}}}
-        told["shapes"] = [s.to_plotly_json() for s in figure.layout.shapes]
+        layout: dict[str, Any] = {"title": {"text": title.text, "subtitle": {"text": title.subtitle.text}}}
+        layout["shapes"] = [s.to_plotly_json() for s in figure.layout.shapes]
         if len(figure.layout.annotations) == len(base.layout.annotations):  # panels are named after their step
-            told["annotations"] = [a.to_plotly_json() for a in figure.layout.annotations]
-        frames.append(go.Frame(data=[*present, *absent], name=label, traces=list(range(most)), layout=told))
+            layout["annotations"] = [a.to_plotly_json() for a in figure.layout.annotations]
+        frames.append(go.Frame(data=[*present, *absent], name=label, traces=list(range(most)), layout=layout))
     base.frames = frames
     _hold(base, [f for _, f in figures])
     play = {"frame": {"duration": 500, "redraw": True}, "transition": {"duration": 0}, "fromcurrent": True}
@@ -133,8 +131,8 @@ def _scale_of(figure: go.Figure, trace: Any) -> str | None:
     axis = str(trace[f"{letter}axis"] or letter)
     axis = str(figure.layout[f"{letter}axis{axis[1:]}"].matches or axis)
     numbers = trace[letter]
-    told = figure.layout[f"{letter}axis{axis[1:]}"].type == "category"
-    if told or numbers is None or not len(numbers) or any(isinstance(v, str) for v in numbers):
+    is_category = figure.layout[f"{letter}axis{axis[1:]}"].type == "category"
+    if is_category or numbers is None or not len(numbers) or any(isinstance(v, str) for v in numbers):
         return None
     return f"{letter}axis{axis[1:]}"
 

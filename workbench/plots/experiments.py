@@ -10,8 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.findings import copying, formation_steps
-from workbench.plots.records import checked, lines
+from workbench.plots.forms import Legend, lines
+from workbench.plots.records import checked
 from workbench.plots.style import (
     GREY,
     MINUS,
@@ -25,15 +25,14 @@ from workbench.plots.style import (
     words,
     wrapped,
 )
-
-# ---- the race to induction -------------------------------------------------------------------------------------------
+from workbench.statistics.formation import copying, formation_steps
 
 
 def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     """Copy loss over training: mean and range over seeds, the halfway line, a diamond where each seed crosses it."""
     rows = checked(copying(frame))
-    figure, shown, bands = make_subplots(1, 1), set[str](), set[str]()
-    lines(figure, rows, "step", {"row": 1, "col": 1}, shown, bands)
+    figure, legend = make_subplots(1, 1), Legend()
+    lines(figure, rows, "step", {"row": 1, "col": 1}, legend)
     start = rows[rows["step"] == rows["step"].min()].groupby("run")["value"].mean()
     half = float(start.mean()) / 2
     figure.add_hline(
@@ -55,12 +54,17 @@ def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
         title_text=axis_title("loss where copying works (nats)", "lower: copies better"), rangemode="tozero"
     )
     under = subtitle(
-        rows, "sequences of random tokens, written twice", *sorted(bands), "diamond: a seed crosses the line"
+        rows, "sequences of random tokens, written twice", *sorted(legend.bands), "diamond: a seed crosses the line"
     )
     return dressed(figure, "When does each model learn to copy?", under, 340)
 
 
-# ---- replaced values -------------------------------------------------------------------------------------------------
+def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """Formation steps as people read them: a row per architecture, fastest first, a column per seed."""
+    wide = steps.pivot_table(index="architecture", columns="seed", values="formed", aggfunc="first", sort=False)
+    wide = wide.loc[list(dict.fromkeys(steps["architecture"]))].fillna("")
+    names = [label(str(a)) for a in wide.index]
+    return wide.rename(columns=lambda s: f"seed {s}").assign(model=names).set_index("model").reset_index()
 
 
 def ablation(frame: pd.DataFrame) -> go.Figure:
@@ -76,31 +80,14 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
     )
     layers = sorted(deep["layer"].dropna().unique())
     together = f"{layers[0]:.0f}–{layers[-1]:.0f}" if layers else "all"
-    order = {**{n: f"{n:.0f}" for n in layers}, np.inf: together}
+    order = {**{float(n): f"{n:.0f}" for n in layers}, np.inf: together}
     seeds = deep.groupby("architecture")["run"].nunique().max() > 1
     for i, name in enumerate(names):
-        for variant, look in (("zero", pale(name, 0.35)), ("token_mean", colour(name))):
-            part = deep[(deep["architecture"] == name) & (deep["variant"] == variant)]
-            found = (
-                part.assign(x=part["layer"].fillna(np.inf))
-                .groupby("x")
-                .agg(mean=("value", "mean"), low=("value", "min"), high=("value", "max"), se=("se", "mean"))
-            )
-            above, below = (
-                (found["high"] - found["mean"], found["mean"] - found["low"]) if seeds else (found["se"],) * 2
-            )
-            said = {"zero": "zero", "token_mean": "mean of its token"}[variant]
-            figure.add_bar(
-                x=[order[x] for x in found.index],
-                y=found["mean"],
-                name=said,
-                marker={"color": look, "line": {"color": colour(name), "width": 1}},
-                error_y={"array": above, "arrayminus": below, "color": GREY, "thickness": 1},
-                showlegend=False,
-                hovertemplate=f"{label(name)}, layer %{{x}} replaced by {said}: %{{y:+.4f}} nats<extra></extra>",
-                row=1,
-                col=i + 1,
-            )
+        for variant, fill in (("zero", pale(name, 0.35)), ("token_mean", colour(name))):
+            rows_of = deep[(deep["architecture"] == name) & (deep["variant"] == variant)]
+            if rows_of.empty:
+                continue
+            _replaced(figure, rows_of.assign(x=rows_of["layer"].fillna(np.inf)), name, fill, order, seeds, i + 1)
         figure.update_xaxes(title_text="layer", type="category", row=1, col=i + 1)
     figure.update_yaxes(title_text=axis_title("change of the loss (nats)", "higher: it mattered more"), row=1, col=1)
     missing = [label(a) for a in ordered(set(rows["architecture"]) - set(names))]
@@ -108,14 +95,25 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
     if layers == [0]:
         without = "no later layer has values of its own, so the first layer is drawn"
     under = subtitle(
-        deep,
-        "pale: values set to zero",
-        "full: values replaced by their token's mean",
+        deep, "pale: values set to zero", "full: values replaced by their token's mean",
         f"{together}: all of these layers at once" if deep["layer"].isna().any() and len(layers) > 1 else "",
-        f"whisker: {'range over seeds' if seeds else 'standard error over documents'}",
-        without,
-    )
+        f"whisker: {'range over seeds' if seeds else 'standard error over documents'}", without,
+    )  # fmt: skip
     return dressed(figure, "What is lost when deep values forget their context?", under, 320)
+
+
+def _replaced(
+    figure: go.Figure, rows: pd.DataFrame, name: str, fill: str, order: dict[float, str], seeds: bool, column: int
+) -> None:
+    bars = rows.groupby("x").agg(mean=("value", "mean"), low=("value", "min"), high=("value", "max"), se=("se", "mean"))
+    above, below = (bars["high"] - bars["mean"], bars["mean"] - bars["low"]) if seeds else (bars["se"],) * 2
+    by = {"zero": "zero", "token_mean": "mean of its token"}[rows["variant"].iloc[0]]
+    figure.add_bar(
+        x=[order[x] for x in bars.index], y=bars["mean"], name=by, showlegend=False,
+        marker={"color": fill, "line": {"color": colour(name), "width": 1}},
+        error_y={"array": above, "arrayminus": below, "color": GREY, "thickness": 1},
+        hovertemplate=f"{label(name)}, layer %{{x}} replaced by {by}: %{{y:+.4f}} nats<extra></extra>", row=1, col=column,
+    )  # fmt: skip
 
 
 def after_the_first(rows: pd.DataFrame) -> pd.DataFrame:
@@ -123,8 +121,6 @@ def after_the_first(rows: pd.DataFrame) -> pd.DataFrame:
     deep = rows[rows["layer"].isna() | (rows["layer"] > 0)]
     return deep if len(deep) else rows
 
-
-# ---- one model at a glance -------------------------------------------------------------------------------------------
 
 PARTS = {
     "first_position": ("first position", 1.0),
@@ -141,12 +137,10 @@ def concentration(frame: pd.DataFrame) -> go.Figure:
     for part, (name, shade) in PARTS.items():
         found = rows[rows["variant"] == part].groupby("layer")["value"].mean()
         figure.add_bar(
-            x=found.index,
-            y=found,
-            name=name,
+            x=found.index, y=found, name=name,
             marker={"color": pale(architecture, shade), "line": {"color": colour(architecture), "width": 1}},
             hovertemplate=f"layer %{{x}}, {name}: %{{y:.3f}} nats<extra></extra>",
-        )
+        )  # fmt: skip
     whole = rows[rows["variant"].isna()].groupby("layer")[["value", "se"]].mean()
     figure.add_scatter(
         x=whole.index, y=whole["value"], mode="markers", name="sum", marker={"color": GREY, "symbol": "line-ew-open", "size": 12},
@@ -192,8 +186,6 @@ def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
     )
 
 
-# ---- verdicts --------------------------------------------------------------------------------------------------------
-
 STATUSES = {
     "supported": ("supported", "#009E73"), "refuted": ("refuted", "#D55E00"), "unresolved": ("unresolved: seeds do not tell", "#E69F00"),
     "gated": ("not tested: a condition is not met", "#9A9A9A"), "not_checkable": ("not checkable with these runs", "#C8C8C8"),
@@ -204,12 +196,12 @@ def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figur
     """Claims (question, name, status) as cells of bars, one bar for each question."""
     figure = go.Figure()
     questions = {q: wrapped(markup.escape(q), 46) for q, _, _ in found}
-    for status, (said, look) in STATUSES.items():
+    for status, (status_name, look) in STATUSES.items():
         mine = [(question, name) for question, name, of in found if of == status]
         figure.add_bar(
-            y=[questions[question] for question, _ in mine], x=[1] * len(mine), orientation="h", name=said,
+            y=[questions[question] for question, _ in mine], x=[1] * len(mine), orientation="h", name=status_name,
             marker={"color": look, "line": {"color": "white", "width": 1.5}}, customdata=[words(name) for _, name in mine],
-            hovertemplate=f"%{{customdata}}: {said}<extra></extra>",
+            hovertemplate=f"%{{customdata}}: {status_name}<extra></extra>",
         )  # fmt: skip
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text="claims", dtick=1)
@@ -241,7 +233,7 @@ def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:
         figure.add_vline(x=0, line={"color": GREY, "dash": "dot"}, row=i, col=1)
         figure.update_xaxes(title_text=markup.escape(str(unit)) or "value", row=i, col=1)
         figure.update_yaxes(autorange="reversed", row=i, col=1)
-    told = wrapped(
+    caption = wrapped(
         "; ".join(s for s in (under, "whisker: 95 % interval; one that reaches across 0 decides nothing") if s), 125
     )
-    return dressed(figure, title, told, 40 + 70 * len(units) + 26 * len(table))
+    return dressed(figure, title, caption, 40 + 70 * len(units) + 26 * len(table))

@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from workbench.errors import WorkbenchError
 from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed, wrapped
 
-MOST_TICKS, MOST_TEXTS, MOST_LETTERS, LINE, MOST_CELLS = 26, 32, 7, 120, 512 * 512
+MAX_TICKS, MAX_TEXTS, MAX_LETTERS, LINE, MAX_CELLS = 26, 32, 7, 120, 512 * 512
 # ticks of a panel, columns with texts, letters of a text and of a row of them, cells
 
 
@@ -55,7 +55,7 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
     Raises `WorkbenchError` where a map has more cells than a page can hold.
     """
     first = parts[0][1]
-    if any(g.values.size > MOST_CELLS for _, g in parts):
+    if any(g.values.size > MAX_CELLS for _, g in parts):
         raise WorkbenchError(f"a map of {first.values.shape} cells is too large to draw; choose a window")
     shown, signed = list(parts), False
     if len(parts) == 2:
@@ -110,18 +110,11 @@ def grid_table(parts: Sequence[tuple[str, Grid]], most: int = 100_000) -> pd.Dat
 
 
 def _add(
-    figure: go.Figure,
-    grid: Grid,
-    name: str,
-    where: dict[str, int],
-    colours: str,
-    *,
-    row_title: bool,
-    ticks: bool,
+    figure: go.Figure, grid: Grid, name: str, where: dict[str, int], colours: str, *, row_title: bool, ticks: bool,
     abreast: int,
-) -> None:
+) -> None:  # fmt: skip
     x, y = (unique([safe(t) for t in names]) for names in (grid.columns, grid.rows))
-    small, letters = grid.texts is not None and abreast * len(grid.columns) <= MOST_TEXTS, _letters(grid, abreast)
+    small, letters = grid.texts is not None and abreast * len(grid.columns) <= MAX_TEXTS, _letters(grid, abreast)
     hover = f"{grid.row_title} %{{y}}<br>{grid.column_title} %{{x}}<br>%{{z:.4g}} {markup.escape(grid.unit)}"
     texts = None if grid.texts is None else [[safe(t) for t in row] for row in grid.texts]
     figure.add_heatmap(
@@ -133,7 +126,7 @@ def _add(
     for update, names, title in (
         (figure.update_xaxes, x, grid.column_title if ticks else ""), (figure.update_yaxes, y, grid.row_title if row_title else ""),
     ):  # fmt: skip
-        most = MOST_TICKS * (2 if abreast == 1 else 1)
+        most = MAX_TICKS * (2 if abreast == 1 else 1)
         shown = {"tickvals": names[:: max(1, -(-len(names) // most))], "tickfont": {"size": 10}}
         update(title_text=title, type="category", showgrid=False, **shown, **where)
     figure.update_xaxes(tickangle=-90 if max(map(len, x)) > 3 else 0, showticklabels=ticks, **where)
@@ -141,7 +134,6 @@ def _add(
 
 
 def _in_cells(grid: Grid) -> np.ndarray:
-    """The texts that stand on a colour."""
     return np.where(np.isfinite(grid.values), np.asarray(grid.texts, dtype=object), "")
 
 
@@ -159,8 +151,7 @@ def _words_of_blanks(figure: go.Figure, grid: Grid, i: int, letters: int) -> Non
 
 
 def _letters(grid: Grid, abreast: int) -> int:
-    """Letters that a cell has room for."""
-    return max(3, min(MOST_LETTERS, LINE // (abreast * len(grid.columns))))
+    return max(3, min(MAX_LETTERS, LINE // (abreast * len(grid.columns))))
 
 
 def _clipped(text: str, letters: int) -> str:

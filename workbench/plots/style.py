@@ -1,52 +1,22 @@
-"""What all figures share: names, colours, subtitles, dress, alt texts, tables and offline HTML."""
+"""What all figures share: names, colours, subtitles and dress."""
 
 from __future__ import annotations
 
-import hashlib
 import html as markup
 import re
 import textwrap
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from workbench.names import LABELS
-from workbench.results import facts
+from workbench.models import registry
+from workbench.runs.records import facts
 
-COLOURS = {
-    "transformer": "#0072B2", "resformer": "#D55E00", "svformer": "#009E73", "neutreno": "#56B4E9", "denseformer": "#E69F00",
-    "resformer+neutreno": "#8F8500", "residual_k": "#CC79A7",
-    # relatives are shades of one family
-    "resformer_constant": "#B03A00", "resformer_learnable": "#F0793A", "resformer_learnable_plus": "#8D2F07",
-    "resformer_sparse": "#E59B7A", "resformer_dense": "#E8443A", "svformer+gqa": "#63BC9F", "svformer+cla": "#05593F",
-    "resformer+denseformer": "#B8860B", "gqa": "#1F9E9E", "mqa": "#0B6B75", "cla": "#5AA469", "share_q": "#99AEC9",
-    "share_k": "#74A9CF", "share_v": "#2B8CBE", "cross_layer": "#7B5EA7", "cross_layer_all": "#54447F", "same_key": "#A98BD4",
-    "identity_map": "#B7A3D1", "residual_q": "#D79ABA", "residual_attention": "#AA4488", "residual_hidden": "#852966",
-    "value_embedding": "#B5651D", "bank_of_values": "#7A4A1E", "gated_attention": "#6F7F8F", "cut_skip": "#454F5A", "A − B": "#8B6FC0",
-}  # fmt: skip
-SYMBOLS = {
-    "circle": "transformer resformer_learnable resformer_learnable_plus share_k",
-    "square": "resformer svformer+gqa identity_map gated_attention",
-    "diamond": "svformer svformer+cla cross_layer residual_q",
-    "triangle-up": "neutreno resformer_sparse residual_attention",
-    "triangle-down": "denseformer share_q cross_layer_all value_embedding",
-    "x": "residual_k resformer_dense residual_hidden",
-    "cross": "resformer_constant cla same_key cut_skip",
-    "star": "resformer+denseformer share_v bank_of_values",
-    "bowtie": "resformer+neutreno gqa mqa",
-}
-"""Marks on curves: those of one mark have colours that the colour-blind tell apart too."""
 SITES = {
-    "v": "effective values",
-    "own_v": "own values",
-    "stream": "hidden state",
-    "final": "after the final norm",
-    "z": "attention output",
-    "q": "queries",
-    "k": "keys",
-}
+    "v": "effective values", "own_v": "own values", "stream": "hidden state", "final": "after the final norm",
+    "z": "attention output", "q": "queries", "k": "keys",
+}  # fmt: skip
 READINGS = {
     "train_loss": "lower: better prediction", "validation_loss": "lower: better prediction", "copy_loss": "lower: copies better",
     "gradient_norm": "higher: stronger pull", "tokens_per_second": "higher: faster",
@@ -63,7 +33,7 @@ VARIANT_READINGS: dict[tuple[str, str | None], str] = {
     ("value_ablation", "zero"): "higher: these values matter more", ("value_ablation", "kept"): "higher: less context is needed",
 }  # fmt: skip
 """Of measures whose variants are not read the same way."""
-MINUS = "A − B"  # a difference of two subjects
+MINUS, MINUS_COLOUR = "A − B", "#8B6FC0"  # a difference of two subjects
 DETAIL = " · "  # between a series and one run of it
 GREY, GRID, SEQUENTIAL, DIVERGING = "#808080", "rgba(128,128,128,0.25)", "Cividis", "RdBu_r"
 INK = (
@@ -71,7 +41,6 @@ INK = (
     ".xaxislayer-below text, .yaxislayer-below text"
 )
 """Words around a figure: in a page of HTML they take the page's ink, dark on light and light on dark."""
-CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 
 
 def colour(architecture: str) -> str:
@@ -84,19 +53,15 @@ def colour(architecture: str) -> str:
     if detail:
         plain = colour(series.split(" ")[0])
         return _lighter(plain) if detail.startswith("B′") else plain
-    hue = int(hashlib.sha256(architecture.encode()).hexdigest()[:4], 16) % 360
-    return COLOURS.get(architecture, f"hsl({hue},55%,48%)")
+    return MINUS_COLOUR if architecture == MINUS else registry.colour(architecture)
 
 
 def symbol(architecture: str) -> str:
     """The mark on the architecture's curves; an unregistered name gets one from its hash."""
-    series = architecture.partition(DETAIL)[0].split(" ")[0]
-    named = next((mark for mark, names in SYMBOLS.items() if series in names.split()), None)
-    return named or list(SYMBOLS)[int(hashlib.sha256(series.encode()).hexdigest()[:4], 16) % len(SYMBOLS)]
+    return registry.symbol(architecture.partition(DETAIL)[0].split(" ")[0])
 
 
 def _lighter(plain: str) -> str:
-    """A colour half way to white."""
     if not plain.startswith("#"):
         return plain
     return "#" + "".join(f"{(int(plain[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
@@ -106,13 +71,13 @@ def label(architecture: str) -> str:
     """The architecture's name as its paper writes it, safe inside a figure."""
     series, _, detail = architecture.partition(DETAIL)
     tag, _, rest = detail.rpartition(": ")
-    named = LABELS.get(series, series) + (DETAIL + rest if rest else "")
+    named = registry.label(series) + (DETAIL + rest if rest else "")
     return markup.escape(f"{tag.rstrip('′')}: {named}" if tag else named)
 
 
 def ordered(names: Any) -> list[str]:
-    """Architectures in the order of their colours, the others after them; A before B, their difference last."""
-    known = list(COLOURS)
+    """Architectures in the order of the registry, the others after them; A before B, their difference last."""
+    known = list(registry.ARCHITECTURES)
 
     def place(name: str) -> tuple[bool, str, int, str]:
         series, _, detail = name.partition(DETAIL)
@@ -156,12 +121,12 @@ def reading(frame: pd.DataFrame) -> str:
     alone = len(variants) == 1 and not (frame["architecture"] == MINUS).any()
     if alone and (metric, variant := variants.pop()) in VARIANT_READINGS:
         return VARIANT_READINGS[metric, variant]
-    found = next((str(fact["reading"]) for fact in _facts(frame) if fact.get("reading")), READINGS.get(metric))
-    if found is None and len(frame["provenance"].dropna()):
+    says = next((str(fact["reading"]) for fact in _facts(frame) if fact.get("reading")), READINGS.get(metric))
+    if says is None and len(frame["provenance"].dropna()):
         from workbench.metrics import METRICS
 
-        found = METRICS[metric].reading if metric in METRICS else ""
-    return found or ""
+        says = METRICS[metric].reading if metric in METRICS else ""
+    return says or ""
 
 
 def subtitle(frame: pd.DataFrame, *extra: str) -> str:
@@ -210,9 +175,14 @@ def _tame(text: str) -> str:
     return re.sub(r"<(?!br>)", "&lt;", text)
 
 
+def plain(text: Any) -> str:
+    """Text of a figure without its markup."""
+    return markup.unescape(str(text or "").replace("<br>", " "))
+
+
 def narrow(figure: go.Figure, width: int = 88) -> go.Figure:
     """The figure for a column of half a page: its subtitle in shorter lines, its legend under it."""
-    under = _tame(wrapped(_plain(figure.layout.title.subtitle.text), width))
+    under = _tame(wrapped(plain(figure.layout.title.subtitle.text), width))
     more = 17 * (under.count("<br>") - str(figure.layout.title.subtitle.text or "").count("<br>"))
     figure.update_layout(
         title_subtitle_text=under, height=figure.layout.height + more, margin_t=figure.layout.margin.t + more
@@ -228,74 +198,13 @@ def narrow(figure: go.Figure, width: int = 88) -> go.Figure:
 
 def axis_title(unit: str, says: str, width: int = 46) -> str:
     """A unit and, under it, which way to read it."""
-    said = "<br>".join(markup.escape(line) for line in textwrap.wrap(says, width))
-    return f'{markup.escape(unit)}<br><span style="font-size:11px">{said}</span>' if says else markup.escape(unit)
+    lines_of_text = "<br>".join(markup.escape(line) for line in textwrap.wrap(says, width))
+    return (
+        f'{markup.escape(unit)}<br><span style="font-size:11px">{lines_of_text}</span>' if says else markup.escape(unit)
+    )
 
 
 def outer_titles(figure: go.Figure, panels: int, columns: int) -> None:
     """Keep x titles on the lowest panel of each column only, so that rows of panels do not collide."""
     for i in range(panels - columns):
         figure.update_xaxes(title_text="", row=i // columns + 1, col=i % columns + 1)
-
-
-def alt_text(shown: go.Figure | pd.DataFrame) -> str:
-    """What a figure shows, in words: its title and subtitle, then each curve's ends or each map's extremes."""
-    if isinstance(shown, pd.DataFrame):
-        from workbench.plots.records import plot
-
-        shown = plot(shown)
-    said = [_plain(shown.layout.title.text), _plain(shown.layout.title.subtitle.text)]
-    for trace in shown.data:
-        if trace.type == "heatmap":
-            z = np.asarray(trace.z, dtype=float)
-            if np.isfinite(z).any():
-                said.append(f"{_plain(trace.name) or 'map'}: {np.nanmin(z):.3g} to {np.nanmax(z):.3g}")
-        elif trace.x is not None and len(trace.x) and trace.x[0] is not None and trace.hoverinfo != "skip":
-            said.append(f"{_plain(trace.name)}: {_ends(trace)}")
-    return "; ".join(s for s in said if s)[:1500]
-
-
-def _ends(trace: Any) -> str:
-    y, x = list(trace.y), list(trace.x)
-    if trace.type == "bar" and trace.orientation != "h":
-        return ", ".join(f"{_plain(a)} {b:.3g}" for a, b in zip(x, y, strict=True))
-    if trace.type == "bar":
-        return ", ".join(f"{_plain(b)} {a:.3g}" for a, b in zip(x[:5], y[:5], strict=True))
-    if isinstance(y[0], str):  # named rows
-        return ", ".join(f"{_plain(b)} {a:.3g}" for a, b in zip(x[:12], y[:12], strict=True))
-    ends = [
-        f"{float(v):.3g} at {_plain(at) if isinstance(at, str) else f'{float(at):g}'}"
-        for v, at in ((y[0], x[0]), (y[-1], x[-1]))
-    ]
-    return f"from {ends[0]} to {ends[1]}" if len(y) > 1 else ends[0]
-
-
-def _plain(text: Any) -> str:
-    return markup.unescape(str(text or "").replace("<br>", " "))
-
-
-def table(frame: pd.DataFrame) -> pd.DataFrame:
-    """The numbers behind a figure: columns that say something, in the order of the axes."""
-    kept = frame.drop(columns=[c for c in ("provenance",) if c in frame]).dropna(axis=1, how="all")
-    axes = [c for c in ("metric", "architecture", "seed", "step", "layer", "head", "position") if c in kept]
-    return kept.sort_values(axes, kind="stable").reset_index(drop=True)
-
-
-def html(figure: go.Figure, *, script: bool = True, whole: bool = False) -> str:
-    """The figure as HTML that works offline and uploads nothing; `script=False` for all but the first of a page."""
-    body = figure.to_html(include_plotlyjs=script, full_html=False, config=CONFIG, auto_play=False)
-    said = markup.escape(alt_text(figure), quote=True)
-    ink = f"<style>{INK} {{ fill: CanvasText !important }}</style>" if script else ""
-    inside = f'{ink}<figure role="img" aria-label="{said}">{body}</figure>'
-    if not whole:
-        return inside
-    title = markup.escape(_plain(figure.layout.title.text))
-    return f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head><body>{inside}</body></html>'
-
-
-def paper(figure: go.Figure) -> str:
-    """The figure as an HTML page for pictures: dark on white, without buttons."""
-    drawn = go.Figure(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor="white")
-    return drawn.to_html(
-        include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False
-    )

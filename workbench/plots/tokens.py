@@ -70,18 +70,11 @@ def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]
     for i, (name, architecture, tokens, chances) in enumerate(found):
         ticks = [f"{safe(t)}  " for t in tokens]
         figure.add_bar(
-            x=list(chances),
-            y=list(range(len(ticks))),
-            orientation="h",
-            marker_color=colour(architecture),
-            name=markup.escape(name),
-            showlegend=False,
-            text=[f"{c:+.1%}" if name == MINUS else f"{c:.1%}" for c in chances],
-            textposition="outside",
-            cliponaxis=False,
-            row=1,
-            col=i + 1,
-        )
+            x=list(chances), y=list(range(len(ticks))), orientation="h", marker_color=colour(architecture),
+            name=markup.escape(name), showlegend=False,
+            text=[f"{c:+.1%}" if name == MINUS else f"{c:.1%}" for c in chances], textposition="outside",
+            cliponaxis=False, row=1, col=i + 1,
+        )  # fmt: skip
         figure.update_yaxes(
             tickvals=list(range(len(ticks))), ticktext=ticks, autorange="reversed", showticklabels=not (alike and i),
             row=1, col=i + 1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html as markup
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +12,16 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.plots.compare import AXES
+from workbench.plots.compare import AXES, subtracted
 from workbench.plots.records import checked, plot
-from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed, label, ordered, outer_titles, subtitle, words
+from workbench.plots.style import DIVERGING, SEQUENTIAL, dressed, label, ordered, outer_titles, subtitle, words
 
 RATIO = "A ÷ B"  # the difference of two logarithms
-MOST_POINTS, MOST_COLUMNS, MOST_PRINTED = (
-    600,
-    160,
-    90,
-)  # of a curve, of a map over steps, cells of a figure that carry their number
+# of a curve, of a map over steps, cells of a figure that carry their number
+MAX_POINTS, MAX_COLUMNS, MAX_PRINTED = 600, 160, 90
 
 
-def thinned(frame: pd.DataFrame, most: int = MOST_POINTS) -> tuple[pd.DataFrame, int]:
+def thinned(frame: pd.DataFrame, most: int = MAX_POINTS) -> tuple[pd.DataFrame, int]:
     """The frame with neighbouring steps averaged where there are more than `most`, and how many steps a point then spans.
 
     A point stands at the first of its steps; `width` is 1 where nothing was averaged.
@@ -42,20 +38,10 @@ def thinned(frame: pd.DataFrame, most: int = MOST_POINTS) -> tuple[pd.DataFrame,
 
 def curve_difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
     """Curves of A minus B at every step that both wrote down; the standard error is that of independent means."""
-    last = [f[f["control"].isna()].reset_index(drop=True) for f in (a, b)]
+    rows, others = (f[f["control"].isna()].reset_index(drop=True) for f in (a, b))
     keys = ["step", *AXES]
-    keyed = [f.assign(**{c: f[c].astype("str").fillna("") for c in keys}) for f in last]
-    means = keyed[1].groupby(keys, as_index=False)[["value", "se"]].mean()
-    both = keyed[0].reset_index(names="row").merge(means, on=keys, suffixes=("", "_b"))
-    rows = last[0].loc[both["row"]].reset_index(drop=True)
-    return rows.assign(
-        value=both["value"] - both["value_b"],
-        se=np.sqrt(both["se"] ** 2 + both["se_b"] ** 2),
-        architecture=MINUS,
-        run=MINUS,
-        unit=rows["unit"].astype("str").fillna("") + f", {MINUS}",
-        provenance=json.dumps({"reading": "below 0: lower in A"}),
-    )
+    means = others.groupby(keys, dropna=False, as_index=False)[["value", "se"]].mean()
+    return subtracted(rows, means, keys, "below 0: lower in A")
 
 
 def curves(parts: Sequence[pd.DataFrame], *, title: str, smooth: int = 1, log_x: bool = False) -> go.Figure:
@@ -146,12 +132,12 @@ def gradient_map(frame: pd.DataFrame) -> go.Figure:
 
 def gradient_maps(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False) -> go.Figure:
     """The same over training for each (name, rows); `compare`: of A, of B, and A divided by B."""
-    thin = [(name, *thinned(rows, MOST_COLUMNS)) for name, rows in parts]
+    thin = [(name, *thinned(rows, MAX_COLUMNS)) for name, rows in parts]
     found, width = pd.concat([rows for _, rows, _ in thin]), max(width for _, _, width in thin)
     order = _row_order(found)  # the same for all: a matrix that a model lacks is left blank
     grids = [(name, _over_steps(rows).reindex(order)) for name, rows, _ in thin]
-    said = f"each column the mean of {width} steps" if width > 1 else ""
-    under = subtitle(found, "each matrix: the first layer below", *_reading(found), said)
+    caption = f"each column the mean of {width} steps" if width > 1 else ""
+    under = subtitle(found, "each matrix: the first layer below", *_reading(found), caption)
     height = max(180, min(9 * max(len(grid) for _, grid in grids), 560))
     figure = _maps(grids, "%{y} at step %{x}", compare=compare, height=height, across="training step")
     for trace, axis in zip(figure.data, figure.select_yaxes(), strict=False):
@@ -170,16 +156,15 @@ def _maps(
     shown = list(grids)
     if compare and len(grids) == 2:
         (_, a), (_, b) = grids
-        shown.append(
-            (RATIO, a.sub(b).reindex([n for n in a.index if n in b.index], columns=a.columns.intersection(b.columns)))
-        )
+        both = [n for n in a.index if n in b.index]
+        shown.append((RATIO, a.sub(b).reindex(both, columns=a.columns.intersection(b.columns))))
     columns = min(len(shown), 3)
     count = -(-len(shown) // columns)
     # labels at the left and below serve all panels where these have the same rows, and the same columns
     same_rows = len({tuple(grid.index) for _, grid in shown}) == 1
     same_columns = len({tuple(grid.columns) for _, grid in shown}) == 1
     gap = 40 if same_columns else 96
-    printed = sum(grid.size for _, grid in shown) <= MOST_PRINTED
+    printed = sum(grid.size for _, grid in shown) <= MAX_PRINTED
     figure = make_subplots(
         count, columns, subplot_titles=[name for name, _ in shown], horizontal_spacing=(0.06 if same_rows else 0.14) / columns + 0.02,
         vertical_spacing=gap / (count * (height + gap)),
@@ -192,12 +177,12 @@ def _maps(
             for axis in (grid.columns, grid.index)
         )
         ratio, at, lowest = name == RATIO, {"row": i // columns + 1, "col": i % columns + 1}, i + columns >= len(shown)
-        said = "A is %{customdata:.2f} times B" if ratio else "%{customdata:.3g}"
+        caption = "A is %{customdata:.2f} times B" if ratio else "%{customdata:.3g}"
         figure.add_heatmap(
             z=z, x=x, y=y, customdata=10**z, coloraxis="coloraxis2" if ratio else "coloraxis", name=name,
             text=[[f"{v:.2g}" if np.isfinite(v) else "" for v in row] for row in 10.0**z] if printed else None,
             texttemplate="%{text}" if printed else None, textfont_size=9, hoverongaps=False,
-            hovertemplate=f"{name}<br>{place}: {said}<extra></extra>", **at,
+            hovertemplate=f"{name}<br>{place}: {caption}<extra></extra>", **at,
         )  # fmt: skip
         figure.update_yaxes(showticklabels=not same_rows or i % columns == 0, **at)
         figure.update_xaxes(showticklabels=not same_columns or lowest, title_text=across if lowest else "", **at)
@@ -287,23 +272,18 @@ def coefficients(frame: pd.DataFrame) -> go.Figure:
     shades = [f"hsl({int(210 + 300 * i / max(len(parts), 1)) % 360},60%,48%)" for i in range(len(parts))]
     for i, layer in enumerate(layers):
         for part, shade in zip(parts, shades, strict=True):
-            curve = (
-                rows[(rows["layer"] == layer) & (rows["part"] == part)]
-                .groupby("step")["value"]
-                .agg(["mean", "min", "max"])
-            )
+            mine = rows[(rows["layer"] == layer) & (rows["part"] == part)]
+            curve = mine.groupby("step")["value"].agg(["mean", "min", "max"])
             if curve.empty:
                 continue
             at = {"row": i // columns + 1, "col": i % columns + 1}
             bars = {
-                "array": curve["max"] - curve["mean"],
-                "arrayminus": curve["mean"] - curve["min"],
-                "thickness": 0.6,
+                "array": curve["max"] - curve["mean"], "arrayminus": curve["mean"] - curve["min"], "thickness": 0.6,
                 "width": 0,
-            }
-            said = _source(part)
+            }  # fmt: skip
+            caption = _source(part)
             figure.add_scatter(
-                x=curve.index, y=curve["mean"], error_y=bars, name=said, line={"color": shade}, mode="lines",
+                x=curve.index, y=curve["mean"], error_y=bars, name=caption, line={"color": shade}, mode="lines",
                 legendgroup=part, showlegend=not any(t.legendgroup == part for t in figure.data), **at,
             )  # fmt: skip
             figure.update_xaxes(title_text="training step", **at)
@@ -316,9 +296,9 @@ def coefficients(frame: pd.DataFrame) -> go.Figure:
 def _source(part: str) -> str:
     """DenseFormer's `alpha_j` in words: what the weight multiplies."""
     index = part.removeprefix("alpha_")
-    return (
-        words(part) if not index.isdecimal() else "embedding" if index == "0" else f"output of block {int(index) - 1}"
-    )
+    if not index.isdecimal():
+        return words(part)
+    return "embedding" if index == "0" else f"output of block {int(index) - 1}"
 
 
 def pace(frame: pd.DataFrame) -> go.Figure:

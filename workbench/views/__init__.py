@@ -1,6 +1,6 @@
 """Every view of the dashboard as a link, a figure and a table; the page and `workbench view LINK` draw the same.
 
-`VIEWS[page][name](ask, link)` gives a `Drawing`: `ask` is a `Source` (where numbers come from), `link` a `Link` (what was chosen).
+`VIEWS[page][name](source, link)` gives a `Drawing`: `source` is a `Source` (where numbers come from), `link` a `Link` (what was chosen).
 """
 
 from workbench.views.base import VIEWS, Drawing, drawings, view

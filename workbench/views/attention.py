@@ -10,18 +10,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench import plots
+from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName
 from workbench.plots import attention as figures
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import Source, Subject
 
-SCALES = {
-    "brightest": "up to the brightest",
-    "root": "faint ones lifted (root)",
-    "one": "from 0 to 1",
-}
+SCALES = {"brightest": "up to the brightest", "root": "faint ones lifted (root)", "one": "from 0 to 1"}
 """The brightest after the first query, which sees nothing but itself."""
 POOLS = {"mean": "what goes to all its keys", "max": "its largest weight"}
 LINEAR = 32
@@ -32,11 +28,9 @@ TILES = 300_000
 """Cells of all small pictures together; more heads get coarser ones."""
 BUCKETS = (64, 32, 16, 8)
 STATISTICS = {
-    "normalised_entropy": "evenness",
-    "row_entropy": "entropy, nats",
-    "effective_keys": "effective keys",
+    "normalised_entropy": "evenness", "row_entropy": "entropy, nats", "effective_keys": "effective keys",
     "sink_mass": "attention to the first token",
-}
+}  # fmt: skip
 EVENLY = "spread evenly"
 MEANS = "means over its queries; evenness (entropy over its maximum) and first token without the first, which sees only itself"
 
@@ -56,7 +50,7 @@ class Choice:
     keys: tuple[int, int]
     lock: int | None  # the query whose row is held
     scale: str
-    pool: str
+    pool: prompts.Pool
     branch: str | None  # whose keys alone; None: all that the layer sees
     branches: list[str]
 
@@ -77,10 +71,9 @@ class Seen:
 
     subject: Subject
     tokens: list[str]
-    overview: Any
-    """`workbench.looks.attention.Overview`"""
-    window: Any
-    """`workbench.looks.attention.Window` of the chosen head"""
+    overview: prompts.Overview
+    window: prompts.Window
+    """Of the chosen head."""
     received: np.ndarray
     """Attention that the positions of each column receive from all queries, mean over them [column], in queries."""
     evenly: np.ndarray
@@ -89,14 +82,14 @@ class Seen:
     """The held query's weights [column], NaN for its future; of B where it reads the same tokens."""
 
 
-def options(ask: Source, link: Link) -> Choice:
+def options(source: Source, link: Link) -> Choice:
     """The choices of a link, the absent ones at their defaults; raises `WorkbenchError` for what is not there."""
-    subjects, text = ask.subjects(link), ask.prompt(link)
-    tokens = [ask.tokens(s, text) for s in subjects]
+    subjects, text = source.subjects(link), source.prompt(link)
+    tokens = [source.tokens(s, text) for s in subjects]
     T = len(tokens[0])
     layers, heads = min(s.entry.n_layers for s in subjects), min(s.entry.n_heads for s in subjects)
     layer = _index("layer", link.whole("layer", layers - 1), layers)
-    branches = ask.look("attention.keep", subjects[0], text).branches(layer)
+    branches = _branches(source, subjects[0], text, layer)
     branch = link.text("branch")
     if branch is not None:
         _known("set of keys", branch, branches)
@@ -107,7 +100,7 @@ def options(ask: Source, link: Link) -> Choice:
         queries=positions(link.text("queries"), T), keys=positions(link.text("keys"), T),
         lock=None if lock is None else _index("position", lock, T),
         scale=_known("scale", link.text("scale", scale), SCALES),
-        pool=_known("pool", link.text("pool", "mean"), POOLS), branch=branch, branches=branches,
+        pool="max" if _known("pool", link.text("pool", "mean"), POOLS) == "max" else "mean", branch=branch, branches=branches,
     )  # fmt: skip
 
 
@@ -142,37 +135,41 @@ def _known(kind: str, name: str | None, choices: Any) -> str:
     return str(name)
 
 
-def seen(ask: Source, link: Link) -> tuple[Choice, list[Seen]]:
+def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
     """What the page and all its figures show."""
-    choice = options(ask, link)
+    choice = options(source, link)
     found = []
     for i, (subject, tokens) in enumerate(zip(choice.subjects, choice.tokens, strict=True)):
-        overview = look(ask, choice, subject, 2 * i)
+        overview = _overview(source, choice, subject, 2 * i)
         queries, keys = (_within(span, len(tokens)) for span in (choice.queries, choice.keys))
-        window = _window(ask, choice, i, queries, keys, choice.pool)
-        column = _window(ask, choice, i, (0, len(tokens)), keys, "mean")
-        _tell(ask, choice, 2 * i + 1, 1, 2)
+        window = _window(source, choice, i, queries, keys, choice.pool)
+        column = _window(source, choice, i, (0, len(tokens)), keys, "mean")
+        _report(source, choice, 2 * i + 1, 1, 2)
         row = None
         if choice.lock is not None and (i == 0 or choice.alike):
-            row = _window(ask, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
+            row = _window(source, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
         found.append(Seen(subject, tokens, overview, window, _received(column), _evenly(column, len(tokens)), row))
     return choice, found
 
 
-def look(ask: Source, choice: Choice, subject: Subject, part: int = 0) -> Any:
+def _overview(source: Source, choice: Choice, subject: Subject, part: int) -> prompts.Overview:
     """The overview of a subject, its pictures as fine as all of them together allow."""
     pictures = sum(s.entry.n_layers * s.entry.n_heads for s in choice.subjects)
     fits = [b for b in BUCKETS if pictures * b * (b + 1) // 2 <= TILES]
-    return ask.look(
-        "attention.overview", subject, choice.text, buckets=fits[0] if fits else BUCKETS[-1], pool=choice.pool,
-        progress=lambda done, total: _tell(ask, choice, part, done, total),
+    return source.query(
+        prompts.attention_overview, subject, choice.text, buckets=fits[0] if fits else BUCKETS[-1], pool=choice.pool,
+        progress=lambda done, total: _report(source, choice, part, done, total),
     )  # fmt: skip
 
 
-def _tell(ask: Source, choice: Choice, part: int, done: int, total: int) -> None:
-    """How far the work is, of 100; each model has two parts, all heads and the chosen one."""
-    if ask.progress is not None:
-        ask.progress(round(100 * (part + done / total) / (2 * len(choice.subjects))), 100)
+def _branches(source: Source, subject: Subject, text: str, layer: int) -> list[str]:
+    return source.derive(prompts.AttentionInputs.branches, prompts.attention_inputs, subject, text, layer)
+
+
+def _report(source: Source, choice: Choice, part: int, done: int, total: int) -> None:
+    """Report how far the work is, of 100; each model has two parts, all heads and the chosen one."""
+    if source.progress is not None:
+        source.progress(round(100 * (part + done / total) / (2 * len(choice.subjects))), 100)
 
 
 def _within(span: tuple[int, int], T: int) -> tuple[int, int]:
@@ -181,25 +178,26 @@ def _within(span: tuple[int, int], T: int) -> tuple[int, int]:
     return first, max(first, min(span[1], T - 1)) + 1
 
 
-def _window(ask: Source, choice: Choice, i: int, queries: tuple[int, int], keys: tuple[int, int], pool: str) -> Any:
+def _window(
+    source: Source, choice: Choice, i: int, queries: tuple[int, int], keys: tuple[int, int], pool: prompts.Pool
+) -> prompts.Window:
     subject = choice.subjects[i]
     branch = choice.branch
     if branch is not None and i > 0:  # of the other model, where it has such keys
-        kept = ask.look("attention.keep", subject, choice.text)
-        branch = branch if branch in kept.branches(choice.layer) else None
+        branch = branch if branch in _branches(source, subject, choice.text, choice.layer) else None
     most = CELLS if len(choice.subjects) == 1 or max(map(len, choice.tokens)) <= CELLS else CELLS_BESIDE
-    return ask.from_kept(
-        "attention.window", "attention.keep", subject, choice.text, layer=choice.layer, head=choice.head,
-        queries=queries, keys=keys, most=most, pool=pool, branch=branch,
+    return source.derive(
+        prompts.attention_map, prompts.attention_inputs, subject, choice.text, choice.layer, choice.head,
+        slice(*queries), slice(*keys), most=most, pool=pool, branch=branch,
     )  # fmt: skip
 
 
-def _received(window: Any) -> np.ndarray:
+def _received(window: prompts.Window) -> np.ndarray:
     """Column sums of a window of all queries, over the keys of each column."""
     return np.nansum(window.weights * np.diff(window.queries)[:, None], 0) / np.diff(window.keys)
 
 
-def _evenly(window: Any, T: int) -> np.ndarray:
+def _evenly(window: prompts.Window, T: int) -> np.ndarray:
     """The same under uniform causal attention: position j receives the sum over i >= j of 1 / (i + 1)."""
     received = np.cumsum((1.0 / np.arange(1, T + 1))[::-1])[::-1]
     first, last = window.keys[0], window.keys[-1]
@@ -248,23 +246,23 @@ def _named(choice: Choice, found: list[Seen]) -> list[tuple[str, Seen]]:
 # ---- the views -------------------------------------------------------------------------------------------------------
 
 
-MOST_ROWS = 100_000  # of a table of pictures
+MAX_ROWS = 100_000  # of a table of pictures
 
 
 @view("attention")
-def overview(ask: Source, link: Link) -> Drawing:
+def overview(source: Source, link: Link) -> Drawing:
     """All layers and heads: a small picture of each head's attention, queries downwards, keys to the right."""
-    choice, found = seen(ask, link)
+    choice, found = seen(source, link)
     parts = [(title, s.overview.tiles) for title, s in _named(choice, found)]
     alike = choice.alike and len({p[1].shape for p in parts}) == 1
     top = 1.0 if choice.scale == "one" else max(brightest(tiles) for _, tiles in parts)
     figure = figures.tiles(parts, top, root=choice.scale == "root", minus=alike)
     strongest = []
     for title, s in _named(choice, found):
-        top = s.overview.statistics.sort_values("sink_mass").iloc[-1]
+        sinkiest = s.overview.statistics.sort_values("sink_mass").iloc[-1]
         strongest.append(
-            f"{title}: most attention to the first token in layer {int(top['layer'])}, head {int(top['head'])} "
-            f"({top['sink_mass']:.2f} of it; {s.overview.uniform['sink_mass']:.2f} if spread evenly)"
+            f"{title}: most attention to the first token in layer {int(sinkiest['layer'])}, head {int(sinkiest['head'])} "
+            f"({sinkiest['sink_mass']:.2f} of it; {s.overview.uniform['sink_mass']:.2f} if spread evenly)"
         )
     return Drawing(figure, _tile_table(parts), ". ".join(strongest) + ".")
 
@@ -277,30 +275,24 @@ def _tile_table(parts: list[tuple[str, np.ndarray]]) -> pd.DataFrame:
         layer, head, cell = np.indices((*tiles.shape[:2], len(row))).reshape(3, -1)
         names = {"layer": layer, "head": head, "row": row[cell], "column": column[cell]}
         frames.append(pd.DataFrame({"model": title, **names, "attention": tiles[..., row, column].ravel()}))
-    return pd.concat(frames, ignore_index=True).head(MOST_ROWS)
+    return pd.concat(frames, ignore_index=True).head(MAX_ROWS)
 
 
 @view("attention")
-def weights(ask: Source, link: Link) -> Drawing:
+def weights(source: Source, link: Link) -> Drawing:
     """The map of one head: how much each token (row) attends to each earlier one (column)."""
-    choice, found = seen(ask, link)
+    choice, found = seen(source, link)
     parts: list[tuple[str, plots.Grid]] = []
     top = 1.0 if choice.scale == "one" else max(brightest(s.window.weights, s.window.queries[0]) for s in found)
     for title, s in _named(choice, found):
         rows, columns = cells(s.window.queries, s.tokens), cells(s.window.keys, s.tokens)
-        if not choice.alike:
-            columns[0] += "\u200b" * len(
-                parts
-            )  # told apart: other prompts are not subtracted, even where they begin alike
-        parts.append(
-            (
-                title,
-                plots.Grid(
-                    s.window.weights, rows, columns, "attention", "query: who attends", "key: where attention goes",
-                    span=(0.0, top), upward=False,
-                ),
-            )
+        if not choice.alike:  # told apart: other prompts are not subtracted, even where they begin alike
+            columns[0] += "\u200b" * len(parts)
+        grid = plots.Grid(
+            s.window.weights, rows, columns, "attention", "query: who attends", "key: where attention goes",
+            span=(0.0, top), upward=False,
         )  # fmt: skip
+        parts.append((title, grid))
     figure = plots.grids(parts, "Attention", where(choice, found))
     if choice.scale == "root":
         figures.lifted(figure)
@@ -308,9 +300,9 @@ def weights(ask: Source, link: Link) -> Drawing:
 
 
 @view("attention")
-def received(ask: Source, link: Link) -> Drawing:
+def received(source: Source, link: Link) -> Drawing:
     """How much attention each token receives from all that follow, beside attention that is spread evenly."""
-    choice, found = seen(ask, link)
+    choice, found = seen(source, link)
     lines = [(s.subject.series, cells(s.window.keys, s.tokens), s.received, s.evenly) for s in found]
     figure = figures.received(
         lines, f"layer {choice.layer}, head {choice.head}; all queries of the prompt", minus=choice.alike
@@ -324,10 +316,10 @@ def received(ask: Source, link: Link) -> Drawing:
 
 
 @view("attention")
-def query(ask: Source, link: Link) -> Drawing:
+def query(source: Source, link: Link) -> Drawing:
     """Where one query looks: the held one, else the last of the window."""
-    link = link if link.text("lock") is not None else link.but(lock=options(ask, link).queries[1])
-    choice, found = seen(ask, link)
+    link = link if link.text("lock") is not None else link.but(lock=options(source, link).queries[1])
+    choice, found = seen(source, link)
     held = [(s, s.row) for s in found if s.row is not None]
     bars = [(s.subject.series, cells(s.window.keys, s.tokens), row) for s, row in held]
     at = int(choice.lock or 0)
@@ -341,9 +333,9 @@ def query(ask: Source, link: Link) -> Drawing:
 
 
 @view("attention")
-def numbers(ask: Source, link: Link) -> Drawing:
+def numbers(source: Source, link: Link) -> Drawing:
     """Entropy, effective keys and attention to the first token, of each head, beside attention that is spread evenly."""
-    choice, found = seen(ask, link)
+    choice, found = seen(source, link)
     parts = [(s.subject.series, s.overview.statistics, s.overview.uniform) for s in found]
     figure = figures.per_head(parts, STATISTICS, f"one prompt of {choice.length} tokens, {MEANS}")
     return Drawing(figure, statistics(found))

@@ -23,7 +23,7 @@ class Drawing:
 
     figure: go.Figure
     table: pd.DataFrame
-    said: str = ""
+    sentence: str = ""
 
 
 View = Callable[["Source", Link], Drawing]
@@ -55,25 +55,27 @@ def views_of(page: str, only: str | None = None) -> dict[str, View]:
     return {only: found[only]} if only else dict(found)
 
 
-def drawings(ask: Source, link: Link, only: str | None = None) -> Iterator[tuple[str, Drawing]]:
+def drawings(source: Source, link: Link, only: str | None = None) -> Iterator[tuple[str, Drawing]]:
     """(name, drawing) of all views of the link's page, or of one; raises `UnknownName` for another."""
     for name, function in views_of(link.page, only).items():
-        yield name, function(ask, link)
+        yield name, function(source, link)
 
 
-def timelapse(function: View, ask: Source, link: Link, progress: Callable[[int, int], None] | None = None) -> Drawing:
+def timelapse(
+    function: View, source: Source, link: Link, progress: Callable[[int, int], None] | None = None
+) -> Drawing:
     """A view at each step that model A has a checkpoint of, as one figure that plays.
 
     B goes along where both were chosen at one step, and stands still where they were not: two steps of one run would differ
     by nothing otherwise. Raises `WorkbenchError` where fewer than two steps can be drawn, or all of them alike.
     """
-    subjects = ask.subjects(link)
+    subjects = source.subjects(link)
     steps, made, left = list(subjects[0].entry.steps), [], {}
     along = len(subjects) == 2 and subjects[0].step == subjects[1].step
     still = subjects[1].step if len(subjects) == 2 else None
     for i, step in enumerate(steps):
         try:
-            made.append((f"step {step}", function(ask, link.but(step=step, step_b=step if along else still))))
+            made.append((f"step {step}", function(source, link.but(step=step, step_b=step if along else still))))
         except WorkbenchError as reason:  # not every step was measured
             left[step] = str(reason)
         if progress is not None:
@@ -86,7 +88,7 @@ def timelapse(function: View, ask: Source, link: Link, progress: Callable[[int, 
         raise WorkbenchError("this figure is the same at every checkpoint of model A, so there is nothing to play")
     figure = plots.timelapse([(label, drawing.figure) for label, drawing in made])
     table = pd.concat([d.table.assign(frame=label) for label, d in made], ignore_index=True)
-    said = [f"B stands still at step {still}."] if still is not None and not along else []
+    notes = [f"B stands still at step {still}."] if still is not None and not along else []
     if left:
-        said.append(f"{len(left)} of {len(steps)} checkpoints cannot be drawn here and are left out: {why}")
-    return replace(made[-1][1], figure=figure, table=table, said=" ".join(said))
+        notes.append(f"{len(left)} of {len(steps)} checkpoints cannot be drawn here and are left out: {why}")
+    return replace(made[-1][1], figure=figure, table=table, sentence=" ".join(notes))

@@ -9,31 +9,22 @@ from dataclasses import dataclass
 import pandas as pd
 
 from workbench import plots
-from workbench.catalogue import Entry
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.names import LABELS
-from workbench.results import one_sample
+from workbench.models.registry import label
+from workbench.runs.catalogue import Entry
+from workbench.runs.records import one_sample
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import Source, Subject
 
 FORMS = {
-    "auto": "as its axes suggest",
-    "profile": "lines over layers",
-    "positions": "map: layer by position",
-    "heads": "map: layer by head",
-    "ranks": "curves over ranks, for each layer",
-    "pairs": "map: layer by layer",
+    "auto": "as its axes suggest", "profile": "lines over layers", "positions": "map: layer by position",
+    "heads": "map: layer by head", "ranks": "curves over ranks, for each layer", "pairs": "map: layer by layer",
     "steps": "lines over training steps",
-}
+}  # fmt: skip
 AXES = {
-    "profile": "layer",
-    "positions": "position",
-    "heads": "head",
-    "ranks": "index",
-    "pairs": "source",
-    "steps": "step",
-}
+    "profile": "layer", "positions": "position", "heads": "head", "ranks": "index", "pairs": "source", "steps": "step",
+}  # fmt: skip
 MAPS = ("positions", "heads", "pairs")
 RELATIVE = "relative depth: 0 the first layer, 1 the last"
 PLAIN, METRIC = "plain", "token_identity_share"
@@ -68,14 +59,14 @@ def _unmeasured(runs: Sequence[Entry]) -> str:
     )
 
 
-def options(ask: Source, link: Link) -> Options:
+def options(source: Source, link: Link) -> Options:
     """The choices of a link, the absent ones at their defaults; raises `WorkbenchError` for what is not there."""
-    runs = [s.entry for s in ask.subjects(link)] if link.on("compare") else ask.chosen(link)
+    runs = [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
     metrics = sorted({m for e in runs for m in e.measured})
     if not metrics:
         raise WorkbenchError(_unmeasured(runs))
     metric = _pick("measure", link.text("metric"), metrics, METRIC)
-    rows = ask.records(runs, [metric])
+    rows = source.records(runs, [metric])
     if rows.empty:
         raise WorkbenchError(f"the records of {metric.replace('_', ' ')} cannot be read")
     sites = sorted(rows["site"].dropna().unique())
@@ -116,25 +107,25 @@ def _pick(kind: str, asked: str | None, choices: list[str], default: str) -> str
 
 
 @view("depth")
-def layers(ask: Source, link: Link) -> Drawing:
+def layers(source: Source, link: Link) -> Drawing:
     """The measure over layers (or heads, positions, steps), with its value at random init and under its baseline."""
-    chosen, compare = options(ask, link), link.on("compare")
+    chosen, compare = options(source, link), link.on("compare")
     form = None if chosen.form == "auto" else chosen.form
-    rows, said = chosen.rows, list[str]()
+    rows, sentences = chosen.rows, list[str]()
     if compare:
-        parts = {s.title: _of(rows, s, form) for s in ask.subjects(link)}
+        parts = {s.title: _of(rows, s, form) for s in source.subjects(link)}
     else:
         rows = rows if chosen.seed == "all" else rows[rows["seed"] == int(chosen.seed)]
         rows = one_sample(rows if chosen.step is None else _at(rows, chosen.step, form))
-        parts = {e.series: rows[rows["architecture"] == e.series] for e in ask.chosen(link)}
-    if gone := [_name(name) for name, part in parts.items() if part.empty]:
-        said.append(f"Nothing of this is stored for {', '.join(gone)}.")
+        parts = {e.series: rows[rows["architecture"] == e.series] for e in source.chosen(link)}
+    if gone := [label(name) for name, part in parts.items() if part.empty]:
+        sentences.append(f"Nothing of this is stored for {', '.join(gone)}.")
     found = [part for part in parts.values() if len(part)] or [rows]
     relative = link.on("depth") and (form or plots.form_of(pd.concat(found))) == "profile"
     if relative:
         found = [_relative(part) for part in found]
     elif link.on("depth"):
-        said.append("Relative depth is for lines over layers.")
+        sentences.append("Relative depth is for lines over layers.")
     title = _title(chosen, None if compare else chosen.step)
     everything = pd.concat(found, ignore_index=True)
     figure = (
@@ -142,17 +133,13 @@ def layers(ask: Source, link: Link) -> Drawing:
     )
     if relative:  # in all panels, also where only the ends, 0 and 1, are left
         figure.for_each_xaxis(lambda a: a.update(title_text=RELATIVE if a.title.text else "", dtick=None))
-    return Drawing(figure, everything, " ".join(said))
+    return Drawing(figure, everything, " ".join(sentences))
 
 
 def _of(rows: pd.DataFrame, subject: Subject, form: str | None) -> pd.DataFrame:
     """Rows of a subject, under its name; none where its run has none."""
     mine = rows[rows["run"] == subject.entry.name].assign(architecture=subject.series)
     return one_sample(_at(mine, subject.step, form)) if len(mine) else mine
-
-
-def _name(series: str) -> str:
-    return LABELS.get(series, series)
 
 
 def _title(chosen: Options, step: int | None) -> str:

@@ -4,43 +4,27 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench import plots
+from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots.style import pale
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.source import LETTERS, Source, Subject, read_alike
+from workbench.views.source import Source, Subject, read_alike
+
+if TYPE_CHECKING:
+    from workbench.interventions import Edit
+
+T = TypeVar("T")
 
 EDITS = "values:how=zero"
 """What is edited where the link does not say."""
-KINDS = {
-    "values:how=zero": "drop the values (zero)",
-    "values:how=mean": "replace values by their mean over the whole prompt",
-    "values:how=token_mean": "replace values by the mean of their token",
-    "values:how=shuffle": "shuffle values among positions",
-    "values:how=layer,from_layer=0": "replace values by the first layer's",
-    "values:how=prompt": "replace values by the second prompt's",
-    "values:site=arriving,how=zero": "cut the value shortcut (what arrives from other layers)",
-    "coefficient:value=0": "set the shortcut's coefficient to a number",
-    "coefficient:path=stream,value=0": "set the weights of earlier outputs in the stream to a number",
-    "sink": "cut attention to the first token",
-    "sink:how=keep": "keep the attention, drop what the first token writes",
-    "remove:part=attention": "remove an attention",
-    "remove:part=mlp": "remove an MLP",
-    "head:how=mean": "replace a head's output by its mean",
-    "head": "silence a head (zero)",
-    "patch:site=stream": "patch the stream from the second prompt",
-}
-WORDS = {k: v.replace("to a number", "to 0") for k, v in KINDS.items()}
-"""Edits as they stand, in words."""
-SWEEPS = {k: v for k, v in WORDS.items() if not k.startswith("patch")}
 LEAKS = "later tokens flow in, so a loss can also fall"
 """What a figure says of edits that mix positions without regard to what comes first."""
 OF = {
@@ -51,14 +35,38 @@ OF = {
     ),
     "probability": ("share", "change of the chosen token's probability"),
 }
-OVER = ("layer", "layer x head")
-MOST_TOKENS = 14
+OVER: tuple[prompts.Over, ...] = ("layer", "layer x head")
+MAX_TOKENS = 14
 PATCHED = ("stream", "attn_out", "mlp_out", "v", "z")
+
+
+def presets() -> dict[str, str]:
+    """Edits to choose from, in words."""
+    from workbench.interventions.edits.kinds import PRESETS  # with it comes torch, which the page announces
+
+    return PRESETS
+
+
+def kinds() -> dict[str, str]:
+    """The same where the number of a coefficient is chosen beside them."""
+    return {text: words.replace(" to 0", " to a number") for text, words in presets().items()}
+
+
+def sweeps() -> dict[str, str]:
+    """Those that can be made at each layer in turn."""
+    return {text: words for text, words in presets().items() if not text.startswith("patch")}
+
+
+def parsed(text: str) -> list[Edit]:
+    """Edits from their text; raises what the parser refuses."""
+    from workbench.interventions.edits.kinds import as_edits
+
+    return as_edits(text)
 
 
 def has_heads(kind: str) -> bool:
     """Whether a kind of edit can be made in some heads alone."""
-    return kind.split(":")[0] in ("values", "sink", "head") or kind.startswith("patch:site=v")
+    return all(edit.heads for edit in parsed(kind))
 
 
 def compose(kind: str, layers: Sequence[int], heads: Sequence[int], value: float | None = None) -> str:
@@ -68,80 +76,74 @@ def compose(kind: str, layers: Sequence[int], heads: Sequence[int], value: float
     parts |= dict(part.split("=") for part in options.split(",") if part)
     if value is not None:
         parts["value"] = f"{value:g}"
-    told = ",".join(f"{k}={v}" for k, v in parts.items() if v)
-    return f"{name}:{told}" if told else name
+    words = ",".join(f"{k}={v}" for k, v in parts.items() if v)
+    return f"{name}:{words}" if words else name
 
 
 def edits(link: Link) -> str:
     """The edits of a link; raises what the parser refuses."""
-    from workbench.interventions.edits import as_edits
-
     text = link.text("edits", EDITS) or ""
-    as_edits(text)
+    parsed(text)
     return text
 
 
-def _asked(link: Link, text: str) -> dict[str, Any]:
-    """What the edits need beside the prompt: a second one, a table of means."""
-    needs: dict[str, Any] = {}
-    if "how=prompt" in text or "patch" in text:
-        needs["other"] = second(link)
-    if "token_mean" in text:
-        needs["means"] = "own_v" if "own_v" in text else "v"
-    return needs
+def _other(link: Link, text: str) -> str | None:
+    """The second prompt, where the edits read one."""
+    return second(link) if any(edit.reads_other for edit in parsed(text)) else None
+
+
+def _means(text: str) -> str | None:
+    """The site whose table of means per token the edits read."""
+    return next((edit.reads_means for edit in parsed(text) if edit.reads_means), None)
 
 
 def second(link: Link) -> str:
     """The second prompt; raises `BadData` where there is none."""
-    found = link.text("other")
-    if not found:
+    text = link.text("other")
+    if not text:
         raise BadData("this edit takes something from a second prompt: give one")
-    return found
+    return text
 
 
-def _found(ask: Source, link: Link, question: Callable[[Subject], Any]) -> tuple[list[tuple[Subject, Any]], list[str]]:
+Answers = tuple[list[tuple[Subject, T]], list[str]]
+
+
+def _answers(source: Source, link: Link, question: Callable[[Subject], T]) -> Answers[T]:
     """The answers about A and B, and why one of them has none; raises where neither has."""
-    found, refused = [], list[str]()
-    subjects = ask.subjects(link)
+    answers, refused = list[tuple[Subject, T]](), list[str]()
+    subjects = source.subjects(link)
     for subject in subjects:
         try:
-            found.append((subject, question(subject)))
+            answers.append((subject, question(subject)))
         except WorkbenchError as reason:
             if len(subjects) == 1 or len(refused) == 1:
                 raise
             refused.append(f"{subject.title} is left out: {reason}")
-    return found, refused
+    return answers, refused
 
 
-def _effects(ask: Source, link: Link) -> tuple[list[tuple[Subject, Any]], list[str]]:
-    text, prompt = edits(link), ask.prompt(link)
-    needs = _asked(link, text)
-    return _found(ask, link, lambda subject: ask.look("edits.effect", subject, prompt, edits=text, **needs))
+def _effects(source: Source, link: Link) -> Answers[prompts.Effect]:
+    text, prompt = edits(link), source.prompt(link)
+    other, means = _other(link, text), _means(text)
+    return _answers(
+        source, link, lambda subject: source.query(prompts.edit_effect, subject, prompt, text, other=other, means=means)
+    )
 
 
 @view("intervene")
-def effect(ask: Source, link: Link) -> Drawing:
+def effect(source: Source, link: Link) -> Drawing:
     """Loss of every token before and after the edits."""
-    found, refused = _effects(ask, link)
-    said, frames = [], []
+    answers, refused = _effects(source, link)
+    sentences, frames = [], []
     bars: list[tuple[str, str, list[str], np.ndarray, Any]] = []
-    for subject, e in found:
-        tokens = ask.tokens(subject, ask.prompt(link))[1:]
+    for subject, e in answers:
+        tokens = source.tokens(subject, source.prompt(link))[1:]
         names = [f"{i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens, 1)]
         change = e.loss_after - e.loss_before
         bars.append((subject.title, plots.colour(subject.series), names, change, (e.loss_before, e.loss_after)))
-        frames.append(
-            pd.DataFrame(
-                {
-                    "model": subject.title,
-                    "token": names,
-                    "before": e.loss_before,
-                    "after": e.loss_after,
-                    "change": change,
-                }
-            )
-        )
-        said.append(
+        columns = {"token": names, "before": e.loss_before, "after": e.loss_after, "change": change}
+        frames.append(pd.DataFrame({"model": subject.title, **columns}))
+        sentences.append(
             f"{subject.title}: loss {e.loss_before.mean():.3f} to {e.loss_after.mean():.3f} nats per token, change "
             f"{_mean(change)}; the next token's distribution moved by {e.divergence:.3f} nats (KL)"
         )
@@ -149,11 +151,11 @@ def effect(ask: Source, link: Link) -> Drawing:
         minus = bars[0][3] - bars[1][3]
         bars.append((plots.MINUS, plots.colour(plots.MINUS), bars[0][2], minus, None))
         frames.append(pd.DataFrame({"model": plots.MINUS, "token": bars[0][2], "change": minus}))
-        said.append(f"{plots.MINUS}: {_mean(minus)}, above 0: it costs A more")
+        sentences.append(f"{plots.MINUS}: {_mean(minus)}, above 0: it costs A more")
     figure = _by_token(bars)
-    under = f"{_alone(found)}{_words(edits(link))}; above 0: predicted worse than before; one text"
+    under = f"{_alone(answers)}{_words(edits(link))}; above 0: predicted worse than before; one text"
     plots.dressed(figure, "What the change costs, token by token", under, 320 if len(bars) < 3 else 480)
-    return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(said + refused) + ".")
+    return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(sentences + refused) + ".")
 
 
 def _mean(change: np.ndarray) -> str:
@@ -186,18 +188,19 @@ def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]]) -> go
 
 
 @view("intervene")
-def next_token(ask: Source, link: Link) -> Drawing:
+def next_token(source: Source, link: Link) -> Drawing:
     """The likeliest next tokens before and after the edits."""
-    found, refused = _effects(ask, link)
-    own = [pd.concat([e.top_before, e.top_after]).drop_duplicates("id").head(MOST_TOKENS) for _, e in found]
-    alike = len(found) == 2 and len({len(e.before) for _, e in found}) == 1 and read_alike(*(s.entry for s, _ in found))
+    answers, refused = _effects(source, link)
+    own = [pd.concat([e.top_before, e.top_after]).drop_duplicates("id").head(MAX_TOKENS) for _, e in answers]
+    alike = (
+        len(answers) == 2
+        and len({len(e.before) for _, e in answers}) == 1
+        and read_alike(*(s.entry for s, _ in answers))
+    )
     if alike:  # the same tokens of both, so that they can be compared
-        both = pd.concat([r.head(MOST_TOKENS // 2) for r in own]).drop_duplicates("id")
-        own = [both.assign(before=e.before[both["id"]], after=e.after[both["id"]]) for _, e in found]
-    panels = [
-        (s.title, s.series, rows.assign(model=s.title, text=_readable(s, rows)))
-        for (s, _), rows in zip(found, own, strict=True)
-    ]
+        both = pd.concat([r.head(MAX_TOKENS // 2) for r in own]).drop_duplicates("id")
+        own = [both.assign(before=e.before[both["id"]], after=e.after[both["id"]]) for _, e in answers]
+    panels = [(s.title, s.series, rows.assign(model=s.title)) for (s, _), rows in zip(answers, own, strict=True)]
     if alike:
         a, b = (rows[["before", "after"]] for _, _, rows in panels)
         panels.append((plots.MINUS, plots.MINUS, panels[0][2].assign(model=plots.MINUS, **(a - b))))
@@ -217,26 +220,16 @@ def next_token(ask: Source, link: Link) -> Drawing:
         figure.update_xaxes(title_text=unit, tickformat=".0%", row=1, col=column, **shared)
         figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
     figure.update_yaxes(autorange="reversed", type="category")
-    under = f"{_alone(found)}pale: before; full: after; {_words(edits(link))}; one text"
+    under = f"{_alone(answers)}pale: before; full: after; {_words(edits(link))}; one text"
     plots.dressed(figure, "What comes next, before and after", under, 360)
     table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
     return Drawing(figure, table, ". ".join(refused))
 
 
-def _readable(subject: Subject, rows: pd.DataFrame) -> list[str]:
-    if subject.entry.kind not in LETTERS:
-        return [str(t) for t in rows["text"]]
-    from workbench.tasks import SYMBOLS
-
-    return [SYMBOLS[i] if i < len(SYMBOLS) else f"#{i}" for i in rows["id"]]
-
-
 @view("intervene")
-def sweep(ask: Source, link: Link) -> Drawing:
+def sweep(source: Source, link: Link) -> Drawing:
     """One kind of change at every layer, or every layer and head, in turn."""
-    kind, over = link.text("sweep", EDITS) or "", link.text("over", OVER[0])
-    if over not in OVER:
-        raise UnknownName("sweep over", over, OVER)
+    kind, over = link.text("sweep", EDITS) or "", _over(link)
     of = link.text("of", "loss") or "loss"
     if of not in OF:
         raise UnknownName("change of", of, OF)
@@ -244,13 +237,15 @@ def sweep(ask: Source, link: Link) -> Drawing:
     answer = link.whole("target")
     if of != "loss" and answer is None:
         raise BadData(f"the change of a token's {of} needs the token: choose one")
-    options = _asked(link, kind) | ({} if answer is None else {"answer": answer})
-    if ask.progress is not None:
-        options["progress"] = ask.progress
-    prompt = ask.prompt(link)
-    found, refused = _found(ask, link, lambda s: ask.look("edits.sweep", s, prompt, kind=kind, over=over, **options))
+    other, means, prompt = _other(link, kind), _means(kind), source.prompt(link)
+    answers, refused = _answers(
+        source, link,
+        lambda subject: source.query(
+            prompts.edit_sweep, subject, prompt, kind, over, answer=answer, other=other, means=means, progress=source.progress
+        ),
+    )  # fmt: skip
     parts, frames = [], []
-    for subject, swept in found:
+    for subject, swept in answers:
         values = np.asarray(getattr(swept, of), dtype="float32")
         rows = [str(n) for n in range(len(values))]
         columns = [str(h) for h in range(values.shape[1])] if values.ndim == 2 else ["all"]
@@ -259,15 +254,20 @@ def sweep(ask: Source, link: Link) -> Drawing:
         parts.append((subject.title, grid))
         frames.append(plots.grid_table([(subject.title, grid)]).assign(n=swept.n, loss_before=swept.loss_before))
     if len(parts) == 2 and parts[0][1].values.shape == parts[1][1].values.shape:
-        frames.append(plots.grid_table([(plots.MINUS, parts[0][1].minus(parts[1][1]))]).assign(n=found[0][1].n))
+        frames.append(plots.grid_table([(plots.MINUS, parts[0][1].minus(parts[1][1]))]).assign(n=answers[0][1].n))
     words = _words(kind)
-    title, under = (
-        f"{words[:1].upper()}{words[1:]}, one place at a time",
-        f"{_alone(found)}{about}; one text, no averaging",
-    )
-    colours = [plots.colour(s.series) for s, _ in found]
+    title = f"{words[:1].upper()}{words[1:]}, one place at a time"
+    under = f"{_alone(answers)}{about}; one text, no averaging"
+    colours = [plots.colour(s.series) for s, _ in answers]
     figure = plots.grids(parts, title, under) if over == OVER[1] else _by_layer(parts, colours, title, under)
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(refused))
+
+
+def _over(link: Link) -> prompts.Over:
+    over = link.text("over", OVER[0])
+    if over not in OVER:
+        raise UnknownName("sweep over", str(over), OVER)
+    return OVER[OVER.index(over)]
 
 
 def _by_layer(parts: Sequence[tuple[str, plots.Grid]], colours: Sequence[str], title: str, under: str) -> go.Figure:
@@ -286,7 +286,7 @@ def _by_layer(parts: Sequence[tuple[str, plots.Grid]], colours: Sequence[str], t
 
 
 @view("intervene")
-def patching(ask: Source, link: Link) -> Drawing:
+def patching(source: Source, link: Link) -> Drawing:
     """Which activations of the first prompt bring its answer back when put into a run on the second."""
     right, wrong, other = link.whole("target"), link.whole("against"), second(link)
     if right is None or wrong is None:
@@ -294,37 +294,35 @@ def patching(ask: Source, link: Link) -> Drawing:
     site = link.text("site", PATCHED[0]) or PATCHED[0]
     if site not in PATCHED:
         raise UnknownName("site", site, PATCHED)
-    options = {} if ask.progress is None else {"progress": ask.progress}
-    prompt, parts, said = ask.prompt(link), [], []
-    found, refused = _found(
-        ask,
-        link,
-        lambda s: ask.look(
-            "edits.patch_sweep", s, prompt, corrupted=other, answers=(right, wrong), site=site, **options
+    prompt, parts, sentences = source.prompt(link), [], []
+    answers, refused = _answers(
+        source, link,
+        lambda subject: source.query(
+            prompts.patch_sweep, subject, prompt, other, (right, wrong), site, progress=source.progress
         ),
-    )
-    for subject, patched in found:
-        tokens = ask.tokens(subject, other)
+    )  # fmt: skip
+    for subject, patched in answers:
+        tokens = source.tokens(subject, other)
         columns = [f"{i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens)]
         values = np.asarray(patched.restored, dtype="float32")
         rows = [str(n) for n in range(len(values))]
         parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token")))
-        said.append(
+        sentences.append(
             f"{subject.title}: logit difference {patched.clean:+.2f} on the first prompt, {patched.corrupted:+.2f} on the second"
         )
     figure = plots.grids(
         parts, f"Patching {site.replace('_', ' ')} from the first prompt into the second",
-        f"{_alone(found)}0: as the second prompt, 1: the first one's answer is fully back; one pair of texts",
+        f"{_alone(answers)}0: as the second prompt, 1: the first one's answer is fully back; one pair of texts",
     )  # fmt: skip
-    return Drawing(figure, plots.grid_table(parts), ". ".join(said + refused) + ".")
+    return Drawing(figure, plots.grid_table(parts), ". ".join(sentences + refused) + ".")
 
 
-def _alone(found: Sequence[tuple[Subject, Any]]) -> str:
+def _alone(answers: Sequence[tuple[Subject, Any]]) -> str:
     """The model of a figure of one, which no legend names."""
-    return f"{html.escape(found[0][0].title)}; " if len(found) == 1 else ""
+    return f"{html.escape(answers[0][0].title)}; " if len(answers) == 1 else ""
 
 
 def _words(text: str) -> str:
-    """Edits in words; what they let in of later tokens is said."""
-    told = WORDS.get(text, text.replace(";", " and ")) or "nothing is changed"
-    return html.escape(f"{told} ({LEAKS})" if "how=mean" in text or "how=shuffle" in text else told, quote=False)
+    """Edits in words; what they let in of later tokens is sentences."""
+    words = presets().get(text, text.replace(";", " and ")) or "nothing is changed"
+    return html.escape(f"{words} ({LEAKS})" if "how=mean" in text or "how=shuffle" in text else words, quote=False)

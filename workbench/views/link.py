@@ -13,15 +13,40 @@ SELECTION = ("set", "a", "step", "compare", "b", "step_b", "models", "prompt", "
 """Keys that every page carries along: the experiment, models A and B at their steps, the compared series, the prompt."""
 SWITCHES = {"compare", "log", "depth"}
 """Keys that are on (1) or off (0)."""
-PAGES: dict[str, tuple[str, ...]] = {
-    "start": ("show", "claim", "left", "right", "at"),
-    "training": ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),
-    "depth": ("metric", "site", "variant", "view", "seed", "depth"),
-    "attention": ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch"),
-    "prompt": ("show", "site", "layer", "head", "position", "target", "against", "quantity"),
-    "intervene": ("edits", "kind", "sweep", "over", "of", "other", "target", "against", "site"),
-}
-"""Pages, and the keys of each beside the selection's."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the dashboard: its title, its icon (of Material Symbols), what it is for, the keys of its links."""
+
+    title: str
+    icon: str
+    about: str
+    keys: tuple[str, ...] = ()
+    """Beside the selection's."""
+
+
+PAGES = {
+    "start": Page("Start", "flag", "What is here, and one model at a glance", ("show", "claim", "left", "right", "at")),
+    "training": Page(
+        "Training", "trending_down", "Losses, gradients, coefficients over time",
+        ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),
+    ),
+    "depth": Page("Depth", "layers", "Any measure over layers", ("metric", "site", "variant", "view", "seed", "depth")),
+    "attention": Page(
+        "Attention", "grid_on", "Where every head looks",
+        ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch"),
+    ),
+    "prompt": Page(
+        "Prompt", "chat", "Your text: what is read, kept and predicted",
+        ("show", "site", "layer", "head", "position", "target", "against", "quantity"),
+    ),
+    "intervene": Page(
+        "Intervene", "build", "Change something, see what follows",
+        ("edits", "kind", "sweep", "over", "of", "other", "target", "against", "site"),
+    ),
+}  # fmt: skip
+"""Views of a page stand in `workbench/views/NAME.py`; a page without a screen of its own shows them one below the other."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +68,8 @@ class Link:
             raise UnknownName("page", page, PAGES)
         found = parse_qsl(parts.query, keep_blank_values=True)
         for key, _ in found:
-            if key not in (*SELECTION, *PAGES[page]):
-                raise UnknownName(f"key of page {page}", key, (*SELECTION, *PAGES[page]))
+            if key not in (*SELECTION, *PAGES[page].keys):
+                raise UnknownName(f"key of page {page}", key, (*SELECTION, *PAGES[page].keys))
         if len(dict(found)) < len(found):
             raise BadData(f"{text}: a key is given twice")
         for key in SWITCHES & dict(found).keys():
@@ -53,7 +78,7 @@ class Link:
         return cls(page, dict(found))
 
     def __str__(self) -> str:
-        known = (*SELECTION, *PAGES.get(self.page, ()))
+        known = (*SELECTION, *(PAGES[self.page].keys if self.page in PAGES else ()))
         asked = [(key, self.options[key]) for key in known if self.options.get(key) is not None]
         return self.page + (f"?{urlencode(asked, quote_via=quote, safe='/:,;=')}" if asked else "")
 

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench import plots
+from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots.grids import safe
 from workbench.views.base import Drawing, view
@@ -22,14 +22,12 @@ WINDOW, WORDS, TOP, SHOWN = 128, 24, 50, 10
 LENS = {
     "probability": ("probability of what follows", "probability", (0.0, 1.0), "higher: it is read already"),
     "rank": (
-        "rank of what follows",
-        "tokens ahead",
-        None,
+        "rank of what follows", "tokens ahead", None,
         "tokens likelier than the one that follows; 0: it leads; higher: worse",
     ),
     "entropy": ("how unsure it is", "nats", None, "entropy of the reading; lower: surer"),
     "kl": ("distance to the real prediction", "nats", None, "KL divergence; lower: closer; 0 in the last row"),
-}
+}  # fmt: skip
 VALUES = {
     "effective": ("Length of the effective values", "norm", None, "what attention sums, after the shortcut"),
     "own": ("Length of the own values", "norm", None, "what the layer computes itself"),
@@ -45,19 +43,19 @@ VALUES = {
 SITES = {"stream": "hidden state", "own_v": "own values", "v": "effective values"}
 
 
-def position(ask: Source, link: Link) -> tuple[int, list[str]]:
+def position(source: Source, link: Link) -> tuple[int, list[str]]:
     """The chosen position of model A's tokens, the last unless the link says, and the tokens."""
-    tokens = ask.tokens(ask.subjects(link)[0], ask.prompt(link))
+    tokens = source.tokens(source.subjects(link)[0], source.prompt(link))
     at = link.whole("position", len(tokens) - 1)
     if at is None or not 0 <= at < len(tokens):
         raise BadData(f"position {at}: the prompt has positions 0 to {len(tokens) - 1}")
     return at, tokens
 
 
-def place(ask: Source, link: Link, subject: Subject) -> int | None:
+def place(source: Source, link: Link, subject: Subject) -> int | None:
     """The position in a subject's own tokens up to which it has read the same text as A; None where no token ends there."""
-    at, tokens = position(ask, link)
-    own = ask.tokens(subject, ask.prompt(link))
+    at, tokens = position(source, link)
+    own = source.tokens(subject, source.prompt(link))
     if own[: at + 1] == tokens[: at + 1]:
         return at
     read = "".join(tokens[: at + 1])
@@ -65,21 +63,21 @@ def place(ask: Source, link: Link, subject: Subject) -> int | None:
     return found if "".join(own[: found + 1]) == read else None
 
 
-def _placed(ask: Source, link: Link) -> tuple[list[tuple[Subject, int]], str]:
+def _placed(source: Source, link: Link) -> tuple[list[tuple[Subject, int]], str]:
     """Subjects with their positions, and a sentence about the one that is left out because its tokens end elsewhere."""
-    places = [(s, place(ask, link, s)) for s in ask.subjects(link)]
-    told = [
+    places = [(s, place(source, link, s)) for s in source.subjects(link)]
+    remarks = [
         f"{s.title} is left out: none of its tokens ends where A's does here; choose another one."
         for s, at in places
         if at is None
     ]
-    return [(s, at) for s, at in places if at is not None], " ".join(told)
+    return [(s, at) for s, at in places if at is not None], " ".join(remarks)
 
 
-def _window(ask: Source, link: Link, subject: Subject, most: int) -> tuple[int, int]:
-    at, length = place(ask, link, subject), len(ask.tokens(subject, ask.prompt(link)))
+def _window(source: Source, link: Link, subject: Subject, most: int) -> tuple[int, int]:
+    at, length = place(source, link, subject), len(source.tokens(subject, source.prompt(link)))
     if at is None:
-        at = min(position(ask, link)[0], length - 1)
+        at = min(position(source, link)[0], length - 1)
     first = max(0, min(at - most // 2, length - most))
     return first, min(length, first + most)
 
@@ -92,33 +90,33 @@ def _choose(link: Link, key: str, choices: dict[str, Any], default: str) -> str:
 
 
 def _map(
-    ask: Source, link: Link, title: str, about: str, grid_of: Callable[[Subject, slice], plots.Grid], most: int
+    source: Source, link: Link, title: str, about: str, grid_of: Callable[[Subject, slice], plots.Grid], most: int
 ) -> Drawing:
     """A map over layers and tokens for each subject, and what was left out of a long prompt."""
-    subjects = ask.subjects(link)
-    windows = [_window(ask, link, subject, most) for subject in subjects]
+    subjects = source.subjects(link)
+    windows = [_window(source, link, subject, most) for subject in subjects]
     parts = [(s.title, grid_of(s, slice(*window))) for s, window in zip(subjects, windows, strict=True)]
     blank = [name for name, grid in parts if not np.isfinite(grid.values).any()]
     if len(blank) == len(parts):
         raise WorkbenchError(f"nothing to draw: {' and '.join(blank)} without such a number; choose another")
     parts = [(name, grid) for name, grid in parts if name not in blank]
-    (first, last), whole = windows[0], len(position(ask, link)[1])
+    (first, last), whole = windows[0], len(position(source, link)[1])
     under = f"{about}; one text, no averaging"
     if last - first < whole:
         under += f"; positions {first} to {last - 1} of {whole}, around the chosen one"
-    said = f"{blank[0]} has no such number." if blank else ""
-    return Drawing(plots.grids(parts, title, under), plots.grid_table(parts), said)
+    sentence = f"{blank[0]} has no such number." if blank else ""
+    return Drawing(plots.grids(parts, title, under), plots.grid_table(parts), sentence)
 
 
 @view("prompt")
-def lens(ask: Source, link: Link) -> Drawing:
+def lens(source: Source, link: Link) -> Drawing:
     """What each layer would predict after each token, read off the stream with the model's own head."""
     quantity = _choose(link, "quantity", LENS, "probability")
     words, unit, span, about = LENS[quantity]
-    text = ask.prompt(link)
+    text = source.prompt(link)
 
     def grid_of(subject: Subject, window: slice) -> plots.Grid:
-        found = ask.look("lens.lens", subject, text, top=5, positions=window)
+        found = source.query(prompts.logit_lens, subject, text, top=5, positions=window)
         values = getattr(found, quantity)
         texts = np.array([[cell[0] for cell in row] for row in found.top_tokens], dtype=object)
         return plots.Grid(
@@ -126,35 +124,35 @@ def lens(ask: Source, link: Link) -> Drawing:
         )
 
     return _map(
-        ask, link, "What each layer would say next", f"its likeliest token in the cell or on hover; colour: {words}; {about}",
+        source, link, "What each layer would say next", f"its likeliest token in the cell or on hover; colour: {words}; {about}",
         grid_of, WORDS,
     )  # fmt: skip
 
 
 @view("prompt")
-def values(ask: Source, link: Link) -> Drawing:
+def values(source: Source, link: Link) -> Drawing:
     """Length of the values and streams at each layer and token."""
     kind = _choose(link, "site", VALUES, "effective")
     title, unit, span, about = VALUES[kind]
-    text, rows = ask.prompt(link), _rows(kind)
+    text, rows = source.prompt(link), _rows(kind)
 
     def grid_of(subject: Subject, window: slice) -> plots.Grid:
-        found = ask.look("prompt.values", subject, text)
+        found = source.query(prompts.value_norms, subject, text)
         array = getattr(found, kind)[:, window]
         names, says = rows(len(array))
         return plots.Grid(array, names, _named(found.tokens[window], window.start), unit, says, "token", span=span)
 
-    return _map(ask, link, title, about, grid_of, WINDOW)
+    return _map(source, link, title, about, grid_of, WINDOW)
 
 
 @view("prompt")
-def identity(ask: Source, link: Link) -> Drawing:
+def identity(source: Source, link: Link) -> Drawing:
     """How well each vector still names its own token."""
     site = {"own": "own_v", "stream": "stream"}.get(_choose(link, "site", VALUES, "effective"), "v")
-    text, rows, chance = ask.prompt(link), _rows(site), []
+    text, rows, chance = source.prompt(link), _rows(site), []
 
     def grid_of(subject: Subject, window: slice) -> plots.Grid:
-        found = ask.look("lens.identity", subject, text, sites=(site,), positions=window)
+        found = source.query(prompts.token_identity, subject, text, sites=(site,), positions=window)
         chance.append(f"{found.chance:.3g}")
         array = found.reciprocal_rank[site]
         names, says = rows(len(array))
@@ -162,23 +160,23 @@ def identity(ask: Source, link: Link) -> Drawing:
 
     those = "embeddings" if site == "stream" else "first-layer values"
     drawing = _map(
-        ask, link, f"Is the token still in the {SITES[site]}?",
+        source, link, f"Is the token still in the {SITES[site]}?",
         f"rank of the token among the {those} of all tokens, nearest first; 1: it is the nearest; lower: it is hidden; nothing is "
         "trained", grid_of, WINDOW,
     )  # fmt: skip
     known = "The embedding is" if site == "stream" else "First-layer values, and all of SVFormer's, are"
-    said = f"A token drawn at random would give {' in A, '.join(dict.fromkeys(chance))}{' in B' * (len(set(chance)) > 1)}. "
-    said += f"{known} the token's own by construction: 1 there is no finding. {drawing.said}"
-    return Drawing(drawing.figure, drawing.table, said.strip())
+    sentence = f"A token drawn at random would give {' in A, '.join(dict.fromkeys(chance))}{' in B' * (len(set(chance)) > 1)}. "
+    sentence += f"{known} the token's own by construction: 1 there is no finding. {drawing.sentence}"
+    return Drawing(drawing.figure, drawing.table, sentence.strip())
 
 
 @view("prompt")
-def predictions(ask: Source, link: Link) -> Drawing:
+def predictions(source: Source, link: Link) -> Drawing:
     """The likeliest tokens after the chosen position: of two models that read alike the same ones, and A - B."""
-    at, tokens = position(ask, link)
-    text = ask.prompt(link)
-    places, said = _placed(ask, link)
-    found = [ask.look("prompt.predictions", subject, text, position=own, top=TOP) for subject, own in places]
+    at, tokens = position(source, link)
+    text = source.prompt(link)
+    places, sentence = _placed(source, link)
+    found = [source.query(prompts.next_tokens, subject, text, position=own, top=TOP) for subject, own in places]
     rows = [f.top.head(SHOWN) for f in found]
     alike = (
         len(places) == 2 and read_alike(*(s.entry for s, _ in places)) and len({len(f.probability) for f in found}) == 1
@@ -194,16 +192,16 @@ def predictions(ask: Source, link: Link) -> Drawing:
         [(*f[["model", "series"]].iloc[0], f["token"].tolist(), f["probability"].tolist()) for f in frames]
     )
     figure.update_layout(title_subtitle_text=f"after {_quoted(tokens[at])}, token {at}; probability, one text")
-    return Drawing(figure, pd.concat(frames, ignore_index=True).drop(columns="series"), said)
+    return Drawing(figure, pd.concat(frames, ignore_index=True).drop(columns="series"), sentence)
 
 
 @view("prompt")
-def surprise(ask: Source, link: Link) -> Drawing:
+def surprise(source: Source, link: Link) -> Drawing:
     """How surprising each token was, given those before it."""
-    text, lines = ask.prompt(link), []
-    for subject in ask.subjects(link):
-        window, at = slice(*_window(ask, link, subject, WINDOW)), place(ask, link, subject)
-        found = ask.look("prompt.predictions", subject, text, position=-1 if at is None else at, top=TOP)
+    text, lines = source.prompt(link), []
+    for subject in source.subjects(link):
+        window, at = slice(*_window(source, link, subject, WINDOW)), place(source, link, subject)
+        found = source.query(prompts.next_tokens, subject, text, position=-1 if at is None else at, top=TOP)
         lines.append((subject, _named(found.tokens[window], window.start), found.loss[window]))
     alike = all(names == lines[0][1] for _, names, _ in lines)
     figure = make_subplots(1 if alike else len(lines), 1, vertical_spacing=0.3)
@@ -227,33 +225,35 @@ def surprise(ask: Source, link: Link) -> Drawing:
         300 if alike else 460,
     )  # fmt: skip
     table = [pd.DataFrame({"model": s.title, "token": names, "nats": loss}) for s, names, loss in lines]
-    said = "" if alike else "A and B read this text as different tokens, so A − B is not drawn."
-    return Drawing(figure, pd.concat(table, ignore_index=True), said)
+    sentence = "" if alike else "A and B read this text as different tokens, so A − B is not drawn."
+    return Drawing(figure, pd.concat(table, ignore_index=True), sentence)
 
 
 # ---- who said so -----------------------------------------------------------------------------------------------------
 
 
-def target(ask: Source, link: Link) -> int:
+def target(source: Source, link: Link) -> int:
     """Id of the token asked after: the link's, else that of model A's likeliest after the position."""
-    at, asked = position(ask, link)[0], link.whole("target")
+    at, asked = position(source, link)[0], link.whole("target")
     if asked is not None:
         return asked
-    found = ask.look("prompt.predictions", ask.subjects(link)[0], ask.prompt(link), position=at, top=TOP)
+    found = source.query(prompts.next_tokens, source.subjects(link)[0], source.prompt(link), position=at, top=TOP)
     return int(found.top["id"][0])
 
 
 @view("prompt")
-def attribution(ask: Source, link: Link) -> Drawing:
+def attribution(source: Source, link: Link) -> Drawing:
     """What each layer, head and value path adds to the logit of a token: exact, and checked to sum up."""
-    at, tokens = position(ask, link)
-    token, against = target(ask, link), link.whole("against")
+    at, tokens = position(source, link)
+    token, against = target(source, link), link.whole("against")
     layer, head = link.whole("layer"), link.whole("head")
     found: list[tuple[Subject, Any, pd.DataFrame]] = []
-    places, left_out = _placed(ask, link)
-    said = [left_out] if left_out else []
+    places, left_out = _placed(source, link)
+    sentences = [left_out] if left_out else []
     for subject, own in places:
-        whole = ask.look("attribution.attribute", subject, ask.prompt(link), position=own, token=token, against=against)
+        whole = source.query(
+            prompts.logit_attribution, subject, source.prompt(link), position=own, token=token, against=against
+        )
         try:
             rows = _level(whole.frame, layer, head)
             if found and (whole.token, whole.against) != (found[0][1].token, found[0][1].against):
@@ -261,10 +261,10 @@ def attribution(ask: Source, link: Link) -> Drawing:
         except WorkbenchError as error:
             if not found:  # A itself
                 raise
-            said.append(f"{subject.title} is left out: {error}.")
+            sentences.append(f"{subject.title} is left out: {error}.")
             continue
         shown = "" if layer is None else f"; the bars shown sum to {rows['value'].sum():.4f}"
-        said.append(
+        sentences.append(
             f"{subject.title}: the parts of each level sum to {whole.totals['layer']:.4f}, the model computed {whole.logit:.4f} "
             f"(off by {whole.error:.1e}){shown}."
         )
@@ -279,7 +279,7 @@ def attribution(ask: Source, link: Link) -> Drawing:
         f"what each part adds to {asked} after {_quoted(tokens[at])}, token {at}; right: pushes it up; final norm's scale held", 340,
     )  # fmt: skip
     frames = [rows.assign(model=s.title, logit=whole.logit, error=whole.error) for s, whole, rows in found]
-    return Drawing(figure, pd.concat(frames, ignore_index=True), " ".join(said))
+    return Drawing(figure, pd.concat(frames, ignore_index=True), " ".join(sentences))
 
 
 def _level(frame: pd.DataFrame, layer: int | None, head: int | None) -> pd.DataFrame:

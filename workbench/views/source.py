@@ -1,27 +1,32 @@
-"""Where a view's numbers come from: the catalogue, stored records, and looks at models. The dashboard caches all three."""
+"""Where a view's numbers come from: the catalogue, stored records, and questions to models. The dashboard caches all three."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import pandas as pd
 
-from workbench.catalogue import Catalogue, Entry, catalogue
+from workbench import prompts
 from workbench.errors import ArchitectureAssumed, BadData, UnknownName, WorkbenchError
-from workbench.names import LABELS
+from workbench.files import read_bytes
+from workbench.models.registry import label
 from workbench.plots import DETAIL
-from workbench.results import load_records, records
-from workbench.runs import Run, runs_folder
+from workbench.runs.catalogue import Catalogue, Entry, catalogue
+from workbench.runs.run import Run, runs_folder
+from workbench.runs.table_cache import RecordCache, TableCache, TelemetryCache
 from workbench.views.link import Link
 
+if TYPE_CHECKING:  # with it comes torch, which only pages that run a model import
+    from workbench.models.hooked import HookedModel
+
+P = ParamSpec("P")
+R = TypeVar("R")
+B = TypeVar("B")
 PREFERRED = ("resformer", "transformer")
 """Model A and model B where the link does not say."""
 PROMPTS = ".prompts"
@@ -51,8 +56,7 @@ class Subject:
     @property
     def name(self) -> str:
         """`ResFormer · s0, step 300`."""
-        series = LABELS.get(self.entry.series, self.entry.series)
-        return f"{series}{DETAIL}s{self.entry.seed}, step {self.step}"
+        return f"{label(self.entry.series)}{DETAIL}s{self.entry.seed}, step {self.step}"
 
     @property
     def series(self) -> str:
@@ -68,15 +72,14 @@ class Source:
     folder: Path = field(default_factory=runs_folder)
     problems: dict[str, str] = field(default_factory=dict)
     progress: Callable[[int, int], None] | None = None
-    """Told (done, total) by views whose work has parts; may raise to stop them."""
-    held: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What the last two looks kept, for `from_kept`."""
+    """Called with (done, total) by views whose work has parts; may raise to stop them."""
+    record_cache: RecordCache = field(default_factory=RecordCache, repr=False)
+    telemetry_cache: TelemetryCache = field(default_factory=TelemetryCache, repr=False)
+    bases: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """The last two bases of `derive`."""
 
     def catalogue(self) -> Catalogue:
-        """The runs of the folder."""
         return catalogue(self.folder)
-
-    # ---- the selection ----
 
     def group(self, link: Link) -> list[Entry]:
         """Runs of the chosen experiment: the link's, else that of model A, else the largest."""
@@ -138,66 +141,53 @@ class Source:
             raise WorkbenchError(f"{entry.name} has no checkpoint at step {asked}; choose from {list(entry.steps)}")
         return asked
 
-    # ---- records ----
-
     def records(self, entries: Iterable[Entry], metrics: Sequence[str] | None = None) -> pd.DataFrame:
-        """Stored records of runs, `architecture` being the series; runs whose files are damaged are in `problems`."""
-        return self._tables(entries, "records", metrics)
+        """Stored records of runs, `architecture` being the series; runs whose files are damaged are in `problems`.
+
+        Shared, so never written to; of telemetry as well.
+        """
+        return self._rows(self.record_cache, list(entries), metrics)
 
     def telemetry(self, entries: Iterable[Entry], metrics: Sequence[str] | None = None) -> pd.DataFrame:
         """What training wrote down, `architecture` being the series; runs whose files are damaged are in `problems`."""
-        return self._tables(entries, "telemetry", metrics)
+        return self._rows(self.telemetry_cache, list(entries), metrics)
 
-    def written(self, entries: Iterable[Entry]) -> set[str]:
+    def quantities(self, entries: Iterable[Entry]) -> set[str]:
         """Names of everything that these runs wrote down in training."""
-        return set(self.telemetry(entries)["metric"].dropna())
+        return self.telemetry_cache.metrics(entries)
 
-    def _tables(self, entries: Iterable[Entry], kind: str, metrics: Sequence[str] | None) -> pd.DataFrame:
-        parts = []
-        for entry in entries:
-            found = self.table(entry, kind, None if metrics is None else tuple(metrics))
-            if isinstance(found, str):
-                self.problems[entry.name] = found
-            elif len(found):
-                parts.append(found)
-        return pd.concat(parts, ignore_index=True) if parts else records([])
-
-    def table(self, entry: Entry, kind: str, metrics: tuple[str, ...] | None) -> pd.DataFrame | str:
-        """One run's telemetry or records, or what is wrong with them."""
-        return read_table(entry.path, entry.series, kind, metrics)
-
-    def of_subject(self, subject: Subject, metrics: Sequence[str] | None = None) -> pd.DataFrame:
-        """Records of a run at one step, and at step 0 where it has that; named as the subject."""
-        frame = self.records([subject.entry], metrics)
-        return frame[frame["step"].isin([0, subject.step])].assign(architecture=subject.series)
+    def _rows(self, cache: TableCache, entries: Sequence[Entry], metrics: Sequence[str] | None) -> pd.DataFrame:
+        frame, problems = cache.rows(entries, metrics)
+        self.problems.update(problems)
+        return frame
 
     def keep(self, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
         """The result of some work; the dashboard keeps it under a key of plain values."""
         return work()
 
-    # ---- looks at models ----
+    def query(
+        self, function: Callable[Concatenate[HookedModel, prompts.Prompt, P], R], subject: Subject, text: str | None, /,
+        *args: P.args, **kwargs: P.kwargs,
+    ) -> R:  # fmt: skip
+        """The answer of a function of `workbench.prompts` about a subject's model and a prompt.
 
-    def look(self, what: str, subject: Subject, text: str | None, /, **options: Any) -> Any:
-        """The answer of `workbench.looks.<module>.<function>`, `what` being `module.function`, about a model and a prompt.
-
-        `text`: the prompt (None for a repeated-token model: its own fixed sequence). `options` are plain values for the
-        function; `other` is a second prompt. Raises `WorkbenchError` where the checkpoint cannot be opened or the prompt
-        read, and whatever the function refuses. `means` names a site whose table of token means the function gets.
+        `text`: the prompt (None for a repeated-token model: its own fixed sequence). Arguments are plain values, beside a
+        `progress`. Raises `WorkbenchError` where the checkpoint cannot be opened or the prompt read, and whatever the
+        function refuses.
         """
-        return call_look(what, self.model(subject), subject.entry.kind, text, **options)
+        return answer(function, self.model(subject), subject.entry.kind, text, *args, **kwargs)
 
-    def from_kept(self, what: str, kept: str, subject: Subject, text: str | None, **options: Any) -> Any:
-        """The answer of the look `what` on what the look `kept` keeps of a model and a prompt; no model is run for it.
+    def derive(
+        self, function: Callable[Concatenate[B, P], R], base: Callable[[HookedModel, prompts.Prompt], B],
+        subject: Subject, text: str | None, /, *args: P.args, **kwargs: P.kwargs,
+    ) -> R:  # fmt: skip
+        """The answer of a function about what `base` reads of a model and a prompt; the model runs once for many answers."""
+        key = base, subject.entry.path, subject.step, text
+        if key not in self.bases:  # of A and B; one figure asks for several pieces
+            self.bases = dict(list(self.bases.items())[-1:]) | {key: self.query(base, subject, text)}
+        return function(self.bases[key], *args, **kwargs)
 
-        Pairs of whole numbers among the options are slices.
-        """
-        key = kept, subject.entry.path, subject.step, text
-        if key not in self.held:  # of A and B; one figure asks for several pieces
-            self.held = dict(list(self.held.items())[-1:]) | {key: self.look(kept, subject, text)}
-        return call_kept(what, self.held[key], **options)
-
-    def model(self, subject: Subject) -> Any:
-        """The model of a subject."""
+    def model(self, subject: Subject) -> HookedModel:
         return open_model(subject.entry.path, subject.step)
 
     def tokens(self, subject: Subject, text: str | None) -> list[str]:
@@ -212,7 +202,7 @@ class Source:
                 raise BadData("the prompt that the link names is not stored in this folder of runs")
             return path.read_text(encoding="utf-8", errors="replace")
         text = link.text("prompt")
-        if text is None:  # an empty one is refused by whoever reads it, as any that cannot be read
+        if text is None:  # an empty one is refused where it is read, as any that cannot be read
             text = example(self.subjects(link)[0].entry)
         return text
 
@@ -228,7 +218,7 @@ def example(entry: Entry) -> str:
 
 def read_alike(a: Entry, b: Entry) -> bool:
     """Whether an id is the same token to two runs: they have the same tokenizer, or none and the same kind of data."""
-    mine, others = (path.read_bytes() if (path := Path(e.path) / TOKENIZER).exists() else None for e in (a, b))
+    mine, others = (read_bytes(path) if (path := Path(e.path) / TOKENIZER).exists() else None for e in (a, b))
     return mine == others and (mine is not None or a.kind == b.kind)
 
 
@@ -238,19 +228,7 @@ def _no_checkpoint(runs: Sequence[Entry]) -> str:
     return "no checkpoint here yet; the first ones appear within seconds of a training's start"
 
 
-def read_table(path: str, series: str, kind: str, metrics: tuple[str, ...] | None) -> pd.DataFrame | str:
-    """A run's telemetry or records of some metrics (None: all), or what is wrong with them."""
-    names = ", ".join("'" + name.replace("'", "''") + "'" for name in metrics or ())
-    where = "" if metrics is None else f"metric in ({names})" if metrics else "false"
-    try:
-        run = Run.open(path)
-        frame = run.telemetry(where) if kind == "telemetry" else load_records([run.path], where)
-    except (WorkbenchError, OSError, ValueError, KeyError, TypeError) as error:
-        return f"{kind}: {error}"
-    return frame.assign(architecture=series, run=run.name)
-
-
-def open_model(path: str, step: int) -> Any:
+def open_model(path: str, step: int) -> HookedModel:
     """The model of a run at a step; raises `WorkbenchError` whatever is wrong with its files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArchitectureAssumed)  # figures say so
@@ -259,54 +237,20 @@ def open_model(path: str, step: int) -> Any:
         except WorkbenchError:
             raise
         except Exception as error:
-            told = f"{Path(path).name} cannot be opened at step {step}: {type(error).__name__}"
-            raise WorkbenchError(told) from error
+            message = f"{Path(path).name} cannot be opened at step {step}: {type(error).__name__}"
+            raise WorkbenchError(message) from error
 
 
-def call_look(what: str, model: Any, kind: str, text: str | None, /, **options: Any) -> Any:
-    """Call a function of `workbench.looks` on a model and the ids of a text, holding the model's lock."""
-    from workbench.looks.prompt import tokenise
-
-    module, _, name = what.partition(".")
-    function = getattr(importlib.import_module(f"workbench.looks.{module}"), name)
-    letters = kind in LETTERS
-    for second in ("other", "corrupted"):
-        if isinstance(options.get(second), str):
-            options[second] = tokenise(model, options[second], letters=letters).ids
-    if isinstance(options.get("means"), str):
-        options["means"] = _means(model, options["means"])
-    if letters and "letters" in inspect.signature(function).parameters:
-        options["letters"] = True
+def answer(
+    function: Callable[Concatenate[HookedModel, prompts.Prompt, P], R], model: HookedModel, kind: str, text: str | None,
+    /, *args: P.args, **kwargs: P.kwargs,
+) -> R:  # fmt: skip
+    """A function of `workbench.prompts` called with a model and the tokens of a text, holding the model's lock."""
+    prompt = prompts.tokenise(model, text, letters=kind in LETTERS)
     with model.lock:
-        return function(model, tokenise(model, text, letters=letters).ids, **options)
+        return function(model, prompt, *args, **kwargs)
 
 
-_MEANS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-MEANS_TOKENS = 32_768
-
-
-def _means(model: Any, site: str) -> Any:
-    """The table of means per token id of a site, from training documents of the model's run; kept as long as the model."""
-    from workbench.interventions.values import token_means
-
-    kept = _MEANS.setdefault(model, {})
-    if site not in kept:
-        run = Run.open(Path(model.source["path"]).parent)
-        ids = run.data.batch(0, max(1, MEANS_TOKENS // run.train.T), run.train.T, 0)
-        device = model.embed.weight.device
-        kept[site] = token_means(model, site, [part.to(device) for part in ids.split(8)])
-    return kept[site]
-
-
-def call_kept(what: str, kept: Any, **options: Any) -> Any:
-    """Call a function of `workbench.looks` on what another one kept; pairs of whole numbers are slices."""
-    module, _, name = what.partition(".")
-    function = getattr(importlib.import_module(f"workbench.looks.{module}"), name)
-    return function(kept, **{k: slice(*v) if isinstance(v, tuple) else v for k, v in options.items()})
-
-
-def tokens_of(model: Any, kind: str, text: str | None) -> list[str]:
+def tokens_of(model: HookedModel, kind: str, text: str | None) -> list[str]:
     """The tokens of a prompt as people read them."""
-    from workbench.looks.prompt import tokenise
-
-    return list(tokenise(model, text, letters=kind in LETTERS).tokens)
+    return prompts.tokenise(model, text, letters=kind in LETTERS).tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from workbench import plots
-from workbench.browser import figure
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
-from workbench.results import write_parquet
+from workbench.plots.browser import figure
+from workbench.plots.page import Page, numbers, paragraph
+from workbench.runs.records import write_parquet
 from workbench.views.base import Drawing, timelapse, views_of
 
 if TYPE_CHECKING:
@@ -21,15 +21,10 @@ if TYPE_CHECKING:
     from workbench.views.source import Source
 
 WIDTH = 1000
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 1rem auto; padding: 0 1rem }
-table { font-size: 12px } td, th { padding: .1rem .5rem }
-"""
-MOST_ROWS = 500
 
 
 def write(
-    ask: Source, link: Link, out: Path, *, only: str | None = None, play: bool = False, command: str = ""
+    source: Source, link: Link, out: Path, *, only: str | None = None, play: bool = False, command: str = ""
 ) -> tuple[Path, dict[str, str]]:
     """Write what a link shows; the ending of `out` says as what: .html, .svg, .png, .csv, .parquet, .json.
 
@@ -44,7 +39,7 @@ def write(
     made, reasons = {}, {}
     for name, function in views_of(link.page, only).items():
         try:
-            made[name] = timelapse(function, ask, link) if play else function(ask, link)
+            made[name] = timelapse(function, source, link) if play else function(source, link)
         except UnknownName:
             raise
         except WorkbenchError as reason:
@@ -69,21 +64,12 @@ def _table(made: dict[str, Drawing]) -> pd.DataFrame:
 
 
 def _html(made: dict[str, Drawing], out: Path, title: str, command: str) -> None:
-    parts = []
-    for i, drawing in enumerate(made.values()):
-        table = plots.table(drawing.table)
-        rows = table.head(MOST_ROWS).to_html(index=False, border=0, na_rep="")
-        said = f"<p>{html.escape(drawing.said)}</p>" if drawing.said else ""
-        more = f"the numbers ({len(table)} rows{'' if len(table) <= MOST_ROWS else f', the first {MOST_ROWS} here'})"
-        parts.append(
-            f"{plots.html(drawing.figure, script=i == 0)}{said}<details><summary>{more}</summary>{rows}</details>"
+    page = Page(title, wide=True)
+    for drawing in made.values():
+        page.add(
+            page.figure(drawing.figure), paragraph(drawing.sentence) if drawing.sentence else "", numbers(drawing.table)
         )
-    named = html.escape(title)
-    write_text(
-        out,
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{named}</title><style>{STYLE}</style></head><body>'
-        f"{''.join(parts)}<p>Reproduce: <code>{html.escape(command)}</code></p></body></html>",
-    )
+    page.write(out, command)
 
 
 def _picture(made: dict[str, Drawing], out: Path, *_: str) -> None:

@@ -1,0 +1,73 @@
+"""The prompt of the pages that read one text, mirrored in the URL; long texts are stored in the runs folder."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import streamlit as st
+
+from app import widgets
+from app.cached_source import cached_source
+from workbench.errors import BadData, WorkbenchError
+from workbench.files import digest, write_text
+from workbench.views import Link
+from workbench.views.source import IDS, LETTERS, PROMPTS, example
+
+MAX_PROMPT, MAX_IN_LINK = 100_000, 200  # characters
+OF_A_PROMPT = ("position", "target", "against", "lock", "queries", "keys")
+"""Keys that mean places or tokens of one prompt; another prompt takes them out of the URL."""
+
+
+def prompt_box(link: Link) -> Link:
+    """The prompt, mirrored in the address; a long one is stored in the runs folder and linked by its hash."""
+    source = cached_source()
+    if "torch" not in sys.modules:
+        with st.spinner("Loading the numerical libraries, once for each start of the server"):
+            importlib.import_module("workbench.prompts.tokens")
+    entry = source.subjects(link)[0].entry
+    letters, default = entry.kind in LETTERS, example(entry)
+    label = "Symbols; the model reads them twice in a row" if letters else "Text"
+    label = "Token ids; this model came without a tokenizer" if default == IDS else label
+    about = "Ctrl+Enter runs it. " + (
+        "The demo's models learned to copy 32 symbols." if letters else "Long texts are stored."
+    )
+    _text_area(label, default, about, source.folder / PROMPTS)
+    link = link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
+    try:
+        source.prompt(link)
+    except BadData:  # the page says so above the box, which then shows what is used instead
+        link = link.but(stored=None)
+    return link
+
+
+def _text_area(label: str, default: str, about: str, folder: Path) -> None:
+    """A text area mirrored in the URL: short texts as they are, long ones stored in the runs folder and linked by hash."""
+    stored, text = st.query_params.get("stored"), st.query_params.get("prompt", default)
+    if stored is not None:
+        path = folder / f"{stored}.txt"
+        if re.fullmatch(r"[0-9a-f]{16}", stored) and path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+        else:
+            widgets.warn_ignored("stored prompt")
+    st.session_state["w_prompt"] = text[:MAX_PROMPT]
+    st.text_area(
+        label, key="w_prompt", on_change=_keep_prompt, args=(folder,), help=about, max_chars=MAX_PROMPT, height=100
+    )
+
+
+def _keep_prompt(folder: Path) -> None:
+    text = st.session_state["w_prompt"]
+    gone = dict.fromkeys(("prompt", "stored", *OF_A_PROMPT))
+    if len(text) <= MAX_IN_LINK:
+        widgets.update_url(**gone | {"prompt": text})
+        return
+    name = digest(text.encode("utf-8", "replace"))
+    try:
+        write_text(folder / f"{name}.txt", text)
+        widgets.update_url(**gone | {"stored": name})
+    except (WorkbenchError, UnicodeError):
+        widgets.update_url(**gone)
+        st.toast("The runs folder cannot be written, so this prompt is not in the link.")

@@ -1,0 +1,108 @@
+"""Attention: where every head looks in one prompt; a click enlarges a head, a drag refines a window of it."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app import widgets
+from app.cached_source import cached_source
+from app.elements import attention as element
+from app.figures import files, ready
+from app.page_frame import page
+from app.prompt_box import prompt_box
+from workbench.views import Link, attention
+
+ABOUT = (
+    "Each row of a map is a token that attends (query), each column an earlier token it attends to (key); a row sums to 1. A bright "
+    "first column is an attention *sink*, a bright diagonal a head that looks at itself or just before. *Effective keys*: over how many "
+    "tokens a head really spreads its attention. Few keys or a sink are no fault by themselves."
+)
+NONE = "none"
+FIGURES = {
+    "This head's map": attention.weights, "All heads": attention.overview, "Received attention": attention.received,
+    "Where one query looks": attention.query, "Numbers per head": attention.numbers,
+}  # fmt: skip
+
+
+def _body(link: Link) -> None:
+    source = cached_source()
+    link = prompt_box(link)
+    bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
+    ready(bare, "Running the model on the prompt", attention.options)
+    link = _choices(bare, link)
+    ready(link, "Reading the attention of every head", attention.seen)
+    choice, found = attention.seen(source, link)
+    caption = f"{attention.where(choice, found)}; {', '.join(s.subject.title for s in found)}"
+    element.draw(choice, found, f"Attention: {caption}")
+    _numbers(choice, found)
+    files(FIGURES, link)
+
+
+def _choices(bare: Link, link: Link) -> Link:
+    """What a click, a drag and the keys choose in the element, as boxes and sliders."""
+    found = attention.options(cached_source(), bare)
+    first, second, third, fourth = st.columns(4)
+    left, right, far = st.columns([3, 3, 2])
+    with first:
+        layer = widgets.choose("Layer", "layer", list(range(found.layers)), found.layer)
+    with second:
+        head = widgets.choose("Head", "head", list(range(found.heads)), 0)
+    with left:
+        queries = widgets.range_slider("Queries: rows shown", "queries", found.length)
+    with right:
+        keys = widgets.range_slider("Keys: columns shown", "keys", found.length)
+    with third:
+        held = attention.holdable(queries, link.text("lock"), found.length)
+        lock = widgets.choose("Held query", "lock", [NONE, *held], show=lambda i: _token(found, i))
+    with fourth:
+        scale = widgets.choose(
+            "Colours", "scale", list(attention.SCALES), found.scale, show=attention.SCALES.__getitem__
+        )
+    pool = "mean"
+    if found.length > attention.BUCKETS[0]:
+        with far:
+            pool = widgets.choose(
+                "Cells of many tokens show", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__
+            )
+    chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=None if lock == NONE else lock,
+                      queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
+    branches = attention.options(cached_source(), bare.but(layer=layer)).branches
+    if len(branches) > 1:
+        words = {"all": "all layers it sees"} | {b: attention.whose(b) for b in branches}
+        branch = widgets.choose("Keys of", "branch", list(words), show=words.__getitem__)
+        chosen = chosen.but(branch=None if branch == "all" else branch)
+    return chosen
+
+
+def _token(found: attention.Choice, i: int | str) -> str:
+    return NONE if i == NONE else f"{i}: {attention.short(found.tokens[0][int(i)])}"
+
+
+def _numbers(choice: attention.Choice, found: list[attention.Seen]) -> None:
+    table = attention.statistics(found)
+    heads = table[table["head"].notna()].reset_index(drop=True)
+    evenly = found[0].overview.uniform
+    st.subheader("Numbers per head")
+    says = "; ".join(f"{words} {evenly[name]:.3g}" for name, words in attention.STATISTICS.items())
+    of = f"{choice.length}" if choice.alike else f"A's {choice.length}"
+    st.caption(
+        f"If attention were spread evenly over {of} tokens: {says}. {attention.MEANS.capitalize()}. "
+        "Choose a row to enlarge that head."
+    )
+    key = f"heads_{choice.layer}_{choice.head}"  # a head chosen elsewhere lets the row go
+
+    def chosen() -> None:
+        rows = st.session_state[key]["selection"]["rows"]
+        if rows:
+            row = heads.iloc[rows[0]]
+            widgets.update_url(layer=int(row["layer"]), head=int(row["head"]))
+
+    st.dataframe(
+        heads.rename(columns=attention.STATISTICS), hide_index=True, width="stretch", key=key, on_select=chosen,
+        selection_mode="single-row", alt="Entropy, effective keys and attention to the first token of every head",
+        column_config={words: st.column_config.NumberColumn(format="%.3f") for words in attention.STATISTICS.values()},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    page("attention", ABOUT, _body)

@@ -1,0 +1,54 @@
+"""The boxes of the Intervene page that write an edit: what to change, in which layers and heads, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import streamlit as st
+
+from app import widgets
+from app.cached_source import cached_source
+from workbench.runs.catalogue import Entry
+from workbench.views import Link, intervene
+
+UNTOUCHED = 0.0  # the coefficient, until its slider is moved
+
+
+def edit_builder(link: Link) -> None:
+    """What to change, where, in plain words; adds to the text below."""
+    entry = cached_source().subjects(link)[0].entry
+    first, second, third, fourth, fifth = st.columns([6, 4, 4, 2, 2], vertical_alignment="bottom")
+    with first:
+        kind = widgets.choose(
+            "What", "kind", kinds_of(entry, intervene.kinds()), intervene.EDITS, show=intervene.kinds().__getitem__
+        )
+    layers = second.multiselect("Layers (none: all)", list(range(entry.n_layers)), key="edit_layers")
+    heads = third.multiselect(
+        "Heads (none: all)", list(range(entry.n_heads)), key="edit_heads", disabled=not intervene.has_heads(kind)
+    )
+    value = (
+        st.slider("The coefficient becomes", -2.0, 2.0, UNTOUCHED, 0.1, key="edit_value")
+        if kind.startswith("coefficient")
+        else None
+    )
+    made = intervene.compose(kind, layers, heads if intervene.has_heads(kind) else [], value)
+    fourth.button("Try", key="edit_set", help=f"Make just this change: {made}", on_click=_make, width="stretch")
+    fifth.button(
+        "Add", key="edit_add", help=f"Make it beside the others: {made}", on_click=_make, args=(True,), width="stretch"
+    )
+
+
+def kinds_of(entry: Entry, kinds: Iterable[str]) -> list[str]:
+    """Changes that can be made: the coefficients of an observed model are its own code's."""
+    return [kind for kind in kinds if not (entry.observed and kind.startswith("coefficient"))]
+
+
+def _make(add: bool = False) -> None:
+    """Put the change that is chosen now into the address; a click may come before the page has drawn what was chosen."""
+    now = st.session_state
+    kind = now["w_kind"]
+    heads = now["edit_heads"] if intervene.has_heads(kind) else []
+    value = now.get("edit_value", UNTOUCHED) if kind.startswith("coefficient") else None
+    made = intervene.compose(kind, now["edit_layers"], heads, value)
+    before = st.query_params.get("edits", intervene.EDITS) if add else ""
+    st.query_params["edits"] = f"{before};{made}" if before else made

@@ -1,0 +1,87 @@
+"""Start: one model at a glance, what is in the folder, what its runs decide, and the demo's story; then what to click next."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app import widgets
+from app.cached_source import cached_source, root
+from app.page_frame import page
+from app.screens.start_demo import story
+from app.screens.start_verdicts import verdicts
+from app.screens.start_xray import glance
+from workbench.views import Link, start
+
+ABOUT = (
+    "How transformers use **values** (what attention carries from word to word) and what a shortcut for them changes. Choose a model "
+    "on the left; every page shows that one, or two side by side."
+)
+NEXT = {
+    "training": ("Training", ":material/trending_down:", "Which model predicts better, and from when on?"),
+    "depth": ("Depth", ":material/layers:", "Any measure layer by layer, before and after training"),
+    "attention": ("Attention", ":material/grid_on:", "Where does every head look?"),
+    "prompt": ("Prompt", ":material/chat:", "Type a text: what is read, kept and predicted?"),
+    "intervene": ("Intervene", ":material/build:", "Change something inside and see what follows"),
+}
+LIVE = 2  # seconds between looks at a demo that runs
+
+
+def _first_run() -> None:
+    """Look again until there is a run, where a demo is on its way."""
+    found = start.demo.status(root())
+    if cached_source().catalogue().entries:
+        st.rerun()
+    if found and found.running:
+        st.caption("The demo has begun; its first model appears here within a minute.")
+
+
+def _body(link: Link) -> None:
+    source = cached_source()
+    found = start.demo.status(source.folder)
+    first = "demo" if (found and found.running) or start.demo.only_demo(source) else "model"
+    parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.racers(source)]
+    shown = widgets.segments("Part", "show", parts, first, show=start.parts.PARTS.__getitem__)
+    {"model": glance, "here": _here, "verdicts": verdicts, "demo": story}[shown](link.but(show=shown))
+    st.subheader("Where to go next")
+    for column, (name, (title, icon, about)) in zip(st.columns(len(NEXT)), NEXT.items(), strict=True):
+        with column:
+            widgets.page_link(name, title, icon)
+            st.caption(about)
+
+
+def _here(link: Link) -> None:
+    source = cached_source()
+    found = source.catalogue()
+    table = start.folder.table(source)
+    writing = int((table["state"] == "being written now").sum())
+    st.markdown(
+        f"**{len(table)} runs** in `{root()}`{f', {writing} being written now' if writing else ''}. Click a row to look at that model."
+    )
+    st.dataframe(
+        table, hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)), key="runs", on_select=_choose,
+        selection_mode="single-row", alt="The runs of the folder",
+    )  # fmt: skip
+    if found.problems:
+        st.warning(
+            f"{len(found.problems)} folders look like runs and cannot be read; they are named at the foot of the page."
+        )
+    st.markdown(
+        "`measures`: how many measures are stored; more: `workbench measure RUN -m NAME`. Runs of one experiment may be compared."
+    )
+
+
+def _choose() -> None:
+    """The clicked run becomes model A."""
+    rows = st.session_state["runs"].selection.rows
+    if rows:
+        entries = cached_source().catalogue().entries
+        entry = entries[rows[0]]
+        widgets.update_url(
+            set=entry.group, a=entry.name, step=None, models=None, show="model" if entry.steps else "here"
+        )
+
+
+if __name__ == "__main__":
+    page("start", ABOUT, _body)
+    if not cached_source().catalogue().entries:
+        st.fragment(_first_run, run_every=LIVE)()

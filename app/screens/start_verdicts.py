@@ -1,0 +1,60 @@
+"""Verdicts on the Start page: what the stored records of an experiment say of the field's claims."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app import background, widgets
+from app.cached_source import cached_source
+from app.figures import show
+from workbench.views import Link, start
+
+
+def verdicts(link: Link) -> None:
+    """Every claim from what is stored: an overview, one claim in full, and what the others lack."""
+    source = cached_source()
+    st.markdown(
+        "What the field claims of such shortcuts, and what the runs of this experiment say of each claim. Only what is stored is "
+        "judged, nothing is measured here. A verdict needs three seeds or more, and stands among all claims "
+        "here: one by one some would look decided by chance."
+    )
+
+    def work(progress):  # type: ignore[no-untyped-def]
+        source.progress = progress
+        return start.verdicts.judgements(source, link)
+
+    found = background.run(start.verdicts.key(source, link), "Judging what is stored", work)
+    show(start.verdicts.verdicts, link)
+    decided = [j for j in found if j.decided]
+    names = {j.judged.claim.name: j for j in decided}
+    if decided:
+        chosen = widgets.choose(
+            "Claim", "claim", list(names), show=lambda n: f"{n.replace('_', ' ')}: {names[n].judged.verdict.words}"
+        )
+        _claim(link.but(claim=chosen), names[chosen])
+    rest = [j for j in found if not j.decided]
+    panel = st.expander(f"{len(rest)} claims these runs do not decide, and why", key="rest", on_change="rerun")
+    if panel.open:
+        with panel:
+            table = start.verdicts.table(rest)[["question", "claim", "verdict", "because", "not measured"]]
+            st.dataframe(table, hide_index=True, width="stretch", alt="Claims that are not decided, and why")
+    if any(j.missing for j in found):
+        st.caption(
+            "Measures what claims need and is not stored yet, judges them all, and writes tables, figures and a page:"
+        )
+        st.code(start.verdicts.command(source, link), language=None, wrap_lines=True)
+
+
+def _claim(link: Link, found: start.verdicts.Judgement) -> None:
+    claim, verdict = found.judged.claim, found.judged.verdict
+    with st.container(border=True):
+        st.markdown(f"**{widgets.escaped(claim.text)}**")
+        box = {"supported": st.success, "refuted": st.error, "unresolved": st.warning}[verdict.status]
+        box(f"**{widgets.escaped(verdict.words.capitalize())}.**")
+        facts = {"Published": claim.published, "Supported by": claim.supports, "Refuted by": claim.refutes, "Source": claim.source,
+                 "Runs compared": f"{len(verdict.runs)}: {verdict.setting}"}  # fmt: skip
+        st.markdown("\n".join(f"- {name}: {widgets.escaped(fact)}" for name, fact in facts.items()))
+        show(start.verdicts.verdict, link)
+        if found.missing:
+            st.caption(f"Not stored, so not part of this: {', '.join(found.missing)}. Measured by:")
+            st.code(start.verdicts.command(cached_source(), link, claim.question), language=None, wrap_lines=True)

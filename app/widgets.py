@@ -1,0 +1,166 @@
+"""Widgets that mirror the URL.
+
+The URL is the truth: a widget is set from it each time the script runs and writes it when a visitor changes it, so back,
+forward and deep links work. What the link asks for and is not there is ignored, with a word on the page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import streamlit as st
+
+from workbench.views.link import PAGES, SELECTION, Link
+
+KEYS = {*SELECTION, *(key for page in PAGES.values() for key in page.keys)}
+SHARED = ("layer", "head", "target", "against")
+"""Keys that mean the same on several pages, besides the selection's."""
+OF_ONE_PAGE = {k for k in KEYS if sum(k in page.keys for page in PAGES.values()) > 1} - {*SHARED}
+"""Keys that mean another thing on another page."""
+MAX_TEXT = 2000  # characters of a short text
+
+
+def current_link(page: str) -> Link:
+    """The address of this page as a link; keys that other pages know are left out."""
+    known = (*SELECTION, *PAGES[page].keys)
+    return Link(page, {key: st.query_params[key] for key in known if key in st.query_params})
+
+
+def escaped(text: Any) -> str:
+    """Any text as itself inside Streamlit's Markdown."""
+    return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(str(text).split()))
+
+
+def warn_ignored(label: str) -> None:
+    st.info(f"The link's “{label.lower()}” is not available here and was ignored.", icon=":material/link_off:")
+
+
+def _mirror(key: str, write: Callable[[Any], str], clears: Sequence[str] = ()) -> None:
+    value = st.session_state[f"w_{key}"]
+    if value is not None:
+        update_url(**dict.fromkeys(clears), **{key: write(value)})
+
+
+def choose(
+    label: str, key: str, options: Sequence[Any], default: Any = None, *, show: Callable[[Any], str] = str,
+    slider: bool = False, clears: Sequence[str] = (), **kwargs: Any,
+) -> Any:  # fmt: skip
+    """A select box (or slider) over options, mirrored in the URL under `key`; None where there is nothing to choose from.
+
+    `clears`: keys that mean nothing once another option is chosen; they leave the URL with it.
+    """
+    if not options:
+        return None
+    default = default if default in options else options[0]
+    asked, texts = st.query_params.get(key), {str(option): option for option in options}
+    if asked is not None and asked not in texts:
+        warn_ignored(label)
+    st.session_state[f"w_{key}"] = texts.get(asked or "", default)
+    if slider and len(options) < 2:
+        st.caption(f"{label}: {show(options[0])}")
+        return options[0]
+    widget: Any = st.select_slider if slider else st.selectbox
+    return widget(
+        label, options, key=f"w_{key}", format_func=distinct_labels(options, show), on_change=_mirror, args=(key, str, clears),
+        **kwargs,
+    )  # fmt: skip
+
+
+def distinct_labels(options: Sequence[Any], show: Callable[[Any], str]) -> Callable[[Any], str]:
+    """How options are shown, those that would read alike with what they are: a browser answers with the words it shows."""
+    words = {option: show(option) for option in options}
+    times = Counter(words.values())
+    return {o: f"{text} ({o})" if times[text] > 1 else text for o, text in words.items()}.__getitem__
+
+
+def segments(
+    label: str, key: str, options: Sequence[str], default: str | None = None, *, show: Callable[[str], str] = str
+) -> str:
+    """One of a few options side by side, mirrored in the URL under `key`."""
+    default = default if default in options else options[0]
+    asked = st.query_params.get(key)
+    if asked is not None and asked not in options:
+        warn_ignored(label)
+    st.session_state[f"w_{key}"] = asked if asked in options else default
+    chosen = st.segmented_control(
+        label, options, key=f"w_{key}", format_func=show, on_change=_mirror, args=(key, str), required=True,
+        label_visibility="collapsed",
+    )  # fmt: skip
+    return str(chosen or default)
+
+
+def choose_many(
+    label: str, key: str, options: Sequence[str], default: Sequence[str] | None = None, *,
+    show: Callable[[str], str] = str,
+) -> list[str]:  # fmt: skip
+    """Pills over options, mirrored in the URL as `a,b`; all of them unless told otherwise."""
+    asked = st.query_params.get(key)
+    wanted = [o for o in options if asked is not None and o in asked.split(",")]
+    if asked and set(asked.split(",")) - set(options):
+        warn_ignored(label)
+    st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(default or options)
+    write = ",".join
+    return list(
+        st.pills(
+            label, options, selection_mode="multi", key=f"w_{key}", format_func=show, on_change=_mirror,
+            args=(key, write),
+        )
+        or ()
+    )  # fmt: skip
+
+
+def range_slider(label: str, key: str, count: int, *, help: str | None = None) -> tuple[int, int]:  # noqa: A002
+    """A slider with two ends over 0..count - 1, mirrored in the URL as `first-last`; all of them unless told otherwise."""
+    asked = st.query_params.get(key)
+    named = re.fullmatch(r"(\d{1,9})-(\d{1,9})", asked or "")
+    first, last = (int(named[1]), int(named[2])) if named else (0, count - 1)
+    if asked is not None and (named is None or not first <= last < count):
+        warn_ignored(label)
+        first, last = 0, count - 1
+    if count < 2:
+        return 0, count - 1
+    st.session_state[f"w_{key}"] = (first, last)
+    write = "{0[0]}-{0[1]}".format
+    found: Any = st.slider(label, 0, count - 1, key=f"w_{key}", on_change=_mirror, args=(key, write), help=help)
+    return found[0], found[1]
+
+
+def update_url(**changes: Any) -> None:
+    """Change several keys of the URL at once, which is one step back; None takes one out."""
+    kept = {**st.query_params.to_dict(), **{k: None if v is None else str(v) for k, v in changes.items()}}
+    st.query_params.from_dict({k: v for k, v in kept.items() if v is not None})
+
+
+def toggle(label: str, key: str, *, help: str | None = None) -> bool:  # noqa: A002 - Streamlit's word
+    """A toggle, off unless the URL says 1."""
+    st.session_state[f"w_{key}"] = st.query_params.get(key) == "1"
+    return st.toggle(label, key=f"w_{key}", on_change=_mirror, args=(key, lambda on: str(int(on))), help=help)
+
+
+def text_line(label: str, key: str, default: str = "", *, rows: int = 1, **kwargs: Any) -> str:
+    """A short text, mirrored in the URL; an empty one is left out of it. `rows`: more than one keeps line ends."""
+    st.session_state[f"w_{key}"] = st.query_params.get(key, default)[:MAX_TEXT]
+    common = {"key": f"w_{key}", "on_change": _keep_line, "args": (key,), "max_chars": MAX_TEXT, **kwargs}
+    return st.text_input(label, **common) if rows == 1 else st.text_area(label, height=28 * rows + 20, **common)
+
+
+def _keep_line(key: str) -> None:
+    update_url(**{key: st.session_state[f"w_{key}"] or None})
+
+
+def warn_of_unknown_keys() -> None:
+    if set(st.query_params) - set(KEYS):
+        st.info(
+            "The link carries settings this dashboard does not know; they were ignored.", icon=":material/link_off:"
+        )
+
+
+def page_link(
+    page: str, label: str, icon: str, about: str | None = None, *, target: st.Page | None = None, **changes: str
+) -> None:
+    """A link to another page that carries the selection along, with some of it changed, and what that page had before."""
+    carried = {k: v for k, v in st.query_params.items() if k in KEYS - OF_ONE_PAGE} | changes
+    st.page_link(target or f"screens/{page}.py", label=label, icon=icon, help=about, query_params=carried)

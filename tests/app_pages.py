@@ -1,0 +1,67 @@
+"""What tests of the dashboard's pages share: links that say more than the defaults, and what a page shows."""
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+
+APP = Path(__file__).parent.parent / "app"
+FOLDERS = ("populated", "empty", "missing", "one", "damaged", "half_written", "foreign")
+DEEP = {
+    "start": {"show": "here", "a": "text-resformer-s1"},
+    "training": {"show": "gradients", "models": "svformer,resformer", "a": "text-resformer-s1"},
+    "depth": {"metric": "importance_entropy", "models": "svformer,resformer", "seed": "1", "a": "text-resformer-s1"},
+    "attention": {"layer": "0", "head": "1", "a": "text-resformer-s1", "step": "8", "prompt": "return values"},
+    "prompt": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "position": "1", "show": "layers", "quantity": "rank"},
+    "intervene": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "edits": "sink:layer=1", "sweep": "remove:part=mlp"},
+}  # fmt: skip
+"""A link to each page that says more than the defaults."""
+FIGURES = {"start": 0, "training": 2, "depth": 1, "attention": 0, "prompt": 1, "intervene": 3}
+"""Figures of those links on a folder that has everything; the attention page draws itself."""
+COMPARE = {"compare": "1", "a": "text-resformer-s0", "b": "text-transformer-s1", "step": "20", "step_b": "0"}
+
+
+def charts(at):
+    return [element.proto for element in at.get("plotly_chart")]
+
+
+def chart(at, name):
+    """The figure of a view, as the browser gets it."""
+    (found,) = [json.loads(c.spec) for c in charts(at) if f"figure_{name}" in c.id]
+    return found
+
+
+def numbers(values):
+    """Numbers of a figure's trace, however they travel."""
+    if isinstance(values, dict):
+        found = np.frombuffer(base64.b64decode(values["bdata"]), dtype=values["dtype"])
+        return found.reshape([int(n) for n in values["shape"].split(",")]) if "shape" in values else found
+    return np.asarray(values, dtype=float)
+
+
+def address(at, key):
+    """A key of the address, as one text."""
+    value = at.query_params[key]
+    return value if isinstance(value, str) else value[0]
+
+
+def said(at):
+    kinds = (
+        "title",
+        "header",
+        "subheader",
+        "markdown",
+        "info",
+        "warning",
+        "success",
+        "error",
+        "caption",
+        "text",
+        "code",
+    )
+    return " ".join(str(e.value) for kind in kinds for e in at.get(kind))
+
+
+def ignored(at):
+    return [i.value for i in at.info if "ignored" in i.value]

@@ -1,0 +1,42 @@
+"""What tests of generation and of the key-value cache share: architectures and combinations, ids, a cached pass."""
+
+from __future__ import annotations
+
+import torch
+from seams import COVERING
+
+WIDE = torch.float64
+WRITTEN = 280  # ids of the tokenizer; the model that writes with it has a few more
+FOUR = {"n_layers": 4}
+FIVE = {"n_layers": 5}
+COMBINED = [
+    ("svformer", {"anchors": (0, 2)}, {}),
+    ("svformer", {"refresh_every": 2}, FIVE),
+    ("cla", {"group": 2}, FIVE),
+    ("cla", {"group": "all", "share": "k"}, {}),
+    ("svformer+cla", {"anchors": (0, 3), "group": 3}, FIVE),
+    ("resformer+cla", {}, FIVE),
+    ("resformer+gqa", {}, {}),
+    ("cla+gqa", {"query_group": 4}, FOUR),
+    ("svformer+denseformer", {}, {}),
+    ("neutreno+residual_k", {}, {}),
+    ("svformer+cross_layer", {}, {}),
+    ("cla+cross_layer_all", {}, FOUR),
+    ("svformer+residual_attention", {}, {}),
+    ("residual_attention", {"attn_mix": "logit"}, {}),
+    ("resformer+bank_of_values", {}, {}),
+]
+EVERY = [(name, {}, {}) for name in COVERING] + COMBINED
+NAMES = [f"{name}-{index}" if options else name for index, (name, options, _) in enumerate(EVERY)]
+
+
+def tokens(model, length, *, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.d_vocab, (batch, length), generator=generator)
+
+
+def in_chunks(model, ids, sizes, cache=None):
+    """Logits of a cached pass over chunks of these sizes, the rest one by one."""
+    cache = cache or model.new_cache(len(ids))
+    sizes = [*sizes, *[1] * (ids.shape[1] - sum(sizes))]
+    return torch.cat([model(part, past_kv_cache=cache) for part in ids.split(sizes, 1)], 1)

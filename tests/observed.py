@@ -1,0 +1,68 @@
+"""Foreign decoders under observation: all that `strangers` holds by name, and a naive pattern to hold theirs against."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from strangers import (
+    GPT,
+    Averaged,
+    DenselyMixed,
+    GroupedAttention,
+    HeadwiseMixed,
+    Inline,
+    InPlaceBlock,
+    Looped,
+    Paper,
+    Pulled,
+    RawMatrix,
+    SharedValues,
+    eagerly,
+)
+
+import workbench
+
+PLACE = torch.arange(40)
+BEFORE = PLACE[:, None] >= PLACE
+LAMBDAS = [(1.0, 1.0), (0.3141592, 0.7), (-0.125, 1.7320508)]
+STRANGERS = {
+    "fused": GPT,
+    "hidden lambdas": lambda: GPT(LAMBDAS),
+    "torch.softmax": lambda: GPT(LAMBDAS, eagerly("torch")),
+    "F.softmax": lambda: GPT(LAMBDAS, eagerly("functional")),
+    "tensor.softmax": lambda: GPT(LAMBDAS, eagerly("method")),
+    "einsum": lambda: GPT(LAMBDAS, eagerly("einsum")),
+    "baddbmm": lambda: GPT(LAMBDAS, eagerly("baddbmm")),
+    "repeated heads": lambda: GPT(attention=GroupedAttention),
+    "repeated by hand": lambda: GPT(attention=lambda i: GroupedAttention(i, "by hand")),
+    "grouped heads": lambda: GPT(attention=lambda i: GroupedAttention(i, "gqa", scale=0.2)),
+    "grouped einsum": lambda: GPT(attention=lambda i: GroupedAttention(i, "einsum")),
+    "shared values": lambda: GPT(attention=SharedValues),
+    "pulled": lambda: GPT(attention=Pulled),
+    "headwise": lambda: GPT(attention=HeadwiseMixed),
+    "dense": lambda: GPT(attention=DenselyMixed),
+    "bare matrix": lambda: GPT(attention=RawMatrix),
+    "in place": lambda: GPT(block=InPlaceBlock),
+    "averaged": Averaged,
+    "looped": Looped,
+    "nested outputs": Paper,
+    "inline": Inline,
+}
+
+
+def see(module, ids, **options):
+    return workbench.observe(module, ids, quiet=True, **options)
+
+
+def logits_of(output):
+    return output["logits"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+
+
+def pattern_of(cache, layer):
+    """Naive pattern from what the cache calls rotated queries and keys."""
+    q, k = cache[f"blocks.{layer}.attn.hook_rot_q"], cache[f"blocks.{layer}.attn.hook_rot_k"]
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return scores, scores.softmax(-1)

@@ -1,0 +1,58 @@
+"""Which architectures stand for all: the fewest whose models together use every seam of the trunk in every way it is used.
+
+What an architecture uses is read off its shortcuts and the wiring of a small model of it, so a change of either changes the
+choice. One whose equations nobody has written down here (`equations.py`) is always among them: it is tested on everything.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import equations
+
+from workbench.config import ModelConfig
+from workbench.models import ARCHITECTURES, compose
+from workbench.models.shortcut import overrides
+
+SHAPE = ModelConfig(n_layers=3, d_model=16, n_heads=4, d_mlp=8, d_vocab=11, n_ctx=16)
+SEAMS = ("prepare", "shared_source", "weights", "softmaxes", "output", "constants", "keeps_skip", "stream_sources")
+
+
+@functools.cache
+def uses(name):
+    """What a small model of an architecture does at the seams, as a set of facts."""
+    model = compose(name, SHAPE)
+    facts = {(seam, s.multiplies) for s in model.shortcuts for seam in SEAMS if overrides(s, seam)}
+    facts |= {("learned", p.ndim > 1) for s in model.shortcuts for p in s.parameters()}
+    facts |= {("grouped",)} if model.config.n_key_value_heads < model.config.n_heads else set()
+    for block in model.blocks:
+        wiring = block.attn.wiring
+        for tensor, projection in wiring.projections.items():
+            scored = "value" if tensor == "v" else "score"  # queries and keys go the same way
+            if projection.mixer is not None:
+                facts.add((scored, "mixed", len(projection.mixed)))
+            if projection.shared_source is not None:
+                facts.add((scored, "shared", type(projection.shared_source)))  # a layer's, or a table's
+            facts |= {(scored, "read", type(j), state) for j, state in projection.sources.items()}
+        if wiring.joint:
+            facts.add(("softmaxes", wiring.joint.attends(wiring.layer), len(wiring.attended["rot_k"])))
+    return facts
+
+
+def covering(names):
+    """Some of them that together do all that any of them does: again and again the one that adds most."""
+    facts = {name: uses(name) for name in names}
+    chosen, left = ["transformer"], set.union(*facts.values()) - facts["transformer"]
+    while left:
+        chosen.append(max(names, key=lambda name: len(facts[name] & left)))
+        left -= facts[chosen[-1]]
+    return chosen
+
+
+def standing_for_all():
+    """Names that cover those whose equations are written down, and every other one."""
+    written = [name for name in ARCHITECTURES if equations.written(name)]
+    return covering(written) + [name for name in ARCHITECTURES if name not in written]
+
+
+COVERING = standing_for_all()

@@ -1,0 +1,154 @@
+"""Caches of activations: names, filters, layouts, slices, and patterns that are rebuilt when they are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hooked import COMBINED, KV_HEADS, WIDE, tokens
+from kernel_inputs import LargestTensor
+from seams import COVERING
+from transformer_lens import ActivationCache
+
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.kernels.joint import STRIP
+from workbench.names import QUADRATIC, STATISTICS, is_statistic, position_axis
+
+
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+def test_a_cache_is_an_activation_cache_with_our_names_and_layouts(tiny, architecture):
+    kv_heads = KV_HEADS.get(architecture, 2)
+    model = tiny(architecture, config={"n_key_value_heads": kv_heads})
+    plain = model(tokens(5))
+    logits, cache = model.run_with_cache(tokens(5))
+    assert isinstance(cache, ActivationCache)
+    torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)  # streamed statistics take the streamed output
+    assert set(cache.keys()) == {name for name in model.hook_dict if not name.endswith(QUADRATIC)}
+    shapes = {
+        "q": (2, 5, 4, 8),
+        "k": (2, 5, kv_heads, 8),
+        "v": (2, 5, kv_heads, 8),
+        "z": (2, 5, 4, 8),
+        "pattern": (2, 4, 5, 5),
+    }
+    for name, shape in shapes.items():
+        assert cache[name, 1].shape == shape
+    assert cache["resid_pre", 1].shape == (2, 5, 32)
+    assert cache["blocks.1.attn.hook_received"].shape == (2, 4, 5)
+    assert cache["blocks.1.ln1.hook_scale"].shape == (2, 5, 1)
+    assert cache["blocks.2.mlp.hook_post"].shape == (2, 5, 48)
+
+
+def test_filters_by_name_names_and_function(tiny):
+    model = tiny()
+    for given, expected in (
+        ("blocks.0.attn.hook_v", {"blocks.0.attn.hook_v"}),
+        (["hook_embed", "blocks.2.attn.hook_z"], {"hook_embed", "blocks.2.attn.hook_z"}),
+        (lambda name: name.endswith("hook_q"), {f"blocks.{i}.attn.hook_q" for i in range(3)}),
+        ([], set()),
+    ):
+        assert set(model.run_with_cache(tokens(4), names_filter=given)[1].keys()) == expected
+    with pytest.raises(UnknownName, match=r"blocks\.0\.attn\.hook_pattern"):
+        model.run_with_cache(tokens(4), names_filter=["blocks.0.attn.hook_patern"])
+    (logits, loss), cache = model.run_with_cache(tokens(4), names_filter=[], return_type="both")
+    assert logits.shape == (2, 4, 61)
+    assert loss.ndim == 0
+    with pytest.raises(KeyError, match=r"no .*'v', 0.* was cached"):
+        cache["v", 0]
+    whole = model.run_with_cache(tokens(4))[1]
+    for wrong in ("blocks.0.atn.hook_v", ("vv", 0), ("v", 1, "source.7")):
+        with pytest.raises(KeyError, match=r"was cached; did you mean .*blocks\.[01]\.attn"):
+            whole[wrong]
+    with pytest.raises(KeyError):
+        cache["pattern", 0]
+
+
+def test_caching_everything_forms_no_quadratic_tensor(any_architecture, tiny):
+    """T = 512 with 4 heads: a pattern has 4 T^2 elements; all else at most a strip of queries with the keys they see."""
+    T = 512
+    model = tiny(any_architecture, config={"n_ctx": T, "n_layers": 2})
+    ids = tokens(T, batch=1)
+    names = [name for name in model.hook_dict if not is_statistic(name)]
+    sets = 2 if any_architecture.startswith("cross_layer") else 0
+    with torch.no_grad(), LargestTensor() as largest:
+        model.run_with_cache(ids)
+    assert largest.numel <= T * T * 2
+    with torch.no_grad(), LargestTensor() as plain:
+        model.run_with_cache(ids, names_filter=[n for n in names if not n.endswith(QUADRATIC)])
+    assert plain.numel <= T * max(61, STRIP * sets)  # logits, or a strip's mask
+    with torch.no_grad(), LargestTensor() as eager:
+        model.run_with_cache(ids, names_filter="blocks.0.attn.hook_pattern")
+    assert eager.numel == T * T * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, WIDE])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_rebuilt_scores_and_patterns_equal_the_cached(tiny, kv_heads, dtype):
+    model = tiny("resformer", config={"n_key_value_heads": kv_heads}, dtype=dtype)
+    ids = tokens(7, batch=1)
+    names = [name for name in model.hook_dict if name.endswith(QUADRATIC)]
+    eager = model.run_with_cache(ids, names_filter=names)[1]
+    rebuilt = model.run_with_cache(ids)[1]
+    moved = model.run_with_cache(ids)[1].to("cpu")
+    single = model.run_with_cache(ids, remove_batch_dim=True)[1]
+    later = model.run_with_cache(ids)[1].remove_batch_dim()
+    first = model.run_with_cache(tokens(7, batch=1).repeat(3, 1))[1].apply_slice_to_batch_dim([0])
+    tight = 1e-5 if dtype == torch.float32 else 1e-13
+    for layer in range(3):
+        for name in ("pattern", "attn_scores"):
+            true = eager[name, layer]
+            for cache in (rebuilt, moved, first):
+                assert cache[name, layer].dtype == dtype
+                torch.testing.assert_close(cache[name, layer], true, atol=tight, rtol=tight)
+            for cache in (single, later):
+                torch.testing.assert_close(cache[name, layer], true[0], atol=tight, rtol=tight)
+    assert f"blocks.0.attn.{QUADRATIC[0]}" in rebuilt.cache_dict
+    assert torch.equal(rebuilt["pattern", -1], rebuilt["pattern", 2])
+
+
+def test_an_edited_pattern_is_cached_as_edited(tiny):
+    model = tiny()
+    even = torch.ones(5, 5).tril()
+    even = even / even.sum(-1, keepdim=True)
+    with model.hooks([("blocks.1.attn.hook_pattern", lambda p, hook: even.expand_as(p))]):
+        _, cache = model.run_with_cache(tokens(5))
+    assert torch.equal(cache["pattern", 1], even.expand(2, 4, 5, 5))
+    torch.testing.assert_close(cache["blocks.1.attn.hook_received"][0, 0], even.sum(0))
+    torch.testing.assert_close(cache["z", 1][:, -1], cache["v", 1].mean(1))
+
+
+def test_remove_batch_dim_drops_the_batch_and_nothing_else(any_architecture, tiny):
+    model = tiny(any_architecture, config={"n_layers": 2})
+    whole = model.run_with_cache(tokens(6, batch=1))[1]
+    single = model.run_with_cache(tokens(6, batch=1), remove_batch_dim=True)[1]
+    assert not single.has_batch_dim
+    for name, tensor in single.items():
+        expected = whole[name] if position_axis(name) is None else whole[name][0]
+        torch.testing.assert_close(tensor, expected)
+    with pytest.raises(WorkbenchError, match="2 sequences, not 1"):
+        model.run_with_cache(tokens(6), remove_batch_dim=True)
+
+
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+def test_pos_slice_cuts_the_position_of_every_hook_point(tiny, architecture):
+    """Sizes are all different, so a cut along heads or the batch would show."""
+    config = {"d_model": 36, "n_heads": 6, "n_layers": 2} | ({} if architecture == "mqa" else {"n_key_value_heads": 3})
+    model = tiny(architecture, config=config, **({"query_group": 2} if architecture == "svformer+gqa" else {}))
+    everything, ids = list(model.hook_dict), {False: tokens(8), True: tokens(8, batch=1)}
+    whole = {remove: model.run_with_cache(ids[remove], names_filter=everything)[1] for remove in ids}
+    for cut, remove in ((2, False), ((1, 4), False), ([0, 3, 5], False), (2, True), ([0, 3, 5], True)):
+        sliced = model.run_with_cache(ids[remove], pos_slice=cut, remove_batch_dim=remove)[1]
+        assert set(sliced.keys()) == set(everything)
+        index = torch.tensor({2: [2], (1, 4): [1, 2, 3]}[cut] if not isinstance(cut, list) else cut)
+        for name in everything:
+            true, point = whole[remove][name], name.rsplit(".", 1)[-1]
+            if point.removeprefix("hook_") in STATISTICS or name.endswith(QUADRATIC):
+                axis = 2
+            elif point.endswith("_mix") or point == "hook_dwa_weights":
+                axis = None
+            else:
+                axis = 1
+            if axis is not None:
+                assert true.shape[axis] == 8
+                true = true.index_select(axis, index)
+                true = true[0] if remove else true
+            torch.testing.assert_close(sliced[name], true, msg=name)

@@ -1,0 +1,137 @@
+"""Gradients of activations equal finite differences, and those of a source's values are each reader's own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hooked import COMBINED, WIDE, grouped, listening, tokens
+from seams import COVERING
+
+from workbench.errors import WorkbenchError
+from workbench.names import QUADRATIC, is_statistic
+
+
+def differences(model, ids, directions, *, step=1e-6):
+    """Slope of the loss when what leaves each of the hook points moves along its direction, all at once."""
+    losses = []
+    for sign in (1, -1):
+        moves = [(name, lambda x, hook, d=d, s=sign: x + s * step * d) for name, d in directions.items()]
+        with torch.no_grad(), model.hooks(moves):
+            losses.append(model(ids, return_type="loss"))
+    return ((losses[0] - losses[1]) / (2 * step)).item()
+
+
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+def test_gradients_of_activations_equal_finite_differences(tiny, architecture, alone):
+    """Slopes add up: all points of one kind in one layer move together, or each alone."""
+    model = tiny(architecture, dtype=WIDE, config=grouped(architecture))
+    ids = tokens(6)
+    loss, values, grads = model.run_with_grads(ids, None)
+    assert loss.item() == pytest.approx(model(ids, return_type="loss").item(), abs=1e-12)
+    assert set(grads) == {name for name in model.hook_dict if not is_statistic(name)}
+    generator, directions = torch.Generator().manual_seed(1), {}
+    for name, grad in grads.items():
+        if name.endswith("hook_attn_scores"):
+            continue  # the masked entries are infinite; its pattern is checked
+        assert grad.shape == values[name].shape
+        part = name if alone else (*name.split(".")[:2], name.endswith(QUADRATIC))
+        direction = torch.randn(grad.shape, generator=generator, dtype=WIDE)
+        directions.setdefault(part, {})[name] = direction
+    for part, moved in directions.items():
+        slope = differences(model, ids, moved)
+        found = sum((grads[name] * direction).sum() for name, direction in moved.items()).item()
+        assert found == pytest.approx(slope, abs=1e-7, rel=1e-5), part
+
+
+def read_from(model, layer):
+    """Hook points where later layers read a layer's values."""
+    found = []
+    for block in model.blocks[layer + 1 :]:
+        attended = getattr(block.attn, "attended", {}).get("v", {})
+        for modules in ({j: module for j, module, _ in block.attn.reads["v"]}, attended):
+            if layer in modules:
+                found.append(modules[layer].hook_v.name)
+    return found
+
+
+def test_gradient_of_the_first_value_is_its_own_path_plus_every_branch(any_architecture, tiny):
+    """Own path: the gradient when later layers read a detached copy."""
+    model = tiny(any_architecture, dtype=WIDE)
+    name, branches = "blocks.0.attn.hook_v", read_from(model, 0)
+    _, _, grads = model.run_with_grads(tokens(6), [name, *branches])
+    with model.hooks([(branch, lambda v, hook: v.detach()) for branch in branches]):
+        own = model.run_with_grads(tokens(6), name)[2][name]
+    torch.testing.assert_close(grads[name], own + sum(grads[b] for b in branches), atol=1e-14, rtol=1e-10)
+    assert all(grads[branch].abs().max() > 0 for branch in branches)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "read"),
+    [
+        ("transformer", []),
+        ("resformer", ["1.attn.source.0", "2.attn.source.0"]),
+        ("resformer_dense", ["1.attn.source.0", "2.attn.source.0"]),
+        ("cla", ["1.attn.source.0"]),
+        ("cross_layer_all", ["1.attn.cross", "2.attn.cross.0"]),
+        ("value_embedding", []),
+    ],
+)
+def test_branches_stand_where_a_value_is_read(tiny, architecture, read):
+    assert read_from(tiny(architecture), 0) == [f"blocks.{branch}.hook_v" for branch in read]
+
+
+def test_gradient_of_the_coefficients_by_hand(tiny):
+    """dLoss/dlambda_j = <gradient at the effective value, source j>."""
+    model = tiny("resformer", dtype=WIDE)
+    at = "blocks.2.attn."
+    _, values, grads = model.run_with_grads(
+        tokens(6), [f"{at}{x}hook_v" for x in ("", "own.", "source.0.")] + [f"{at}hook_v_mix"]
+    )
+    upstream = grads[f"{at}hook_v"]
+    expected = torch.stack([(upstream * values[f"{at}{x}.hook_v"]).sum() for x in ("source.0", "own")])
+    torch.testing.assert_close(grads[f"{at}hook_v_mix"], expected)
+    torch.testing.assert_close(grads[f"{at}own.hook_v"], 0.5 * upstream)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
+def test_activation_gradients_work_frozen_and_leave_parameters_alone(tiny, mode):
+    model = tiny("resformer")
+    name = "blocks.1.attn.hook_z"
+    expected = model.run_with_grads(tokens(5), name)[2][name]
+    assert all(p.grad is None for p in model.parameters())
+    model.requires_grad_(False)
+    ids = tokens(5)
+    with mode():
+        loss, values, grads = model.run_with_grads(ids, name)
+    torch.testing.assert_close(grads[name], expected)
+    assert not loss.requires_grad
+    assert not values[name].requires_grad
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_of_any_scalar_and_of_points_without_influence(tiny):
+    model = tiny(dtype=WIDE)
+    name = "unembed.hook_in"
+    loss, values, grads = model.run_with_grads(
+        tokens(5), [name, "blocks.2.attn.hook_q"], lambda logits, ids: logits[:, 0, 7].sum()
+    )
+    torch.testing.assert_close(loss, (values[name][:, 0] @ model.unembed.weight[7]).sum())
+    torch.testing.assert_close(grads[name][:, 0], model.unembed.weight[7].expand(2, -1))
+    assert grads[name][:, 1:].abs().max() == 0
+    assert grads["blocks.2.attn.hook_q"][:, 1:].abs().max() == 0  # position 0 attends to itself alone
+    with pytest.raises(WorkbenchError, match="hook_received carries no gradient"):
+        model.run_with_grads(tokens(5), "blocks.0.attn.hook_received")
+
+
+def test_transformer_lens_backward_caching_works(any_architecture, tiny):
+    model = tiny(any_architecture, dtype=WIDE)
+    ids = tokens(6)
+    _loss, cache = model.run_with_cache(ids, incl_bwd=True, return_type="loss")
+    _, _, grads = model.run_with_grads(ids, None)
+    for name in ("blocks.0.attn.hook_v", "blocks.1.attn.hook_z", "blocks.2.hook_resid_mid", "blocks.1.mlp.hook_post"):
+        torch.testing.assert_close(cache[f"{name}_grad"], grads[name], atol=1e-12, rtol=1e-9)
+    assert model.embed.weight.grad is not None
+    assert listening(model) == []

@@ -1,0 +1,202 @@
+"""A newcomer adds one of each: how many files that touches, and that commands, measures and verdicts know it at once."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RUNS = Path(__file__).parent / "golden" / "run_before"
+COPIED = ("workbench", "app", "analyses", "docs")
+
+ARCHITECTURE = '''"""Every later layer's values are scaled.
+
+V_n = value_factor V_n. Source: an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.config import ModelConfig
+from workbench.models.shortcut import Memory, Projection, Shortcut, Weight, number
+
+
+class Scaled(Shortcut):
+    """Values times a constant."""
+
+    prefix = "scaled"
+
+    def __init__(self, config: ModelConfig, *, value_factor: float = 2.0) -> None:
+        super().__init__(config)
+        self.value_factor = number("value_factor", value_factor)
+
+    def mixes(self, projection: Projection, layer: int) -> bool:
+        return projection == "v" and layer > 0
+
+    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
+        return (self.value_factor,)
+'''
+ENTRY = """
+
+ARCHITECTURES["scaled"] = Architecture(
+    label="Scaled", colour="#123456", symbol="star", summary="later values times a constant",
+    plain="later layers speak louder", classes=("scaled.Scaled",), neutral={"value_factor": 1.0},
+)  # fmt: skip
+"""
+METRIC = '''
+
+@metric(unit="norm", range=">= 0", reading="higher: a longer vector somewhere", source="an example", sites=("v",))
+def longest_value(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, " batch"]:
+    """Largest norm of a value over the positions.
+
+    Caution: grows with the length.
+    """
+    return wide(vectors.flatten(2)).norm(dim=-1).amax(-1)
+'''
+CLAIM = '''
+
+@claim(supports="always", refutes="never", scale="any", published="none", source="an example", shows={"metric": "loss"})
+def runs_are_there(evidence: Evidence) -> Verdict:
+    """There are runs."""
+    return Verdict("unresolved", f"{len(evidence.runs)} runs.", pd.DataFrame())
+'''
+FORMAT = '''"""Files of the example code base: {params, iteration, shape}.
+
+Source: an example.
+"""
+
+from workbench.checkpoints.format import Format
+
+FORMAT = Format(
+    name="example", keys=("params", "iteration"), weights="params", step="iteration", config="shape",
+    settings={"width": "d_model", "depth": "n_layers", "heads": "n_heads", "length": "n_ctx"},
+    tensors={
+        "tokens": "embed.weight", "norm": "ln_final.weight", "head": "unembed.weight",
+        "layer.*.norm_1": "blocks.*.ln1.weight", "layer.*.norm_2": "blocks.*.ln2.weight",
+        "layer.*.q": "blocks.*.attn.q_proj.weight", "layer.*.k": "blocks.*.attn.k_proj.weight",
+        "layer.*.v": "blocks.*.attn.v_proj.weight", "layer.*.o": "blocks.*.attn.o_proj.weight",
+        "layer.*.gate": "blocks.*.mlp.gate_proj.weight", "layer.*.up": "blocks.*.mlp.up_proj.weight",
+        "layer.*.down": "blocks.*.mlp.down_proj.weight",
+    },
+)  # fmt: skip
+'''
+PAGE = '''"""Newcomer: one figure."""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench.views.base import Drawing, view
+from workbench.views.link import Link
+from workbench.views.source import Source
+
+
+@view("newcomer")
+def hello(source: Source, link: Link) -> Drawing:
+    """A point."""
+    return Drawing(go.Figure(go.Scatter(x=[0], y=[0])), pd.DataFrame({"x": [0]}), "One point.")
+'''
+
+ON_PAGES = '"depth": Page('
+
+USE = """
+import json, re, sys
+import pandas as pd, torch, workbench
+from workbench.claims import CLAIMS
+sys.path.append("docs")
+from generate import PAGES as DOCS
+from workbench.checkpoints.formats.example import FORMAT
+
+ids = torch.randint(0, 61, (3, 16), generator=torch.Generator().manual_seed(0))
+shape = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 32}
+plain, scaled = (workbench.build(name, shape) for name in ("transformer", "scaled"))
+neutral = workbench.build("scaled", shape, **workbench.ARCHITECTURES["scaled"].neutral)
+frame = workbench.measure(scaled, ["longest_value"], ids)
+names = {ours: theirs for theirs, ours in FORMAT.tensors.items()}
+def theirs(name):
+    number = re.findall("[0-9]+", name)
+    return names[re.sub(r"\\.[0-9]+\\.", ".*.", name)].replace("*", number[0] if number else "")
+torch.save({"params": {theirs(n): p.detach() for n, p in plain.named_parameters()}, "iteration": 7,
+            "shape": {"width": 32, "depth": 3, "heads": 4, "length": 32}}, sys.argv[1] + "/theirs.pt")
+opened = workbench.load(sys.argv[1] + "/theirs.pt", architecture="transformer")
+from streamlit.testing.v1 import AppTest
+page = AppTest.from_string("from app import page_frame\\npage_frame.all_views('newcomer')", default_timeout=60).run()
+print(json.dumps({
+    "changed": bool((scaled(ids) != plain(ids)).any()), "neutral": bool((neutral(ids) == plain(ids)).all()),
+    "measured": sorted(frame["layer"].unique().tolist()), "claim": CLAIMS["runs_are_there"].text,
+    "documented": ["scaled" in DOCS["models.md"](), "longest_value" in DOCS["metrics.md"]()],
+    "label": workbench.plots.style.label("scaled") if hasattr(workbench, "plots") else "",
+    "page": page.title[0].value, "figures": len(page.get("plotly_chart")),
+    "opened": bool((opened(ids) == plain(ids)).all()), "step": opened.source["step"],
+}))
+"""
+
+
+def append(path, text):
+    path.write_text(path.read_text(encoding="utf-8") + text, encoding="utf-8")
+
+
+def touched(copy):
+    """Files of the copy that differ from the repository's, or are new."""
+    files = [p.relative_to(copy) for folder in COPIED for p in (copy / folder).rglob("*.py")]
+    return {str(p) for p in files if not (ROOT / p).exists() or not filecmp.cmp(copy / p, ROOT / p, shallow=False)}
+
+
+def run(copy, *arguments):
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=copy, capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WORKBENCH_RUNS": str(copy / "runs")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the product that additions are made to."""
+    here = tmp_path_factory.mktemp("copy")
+    for folder in COPIED:
+        shutil.copytree(ROOT / folder, here / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(RUNS, here / "runs")  # an index is written beside the runs that are looked at
+    return here
+
+
+@pytest.mark.slow
+def test_one_of_each_touches_one_or_two_files_and_is_known_everywhere(copy, tmp_path):
+    product, before = copy / "workbench", set()
+    costs = {}
+
+    def added(kind):
+        nonlocal before
+        costs[kind], before = len(touched(copy) - before), touched(copy)
+
+    (product / "models" / "architectures" / "scaled.py").write_text(ARCHITECTURE)
+    append(product / "models" / "registry.py", ENTRY)
+    added("architecture")
+    append(product / "metrics" / "values.py", METRIC)
+    added("metric")
+    append(product / "claims" / "depth.py", CLAIM)
+    added("claim")
+    (product / "checkpoints" / "formats" / "example.py").write_text(FORMAT)
+    added("format")
+    (product / "views" / "newcomer.py").write_text(PAGE)
+    pages = product / "views" / "link.py"
+    pages.write_text(
+        pages.read_text().replace(ON_PAGES, '"newcomer": Page("Newcomer", "star", "One figure"),\n    ' + ON_PAGES)
+    )
+    added("page")
+    assert costs == {"architecture": 2, "metric": 1, "claim": 1, "format": 1, "page": 2}
+    known = json.loads(run(copy, "-c", USE, tmp_path).splitlines()[-1])
+    assert known == {
+        "changed": True, "neutral": True, "measured": [0, 1, 2], "claim": "There are runs.", "documented": [True, True],
+        "label": "Scaled", "opened": True, "step": 7, "page": "Newcomer", "figures": 1,
+    }  # fmt: skip

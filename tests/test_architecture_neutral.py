@@ -1,0 +1,93 @@
+"""In its neutral setting, or with its tensors made neutral by hand, each architecture is the vanilla decoder."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from inputs import WIDE, tokens
+
+from workbench.models import ARCHITECTURES
+
+NEUTRAL = [(name, entry.neutral) for name, entry in ARCHITECTURES.items() if entry.neutral is not None]
+FURTHER = [
+    ("resformer_dense", {"lambda_source": 0, "dense_source": "mixed"}),
+    ("svformer", {"anchors": [0, 1, 2]}),
+    *(("denseformer", {"dilation": d, "period": p}) for d in (1, 2, 3, 4) for p in (1, 2, 3)),
+]
+
+
+def same(a, b, ids, *, exact=True):
+    torch.testing.assert_close(a(ids), b(ids), atol=0 if exact else 1e-12, rtol=0)
+    grads = []
+    for model in (a, b):
+        model(ids, return_type="loss").backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name in grads[0].keys() & grads[1].keys():
+        torch.testing.assert_close(grads[0][name], grads[1][name], atol=1e-12, rtol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(("architecture", "options"), [*NEUTRAL, *FURTHER])
+def test_neutral_setting_is_the_vanilla_decoder_exactly(tiny, architecture, options):
+    heads = 4 if {"gqa", "mqa"} & set(architecture.split("+")) else 2  # query_group = 1 means as many as query heads
+    config = {"n_key_value_heads": heads}
+    vanilla, model = (
+        tiny(name, dtype=WIDE, config=config, **o) for name, o in (("transformer", {}), (architecture, options))
+    )
+    same(vanilla, model, tokens(vanilla, 11))
+
+
+def test_scores_mixed_with_nothing_are_the_vanilla_decoders(tiny):
+    """To rounding: the two halves of its heads are scaled by sqrt(2)."""
+    vanilla, model = (
+        tiny(dtype=WIDE),
+        tiny("residual_attention", dtype=WIDE, **ARCHITECTURES["residual_attention"].neutral, attn_mix="logit"),
+    )
+    same(vanilla, model, tokens(vanilla, 11), exact=False)
+
+
+@pytest.mark.parametrize("architecture", ["cross_layer", "cross_layer_all", "same_key", "identity_map", "resformer"])
+def test_with_one_layer_there_is_nothing_earlier(tiny, architecture):
+    vanilla, model = (tiny(name, dtype=WIDE, config={"n_layers": 1}) for name in ("transformer", architecture))
+    same(vanilla, model, tokens(vanilla, 11))
+
+
+@pytest.mark.parametrize("architecture", ["cross_layer", "cross_layer_all"])
+def test_keys_that_no_query_sees_or_that_are_its_own_leave_the_vanilla_decoder(tiny, architecture):
+    vanilla, model = tiny(dtype=WIDE), tiny(architecture, dtype=WIDE)
+    ids, seen = tokens(model, 9), {}
+    hidden = [(lambda n: ".cross." in n and n.endswith("scores"), lambda s, hook: torch.full_like(s, -math.inf))]
+
+    def keep(tensor, hook):
+        seen[hook.name] = tensor
+
+    def own(tensor, hook):
+        block, point = hook.name.split(".cross.")[0], hook.name.rsplit(".", 1)[-1]
+        return seen[f"{block}.{point}"]
+
+    copied = [
+        (lambda n: n.endswith(("attn.hook_rot_k", "attn.hook_v")), keep),
+        (lambda n: ".cross." in n and n.endswith(("hook_rot_k", "hook_v")), own),
+    ]
+    for hooks in (hidden, copied):
+        torch.testing.assert_close(model.run_with_hooks(ids, fwd_hooks=hooks), vanilla(ids), atol=1e-12, rtol=0)
+
+
+def test_a_gate_without_weights_halves_the_output(tiny):
+    vanilla, model = tiny(dtype=WIDE), tiny("gated_attention", dtype=WIDE)
+    with torch.no_grad():
+        for layer, block in enumerate(model.blocks):
+            model.get_parameter(f"gated_attention.gates.{layer}").zero_()
+            block.attn.o_proj.weight.mul_(2)
+    ids = tokens(model, 9)
+    torch.testing.assert_close(model(ids), vanilla(ids), atol=1e-12, rtol=0)
+
+
+def test_a_bank_of_the_first_layers_own_values_is_that_layer(tiny):
+    vanilla, model = tiny(dtype=WIDE), tiny("bank_of_values", dtype=WIDE, bank_layers=[0])
+    first = vanilla.blocks[0]
+    with torch.no_grad():
+        model.get_parameter("bank_of_values.tables.0").copy_(first.attn.v_proj(first.ln1(vanilla.embed.weight)))
+    ids = tokens(model, 9)
+    torch.testing.assert_close(model(ids), vanilla(ids), atol=1e-12, rtol=0)

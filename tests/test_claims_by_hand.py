@@ -1,0 +1,168 @@
+"""Numbers between records and verdicts worked by hand: which layers, sites, steps and halves count."""
+
+import math
+from pathlib import Path
+
+import pytest
+from planted import evidence, judged, losses, per_layer, row, runs, with_sinks
+
+from workbench.claims import collect
+from workbench.claims.depth import _late
+from workbench.claims.optimisation import _gradients
+from workbench.claims.sharing import _races
+from workbench.claims.sinks import need_sinks
+from workbench.claims.verdict import InsufficientEvidence
+from workbench.runs.run import Run
+
+
+def compared(found):
+    """The verdict's numbers by what they compare."""
+    return found.table.set_index("comparison")["value"]
+
+
+@pytest.mark.parametrize(("lower", "status"), [(2, "unresolved"), (3, "supported")])
+def test_a_loss_must_be_lower_in_more_than_half_of_the_domains(lower, status):
+    """0.1 nats lower in some domains and 0.01 higher in the others: lower on average either way."""
+    made = runs("transformer", "resformer")
+    told = []
+    for number, domain in enumerate("abcd"):
+        change = -0.1 if number < lower else 0.01
+        told += losses(made, lambda of, c=change: 2.7 + c * (of["model"] == "resformer"), (domain,))
+    found = judged("lower_loss", made, (), told)
+    assert found.status == status
+    assert f"lower in {lower} of 4 domains" in found.sentence
+
+
+@pytest.mark.parametrize(("richer", "status"), [(2, "unresolved"), (3, "supported")])
+def test_values_must_be_richer_in_more_than_half_of_the_layers_after_the_first(richer, status):
+    """Of four layers after the first; 10 directions more in some, 1 fewer in the others. What the first has does not count."""
+    made = runs("transformer", "resformer", n_layers=5)
+
+    def rank(of, layer):
+        if of["model"] == "transformer":
+            return 20.0
+        return 90.0 if layer == 0 else 30.0 if layer <= richer else 19.0
+
+    rows = per_layer(made, "effective_rank", rank, range(5), site="own_v")
+    rows += per_layer(made, "effective_rank", lambda of, n: 20.0, range(5), site="own_v", step=0)
+    rows += per_layer(made, "effective_rank", rank, range(5), site="own_v", step=200)
+    for variant in (None, "trace"):
+        rows += per_layer(made, "effective_rank", lambda of, n: 40.0, range(5), site="v", variant=variant)
+    found = judged("richer_values", made, rows, losses(made, lambda of: 2.73))
+    assert compared(found)["own values, all layers"] == pytest.approx((10 * richer - (4 - richer)) / 4)
+    assert "layer 0" not in compared(found)
+    assert f"more in {richer} of 4 layers" in found.sentence
+    assert found.status == status
+
+
+def drained(model, site):
+    """Runs with sinks; both drains together are furthest from 1 in layer 2, vanilla's alone in layer 1; the first layer's is not read."""
+    made, rows = with_sinks(("transformer", model))
+    vanilla = {0: 0.001, 1: 0.25, 2: 0.5, 3: 2.0}
+    other = {0: 0.001, 1: 1.0, 2: 0.2, 3: 0.5}
+    level = lambda of: vanilla if of["model"] == "transformer" else other  # noqa: E731
+    rows += [row(of, "value_drain", level(of)[n], layer=n, site=site) for of in made for n in range(4)]
+    rows += [
+        row(of, "hidden_peak", 8.0 / (1 + (of["model"] == model)), layer=n, site="stream")
+        for of in made
+        for n in range(4)
+    ]
+    return made, rows
+
+
+@pytest.mark.parametrize(
+    ("model", "site", "words"),
+    [("resformer", "own_v", "own values"), ("svformer", "v", "its shared values, flat over layers")],
+)
+def test_a_drain_is_compared_where_both_together_are_deepest_at_the_values_the_model_has(model, site, words):
+    """|ln 0.2| - |ln 0.5| = ln 2.5; the peak's |ln 4| - |ln 8| = -ln 2; the sink's mass in layer 2 falls from 0.5 and 0.03 to 0.1."""
+    made, rows = drained(model, site)
+    found = judged("sinks_drains_and_peaks_vanish_together", made, rows)
+    assert compared(found)["its value's distance from 1"] == pytest.approx(math.log(2.5))
+    assert compared(found)["its state's distance from 1"] == pytest.approx(-math.log(2))
+    assert compared(found)["attention to the first token"] == pytest.approx((0.1 - 0.5) / 2, abs=1e-3)
+    assert words in found.sentence
+    assert ("own values" in found.sentence) == (site == "own_v")
+
+
+def test_a_lead_at_first_is_that_of_the_first_third_to_its_last_step():
+    """Of 30 steps averaged over windows of 3, those that end at steps 2 to 10: -1 each, but -4 on the last."""
+    made = runs("transformer", "svformer", seeds=1, steps=30)
+    change = [-1.0] * 8 + [-1.0, -1.0, -10.0] + [20.0] * 19
+    told = [
+        row(of, "train_loss", 5.0 + (change[step] if of["model"] == "svformer" else 0.0), step=step)
+        for of in made for step in range(30)
+    ]  # fmt: skip
+    races = _races(evidence(made, (), told))
+    assert races.loc[0, "lead"] == pytest.approx((8 * -1.0 + -4.0) / 9)
+    assert races.loc[0, "crossing"] == 11, "the window that ends there: (-1 - 10 + 20) / 3"
+
+
+def test_a_course_is_measured_at_ten_checkpoints_spread_evenly_with_both_ends():
+    have = list(range(0, 1000, 10))
+    assert collect._steps(have, "series", []) == [0, 110, 220, 330, 440, 550, 660, 770, 880, 990]
+    assert collect._steps(have, "series", [20, 30]) == sorted({*collect._steps(have, "series", []), 20, 30})
+    assert collect._steps([0, 7], "series", []) == collect._steps([0, 7], "ends", [3]) == [0, 7]
+    assert collect._steps([0, 7], "last", [3]) == [7]
+    assert collect._steps([0, 3, 7], "matched", [3]) == [0, 3, 7]
+    assert collect._steps([], "series", []) == []
+
+
+def test_a_late_layers_norm_is_held_against_the_middle_ones():
+    """Of eight layers the last over the fifth: 2 / 8 against 1 / 1."""
+    made = runs("transformer", "resformer", seeds=1)
+    norm = {4: 8.0, 7: 2.0}
+    rows = [
+        row(of, "value_norm", norm.get(n, 5.0) if of["model"] == "resformer" else 1.0, layer=n, site="own_v")
+        for of in made for n in range(8)
+    ]  # fmt: skip
+    assert _late(evidence(made, rows), "resformer", 8).value == pytest.approx(math.log(2 / 8))
+
+
+def test_first_layer_gradients_are_told_as_ratios_where_both_models_have_them():
+    made = runs("transformer", "resformer", seeds=2)
+    level = {"transformer": {"W_V": 2.0, "W_O": 4.0}, "resformer": {"W_V": 5.0, "W_O": 3.0}}
+    rows = [
+        row(of, "gradient_norm", level[of["model"]][part] * (1 + n), layer=n, part=part)
+        for of in made for part in ("W_V", "W_O") for n in (0, 1)
+    ]  # fmt: skip
+    told = "; gradient norms of the first layer are 2.50 times for W_V and 0.75 times for W_O (the first close to a tautology)"
+    assert _gradients(evidence(made, rows), "resformer") == told
+    for model in level:
+        assert _gradients(evidence(made, [r for r in rows if r["architecture"] == model]), "resformer") == ""
+    assert _gradients(evidence(made, [r for r in rows if r["part"] == "W_V"]), "resformer") == ""
+
+
+def test_short_sequences_have_no_sink_rate_and_their_sinks_are_known_by_mass_alone():
+    made, rows = with_sinks()
+    mass = [r for r in rows if r["metric"] == "sink_mass"]
+    said = need_sinks(evidence(made, mass))
+    assert said == need_sinks(evidence(made, rows)) == "vanilla has sinks in 5 of 5 seeds (strongest head 50%)"
+    spread = [r | {"value": 0.04} if r["metric"] == "sink_rate" else r for r in rows]
+    with pytest.raises(InsufficientEvidence, match="No sink formed"):
+        need_sinks(evidence(made, spread))
+
+
+def test_a_measure_that_one_model_lacks_is_named_however_few_rows_the_other_has():
+    made = runs("transformer", "resformer", seeds=1)
+    told = evidence(made, [row(made[0], "sink_mass", 0.5, layer=0, head=0)])
+    with pytest.raises(InsufficientEvidence, match="sink_mass is not measured for resformer"):
+        told.known(told.rows("sink_mass"), "resformer")
+
+
+def test_time_left_is_told_from_the_seconds_that_each_run_took(monkeypatch):
+    """Three runs of 10, 20 and 5 seconds."""
+    now, heard, seconds = [100.0], [], iter((10.0, 20.0, 5.0))
+
+    def gathered(*_):
+        now[0] += next(seconds)
+        return (), (), ()
+
+    monkeypatch.setattr(collect.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(collect, "matching_steps", lambda runs: dict.fromkeys(runs, ()))
+    monkeypatch.setattr(collect, "plan", lambda *_: {})
+    monkeypatch.setattr(collect, "gather", gathered)
+    monkeypatch.setattr(collect, "evidence", lambda *_: None)
+    monkeypatch.setattr(collect, "time_left", lambda took, left: f" {took} {left}")
+    collect.collect([Run(Path(name)) for name in "abc"], [], progress=lambda *told: heard.append(told))
+    assert heard == [(1, 3, "a [10.0] 2"), (2, 3, "b [10.0, 20.0] 1"), (3, 3, "c [10.0, 20.0, 5.0] 0")]

@@ -1,0 +1,247 @@
+"""Claims of losses, places and optimisation: verdicts on planted tables whose right answer is known."""
+
+import math
+
+import pytest
+from planted import LAST, NOISY, coefficients, from_losses, judged, options, row, runs, with_losses
+
+# ---- loss ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("resformer", "status"), [(2.70, "supported"), (2.76, "refuted"), (NOISY, "unresolved")])
+def test_lower_loss(resformer, status):
+    found = from_losses("lower_loss", {"transformer": 2.73, "resformer": resformer})
+    assert found.status == status
+    assert "3 seeds" in found.sentence
+    assert len(found.table) > 3
+
+
+def test_lower_loss_needs_three_seeds():
+    found = from_losses("lower_loss", {"transformer": 2.73, "resformer": 2.70}, seeds=2)
+    assert found.status == "unresolved"
+    assert "2 of the 3 seeds" in found.sentence
+
+
+def test_lower_loss_prints_the_deciding_number_and_the_steps_saved():
+    found = from_losses("lower_loss", {"transformer": 2.73, "resformer": 2.70}, lr_final=1.0)
+    assert "-0.03 [-0.03, -0.03] nats" in found.sentence
+    # the model passes the baseline's end 0.03 above its own, a tenth of the last 100 steps before the end: 10 of 300
+    table = found.table.set_index("comparison")
+    assert table.loc["share of steps saved", "value"] == pytest.approx(10 / 300, rel=1e-3)
+    assert dict(table["unit"].items()) == dict.fromkeys(table.index, "nats") | {"share of steps saved": "share"}
+
+
+def test_lower_loss_is_refuted_where_a_tuned_baseline_turns_it():
+    made, told = [], []
+    for rate, base, method in ((1e-3, 2.90, 2.80), (2e-3, 2.60, 2.78), (4e-3, 2.80, 2.75)):
+        more = with_losses({"transformer": base, "resformer": method}, lr=rate)
+        made, told = made + more[0], told + more[1]
+    found = judged("lower_loss", made, (), told)
+    assert found.status == "refuted"
+    assert found.scope == "", "three rates of each"
+
+
+@pytest.mark.parametrize(
+    ("rates", "scope"), [(1, "at this one learning rate"), (2, "at this one learning rate"), (3, "")]
+)
+def test_losses_at_few_learning_rates_say_so(rates, scope):
+    made, told = [], []
+    for rate in (1e-3, 2e-3, 4e-3)[:rates]:
+        more = with_losses({"transformer": 2.73, "resformer": 2.70}, lr=rate)
+        made, told = made + more[0], told + more[1]
+    found = judged("lower_loss", made, (), told)
+    assert (found.status, found.scope) == ("supported", scope)
+    assert found.words == f"supported {scope}".strip()
+
+
+def test_a_lead_that_tuning_leaves_open_is_not_supported():
+    """The method leads at the baseline's best rate; at its own, lower in the mean, its seeds are too far apart to tell."""
+    made, told = [], []
+    for rate, base, method in ((1e-3, 2.90, 2.80), (2e-3, 2.70, 2.69), (4e-3, 2.80, [2.60, 2.72, 2.71])):
+        more = with_losses({"transformer": base, "resformer": method}, lr=rate)
+        made, told = made + more[0], told + more[1]
+    found = judged("lower_loss", made, (), told)
+    table = found.table.set_index("comparison")
+    assert table.loc["all domains", "low"] < 0 < table.loc["all domains", "high"]
+    assert "each at its best of 3 learning rates" in found.sentence
+    assert found.status == "unresolved"
+
+
+def test_what_is_not_decided_has_no_scope():
+    assert from_losses("lower_loss", {"transformer": 2.73, "resformer": NOISY}).scope == ""
+
+
+def test_lower_loss_pairs_documents_where_both_read_the_same():
+    made, told = with_losses({"transformer": 2.73, "resformer": 2.70}, seeds=1)
+    samples = [
+        {"run": of["run"], "seed": 0, "step": LAST, "metric": "loss", "variant": None, "document": d,
+         "value": 2.7 + 0.1 * d - 0.02 * (of["model"] == "resformer")}
+        for of in made
+        for d in range(20)
+    ]  # fmt: skip
+    found = judged("lower_loss", made, (), told, samples)
+    assert "20 shared documents" in found.sentence
+
+
+SIZES = (1e5, 2e5, 4e5, 8e5)
+
+
+def grown(saving, spread, key):
+    """Losses of a power law over sizes (or tokens), the method's as if it were larger by 1 / (1 - saving)."""
+    made, told = [], []
+    for size in SIZES:
+        facts = (
+            {"parameters": size, "d_model": int(size / 1e4)}
+            if key == "parameters"
+            else {"tokens": int(size), "steps": int(size / 1e3)}
+        )
+        more = runs("transformer", "resformer", **facts)
+        for of in more:
+            larger = size / (1 - saving) if of["model"] == "resformer" else size
+            value = 5 * (larger / 1e5) ** -0.2 + spread * math.sin(7 * of["seed"] + size)
+            told.append(row(of, "validation_loss", value, step=of["steps"]))
+        made += more
+    return made, told
+
+
+@pytest.mark.parametrize(
+    ("key", "saving", "spread", "status"),
+    [
+        ("parameters", 0.2, 0.001, "supported"),
+        ("parameters", -0.2, 0.001, "refuted"),
+        ("parameters", 0.01, 0.2, "unresolved"),
+        ("tokens", 0.2, 0.001, "supported"),
+        ("tokens", -0.2, 0.001, "refuted"),
+    ],
+)
+def test_savings(key, saving, spread, status):
+    made, told = grown(saving, spread, key)
+    found = judged(f"fewer_{key}", made, (), told)
+    assert found.status == status
+    if status == "supported":
+        assert found.table["value"].to_numpy() == pytest.approx(0.2, abs=0.01)
+
+
+def test_savings_need_two_sizes():
+    assert from_losses("fewer_parameters", {"transformer": 2.7, "resformer": 2.6}).status == "not_checkable"
+
+
+def test_tokens_inside_one_decaying_schedule_are_no_shorter_trainings():
+    found = from_losses("fewer_tokens", {"transformer": 2.7, "resformer": 2.6})
+    assert found.status == "not_checkable"
+    assert "decaying schedule" in found.sentence
+    assert from_losses("fewer_tokens", {"transformer": 2.7, "resformer": 2.6}, lr_final=1.0).status == "supported"
+
+
+@pytest.mark.parametrize(
+    ("slower", "cache", "status"),
+    [(1.01, 1.0, "supported"), (1.2, 1.0, "refuted"), (1.0, 1.5, "refuted"), ([1.0, 1.3, 0.8], 1.0, "unresolved")],
+)
+def test_same_cost(slower, cache, status):
+    made = runs("transformer", "resformer")
+    factor = slower if isinstance(slower, list) else [slower, slower + 0.001, slower - 0.001]
+    rows = [row(of, "cache_bytes", 1024 * (cache if of["model"] == "resformer" else 1)) for of in made]
+    pace = [
+        row(of, "tokens_per_second", 1000 / (factor[of["seed"]] if of["model"] == "resformer" else 1), step=i)
+        for of in made
+        for i in range(3)
+    ]
+    assert judged("same_cost", made, rows, pace).status == status
+
+
+@pytest.mark.parametrize(
+    ("neutreno", "denseformer", "status"),
+    [(2.73, 2.72, "supported"), (2.73, 2.65, "refuted"), (2.73, NOISY, "unresolved")],
+)
+def test_ahead_of_relatives(neutreno, denseformer, status):
+    levels = {"resformer": 2.70, "neutreno": neutreno, "denseformer": denseformer}
+    found = from_losses("ahead_of_relatives", levels, lr_final=1.0)
+    assert found.status == status
+    # its loss falls by 0.3 in the last 100 of 300 steps, so 0.03 earlier is 10 steps
+    assert "is reached 3.3% [3.3%, 3.3%] of NeuTRENO's steps earlier" in found.sentence
+    assert set(found.table["unit"]) == {"nats", "share"}, "the steps saved are in the table too"
+
+
+# ---- place -----------------------------------------------------------------------------------------------------------
+
+CONTROLS = {"residual_q": 2.742, "residual_k": 2.746, "residual_attention": 2.757, "residual_hidden": 2.781}
+
+
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [({}, "supported"), ({"residual_k": 2.60}, "refuted"), ({"residual_q": NOISY}, "unresolved")],
+)
+def test_value_path_is_the_place(changed, status):
+    assert (
+        from_losses("value_path_is_the_place", {"transformer": 2.739, "resformer": 2.7, **CONTROLS, **changed}).status
+        == status
+    )
+
+
+def test_value_path_without_all_controls_is_unresolved():
+    found = from_losses("value_path_is_the_place", {"transformer": 2.739, "resformer": 2.7, "residual_k": 2.746})
+    assert found.status == "unresolved"
+    assert "not trained" in found.sentence
+
+
+@pytest.mark.parametrize(("second", "status"), [(2.74, "supported"), (2.66, "refuted"), (NOISY, "unresolved")])
+def test_first_layer_is_the_source(second, status):
+    first, told = with_losses({"resformer": 2.70}, options=options(source_layer=0))
+    later, more = with_losses({"resformer[source_layer=1]": second}, options=options(source_layer=1))
+    assert judged("first_layer_is_the_source", first + later, (), told + more).status == status
+
+
+@pytest.mark.parametrize(
+    ("growth", "early", "status"),
+    [(0.1, 2.75, "supported"), (-0.1, 2.75, "refuted"), (0.1, 2.60, "refuted"), (0.1, NOISY, "unresolved")],
+)
+def test_late_layers_profit(growth, early, status):
+    made, told = [], []
+    for model, level, layers in (
+        ("resformer_sparse", 2.69, [5, 6, 7]),
+        ("resformer_sparse[layers=[1,2]]", early, [1, 2]),
+    ):
+        more = with_losses({model: level}, n_layers=8, options=options(layers=layers))
+        made, told = made + more[0], told + more[1]
+    learnable = runs("resformer_learnable", n_layers=8)
+    told += coefficients(learnable, lambda n: 0.3 + growth * n)
+    assert judged("late_layers_profit", made + learnable, (), told).status == status
+
+
+@pytest.mark.parametrize(
+    ("lost", "status"),
+    [({}, "supported"), ({0.2: 2.8}, "refuted"), ({0.2: 2.60}, "refuted"), ({0.5: NOISY}, "unresolved"),
+     ({5.0: [2.695, 2.710, 2.704]}, "unresolved")],
+)  # fmt: skip
+def test_robust_to_its_weight(lost, status):
+    """A weight above vanilla refutes it, and so does an end of the grid below the weight nearest to 2; the least mean decides nothing."""
+    levels = {0.2: 2.72, 0.5: 2.71, 1.0: 2.705, 2.0: 2.70, 5.0: 2.71} | lost
+    made, told = with_losses({"transformer": 2.739})
+    for weight, level in levels.items():
+        name = "resformer_constant" if weight == 2.0 else f"resformer_constant[lambda_v1={weight:g}]"
+        more = with_losses({name: level}, options=options(lambda_v1=weight, lambda_own=1.0))
+        made, told = made + more[0], told + more[1]
+    assert judged("robust_to_its_weight", made, (), told).status == status
+
+
+# ---- optimisation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shift", "control", "rates", "status"),
+    [
+        (-0.03, 2.73, 3, "supported"), (0.03, 2.73, 3, "refuted"), (-0.03, 2.60, 3, "refuted"), (-0.03, None, 3, "unresolved"),
+        (-0.03, 2.73, 1, "unresolved"),
+    ],
+)  # fmt: skip
+def test_not_merely_easier_optimisation(shift, control, rates, status):
+    made, told = [], []
+    for rate in (1e-3, 2e-3, 4e-3)[:rates]:
+        levels = {"transformer": 2.73, "resformer": 2.73 + shift}
+        if control:
+            levels["transformer[first_layer_rate=5]"] = control
+        more = with_losses(levels, lr=rate)
+        made, told = made + more[0], told + more[1]
+    found = judged("not_merely_easier_optimisation", made, (), told)
+    assert found.status == status
+    assert ("no vanilla control" in found.sentence) == (control is None)

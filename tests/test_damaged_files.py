@@ -1,0 +1,225 @@
+"""Files that cannot be opened are refused with the cause and run nothing; those that can take no more memory than their weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from foreign import IDS, hugging_face, llama_tensors, nanogpt, quietly, rezipped
+
+import workbench
+from workbench.checkpoints.identify import CONFIG
+from workbench.checkpoints.opening import read_state
+from workbench.checkpoints.saving import save
+from workbench.errors import BadCheckpoint
+
+
+class Payload:
+    """A pickle that touches a file when it is opened the unsafe way."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda p: {"model": {"a": torch.ones(2)}, "config": Payload(p)},
+            r"would have to run code to be opened: it holds .*them$",
+        ),
+        (
+            lambda p: torch.nn.Linear(2, 2),
+            r"whole pickled module \(torch\.nn\.modules\.linear\.Linear\).*state_dict\(\)",
+        ),
+        (
+            lambda p: {"model": {"a": torch.ones(2)}, "args": argparse.Namespace(lr=1)},
+            r"safe_globals\(\[argparse\.Namespace\]\)",
+        ),
+        (lambda p: [1, 2], "holds no state dict but a list"),
+        (lambda p: {"metrics": {"loss": 1.0}}, "no state dict under model, state_dict.*it has metrics"),
+        (
+            lambda p: {"model": {"a": torch.ones(2), "b": torch.ones(2), "c": 3}},
+            "'c' among the weights is no tensor but a int",
+        ),
+        (lambda p: {"model": {}}, "no state dict under"),
+    ],
+)
+def test_pickles_are_refused_with_the_cure_and_run_nothing(tmp_path, make, told, legacy):
+    file, ran = tmp_path / "ckpt.pt", tmp_path / "ran"
+    torch.save(make(ran), file, _use_new_zipfile_serialization=not legacy)
+    if legacy and "whole" in told:
+        told = "whole pickled module|would have to run code"  # only the first culprit of an old file is known
+    with pytest.raises(BadCheckpoint, match=told):
+        workbench.load(file)
+    assert not ran.exists()
+
+
+def test_a_bare_pickle_is_refused_and_runs_nothing(tmp_path):
+    (tmp_path / "model.pt").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    with pytest.raises(BadCheckpoint, match="no PyTorch checkpoint"):
+        workbench.load(tmp_path / "model.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_a_user_allows_by_name_is_read(tmp_path, tiny):
+    torch.save(nanogpt(tiny(), config=argparse.Namespace(lr=1)), tmp_path / "ckpt.pt")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert torch.equal(quietly(tmp_path / "ckpt.pt")(IDS), tiny()(IDS))
+    with pytest.raises(BadCheckpoint, match="Namespace"):
+        workbench.load(tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("mp_rank_00_model_states.pt", "DeepSpeed shards.*zero_to_fp32"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed shards"),
+        ("__0_0.distcp", "FSDP shards.*merge-weights"),
+    ],
+)
+def test_shards_of_other_libraries_are_refused_with_the_cure(tmp_path, file, told):
+    (tmp_path / file).write_bytes(b"")
+    with pytest.raises(BadCheckpoint, match=told):
+        workbench.load(tmp_path)
+    (tmp_path / CONFIG).write_text("{}")
+    with pytest.raises(BadCheckpoint, match=told):
+        workbench.load(tmp_path)
+
+
+def test_a_bit_that_flipped_in_a_pickled_file_is_found(tmp_path, tiny):
+    file = tmp_path / "ckpt.pt"
+    torch.save(nanogpt(tiny()), file)
+    data = bytearray(file.read_bytes())
+    place = data.index(tiny().embed.weight.detach().numpy().tobytes()[:64]) + 40
+    data[place] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BadCheckpoint, match=r"Bad CRC-32.*copy it again"):
+        quietly(file)
+
+
+@pytest.mark.parametrize("cut", [1, 200, 5000, 100_000])
+def test_files_that_were_cut_off_are_refused(tmp_path, tiny, cut):
+    file = tmp_path / "ckpt.pt"
+    torch.save(nanogpt(tiny()), file)
+    file.write_bytes(file.read_bytes()[:-cut])
+    with pytest.raises(BadCheckpoint, match="damaged or no PyTorch checkpoint"):
+        workbench.load(file)
+
+
+def test_a_tensor_that_claims_more_bytes_than_the_file_has_is_refused_before_memory_is_spent(tmp_path):
+    file = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(40)}, file)
+    huge = (10**9).to_bytes(4, "little")
+
+    def change(name, data):
+        return data.replace(b"K\x28\x85", b"J" + huge + b"\x85") if name.endswith("data.pkl") else data
+
+    file.write_bytes(rezipped(file.read_bytes(), change))
+    with pytest.raises(BadCheckpoint, match="damaged"):
+        read_state(file)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_tensor_that_repeats_itself_beyond_its_file_is_refused_before_memory_is_spent(tmp_path, legacy):
+    file = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(1).expand(10**12)}, file, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(BadCheckpoint, match="would take 4000000000000 bytes, and the whole file has"):
+        read_state(file)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_in_pickled_files(tmp_path, tiny, value):
+    model = tiny()
+    with torch.no_grad():
+        model.embed.weight[7, 3] = value
+    torch.save(nanogpt(tiny()) | {"model": llama_tensors(model)}, tmp_path / "ckpt.pt")
+    with pytest.raises(BadCheckpoint, match=r"embed_tokens\.weight holds (NaN|Inf)"):
+        quietly(tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_hidden_layers": 10**9}, "n_layers=1000000000, but there are only 21 tensors"),
+        ({"rope_theta": 3.0, "rope_parameters": {"rope_type": "default", "rope_theta": 4.0}}, "contradicts itself: rope_theta is 3.0"),
+        ({"num_hidden_layers": 1}, r"unexpected model\.layers\.1\."),
+        ({"hidden_size": 10**12, "head_dim": None}, "no transformer can be built with|wanted"),
+        ({"intermediate_size": 10**30}, r"config\.json: d_mlp=10+: must be a positive int below 9223372036854775808"),
+        ({"vocab_size": 62}, r"embed_tokens\.weight is \[61, 32\], wanted \[62, 32\]"),
+    ],
+)  # fmt: skip
+def test_configs_that_contradict_themselves_or_their_tensors_are_refused(tmp_path, changes, told):
+    hugging_face().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | changes))
+    with pytest.raises(BadCheckpoint, match=told):
+        workbench.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 10_000 + "}", "\ufeff", "null"])
+def test_endless_and_empty_configs_are_refused(tmp_path, text):
+    hugging_face().save_pretrained(tmp_path)
+    (tmp_path / CONFIG).write_text(text, encoding="utf-8")
+    with pytest.raises(BadCheckpoint, match=r"config\.json (cannot be read|holds a)"):
+        workbench.load(tmp_path)
+
+
+def test_a_path_that_is_not_there_names_its_neighbours(tmp_path):
+    (tmp_path / "ckpt_500.pt").write_bytes(b"")
+    with pytest.raises(BadCheckpoint, match=r"ckpt_600\.pt does not exist; did you mean ckpt_500\.pt"):
+        workbench.load(tmp_path / "ckpt_600.pt")
+    with pytest.raises(BadCheckpoint, match="damaged or no PyTorch checkpoint"):
+        workbench.load(tmp_path / "ckpt_500.pt")
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+OPEN = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import workbench
+from pathlib import Path
+def kb(key):
+    return int(next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key)).split()[1])
+settings = {"config": {"n_heads": 4, "n_ctx": 128}, "architecture": "transformer"}
+small, *large = sys.argv[1:]
+kept = []  # so that the memory of no model is used again
+for path in (small, small + ".pt"):
+    workbench.load(path, **settings)
+for path in large:
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kb("VmRSS")
+    kept.append(workbench.load(path, **settings))
+    print((kb("VmHWM") - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from Linux's /proc")
+@pytest.mark.slow
+def test_opening_takes_the_memory_of_the_weights_and_no_more(tmp_path, tiny):
+    """Peak resident memory in a fresh process against the file's bytes, at most 1.1 times."""
+    size = {"n_layers": 3, "d_model": 512, "d_mlp": 1536, "d_vocab": 12_000}
+    for name, model in {"small": tiny(), "large": tiny(config=size)}.items():
+        save(model, tmp_path / name)
+        torch.save(llama_tensors(model), tmp_path / f"{name}.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, tmp_path / "small", tmp_path / "large", tmp_path / "large.pt"],
+        capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    files = (tmp_path / "large" / "model.safetensors", tmp_path / "large.pt")
+    for file, peak in zip(files, done.stdout.split(), strict=True):
+        ratio = int(peak) / file.stat().st_size
+        assert 0.9 < ratio < 1.1, f"{file.name}: {ratio:.3f}"

@@ -1,0 +1,108 @@
+"""The layout's own rules: few rooms, small files and functions, one direction between files, words of the field."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = ("workbench", "app", "analyses")
+MAX_LOOSE, MAX_FILE, MAX_FUNCTION = 8, 400, 50
+NOT_OURS = ("somebody", "nobody", "whoever", "lender")
+
+
+@cache
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def python(*folders):
+    return [p for folder in folders for p in sorted((ROOT / folder).rglob("*.py")) if "golden" not in p.parts]
+
+
+def module(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(path): path for path in python(*PRODUCT)}
+
+
+def imports(name):
+    """Modules of ours that a module imports anywhere: at the top, in a function, for type checking alone."""
+    found = set()
+    for node in ast.walk(tree(MODULES[name])):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            full = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {full[a] if full[a] in MODULES else node.module for a in full}
+    return (found & MODULES.keys()) - {name}
+
+
+def circles():
+    """Groups of files that import each other in a loop (Tarjan 1972), packages' faces taken as what they hand on."""
+    graph = {name: imports(name) for name in MODULES if MODULES[name].name != "__init__.py"}
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(name):
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name] & graph.keys()):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def test_few_modules_stand_loose_at_the_top_of_the_library():
+    loose = [p.name for p in (ROOT / "workbench").glob("*.py")]
+    assert len(loose) <= MAX_LOOSE, loose
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert circles() == []
+
+
+@pytest.mark.parametrize("folder", [*PRODUCT, "tests", "benchmarks"])
+def test_files_are_short(folder):
+    long = {str(p.relative_to(ROOT)): n for p in python(folder) if (n := len(p.read_text().splitlines())) > MAX_FILE}
+    assert long == {}
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_functions_are_short(folder):
+    long = {
+        f"{path.relative_to(ROOT)}:{node.name}": lines
+        for path in python(folder)
+        for node in ast.walk(tree(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION
+    }
+    assert long == {}
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_docstrings_say_who_is_meant(folder):
+    found = {}
+    for path in python(folder):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                words = set(re.findall(r"[a-z]+", (ast.get_docstring(node) or "").lower())) & set(NOT_OURS)
+                if words:
+                    found[f"{path.relative_to(ROOT)}:{getattr(node, 'name', '')}"] = sorted(words)
+    assert found == {}

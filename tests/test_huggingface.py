@@ -1,0 +1,234 @@
+"""Hugging Face directories and tokenizers: opened as what they are, written as that library reads them, never run."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from foreign import IDS, hugging_face, quietly, same
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)  # fmt: skip
+
+import workbench
+from workbench.checkpoints.identify import CONFIG, series
+from workbench.checkpoints.saving import export, save
+from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, WorkbenchError
+
+
+@pytest.mark.parametrize(("tied", "shard"), [(False, "20KB"), (True, "1GB")])
+def test_directories_written_by_transformers_open_single_and_sharded(tmp_path, tied, shard):
+    rotation = {"rope_type": "default", "rope_theta": 700.0}
+    llama = hugging_face(tie_word_embeddings=tied, rope_parameters=rotation)
+    llama.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "20KB")
+    model = quietly(tmp_path)
+    same(model, llama(IDS).logits)
+    assert (model.source["format"], model.config.rope_theta) == ("Hugging Face", 700.0)
+    assert set(model.source["sha256"]) == {p.name for p in tmp_path.glob("*.safetensors")}
+    assert (model.embed.weight.data_ptr() == model.unembed.weight.data_ptr()) == tied
+
+
+@pytest.mark.parametrize("spelling", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16", "dtype": None}])
+def test_both_spellings_of_the_type_are_read_and_weights_are_float32_unless_asked(tmp_path, spelling):
+    hugging_face().to(torch.bfloat16).save_pretrained(tmp_path)
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    config = json.loads((tmp_path / CONFIG).read_text()) | spelling
+    (tmp_path / CONFIG).write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    same(quietly(tmp_path), llama(IDS).logits)
+    assert quietly(tmp_path, dtype=torch.bfloat16).embed.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_directories_with_pickled_weights_open(tmp_path, sharded):
+    llama = hugging_face()
+    llama.config.save_pretrained(tmp_path)
+    tensors = llama.state_dict()
+    names = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(tensors)}
+    for file in set(names.values()) if sharded else ():
+        torch.save({n: t for n, t in tensors.items() if names[n] == file}, tmp_path / file)
+    if sharded:
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    else:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    same(quietly(tmp_path), llama(IDS).logits)
+
+
+def test_a_tied_model_is_saved_with_one_matrix_and_comes_back(tmp_path):
+    llama = hugging_face(tie_word_embeddings=True)
+    llama.save_pretrained(tmp_path / "theirs")
+    save(quietly(tmp_path / "theirs"), tmp_path / "ours")
+    assert "lm_head.weight" not in load_file(tmp_path / "ours" / "model.safetensors")
+    same(workbench.load(tmp_path / "ours"), llama(IDS).logits)
+    same(lambda ids: AutoModelForCausalLM.from_pretrained(tmp_path / "ours")(ids).logits, llama(IDS).logits)
+
+
+def test_mistral_opens_natively_where_its_window_covers_the_context(tmp_path):
+    model = hugging_face(MistralForCausalLM, MistralConfig, sliding_window=64)
+    model.save_pretrained(tmp_path)
+    same(quietly(tmp_path), model(IDS).logits)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"sliding_window": 8}))
+    with pytest.raises(NotCovered, match="sliding_window=8"):
+        workbench.load(tmp_path, architecture="transformer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "changes", "reason"),
+    [
+        (Qwen2ForCausalLM, Qwen2Config, {}, "model_type 'qwen2'"),
+        (LlamaForCausalLM, LlamaConfig, {"attention_bias": True}, "attention_bias=True"),
+        (LlamaForCausalLM, LlamaConfig, {"head_dim": 16}, "head_dim=16"),
+        (LlamaForCausalLM, LlamaConfig, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
+    ],
+)  # fmt: skip
+def test_what_the_decoder_does_not_compute_becomes_its_own_librarys_module_aloud(
+    tmp_path, kind, config, changes, reason
+):
+    true = hugging_face(kind, config, **changes)
+    true.save_pretrained(tmp_path)
+    with pytest.warns(ObservedInstead, match=reason):
+        model = workbench.load(tmp_path)
+    same(model, true(IDS).logits)
+    assert model.source["format"] == "Hugging Face"
+    assert list(model.source["sha256"]) == ["model.safetensors"]
+
+
+def test_gpt2_directories_are_observed(tmp_path):
+    torch.manual_seed(0)
+    true = GPT2LMHeadModel(
+        GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    ).eval()
+    true.save_pretrained(tmp_path)
+    with pytest.warns(ObservedInstead, match="GPT2LMHeadModel"):
+        same(workbench.load(tmp_path), true(IDS).logits)
+
+
+def test_a_directory_that_transformers_cannot_fill_is_refused_not_filled_at_random(tmp_path):
+    hugging_face(Qwen2ForCausalLM, Qwen2Config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadCheckpoint, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight"):
+        workbench.load(tmp_path)
+
+
+def test_code_in_a_directory_is_never_run(tmp_path):
+    hugging_face().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(BadCheckpoint, match="auto_map"):
+        workbench.load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_trainers_checkpoints_open_with_their_steps(tmp_path):
+    from torch.utils.data import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            return {"input_ids": IDS[i % 2], "labels": IDS[i % 2]}
+
+    llama = hugging_face()
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, max_steps=3, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        logging_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(model=llama, args=arguments, train_dataset=Rows()).train()
+    assert [step for step, _ in series(tmp_path)] == [1, 2, 3]
+    model = quietly(tmp_path)
+    assert (model.source["step"], model.source["format"]) == (3, "Hugging Face Trainer")
+    same(model, llama.eval()(IDS).logits)
+    assert quietly(tmp_path, step="first").source["step"] == 1
+    with pytest.raises(WorkbenchError, match=r"no checkpoint at step 7; choose from .*1, 2, 3"):
+        workbench.load(tmp_path, step=7)
+
+
+# ---- exports ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from workbench.data.tokenizer import train_tokenizer
+
+    return train_tokenizer(["the cat sat on the mat and the dog sat on the log " * 3] * 3, 270)
+
+
+def test_an_exported_model_is_a_plain_directory_with_equal_logits_and_tokens(tiny, tmp_path, tokenizer):
+    from transformers import AutoTokenizer
+
+    model = tiny(config={"n_key_value_heads": 2, "d_vocab": 270})
+    model.tokenizer = tokenizer
+    export(model, tmp_path / "plain")
+    assert "workbench" not in json.loads((tmp_path / "plain" / CONFIG).read_text())
+    ids = tokenizer.encode("the cat")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    assert theirs("the cat", add_special_tokens=False)["input_ids"] == ids
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (tokenizer.eos_id, tokenizer.bos_id)
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert isinstance(llama, LlamaForCausalLM)
+    torch.testing.assert_close(llama(torch.tensor([ids])).logits, model(torch.tensor([ids])), atol=1e-5, rtol=1e-5)
+    back = quietly(tmp_path / "plain")
+    assert back.tokenizer.encode("the cat") == ids
+    with pytest.raises(WorkbenchError, match="is not empty"):
+        export(model, tmp_path / "plain")
+
+
+def test_only_a_llama_is_exported_as_one(tiny, tmp_path):
+    with pytest.raises(WorkbenchError, match=r"resformer is no Llama.*for_lm_eval"):
+        export(tiny("resformer"), tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def foreign_tokenizer(folder, words):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<s>", "<unk>", *words])}, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+
+
+def test_another_librarys_tokenizer_comes_with_the_model(tmp_path):
+    hugging_face().save_pretrained(tmp_path)
+    foreign_tokenizer(tmp_path, ["the", "cat"])
+    model = quietly(tmp_path)
+    assert model.to_tokens("the cat").tolist() == [[2, 3]]
+    assert model.to_str_tokens("the cat cat") == ["the", "cat", "cat"]
+    assert (model.tokenizer.bos_id, model.tokenizer.vocab_size) == (0, 4)
+    with pytest.raises(WorkbenchError, match="names no token that ends a document"):
+        _ = model.tokenizer.eos_id
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    hugging_face().save_pretrained(tmp_path)
+    foreign_tokenizer(tmp_path, [f"w{i}" for i in range(80)])
+    with pytest.raises(
+        BadCheckpoint, match=r"does not match the model: its ids go up to 81, the vocabulary to 60.*remove it"
+    ):
+        quietly(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BadCheckpoint, match="no readable tokenizer"):
+        quietly(tmp_path)

@@ -1,0 +1,253 @@
+"""Interventions on foreign decoders run as if the module were rewritten; gradients are those of the module itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from observed import LAMBDAS, STRANGERS, see
+from strangers import (
+    GPT,
+    LAYERS,
+    D,
+    Inline,
+    Looped,
+    eagerly,
+    large,
+)
+
+from workbench.errors import WorkbenchError
+from workbench.interventions import replaced, token_means
+from workbench.observing.recognition.blocks import number
+
+
+def edited(layer, change):
+    """The module whose attention itself changes q, k, v at a layer: what an intervention must equal."""
+
+    def attend(q, k, v, at):
+        q, k, v = change(q, k, v) if at == layer else (q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return large(GPT(LAMBDAS, attend))
+
+
+@pytest.mark.parametrize("form", [None, "torch", "einsum", "baddbmm"])
+@torch.no_grad()
+def test_replaced_values_queries_and_keys_run_as_if_the_module_were_rewritten(form, ids):
+    observed = see(large(GPT(LAMBDAS, eagerly(form)) if form else GPT(LAMBDAS)), ids)
+    for point, change in {
+        "v": lambda q, k, v: (q, k, v * 0),
+        "rot_q": lambda q, k, v: (q * 3, k, v),
+        "rot_k": lambda q, k, v: (q, k.flip(2), v),
+    }.items():
+        answer = {"v": lambda x, hook: x * 0, "rot_q": lambda x, hook: x * 3, "rot_k": lambda x, hook: x.flip(1)}[point]
+        with observed.hooks([(f"blocks.1.attn.hook_{point}", answer)]):
+            found = observed(ids)
+        torch.testing.assert_close(found, edited(1, change)(ids)[0], atol=2e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_replaced_own_values_reach_the_layers_that_mix_them(ids):
+    module = large(GPT(LAMBDAS))
+    observed = see(module, ids)
+    with observed.hooks([("blocks.0.attn.own.hook_v", lambda x, hook: x * 2)]):
+        found = observed(ids)
+    with torch.no_grad():
+        weight, bias = module.transformer["h"][0].attn.c_attn.weight, module.transformer["h"][0].attn.c_attn.bias
+        weight[2 * D :] *= 2
+        bias[2 * D :] *= 2
+    torch.testing.assert_close(found, module(ids)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fused", "einsum", "repeated heads"])
+@torch.no_grad()
+def test_patterns_head_outputs_and_stream_can_be_replaced(name, ids):
+    observed = see(large(STRANGERS[name]()), ids)
+    _, cache = observed.run_with_cache(ids)
+    uniform = torch.ones(40, 40).tril() / torch.arange(1, 41)[:, None]
+    seen = {}
+
+    def keep(tensor, hook):
+        seen[hook.name] = tensor
+
+    def flat(tensor, hook):
+        return uniform.expand_as(tensor)
+
+    points = [
+        ("blocks.1.attn.hook_pattern", flat),
+        ("blocks.1.attn.hook_z", keep),
+        ("blocks.1.attn.hook_received", keep),
+    ]
+    with observed.hooks(points):
+        observed(ids)
+    v = cache["blocks.1.attn.hook_v"]
+    wanted = torch.einsum("ij,bjhd->bihd", uniform, v.repeat_interleave(4 // v.shape[2], dim=2))
+    torch.testing.assert_close(seen["blocks.1.attn.hook_z"], wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        seen["blocks.1.attn.hook_received"], uniform.sum(0).expand(2, 4, 40), atol=1e-5, rtol=1e-5
+    )
+    with observed.hooks(
+        [
+            ("blocks.2.hook_resid_pre", lambda x, hook: x * 0),
+            ("blocks.2.hook_resid_post", lambda x, hook: cache["blocks.2.hook_resid_post"]),
+        ]
+    ):
+        torch.testing.assert_close(observed(ids), observed(ids))
+    with observed.hooks(
+        [
+            ("blocks.1.hook_attn_out", lambda x, hook: x * 0),
+            ("blocks.1.hook_mlp_out", lambda x, hook: x * 0),
+            ("blocks.1.hook_resid_post", keep),
+        ]
+    ):
+        observed(ids)
+    torch.testing.assert_close(seen["blocks.1.hook_resid_post"], cache["blocks.1.hook_resid_pre"])
+    with observed.hooks([("blocks.1.attn.hook_z", lambda x, hook: x * 0), ("blocks.1.hook_attn_out", keep)]):
+        observed(ids)
+    assert seen["blocks.1.hook_attn_out"].std(1).max() < 1e-6  # the bias of W_O alone
+
+
+@torch.no_grad()
+def test_token_means_replace_first_layer_values_exactly_without_positions(ids):
+    """First-layer values are a function of the token where positions are only rotated in."""
+    observed = see(large(Looped()), ids)
+    means = token_means(observed, "own_v", [ids])
+    plain = observed(ids, return_type="loss")
+    with replaced(observed, ids, [0], "token_mean", means):
+        assert observed(ids, return_type="loss").item() == pytest.approx(plain.item(), abs=1e-5)
+    with replaced(observed, ids, [0, 1, 2], "zero", means):
+        assert abs(observed(ids, return_type="loss").item() - plain.item()) > 1e-3
+
+
+def test_what_is_only_computed_beside_the_module_cannot_be_replaced(ids):
+    observed = see(large(GPT(LAMBDAS)), ids)
+    for name in ("hook_received", "source.0.hook_v", "hook_v_mix"):
+        with (
+            observed.hooks([(f"blocks.1.attn.{name}", lambda x, hook: x * 0)]),
+            pytest.raises(WorkbenchError, match="can be read, not replaced"),
+        ):
+            observed(ids)
+
+
+@torch.no_grad()
+def test_a_decoder_without_block_modules_is_read_by_the_numbers_of_its_parts(ids):
+    module = large(Inline())
+    observed = see(module, ids)
+    assert observed.architecture == "resformer"
+    seen = {}
+    handles = [
+        n.register_forward_pre_hook(lambda m, a, i=i: seen.update({i: a[0]})) for i, n in enumerate(module.norm_1)
+    ]
+    module(ids)
+    for handle in handles:
+        handle.remove()
+    _, cache = observed.run_with_cache(ids)
+    for i in range(LAYERS):
+        assert torch.equal(cache[f"blocks.{i}.hook_resid_pre"], seen[i])
+    with (
+        observed.hooks([("blocks.1.hook_resid_pre", lambda x, hook: x * 0)]),
+        pytest.raises(WorkbenchError, match="can be read, not replaced"),
+    ):
+        observed(ids)
+    bare = see(large(Inline(norms=False)), ids)
+    assert bare.options["lambda_v1"] == pytest.approx(0.2, abs=1e-6)
+    with pytest.raises(WorkbenchError, match="no part in it reads the stream"):
+        bare.run_with_cache(ids, names_filter="blocks.1.hook_resid_pre")
+
+
+@pytest.mark.parametrize("name", ["hidden lambdas", "torch.softmax", "baddbmm"])
+def test_gradients_of_activations_equal_those_of_the_module_itself(name, ids):
+    module = large(STRANGERS[name]())
+    observed = see(module, ids)
+    points = [
+        "blocks.1.attn.own.hook_v",
+        "blocks.1.attn.hook_v",
+        "blocks.1.hook_resid_pre",
+        "blocks.2.attn.hook_pattern",
+    ]
+    loss, _, grads = observed.run_with_grads(ids, points)
+    kept = {}
+
+    def keep(part, args, output):
+        output.retain_grad()
+        kept["out"] = output
+
+    handle = module.transformer["h"][1].attn.c_attn.register_forward_hook(keep)
+    stream = module.transformer["h"][1].register_forward_pre_hook(
+        lambda m, a: a[0].retain_grad() or kept.update(stream=a[0])
+    )
+    logits = module(ids)[0]
+    plain = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    plain.backward()
+    handle.remove(), stream.remove()
+    assert torch.equal(loss, plain.detach())
+    own = kept["out"].grad[..., 2 * D :].unflatten(-1, (4, 8))
+    torch.testing.assert_close(grads["blocks.1.attn.own.hook_v"], own, atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(grads["blocks.1.attn.hook_v"] * LAMBDAS[1][1], own, atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(grads["blocks.1.hook_resid_pre"], kept["stream"].grad, atol=1e-7, rtol=1e-4)
+    assert grads["blocks.2.attn.hook_pattern"].abs().max() > 0
+    with pytest.raises(WorkbenchError, match="carries no gradient"):
+        observed.run_with_grads(ids, "blocks.1.attn.first.hook_v")
+    _, _, every = observed.run_with_grads(ids, lambda name: ".attn." in name)
+    assert "blocks.1.attn.hook_v" in every
+    assert "blocks.1.attn.source.0.hook_v" not in every
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fused", "grouped heads", "repeated heads", "repeated by hand", "grouped einsum", "torch.softmax", "baddbmm"],
+)
+@torch.no_grad()
+def test_each_activation_passes_its_hook_once_and_what_the_hook_returns_is_used_once(name, ids):
+    """Every second head doubled (all keys' and values' heads differ, so that a group repeated wrongly is another)."""
+    module = large(STRANGERS[name]())
+    observed = see(module, ids)
+    _, cache = observed.run_with_cache(ids)
+    fired = []
+
+    def doubled(x, hook):
+        fired.append(hook.name)
+        x = x.clone()
+        x[:, :, ::2] *= 2
+        return x
+
+    def seen(point):
+        fired.clear()
+        points = ["blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z", "blocks.1.hook_attn_out"]
+        with observed.hooks([(f"blocks.1.attn.hook_{point}", doubled)]):
+            found = observed.run_with_cache(ids, names_filter=points)[1]
+        assert fired == [f"blocks.1.attn.hook_{point}"]
+        return [found[p].double() for p in points]
+
+    own = {n: cache[f"blocks.1.attn.hook_{n}"].double() for n in ("rot_q", "rot_k", "v", "z")}
+    twice = {n: x * torch.tensor([2.0, 1.0] * 4)[: x.shape[2], None] for n, x in own.items()}
+    w_o = next(
+        p
+        for n, p in module.named_parameters()
+        if n in ("transformer.h.1.attn.c_proj.weight", "transformer.h.1.attn.wo.weight")
+    )
+    bias = cache["blocks.1.hook_attn_out"].double() - own["z"].flatten(2) @ w_o.double().T
+    for point in ("rot_q", "rot_k", "v", "z"):
+        parts = own | {point: twice[point]}
+        q, k, v = (parts[n] for n in ("rot_q", "rot_k", "v"))
+        k, v = (x.repeat_interleave(4 // x.shape[2], dim=2) for x in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
+        pattern = scores.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
+        z = twice["z"] if point == "z" else torch.einsum("bhij,bjhd->bihd", pattern, v)
+        found = seen(point)
+        torch.testing.assert_close(found[0], pattern, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[1], z, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[2], z.flatten(2) @ w_o.double().T + bias, atol=1e-4, rtol=1e-4)
+
+
+def test_numbered_parts_of_other_modules_are_no_layers_of_an_inline_decoder(ids):
+    class Stemmed(Inline):
+        def __init__(self):
+            super().__init__()
+            self.emb = torch.nn.Sequential(self.emb, torch.nn.Linear(D, D), torch.nn.Linear(D, D))
+
+    observed = see(large(Stemmed()), ids)
+    assert observed.architecture == "resformer"
+    assert [layer.block for layer in observed.structure.layers] == ["*.0", "*.1", "*.2"]
+    assert observed.structure.layers[1].inline == ("norm_1.1", "qkv.1", "out.1", "norm_2.1", "up.1", "down.1")
+    assert [number(name) for name in ("h.12.attn", "0", "h2.attn", "a.1.b.2", "x")] == [12, 0, None, 1, None]

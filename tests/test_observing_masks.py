@@ -1,0 +1,153 @@
+"""Attention masks of foreign decoders: named, their statistics exact; and metrics that read the same from outside."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from observed import BEFORE, PLACE, see
+from strangers import (
+    GPT,
+    VOCABULARY,
+    large,
+)
+
+import workbench
+from workbench.errors import WorkbenchError
+from workbench.kernels.reference import statistics_of
+from workbench.metrics import METRICS
+from workbench.names import STATISTICS
+from workbench.observing.interception.masks import mask_kind
+
+MASKS = {
+    "sliding window": BEFORE & (PLACE[:, None] - PLACE < 8),
+    "packed sequences": BEFORE & (PLACE[:, None] // 10 == PLACE // 10),
+    "padding": BEFORE & (PLACE >= 5),
+    "adds a bias": torch.where(BEFORE, (PLACE - PLACE[:, None]) * 0.1, -math.inf),
+    "causal": BEFORE,
+}
+
+
+def masked(mask):
+    return lambda q, k, v, layer: F.scaled_dot_product_attention(q, k, v, attn_mask=mask).nan_to_num()
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@torch.no_grad()
+def test_other_masks_are_named_and_their_statistics_exact(kind, ids):
+    mask = MASKS[kind]
+    assert mask_kind(mask, False, 40).startswith(kind)
+    observed = see(large(GPT(attend=masked(mask))), ids)
+    names = [n for n in observed.hook_dict if n.startswith("blocks.1.attn")]
+    _, cache = observed.run_with_cache(ids, names_filter=names)
+    assert ("blocks.1.attn.hook_rot_q" in observed.hook_dict) is (kind == "causal")
+    q, k = cache["blocks.1.attn.hook_q"], cache["blocks.1.attn.hook_k"]  # nothing is rotated here
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / math.sqrt(8)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    pattern = scores.softmax(-1).nan_to_num(0.0)
+    wanted = statistics_of(scores, pattern)
+    for statistic in STATISTICS:
+        found = cache[f"blocks.1.attn.hook_{statistic}"].double()
+        torch.testing.assert_close(found, getattr(wanted, statistic), atol=2e-5, rtol=1e-5, msg=statistic)
+    torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"].double(), pattern, atol=1e-6, rtol=1e-5)
+
+
+def test_a_mask_that_was_not_on_the_example_tokens_is_refused_where_it_matters(ids):
+    """The window of 50 hides nothing of 40 tokens, and something of 60."""
+
+    def windowed(q, k, v, layer):
+        at = torch.arange(q.shape[2])
+        mask = (at[:, None] >= at) & (at[:, None] - at < 50)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    observed = see(large(GPT(attend=windowed)), ids)
+    longer = torch.cat((ids, ids[:, :20]), 1)
+    observed.run_with_cache(longer, names_filter="blocks.1.attn.hook_v")
+    for name in ("rot_q", "received"):
+        with pytest.raises(WorkbenchError, match=r"layer 1 is masked otherwise now \(sliding window of 50\)"):
+            observed.run_with_cache(longer, names_filter=f"blocks.1.attn.hook_{name}")
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+STREAMED = [  # all but a slow one, and those that read an output matrix, which an observed module need not have
+    name for name, metric in METRICS.items()
+    if metric.form != "derived" and name != "token_probe" and "W_O" not in metric.arguments
+]  # fmt: skip
+
+
+def test_every_metric_reads_the_same_from_outside_as_from_inside(tiny):
+    model = tiny("resformer")
+    ids = torch.randint(61, (4, 64), generator=torch.Generator().manual_seed(3))
+    inside, outside = (workbench.measure(m, STREAMED, ids) for m in (model, see(model, ids)))
+    axes = ["metric", "layer", "head", "position", "site", "variant", "control", "part", "index", "source"]
+    both = inside.merge(
+        outside, on=[a for a in axes if a in inside], suffixes=("", "_outside"), how="outer", indicator=True
+    )
+    assert (both["_merge"] == "both").all(), both.loc[
+        both["_merge"] != "both", ["metric", "layer", "site"]
+    ].drop_duplicates()
+    apart = (both["value"] - both["value_outside"]).abs() > 1e-4 * (1 + both["value"].abs())
+    assert not apart.any(), both.loc[apart, ["metric", "layer", "site", "variant", "value", "value_outside"]]
+    assert set(outside["metric"]) == set(STREAMED)
+    assert (outside["architecture"] == "resformer").all()
+
+
+def test_numbers_of_an_observed_module_are_not_remembered(ids):
+    """Equal weights, other code: the weights of a foreign module do not say what it computes."""
+    values = []
+    for first in (0.0, 2.0):
+        observed = see(large(GPT([(1, 1), (first, 1), (first, 1)])), ids)
+        values.append(workbench.measure(observed, "loss", ids)["value"].item())
+    assert abs(values[0] - values[1]) > 1e-3
+
+
+def test_measures_of_weights_are_refused_by_name(ids):
+    with pytest.raises(WorkbenchError, match=r"gradient_norm reads weights by our names"):
+        workbench.measure(see(large(GPT()), ids), "gradient_norm", ids)
+
+
+def test_a_loss_needs_every_position_and_gets_it(ids):
+    """nanoGPT without targets gives the last position only; so does `observed(ids)`, bit for bit."""
+    module = large(GPT(last=True))
+    observed = see(module, ids)
+    assert observed(ids).shape == (2, 1, VOCABULARY)
+    wanted = module(ids, targets=ids)[0]
+    assert torch.equal(observed.everywhere(ids), wanted)
+    loss = F.cross_entropy(wanted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert torch.equal(observed(ids, return_type="loss"), loss)
+    frame = workbench.measure(observed, "loss", ids)
+    assert frame["value"].item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@torch.inference_mode()
+def test_flat_logits_and_inference_mode(ids):
+    class Flat(GPT):
+        def forward(self, idx):
+            return super().forward(idx)[0].flatten(0, 1)
+
+    module = large(Flat())
+    observed = see(module, ids)
+    logits, cache = observed.run_with_cache(ids, ["blocks.1.attn.hook_v"])
+    assert torch.equal(logits.flatten(0, 1), module(ids))
+    assert list(cache.keys()) == ["blocks.1.attn.hook_v"]
+    assert workbench.measure(observed, "loss", ids)["value"].notna().all()
+
+
+def test_a_module_without_logits_has_activations_but_no_loss(ids):
+    class Body(GPT):
+        def forward(self, idx):
+            x, memory = self.transformer.wte(idx), {}
+            for block in self.transformer.h:
+                x = block(x, memory)
+            return self.transformer.ln_f(x)
+
+    observed = see(large(Body()), ids)
+    assert not workbench.measure(observed, "value_norm", ids).empty
+    with pytest.raises(WorkbenchError, match="no logits"):
+        workbench.measure(observed, "loss", ids)
+    with pytest.raises(WorkbenchError, match="no logits"):
+        observed(ids, return_type="loss")

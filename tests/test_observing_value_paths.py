@@ -1,0 +1,125 @@
+"""Where the values of foreign decoders come from: coefficients to a millionth, and architectures named by them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from observed import LAMBDAS, STRANGERS, see
+from strangers import (
+    GPT,
+    DenselyMixed,
+    HeadwiseMixed,
+    eagerly,
+    large,
+)
+
+
+@pytest.mark.parametrize("form", [None, "torch", "einsum", "baddbmm"])
+def test_hidden_lambdas_come_back_to_a_millionth(form, ids):
+    observed = see(large(GPT(LAMBDAS, eagerly(form)) if form else GPT(LAMBDAS)), ids)
+    paths = observed.value_paths().set_index(["layer", "source"])
+    assert paths["residual"].max() < 1e-6
+    for layer, (first, own) in enumerate(LAMBDAS[1:], 1):
+        assert abs(paths.loc[(layer, "first"), "coefficient"] - first) < 1e-6
+        assert abs(paths.loc[(layer, "own"), "coefficient"] - own) < 1e-6
+    assert paths.loc[(0, "own"), "coefficient"] == pytest.approx(1, abs=1e-6)
+    assert observed.architecture == "resformer"
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "options"),
+    [
+        ("fused", "transformer", {}),
+        ("repeated heads", "transformer", {}),
+        ("shared values", "svformer", {"anchors": (0,)}),
+        ("pulled", "neutreno", {"neutreno_lambda": 0.37}),
+        ("bare matrix", "resformer", {"lambda_v1": 0.3, "lambda_own": 0.7}),
+        ("nested outputs", "resformer", {"lambda_v1": 0.5, "lambda_own": 0.5}),
+        ("dense", "resformer_dense", {}),
+        ("averaged", "denseformer", {}),
+        ("headwise", "unknown", {}),
+    ],
+)
+def test_architectures_are_named_by_their_value_paths(name, architecture, options, ids):
+    observed = see(large(STRANGERS[name]()), ids)
+    assert observed.architecture == architecture
+    assert observed.options == {
+        k: pytest.approx(v, abs=1e-6) if isinstance(v, float) else v for k, v in options.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "architecture", ["transformer", "resformer", "svformer", "neutreno", "denseformer", "resformer+neutreno"]
+)
+def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, ids):
+    model = tiny(architecture)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.startswith("dwa"):  # at the start its averages pass everything on
+                p += 0.1
+    assert see(model, ids).architecture == architecture
+
+
+def shares(q, k, v, layer, kept={}):  # noqa: B006 - what the first layer of each pair leaves for the second
+    kept[layer] = k, v
+    return F.scaled_dot_product_attention(q, *kept[layer - layer % 2], is_causal=True)
+
+
+def test_sparse_mixing_sharing_and_mere_scaling_are_told_apart(ids):
+    sparse = see(large(GPT([(1, 1), (0, 1), (5, 1)])), ids)
+    assert (sparse.architecture, sparse.options["layers"]) == ("resformer", (2,))
+    assert sparse.options["lambda_v1"] == pytest.approx(5, abs=1e-6)
+    assert see(large(GPT(attend=shares)), ids).architecture == "cla"
+    scaled = see(large(GPT([(1, 1), (0, 0.5), (0, 0.5)])), ids)
+    assert scaled.architecture == "unknown"
+
+
+def test_several_layers_and_heads_with_coefficients_of_their_own(ids):
+    dense = see(large(GPT(attention=DenselyMixed)), ids).value_paths()
+    found = dense[dense["layer"] == 2].set_index("source")["coefficient"]
+    assert found.loc["first"] == pytest.approx(0.5, abs=1e-6)
+    assert found.loc[1] == pytest.approx(0.6, abs=1e-6)
+    assert found.loc["own"] == pytest.approx(0.7, abs=1e-6)
+    heads = see(large(GPT(attention=HeadwiseMixed)), ids).value_paths()
+    first = heads[(heads["layer"] == 1) & (heads["source"] == "first")]
+    assert first["head"].tolist() == [0, 1, 2, 3]
+    assert first["coefficient"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=1e-6)
+
+
+def test_values_that_no_path_explains_are_said_to_be_unexplained(ids):
+    def squared(q, k, v, layer):
+        return F.scaled_dot_product_attention(q, k, v * v if layer else v, is_causal=True)
+
+    observed = see(large(GPT(attend=squared)), ids)
+    paths = observed.value_paths()
+    assert paths[paths["layer"] == 1]["residual"].min() > 0.1
+    assert observed.architecture == "unknown"
+    assert "unexplained" in repr(observed)
+
+
+@torch.no_grad()
+def test_a_copy_observes_the_copied_module(ids):
+    observed = see(large(GPT(LAMBDAS)), ids)
+    other = copy.deepcopy(observed)
+    other.foreign.transformer["h"][1].attn.lambdas = (0.9, 0.2)
+    point = "blocks.1.attn.hook_v_mix"
+    for model, first in ((observed, 0.3141592), (other, 0.9)):
+        assert model.run_with_cache(ids, point)[1][point][0].item() == pytest.approx(first, abs=1e-6)
+        paths = model.value_paths()
+        assert paths[paths["layer"] == 1]["coefficient"].iloc[0] == pytest.approx(first, abs=1e-6)
+    assert not torch.equal(observed(ids), other(ids))
+
+
+def test_coefficients_are_those_of_now(ids):
+    """A live module trains on: paths are fitted when they are asked for, and the mix in use at every run."""
+    module = large(GPT(LAMBDAS))
+    observed = see(module, ids)
+    module.transformer["h"][1].attn.lambdas = (0.9, 0.2)
+    paths = observed.value_paths()
+    row = paths[(paths["layer"] == 1) & (paths["source"] == "first")]
+    assert row["coefficient"].item() == pytest.approx(0.9, abs=1e-6)
+    mix = observed.run_with_cache(ids, names_filter="blocks.1.attn.hook_v_mix")[1]["blocks.1.attn.hook_v_mix"]
+    torch.testing.assert_close(mix, torch.tensor([0.9, 0.2]), atol=1e-6, rtol=0)

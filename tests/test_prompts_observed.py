@@ -1,0 +1,108 @@
+"""Questions to observed models: answered from what they show, refused in words where they show too little."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from prompt_ids import some_ids
+
+import workbench
+from tests import strangers
+from workbench.errors import BadData
+from workbench.prompts import (
+    attention_inputs,
+    attention_map,
+    attention_overview,
+    logit_attribution,
+    logit_lens,
+    next_tokens,
+    token_identity,
+    value_norms,
+)
+
+
+@pytest.fixture
+def observed():
+    """An observed decoder of other people's, that mixes values."""
+    module = strangers.large(strangers.GPT([(0.4, 0.6)] * 3))
+    return workbench.observe(module, some_ids(), quiet=True)
+
+
+def test_observed_models_answer_as_far_as_they_show(observed):
+    ids = some_ids()
+    _, cache = observed.run_with_cache(ids)
+    found, inputs = attention_overview(observed, ids), attention_inputs(observed, ids)
+    for layer in range(3):
+        pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0].detach()
+        np.testing.assert_allclose(np.nan_to_num(found.tiles[layer]), pattern, atol=1e-5)
+        np.testing.assert_allclose(np.nan_to_num(attention_map(inputs, layer, 1).weights), pattern[1], atol=1e-5)
+    log_p = observed(ids)[0].detach().log_softmax(-1)
+    likeliest = next_tokens(observed, ids, top=3).top["probability"].tolist()
+    assert likeliest == pytest.approx(log_p[-1].exp().topk(3).values.tolist(), abs=1e-6)
+    sizes = value_norms(observed, ids)
+    norms = cache["blocks.2.attn.hook_v"][0].detach().flatten(1).norm(dim=-1)
+    np.testing.assert_allclose(sizes.effective[2], norms, rtol=1e-5)
+    own, first = (cache[f"blocks.2.attn.{x}.hook_v"][0].detach().flatten(1).norm(dim=-1) for x in ("own", "first"))
+    np.testing.assert_allclose(sizes.own[2], own, rtol=1e-5)
+    np.testing.assert_allclose(sizes.first_part[2], 0.4 * first, rtol=1e-4)
+    assert token_identity(observed, ids).reciprocal_rank["v"].shape == (3, 23)
+
+
+@torch.no_grad()
+def test_the_lens_of_an_observed_model_is_its_own_norm_and_head_on_each_stream(observed):
+    ids, module = some_ids(), observed.foreign
+    _, cache = observed.run_with_cache(ids)
+    found = logit_lens(observed, ids, top=3)
+    for layer in range(4):
+        stream = cache["blocks.2.hook_resid_post" if layer == 3 else f"blocks.{layer}.hook_resid_pre"]
+        chances = module.lm_head(module.transformer.ln_f(stream))[0].softmax(-1)
+        best = chances.topk(3)
+        np.testing.assert_allclose(found.top_probability[layer], best.values, atol=1e-6)
+        np.testing.assert_array_equal(found.top_ids[layer], best.indices)
+    assert found.kl[-1].max() == 0 < found.kl[0].min()
+    some = logit_lens(observed, ids, positions=slice(3, 5))
+    np.testing.assert_array_equal(some.kl, found.kl[:, 3:5])
+
+
+@pytest.mark.parametrize("zero", ["blocks", "head"])
+def test_the_lens_of_an_observed_model_that_has_learned_nothing_reads_the_same_everywhere(observed, zero):
+    """Output projections, or the head, at zero, as many trainings begin."""
+    module = observed.foreign
+    with torch.no_grad():
+        for block in module.transformer.h:
+            for p in (*block.attn.c_proj.parameters(), *block.mlp[-1].parameters()) if zero == "blocks" else ():
+                p.zero_()
+        if zero == "head":
+            module.lm_head.weight.zero_()
+    found = logit_lens(observed, some_ids())
+    np.testing.assert_allclose(found.kl, 0, atol=1e-6)
+
+
+def test_first_values_are_each_tokens_alone_where_positions_are_in_the_stream(observed):
+    """A token further on in a text has another first value, and none of the table's rows may be one of those."""
+    from workbench.interventions.retention import token_tables
+
+    ids = some_ids()
+    _, cache = observed.run_with_cache(ids, names_filter="blocks.0.attn.hook_v")
+    first = torch.nn.functional.normalize(cache["blocks.0.attn.hook_v"][0, 0].flatten().double(), dim=-1)
+    table = token_tables(observed, ["v"])["v"]
+    assert table.shape == (61, 32)
+    assert not table.requires_grad
+    torch.testing.assert_close(table[ids[0, 0]], first, atol=1e-6, rtol=0)
+    alone = observed.run_with_cache(ids[:, 7:8], names_filter="blocks.0.attn.hook_v")[1]["blocks.0.attn.hook_v"]
+    torch.testing.assert_close(
+        table[ids[0, 7]], torch.nn.functional.normalize(alone.flatten().double(), dim=-1), atol=1e-6, rtol=0
+    )
+
+
+def test_an_observed_model_whose_output_does_not_follow_its_last_stream_has_no_lens(observed, monkeypatch):
+    fixed = observed.everywhere(some_ids())
+    monkeypatch.setattr(observed, "everywhere", lambda ids: fixed)
+    with pytest.raises(BadData, match="reads its output from elsewhere"):
+        logit_lens(observed, some_ids())
+
+
+def test_what_an_observed_model_cannot_be_asked_is_said(observed):
+    with pytest.raises(BadData, match="parts cannot be told of a model that is observed from outside"):
+        logit_attribution(observed, some_ids(), -1, 5)

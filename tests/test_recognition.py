@@ -1,0 +1,342 @@
+"""How parts of a foreign decoder are told by their numbers: projections, value paths, and the architecture these make."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from workbench.observing.interception.masks import CAUSAL
+from workbench.observing.recognition import projections
+from workbench.observing.recognition.architecture import recognize_architecture
+from workbench.observing.recognition.projections import (
+    Projection,
+    find_projection,
+    matching_columns,
+    matching_head_columns,
+    same_projection,
+)
+from workbench.observing.recognition.structure import LayerStructure
+from workbench.observing.recognition.trace import Execution, TracedTensor, _reproduced, _scale
+from workbench.observing.recognition.value_paths import (
+    explained,
+    fit,
+    fit_value_paths,
+    is_mixture,
+    value_path_table,
+    value_sources,
+)
+
+ROWS, HEADS, WIDTH = 50, 3, 4
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# ---- projections ----------------------------------------------------------------------------------------------------
+
+OUTPUT = random(ROWS, 6 * WIDTH)
+
+
+@pytest.mark.parametrize(
+    "columns", [slice(0, 12), slice(8, 20), slice(12, 24), (0, 2, 4, 6, 1, 3, 5, 7), (23, 22, 21, 20), slice(5, 6)]
+)
+def test_columns_are_found_wherever_they_stand_and_whatever_factor_they_carry(columns):
+    chosen = OUTPUT[:, columns if isinstance(columns, slice) else list(columns)]
+    factors = torch.linspace(-2, 3, chosen.shape[1])
+    assert matching_columns(OUTPUT, chosen * factors) == columns
+    assert matching_columns(OUTPUT[:, : chosen.shape[1] - 1], chosen) is None, "there must be as many"
+    nearly = chosen + 1e-3 * random(*chosen.shape, seed=1)
+    assert matching_columns(OUTPUT, nearly) is None, "a millionth of a column's square is not the column"
+    assert matching_columns(OUTPUT, torch.cat((chosen[:, :1], nearly[:, 1:]), 1)) == (
+        columns if nearly.shape[1] == 1 else None
+    )
+
+
+def test_one_column_is_not_found_twice():
+    assert matching_columns(OUTPUT, OUTPUT[:, [3, 3]]) is None
+    assert matching_columns(OUTPUT[:, :1], OUTPUT[:, :1] + OUTPUT[:, 1:2]) is None
+
+
+def test_of_very_wide_outputs_only_columns_side_by_side_are_sought(monkeypatch):
+    monkeypatch.setattr(projections, "_MAX_TABLE", 24 * 12 - 1)
+    assert matching_columns(OUTPUT, OUTPUT[:, 8:20]) == slice(8, 20)
+    assert matching_columns(OUTPUT, OUTPUT[:, 1::2]) is None
+    monkeypatch.setattr(projections, "_MAX_TABLE", 24 * 12)
+    assert matching_columns(OUTPUT, OUTPUT[:, 1::2]) == tuple(range(1, 24, 2))
+
+
+@pytest.mark.parametrize("narrow", ["output", "target", "both"])
+def test_columns_that_were_rounded_to_sixteen_bits_are_found(narrow):
+    output, target = OUTPUT, OUTPUT[:, 8:20] * 1.7
+    output = output.bfloat16() if narrow != "target" else output
+    target = target.bfloat16() if narrow != "output" else target
+    assert matching_columns(output, target) == slice(8, 20)
+
+
+STARTS = torch.arange(ROWS) % 10 == 0
+
+
+def turned(heads, angle=0.7):
+    """Pairs of numbers rotated by row, the rows of `STARTS` not."""
+    x, y = heads.chunk(2, dim=-1)
+    angles = (angle * (torch.arange(ROWS) % 10))[:, None, None]
+    return torch.cat((x * angles.cos() - y * angles.sin(), x * angles.sin() + y * angles.cos()), -1)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 3, 4], [3, 4, 5], [5, 1, 3]])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_are_found_through_a_rotation_and_a_factor_also_where_all_have_one_norm(order, normed):
+    heads = OUTPUT.unflatten(1, (6, WIDTH))
+    heads = torch.nn.functional.normalize(heads, dim=-1) if normed else heads
+    found = matching_head_columns(heads.flatten(1), 2.5 * turned(heads[:, order]), STARTS)
+    straight = order == list(range(order[0], order[0] + 3))
+    columns = tuple(4 * head + i for head in order for i in range(4))
+    assert found == (slice(columns[0], columns[-1] + 1) if straight else columns)
+    assert matching_head_columns(heads.flatten(1), turned(random(ROWS, 3, WIDTH, seed=9)), STARTS) is None
+    assert matching_head_columns(heads.flatten(1)[:, :8], turned(heads[:, order]), STARTS) is None, "fewer heads"
+    assert matching_head_columns(heads.flatten(1)[:, :-1], turned(heads[:, order]), STARTS) is None, "parts of heads"
+    assert matching_head_columns(heads.flatten(1), turned(heads[:, [1, 1]]), STARTS) is None, "one head twice"
+    mixed = torch.cat((heads[:, order[:2]], random(ROWS, 1, WIDTH, seed=9)), 1)
+    assert matching_head_columns(heads.flatten(1), turned(mixed), STARTS) is None, "one that is another's"
+
+
+@pytest.mark.parametrize("narrow", ["output", "target"])
+def test_heads_that_were_rounded_to_sixteen_bits_are_found(narrow):
+    heads = OUTPUT.unflatten(1, (6, WIDTH))
+    output, target = OUTPUT, turned(heads[:, 1:4])
+    output, target = (output.bfloat16(), target) if narrow == "output" else (output, target.bfloat16())
+    assert matching_head_columns(output, target, STARTS) == slice(4, 16)
+
+
+@pytest.mark.parametrize("columns", [slice(4, 16), tuple(range(15, 3, -1))])
+def test_a_projections_heads_are_read_and_written_among_other_columns(columns):
+    projection = Projection("attn.qkv", 0, (), columns, HEADS)
+    chosen = list(range(24))[columns] if isinstance(columns, slice) else list(columns)
+    heads = projection.heads_in(OUTPUT)
+    assert torch.equal(heads, OUTPUT[:, chosen].unflatten(1, (HEADS, WIDTH)))
+    before, after = OUTPUT.clone(), projection.with_heads(OUTPUT, -heads)
+    others = [i for i in range(24) if i not in chosen]
+    assert torch.equal(OUTPUT, before)
+    assert torch.equal(after[:, chosen], -OUTPUT[:, chosen])
+    assert torch.equal(after[:, others], OUTPUT[:, others])
+
+
+def ran(name, start, *outputs, parent=None):
+    seen = [TracedTensor((i,), rows, tuple(rows.shape)) for i, rows in enumerate(outputs)]
+    return Execution(name, "Linear", parent, start, start + 1, outputs=seen)
+
+
+def test_a_projection_is_the_outermost_output_that_holds_the_heads_and_the_same_in_the_next_block():
+    """A module inside another gives the same numbers; a second run of one is counted."""
+    target = OUTPUT[:, 4:16].unflatten(1, (HEADS, WIDTH))
+    outer = ran("0.qkv", 3, random(ROWS, 5, seed=2), OUTPUT)
+    inner = ran("0.qkv.inner", 2, OUTPUT, parent=outer)
+    runs = [ran("0.qkv", 1, random(ROWS, 24, seed=3)), inner, outer]
+    found = find_projection(runs, target)
+    assert found == Projection("0.qkv", 1, (1,), slice(4, 16), HEADS)
+    assert find_projection(runs, turned(target), starts=STARTS) == found
+    assert find_projection(runs[:1], target) is None
+    later = [ran("1.qkv", 11, OUTPUT, OUTPUT), ran("1.qkv", 12, OUTPUT, OUTPUT)]
+    assert same_projection(found, later, "1.qkv") == Projection("1.qkv", 1, (1,), slice(4, 16), HEADS)
+    assert same_projection(found, later[:1], "1.qkv") is None, "it runs once only"
+    assert same_projection(found, [later[0], ran("1.qkv", 12, OUTPUT)], "1.qkv") is None, "it returns less"
+    assert same_projection(found, [later[0], ran("1.qkv", 12, OUTPUT, OUTPUT[:, :16])], "1.qkv") is not None
+    assert same_projection(found, [later[0], ran("1.qkv", 12, OUTPUT, OUTPUT[:, :15])], "1.qkv") is None
+    scattered = Projection("0.qkv", 0, (0,), (9, 0, 3), 1)
+    assert same_projection(scattered, [ran("1.qkv", 1, OUTPUT[:, :10])], "1.qkv") is not None
+    assert same_projection(scattered, [ran("1.qkv", 1, OUTPUT[:, :9])], "1.qkv") is None
+
+
+# ---- value paths ----------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_gives_the_coefficients_and_the_share_of_the_norm_that_is_left():
+    x, y = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 0.0])
+    values, left = fit(torch.tensor([5.0, 2.0, 0.0]), [x, y])
+    assert values == pytest.approx([3.0, 2.0])
+    assert left == pytest.approx(0.0, abs=1e-12)
+    values, left = fit(torch.tensor([3.0, 0.0, 4.0]), [x])
+    assert (values, left) == (pytest.approx([3.0]), pytest.approx(4 / 5))
+    assert fit(torch.zeros(3), [x, y]) == ([0.0, 0.0], 0.0)
+    assert fit(x, []) == ([], 1.0)
+    values, _ = fit(2 * x, [x, x])
+    assert values == pytest.approx([1.0, 1.0]), "of equal sources, equal shares"
+
+
+def test_head_outputs_are_explained_by_the_attention_and_at_most_a_sum_of_values():
+    z, v, first = (random(ROWS, n, WIDTH, seed=i) for i, n in enumerate((6, 3, 3)))
+    wide = lambda x: x.repeat_interleave(2, dim=1)  # noqa: E731
+    assert explained(z, z, v, first)
+    assert explained(z + 0.3 * wide(first) - 0.2 * wide(v), z, v, first)
+    assert not explained(z * 1.01, z, v, first)
+    assert not explained(z + 0.3 * wide(first.flip(0)), z, v, first)
+    assert not explained(z + 0.3 * wide(v), z, v, first[:, :1]), "values of another shape explain nothing"
+    narrow = random(ROWS, 3, WIDTH + 1, seed=7)
+    assert not explained(z + 1, z, narrow, narrow)
+
+
+def test_what_rounding_may_leave_is_ten_times_that_of_one_value():
+    """Heads of float64; the two that read one key-value head differ, which no sum of values does."""
+    z, v = random(ROWS, 2, WIDTH, dtype=torch.float64), random(ROWS, 1, WIDTH, seed=1, dtype=torch.float64)
+    both, apart = torch.cat((v, v), 1), torch.cat((v, -v), 1)
+    for left, told in ((0.95e-9, True), (1.05e-9, False)):
+        assert explained(z + both + left * apart, z, v, v) is told
+        assert explained(z * (1 + left), z, v, v) is told
+
+
+def attended(scale=0.5):
+    """q, k, v, z [batch, pos, head, d_head] of a causal attention, its scores, and what they let be seen."""
+    q, k, v = (random(2, 9, n, WIDTH, seed=i, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
+    wide = [x.repeat_interleave(2, dim=2) for x in (k, v)]
+    past = torch.ones(9, 9, dtype=torch.bool).tril()
+    scores = torch.einsum("bihd,bjhd->bhij", q, wide[0]) * scale
+    z = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~past, -torch.inf).softmax(-1), wide[1])
+    return q, k, v, z, scores, past
+
+
+@pytest.mark.parametrize(("off", "same"), [(0.0, True), (0.8e-9, True), (1.2e-9, False)])
+def test_an_attention_is_reproduced_up_to_rounding_in_its_own_type(off, same):
+    q, k, v, z, _, past = attended()
+    for mask, causal, kind in ((None, True, CAUSAL), (past, False, "packed sequences")):
+        assert _reproduced(q, k, v, z * (1 + off), 0.5, mask, causal, kind) is same
+    assert not _reproduced(q, k, v, z, 0.5, "blocks", True, "a mask of type str")
+    assert not _reproduced(q, k, v, z, 0.4, None, True, CAUSAL)
+
+
+@pytest.mark.parametrize(("off", "same"), [(0.0, True), (0.8e-9, True), (1.2e-9, False)])
+def test_scores_have_a_scale_where_they_are_one_multiple_of_the_dot_products_that_are_seen(off, same):
+    q, k, _, _, scores, past = attended(scale=0.3)
+    allowed = past.expand_as(scores)
+    hidden = scores.masked_fill(~past, -torch.inf)
+    far = scores.abs().masked_fill(~past, 0).flatten().argmax()
+    hidden.view(-1)[far] *= 1 + off * 1.06  # one score alone: the factor follows it by a fraction
+    found = _scale(hidden, allowed, q, k)
+    assert (found == pytest.approx(0.3)) if same else (found is None)
+    assert _scale(scores[:, :2], allowed[:, :2], q, k) is None, "other heads than the queries'"
+    assert _scale(torch.zeros_like(scores), allowed, q * 0, k) is None, "nothing to compare with"
+
+
+def layers_of(values, owns, *, z=None, k=None, added=None):
+    """Layers with just what value paths and architectures are read from."""
+    made = []
+    for i, (v, own) in enumerate(zip(values, owns, strict=True)):
+        heads = random(ROWS, v.shape[1], v.shape[2], seed=100 + i, dtype=v.dtype)
+        keys = random(ROWS, 2, WIDTH, seed=200 + i) if k is None else k[i]
+        attention = SimpleNamespace(v=v, z=heads, k=keys)
+        rows = {"in": random(ROWS, 8, seed=300 + i), "out": random(ROWS, 8, seed=301 + i)}
+        rows |= {} if own is None else {"own": own}
+        rows |= {} if added is None or added[i] is None else {"z": heads + added[i]}
+        made.append(LayerStructure(f"h.{i}", 0, (), (), attention, (0,), rows=rows))
+    return made
+
+
+V = [random(ROWS, HEADS, WIDTH, seed=i) for i in range(4)]
+
+
+def architecture_of(values, owns, **more):
+    layers = layers_of(values, owns, **more)
+    name, options, reason = recognize_architecture(layers, fit_value_paths(layers))
+    return name, options, reason
+
+
+def test_values_of_their_own_make_a_transformer():
+    assert architecture_of(V, V) == ("transformer", {}, "")
+
+
+def test_a_constant_share_of_the_first_values_makes_a_resformer_of_the_layers_that_have_it():
+    mixed = [V[0], *(0.3 * V[0] + 0.8 * v for v in V[1:])]
+    name, options, reason = architecture_of(mixed, V)
+    assert (name, options, reason) == ("resformer", pytest.approx({"lambda_v1": 0.3, "lambda_own": 0.8}, abs=1e-6), "")
+    name, options, _ = architecture_of([V[0], V[1], *mixed[2:]], V)
+    assert (name, options.pop("layers")) == ("resformer", (2, 3))
+    assert options == pytest.approx({"lambda_v1": 0.3, "lambda_own": 0.8}, abs=1e-6)
+    _, options, _ = architecture_of([V[0], 0.2 * V[0] + V[1], 0.4 * V[0] + V[2], 0.3 * V[0] + V[3]], V)
+    assert options == pytest.approx({"lambda_own": 1.0}, abs=1e-6), "what is not shared is no option"
+
+
+def test_values_that_are_only_scaled_or_mixed_by_head_are_of_no_architecture():
+    assert architecture_of([V[0], *(2 * v for v in V[1:])], V)[0] == "unknown"
+    share = torch.tensor([0.1, 0.2, 0.3])[:, None]
+    layers = layers_of([V[0], *(share * V[0] + v for v in V[1:])], V)
+    paths = fit_value_paths(layers)
+    name, _, reason = recognize_architecture(layers, paths)
+    assert (name, reason) == ("unknown", "values are mixed in a way of their own; see value_paths()")
+    assert [p.head for p in paths] == [None, *[0, 1, 2] * 3]
+    assert [p.coefficients["first"] for p in paths[1:]] == pytest.approx([0.1, 0.2, 0.3] * 3, abs=1e-6)
+
+
+def test_values_of_all_layers_so_far_make_a_dense_resformer_unless_heads_differ():
+    dense = [V[0], 0.5 * V[0] + V[1], 0.2 * V[0] + 0.3 * V[1] + V[2], 0.1 * V[1] + 0.6 * V[2] + V[3]]
+    layers = layers_of(dense, V)
+    paths = fit_value_paths(layers)
+    assert recognize_architecture(layers, paths) == ("resformer_dense", {}, "")
+    assert paths[2].coefficients == pytest.approx({"first": 0.2, "own": 1.0, 1: 0.3}, abs=1e-6)
+    assert paths[3].coefficients == pytest.approx({"first": 0.0, "own": 1.0, 1: 0.1, 2: 0.6}, abs=1e-6)
+    assert [value_sources(paths, i) for i in range(4)] == [(), (0,), (0, 1), (1, 2)]
+    assert [is_mixture(paths, i) for i in range(4)] == [False, True, True, True]
+    by_head = [*dense[:3], torch.tensor([0.1, 0.2, 0.3])[:, None] * V[0] + V[3]]
+    assert architecture_of(by_head, V)[0] == "unknown"
+    pair = [V[0], V[1], 0.5 * V[1] + 0.5 * V[0], V[3]]
+    assert architecture_of(pair, [V[0], V[1], None, V[3]])[0] == "unknown", "no values of its own among them"
+
+
+def test_shared_values_are_those_of_svformer_and_with_the_keys_those_of_cla():
+    values, owns = [V[0], V[0], V[2], V[2]], [V[0], None, V[2], None]
+    assert architecture_of(values, owns) == ("svformer", {"anchors": (0, 2)}, "")
+    keys = [random(ROWS, 2, WIDTH, seed=200 + i) for i in (0, 0, 2, 2)]
+    assert architecture_of(values, owns, k=keys) == ("cla", {}, "")
+    assert architecture_of(values, owns, k=[keys[0]] * 2 + [keys[2], keys[0]])[0] == "svformer"
+
+
+def test_a_pull_toward_the_first_values_is_neutreno_and_any_other_addition_is_unknown():
+    def pulled(c, d=None):
+        return [None, *(c * (V[0] - v) + (0 if d is None else d * v) for v in V[1:])]
+
+    name, options, reason = architecture_of(V, V, added=pulled(0.4))
+    assert (name, options, reason) == ("neutreno", pytest.approx({"neutreno_lambda": 0.4}, abs=1e-5), "")
+    mixed = [V[0], *(0.5 * V[0] + 0.5 * v for v in V[1:])]
+    added = [None, *(0.4 * (V[0] - v) for v in mixed[1:])]
+    assert architecture_of(mixed, V, added=added)[0] == "resformer+neutreno"
+    name, _, reason = architecture_of(V, V, added=pulled(0.4, 0.1))
+    assert (name, reason) == ("unknown", "something is added to the attention's output; see value_paths()")
+    share = torch.tensor([0.1, 0.2, 0.3])[:, None]
+    assert architecture_of(V, V, added=[None, *(share * (V[0] - v) for v in V[1:])])[0] == "unknown"
+    layers = layers_of(V, V, added=pulled(0.4))
+    paths = fit_value_paths(layers)
+    assert [value_sources(paths, i) for i in range(4)] == [(), (0,), (0,), (0,)]
+    assert not is_mixture([p for p in paths if p.into == "output"], 1)
+    table = value_path_table(paths)
+    assert list(table.columns) == ["layer", "source", "coefficient", "residual", "head", "into"]
+    assert table[table["into"] == "output"]["source"].tolist() == ["first", "own"] * 3
+    assert table["head"].isna().all()
+
+
+def test_values_that_nothing_explains_are_told_with_the_layer_and_the_share():
+    strange = random(ROWS, HEADS, WIDTH, seed=50)
+    name, options, reason = architecture_of([V[0], V[1], strange, V[3]], V)
+    assert (name, options) == ("unknown", {})
+    assert reason.startswith("layer 2: ")
+    assert reason.endswith(" of its value is unexplained")
+
+
+def test_a_stream_that_averages_what_blocks_made_is_denseformers_and_any_other_change_unknown():
+    layers = layers_of(V, V)
+    paths = fit_value_paths(layers)
+
+    def told(change):
+        before = layers[0].rows["in"]
+        for i, layer in enumerate(layers):
+            layer.rows["in"] = before
+            layer.rows["out"] = random(ROWS, 8, seed=400 + i)
+            made = [layers[0].rows["in"], *(earlier.rows["out"] for earlier in layers[: i + 1])]
+            before = change(made)
+        return recognize_architecture(layers, paths)
+
+    assert told(lambda made: made[-1]) == ("transformer", {}, "")
+    assert told(lambda made: 0.9 * made[-1] + 0.2 * made[0] - 0.1 * made[-2]) == ("denseformer", {}, "")
+    name, _, reason = told(lambda made: made[-1] + made[-1] ** 2)
+    assert name == "unknown"
+    assert reason.startswith("between blocks the stream changes: sums of earlier outputs leave ")

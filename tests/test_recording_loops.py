@@ -1,0 +1,200 @@
+"""A recorder in loops of every kind: accumulation, scaling, compilation, several processes, a Trainer."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from own_loop import PLAIN, loop, loss_of, tokens
+from recordings import record_in_parallel, recorded_steps, rows, value
+
+from workbench import Recorder, RecorderCallback
+from workbench.errors import WorkbenchError
+from workbench.runs.run import Run
+from workbench.training.recorder import DEFAULT
+
+
+def test_accumulated_gradients_count_as_one_step(gpt, tmp_path):
+    """Two half batches give the numbers of the whole batch, and a validation in between is not recorded."""
+    ids, optimizer = tokens(0, batch=4), torch.optim.SGD(gpt.parameters(), lr=0.0)
+    for name, parts in (("whole", [ids]), ("halves", ids.split(2))):
+        with Recorder(gpt, 1, tmp_path / name, quantities=PLAIN) as recorder:
+            optimizer.zero_grad()
+            for part in parts:
+                (loss_of(gpt, part) / len(parts)).backward()
+                with torch.no_grad():
+                    gpt(tokens(9))
+            recorder.step()
+    whole, halves = (Run.open(tmp_path / name).telemetry() for name in ("whole", "halves"))
+    keys = ["metric", "part", "site", "layer", "n"]
+    assert whole[keys].equals(halves[keys])
+    assert whole["value"].to_numpy() == pytest.approx(halves["value"].to_numpy(), rel=1e-4)
+    assert set(rows(tmp_path / "halves", "hidden_norm")["n"]) == {4}
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["scaled", "unscaled"])
+def test_scaled_losses_give_unscaled_norms(gpt, tmp_path, unscale):
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1)
+    before = {n: p.detach().clone() for n, p in gpt.named_parameters()}
+    for name, scaler in (("plain", None), ("scaled", torch.amp.GradScaler("cpu", init_scale=1024.0))):
+        gpt.load_state_dict(before)
+        with Recorder(gpt, 1, tmp_path / name, quantities=PLAIN) as recorder:
+            loss = loss_of(gpt, tokens(0))
+            optimizer.zero_grad()
+            (scaler.scale(loss) if scaler else loss).backward()
+            if scaler and unscale:
+                scaler.unscale_(optimizer)
+            recorder.step(loss, scaler=scaler)
+            scaler.step(optimizer) if scaler else optimizer.step()
+            if scaler:
+                scaler.update()
+    plain, scaled = (Run.open(tmp_path / name).telemetry() for name in ("plain", "scaled"))
+    assert plain["value"].to_numpy() == pytest.approx(scaled["value"].to_numpy(), rel=1e-4, abs=1e-9)
+    assert len(plain) > 30
+
+
+def test_autocast_activations_are_read_in_float32(tiny, tmp_path):
+    model = tiny().train()
+    with Recorder(model, 1, tmp_path / "r") as recorder:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randint(61, (2, 16)), return_type="loss")
+        loss.backward()
+        recorder.step(loss)
+    frame = Run.open(tmp_path / "r").telemetry()
+    assert set(DEFAULT) - {"coefficient"} <= set(frame["metric"])
+    assert frame["value"].notna().all()
+
+
+def test_a_compiled_model_runs_uncompiled_for_logging_steps_alone(gpt, tmp_path):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(gpt, backend=backend)
+    recorder = Recorder(compiled, 3, tmp_path / "r", quantities=PLAIN)
+    loop(compiled, recorder, 7)
+    recorder.close()
+    assert len(graphs) == 1, "no compiled code is thrown away"
+    found = rows(tmp_path / "r", "hidden_norm")
+    assert sorted(found["step"].unique()) == [0, 3, 6]
+    assert len(found) == 9
+    assert "W_QKV" in set(rows(tmp_path / "r", "gradient_norm")["part"])
+    torch._dynamo.reset()
+
+
+def test_coefficients_and_a_learned_average_are_followed(tiny, tmp_path):
+    model = tiny("denseformer").train()
+    with Recorder(model, 1, tmp_path / "r", quantities=["coefficient", "gradient_norm"]) as recorder:
+        model(torch.randint(61, (2, 16)), return_type="loss").backward()
+        recorder.step()
+    assert value(tmp_path / "r", "coefficient", part="alpha_3", layer=2) == 1.0
+    assert value(tmp_path / "r", "coefficient", part="alpha_0", layer=2) == 0.0
+
+
+def test_two_processes_write_one_recording_of_averaged_gradients(gpt, tmp_path, forkserver):
+    context = multiprocessing.get_context()
+    started = [context.Process(target=record_in_parallel, args=(tmp_path, rank, 2)) for rank in (0, 1)]
+    for process in started:
+        process.start()
+    recorded_steps(gpt, Recorder(gpt, 2, tmp_path / "one", quantities=PLAIN))
+    for process in started:
+        process.join(120)
+    assert [process.exitcode for process in started] == [0, 0]
+    for metric in ("gradient_norm", "update_ratio"):
+        one, two = (rows(tmp_path / name, metric)["value"].to_numpy() for name in ("one", "r"))
+        assert two == pytest.approx(one, rel=1e-4)
+    assert set(rows(tmp_path / "r", "hidden_norm")["n"]) == {2}
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_module_is_recorded_under_its_own_name_through_every_wrapper(gpt, tmp_path, one_process):
+    """Compiled, data-parallel, and one around the other."""
+    parallel, compiled = torch.nn.parallel.DistributedDataParallel, partial(torch.compile, backend="eager")
+    for number, model in enumerate((gpt, parallel(gpt), compiled(parallel(gpt)), parallel(compiled(gpt)))):
+        with Recorder(model, 1, tmp_path / str(number), quantities=PLAIN) as recorder:
+            assert recorder.model is gpt
+    described = [json.loads((tmp_path / str(n) / "run.json").read_text())["model"] for n in range(4)]
+    assert described == [described[0]] * 4
+    assert described[0]["class"] == "GPT"
+
+
+def test_a_module_whose_matrices_lie_in_pieces_is_refused(tmp_path):
+    class DTensor(torch.nn.Parameter):
+        """What `fully_shard` makes of a parameter, by its name."""
+
+    sharded = torch.nn.Linear(2, 2)
+    sharded.weight = DTensor(torch.ones(2, 2))
+    with pytest.raises(WorkbenchError, match="sharded over processes"):
+        Recorder(torch.nn.Sequential(sharded), 1, tmp_path / "r", quantities=["weight_norm"])
+    assert not (tmp_path / "r").exists()
+
+
+# ---- transformers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=31,
+            max_position_embeddings=64,
+        )
+    )  # fmt: skip
+
+
+def trainer(model, folder, steps, **more):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "out"), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        logging_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2,
+        lr_scheduler_type="constant", **more,
+    )  # fmt: skip
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens(0, batch=16)]
+    callback = RecorderCallback(folder / "r", every=2, quantities=PLAIN)
+    return Trainer(model=model, args=arguments, train_dataset=data, callbacks=[callback])
+
+
+def test_a_trainer_records_and_goes_on_where_it_was(llama, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the Trainer's own
+        trainer(llama, tmp_path, 4, max_grad_norm=0.0).train()
+        first = Run.open(tmp_path / "r").telemetry()
+        trainer(llama, tmp_path, 6, max_grad_norm=0.0).train(resume_from_checkpoint=True)
+    frame = Run.open(tmp_path / "r").telemetry()
+    assert sorted(frame[frame["metric"] == "hidden_norm"]["step"].unique()) == [0, 2, 4]
+    assert len(frame[(frame["metric"] == "hidden_norm") & (frame["step"] == 2)]) == 3
+    assert sorted(frame[frame["metric"] == "train_loss"]["step"]) == [1, 3, 5]
+    assert set(frame[frame["metric"] == "hidden_norm"]["n"]) == {4}, "both halves of an accumulated batch"
+    before = first[(first["metric"] == "gradient_norm") & (first["step"] == 0)]
+    assert {"W_Q", "W_V", "W_down", "W_E", "W_U"} <= set(before["part"])
+    assert before["variant"].isna().all()
+    updates = frame[frame["metric"] == "update_ratio"]["value"]
+    assert (updates > 1e-4).all()
+
+
+def test_norms_that_a_trainer_clipped_say_so(llama, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(llama, tmp_path, 2, max_grad_norm=0.01).train()
+    norms = rows(tmp_path / "r", "gradient_norm", part="all")
+    clipped = norms[norms["variant"] == "clipped"]["value"]
+    assert clipped.tolist() == pytest.approx([0.01], rel=1e-3)
+    assert norms[norms["variant"].isna()]["value"].item() > 0.1, "the Trainer's own, before clipping"

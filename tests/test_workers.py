@@ -1,0 +1,104 @@
+"""Jobs in processes: what is told of each, how long the rest takes, and what the children inherit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from workbench.runs.run import CORPORA
+from workbench.training import workers
+from workbench.training.workers import Job, Status, one_thread, run_jobs, shared_text
+
+
+def test_the_time_left_is_what_the_ready_jobs_cost_carried_on(tmp_path, monkeypatch):
+    """10 s for a job of cost 1 of 5 in all: 40 s for the rest; a job that failed has paid nothing."""
+    now, told = [1_000_000.0], []
+    monkeypatch.setattr(workers.time, "time", lambda: now[0])
+    status = Status(
+        tmp_path / "status.json", [Job("b", abs, cost=1.0), Job("a", abs, cost=3.0), Job("c", abs)], told.append
+    )
+    now[0] += 10.04
+    status.done("b", None)
+    status.done("c", ValueError("no such corpus"))
+    now[0] += 30.16
+    status.done("a", None)
+    status.finish()
+    assert [(s["elapsed_s"], s["left_s"]) for s in told] == [
+        (0, None),
+        (10.0, 40.2),
+        (10.0, 40.2),
+        (40.2, 10.1),
+        (40.2, 10.1),
+    ]
+    assert [s["ready"] for s in told] == [[], ["b"], ["b"], ["a", "b"], ["a", "b"]]
+    assert [s["finished"] for s in told] == [False] * 4 + [True]
+    assert told[-1]["failed"] == {"c": "ValueError: no such corpus"}
+    assert told[-1]["models"] == ["b", "a", "c"]
+    assert json.loads((tmp_path / "status.json").read_text()) == told[-1]
+
+
+def threads(monkeypatch):
+    """The pool of processes as one of threads: its jobs run here."""
+    monkeypatch.setattr(workers, "_pool", ThreadPoolExecutor)
+    monkeypatch.setattr(workers, "_interruptible", lambda job: job())
+
+
+def test_every_job_is_called_and_what_it_returned_is_told_before_it_is_done(monkeypatch):
+    threads(monkeypatch)
+    heard = []
+    jobs = [Job("4 - 1", lambda a, b: a - b, (4, 1)), Job("1 / 0", lambda: 1 // 0)]
+    run_jobs(
+        jobs,
+        1,
+        lambda job, error: heard.append((job.name, type(error))),
+        lambda job, value: heard.append((job.name, value)),
+    )
+    assert sorted(heard, key=str) == sorted(
+        [("4 - 1", 3), ("4 - 1", type(None)), ("1 / 0", ZeroDivisionError)], key=str
+    )
+    assert heard.index(("4 - 1", 3)) < heard.index(("4 - 1", type(None)))
+
+
+def test_ctrl_c_in_a_worker_ends_them_all_and_is_no_failure_of_a_job(monkeypatch):
+    threads(monkeypatch)
+    heard = []
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([Job("a", stopped)], 1, lambda job, error: heard.append(error))
+    assert not heard
+
+
+@pytest.mark.parametrize("before", ["7", None])
+def test_children_start_with_one_thread_and_the_parent_gets_its_own_number_back(monkeypatch, before):
+    if before is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", before)
+    with contextlib.suppress(ZeroDivisionError), one_thread():
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+        raise ZeroDivisionError
+    assert os.environ.get("OMP_NUM_THREADS") == before
+
+
+def test_a_corpus_is_built_once_for_all_processes_under_its_settings_or_a_name(tmp_path):
+    text = "\n\n".join(f"line {i} of the book says {i * i % 97} and nothing more than that" for i in range(1500))
+    (tmp_path / "book.txt").write_text(text)
+    settings = {"texts": (tmp_path / "book.txt",), "vocabulary": 280}
+    data = shared_text(tmp_path / "runs", **settings)
+    pointers = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / CORPORA).glob("*.json")}
+    assert len(pointers) == 1
+    shared_text.cache_clear()  # as another process
+    (tmp_path / "book.txt").unlink()
+    assert shared_text(tmp_path / "runs", **settings).hash == data.hash
+    assert {path: path.stat().st_mtime_ns for path in pointers} == pointers
+    (tmp_path / "book.txt").write_text(text)
+    assert shared_text(tmp_path / "runs", "theirs", **settings).hash == data.hash
+    assert (tmp_path / "runs" / CORPORA / "theirs.json").exists()
+    shared_text.cache_clear()

@@ -1,0 +1,245 @@
+"""Decoders of your own code as runs: a function of yours builds the module, the checkpoint's tensors fill it.
+
+    workbench import out/ --as mine --builder my_model:build
+    WORKBENCH_BUILDERS=my_model:build workbench app
+
+`build(settings)` gets what the checkpoint says beside its weights (nanoGPT's `model_args`, `--config key=value`) as a dictionary
+and returns the module; it is imported from the current folder or an installed package. A run names its builder, but a name in a
+file runs nothing: `load` calls only those that the environment names in `WORKBENCH_BUILDERS`, several joined by commas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from workbench.checkpoints.identify import CONFIG, WEIGHTS
+from workbench.checkpoints.state import Device, Dtype, State, misfits
+from workbench.errors import ArchitectureAssumed, BadCheckpoint, WorkbenchError, suggest, warn_caller
+from workbench.files import replacing, write_json
+from workbench.observing.interception.function_mode import unwrapped
+from workbench.observing.interception.tensor_layouts import tensors_in
+from workbench.observing.observation import observe
+from workbench.observing.observed_model import Observed
+from workbench.observing.recognition.decoder import CONTEXT
+from workbench.observing.recognition.structure import UNLIMITED
+
+MODEL_TYPE = "builder"
+FOLDER = "WORKBENCH_FOLDER"
+"""Environment variable with the folder that builders are imported from, unless it is the current one."""
+RESERVED = ("app", "workbench", "analyses", "tests")
+LENGTHS = (32, 16, 8)
+"""Positions of the random tokens on which a module is observed first: the most that it reads."""
+MAX_PROBED, TOLERANCE = 128, 1e-2
+"""Positions at most of the text whose logits a step remembers in sums with random weights, and how far these may be off, as a share of
+the largest: kernels and devices round."""
+
+
+def build(name: str, settings: Mapping[str, Any]) -> nn.Module:
+    """The module, in evaluation mode, that the builder `package.module:function` makes of settings.
+
+    Raises `WorkbenchError` where there is no such function, where it raises, and where it returns something else.
+    """
+    function, dtype = _function(name), torch.get_default_dtype()
+    try:
+        with torch.random.fork_rng():
+            module = function(dict(settings))
+    except (Exception, SystemExit) as error:  # code of the builder
+        raise WorkbenchError(f"{name}({dict(settings)}) raised {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_default_dtype(dtype)
+    if not isinstance(module, nn.Module):
+        raise WorkbenchError(f"{name} returned a {type(module).__name__}; a torch.nn.Module is wanted")
+    return unwrapped(module)[0].eval()
+
+
+def _function(name: str) -> Callable[[dict[str, Any]], Any]:
+    where, _, what = name.partition(":")
+    if not where or not what.isidentifier():
+        raise WorkbenchError(f"builder {name!r}: write package.module:function")
+    if where.partition(".")[0] in RESERVED:
+        raise WorkbenchError(f"builder {name!r}: {where} is a name of the workbench's own; call your file otherwise")
+    here = os.environ.get(FOLDER) or str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last, so that no file there stands before Python's own modules
+    try:
+        with torch.random.fork_rng():
+            imported = importlib.import_module(where)
+    except (Exception, SystemExit) as error:  # code of the builder
+        cause = f"cannot be imported from {here} or as a package ({type(error).__name__}: {error})"
+        raise WorkbenchError(f"builder {name}: {where} {cause}") from error
+    function = getattr(imported, what, None)
+    if not callable(function):
+        near = suggest(what, [n for n, x in vars(imported).items() if callable(x) and not n.startswith("_")])
+        raise WorkbenchError(f"builder {name}: {getattr(imported, '__file__', where)} has no function {what!r}; {near}")
+    return function
+
+
+def observed_of(name: str, state: State, given: Mapping[str, Any] | None = None) -> Observed:
+    """A checkpoint in the module of a builder, observed; `model.source` has the builder and the settings.
+
+    `given` completes and overrides what the checkpoint says. Raises `BadCheckpoint` where tensors and module do not fit.
+    """
+    settings = _plain(dict(state.info.config or {}) | dict(given or {}), state.info.path)
+    module = _filled(name, settings, state)
+    length, output = _read(module, name)
+    example = {"vocabulary": _vocabulary(module, settings, output, name), "length": length}
+    n_ctx = next((n for key in CONTEXT if isinstance(n := settings.get(key), int) and n > 0), None)
+    model = _observed(module, example, n_ctx, name)
+    model.source |= state.info.provenance | {"builder": name, "settings": settings, "example": example, "n_ctx": n_ctx}
+    return model
+
+
+def _plain(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(json.dumps(settings)))
+    except (TypeError, ValueError) as error:
+        raise BadCheckpoint(f"{path}: its configuration is more than numbers and text ({error})") from error
+
+
+def _filled(name: str, settings: Mapping[str, Any], state: State) -> nn.Module:
+    """The module of a builder with a state's tensors, under the prefixes taken from their names where it has those itself."""
+    module, path, stripped = build(name, settings), state.info.path, state.info.stripped
+    wanted, what = module.state_dict(), f"{path} does not fill the {type(module).__name__} of {name}: "
+    prefixes = itertools.accumulate(reversed(stripped), lambda inner, outer: outer + inner, initial="")
+    renamed = ({n: p + n for n in state.tensors} for p in prefixes)
+    names = min(renamed, key=lambda names: len(set(names.values()) ^ wanted.keys()))
+    shapes = {names[n]: shape for n, shape in state.shapes.items()}
+    held = {_place(t) for n, t in wanted.items() if n in shapes}
+    absent = [n for n, t in wanted.items() if n not in shapes and _place(t) not in held]
+    parameters = {n for n, _ in module.named_parameters(remove_duplicate=False)}
+    needed = {n: t.shape for n, t in wanted.items() if n in shapes or (n in absent and n in parameters)}
+    if faults := misfits(shapes, needed):
+        raise BadCheckpoint(what + faults)
+    state.check()
+    tensors = {names[n]: t for n, t in state.read()}
+    if any(t.is_meta for t in wanted.values()):
+        raise WorkbenchError(f"{name} returned a module on the meta device; build it on the CPU")
+    module.load_state_dict(tensors, strict=False)  # absent are tied parameters and buffers that the module makes
+    if untied := [n for n, t in module.state_dict().items() if n in tensors and not t.equal(tensors[n].to(t))]:
+        raise BadCheckpoint(f"{what}tied to others in the module and different in the file: {', '.join(untied[:5])}")
+    if absent:
+        message = f"{path} does not hold {', '.join(absent[:5])}; what {name} makes of them is used"
+        warn_caller(message, ArchitectureAssumed)
+    return module
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr() if t.numel() else id(t), t.shape, t.stride()
+
+
+def _read(module: nn.Module, name: str) -> tuple[int, Any]:
+    """The largest of `LENGTHS` that a module reads, and its output there; raises its error at the first."""
+    refused: list[WorkbenchError] = []
+    for length in LENGTHS:
+        try:
+            return length, _called(module, _ids(1, length), name)
+        except WorkbenchError as error:
+            refused.append(error)
+    raise refused[0]
+
+
+def _vocabulary(module: nn.Module, settings: Mapping[str, Any], output: Any, name: str) -> int:
+    """How many ids the module reads: what the settings say, else the rows of the embedding that are its logits' too."""
+    size = settings.get("vocab_size")
+    if isinstance(size, int) and size > 0:
+        return size
+    rows = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    widths = {x.shape[-1] for _, x in tensors_in(output) if x.ndim}
+    if not (rows := [n for n in rows if n in widths]):  # a table of positions may be the larger one
+        raise WorkbenchError(f"nothing says how many token ids the module of {name} reads: give --config vocab_size=N")
+    return max(rows)
+
+
+def _observed(module: nn.Module, example: Mapping[str, int], n_ctx: int | None, name: str) -> Observed:
+    ids = _ids(**example).to(next(module.parameters()).device)
+    _called(module, ids, name)
+    with torch.random.fork_rng():
+        model = observe(module, ids, quiet=True)
+    if n_ctx is not None and model.config.n_ctx == UNLIMITED:  # the module does not say; its settings do
+        model.config = dataclasses.replace(model.config, n_ctx=n_ctx)
+    return model
+
+
+@torch.no_grad()
+def _called(module: nn.Module, ids: Tensor, name: str) -> Any:
+    try:
+        return module(ids)
+    except Exception as error:  # code of the builder
+        cause = f"ids {list(ids.shape)} of 0..{int(ids.max())}: {type(error).__name__}: {error}"
+        raise WorkbenchError(f"the module of {name} cannot read {cause}") from error
+
+
+def _ids(vocabulary: int, length: int) -> Tensor:
+    return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def save(model: Observed, folder: Path, **provenance: Any) -> None:
+    """Write a step: weights, then the settings and a few numbers by which a builder that has changed is noticed."""
+    seen: set[tuple[Any, ...]] = set()
+    tensors = {}
+    for name, t in model.foreign.state_dict().items():
+        if _place(t) not in seen:  # tied tensors once
+            tensors[name] = t.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+        seen.add(_place(t))
+    with replacing(folder / WEIGHTS) as part:
+        safetensors.torch.save_file(tensors, str(part), {"format": "pt"})
+    mine = {key: model.source[key] for key in ("example", "n_ctx")} | {"probe": _probe(model)} | provenance
+    write_json(folder / CONFIG, {"model_type": MODEL_TYPE, "settings": model.source["settings"], "workbench": mine})
+
+
+def load(name: str, state: State, device: Device = None, dtype: Dtype = None) -> Observed:
+    """The model of a step in the module of its run's builder, observed.
+
+    Raises `BadCheckpoint` where the builder now makes another module, or one that computes something else. Calling this runs
+    code by its name: `workbench.load` does so only where the environment allows it.
+    """
+    folder, config = state.info.path, state.info.config or {}
+    try:
+        kept, settings = config["workbench"], config["settings"]
+        example, n_ctx, origin = kept["example"], kept["n_ctx"], kept["origin"]
+        before = torch.tensor(kept["probe"], dtype=torch.float64)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadCheckpoint(f"{folder} is no whole step of {name}: {type(error).__name__}: {error}") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ArchitectureAssumed)  # the import warned
+        module = _filled(name, settings, state)
+    model = _observed(module.to(device or "cpu", dtype), example, n_ctx, name)
+    model.source |= origin | {"builder": name, "settings": settings, "example": example, "n_ctx": n_ctx}
+    now = torch.tensor(_probe(model), dtype=torch.float64)
+    off = (before - now).abs().max() if before.shape == now.shape else torch.tensor(torch.inf)
+    if dtype in (None, torch.float32, torch.float64) and not off <= TOLERANCE * before.abs().max():
+        raise BadCheckpoint(
+            f"{name} computes something else now than when {folder.parent.name} was imported (by {float(off):.2g} of "
+            f"{float(before.abs().max()):.2g}): import it again under another name"
+        )
+    return model
+
+
+@torch.no_grad()
+def _probe(model: Observed) -> list[float]:
+    """Sums of the logits at the first, middle and last position, with random weights, two texts."""
+    example = model.source["example"]
+    T = min(model.config.n_ctx, MAX_PROBED) if model.config.n_ctx < UNLIMITED else example["length"]
+    ids = _ids(example["vocabulary"], T).to(next(model.parameters()).device)
+    try:
+        logits = model.everywhere(ids)[:, [0, T // 2, T - 1]]
+    except WorkbenchError:
+        raise
+    except Exception as error:  # code of the builder
+        cause = f"{type(error).__name__}: {error}"
+        raise WorkbenchError(f"the module cannot read {T} ids, as its n_ctx says: {cause}") from error
+    weights = torch.randn(logits.shape[-1], 4, generator=torch.Generator().manual_seed(1)) / logits.shape[-1] ** 0.5
+    return (logits.double().cpu() @ weights.double()).flatten().tolist()

@@ -1,0 +1,52 @@
+"""A model of our decoder from its design: built without memory, compared with the checkpoint's tensors, then given them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from workbench.checkpoints.llama import llama_name
+from workbench.checkpoints.state import Device, Dtype, State, misfits
+from workbench.config import ModelConfig
+from workbench.errors import BadCheckpoint
+from workbench.models import Transformer, compose
+
+MAX_SETTING = 2**40  # of anything in a config
+
+
+def build(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Transformer:
+    """An architecture whose tensors have names and shapes only; raises `BadCheckpoint` for sizes beyond all memory."""
+    what = f"no {name} can be built with {config}"
+    if (largest := max(v for v in dataclasses.astuple(config) if isinstance(v, int))) > MAX_SETTING:
+        raise BadCheckpoint(f"{what}: {largest} is beyond all sizes")
+    try:
+        with torch.device("meta"):
+            return compose(name, config, **options)
+    except (RuntimeError, OverflowError) as error:  # shapes beyond what can be counted
+        raise BadCheckpoint(f"{what}: {next(iter(str(error).splitlines()), '')}") from error
+
+
+def shapes_of(model: Transformer) -> dict[str, list[int]]:
+    """Shape of each tensor by the name it has in a file."""
+    return {llama_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def fill(model: Transformer, state: State, device: Device = None, dtype: Dtype = None) -> Transformer:
+    """The same model with a state's tensors, float32 or `dtype`; those that the state shares are one in the model too.
+
+    Names, shapes and checksums are compared before a weight is read. Raises `BadCheckpoint` naming the nearest tensors.
+    """
+    if faults := misfits(state.shapes, shapes_of(model)):
+        what = f"a {model.architecture} with options {model.options}"
+        raise BadCheckpoint(f"{state.info.path} does not hold {what}\n  {faults}")
+    for name, stored in state.tensors.items():
+        if not stored.dtype.is_floating_point:
+            raise BadCheckpoint(f"{stored.path}: {name} is {stored.dtype}; quantised weights are not read")
+    state.check()
+    tensors = dict(state.read(dtype or torch.float32, device))
+    model.load_state_dict({n: tensors[llama_name(n)] for n, _ in model.named_parameters()}, assign=True)
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers())), "a tensor that no checkpoint holds"
+    return model

@@ -1,0 +1,227 @@
+"""Which model a state's tensors belong to: architecture, options and sizes, from what files and shapes say.
+
+The same reader opens our own steps (`config.json` has the key `workbench`), the directories of the ResFormer authors' code, plain
+Llama directories, and tensors named as a Llama's in any file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.checkpoints.fill import build, shapes_of
+from workbench.checkpoints.format import formats
+from workbench.checkpoints.identify import CONFIG
+from workbench.checkpoints.llama import EMBEDDINGS, HEAD, SETTINGS, SPELLINGS, llama_name
+from workbench.checkpoints.state import State
+from workbench.config import ModelConfig
+from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, UnknownName, WorkbenchError, warn_caller
+from workbench.models import ARCHITECTURES, architecture
+
+Shapes = Mapping[str, list[int]]
+COVERED = ("llama", "mistral")  # model types whose configurations can be those of our decoder
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller says of a checkpoint: it completes and overrides what the files say."""
+
+    architecture: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.architecture or self.config or self.options)
+
+
+@dataclass(frozen=True)
+class Design:
+    """A model of our decoder, and the state that fills it, its tensors by Llama's names."""
+
+    architecture: str
+    options: Mapping[str, Any]
+    config: ModelConfig
+    state: State
+    assumed: bool
+    """Whether neither the files nor the caller said the architecture."""
+    seed: int | None
+    step: int | None
+
+
+def infer(state: State, given: Given) -> Design:
+    """The design of a state.
+
+    A checkpoint that does not say its architecture is a `transformer` (or the one its tensors demand), with an
+    `ArchitectureAssumed` warning naming what else the tensors allow. Raises `BadCheckpoint` for contradictory files and
+    `NotCovered` for models our decoder does not compute.
+    """
+    state = _named_as_llama(state)
+    info, values = state.info, state.info.config or {}
+    config = config_of(state, given.config)
+    if config.n_layers > max(len(state.tensors), 256):  # before so many are built
+        raise BadCheckpoint(f"{info.path}: n_layers={config.n_layers}, but there are only {len(state.tensors)} tensors")
+    own = _own(values, info.path / CONFIG)
+    name, options = given.architecture, given.options
+    if own and name in (None, own["architecture"]):
+        name, options = own["architecture"], {**own.get("options", {}), **options}
+    shapes, assumed = state.shapes, name is None
+    if name is None:
+        name, options = _assume(info.path, config, shapes, options)
+    else:
+        options = _complete(name, config, shapes, options)
+    return Design(name, options, config, state, assumed, own.get("seed"), own.get("step", info.step))
+
+
+def _named_as_llama(state: State) -> State:
+    """The tensors under Llama's names, whether a code base, our own modules or a Llama named them; a tied head is there too."""
+    form, names = formats().get(state.info.format), dict[str, str]()
+    for theirs in state.tensors:
+        name = llama_name(form.our_name(theirs) if form else theirs)
+        if name in names:
+            both = f"{names[name]} and {theirs}"
+            raise BadCheckpoint(f"{state.info.path} holds {name} twice: as {both}; save one of them")
+        names[name] = theirs
+    tensors = {name: state.tensors[theirs] for name, theirs in names.items()}
+    if (state.info.config or {}).get("tie_word_embeddings") and EMBEDDINGS in tensors:
+        tensors.setdefault(HEAD, tensors[EMBEDDINGS])
+    return dataclasses.replace(state, tensors=tensors)
+
+
+def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
+    """Our config from a Llama config, in older and newer spellings.
+
+    Raises `NotCovered` for what the decoder lacks, by name, and `BadCheckpoint` for what contradicts itself.
+    """
+    if "workbench" not in values and values.get("model_type") not in COVERED:
+        raise NotCovered(f"{where}: model_type {values.get('model_type')!r}; only llama and our own are read")
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise NotCovered(f"{where}: rotary scaling {rope} is not supported, only the plain rotation")
+    plain = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+    for key, only in plain.items():
+        if (value := rope.get(key, values.get(key, only))) != only:
+            raise NotCovered(f"{where}: {key}={value!r} is not supported, only {only!r}")
+    thetas = [theta for theta in (values.get("rope_theta"), rope.get("rope_theta")) if theta is not None]
+    if len(thetas) == 2 and thetas[0] != thetas[1]:
+        raise BadCheckpoint(f"{where} contradicts itself: rope_theta is {thetas[0]} and, in {rope}, another")
+    settings = {ours: values[theirs] for ours, theirs in SETTINGS.items() if values.get(theirs) is not None}
+    if "rope_theta" in rope:
+        settings["rope_theta"] = rope["rope_theta"]
+    config = _config(settings, where)
+    if values.get("head_dim") not in (None, config.d_head):
+        raise NotCovered(f"{where}: head_dim={values['head_dim']}, only hidden_size / heads = {config.d_head}")
+    window = values.get("sliding_window", 4096) if values.get("model_type") == "mistral" else None
+    if window is not None and not (isinstance(window, int) and window >= config.n_ctx):
+        raise NotCovered(f"{where}: sliding_window={window} is not supported, only attention to all earlier positions")
+    return config
+
+
+def _config(settings: Mapping[str, Any], where: Path) -> ModelConfig:
+    try:
+        return ModelConfig.of(settings)
+    except WorkbenchError as error:
+        raise BadCheckpoint(f"{where}: {error}") from error
+
+
+def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
+    """The config of a state: its Llama config, or what its script wrote down and its tensors' shapes tell.
+
+    `given` completes and overrides. Raises `NotCovered` where the tensors are not a Llama's, `BadCheckpoint` naming the
+    settings that neither files nor tensors tell. What every Llama has in common is assumed with a warning.
+    """
+    values, where = state.info.config or {}, state.info.path
+    if "workbench" in values or "model_type" in values or (where / CONFIG).exists():
+        config = model_config(values, where / CONFIG)
+        return _config(dataclasses.asdict(config) | dict(given), where) if given else config
+    shapes = state.shapes
+    if not {EMBEDDINGS, "model.layers.0.self_attn.q_proj.weight"} <= shapes.keys():
+        few = ", ".join(list(shapes)[:4])
+        raise NotCovered(f"{state.info.sentence()}. Its tensors ({few}, ...) are not those of a Llama-like decoder")
+    settings = _from_shapes(shapes) | _from_script(state) | dict(given)
+    if missing := [key for key in ("n_heads", "n_ctx") if key not in settings]:
+        what = f"nothing says {' and '.join(missing)}"
+        raise BadCheckpoint(f"{state.info.sentence()}, but {what}; give config={{...}} with them")
+    if "n_key_value_heads" not in settings and "k" in settings:
+        settings["n_key_value_heads"] = settings["k"] * settings["n_heads"] // settings["d_model"]
+    settings.pop("k", None)
+    if assumed := [key for key in ("rms_norm_eps", "rope_theta") if key not in settings]:
+        defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
+        what = f"{' and '.join(assumed)}; {', '.join(f'{key}={defaults[key]}' for key in assumed)} is assumed"
+        warn_caller(f"{where} does not say {what}. Say it with config={{...}} (--config)", ArchitectureAssumed)
+    return _config(settings, where)
+
+
+def _from_shapes(shapes: Shapes) -> dict[str, Any]:
+    first = {n.removeprefix("model.layers.0."): s for n, s in shapes.items() if n.startswith("model.layers.0.")}
+    layers = {int(m[1]) for n in shapes if (m := re.match(r"model\.layers\.(\d+)\.", n))}
+    settings: dict[str, Any] = {"n_layers": max(layers) + 1}
+    if len(shapes[EMBEDDINGS]) == 2:
+        settings |= dict(zip(("d_vocab", "d_model"), shapes[EMBEDDINGS], strict=True))
+    for name, key in (("mlp.gate_proj.weight", "d_mlp"), ("self_attn.k_proj.weight", "k")):
+        if len(first.get(name, ())) == 2:
+            settings[key] = first[name][0]
+    return settings
+
+
+def _from_script(state: State) -> dict[str, Any]:
+    """Settings that a script wrote down, by our names; of two spellings the first that is there."""
+    values, form = dict(state.info.config or {}), formats().get(state.info.format)
+    if form:
+        values |= {ours: values[theirs] for theirs, ours in form.settings.items() if theirs in values}
+    settings: dict[str, Any] = {}
+    for ours, llamas in SETTINGS.items():
+        for key in (ours, llamas, *SPELLINGS.get(ours, ())):
+            if values.get(key) is not None:
+                settings.setdefault(ours, values[key])
+    return settings
+
+
+def _own(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """What a step of ours says of itself under `workbench`; empty for others'."""
+    own = values.get("workbench") or {}
+    try:
+        if own:
+            known, options = architecture(own["architecture"]).options, own.get("options", {})
+            if strange := [key for key in options if key not in known]:
+                raise UnknownName(f"option of {own['architecture']}", strange[0], known)
+            _ = options | {}
+    except (KeyError, TypeError, AttributeError, WorkbenchError) as error:
+        raise BadCheckpoint(f"{where} does not name its architecture well, workbench={own!r}: {error}") from error
+    return own
+
+
+def _assume(path: Path, config: ModelConfig, shapes: Shapes, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The first architecture that has just these tensors, and its options; `transformer` where none has."""
+    candidates: dict[str, dict[str, Any]] = {}
+    for name in ARCHITECTURES:
+        chosen = _complete(name, config, shapes, options)
+        with contextlib.suppress(WorkbenchError):
+            if shapes_of(build(name, config, chosen)) == shapes:
+                candidates[name] = chosen
+    if not candidates:
+        return "transformer", dict(options)  # refused by the tensors
+    first, *others = candidates
+    warn_caller(
+        f"{path} does not say its architecture; {first!r} is assumed. Its tensors also fit: "
+        f"{', '.join(others) or 'nothing else'}. Name it with architecture=... (--architecture)",
+        ArchitectureAssumed,
+    )
+    return first, candidates[first]
+
+
+def _complete(name: str, config: ModelConfig, shapes: Shapes, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options completed from the tensors' shapes (DenseFormer's dilation and period can mostly be read off)."""
+    chosen = dict(options)
+    for shortcut in architecture(name).shortcuts:
+        prefix = f"{shortcut.prefix}."
+        own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
+        fits = [fit for fit in shortcut.options_for(own, config) if fit | chosen == chosen | fit]
+        if len(fits) > 1:
+            raise BadCheckpoint(f"the tensors of {name} fit several settings, name one of {fits}")
+        chosen = (fits[0] if fits else {}) | chosen
+    return chosen

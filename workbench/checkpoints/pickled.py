@@ -1,0 +1,149 @@
+"""PyTorch files (`.pt`, `.pth`, `.bin`, `.ckpt`) opened without running what they hold.
+
+Only state dicts and plain containers are read (`weights_only=True`, always). The pickle is read without its tensors, of
+which the places in the file are noted; a file's own checksums are held against the bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documented way to read a checkpoint's layout
+
+from workbench.checkpoints.stored import CHUNK, Stored
+from workbench.errors import BadCheckpoint
+
+DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError)  # what archives stumble over
+UNSAFE = re.compile(r"Unsupported global: GLOBAL ([\w.]+)")
+HARMLESS = ("argparse.Namespace", "pathlib.", "numpy.", "datetime.")  # what scripts leave in their settings
+
+
+def unpickle(path: Path) -> Any:
+    """What a PyTorch file holds, its tensors as `Stored`; raises `BadCheckpoint` for anything that could run code."""
+    if not path.is_file():
+        raise BadCheckpoint(f"{path} is missing")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error}") from error
+    if magic != b"PK\3\4":  # before PyTorch 1.6: tensors follow one another, so they are read at once
+        return _placed(_load(path), path, None)
+    records = _records(path)
+    with FakeTensorMode():
+        return _placed(_load(path), path, records)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises whatever damaged bytes make it stumble over, MemoryError included
+        raise BadCheckpoint(f"{path} {_why(path, error)}") from error
+
+
+def _why(path: Path, error: Exception) -> str:
+    try:
+        culprits = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # files of before PyTorch 1.6 and damaged ones cannot be listed; the first error names one
+        culprits = UNSAFE.findall(str(error))
+    if not culprits:
+        cause = next(iter(str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()), "")
+        return f"is damaged or no PyTorch checkpoint: {type(error).__name__}: {cause}"
+    named = ", ".join(sorted(culprits)[:6])
+    if any(c.startswith("torch.nn.") or c.startswith("__main__") for c in culprits):
+        return (
+            f"holds a whole pickled module ({named}), which only running its code could open. Where that code is, save "
+            "the weights alone, torch.save(module.state_dict(), path), and open that file"
+        )
+    message = f"would have to run code to be opened: it holds {named}. Save it again without them"
+    if all(c.startswith(HARMLESS) for c in culprits):
+        message += f"; where you trust the file, allow just these: with torch.serialization.safe_globals([{named}]): workbench.load(path)"
+    return message
+
+
+def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
+    """The archive's stored records by the offset of their first byte; the pickle's checksum is checked."""
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            records = {}
+            for info in archive.infolist():
+                if info.filename.endswith("/data.pkl"):
+                    _check_sum(archive, info)
+                file.seek(info.header_offset + 26)
+                begin = info.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+                if info.compress_type == zipfile.ZIP_STORED:
+                    records[begin] = info
+    except DAMAGE as error:
+        raise BadCheckpoint(f"{path} is damaged or no PyTorch checkpoint: {error}; copy it again") from error
+    return records
+
+
+def _placed(value: Any, path: Path, records: dict[int, zipfile.ZipInfo] | None) -> Any:
+    """The same containers with each tensor as a `Stored`; what occurs twice is placed once."""
+    seen: dict[int, Any] = {}
+
+    def place(item: Any, depth: int) -> Any:
+        if id(item) in seen:
+            return seen[id(item)]
+        if depth > 50:
+            raise BadCheckpoint(f"{path} nests containers more than 50 deep")
+        if isinstance(item, torch.Tensor):
+            result: Any = _stored(item, path, records)
+        elif isinstance(item, dict):
+            result = {key: place(inner, depth + 1) for key, inner in item.items()}
+        elif isinstance(item, list | tuple):
+            result = [place(inner, depth + 1) for inner in item]
+        else:
+            return item
+        return seen.setdefault(id(item), result)
+
+    return place(value, 0)
+
+
+def _stored(tensor: torch.Tensor, path: Path, records: dict[int, zipfile.ZipInfo] | None) -> Stored:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise BadCheckpoint(f"{path}: a tensor of layout {tensor.layout} is not read; save it dense")
+    shape, size = tuple(tensor.shape), tensor.numel() * tensor.element_size()
+    if size > (whole := path.stat().st_size):
+        repeats = f"a tensor {list(shape)} would take {size} bytes, and the whole file has {whole}"
+        raise BadCheckpoint(
+            f"{path}: {repeats}: it is damaged, or the tensor repeats itself (`expand`); save it without"
+        )
+    if records is None:
+        return Stored(path, tensor.dtype, shape, held=tensor.detach())
+    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    stride = None if tensor.is_contiguous() else tensor.stride()
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    if 0 in shape:
+        return Stored(path, tensor.dtype, shape)
+    stored = Stored(path, tensor.dtype, shape, (begin or 0) + first, stride)
+    record = records.get(begin) if begin is not None else None
+    if record is None or first + stored.span * tensor.element_size() > record.file_size:
+        raise BadCheckpoint(f"{path} is damaged: a tensor {list(shape)} has no such bytes in the file; copy it again")
+    return stored
+
+
+def check_sums(path: Path, tensors: Iterable[Stored]) -> None:
+    """Hold the archive's checksums against the bytes of these tensors; raises `BadCheckpoint` where they differ."""
+    records = sorted(_records(path).items())
+    starts = {t.offset for t in tensors if t.held is None}
+    wanted = [info for begin, info in records if any(begin <= s < begin + max(info.file_size, 1) for s in starts)]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in wanted:
+                _check_sum(archive, info)
+    except DAMAGE as error:
+        raise BadCheckpoint(f"{path} is damaged: {error}; copy it again") from error
+
+
+def _check_sum(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+    """Read a record in pieces and forget it; `zipfile` raises at its end where the checksum is another."""
+    with archive.open(info) as record:
+        while record.read(CHUNK):
+            pass

@@ -1,0 +1,165 @@
+"""A checkpoint's tensors, unread, and its facts: from a Hugging Face directory, a safetensors or a PyTorch file.
+
+Directories hold `config.json` with `model.safetensors` or `pytorch_model.bin`, single or sharded. A `Trainer`'s `checkpoint-500/`
+also has `trainer_state.json`, the only other file read. PyTorch files are those of the code bases in `formats/`, or else a state
+dict, bare or under `model`, `state_dict` and the like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from workbench.checkpoints.format import formats
+from workbench.checkpoints.identify import CONFIG, PICKLED, WEIGHTS, Checkpoint, is_directory, refuse_shards
+from workbench.checkpoints.pickled import unpickle
+from workbench.checkpoints.state import Info, State, whole_number
+from workbench.checkpoints.stored import Stored, safetensors_table
+from workbench.errors import BadCheckpoint, suggest
+from workbench.files import read_json
+
+CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "weights")
+STEPS = ("step", "global_step", "iteration", "iter", "iter_num", "itr", "steps")
+CONFIGS = ("config", "model_config", "model_args", "hyper_parameters", "args")
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # name parts a wrapper puts anywhere
+LEADING = ("module", "model")  # name parts that count as a prefix where every tensor has them
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+def read(checkpoint: Checkpoint) -> State:
+    """Names, shapes and facts of a checkpoint, its weights unread; raises `BadCheckpoint` with the cause.
+
+    The step is what the files say, else what their names do.
+    """
+    path = checkpoint.path
+    files = _weight_files(path) if path.is_dir() else [path]
+    contents = {f: safetensors_table(f) if f.suffix == ".safetensors" else unpickle(f) for f in files}
+    weights, info = _directory(path, contents) if path.is_dir() else _file(path, contents[path])
+    tensors, stripped = _without_wrappers(_only_tensors(weights, path), path)
+    step = checkpoint.step if info.step is None else info.step
+    used = tuple(sorted({t.path for t in tensors.values()}))
+    return State(tensors, replace(info, step=step, stripped=stripped, files=used))
+
+
+def _file(path: Path, container: Any) -> tuple[Any, Info]:
+    if path.suffix == ".safetensors":
+        return container, Info(format="safetensors", path=path)
+    for form in formats().values():
+        if (info := form.recognise(container, path)) is not None:
+            weights, beside = _weights_in(container, path, form.weights)
+            return weights, replace(info, beside=beside)
+    weights, beside = _weights_in(container, path)
+    if weights is container:
+        return weights, Info(format="state dict", path=path)
+    steps = (whole_number(container.get(key)) for key in STEPS)
+    configs = (container[key] for key in CONFIGS if isinstance(container.get(key), dict))
+    step, config = next((s for s in steps if s is not None), None), next(configs, None)
+    return weights, Info(format="PyTorch container", path=path, step=step, config=config, beside=beside)
+
+
+def _weights_in(container: Any, path: Path, key: str | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The state dict inside nested containers, and the other keys met on the way; raises `BadCheckpoint` for none.
+
+    `key`: where it lies in the outermost, if not under one of `CONTAINERS`.
+    """
+    beside: list[str] = []
+    here = container
+    for _ in range(4):
+        if not isinstance(here, dict):
+            break
+        if {"state", "param_groups"} <= here.keys():
+            raise BadCheckpoint(f"{path} is an optimizer's state; open the file of the weights beside it")
+        if here and sum(isinstance(v, Stored) for v in here.values()) > len(here) / 2:
+            return here, tuple(beside)
+        inner = next((k for k in ((key,) if key else CONTAINERS) if isinstance(here.get(k), dict)), None)
+        if inner is None:
+            break
+        beside += [str(k) for k in here if k != inner]
+        here, key = here[inner], None
+    if not isinstance(here, dict):
+        raise BadCheckpoint(f"{path} holds no state dict but {_kind(here)}")
+    keys = [str(k) for k in here]
+    raise BadCheckpoint(
+        f"{path} holds no state dict under {', '.join(CONTAINERS)}; it has {', '.join(keys[:12]) or 'nothing'}: "
+        f"{suggest('model', keys)}"
+    )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold a directory's weights: one, or those that its index names."""
+    if not is_directory(folder):
+        refuse_shards(folder)
+        raise BadCheckpoint(f"{folder} is no checkpoint: it has no {CONFIG} and no weights")
+    weights = [folder / f"{name}{end}" for name in (WEIGHTS, PICKLED) for end in (".index.json", "")]
+    first = next((path for path in weights if path.exists()), None)
+    if first is None:
+        refuse_shards(folder)
+        _ = read_json(folder / CONFIG)
+        raise BadCheckpoint(f"{folder / WEIGHTS} is missing; so are {PICKLED} and their indices")
+    if not first.name.endswith(".index.json"):
+        return [first]
+    mapping = read_json(first).get("weight_map")
+    if not isinstance(mapping, dict):
+        raise BadCheckpoint(f"{first} has no weight_map")
+    kind = "safetensors" if WEIGHTS in first.name else "bin"
+    names = sorted({str(name) for name in mapping.values()})
+    if bad := [name for name in names if Path(name).name != name or not name.endswith(f".{kind}")]:
+        raise BadCheckpoint(f"{first} points outside its folder or at no {kind} file: {bad[0]!r}")
+    return [first.with_name(name) for name in names]
+
+
+def _directory(folder: Path, contents: Mapping[Path, Any]) -> tuple[dict[str, Stored], Info]:
+    config, tensors = read_json(folder / CONFIG), dict[str, Stored]()
+    for path, container in contents.items():
+        table = container if path.suffix == ".safetensors" else _weights_in(container, path)[0]
+        for name, stored in table.items():
+            if name in tensors:
+                raise BadCheckpoint(f"{path} and {tensors[name].path.name} both hold {name}")
+            if not str(name).endswith("rotary_emb.inv_freq"):  # a constant that older libraries wrote down
+                tensors[name] = stored
+    form, step = "Hugging Face", None
+    if (folder / "trainer_state.json").exists():
+        form, step = "Hugging Face Trainer", whole_number(read_json(folder / "trainer_state.json").get("global_step"))
+    return tensors, Info(format=form, path=folder, step=step, config=config)
+
+
+def _only_tensors(weights: Mapping[Any, Any], path: Path) -> dict[str, Stored]:
+    """A state dict without modules' extra state; anything else that is no tensor is refused by name."""
+    tensors = {k: v for k, v in weights.items() if isinstance(k, str) and isinstance(v, Stored)}
+    for key, value in weights.items():
+        if key not in tensors and not str(key).endswith("_extra_state"):
+            raise BadCheckpoint(f"{path}: {key!r} among the weights is no tensor but {_kind(value)}")
+    return tensors
+
+
+def _without_wrappers(tensors: Mapping[str, Stored], path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """Names without what DDP, FSDP, torch.compile and Lightning put before them, and what was taken, in order."""
+    names, taken = {name: name for name in tensors}, []
+    for part in WRAPPERS:
+        if any(part in name.split(".") for name in names.values()):
+            names = {k: ".".join(p for p in name.split(".") if p != part) for k, name in names.items()}
+            taken.append(f"{part}.")
+    while (shared := _shared(list(names.values()))) is not None:
+        names = {k: name.removeprefix(f"{shared}.") for k, name in names.items()}
+        taken.append(f"{shared}.")
+    if len(set(names.values())) < len(names):
+        twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
+        both = [k for k, name in names.items() if name == twice]
+        raise BadCheckpoint(f"{path} holds {twice} more than once: as {' and '.join(both)}; save one of them")
+    return {names[k]: tensor for k, tensor in tensors.items()}, tuple(taken)
+
+
+def _shared(names: list[str]) -> str | None:
+    """A prefix that all names have and that is a wrapper's, not the model's own `model.`."""
+    for part in LEADING if names else ():
+        if all(name.startswith(f"{part}.") for name in names) and EMBEDDINGS not in names:
+            return part
+    return None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Stored):
+        return f"one tensor {list(value.shape)}"
+    return f"an empty {type(value).__name__}" if value in ({}, [], "") else f"a {type(value).__name__}"

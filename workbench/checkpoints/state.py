@@ -1,0 +1,106 @@
+"""What a checkpoint comes to: named tensors, unread, and the facts beside them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.checkpoints.pickled import check_sums
+from workbench.checkpoints.stored import Stored
+from workbench.errors import suggest
+
+Device = str | torch.device | None
+Dtype = torch.dtype | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Facts of a checkpoint: `format`, `step` and `config` where it says them, prefixes `stripped` from tensor names.
+
+    `code` is a training script's text, for reading only. `beside`: what else the file holds.
+    """
+
+    format: str
+    path: Path
+    step: int | None = None
+    stripped: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = None
+    code: str | None = None
+    beside: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+
+    @cached_property
+    def sha256(self) -> dict[str, str]:
+        """SHA-256 of each file that weights were read from, by file name."""
+        return {path.name: _sha256(path) for path in self.files}
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What a model keeps of where it came from, as JSON values."""
+        return {
+            "path": str(self.path), "format": self.format, "step": self.step, "stripped": list(self.stripped),
+            "sha256": self.sha256,
+        }  # fmt: skip
+
+    def sentence(self) -> str:
+        """The facts in a sentence."""
+        step = "" if self.step is None else f" of step {self.step}"
+        config = f"; its configuration: {dict(self.config)}" if self.config else ""
+        beside = f"; beside the weights: {', '.join(self.beside)}" if self.beside else ""
+        return f"{self.path} is a {self.format} checkpoint{step}{config}{beside}"
+
+
+@dataclass(frozen=True)
+class State:
+    """Tensors by name, unread, and the facts beside them."""
+
+    tensors: dict[str, Stored]
+    info: Info
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each tensor."""
+        return {name: list(stored.shape) for name, stored in self.tensors.items()}
+
+    def read(self, dtype: Dtype = None, device: Device = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every (name, tensor), one after the other; names that share a tensor in the file share it here."""
+        seen: dict[Any, torch.Tensor] = {}
+        for name, stored in self.tensors.items():
+            place = stored.place
+            if place not in seen:
+                seen[place] = stored.read(name, dtype).to(device)
+            yield name, seen[place]
+
+    def check(self) -> None:
+        """Hold checksums, where the format has them, against the bytes of the tensors."""
+        for path in self.info.files:
+            mine = [t for t in self.tensors.values() if t.path == path and t.held is None]
+            if mine and path.suffix != ".safetensors":
+                check_sums(path, mine)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def misfits(shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
+    """Missing, unexpected and misshapen tensors, a line for each and five of a kind at most; empty where there are none."""
+    missing, unexpected = sorted(wanted.keys() - shapes), sorted(shapes.keys() - wanted)
+    misshapen = [n for n in wanted if n in shapes and list(wanted[n]) != list(shapes[n])]
+    lines = [f"missing {n}; {suggest(n, unexpected)}" for n in missing[:5]]
+    lines += [f"unexpected {n} {list(shapes[n])}" for n in unexpected[:5]]
+    lines += [f"{n} is {list(shapes[n])}, wanted {list(wanted[n])}" for n in misshapen[:5]]
+    more = len(missing) + len(unexpected) + len(misshapen) - len(lines)
+    return "\n  ".join([*lines, f"and {more} more"] if more else lines)
+
+
+def whole_number(value: Any) -> int | None:
+    """A number of steps, None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

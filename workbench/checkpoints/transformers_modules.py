@@ -1,0 +1,101 @@
+"""Checkpoints our decoder does not compute, as modules of the library that does, observed from outside.
+
+Hugging Face directories become `transformers` models (never with code from the directory); the files of a code base become what
+its format says, as nanoGPT's become that library's GPT-2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from workbench.checkpoints.format import formats
+from workbench.checkpoints.state import Device, Dtype, State
+from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, warn_caller
+from workbench.observing import Observed, observe
+
+EXAMPLE = 32  # random tokens on which another library's module is observed first
+
+
+def observed(state: State, reason: NotCovered, device: Device = None, dtype: Dtype = None) -> Observed:
+    """The module of a checkpoint, observed, with the facts of its files; see `module_of`."""
+    module = module_of(state, reason, dtype).to(device or "cpu")
+    longest = int(getattr(module.config, "max_position_embeddings", EXAMPLE) or EXAMPLE)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(module.config.vocab_size, (2, min(EXAMPLE, longest)), generator=generator)
+    model = observe(module, ids.to(device or "cpu"), quiet=True)
+    model.source |= state.info.provenance
+    return model
+
+
+def module_of(state: State, reason: NotCovered, dtype: Dtype = None) -> Any:
+    """The module a checkpoint belongs to, in evaluation mode, with an `ObservedInstead` warning that says why.
+
+    Raises `reason`, and what would work, where no library here computes the model.
+    """
+    form = formats().get(state.info.format)
+    module = form.module(state, dtype) if form and form.module else None
+    if module is None and state.info.path.is_dir() and state.info.config and "workbench" not in state.info.config:
+        module = _from_transformers(state, reason, dtype)
+    if module is None:
+        raise type(reason)(
+            f"{reason}. Fill the module they were trained in, module.load_state_dict(workbench.read_state(path)[0]), and open "
+            "it with workbench.observe(module, ids), or make a run of it: workbench import --builder my_model:build"
+        ) from reason
+    warn_caller(f"{reason}. Opened as transformers' {type(module).__name__} and observed.", ObservedInstead)
+    return module
+
+
+def _from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = state.info.path
+    if "auto_map" in (state.info.config or {}):
+        raise BadCheckpoint(f"{reason}. {folder}/config.json asks for code of its own (auto_map), which is never run")
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever another library makes of a damaged file
+        raise BadCheckpoint(f"{reason}; transformers cannot read it either: {_first_line(error)}") from error
+    layers = getattr(config, "num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > len(state.tensors):
+        raise BadCheckpoint(f"{reason}; it says {layers} layers, but there are only {len(state.tensors)} tensors")
+    state.check()
+    for name, stored in state.tensors.items():
+        stored.check(name)
+    try:
+        with quiet():
+            opened: Any = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False, output_loading_info=True,
+                dtype=dtype or torch.float32,
+            )  # fmt: skip
+    except Exception as error:
+        raise BadCheckpoint(f"{reason}; transformers cannot open it either: {_first_line(error)}") from error
+    module, report = opened
+    kinds = ("missing", "unexpected", "mismatched")
+    lost = {kind: sorted(map(str, names)) for kind in kinds if (names := report.get(f"{kind}_keys"))}
+    if names_of := "; ".join(f"{kind} {', '.join(names[:5])}" for kind, names in lost.items()):
+        raise BadCheckpoint(f"{reason}. It does not hold a {type(module).__name__} either: {names_of}")
+    return module.eval()
+
+
+@contextlib.contextmanager
+def quiet() -> Any:
+    """Without the progress bar and the report that transformers prints; what is wrong is an error here."""
+    from transformers.utils import logging
+
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"

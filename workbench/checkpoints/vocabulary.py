@@ -1,0 +1,102 @@
+"""Tokenizers that come with checkpoints: ours, or any `tokenizer.json` of the `tokenizers` library."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from workbench.data.tokenizer import BOS, BOS_ID, EOS, EOS_ID, VISIBLE, Tokenizer, _byte_of_character, _visible
+from workbench.errors import BadCheckpoint, BadData
+from workbench.files import read_text, write_json
+
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+
+
+class ForeignTokenizer(Tokenizer):
+    """Any other tokenizer; where a document begins and ends is known only if its settings say so."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, begin: int | None = None, end: int | None = None) -> None:
+        super().__init__(backend)
+        self._begin, self._end = begin, end
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document; raises `BadData` where the tokenizer does not say."""
+        return self._special(self._end, "end")
+
+    @property
+    def bos_id(self) -> int:
+        """The id that begins a document; raises `BadData` where the tokenizer does not say."""
+        return self._special(self._begin, "begin")
+
+    def _special(self, number: int | None, what: str) -> int:
+        if number is None:
+            raise BadData(f"this tokenizer names no token that {what}s a document; work without one")
+        return number
+
+    @cached_property
+    def _legible(self) -> list[str]:
+        byte = _byte_of_character()
+        names = [self._backend.id_to_token(i) or "" for i in range(self.vocab_size)]
+        if isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel):
+            return [_visible(bytes(byte[c] for c in n)) if all(c in byte for c in n) else n for n in names]
+        return ["".join(VISIBLE.get(c, c) for c in name.replace("▁", " ")) for name in names]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`; raises `BadCheckpoint` for a damaged one."""
+    try:
+        backend = tokenizers.Tokenizer.from_str(read_text(path))
+        ours = [*map(backend.token_to_id, (EOS, BOS))] == [EOS_ID, BOS_ID]
+        if not ours:
+            foreign = ForeignTokenizer(backend, *_ends(path.with_name(SETTINGS), backend))
+            _ = foreign.vocab_size, foreign._legible
+            return foreign
+    except Exception as error:  # the library raises bare Exception for damaged JSON
+        raise BadCheckpoint(f"no readable tokenizer in {path} ({error}); copy it again or remove it") from error
+    return Tokenizer.load(path)
+
+
+def _ends(settings: Path, backend: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
+    values: dict[str, Any] = json.loads(read_text(settings)) if settings.exists() else {}
+    tokens = (values.get(key) for key in ("bos_token", "eos_token"))
+    names = (n.get("content") if isinstance(n, dict) else n for n in tokens)
+    begin, end = (backend.token_to_id(n) if isinstance(n, str) else None for n in names)
+    return begin, end
+
+
+def tokenizer_beside(folder: Path, d_vocab: int) -> Tokenizer | None:
+    """The tokenizer in a checkpoint's folder, None without one; raises `BadCheckpoint` where it is another model's."""
+    path = folder / TOKENIZER
+    if not path.exists():
+        return None
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > d_vocab:
+        raise BadCheckpoint(
+            f"{path} does not match the model: its ids go up to {tokenizer.vocab_size - 1}, the vocabulary to {d_vocab - 1}. Put "
+            "the tokenizer there that the model was trained with, or remove it and give token ids"
+        )
+    return tokenizer
+
+
+def export_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> dict[str, int | None]:
+    """Write a tokenizer as transformers reads it; the special ids for the model's config."""
+    tokenizer.save(folder / TOKENIZER)
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
+    for name in ("bos", "eos"):
+        with contextlib.suppress(BadData):  # a tokenizer that does not say
+            ids[f"{name}_token_id"] = number = getattr(tokenizer, f"{name}_id")
+            settings[f"{name}_token"] = tokenizer._backend.id_to_token(number)
+    write_json(folder / SETTINGS, settings | {"clean_up_tokenization_spaces": False})
+    return ids

@@ -1,0 +1,99 @@
+"""How a claim is registered: `@claim` on a pure function from the evidence of some runs to a verdict."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+
+from workbench.claims.evidence import SETTING, Evidence
+from workbench.claims.verdict import InsufficientEvidence, Verdict, of_settings
+from workbench.claims.wording import differences_of, dtypes_of, scope_of, setting_of
+
+PAPER = "Zhou et al. 2024 and 2025, Value Residual Learning"
+RESFORMERS = ("resformer", "resformer_constant", "resformer_learnable", "resformer_learnable_plus", "resformer_sparse")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim under test. `metrics` are measured for the runs of `models` (empty: all) at `steps`; `shows` is the figure."""
+
+    function: Callable[[Evidence], Verdict]
+    supports: str
+    refutes: str
+    scale: str
+    published: str
+    source: str
+    metrics: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    steps: str = "last"
+    shows: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.__name__
+
+    @property
+    def question(self) -> str:
+        """The group it belongs to: its module's name."""
+        return self.function.__module__.rpartition(".")[-1]
+
+    @property
+    def text(self) -> str:
+        """The claim in full: the function's docstring."""
+        return " ".join((inspect.getdoc(self.function) or "").split())
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """The verdict of this evidence; what is missing is part of it, not raised. Every comparable setting is judged."""
+        settings: list[pd.DataFrame] = []
+        only = self._judge(replace(evidence, settings=settings))
+        if len(settings) < 2:
+            return only
+        each = [self._judge(replace(evidence, settings=[], within=frozenset(rows["run"]))) for rows in settings]
+        return of_settings(dict(zip(differences_of([rows[list(SETTING)] for rows in settings]), each, strict=True)))
+
+    def _judge(self, evidence: Evidence) -> Verdict:
+        compared: list[pd.DataFrame] = []
+        try:
+            verdict = self.function(replace(evidence, compared=compared))
+        except InsufficientEvidence as reason:
+            verdict = reason.verdict
+        runs = pd.concat(compared).drop_duplicates("run") if compared else evidence.runs.head(0)
+        of_losses = "loss" in self.metrics or self.shows.get("metric") == "copy_loss"
+        decided = of_losses and verdict.status in ("supported", "refuted")
+        scope = scope_of(runs) if decided else ""
+        setting = setting_of(runs) + dtypes_of(
+            evidence.records.loc[evidence.records["run"].isin(runs["run"]), "provenance"]
+        )
+        return replace(verdict, runs=tuple(runs["run"]), setting=setting, scope=scope)
+
+
+CLAIMS: dict[str, Claim] = {}
+
+
+def claim(
+    *,
+    supports: str,
+    refutes: str,
+    scale: str,
+    published: str,
+    source: str,
+    metrics: tuple[str, ...] = (),
+    models: tuple[str, ...] = (),
+    steps: str = "last",
+    shows: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[[Evidence], Verdict]], Callable[[Evidence], Verdict]]:
+    """Register a verdict function under its own name; its docstring is the claim's full text. A taken name raises."""
+
+    def register(function: Callable[[Evidence], Verdict]) -> Callable[[Evidence], Verdict]:
+        made = Claim(function, supports, refutes, scale, published, source, metrics, models, steps, shows or {})
+        if made.name in CLAIMS:
+            raise ValueError(f"claim {made.name!r} is registered already")
+        CLAIMS[made.name] = made
+        return function
+
+    return register

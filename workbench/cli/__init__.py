@@ -1,0 +1,56 @@
+"""The command line: demo, train, study, measure, analyze, view, report, app, list and more. A command's help is its docstring.
+
+Heavy imports happen inside the commands, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from typing import Any
+
+# isort: off  (help lists the commands in this order)
+from workbench.cli import checkpoints, measuring, showing, training
+from workbench.cli.arguments import app
+
+# isort: on
+
+__all__ = ["app", "checkpoints", "main", "measuring", "showing", "training"]
+
+
+def _terminated(*_: Any) -> None:
+    """SIGTERM is Ctrl-C for this process and for its workers, which a terminal would have signalled itself."""
+    import multiprocessing
+    import os
+
+    for child in multiprocessing.active_children():
+        os.kill(child.pid or 0, signal.SIGINT)
+    raise KeyboardInterrupt("ended; the same command goes on from here")
+
+
+_standard = warnings.formatwarning
+
+
+def _one_sentence(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
+    """Our own warnings as a sentence; the line of code that warned says nothing on a command line."""
+    ours = category.__module__ == "workbench.errors"
+    return f"workbench: {message}\n" if ours else _standard(message, category, *where, **more)
+
+
+def main() -> None:
+    """Run a command; what a user can cause is one sentence on stderr and exit code 2, Ctrl-C is 130."""
+    from workbench.errors import WorkbenchError
+
+    signal.signal(signal.SIGTERM, _terminated)
+    warnings.formatwarning = _one_sentence
+    try:
+        app()
+    except WorkbenchError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        sys.exit(2)
+    except SystemExit as end:
+        stop = getattr(end.__context__, "__cause__", None)  # typer turns Ctrl-C into exit code 130 and says nothing
+        if isinstance(stop, KeyboardInterrupt):
+            print(f"workbench: {str(stop) or 'stopped; the same command goes on from here'}", file=sys.stderr)
+        raise

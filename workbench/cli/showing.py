@@ -1,0 +1,96 @@
+"""Commands that show what is there: list, plot, view, app."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from workbench.cli.arguments import (
+    Json,
+    Out,
+    Runs,
+    app,
+)
+
+
+@app.command(name="list")
+def list_things(
+    what: Annotated[
+        str, typer.Argument(help="architectures, metrics, interventions, presets, claims or runs.")
+    ] = "runs",
+    runs: Runs = None,
+    as_json: Json = False,
+) -> None:
+    """List what can be named: architectures with their options, metrics, interventions, presets, claims, or the runs."""
+    from workbench.cli.listing import LISTINGS, listing
+    from workbench.console import say, table
+    from workbench.runs.run import runs_folder
+
+    frame, notes = listing(what, runs_folder(runs)) if what in LISTINGS else listing(what, Path())
+    if as_json:
+        print(frame.to_json(orient="records"))
+        return
+    table(frame)
+    for note in notes:
+        say(note)
+
+
+@app.command()
+def plot(
+    records: Annotated[Path, typer.Argument(help="Records as `measure --out` writes them (.parquet).")],
+    out: Annotated[Path, Out(help="The figure: one offline .html page.")] = Path("figure.html"),
+) -> None:
+    """Draw records as a figure, chosen by their axes."""
+    from workbench import plots
+    from workbench.console import say
+    from workbench.errors import BadData
+    from workbench.files import write_text
+    from workbench.runs.records import read_parquet
+
+    if not records.exists():
+        raise BadData(f"{records} does not exist")
+    write_text(out, plots.html(plots.plot(read_parquet([records])), whole=True))
+    say(f"figure: {out}")
+
+
+@app.command()
+def view(
+    link: Annotated[
+        str, typer.Argument(help="A page's address or its end, e.g. 'depth?metric=sink_mass&a=text-resformer-s0'.")
+    ],
+    out: Annotated[
+        Path,
+        Out(help="The file; its ending says what: .html, .svg, .png, .csv, .parquet, .json."),
+    ] = Path("view.html"),
+    only: Annotated[str | None, typer.Option(help="One view of the page; pictures hold one.")] = None,
+    play: Annotated[bool, typer.Option("--play", help="A time-lapse over the checkpoints of model A (.html).")] = False,
+    runs: Runs = None,
+) -> None:
+    """Draw what a page of the dashboard shows, from its link: a figure for a paper, a table, an offline page."""
+    from workbench.console import say, status
+    from workbench.runs.run import runs_folder
+    from workbench.views import Link, Source
+    from workbench.views.writing import write
+
+    chosen, source = Link.parse(link), Source(runs_folder(runs))
+    command = f'workbench view "{chosen}"{f" --only {only}" if only else ""}{" --play" if play else ""} --out {shlex.quote(str(out))}'
+    command += "" if runs is None else f" --runs {shlex.quote(str(runs))}"
+    with status("drawing"):
+        path, reasons = write(source, chosen, out, only=only, play=play, command=command)
+    for name, why in {**source.problems, **reasons}.items():
+        say(f"left out: {name}: {why}")
+    say(f"view: {path}")
+
+
+@app.command(name="app")
+def dashboard(runs: Runs = None, port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8501) -> None:
+    """Show the dashboard on 127.0.0.1 until Ctrl-C."""
+    from workbench.runs.run import runs_folder
+    from workbench.views.serving import make_folder, serve, wait
+
+    folder = runs_folder(runs)
+    make_folder(folder)
+    wait(serve(folder, port))

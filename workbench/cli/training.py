@@ -1,0 +1,213 @@
+"""Commands that train: demo, train, study; and estimate, which says how much memory that takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from workbench.cli.arguments import (
+    ArchitectureName,
+    Device,
+    Json,
+    ModelKeys,
+    Options,
+    Out,
+    PresetName,
+    RecipeKeys,
+    Runs,
+    app,
+    key_values,
+)
+
+SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME; else the embedded corpus."
+Texts = Annotated[list[Path] | None, typer.Option(help=SOURCES)]
+
+
+@app.command()
+def demo(
+    runs: Runs = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny trainings, to see that everything works.")] = False,
+    show: Annotated[bool, typer.Option("--app/--no-app", help="Show the dashboard while the models train.")] = True,
+    port: Annotated[int, typer.Option(help="Port of the dashboard on 127.0.0.1.")] = 8501,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each architecture.")] = 3,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
+    device: Device = None,
+) -> None:
+    """Train small models on this machine, measure them, write the report, and show it all on a dashboard.
+
+    Everything that is there already is reused; Ctrl-C stops and the same command goes on.
+    """
+    from workbench.console import demo_progress, say
+    from workbench.reports.folder import write_report
+    from workbench.runs.run import runs_folder
+    from workbench.studies.demo import run_demo
+    from workbench.views.serving import make_folder, serve, stop, wait
+
+    folder = runs_folder(runs)
+    make_folder(folder)
+    server = serve(folder, port) if show else None
+    try:
+        with demo_progress() as progress:
+            run_demo(folder, seeds=seeds, quick=quick, workers=workers, device=device, progress=progress)
+        say(f"report: {write_report(folder, folder / 'report.html')}")
+        if server is not None:
+            wait(server)
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        raise
+    finally:
+        if server is not None:
+            stop(server)
+
+
+@app.command()
+def train(
+    architecture: ArchitectureName,
+    preset: PresetName = "tiny",
+    name: Annotated[str | None, typer.Option(help="Run folder; architecture, preset and seed unless given.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
+    text: Texts = None,
+    task: Annotated[str, typer.Option(help="text, repeated (random tokens repeated once) or backcopy.")] = "text",
+    shortest: Annotated[
+        int | None, typer.Option(help="Task repeated: draw each period from this to half the length, not fixed.")
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Size of the tokenizer's vocabulary.")] = None,
+    bos: Annotated[str | None, typer.Option(help="first: begin each document with a start token.")] = None,
+    option: Options = None,
+    model: ModelKeys = None,
+    recipe: RecipeKeys = None,
+    runs: Runs = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train one model, or go on where an interrupted training of the same name stopped."""
+    from workbench.config import PRESETS, ModelConfig
+    from workbench.console import say, train_progress
+    from workbench.models import architecture as find_architecture
+    from workbench.runs.run import runs_folder
+    from workbench.training.loop import train as run_training
+
+    shape = ModelConfig.of(preset)  # refuse before the corpus is built
+    find_architecture(architecture)
+    folder, chosen, options = runs_folder(runs), PRESETS[preset], key_values(option, "option")
+    sizes, settings = key_values(model, "model"), chosen.train.replace(**key_values(recipe, "recipe"))
+    vocabulary = vocabulary or sizes.get("d_vocab")
+    data = _data_of(task, text, vocabulary, shortest, bos, default=chosen.vocabulary, runs=folder)
+    config = shape.replace(**({"d_vocab": data.d_vocab} | sizes))
+    run_name = name or f"{architecture}-{preset}-s{seed}"
+    with train_progress(run_name, settings.steps) as progress:
+        run = run_training(
+            architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device,
+            progress=progress, **options,
+        )  # fmt: skip
+    losses = run.telemetry(f"metric == 'validation_loss' and step == {settings.steps}")
+    if as_json:
+        print(losses[["run", "data", "step", "value", "se", "n", "unit"]].to_json(orient="records"))
+        return
+    for row in losses.itertuples():
+        say(f"{row.data}: validation loss {row.value:.4f} nats (se {row.se:.4f}, {row.n} documents)")
+    say(f"run: {run.path}")
+
+
+def _data_of(
+    task: str,
+    text: list[Path] | None,
+    vocabulary: int | None,
+    shortest: int | None,
+    bos: str | None,
+    *,
+    default: int,
+    runs: Path,
+) -> Any:
+    """The sequences to train on: a synthetic task, files of token ids, or text with a tokenizer of its own."""
+    from workbench.data.sources import BackcopyData, RepeatedData, open_tokens, prepare
+    from workbench.errors import UnknownName
+    from workbench.runs.run import CORPORA
+
+    if task not in ("text", "repeated", "backcopy"):
+        raise UnknownName("task", task, ["text", "repeated", "backcopy"])
+    if task == "repeated":
+        return RepeatedData(vocabulary or 64, shortest)
+    if task == "backcopy":
+        return BackcopyData(vocabulary or 64)
+    if text and all(path.suffix == ".bin" for path in text):
+        return open_tokens(text, vocabulary)
+    return prepare(texts=text, vocabulary=vocabulary or default, bos=bos, root=runs / CORPORA)
+
+
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(help="A study's .toml file, as those under analyses/studies.")],
+    runs: Runs = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps of tiny models, to see that it works.")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="One for each core unless given.")] = None,
+    out: Annotated[Path, Out(help="Folder for the tables (.parquet).")] = Path("results"),
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train the runs of a study file that are not there yet, and compare its cells over seeds.
+
+    Ctrl-C stops and the same command goes on; a run that fails is told at the end, after all others.
+    """
+    from workbench.console import demo_progress, say, table
+    from workbench.errors import WorkbenchError
+    from workbench.runs.run import runs_folder
+    from workbench.studies.runner import keep, run_study, summary
+    from workbench.studies.study_file import read_study
+
+    asked, folder = read_study(file), runs_folder(runs)
+    try:
+        with demo_progress() as progress:
+            frame = run_study(asked, folder, quick=quick, processes=processes, device=device, progress=progress)
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        raise
+    cells = summary(asked, frame)
+    if as_json:
+        print(cells.to_json(orient="records"))
+    else:
+        say(asked.question)
+        table(cells)
+    for path in keep(asked, frame, folder, out):
+        if not as_json:
+            say(f"kept: {path}")
+    if len(broken := frame[frame["failed"] != ""]):
+        first = broken.iloc[0]
+        raise WorkbenchError(f"{len(broken)} of {len(frame)} runs failed, first {first['run']}: {first['failed']}")
+
+
+@app.command()
+def estimate(
+    architecture: ArchitectureName,
+    preset: PresetName = "tiny",
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", "-m", help="Estimate measuring these instead of training.")
+    ] = None,
+    option: Options = None,
+    model: ModelKeys = None,
+    recipe: RecipeKeys = None,
+    n: Annotated[int, typer.Option(min=1, help="Documents to measure.")] = 64,
+    length: Annotated[int | None, typer.Option("-T", "--length", min=2, help="Tokens of each document.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Documents at a time while measuring.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Say how much memory a training will need, or with -m a measurement, before it runs."""
+    from workbench.config import PRESETS, ModelConfig
+    from workbench.console import status, table
+    from workbench.measurement.memory_estimate import measuring_memory
+    from workbench.training.memory_estimate import training_memory
+
+    shape = ModelConfig.of(preset).replace(**key_values(model, "model"))
+    train, options = PRESETS[preset].train.replace(**key_values(recipe, "recipe")), key_values(option, "option")
+    with status("estimating") as progress:
+        if metric:
+            T = length or train.T
+            frame = measuring_memory(architecture, shape, metric, n=n, T=T, batch=batch, progress=progress, **options)
+        else:
+            frame = training_memory(architecture, shape, train, **options)
+    if as_json:
+        print(frame.to_json(orient="records"))
+    else:
+        table(frame)

@@ -1,0 +1,15 @@
+"""What models read: text as documents and tokens, synthetic tasks, and the sources that training and measuring draw from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["BackcopyData", "Data", "RepeatedData", "Sample", "TextData", "open_data", "prepare"]
+
+
+def __getattr__(name: str) -> Any:  # the sources need torch, the corpus and the tasks do not
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from workbench.data import sources
+
+    return getattr(sources, name)

@@ -1,0 +1,393 @@
+"""Where token sequences come from: a corpus, a task with a known answer, or what a caller hands in.
+
+Training data is a pure function of (seed, step); measuring reads at most one window per document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.config import PRESETS
+from workbench.data import corpus as corpora
+from workbench.data.tasks import BackcopyTokens, RepeatedTokens
+from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
+from workbench.errors import BadCheckpoint, BadData, UnknownName
+from workbench.files import digest, write_json
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sequences to measure on: ids [n, T], the document each comes from, a label and a content hash."""
+
+    ids: Tensor
+    documents: Sequence[int]
+    label: str
+    kind: str = "text"
+    source: Any = None  # where training sequences of the same kind come from, if anywhere
+
+    @cached_property
+    def hash(self) -> str:
+        """Content address of the ids and their documents."""
+        return digest(self.ids.numpy().tobytes(), list(self.ids.shape), list(self.documents))
+
+
+@runtime_checkable
+class Data(Protocol):
+    """What training and measuring need of a source."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def hash(self) -> str: ...
+    @property
+    def d_vocab(self) -> int: ...
+    @property
+    def domains(self) -> tuple[str, ...]: ...
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor: ...
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample: ...
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]: ...
+    def describe(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class TextData:
+    """A corpus and its tokenizer. `folder` is where `save` put them, named by the hash."""
+
+    corpus: corpora.Corpus
+    tokenizer: Tokenizer
+    bos: Literal["first"] | None = None
+    kind: str = "text"
+
+    @cached_property
+    def hash(self) -> str:
+        """Content address of documents, tokenizer and the start-token option."""
+        return digest(self.corpus.hash, self.tokenizer.hash, self.bos)
+
+    @property
+    def d_vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Domains of the corpus."""
+        return self.corpus.domains
+
+    @cached_property
+    def _train(self) -> TokenDocuments:
+        return tokenize(self.corpus, self.tokenizer, "train", bos=self.bos)
+
+    @cached_property
+    def validation(self) -> TokenDocuments:
+        """The held-out documents as tokens."""
+        return tokenize(self.corpus, self.tokenizer, "validation", bos=self.bos)
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        """Batch of a step [size, T]: packed chunks in an order drawn anew each epoch, a function of the seed alone."""
+        return _chunks_of_step(self._train.chunks(T), step, size, seed)
+
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
+        """At most one window of T tokens from each of n held-out documents."""
+        ids, documents = self.validation.sequences(n, T, seed=seed, domain=domain)
+        return Sample(ids, documents, f"validation/{domain}" if domain else "validation")
+
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """Further numbers to follow in the loss per token [batch, T - 1]: none on text."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        return {"kind": "text", "hash": self.hash, "bos": self.bos, "domains": list(self.domains)}
+
+    def save(self, root: Path) -> Path:
+        """Keep corpus and tokenizer under `root/<hash>`; nothing happens where they are already."""
+        folder = root / self.hash
+        if not (folder / "data.json").exists():
+            corpora.save(self.corpus, folder)
+            self.tokenizer.save(folder / "tokenizer.json")
+            write_json(folder / "data.json", self.describe())
+        return folder
+
+
+def _chunks_of_step(chunks: np.ndarray, step: int, size: int, seed: int) -> Tensor:
+    epochs, places = divmod(np.arange(step * size, (step + 1) * size), len(chunks))
+    picked = [chunks[_order(len(chunks), seed, int(epoch))[i]] for epoch, i in zip(epochs, places, strict=True)]
+    return torch.from_numpy(np.stack(picked).astype(np.int64))
+
+
+@lru_cache(maxsize=2)
+def _order(n: int, seed: int, epoch: int) -> np.ndarray:
+    if seed < 0:
+        raise BadData(f"seed is {seed}; give a whole number of at least 0")
+    return np.random.default_rng([seed, epoch, 7]).permutation(n)
+
+
+class _TokensAlone:
+    """What sources without text have in common: one domain, named as their kind."""
+
+    kind: str
+    vocabulary: int
+    domains: tuple[str, ...]
+    hash: Any  # a property of each source
+
+    @property
+    def tokenizer(self) -> None:
+        """There is no text behind the tokens."""
+        return
+
+    @property
+    def d_vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.vocabulary
+
+    def _refuse_other(self, domain: str | None) -> None:
+        if domain not in (None, *self.domains):
+            raise UnknownName("domain", domain, self.domains)
+
+    def _described(self, **options: Any) -> dict[str, Any]:
+        facts = {"kind": self.kind, "hash": self.hash, "vocabulary": self.d_vocab, **options}
+        return facts | {"domains": list(self.domains)}
+
+
+@dataclass(frozen=True)
+class RepeatedData(_TokensAlone):
+    """Random tokens repeated: a sequence of T tokens has period T / 2, or one drawn from shortest..T / 2 in training."""
+
+    vocabulary: int = 64
+    shortest: int | None = None
+    kind: str = "repeated"
+    domains: tuple[str, ...] = ("repeated",)
+
+    def _task(self, T: int) -> RepeatedTokens:
+        if T % 2 or T < 4:
+            raise BadData(f"T={T}: repeated sequences need an even length of at least 4")
+        return RepeatedTokens(vocabulary=self.vocabulary, period=T // 2, shortest=self.shortest)
+
+    @property
+    def hash(self) -> str:
+        """Content address of the task."""
+        return digest("repeated", self.vocabulary, self.shortest)
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        """Batch of a step [size, T], a function of (seed, step)."""
+        return self._task(T).batch(step, size, seed)
+
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
+        """Held-out sequences; each is a document of its own."""
+        self._refuse_other(domain)
+        return Sample(self._task(T).validation(n, seed), range(n), "validation", "repeated")
+
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """`copy_loss`: mean loss in the second half from its second token on, where every period lets it be copied."""
+        return {"copy_loss": per_token[:, (per_token.shape[1] + 1) // 2 :].mean()}
+
+    def describe(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        return self._described(shortest=self.shortest)
+
+
+@dataclass(frozen=True)
+class BackcopyData(_TokensAlone):
+    """A bigram chain with trigger tokens, after each of which the token before it is copied; id 0 starts every sequence."""
+
+    vocabulary: int = 64
+    triggers: int = 4
+    kind: str = "backcopy"
+    domains: tuple[str, ...] = ("backcopy",)
+
+    @cached_property
+    def _task(self) -> BackcopyTokens:
+        return BackcopyTokens(vocabulary=self.vocabulary, triggers=self.triggers)
+
+    @property
+    def hash(self) -> str:
+        """Content address of the task."""
+        return self._task.hash
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        """Batch of a step [size, T], a function of (seed, step)."""
+        return self._task.batch(step, size, T, seed)
+
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
+        """Held-out sequences; each is a document of its own."""
+        self._refuse_other(domain)
+        return Sample(self._task.validation(n, T, seed), range(n), "validation", "backcopy", self)
+
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """`copy_loss`: mean loss of the tokens after a trigger (NaN where none is there); `chain_loss`: of all others."""
+        copied = self._task.is_trigger(tokens[:, :-1])
+        return {"copy_loss": per_token[copied].mean(), "chain_loss": per_token[~copied].mean()}
+
+    def describe(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        return self._described(triggers=self.triggers)
+
+
+HEADERS = {20240520: (1, 2), 20240801: (7, 4)}  # magic -> (version, bytes of an id), as llm.c and modded-nanogpt write
+HEADER = 1024  # bytes: 256 int32, of which magic, version and the number of ids are used
+
+
+@dataclass(frozen=True, eq=False)
+class TokenData(_TokensAlone):
+    """Token ids out of `.bin` files, training and validation side; there is no text and no documents behind them."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    vocabulary: int
+    files: tuple[str, ...]
+    kind: str = "tokens"
+    domains: tuple[str, ...] = ("tokens",)
+
+    @cached_property
+    def hash(self) -> str:
+        """Content address of the ids of both sides."""
+        sha = hashlib.sha256()
+        for ids in (self.train, self.validation):
+            for begin in range(0, len(ids), 1 << 22):  # a piece at a time: the files may be larger than memory
+                sha.update(np.ascontiguousarray(ids[begin : begin + (1 << 22)], dtype="<u4"))
+        return digest(sha.hexdigest(), len(self.train), self.d_vocab)
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        """Batch of a step [size, T]: full chunks in an order drawn anew each epoch, a function of the seed alone."""
+        return _chunks_of_step(_windows(self.train, T), step, size, seed)
+
+    def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
+        """At most n windows of T tokens that do not overlap; each counts as a document."""
+        self._refuse_other(domain)
+        windows = _windows(self.validation, T)
+        chosen = _order(len(windows), seed, 0)[:n]
+        return Sample(torch.from_numpy(windows[chosen].astype(np.int64)), [int(i) for i in chosen], "validation")
+
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """Further numbers to follow in the loss per token [batch, T - 1]: none."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """What a run records of its data."""
+        return self._described(files=list(self.files))
+
+
+def _windows(ids: np.ndarray, T: int) -> np.ndarray:
+    if T < 2 or len(ids) < T:
+        raise BadData(f"{len(ids)} tokens fill no window of {T}; choose a length of 2 to {len(ids)}")
+    return ids[: len(ids) // T * T].reshape(-1, T)
+
+
+def open_tokens(paths: Sequence[str | Path], vocabulary: int | None) -> TokenData:
+    """Token ids of `.bin` files: with several files those named `val...` are the validation side, else the last tenth is."""
+    if vocabulary is None:
+        raise BadData(f"{paths[0]}: ids alone do not say their vocabulary; give its size (vocabulary=, --vocabulary)")
+    files = [Path(path).resolve() for path in paths]
+    held_out = [f for f in files if "val" in f.name.lower()] if len(files) > 1 else []
+    ids = {f: read_tokens(f, vocabulary) for f in files}
+    train = [ids[f] for f in files if f not in held_out]
+    if not train:
+        raise BadData(f"all of {', '.join(f.name for f in files)} are named as validation; name a training file too")
+    joined = train[0] if len(train) == 1 else np.concatenate(train)
+    if held_out:
+        return TokenData(joined, np.concatenate([ids[f] for f in held_out]), vocabulary, tuple(map(str, files)))
+    cut = len(joined) - len(joined) // 10
+    return TokenData(joined[:cut], joined[cut:], vocabulary, tuple(map(str, files)))
+
+
+def read_tokens(path: Path, vocabulary: int) -> np.ndarray:
+    """Ids [n] of a `.bin` file, not in memory: two or four bytes each, as its header says, else as the vocabulary needs.
+
+    Raises `BadData` for files that are cut off and ids outside the vocabulary.
+    """
+    if not path.is_file():
+        raise BadData(f"{path} does not exist; give a .bin file of token ids")
+    size, start = path.stat().st_size, 0
+    head = np.fromfile(path, "<i4", 3)
+    width, header = 2 if vocabulary <= 2**16 else 4, len(head) == 3 and size >= HEADER and int(head[0]) in HEADERS
+    if header:
+        version, width = HEADERS[int(head[0])]
+        start, count = HEADER, int(head[2])
+        if int(head[1]) != version or size != HEADER + count * width:
+            what = f"version {head[1]} and {count} ids"
+            raise BadData(f"{path} says {what}, which its {size} bytes do not hold: it is cut off")
+    if size <= start or (size - start) % width:
+        raise BadData(f"{path}: {size} bytes are no ids of {width} bytes, the width of a vocabulary of {vocabulary}")
+    ids = np.memmap(path, f"<u{width}", "r", start)
+    for begin in range(0, len(ids), 1 << 24):
+        if (high := int(ids[begin : begin + (1 << 24)].max())) >= vocabulary:
+            raise BadData(
+                f"{path} holds id {high}, outside the vocabulary 0..{vocabulary - 1}: it belongs to another tokenizer, or its "
+                f"ids are not {width} bytes wide"
+            )
+    return ids
+
+
+def prepare(
+    *, texts: Sequence[str | Path] | None = None, vocabulary: int | None = None, bos: Any = None,
+    root: Path | None = None, max_bytes: int | None = None,
+) -> TextData:  # fmt: skip
+    """Corpus (the running Python's standard library, or the user's own text files) and a tokenizer of its training part.
+
+    `vocabulary`: the tokenizer's size, the `tiny` preset's unless given (see benchmarks/tokenizer_vocabulary.py).
+    """
+    if bos not in (None, "first"):
+        raise UnknownName("bos option", bos, ["first"])
+    if texts:
+        corpus = corpora.from_files([Path(t) for t in texts])
+    else:
+        corpus = corpora.embedded(**({} if max_bytes is None else {"max_bytes": max_bytes}))
+    training = (document.text for document in corpus.split("train"))
+    data = TextData(corpus, train_tokenizer(training, vocabulary or PRESETS["tiny"].vocabulary), bos)
+    if root is not None:
+        data.save(root)
+    return data
+
+
+def open_data(description: dict[str, Any], root: Path) -> Data:
+    """The data a run was trained on, from its description; raises `BadCheckpoint` where the corpus is not under `root`."""
+    kind, name = description.get("kind"), str(description.get("hash"))
+    sizes = {key for key, value in description.items() if type(value) is int and 0 < value < 2**31}
+    if kind == "tokens":
+        return _reopen_tokens(description, name)
+    if kind == "repeated" and "vocabulary" in sizes and ("shortest" in sizes or description.get("shortest") is None):
+        return RepeatedData(description["vocabulary"], description.get("shortest"))
+    if kind == "backcopy" and {"vocabulary", "triggers"} <= sizes:
+        return BackcopyData(description["vocabulary"], description["triggers"])
+    if kind == "imported":
+        raise BadCheckpoint(
+            "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus (--data FILE)"
+        )
+    if kind != "text" or Path(name).name != name:
+        raise BadCheckpoint(f"unknown data {description!r}; give data= instead")
+    if not (root / name / "data.json").exists():
+        raise BadCheckpoint(f"the corpus {name} this run was trained on is not under {root}; give data= instead")
+    return _open_text(root / name, description.get("bos"))
+
+
+@lru_cache(maxsize=2)  # named by its content; tokenising it again for each checkpoint would cost more than measuring
+def _open_text(folder: Path, bos: Any) -> TextData:
+    try:
+        data = TextData(corpora.load(folder), Tokenizer.load(folder / "tokenizer.json"), bos)
+    except BadData as error:
+        raise BadCheckpoint(str(error)) from error
+    if data.hash != folder.name:
+        raise BadCheckpoint(f"{folder} holds other data than its name says; remove it and build it again")
+    return data
+
+
+def _reopen_tokens(description: dict[str, Any], name: str) -> TokenData:
+    try:
+        data = open_tokens([str(f) for f in description["files"]], int(description["vocabulary"]))
+    except (BadData, KeyError, TypeError, ValueError) as error:
+        what = f"the token files this run was trained on cannot be read: {error}"
+        raise BadCheckpoint(f"{what}; give data= instead") from error
+    if data.hash != name:
+        raise BadCheckpoint(f"{', '.join(data.files)} are no longer what this run was trained on; give data= instead")
+    return data

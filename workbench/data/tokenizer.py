@@ -1,0 +1,212 @@
+"""Byte-level BPE whose decode(encode(text)) is the text, and the token streams made with it.
+
+tokenizer = train_tokenizer((d.text for d in corpus.split("train")), 1024)
+stream = tokenize(corpus, tokenizer, "validation")
+ids, documents = stream.sequences(64, 128, seed=0)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import tokenizers
+
+from workbench.errors import BadCheckpoint, BadData, UnknownName
+from workbench.files import digest, read_text, write_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from workbench.data.corpus import Corpus
+
+EOS, BOS = "<|endoftext|>", "<|bos|>"
+SPECIALS = [EOS, BOS]
+EOS_ID, BOS_ID = 0, 1
+MIN_VOCABULARY = 256 + len(SPECIALS)
+VISIBLE = {" ": "·", "\n": "↵", "\t": "→"}
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Tokenizer:
+    """A byte-level BPE in which text never becomes a special token and every id can be shown."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        # "<|endoftext|>" written inside a text is text: only `tokenize` places the real one
+        backend.encode_special_tokens = True
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the text, without special tokens."""
+        if (broken := LONE_SURROGATE.search(text)) is not None:
+            raise BadData(f"half a character ({broken[0]!a}) at position {broken.start()}; give valid Unicode text")
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; bytes that end inside a character become U+FFFD, special tokens show their names."""
+        return self._backend.decode(self._checked(ids), skip_special_tokens=False)
+
+    def token_strings(self, ids: Iterable[int]) -> list[str]:
+        """One legible string per id: space as ·, newline as ↵, tab as →, other invisible or partial bytes as \\xNN."""
+        return [self._legible[i] for i in self._checked(ids)]
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, special tokens included."""
+        return self._backend.get_vocab_size()
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends each document."""
+        return EOS_ID
+
+    @property
+    def bos_id(self) -> int:
+        """The id that begins a document, where asked for."""
+        return BOS_ID
+
+    @cached_property
+    def hash(self) -> str:
+        """A short content address of vocabulary and merges."""
+        return digest(self._backend.to_str())
+
+    def save(self, path: Path) -> None:
+        """Write tokenizer.json in the format of the `tokenizers` library, atomically."""
+        write_text(path, self._backend.to_str(pretty=True))
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Read what `save` wrote; a missing, damaged or different tokenizer is refused."""
+        try:
+            tokenizer = cls(tokenizers.Tokenizer.from_str(read_text(path)))
+            special = [*map(tokenizer._backend.token_to_id, SPECIALS), len(tokenizer._legible)]
+        except Exception as error:  # the library raises bare Exception for damaged JSON
+            cause = f"no readable tokenizer in {path} ({error})"
+            raise BadCheckpoint(f"{cause}; copy it again or train it again") from error
+        if special != [EOS_ID, BOS_ID, tokenizer.vocab_size]:
+            wanted = f"{EOS} and {BOS} must have ids {EOS_ID} and {BOS_ID}"
+            raise BadCheckpoint(f"{path} is not a tokenizer of the workbench: {wanted}")
+        return tokenizer
+
+    @cached_property
+    def _legible(self) -> list[str]:
+        tokens = [self._backend.id_to_token(i) or "" for i in range(self.vocab_size)]
+        byte = _byte_of_character()
+        return SPECIALS + [_visible(bytes(byte[character] for character in token)) for token in tokens[2:]]
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        checked = [int(i) for i in ids]
+        wrong = next((i for i in checked if not 0 <= i < self.vocab_size), None)
+        if wrong is not None:
+            raise BadData(f"token id {wrong} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}")
+        return checked
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn a vocabulary of exactly `vocab_size` ids; give it the train side only."""
+    if vocab_size < MIN_VOCABULARY:
+        needed = f"256 bytes and {len(SPECIALS)} special tokens need {MIN_VOCABULARY}"
+        raise BadData(f"a vocabulary of {vocab_size} is too small; {needed}")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    if (size := backend.get_vocab_size()) < vocab_size:
+        raise BadData(f"the text yields {size} tokens, not {vocab_size}; ask for at most {size} or give more text")
+    return Tokenizer(backend)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDocuments:
+    """Token ids of documents in one flat array: document i is ids[starts[i]:starts[i + 1]]."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    domains: list[str]
+    sources: list[str]
+
+    def document(self, index: int) -> np.ndarray:
+        """The ids of one document, a view."""
+        return self.ids[self.starts[index] : self.starts[index + 1]]
+
+    @cached_property
+    def hash(self) -> str:
+        """A short content address."""
+        return digest(self.ids.tobytes(), self.starts.tobytes(), self.domains, self.sources)
+
+    def chunks(self, length: int) -> np.ndarray:
+        """Documents one after another, cut into [n, length] full chunks; the remainder is dropped. A view."""
+        _check_length(length)
+        count = len(self.ids) // length
+        if not count:
+            raise BadData(f"{len(self.ids)} tokens fill no chunk of {length}; choose a smaller length or more text")
+        return self.ids[: count * length].reshape(count, length)
+
+    def sequences(self, n: int, length: int, *, seed: int, domain: str | None = None) -> tuple[torch.Tensor, list[int]]:
+        """At most `n` windows [m, length], one per document, in seeded order, with the documents they come from.
+
+        Windows start anywhere in their document and never cross into another one; documents shorter than `length` are
+        left out. The first k of n sequences are the k sequences one gets when asking for k.
+        """
+        import torch
+
+        _check_length(length)
+        if n < 1 or seed < 0:
+            raise BadData(f"n is {n} and seed is {seed}; n must be at least 1 and seed at least 0")
+        order, where = np.random.default_rng(seed).random((2, len(self.domains)))  # of all: domains share windows
+        spare = np.diff(self.starts) - length
+        chosen = [int(i) for i in np.argsort(order) if spare[i] >= 0 and self._is_in(int(i), domain)][:n]
+        if not chosen:
+            lengths = [len(self.document(i)) for i in range(len(self.domains)) if self._is_in(i, domain)]
+            which = f"{domain} document" if domain else "document"
+            raise BadData(f"no {which} has {length} tokens; the longest has {max(lengths, default=0)}")
+        begin = [self.starts[i] + int(where[i] * (spare[i] + 1)) for i in chosen]
+        return torch.from_numpy(np.stack([self.ids[b : b + length] for b in begin]).astype(np.int64)), chosen
+
+    def _is_in(self, index: int, domain: str | None) -> bool:
+        if domain is not None and domain not in self.domains:
+            raise UnknownName("domain", domain, set(self.domains))
+        return domain is None or self.domains[index] == domain
+
+
+def tokenize(
+    corpus: Corpus, tokenizer: Tokenizer, split: str, *, bos: Literal["first"] | None = None
+) -> TokenDocuments:
+    """The documents of one side as ids, each ended by <|endoftext|> and, with bos="first", begun by <|bos|>."""
+    if bos not in (None, "first"):
+        raise UnknownName("bos option", bos, ["first"])
+    documents = corpus.split(split)
+    begin = [tokenizer.bos_id] if bos else []
+    arrays = [np.array([*begin, *tokenizer.encode(d.text), tokenizer.eos_id], dtype=np.int32) for d in documents]
+    starts = np.cumsum([0] + [len(array) for array in arrays])
+    flat = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)
+    return TokenDocuments(flat, starts, [d.domain for d in documents], [d.source for d in documents])
+
+
+def _check_length(length: int) -> None:
+    if length < 2:
+        raise BadData(f"a length of {length} tokens predicts nothing; choose at least 2")
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Undo the byte-level alphabet: printable Latin-1 stands for itself, the other bytes follow from U+0100 on."""
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in itself]
+    return {chr(byte): byte for byte in itself} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _visible(token: bytes) -> str:
+    def escaped(character: str) -> str:
+        return "".join(f"\\x{byte:02x}" for byte in character.encode())
+
+    shown = token.decode("utf-8", errors="backslashreplace")
+    return "".join(VISIBLE.get(c) or (c if c.isprintable() else escaped(c)) for c in shown)

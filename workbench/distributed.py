@@ -1,0 +1,84 @@
+"""One program in several processes, as `accelerate launch` and `torchrun` start it: who this one is, and what they exchange.
+
+Alone, every function here does nothing. What is exchanged travels pickled between the processes of one launch, which run
+the same code for the same user; no file is ever read that way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any, TypeVar
+
+from workbench.errors import WorkbenchError
+
+T = TypeVar("T")
+
+
+def world_size() -> int:
+    """How many a launcher has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Which of them this is, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def join(device: str | None) -> str | None:
+    """Meet the other processes, once; returns the device of this one where none was asked for."""
+    if world_size() == 1:
+        return device
+    from accelerate import PartialState
+
+    atexit.register(leave)
+    state = PartialState(cpu=device == "cpu")
+    return device or str(state.device)
+
+
+def leave() -> None:
+    """End the launcher's process group before the interpreter does: its threads abort a process that just exits."""
+    import torch
+
+    gc.collect()  # a finished training holds the group, and with it the threads, through its wrapped model
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def shard(items: Iterable[T]) -> Iterable[T]:
+    """This process's items: every k-th of them."""
+    return islice(items, rank(), None, world_size())
+
+
+def all_gather(mine: T) -> list[T]:
+    """What each process has, in their order; the same everywhere. All must call it alike."""
+    if world_size() == 1:
+        return [mine]
+    import torch
+
+    gathered: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered
+
+
+def scatter(work: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """The results of all, each computed by one process and known to every one. A `WorkbenchError` of one is raised in all."""
+    if world_size() == 1:
+        return {name: make() for name, make in work.items()}
+    mine: dict[str, T | WorkbenchError] = {}
+    for name in shard(work):
+        try:
+            mine[name] = work[name]()
+        except WorkbenchError as error:  # the others would wait for it for ever
+            mine[name] = error
+    everything = {name: result for part in all_gather(mine) for name, result in part.items()}
+    results: dict[str, T] = {}
+    for name in work:
+        result = everything[name]
+        if isinstance(result, WorkbenchError):
+            raise result
+        results[name] = result
+    return results

@@ -1,0 +1,248 @@
+"""What every kind of edit has: options as data, the layers and heads it can act on, the activations it reads, its hooks.
+
+A kind is one class: its docstring says what it does, `presets` name its common forms in words, `refuse` and `check` say what
+it does not allow, `points` where it acts, and `apply` makes the hooks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData, WorkbenchError
+from workbench.interventions.ablation import branches
+from workbench.interventions.edits.text import Numbers, checked, written
+from workbench.interventions.values import TokenMeans
+from workbench.models.hooked import HookedModel
+from workbench.names import ACTIVATIONS, stream_hook
+
+Hook = tuple[str, Callable[..., Any]]
+KEY_VALUE = "key-value head"
+HEADS = {"v": KEY_VALUE, "own_v": KEY_VALUE, "k": KEY_VALUE, "arriving": KEY_VALUE, "q": "head", "z": "head"}
+"""What the heads of a site are called; sites that are not listed have none."""
+
+
+def one_of(*choices: str) -> Any:
+    """An option with these values, the first by default."""
+    return field(default=choices[0], metadata={"choices": choices})
+
+
+@dataclass
+class Inputs:
+    """What edits read beside the running model: the prompt [batch, pos], a second one, tables of means by site."""
+
+    tokens: Tensor | None = None
+    other: Tensor | None = None
+    means: Mapping[str, TokenMeans] = field(default_factory=dict)
+    activations: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    """Of the unedited model: (`same` or `other` prompt, hook point) -> tensor."""
+
+    @classmethod
+    def of(cls, model: HookedModel, tokens: Any, other: Any, means: Any) -> Inputs:
+        """From ids or text, and a table or several."""
+        tables = [means] if isinstance(means, TokenMeans) else list((means or {}).values())
+        ids, second = (None if x is None else model.to_tokens(x) for x in (tokens, other))
+        return cls(ids, second, {table.site: table for table in tables})
+
+    @torch.no_grad()
+    def read(self, model: HookedModel, prompt: str, names: Sequence[str]) -> None:
+        """Run a prompt once for those of its activations that are not here yet."""
+        absent = [name for name in names if (prompt, name) not in self.activations]
+        if absent:
+            ids = self.tokens if prompt == "same" else self.other
+            _, cache = model.run_with_cache(ids, names_filter=absent, return_type=None)
+            self.activations.update({(prompt, name): cache[name] for name in absent})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """One change; `layer` lists the layers from 0, empty: all that have what is changed.
+
+    Numbers may be given as one, as a list or as text. Raises `UnknownName` and `WorkbenchError` for what is not allowed.
+    """
+
+    kind: ClassVar[str]
+    presets: ClassVar[Mapping[str, str]] = {}
+    """Common forms, as texts without their kind, in words."""
+    layer: Numbers = ()
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            object.__setattr__(self, option.name, checked(self.kind, option, getattr(self, option.name)))
+        for name in ("layer", "head"):
+            if any(n < 0 for n in getattr(self, name, ())):
+                raise WorkbenchError(f"{self}: {name}s are counted from 0")
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Raise `WorkbenchError` for options that contradict each other."""
+
+    def only_with(self, name: str, key: str, value: str) -> None:
+        """Refuse an option that has no meaning here."""
+        default = next(f.default for f in dataclasses.fields(self) if f.name == name)
+        if getattr(self, name) != default and getattr(self, key) != value:
+            raise WorkbenchError(f"{self}: {name} goes with {key}={value}; drop it or set {key}={value}")
+
+    def changed(self) -> dict[str, Any]:
+        return {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the kind and the options that are not the default."""
+        return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in self.changed().items()}
+
+    def __str__(self) -> str:
+        options = ",".join(f"{name}={written(value)}" for name, value in self.changed().items())
+        return f"{self.kind}:{options}" if options else self.kind
+
+    @property
+    def target(self) -> str:
+        """The site it changes: an activation's name, `stream`, or `arriving` (values from other layers or a table)."""
+        return ""
+
+    @property
+    def heads(self) -> str:
+        """What the heads are called that can be edited apart; empty where there are none."""
+        return HEADS.get(self.target, "") if hasattr(self, "head") else ""
+
+    @property
+    def reads_other(self) -> bool:
+        """Whether it reads a second prompt."""
+        return False
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether it reads the prompt itself, hence holds for runs on it alone."""
+        return self.reads_other
+
+    @property
+    def reads_means(self) -> str:
+        """The site whose table of means per token it reads; empty where it reads none."""
+        return ""
+
+    @property
+    def outermost(self) -> bool:
+        """Whether it is applied around the others."""
+        return False
+
+    def points(self, model: HookedModel, layer: int) -> list[str]:
+        """Hook points it changes at a layer."""
+        return site_points(model, self.target, layer)
+
+    def what(self, model: HookedModel) -> str:
+        """What it changes, in words; raises `WorkbenchError` where a model has none of its kind."""
+        return self.target
+
+    def has(self, model: HookedModel, layer: int) -> bool:
+        """Whether a model has at a layer what the edit changes."""
+        points = self.points(model, layer)
+        return bool(points) and all(name in model.hook_dict for name in points)
+
+    def n_layers(self, model: HookedModel) -> int:
+        """How many layers it counts."""
+        return model.config.n_layers
+
+    def layers(self, model: HookedModel) -> list[int]:
+        """The layers it changes: those it names, or all that have what it changes.
+
+        Raises `WorkbenchError` where the architecture lacks it at a layer that is named, or at all.
+        """
+        count, what = self.n_layers(model), self.what(model)
+        if beyond := [n for n in self.layer if n >= count]:
+            raise WorkbenchError(f"{self}: layer {beyond[0]} is beyond 0..{count - 1}; nearest {count - 1}")
+        having = [n for n in range(count) if self.has(model, n)]
+        if not having:
+            raise WorkbenchError(f"{self}: {model.architecture} has no {what}")
+        if lacking := [n for n in self.layer if n not in having]:
+            raise WorkbenchError(
+                f"{self}: {model.architecture} has no {what} at layer {lacking[0]}; it has at"
+                f" {', '.join(map(str, having))}"
+            )
+        return list(self.layer) or having
+
+    def n_heads(self, model: HookedModel) -> int:
+        """How many heads of a model it can tell apart."""
+        return {"": 0, KEY_VALUE: model.config.n_key_value_heads}.get(self.heads, model.config.n_heads)
+
+    def check(self, model: HookedModel, inputs: Inputs) -> None:
+        """Raise where heads or positions are beyond the model and the prompts, or what the edit reads is missing."""
+        count = self.n_heads(model)
+        if beyond := [h for h in getattr(self, "head", ()) if h >= count]:
+            raise WorkbenchError(f"{self}: {self.heads} {beyond[0]} is beyond 0..{count - 1}; nearest {count - 1}")
+        if self.reads_prompt and inputs.tokens is None:
+            raise BadData(f"{self} reads the prompt: give it as tokens=...")
+        if self.reads_other:
+            self._check_other(inputs)
+        if inputs.tokens is not None:
+            self.in_reach(getattr(self, "position", ()), inputs.tokens)
+
+    def _check_other(self, inputs: Inputs) -> None:
+        assert inputs.tokens is not None
+        if inputs.other is None:
+            raise BadData(f"{self} reads a second prompt: give it as other=...")
+        (rows, length), (others, other) = inputs.tokens.shape, inputs.other.shape
+        if others not in (1, rows):
+            raise BadData(f"{self}: {others} second prompts for {rows} prompts; give one, or as many")
+        if length != other and not getattr(self, "position", ()):
+            how = "name positions, or cut one" if hasattr(self, "position") else "cut one"
+            raise BadData(f"{self}: the prompts have {length} and {other} tokens; {how}")
+
+    def in_reach(self, positions: Numbers, ids: Tensor) -> None:
+        """Raise `BadData` for a position beyond ids [batch, pos]."""
+        length = ids.shape[1]
+        if beyond := [p for p in positions if not -length <= p < length]:
+            near = length - 1 if beyond[0] > 0 else -length
+            raise BadData(f"{self}: position {beyond[0]} is beyond the {length} tokens; nearest {near}")
+
+    def prepare(self, model: HookedModel, layers: Sequence[int], inputs: Inputs) -> None:
+        """Read what it needs of the unedited model into `inputs`."""
+
+    def apply(self, model: HookedModel, layer: int, inputs: Inputs, stack: ExitStack) -> list[Hook]:
+        """Hooks that make it at a layer; anything else is undone when the stack closes."""
+
+        def change(tensor: Tensor, hook: Any) -> Tensor:
+            new = self.replaced(model, tensor, str(hook.name), layer, inputs)
+            return _into(tensor, new, getattr(self, "head", ()))
+
+        return [(name, change) for name in self.points(model, layer)]
+
+    def replaced(self, model: HookedModel, tensor: Tensor, name: str, layer: int, inputs: Inputs) -> Tensor:
+        """What stands in for an activation at a hook point."""
+        raise NotImplementedError
+
+    def same_prompt(self, tensor: Tensor, inputs: Inputs) -> None:
+        """Raise `BadData` where the model runs on another prompt than the one that was read."""
+        assert inputs.tokens is not None
+        if tensor.shape[:2] != inputs.tokens.shape:
+            raise BadData(
+                f"{self} stands for a prompt of {tuple(inputs.tokens.shape)} tokens, but the model runs on"
+                f" {tuple(tensor.shape[:2])}"
+            )
+
+
+def site_points(model: HookedModel, site: str, layer: int) -> list[str]:
+    """Hook points of a site at a layer."""
+    if site == "arriving":
+        return branches(model).get(layer, [])
+    if site == "stream":
+        return [stream_hook(layer, model.config.n_layers)]
+    return [ACTIVATIONS[site].hook.format(layer=layer)]
+
+
+def mean_over_positions(tensor: Tensor) -> Tensor:
+    """The mean of [batch, pos, ...] over positions, at each of them."""
+    return tensor.mean(1, keepdim=True).expand_as(tensor)
+
+
+def _into(tensor: Tensor, new: Tensor, heads: Numbers) -> Tensor:
+    """`new` at the heads [batch, pos, head, d_head], all where none is named; `tensor` elsewhere."""
+    if not heads:
+        return new
+    out = tensor.clone()
+    out[:, :, list(heads)] = new[:, :, list(heads)]
+    return out

@@ -1,0 +1,248 @@
+"""One pass of a model over sequences: activations are reduced inside the hooks, then every number gets its error bar.
+
+Per-sequence metrics: mean, standard error and n over documents. Accumulated ones: the error by deleting one of the metric's
+groups of documents at a time (jackknife). Processes of one launch take turns over the batches and exchange what they find.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench import distributed
+from workbench.data.sources import Sample
+from workbench.metrics import Metric
+from workbench.metrics.base import AXES
+from workbench.models.transformer import Transformer
+from workbench.names import ACTIVATIONS, stream_hook
+
+WHOLE = ("logits", "tokens")
+"""What is there once for a sequence, not at a hook point."""
+
+LAYER_WEIGHTS = ("W_O",)
+"""Weights of a layer that a metric of activations may read too."""
+
+
+@dataclass
+class Reduction:
+    """A metric with one choice of site, variant or control: what it reads and what it has found per layer."""
+
+    metric: Metric
+    site: str | None
+    variant: str | None = None
+    control: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    parts: dict[Any, Any] = field(default_factory=dict)  # layer -> list of tensors, or accumulators per fold
+
+    def hooks(self, layer: Any, model: Transformer) -> dict[str, str]:
+        """Hook point of each activation it reads at a layer; empty where the model lacks one of them."""
+        aliases = [a for a in self.metric.reads(self.site) if a not in WHOLE]
+        points = {alias: _hook_of(alias, layer, model) for alias in aliases}
+        if (layer is None) is any(ACTIVATIONS[a].per_layer for a in aliases):
+            return {}
+        if not set(self.metric.arguments).isdisjoint(LAYER_WEIGHTS) and not _weights_of(layer, model):
+            return {}
+        return {a: hook for a, hook in points.items() if hook is not None} if all(points.values()) else {}
+
+    def feed(self, layer: Any, inputs: Mapping[str, Tensor], documents: range) -> None:
+        """Reduce one batch: `inputs` by name, `documents` the row of each sequence in the sample."""
+        given = {a: inputs[self.site if a == "vectors" and self.site else a] for a in self.metric.arguments}
+        if self.metric.form == "per_sequence":
+            self.parts.setdefault(layer, []).append(self.metric.function(**given, **self.options).double().cpu())
+            return
+        folds = self.parts.setdefault(layer, [self.metric.function(**self.options) for _ in range(self.metric.folds)])
+        for row, document in enumerate(documents):
+            one = {name: value[row : row + 1] for name, value in given.items()}
+            folds[document % self.metric.folds].update(**one)
+
+
+def reductions_of(metric: Metric) -> list[Reduction]:
+    """A metric at each of its sites, plain, in its variants, and (accumulated) with its controls."""
+    per_sequence = metric.form == "per_sequence"
+    reductions = []
+    for site in metric.sites or (None,):
+        reductions.append(Reduction(metric, site))
+        if per_sequence:
+            reductions += [
+                Reduction(metric, site, variant, None, options) for variant, options in metric.variants.items()
+            ]
+        else:
+            reductions += [
+                Reduction(metric, site, None, control, options) for control, options in metric.controls.items()
+            ]
+    return reductions
+
+
+def _hook_of(alias: str, layer: Any, model: Transformer) -> str | None:
+    """Hook point of an activation at a layer (None: of the whole model), None where this model has none there."""
+    n_layers = model.config.n_layers
+    if not ACTIVATIONS[alias].per_layer:
+        return ACTIVATIONS[alias].hook
+    if layer is None or (alias != "stream" and layer in (n_layers, "final")):
+        return None
+    name = stream_hook(layer, n_layers) if alias == "stream" else ACTIVATIONS[alias].hook.format(layer=layer)
+    return name if name in model.hook_dict else None
+
+
+def _weights_of(layer: Any, model: Transformer) -> dict[str, Tensor]:
+    """`LAYER_WEIGHTS` by name, where this model has them at this layer."""
+    if layer is None or layer in (model.config.n_layers, "final") or not hasattr(model, "blocks"):
+        return {}
+    attn = getattr(model.blocks[layer], "attn", None)
+    return {name: getattr(attn, name).detach() for name in LAYER_WEIGHTS if hasattr(attn, name)}
+
+
+def collect(model: Transformer, sample: Sample, reductions: Sequence[Reduction], batch: int) -> None:
+    """Run the model over the sample once; a layer's activations are dropped as soon as its metrics have read them."""
+    layers = [None, *range(model.config.n_layers + 1), "final"]
+    plan = {
+        layer: [(reduction, hooks) for reduction in reductions if (hooks := reduction.hooks(layer, model))]
+        for layer in layers
+    }
+    weights = {layer: _weights_of(layer, model) for layer in layers}
+    whole = [reduction for reduction in reductions if set(reduction.metric.reads(reduction.site)) <= set(WHOLE)]
+    if not whole and not any(plan.values()):
+        return
+    for start in distributed.shard(range(0, len(sample.ids), batch)):
+        ids = sample.ids[start : start + batch].to(model.embed.weight.device)
+        documents = range(start, start + len(ids))
+        reducers = [
+            hook
+            for layer, entries in plan.items()
+            for hook in _reducers(layer, entries, {"tokens": ids} | weights[layer], documents)
+        ]
+        with torch.no_grad(), model.hooks(reducers):
+            logits = (getattr(model, "everywhere", model) if whole else model)(ids)
+        for reduction in whole:
+            reduction.feed(None, {"logits": logits, "tokens": ids}, documents)
+    _exchange(reductions)
+
+
+def _exchange(reductions: Sequence[Reduction]) -> None:
+    """Put together what the processes of one launch found: batches in their order, accumulators merged fold by fold."""
+    parts = distributed.all_gather([reduction.parts for reduction in reductions])
+    if len(parts) == 1:
+        return
+    for number, reduction in enumerate(reductions):
+        each = [part[number] for part in parts]
+        layers = {layer: None for part in each for layer in part}
+        if reduction.metric.form == "per_sequence":
+            turns = {layer: itertools.zip_longest(*(part.get(layer, ()) for part in each)) for layer in layers}
+            reduction.parts = {layer: [t for turn in turns[layer] for t in turn if t is not None] for layer in layers}
+            continue
+        whole = {
+            layer: [reduction.metric.function(**reduction.options) for _ in range(reduction.metric.folds)]
+            for layer in layers
+        }
+        for part in each:
+            for layer, folds in part.items():
+                for fold, more in zip(whole[layer], folds, strict=True):
+                    fold.merge(more)
+        reduction.parts = whole
+
+
+def _reducers(
+    layer: Any, entries: Sequence[tuple[Reduction, dict[str, str]]], given: Mapping[str, Tensor], documents: range
+) -> list[tuple[str, Callable[..., None]]]:
+    """Hooks that hold a layer's activations, beside what is given, until the last metric that reads them has them all."""
+    alias_of = {hook: alias for _, hooks in entries for alias, hook in hooks.items()}
+    waiting = {id(reduction): set(hooks.values()) for reduction, hooks in entries}
+    held = dict(given)
+
+    def arrive(tensor: Tensor, hook: Any) -> None:
+        held[alias_of[hook.name]] = tensor
+        for reduction, _ in entries:
+            missing = waiting[id(reduction)]
+            if hook.name in missing:
+                missing.discard(hook.name)
+                if not missing:
+                    reduction.feed(layer, held, documents)
+        if not any(waiting.values()):
+            held.clear()
+
+    return [(hook, arrive) for hook in alias_of]
+
+
+def rows_of(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]:
+    """Records of what a reduction has found."""
+    for layer, parts in reduction.parts.items():
+        unit = reduction.metric.units.get(reduction.variant or "", reduction.metric.unit)
+        axes = _axes(reduction, layer, n_layers) | {"control": reduction.control, "unit": unit}
+        if reduction.metric.form == "accumulated":
+            yield from _accumulated_rows(reduction, parts, axes, len(sample.ids))
+            continue
+        values = torch.cat(parts)
+        se = values.std(0) / math.sqrt(len(values)) if len(values) > 1 else torch.full_like(values[0], math.nan)
+        named = (*reduction.metric.axes, "head") if reduction.variant == "per_head" else reduction.metric.axes
+        yield from _spread(axes | {"n": len(values)}, named, values.mean(0), se)
+        if reduction.variant is None:
+            yield from _control_rows(reduction, sample, axes)
+
+
+def samples_of(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]:
+    """One value per document, where a metric has no position axis."""
+    if reduction.metric.form != "per_sequence" or set(reduction.metric.axes) - {"head"}:
+        return
+    for layer, parts in reduction.parts.items():
+        axes, values = _axes(reduction, layer, n_layers), torch.cat(parts)
+        for document, row in zip(sample.documents, values, strict=True):
+            heads = [{}] if values.ndim == 1 else [{"head": head} for head in range(values.shape[1])]
+            for head, value in zip(heads, row.reshape(-1).tolist(), strict=True):
+                yield axes | head | {"document": document, "value": value}
+
+
+def _axes(reduction: Reduction, layer: Any, n_layers: int) -> dict[str, Any]:
+    """Stream layers are numbered by their readers; the final norm's output is site `final`."""
+    where = {"site": "final", "layer": n_layers} if layer == "final" else {"site": reduction.site, "layer": layer}
+    return where | {"variant": reduction.variant}
+
+
+def _spread(axes: dict[str, Any], named: Sequence[str], mean: Tensor, se: Tensor) -> Iterator[dict[str, Any]]:
+    """One row for each entry of `mean`, its indices under the record's names of the axes."""
+    columns = [AXES[axis] for axis in named]
+    places = itertools.product(*map(range, mean.shape))
+    for place, value, error in zip(places, mean.flatten().tolist(), se.flatten().tolist(), strict=True):
+        yield axes | dict(zip(columns, place, strict=True)) | {"value": value, "se": error}
+
+
+def _control_rows(reduction: Reduction, sample: Sample, axes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Theoretical baselines of a per-sequence metric, written once per layer; they have no error."""
+    for name, control in reduction.metric.controls.items():
+        reads = inspect.signature(control).parameters
+        given = {"T": sample.ids.shape[1], "tokens": sample.ids}
+        value = torch.as_tensor(control(**{a: given[a] for a in reads}), dtype=torch.double)
+        value = value.mean(0) if "tokens" in reads else value  # one per sequence
+        named = [axis for axis in reduction.metric.axes if axis != "head"] if value.ndim else []
+        yield from _spread(axes | {"control": name}, named, value, torch.full_like(value, math.nan))
+
+
+def _accumulated_rows(reduction: Reduction, folds: list[Any], axes: dict[str, Any], n: int) -> Iterator[dict[str, Any]]:
+    used = folds[:n]
+    whole, own = _result(reduction, used)
+    left_out = [_result(reduction, [f for f in used if f is not fold])[0] for fold in used] if len(used) > 2 else []
+    for key, numbers in whole.items():
+        value = torch.tensor(numbers, dtype=torch.double)
+        error = torch.full_like(value, own.get(key, math.nan))
+        if left_out and not math.isnan(own.get(key, 0.0)):  # else it says that it has none
+            others = torch.tensor([one[key] for one in left_out], dtype=torch.double)
+            error = ((len(used) - 1) / len(used) * (others - others.mean(0)).square().sum(0)).sqrt()
+        unit = reduction.metric.units.get(key, reduction.metric.unit)
+        yield from _spread(axes | {"variant": key or None, "unit": unit, "n": n}, ["index"] * value.ndim, value, error)
+
+
+def _result(
+    reduction: Reduction, parts: Iterable[Any]
+) -> tuple[Mapping[str, float | list[float]], Mapping[str, float]]:
+    """(values, their errors where the accumulator knows them by itself)."""
+    total = reduction.metric.function(**reduction.options)
+    for part in parts:
+        total.merge(part)
+    result = total.result()
+    return result if isinstance(result, Mapping) else {"": result}, getattr(total, "errors", {})

@@ -1,0 +1,227 @@
+"""Checkpoint + metrics + data -> records, each number with its error bar.
+
+What is stored already under the same weights, data, metric and options is not run again. Under `accelerate launch` the
+processes share the work and all return the same records; the first one keeps them.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench import distributed
+from workbench.console import time_left
+from workbench.data.sources import Sample
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.files import digest
+from workbench.interventions import INTERVENTIONS, Intervention
+from workbench.interventions.base import mean_row, trainable
+from workbench.kernels import attention_form
+from workbench.measurement.forward_pass import collect, reductions_of, rows_of, samples_of
+from workbench.measurement.subjects import Subject, Tables, refuse_unfit, sample_of, subjects
+from workbench.metrics import METRICS, Metric
+from workbench.models.cache import KeyValueCache
+from workbench.models.transformer import Transformer
+from workbench.names import STATISTICS
+from workbench.runs.records import SAMPLE_COLUMNS, provenance, records, typed
+
+Measure = Metric | Intervention
+CACHED = 16  # tokens behind the bytes of a key-value cache, which grow in proportion
+
+
+def measure(
+    models_or_runs: Any,
+    metrics: str | Sequence[str],
+    data: Any = None,
+    *,
+    steps: str | int | list[int] = "last",
+    n: int = 64,
+    T: int | None = None,
+    batch: int = 8,
+    seed: int = 0,
+    device: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> pd.DataFrame:
+    """Measure models or runs and return records, one tidy row per number.
+
+    Args:
+        models_or_runs: a model, run, path, or a list of them.
+        metrics: names from `METRICS` and `INTERVENTIONS`, or one name.
+        data: ids [n, T], text, a path or a corpus; default the run's validation split, one window per document.
+        steps: for runs: `last`, `first`, `ends`, `all`, a step or a list.
+        n: documents at most; ids and text are taken whole. T: tokens of each (default the run's training length; ids and
+            text: all of theirs). batch: sequences at a time; results do not depend on it. seed: which windows.
+
+    Records of a run are kept under `<run>/records` and not measured twice. Raises `UnknownName` for a metric, `BadData` for
+    data that cannot be used, `WorkbenchError` where a metric needs longer sequences.
+    """
+    wanted = [_find(name) for name in ([metrics] if isinstance(metrics, str) else metrics)]
+    if not wanted or batch < 1 or n < 1:
+        raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
+    chosen, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
+    for subject in chosen:
+        if (shared := _sharing(subject)) not in samples:
+            samples[shared] = sample_of(data, subject, n, T, seed)
+        refuse_unfit(samples[shared], subject)
+        refuse_short(samples[shared], wanted)
+    frames, took = [], list[float]()
+    for subject in chosen:
+        if progress and distributed.rank() == 0:
+            whose, left = subject.axes, time_left(took, len(chosen) - len(took))
+            progress(f"{whose['run']} step {whose['step']}, {len(took) + 1} of {len(chosen)}{left}")
+        begin = time.perf_counter()
+        frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch))
+        subject.forget()
+        took.append(time.perf_counter() - begin)
+    return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+
+
+def refuse_short(sample: Sample, wanted: Sequence[Measure]) -> None:
+    """Raise `WorkbenchError` where a metric needs longer sequences."""
+    T = sample.ids.shape[1]
+    for item in wanted:
+        if item.min_length > T:
+            raise WorkbenchError(f"{item.name} needs sequences of {item.min_length} tokens; these have {T}")
+
+
+def _find(name: str) -> Measure:
+    measures: dict[str, Measure] = {**METRICS, **INTERVENTIONS}
+    if name not in measures:
+        raise UnknownName("metric", name, measures)
+    return measures[name]
+
+
+def _sharing(subject: Subject) -> Any:
+    """Subjects for which this is equal read the same sequences: runs on one corpus, or anything on given ids."""
+    if subject.run is None:
+        return id(subject)
+    return str(subject.run.path.parent), str(subject.run.info["data"]), subject.run.train.T
+
+
+def _measure_one(subject: Subject, wanted: Sequence[Measure], sample: Sample, batch: int) -> pd.DataFrame:
+    keys = {_key(subject, sample, item): item for item in wanted}
+    stored = subject.get(sample, list(keys))
+    if distributed.world_size() > 1:  # what the first one knew: it may have stored more since the others read
+        stored = subject.get(sample, distributed.all_gather(list(stored))[0])
+    missing = {key: item for key, item in keys.items() if key not in stored}
+    if missing:
+        fresh = _compute(subject, missing, sample, batch)
+        if subject.run is None or distributed.rank() == 0:
+            subject.put(sample, fresh)
+        distributed.all_gather(None)  # all processes wait until they are kept
+        stored |= {key: frame for key, (frame, _) in fresh.items()}
+    frame = pd.concat([stored[key] for key in keys], ignore_index=True)
+    return typed(frame.assign(**subject.axes))  # a renamed run keeps its numbers
+
+
+def _key(subject: Subject, sample: Sample, item: Measure) -> str:
+    """What one measurement is kept under."""
+    machine = item.machine if isinstance(item, Intervention) else ()
+    return digest(subject.weights, sample.hash, item.name, item.version, *machine)
+
+
+def _training(subject: Subject, sample: Sample) -> Any:
+    """Where training sequences come from: the run's own data, or what was given where its training data are unknown."""
+    if subject.run is None or subject.run.info["data"]["kind"] == "imported":
+        return sample.source
+    return subject.run.data
+
+
+def _compute(subject: Subject, missing: Mapping[str, Measure], sample: Sample, batch: int) -> dict[str, Tables]:
+    model = subject.model.eval()
+    for item in missing.values():
+        if getattr(model, "foreign", None) is not None and isinstance(item, Metric) and item.form == "derived":
+            raise WorkbenchError(
+                f"{item.name} reads weights by our names, which an observed module does not have; leave it out"
+            )
+    streamed = {k: reductions_of(m) for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
+    collect(model, sample, [reduction for reductions in streamed.values() for reduction in reductions], batch)
+
+    def results(key: str, item: Measure) -> Tables:
+        rows: Iterable[dict[str, Any]]
+        samples: Iterable[dict[str, Any]] = ()
+        if key in streamed:
+            rows = (row for reduction in streamed[key] for row in rows_of(reduction, sample, model.config.n_layers))
+            samples = (
+                row for reduction in streamed[key] for row in samples_of(reduction, sample, model.config.n_layers)
+            )
+        elif isinstance(item, Intervention):
+            rows = item.function(model, sample, _training(subject, sample), batch)
+        else:
+            rows = _derived_rows(model, item, sample)
+        common = _common(subject, key, item, sample)
+        return records(common | row for row in rows), records((common | r for r in samples), SAMPLE_COLUMNS)
+
+    return distributed.scatter({key: partial(results, key, item) for key, item in missing.items()})
+
+
+def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[str, Any]:
+    """What all rows of one measurement share."""
+    weight = subject.model.embed.weight
+    origin = provenance(
+        reading=item.reading, key=key, weights=subject.weights, data=sample.hash, version=item.version,
+        assumed=subject.model.assumed, torch=torch.__version__.split("+")[0], python=platform.python_version(),
+        device=str(weight.device.type), dtype=str(weight.dtype).removeprefix("torch."), **_streaming(subject.model, item),
+    )  # fmt: skip
+    shared = {"metric": item.name, "data": sample.label, "T": sample.ids.shape[1], "provenance": origin}
+    return subject.axes | shared
+
+
+def _streaming(model: Transformer, item: Measure) -> dict[str, str]:
+    """How the attention statistics that a measure reads are taken here, where it reads any."""
+    if isinstance(item, Metric) and set(STATISTICS).isdisjoint(item.arguments):
+        return {}  # an experiment may read them too
+    weight, joint = model.embed.weight, [getattr(block.attn, "joint", None) for block in model.blocks]
+    form = attention_form(weight.device, weight.dtype, model.config.d_head)
+    return {"attention": "+".join(sorted({form if one is None else "strips" for one in joint}))}
+
+
+def _derived_rows(model: Transformer, metric: Metric, sample: Sample) -> Iterator[dict[str, Any]]:
+    """Rows of a metric of weights or a cache (exact), or of gradients (one document at a time: mean, se, n over documents)."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    if "gradients" not in metric.arguments:
+        given: dict[str, Any] = {"weights": weights}
+        if "cache" in metric.arguments:
+            given["cache"] = _decoded(model, sample.ids[:1, :CACHED])
+        given = {name: given[name] for name in metric.arguments}
+        settings: list[tuple[str | None, Mapping[str, Any]]] = [(None, {}), *metric.controls.items()]
+        for control, options in settings:
+            for row in metric.function(**given, **options):
+                axes = {"part": row.part, "layer": row.layer, "control": control, "unit": metric.unit}
+                yield axes | {"value": row.value}
+        return
+    variants: list[tuple[str | None, Mapping[str, Any]]] = [(None, {}), *metric.variants.items()]
+    results: dict[tuple[str | None, str, int | None], list[float]] = {}
+    for ids in sample.ids[:, None]:
+        gradients = {output: _gradients(model, ids, output=output) for output in {v == "output" for v, _ in variants}}
+        for variant, options in variants:
+            for row in metric.function(gradients[variant == "output"], weights, **options):
+                results.setdefault((variant, row.part, row.layer), []).append(row.value)
+    for (variant, part, layer), values in results.items():
+        unit = metric.units.get(variant or "", metric.unit)
+        yield mean_row(torch.tensor(values, dtype=torch.double), part=part, layer=layer, variant=variant, unit=unit)
+
+
+def _decoded(model: Transformer, ids: Tensor) -> KeyValueCache:
+    """The 16-bit cache of a sequence, its last token read by itself as decoding does."""
+    cache = model.new_cache(len(ids), dtype=torch.bfloat16)
+    for part in (ids[:, :-1], ids[:, -1:]):
+        model(part, return_type=None, past_kv_cache=cache)
+    return cache
+
+
+def _gradients(model: Transformer, ids: Tensor, *, output: bool) -> dict[str, Tensor]:
+    """Gradients of the mean loss (or of the mean largest logit) with respect to every matrix; none is kept on the model."""
+    named = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    ids = ids.to(model.embed.weight.device)
+    with torch.enable_grad(), model.lock, trainable(named.values()):
+        scalar = model(ids).max(-1).values.mean() if output else model(ids, return_type="loss")
+        gradients = torch.autograd.grad(scalar, list(named.values()))
+    return dict(zip(named, gradients, strict=True))

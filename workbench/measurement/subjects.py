@@ -1,0 +1,188 @@
+"""What is measured, and on what: a run at a step or a model in memory; ids, text, files or a corpus."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench.checkpoints.saving import weights_hash
+from workbench.config import ModelConfig
+from workbench.data.corpus import Corpus, read_documents
+from workbench.data.sources import Sample, TextData, TokenData, read_tokens
+from workbench.data.texts import is_dataset
+from workbench.errors import BadData, WorkbenchError
+from workbench.files import local
+from workbench.models.hooked import HookedModel
+from workbench.models.transformer import Transformer
+from workbench.runs.run import Run, run_or_model
+
+_memory: dict[tuple[str, str, str], pd.DataFrame] = {}
+"""Records of models that live in this process only, by (weights, data, key); the oldest go first."""
+MAX_REMEMBERED = 256
+FILES = (".txt", ".md", ".py", ".parquet", ".json", ".jsonl", ".bin")
+Tables = tuple[pd.DataFrame, pd.DataFrame]  # records, and one value per document
+
+
+@dataclass
+class Subject:
+    """One set of weights: a run at a step, or a model in memory (`run` is None)."""
+
+    run: Run | None = None
+    step: int = 0
+    device: str | None = None
+    in_hand: Transformer | None = None
+
+    @cached_property
+    def model(self) -> Transformer:
+        """The model itself; a run's is loaded only when it is asked for."""
+        if self.in_hand is not None:
+            return self.in_hand
+        assert self.run is not None
+        return self.run.load(self.step, device=self.device)
+
+    def forget(self) -> None:
+        """Let a loaded model go: a series is measured one step at a time."""
+        self.__dict__.pop("model", None)
+
+    @cached_property
+    def weights(self) -> str:
+        """Content address of the weights, for a run without loading them into a model."""
+        return weights_hash(self.model) if self.run is None else self.run.weights_hash(self.step)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """What records say of whose numbers they are."""
+        if self.run is not None:
+            run = self.run
+            return {"run": run.name, "architecture": run.architecture, "seed": run.seed, "step": self.step}
+        source, architecture = self.model.source, self.model.architecture
+        name = source.get("run") or source.get("path") or "in memory"
+        return {"run": name, "architecture": architecture, "seed": source.get("seed"), "step": source.get("step")}
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether hooks of the caller change what the weights compute, so that numbers must not outlive the call."""
+        if getattr(self.in_hand, "foreign", None) is not None:
+            return True  # nor do the weights of an observed module say what its code does
+        points = self.model.hook_dict.values() if self.run is None else ()
+        return any(point._forward_hooks or point._backward_hooks for point in points)
+
+    def get(self, sample: Sample, keys: Sequence[str]) -> dict[str, pd.DataFrame]:
+        """Records that are kept under these measurement keys."""
+        if self.run is not None:
+            return self.run.store.get(self.weights, sample.hash, keys)
+        frames = {} if self.is_hooked else {key: _memory.get((self.weights, sample.hash, key)) for key in keys}
+        return {key: frame for key, frame in frames.items() if frame is not None}
+
+    def put(self, sample: Sample, tables: Mapping[str, Tables]) -> None:
+        """Keep records by key: a run's in its folder, a model's for as long as the process lives."""
+        if self.run is not None:
+            frames, samples = zip(*tables.values(), strict=True)
+            both = pd.concat(frames, ignore_index=True), pd.concat(samples, ignore_index=True)
+            self.run.store.put(self.weights, sample.hash, *both)
+        elif not self.is_hooked:
+            for key, (frame, _) in tables.items():
+                while len(_memory) >= MAX_REMEMBERED:
+                    del _memory[next(iter(_memory))]
+                _memory[self.weights, sample.hash, key] = frame
+
+
+def subjects(things: Any, steps: str | int | list[int], device: str | None) -> list[Subject]:
+    """A model, a run, a path, or a list of them, as subjects; `steps` applies to runs."""
+    chosen: list[Subject] = []
+    for thing in things if isinstance(things, list | tuple) else [things]:
+        opened = run_or_model(thing, device)
+        if isinstance(opened, Run):
+            chosen += [Subject(opened, step, device) for step in opened.resolve(steps)]
+        elif isinstance(opened, HookedModel):
+            chosen.append(Subject(in_hand=cast(Transformer, opened)))  # an observed module is used alike
+        else:
+            raise WorkbenchError(f"cannot measure a {type(thing).__name__}; give a model, a run or a path")
+    if not chosen:
+        raise WorkbenchError("nothing to measure: no models or runs were given")
+    return chosen
+
+
+def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> Sample:
+    """Sequences from ids [n, T], text, a path, a corpus, or (None) the run's own validation split."""
+    if isinstance(data, Sample):
+        return data
+    if isinstance(data, Tensor | np.ndarray | list | tuple):
+        return _ids(data, T)
+    if isinstance(data, str) and not _is_path(data):
+        return _ids([_tokenizer(subject, "text").encode(data)], T, "text")
+    if data is None and subject.run is None:
+        raise WorkbenchError("a model in memory has no data of its own: give data= ids, text, a path or a corpus")
+    if isinstance(data, str | Path) and Path(data).suffix == ".bin":
+        ids = read_tokens(Path(data), _config(subject).d_vocab)
+        data = TokenData(ids[:0], ids, _config(subject).d_vocab, (str(data),))
+    if isinstance(data, str | Path):
+        documents, files = read_documents([data], split="validation")
+        data = Corpus(tuple(documents), {"files": files})
+    if isinstance(data, Corpus):
+        data = TextData(data, _tokenizer(subject, "a corpus"))
+    source = subject.run.data if data is None and subject.run is not None else data
+    if not hasattr(source, "batch"):
+        raise BadData(f"cannot read data from a {type(data).__name__}; give ids [n, T], text, a path or a corpus")
+    return source.sample(n, T or _length(subject), seed=seed)
+
+
+def refuse_unfit(sample: Sample, subject: Subject) -> None:
+    """Raise `BadData` where a model cannot read the sequences, before anything is run."""
+    config = _config(subject)
+    low, high, T = int(sample.ids.min()), int(sample.ids.max()), sample.ids.shape[1]
+    if low < 0 or high >= config.d_vocab:
+        raise BadData(f"token ids {low}..{high} leave the vocabulary 0..{config.d_vocab - 1}")
+    if config.n_ctx < T:
+        raise BadData(f"T={T} exceeds the model's context n_ctx={config.n_ctx}; choose a smaller T")
+
+
+def _config(subject: Subject) -> ModelConfig:
+    return subject.run.model if subject.run is not None else subject.model.config
+
+
+def _length(subject: Subject) -> int:
+    return subject.run.train.T if subject.run is not None else min(128, subject.model.config.n_ctx)
+
+
+def _tokenizer(subject: Subject, what: str) -> Any:
+    tokenizer = subject.run.tokenizer if subject.run is not None else subject.model.tokenizer
+    if tokenizer is None:
+        raise BadData(f"this model has no tokenizer: give token ids instead of {what}")
+    return tokenizer
+
+
+def _ids(data: Any, T: int | None, label: str = "ids") -> Sample:
+    """Rows of ids as they are, cut to T where it is given."""
+    try:
+        ids = torch.as_tensor(data)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadData(f"data is no table of token ids [n, T]: {error}") from error
+    ids = ids[None] if ids.ndim == 1 else ids
+    if not ids.numel():
+        raise BadData(f"the {label} is empty; at least {max(T or 2, 2)} tokens are needed")
+    if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise BadData(f"{label} of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids [n, T]")
+    if ids.shape[1] < max(T or 2, 2):
+        raise BadData(f"the {label} is {ids.shape[1]} tokens long; at least {max(T or 2, 2)} are needed")
+    return Sample(ids[:, :T].to("cpu", torch.long).contiguous(), range(len(ids)), label)
+
+
+def _is_path(text: str) -> bool:
+    """Whether a string names a file or folder; one that looks like a text file's name but does not exist is refused."""
+    if is_dataset(text):
+        return True
+    if text and os.path.exists(text):  # noqa: PTH110 - Path.exists raises for texts too long to be a name
+        return True
+    if not any(c.isspace() for c in text) and local(text).suffix in FILES:
+        raise BadData(f"{text} does not exist; give text, or the path of a file that is there")
+    return False

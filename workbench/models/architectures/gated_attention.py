@@ -1,0 +1,33 @@
+"""Gated attention: the attention output is multiplied by a gate of the layer's input, element by element.
+
+U_n = (A_n V_n) * sigmoid(X_n W_n^G), X_n the normalised input of the attention, before W_O; head by head, element by element.
+
+Source: Qiu et al. (2025), arXiv 2505.06708, the elementwise, head-specific form.
+Seam: attention output, after whatever others add to it; `gates.<layer>` [d_model, d_model].
+Parameters: L d^2.
+Cache: 2 L T D.
+Degenerate case: W^G = 0 halves every output: the vanilla decoder with W_O halved.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workbench.config import ModelConfig
+from workbench.models.shortcut import Shortcut, Tensors, Weights
+
+
+class GatedAttention(Shortcut):
+    """A sigmoid gate on each element of the attention output."""
+
+    prefix, multiplies = "gated_attention", True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        shape = config.d_model, config.d_model
+        self.gates = nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(config.n_layers))
+
+    def output(self, layer: int, z: Tensor, v: Tensor, sources: Tensors, x: Tensor, weights: Weights) -> Tensor:
+        return z * F.linear(x, self.gates[layer]).sigmoid().view_as(z)

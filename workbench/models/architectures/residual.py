@@ -1,0 +1,54 @@
+"""Controls: the residual of ResFormer on the queries or the keys instead of the values.
+
+Q_n = lambda_q1 Q_1 + lambda_q_own Q_n^own, or K_n = lambda_k1 K_1 + lambda_k_own K_n^own, for layers n >= 2, before the
+head split and the rotation (which is linear, so the place makes no difference).
+
+Source: Zhou et al. (2024), Value Residual Learning, ablation over residual targets; the published weights are not
+stated, the defaults are those of the value residual (0.5, 0.5).
+Seam: queries or keys.
+Parameters: none.
+Cache: 2 L T D; the keys stored are the mixed ones.
+Degenerate case: weights (0, 1) are the vanilla decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from workbench.config import ModelConfig
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
+
+
+class _Residual(Shortcut):
+    target: ClassVar[Projection]
+
+    def __init__(self, config: ModelConfig, **pair: float) -> None:
+        super().__init__(config)
+        self.pair = tuple(number(name, value) for name, value in pair.items())
+
+    def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
+        return (0,) if tensor == self.target and layer > 0 else ()
+
+    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
+        return self.pair
+
+
+class QueryResidual(_Residual):
+    """Fixed-coefficient query residual from the first layer."""
+
+    prefix, target = "residual_q", "q"
+
+    def __init__(self, config: ModelConfig, *, lambda_q1: float = 0.5, lambda_q_own: float = 0.5) -> None:
+        super().__init__(config, lambda_q1=lambda_q1, lambda_q_own=lambda_q_own)
+        self.lambda_q1, self.lambda_q_own = self.pair
+
+
+class KeyResidual(_Residual):
+    """Fixed-coefficient key residual from the first layer."""
+
+    prefix, target = "residual_k", "k"
+
+    def __init__(self, config: ModelConfig, *, lambda_k1: float = 0.5, lambda_k_own: float = 0.5) -> None:
+        super().__init__(config, lambda_k1=lambda_k1, lambda_k_own=lambda_k_own)
+        self.lambda_k1, self.lambda_k_own = self.pair

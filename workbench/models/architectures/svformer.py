@@ -1,0 +1,51 @@
+"""SVFormer: all layers share the first layer's values, which halves the key-value cache.
+
+U_n = A_n V_1 for layers n >= 2; those layers have no value projection.
+
+Source: Zhou et al. (2024), Value Residual Learning, as in the authors' code (one anchor, the first layer; but their code
+writes the shared values into every layer's cache, ours holds them once).
+Seam: `shared_source`.
+Parameters: -(L - k) d D for k anchors.
+Cache: (L + k) T D, which is (L + k) / (2 L) of the decoder's bytes.
+Options: `anchors`, layers (from 0) with values of their own, each later layer reads the latest anchor's; or
+`refresh_every` r: anchors 0, r, 2r, ...
+Degenerate case: anchors = all layers is the vanilla decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.config import ModelConfig
+from workbench.errors import WorkbenchError
+from workbench.models.shortcut import Projection, Shortcut, Source
+
+
+class SVFormer(Shortcut):
+    """Values projected at the anchors only."""
+
+    prefix = "svformer"
+
+    def __init__(
+        self, config: ModelConfig, *, anchors: Sequence[int] | None = None, refresh_every: int | None = None
+    ) -> None:
+        super().__init__(config)
+        layers, last = config.n_layers, config.n_layers - 1
+        if refresh_every is not None and (isinstance(refresh_every, bool) or refresh_every not in range(1, last + 2)):
+            closest = min(max(refresh_every, 1), layers)
+            raise WorkbenchError(f"refresh_every={refresh_every}: must be 1..{layers} (n_layers); nearest {closest}")
+        every = tuple(range(0, layers, refresh_every or layers))
+        self.anchors = every if anchors is None else tuple(anchors)
+        self.refresh_every = refresh_every
+        if self.anchors[:1] != (0,) or list(self.anchors) != sorted(set(self.anchors) & set(range(last + 1))):
+            near = tuple(sorted({0, *(min(max(a, 0), last) for a in self.anchors)}))
+            raise WorkbenchError(
+                f"anchors={self.anchors}: must rise from 0 within the layers 0..{last}; nearest {near}"
+            )
+        if refresh_every is not None and self.anchors != every:
+            raise WorkbenchError(
+                f"anchors={self.anchors} contradict refresh_every={refresh_every}, which means {every}; give one"
+            )
+
+    def shared_source(self, projection: Projection, layer: int) -> Source:
+        return max(a for a in self.anchors if a <= layer) if projection == "v" else layer

@@ -1,0 +1,126 @@
+"""`build` makes a model of a named architecture: its shortcuts with their options, checked against each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from workbench.config import ModelConfig
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.models.registry import ARCHITECTURES, architecture, options_of
+from workbench.models.shortcut import Projection, Shortcut, Source, overrides
+from workbench.models.transformer import Transformer
+
+
+def build(
+    architecture: str,
+    preset_or_config: str | ModelConfig | Mapping[str, Any],
+    *,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Transformer:
+    """A model at random init, in evaluation mode.
+
+    `preset_or_config`: a name of `PRESETS`, a `ModelConfig`, or a mapping with TransformerLens' keys. `options` are the
+    architecture's own (`lambda_v1`, `neutreno_lambda`, `dilation`, ...). Equal-named tensors of equal shape are bitwise
+    equal over architectures for one `seed`. Raises `UnknownName` or `WorkbenchError` naming the valid choices.
+    """
+    model = compose(architecture, ModelConfig.of(preset_or_config), **options)
+    model.initialise(seed)
+    model.source = {"seed": seed, "step": 0}
+    return model.to(device=device, dtype=dtype)
+
+
+def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
+    """The modules of an architecture, weights as PyTorch draws them; see `build`."""
+    chosen = architecture(name)
+    for key in options:
+        if key not in chosen.options:
+            raise UnknownName(f"option of {name}", key, chosen.options)
+    settings, shortcuts = chosen.options | options, list[Shortcut]()
+    own = {s: {key: settings[key] for key in options_of(s)} for s in chosen.shortcuts}
+    names = _names(name)
+    _refuse_repeats(name, names, own)
+    for shortcut, values in own.items():
+        config = _made(name, values, partial(shortcut.reshaped, config, **values))
+    for shortcut, values in own.items():
+        shortcuts.append(_made(name, values, partial(shortcut, config, **values)))
+        settings |= {key: getattr(shortcuts[-1], key) for key in values}
+    _refuse_conflicts(name, {s: names[type(s)][0] for s in shortcuts}, config.n_layers)
+    model = Transformer(config, shortcuts, architecture=name)
+    model.options = settings
+    return model.eval()
+
+
+def _names(name: str) -> dict[type[Shortcut], list[str]]:
+    """Which parts of a name stand for each shortcut."""
+    names: dict[type[Shortcut], list[str]] = {}
+    for part in name.split("+"):
+        for shortcut in ARCHITECTURES[part].shortcuts:
+            names.setdefault(shortcut, []).append(part)
+    return names
+
+
+def _refuse_repeats(
+    name: str, names: Mapping[type[Shortcut], list[str]], own: Mapping[type[Shortcut], Mapping[str, Any]]
+) -> None:
+    """Raise `WorkbenchError` where a shortcut or an option comes twice."""
+    if twice := next((parts for parts in names.values() if len(parts) > 1), []):
+        first, second, *_ = twice
+        why = "cannot be combined with itself" if first == second else f"and {second} set one shortcut; keep one"
+        raise WorkbenchError(f"{name}: {first} {why}")
+    for one, other in itertools.combinations(own, 2):
+        if shared := sorted(own[one].keys() & own[other].keys()):
+            both = f"{names[one][0]} and {names[other][0]}"
+            raise WorkbenchError(f"{name}: {both} both take {shared[0]}; keep one of them")
+
+
+def _made(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """The result of `make`; values of a wrong type are refused with the architecture and its options."""
+    try:
+        return make()
+    except WorkbenchError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WorkbenchError(f"{name} cannot be built with {dict(options)}: {error}") from error
+
+
+def _refuse_conflicts(name: str, names: Mapping[Shortcut, str], n_layers: int) -> None:
+    """Raise `WorkbenchError` where two shortcuts define one thing, or one is left without effect."""
+    shortcuts = list(names)
+
+    def refuse(clashing: Sequence[Shortcut], why: str) -> None:
+        raise WorkbenchError(f"{name}: {' and '.join(dict.fromkeys(names[s] for s in clashing))} {why}")
+
+    if len(both := [s for s in shortcuts if overrides(s, "stream_sources")]) > 1:
+        refuse(both, "both define what a block reads; keep one")
+    if len(both := [s for s in shortcuts if overrides(s, "softmaxes")]) > 1:
+        refuse(both, "both define the attention; keep one")
+    tensors: tuple[Projection, ...] = ("q", "k", "v")
+    roots: dict[tuple[Projection, int], Source] = {}
+    preempted: dict[Shortcut, list[Shortcut]] = {s: [] for s in shortcuts}  # by those that leave it nothing to mix
+    effective: set[Shortcut] = set()
+    for layer, tensor in itertools.product(range(n_layers), tensors):
+        sharing = [s for s in shortcuts if s.shared_source(tensor, layer) != layer]
+        mixing = [s for s in shortcuts if s.mixes(tensor, layer)]
+        if len(sharing) > 1 or (len(mixing) > 1 and not sharing):
+            refuse(sharing if len(sharing) > 1 else mixing, f"both define {tensor} of layer {layer}; keep one")
+        source = sharing[0].shared_source(tensor, layer) if sharing else layer
+        roots[tensor, layer] = roots.get((tensor, source), source) if isinstance(source, int) else source
+        for s in mixing:
+            preempted[s] += sharing
+        effective.update(mixing if not sharing else ())
+    for s, others in preempted.items():
+        if others and s not in effective:
+            refuse([s, *others], f"cannot be combined: no layer that {names[s]} mixes has its own to mix")
+        if others and any(True for _ in s.parameters()):
+            refuse([s, *others], f"cannot be combined: coefficients of {names[s]} would do nothing in some layers")
+        if s.idle(lambda tensor, layer: roots[tensor, layer]):
+            shared = [x for x in shortcuts if any(x.shared_source(t, n) != n for t, n in roots)]
+            refuse([s, *shared], f"cannot be combined: all layers share what {names[s]} would tell apart")

@@ -1,0 +1,195 @@
+"""Attention that is no single softmax over a layer's own keys, and how its patterns are rebuilt from cached tensors.
+
+    A = sum over c of w_c softmax(q_c [K_1; ...; K_S]^T / sqrt(d_head) + causal mask);  z = A [V_1; ...; V_S]
+
+A shortcut defines the softmaxes (`Shortcut.softmaxes`): cross-layer attention is one over several key sets, the attention
+residual several over one. The kernel (`kernels/joint.py`) needs no T x T array; scores and patterns are formed for hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.config import ModelConfig
+from workbench.kernels.joint import Softmax, joint_attention, joint_scores, joint_statistics, statistics_of_sets
+from workbench.models.activations import probabilities
+from workbench.models.attention import Attention
+from workbench.models.hook_points import HookedModule, is_hooked
+from workbench.models.shortcut import Memory, Shortcut, Source, Weight
+from workbench.models.wiring import LayerWiring
+from workbench.names import QUADRATIC, value_path
+
+
+class JointAttention(Attention):
+    """Attention whose softmaxes a shortcut defines. Their hook points stand in `source.<j>` and `own`, or in `cross`."""
+
+    def __init__(self, config: ModelConfig, wiring: LayerWiring) -> None:
+        super().__init__(config, wiring)
+        assert wiring.joint is not None
+        self.joint = wiring.joint
+        layers = sorted({j for js in wiring.attended.values() for j in js if isinstance(j, int)})
+        modules: dict[Source, HookedModule] = {j: self._module(j, len(layers)) for j in layers}
+        # whose rotated queries, rotated keys and values the softmaxes read, and where their hook points stand
+        self.attended: dict[str, dict[Source, HookedModule]] = {
+            name: {j: modules[j] for j in js} for name, js in wiring.attended.items()
+        }
+        for name, js in self.attended.items():
+            for module in js.values():
+                module.add_hook_points(name)
+        # of each softmax, of each key set: the module that holds the hook points of its scores and pattern
+        self.key_sets: list[list[HookedModule]] = [[self]]
+        if self._kind == "mixture":
+            self.own = getattr(self, "own", None) or HookedModule()
+            self.key_sets = [[module] for module in (*modules.values(), self.own)]
+        elif self._kind == "sets":
+            self.key_sets = [[self, *modules.values()]]
+        for module in (module for modules in self.key_sets for module in modules if module is not self):
+            module.add_hook_points("attn_scores", "pattern")
+
+    @property
+    def _kind(self) -> str:
+        joint: Any = self.wiring.joint
+        return joint.attends(self.layer)
+
+    def _module(self, layer: int, count: int) -> HookedModule:
+        joint: Any = self.wiring.joint
+        if joint.branch == "source":
+            return self.source_module(layer)
+        if count == 1:
+            self.cross: Any = HookedModule()
+            return self.cross
+        self.cross = getattr(self, "cross", None) or nn.ModuleDict()
+        self.cross[str(layer)] = HookedModule()
+        return self.cross[str(layer)]
+
+    def missing_points(self) -> dict[str, str]:
+        """A weighted sum of softmaxes has no scores of its own."""
+        if self._kind != "mixture":
+            return {}
+        assert self.wiring.joint is not None
+        layers = {j for js in self.wiring.attended.values() for j in js}
+        names = ", ".join(f"{self.wiring.joint.branch}.{j}" for j in layers)
+        where = f"{names} and own hook_attn_scores are those of the {len(layers) + 1} softmaxes"
+        return {
+            "lse": f"the pattern is a weighted sum of softmaxes, which has no log-sum-exp; {where}",
+            "attn_scores": f"the pattern is a weighted sum of softmaxes, not the softmax of any scores; {where}",
+        }
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
+        """Head outputs [batch, pos, head, d_head] of the shortcut's softmaxes."""
+        read = {
+            name: {j: module.run_hook_on_copy(f"hook_{name}", memory[name, j, "cached"]) for j, module in js.items()}
+            for name, js in self.attended.items()
+        }
+        softmaxes = self.joint.softmaxes(self.layer, q, k, read, self.constants("pattern", q))
+        values = [v, *read.get("v", {}).values()]
+        if self.hook_state.enabled:
+            wanted = self.wanted_statistics()
+            if self._shows_patterns():
+                scores, pattern = self._patterns(softmaxes)
+                if wanted:
+                    self.show_statistics(wanted, statistics_of_sets(scores, pattern))
+                repeats = q.shape[-2] // v.shape[-2]
+                wide = torch.stack([x.repeat_interleave(repeats, dim=-2) for x in values], 1)
+                return torch.einsum("bhqsk,bskhd->bqhd", pattern, wide)
+            if wanted:
+                self.show_statistics(wanted, joint_statistics(softmaxes))
+        return joint_attention(softmaxes, values)
+
+    def _shows_patterns(self) -> bool:
+        modules = [self, *(module for modules in self.key_sets for module in modules)]
+        points = [getattr(module, name, None) for module in modules for name in QUADRATIC]
+        return any(point is not None and is_hooked(point) for point in points)
+
+    def _patterns(self, softmaxes: Sequence[Softmax]) -> tuple[Tensor, Tensor]:
+        """(scores of the last softmax, pattern) [batch, head, query, set, pos], through the hooks on them."""
+        total: Tensor | None = None
+        for softmax, modules in zip(softmaxes, self.key_sets, strict=True):
+            scores = joint_scores(softmax, 0, softmax.q.shape[1])
+            scores = _run_hooks("hook_attn_scores", modules, scores)
+            pattern = probabilities(scores.flatten(-2), softmax.q.dtype).view_as(scores)
+            pattern = _run_hooks("hook_pattern", modules, pattern)
+            pattern = pattern if softmax.weight == 1.0 else softmax.weight * pattern
+            total = pattern if total is None else total + pattern
+        assert total is not None
+        return scores, self.run_hook("hook_pattern", total.squeeze(3)).unsqueeze(3) if len(softmaxes) > 1 else total
+
+    def recipe(self) -> Recipe:
+        """How to rebuild the scores and patterns from cached queries and keys."""
+        name = lambda module, point: str(getattr(module, f"hook_{point}").name)  # noqa: E731
+        return Recipe(
+            joint=self.joint,
+            layer=self.layer,
+            q=name(self, "rot_q"),
+            k=name(self, "rot_k"),
+            reads={t: {j: name(m, t) for j, m in js.items()} for t, js in self.attended.items() if t != "v"},
+            shown=[[(name(m, "attn_scores"), name(m, "pattern")) for m in modules] for modules in self.key_sets],
+            whole=name(self, "pattern"),
+            coefficients=self.coefficients.get("pattern", ()),
+            weights=name(self, "pattern_mix") if "pattern" in self.coefficients else "",
+        )
+
+
+def _run_hooks(name: str, modules: Sequence[HookedModule], squares: Tensor) -> Tensor:
+    """Scores or patterns [batch, head, query, set, pos], each set's through its module's hook point."""
+    return torch.stack([m.run_hook(name, x) for m, x in zip(modules, squares.unbind(3), strict=True)], 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Scores and patterns of a layer whose attention a shortcut defines, from cached rotated queries and keys."""
+
+    joint: Shortcut
+    layer: int
+    q: str
+    k: str
+    reads: Mapping[str, Mapping[Source, str]]
+    shown: Sequence[Sequence[tuple[str, str]]]  # names of scores and pattern, of each softmax, of each key set
+    whole: str
+    coefficients: Sequence[str]  # what the entries of `weights`, a name too, multiply
+    weights: str
+
+    @property
+    def needs(self) -> set[str]:
+        """Names of the activations it is made from."""
+        weights = {self.weights} if self.weights else set()
+        return {self.q, self.k, *(n for names in self.reads.values() for n in names.values())} | weights
+
+    @property
+    def makes(self) -> set[str]:
+        """Names of what it can make."""
+        return {self.whole, *(n for names in self.shown for both in names for n in both)}
+
+    @property
+    def paths(self) -> list[list[str]]:
+        """Of each softmax, of each key set: whose keys these are, as `own`, `first`, `cross.2`."""
+        return [[value_path(pattern) for _, pattern in names] for names in self.shown]
+
+    def softmaxes(self, cache: Mapping[str, Tensor]) -> list[Softmax]:
+        """The layer's softmaxes, of cached activations with or without a batch."""
+        get = lambda n: cache[n][None] if cache[n].ndim == 3 else cache[n]  # noqa: E731
+        read = {t: {j: get(n) for j, n in names.items()} for t, names in self.reads.items()}
+        values = cache[self.weights].unbind() if self.weights else ()
+        weights: dict[str, Weight] = dict(zip(self.coefficients, values, strict=True))
+        return self.joint.softmaxes(self.layer, get(self.q), get(self.k), read, weights)
+
+    def __call__(self, cache: Mapping[str, Tensor], name: str) -> Tensor:
+        """[batch, head, query, key], without the batch where the cache has none."""
+        single = cache[self.q].ndim == 3
+        softmaxes = self.softmaxes(cache)
+        total: Tensor | float = 0.0
+        for softmax, names in zip(softmaxes, self.shown, strict=True):
+            scores = joint_scores(softmax, 0, softmax.q.shape[1])
+            pattern = probabilities(scores.flatten(-2), softmax.q.dtype).view_as(scores)
+            for i, both in enumerate(names):
+                if name in both:
+                    result = (scores, pattern)[both.index(name)][:, :, :, i]
+                    return result[0] if single else result
+            total = total + softmax.weight * pattern[:, :, :, 0]
+        assert isinstance(total, Tensor)
+        return total[0] if single else total

@@ -1,0 +1,51 @@
+"""The bytes of tensors alive while something runs, on any device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensor storages alive inside it: `now`, and `peak` since it was last set."""
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        for tensor in held:
+            self._watch(tensor)
+
+    def _watch(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata  # one for all views
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._watch(leaf)
+        return out
+
+
+def memory_table(parts: Sequence[tuple[str, int, str]], libraries: int) -> pd.DataFrame:
+    """Columns `part`, `bytes`, `MiB`, `what` of the parts given, of the libraries (bytes), and of their total."""
+    parts = [*parts, ("libraries", libraries, "interpreter and imported code, before any tensor")]
+    whole = ("total", sum(size for _, size, _ in parts), "without the corpus")
+    frame = pd.DataFrame([*parts, whole], columns=["part", "bytes", "what"])
+    frame.insert(2, "MiB", (frame["bytes"] / 2**20).round(1))
+    return frame

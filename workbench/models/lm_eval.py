@@ -1,0 +1,129 @@
+"""Any model to lm-evaluation-harness (optional: `pip install workbench[harness]`).
+
+    import lm_eval
+    lm_eval.simple_evaluate(model=workbench.models.lm_eval.for_lm_eval(model), tasks=["arc_easy"])
+
+`Harness` answers the three kinds of request; nothing in it needs the harness itself. Source of the requests' meaning:
+EleutherAI/lm-evaluation-harness, lm_eval/api/model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from workbench.errors import BadData, WorkbenchError
+
+MAX_NEW = 256  # tokens generated where a request does not say, the harness's own default
+
+
+class Harness:
+    """A model and its tokenizer behind the harness's three kinds of request, `batch` sequences at a time.
+
+    `prefix` stands before a text that has no context; the token that ends documents unless given.
+    """
+
+    def __init__(self, model: Any, *, batch: int = 8, prefix: int | None = None) -> None:
+        if model.tokenizer is None:
+            raise BadData("this model has no tokenizer: the harness sends text; set model.tokenizer first")
+        if batch < 1:
+            raise WorkbenchError(f"batch={batch}: at least 1")
+        self.model, self.text, self.batch = model, model.tokenizer, batch
+        self.prefix = self.text.eos_id if prefix is None else prefix
+
+    @property
+    def longest(self) -> int:
+        """Tokens the model can read."""
+        return int(self.model.config.n_ctx)
+
+    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """(log probability in nats, whether greedy decoding gives it) of each (context, continuation)."""
+        return self._score([self._pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """Log probability in nats of each whole (text,): each token once, with as much context as fits."""
+        windows = [list(self._windows(self.text.encode(request.args[0]))) for request in requests]
+        scores = iter(self._score([pair for pairs in windows for pair in pairs]))
+        return [sum(next(scores)[0] for _ in pairs) for pairs in windows]
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """The greedy continuation of each (context, settings) up to a text in `until`, the end of a document, or the limit."""
+        return [self._generate(*request.args) for request in requests]
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of both, split where the joined text's tokens pass the context's."""
+        if not context:
+            return [self.prefix], self.text.encode(continuation)
+        body = context.rstrip()
+        whole, before = self.text.encode(context + continuation), self.text.encode(body or context)
+        return before or [self.prefix], whole[len(before) :]
+
+    def _windows(self, ids: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """(context, predicted) pairs: windows side by side, the last one filled up with context."""
+        stream = [self.prefix, *ids]
+        for begin in range(0, len(ids), self.longest):
+            end = min(begin + self.longest, len(ids))
+            first = max(0, end - self.longest)
+            yield stream[first : begin + 1], ids[begin:end]
+
+    @torch.no_grad()
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        for _, predicted in pairs:
+            if len(predicted) > self.longest:
+                limit = f"exceeds the model's {self.longest}; shorten it"
+                raise BadData(f"a continuation of {len(predicted)} tokens {limit}")
+        rows = [([*context, *predicted][-self.longest - 1 :], len(predicted)) for context, predicted in pairs]
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+        scored: list[tuple[float, bool]] = [(0.0, True)] * len(rows)  # of an empty continuation
+        for begin in range(0, len(order), self.batch):
+            chosen = [i for i in order[begin : begin + self.batch] if rows[i][1]]
+            if not chosen:
+                continue
+            width = max(len(rows[i][0]) for i in chosen) - 1
+            # padded on the right, where a causal model does not look from
+            padded = [rows[i][0][:-1] + [self.prefix] * (width + 1 - len(rows[i][0])) for i in chosen]
+            for i, scores in zip(chosen, self.model(torch.tensor(padded)), strict=True):
+                row, n = rows[i]
+                mine = scores[len(row) - 1 - n : len(row) - 1].float().log_softmax(-1)
+                wanted = torch.tensor(row[-n:], device=mine.device)
+                each = mine.gather(1, wanted[:, None])
+                scored[i] = float(each.double().sum()), bool((mine.argmax(-1) == wanted).all())
+        return scored
+
+    @torch.no_grad()
+    def _generate(self, context: str, settings: Any) -> str:
+        settings = dict(settings or {})
+        if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+            raise WorkbenchError("generation is greedy here; set do_sample: false in the task")
+        until = settings.get("until") or []
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        room = min(int(settings.get("max_gen_toks", MAX_NEW)), self.longest - 1)
+        ids = ([*self.text.encode(context)] or [self.prefix])[-(self.longest - room) :]
+        new: list[int] = []
+        while len(new) < room:
+            token = int(self.model(torch.tensor([[*ids, *new]]))[0, -1].argmax())
+            if token == self.prefix:
+                break
+            new.append(token)
+            if any(stop in self.text.decode(new) for stop in stops):
+                break
+        text = self.text.decode(new)
+        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def for_lm_eval(model: Any, **settings: Any) -> Any:
+    """The model as an `lm_eval.api.model.LM`; raises `WorkbenchError` where the harness is not installed."""
+    try:
+        from lm_eval.api.model import LM
+    except ImportError as error:
+        missing = f"lm-evaluation-harness is not installed ({error})"
+        raise WorkbenchError(f"{missing}: pip install workbench[harness]") from error
+
+    class Adapter(Harness, LM):
+        def __init__(self) -> None:
+            LM.__init__(self)
+            Harness.__init__(self, model, **settings)
+
+    return Adapter()

@@ -1,0 +1,255 @@
+"""The registry: one description of each architecture, and `a+b` for what has none of its own.
+
+To add an architecture write `architectures/<file>.py` with its shortcut, and an entry here; commands, figures, the
+dashboard, the documentation and the tests read both. Nothing heavy is imported before an entry's shortcuts are needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import UnknownName
+
+if TYPE_CHECKING:
+    from workbench.models.shortcut import Shortcut
+
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "x", "cross", "star", "bowtie")
+CONTROL = " (control)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A named list of shortcuts, and everything that is said or drawn of it."""
+
+    label: str
+    """Its name as its paper writes it; a control's ends in ` (control)`."""
+    colour: str
+    """`#RRGGBB`, in which its curves are drawn."""
+    symbol: str
+    """The mark on its curves, of `SYMBOLS`; those of one mark need colours that the colour-blind tell apart."""
+    summary: str
+    plain: str
+    """The summary for readers who know no formula."""
+    classes: tuple[str, ...] = ()
+    """Its shortcuts as `file.Class`, of the folder `architectures`."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Options under which it was published, where these are not the shortcuts' defaults."""
+    neutral: Mapping[str, Any] | None = None
+    """Options that make it the vanilla decoder; None where none do."""
+    value_path: bool = False
+    """Whether it is a value path, which an X-ray then has no reason to suggest."""
+
+    @property
+    def shortcuts(self) -> tuple[type[Shortcut], ...]:
+        """The classes themselves, imported now."""
+        folder, names = "workbench.models.architectures", [name.split(".") for name in self.classes]
+        return tuple(getattr(importlib.import_module(f"{folder}.{file}"), name) for file, name in names)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Every option with its default."""
+        return {k: v for shortcut in self.shortcuts for k, v in options_of(shortcut).items()} | dict(self.constants)
+
+
+def options_of(shortcut: type[Shortcut]) -> dict[str, Any]:
+    """A shortcut's options with their defaults: the keywords of its constructor."""
+    parameters = inspect.signature(shortcut).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _together(name: str, constants: Mapping[str, Any] | None = None, **own: str) -> Architecture:
+    """Registered architectures as one, `a+b`; `own` and `constants` say what is not as the rule has it."""
+    parts = [ARCHITECTURES[part] for part in name.split("+")]
+    neutral: dict[str, Any] | None = {}
+    for part in parts:
+        neutral = None if neutral is None or part.neutral is None else neutral | dict(part.neutral)
+    by_rule: dict[str, Any] = {
+        "label": " + ".join(part.label.removesuffix(CONTROL) for part in parts),
+        "colour": _colour_of_hash(name),
+        "symbol": _symbol_of_hash(name),
+        "summary": " and ".join(part.summary for part in parts),
+        "plain": "; ".join(part.plain for part in parts),
+    }
+    return Architecture(
+        **by_rule | own,
+        classes=tuple(c for part in parts for c in part.classes),
+        constants={k: v for part in parts for k, v in part.constants.items()} | dict(constants or {}),
+        neutral=neutral,
+        value_path=any(part.value_path for part in parts),
+    )
+
+
+def _colour_of_hash(name: str) -> str:
+    return f"hsl({int(hashlib.sha256(name.encode()).hexdigest()[:4], 16) % 360},55%,48%)"
+
+
+def _symbol_of_hash(name: str) -> str:
+    return SYMBOLS[int(hashlib.sha256(name.encode()).hexdigest()[:4], 16) % len(SYMBOLS)]
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "transformer": Architecture(label="Transformer", colour="#0072B2", symbol="circle",
+        summary="the vanilla decoder", plain="the ordinary model, no shortcut", neutral={}),
+    "resformer": Architecture(label="ResFormer", colour="#D55E00", symbol="square",
+        summary="values mixed with the first layer's, half and half",
+        plain="each layer mixes its own values half and half with the first layer's",
+        classes=("resformer.ResFormer",), neutral={"lambda_v1": 0, "lambda_own": 1}, value_path=True),
+    "resformer_constant": Architecture(label="ResFormer constant (2, 1)", colour="#B03A00", symbol="cross",
+        summary="the first layer's values twice, own values once",
+        plain="as ResFormer, with the first layer's values counted twice",
+        classes=("resformer.ResFormer",), constants={"lambda_v1": 2.0, "lambda_own": 1.0},
+        neutral={"lambda_v1": 0, "lambda_own": 1}, value_path=True),
+    "resformer_learnable": Architecture(label="ResFormer learnable", colour="#F0793A", symbol="circle",
+        summary="a trained pair of coefficients for each layer",
+        plain="as ResFormer, and training finds how much of each",
+        classes=("resformer_learnable.LearnableResFormer",),
+        neutral={"lambda_v1": 0, "lambda_own": 1}, value_path=True),
+    "resformer_learnable_plus": Architecture(label="ResFormer Learnable-Plus", colour="#8D2F07", symbol="circle",
+        summary="trained coefficients that share one total over the layers",
+        plain="as ResFormer, and the layers compete for one trained total",
+        classes=("resformer_learnable.PlusResFormer",),
+        neutral={"plus_scale_init": 0, "lambda_own": 1}, value_path=True),
+    "resformer_sparse": Architecture(label="ResFormer sparse", colour="#E59B7A", symbol="triangle-up",
+        summary="the first layer's values in the last layers alone",
+        plain="only the last layers mix in the first layer's values, and strongly",
+        classes=("resformer.ResFormer",), constants={"lambda_v1": 5.0, "lambda_own": 1.0, "layers": "late"},
+        neutral={"layers": []}, value_path=True),
+    "resformer_dense": Architecture(label="ResFormer dense", colour="#E8443A", symbol="x",
+        summary="trained sums of all earlier layers' values",
+        plain="each layer adds up the values of all layers before it, in trained amounts",
+        classes=("resformer_dense.DenseResFormer",), neutral={"lambda_source": 0, "lambda_own": 1}, value_path=True),
+    "svformer": Architecture(label="SVFormer", colour="#009E73", symbol="diamond",
+        summary="every layer attends to the first layer's values",
+        plain="each layer uses the first layer's values and has none of its own",
+        classes=("svformer.SVFormer",), neutral={"refresh_every": 1}, value_path=True),
+    "neutreno": Architecture(label="NeuTRENO", colour="#56B4E9", symbol="triangle-up",
+        summary="attention output pulled toward the first layer's values",
+        plain="each layer's attention output is pulled towards the first layer's values",
+        classes=("neutreno.NeuTRENO",), neutral={"neutreno_lambda": 0}, value_path=True),
+    "denseformer": Architecture(label="DenseFormer", colour="#E69F00", symbol="triangle-down",
+        summary="blocks read weighted averages of all earlier outputs",
+        plain="each layer reads a learned average of all earlier layers, not values in particular",
+        classes=("denseformer.DenseFormer",), neutral={}),
+    "gqa": Architecture(label="GQA2", colour="#1F9E9E", symbol="bowtie",
+        summary="pairs of query heads read one key-value head",
+        plain="two heads share each set of keys and values, to save memory",
+        classes=("gqa.GQA",), neutral={"query_group": 1}),
+    "mqa": Architecture(label="MQA", colour="#0B6B75", symbol="bowtie",
+        summary="all query heads read one key-value head",
+        plain="all heads share one set of keys and values, to save memory",
+        classes=("gqa.GQA",), constants={"query_group": "all"}, neutral={"query_group": 1}),
+    "cla": Architecture(label="CLA2", colour="#5AA469", symbol="cross",
+        summary="pairs of layers share keys and values",
+        plain="every second layer uses the keys and values of the layer before it, to save memory",
+        classes=("sharing.Sharing",), neutral={"group": 1}),
+    "share_q": Architecture(label="shared queries (control)", colour="#99AEC9", symbol="triangle-down",
+        summary="control: pairs of layers share queries",
+        plain="a control: every second layer uses the *queries* of the layer before it",
+        classes=("sharing.Sharing",), constants={"share": "q"}, neutral={"group": 1}),
+    "share_k": Architecture(label="shared keys (control)", colour="#74A9CF", symbol="circle",
+        summary="control: pairs of layers share keys",
+        plain="a control: every second layer uses the *keys* of the layer before it",
+        classes=("sharing.Sharing",), constants={"share": "k"}, neutral={"group": 1}),
+    "share_v": Architecture(label="shared values (control)", colour="#2B8CBE", symbol="star",
+        summary="control: pairs of layers share values",
+        plain="a control: every second layer uses the *values* of the layer before it",
+        classes=("sharing.Sharing",), constants={"share": "v"}, neutral={"group": 1}),
+    "cross_layer": Architecture(label="cross-layer attention", colour="#7B5EA7", symbol="diamond",
+        summary="queries also see the previous layer's keys and values",
+        plain="each layer also attends to the keys and values of the layer before it, at twice the work",
+        classes=("cross_layer.CrossLayer",), value_path=True),
+    "cross_layer_all": Architecture(label="cross-layer attention, all", colour="#54447F", symbol="triangle-down",
+        summary="queries also see every earlier layer's keys and values",
+        plain="each layer also attends to the keys and values of all layers before it",
+        classes=("cross_layer.CrossLayer",), constants={"source": "all"}, value_path=True),
+    "same_key": Architecture(label="same-key averaging", colour="#A98BD4", symbol="cross",
+        summary="values averaged over all layers so far: cross-layer attention with own keys",
+        plain="each layer averages the values of all layers so far",
+        classes=("same_key.SameKey",), neutral={"same_key_weight": 0}, value_path=True),
+    "identity_map": Architecture(label="identity mapping (control)", colour="#B7A3D1", symbol="square",
+        summary="control: earlier values added past the attention pattern",
+        plain="a control: earlier layers' values are added at their own place, past the attention",
+        classes=("identity_map.IdentityMap",), neutral={"identity_scale": 0}, value_path=True),
+    "residual_q": Architecture(label="query residual (control)", colour="#D79ABA", symbol="diamond",
+        summary="control: queries mixed with the first layer's",
+        plain="a control: ResFormer's shortcut on the *queries*, which ask",
+        classes=("residual.QueryResidual",), neutral={"lambda_q1": 0, "lambda_q_own": 1}),
+    "residual_k": Architecture(label="key residual (control)", colour="#CC79A7", symbol="x",
+        summary="control: keys mixed with the first layer's",
+        plain="a control: ResFormer's shortcut on the *keys*, which decide where attention goes",
+        classes=("residual.KeyResidual",), neutral={"lambda_k1": 0, "lambda_k_own": 1}),
+    "residual_attention": Architecture(label="attention residual (control)", colour="#AA4488", symbol="triangle-up",
+        summary="control: attention patterns mixed with the first layer's",
+        plain="a control: ResFormer's shortcut on the attention *weights*",
+        classes=("residual_attention.AttentionResidual",), neutral={"lambda_a1": 0, "lambda_a_own": 1}),
+    "residual_hidden": Architecture(label="hidden residual (control)", colour="#852966", symbol="x",
+        summary="control: the embedding added to every block's input",
+        plain="a control: the bare tokens are added again to what each layer reads",
+        classes=("residual_hidden.HiddenResidual",), neutral={"lambda_h1": 0, "lambda_h_own": 1}),
+    "value_embedding": Architecture(label="value embeddings", colour="#B5651D", symbol="triangle-down",
+        summary="values by token id mixed into the first and last layers",
+        plain="the first and last layers add a learned value for each token",
+        classes=("value_embedding.ValueEmbedding",), neutral={"lambda_table": 0, "lambda_own": 1}, value_path=True),
+    "bank_of_values": Architecture(label="Bank of Values", colour="#7A4A1E", symbol="star",
+        summary="the last layers look their values up by token id",
+        plain="the last layers look their values up in a table, one for each token",
+        classes=("bank_of_values.BankOfValues",), neutral={"bank_layers": []}, value_path=True),
+    "gated_attention": Architecture(label="gated attention", colour="#6F7F8F", symbol="square",
+        summary="a sigmoid gate on the attention output",
+        plain="each layer decides from its input how much of its attention output to let through",
+        classes=("gated_attention.GatedAttention",)),
+    "cut_skip": Architecture(label="first skip cut (control)", colour="#454F5A", symbol="cross",
+        summary="control: the first block without its skip connection",
+        plain="a control: nothing passes by the first layer, so only the shortcut could carry the bare tokens",
+        classes=("cut_skip.CutSkip",), neutral={"cut": "none"}),
+}  # fmt: skip
+ARCHITECTURES |= {
+    "resformer+neutreno": _together("resformer+neutreno", colour="#8F8500", symbol="bowtie",
+        summary="both, with the published weaker pull",
+        plain="the mixed values of ResFormer and the pull of NeuTRENO together", constants={"neutreno_lambda": 0.2}),
+    "resformer+denseformer": _together("resformer+denseformer", colour="#B8860B", symbol="star",
+        summary="both: values from the first block, inputs averaged",
+        plain="the mixed values of ResFormer and the averages of DenseFormer together"),
+    "svformer+gqa": _together("svformer+gqa", label="SVFormer + GQA4", colour="#63BC9F", symbol="square",
+        summary="shared values, and four query heads for each key-value head",
+        plain="the first layer's values everywhere, and four heads share each set of keys and values",
+        constants={"query_group": 4}),
+    "svformer+cla": _together("svformer+cla", colour="#05593F", symbol="diamond",
+        summary="shared values, and keys shared by pairs of layers",
+        plain="the first layer's values everywhere, and pairs of layers share their keys", constants={"share": "k"}),
+}  # fmt: skip
+
+
+def architecture(name: str) -> Architecture:
+    """The registered architecture, or the composition `a+b` of registered ones; raises `UnknownName`."""
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    parts = name.split("+") if isinstance(name, str) else [name]
+    for part in parts:
+        if part not in ARCHITECTURES:
+            raise UnknownName("architecture", part, ARCHITECTURES)
+    constants: dict[str, Any] = {}
+    for known, a in ARCHITECTURES.items():  # what was published for some of these together holds in any order
+        if "+" in known and set(known.split("+")) <= set(parts):
+            constants |= a.constants
+    return _together(name, constants)
+
+
+def label(name: str) -> str:
+    """An architecture's name as its paper writes it; any other name as it stands."""
+    return architecture(name).label if all(part in ARCHITECTURES for part in name.split("+")) else name
+
+
+def colour(name: str) -> str:
+    """An architecture's colour; any other name gets one of its own from its hash."""
+    return ARCHITECTURES[name].colour if name in ARCHITECTURES else _colour_of_hash(name)
+
+
+def symbol(name: str) -> str:
+    """The mark on an architecture's curves; any other name gets one from its hash."""
+    return ARCHITECTURES[name].symbol if name in ARCHITECTURES else _symbol_of_hash(name)

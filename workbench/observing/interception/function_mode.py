@@ -1,0 +1,190 @@
+"""A function mode around a forward pass hands its attention calls to a handler; it is removed right after.
+
+The mode sees every torch function the module calls, so nothing of the module is edited. Functions registered in Hugging
+Face's `AttentionInterface` (flash, flex, custom ones) are intercepted where the interface hands them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from workbench.observing.interception.attention_calls import (
+    PRODUCTS,
+    FusedCall,
+    ProductCall,
+    interface_call,
+    product_call,
+    sdpa_call,
+)
+
+ATTENTION_LIKE = re.compile(r"attn|attention|flash|sdpa|encoder_layer_fwd", re.IGNORECASE)
+MATRICES = ("linear", "addmm", "matmul", "__matmul__", "mm", "einsum")
+_KINDS = {"scaled_dot_product_attention": "fused", "softmax": "softmax", "multi_head_attention_forward": "composite"}
+_SEEN_BY_MODE = ("eager", "sdpa")  # these run through torch functions
+
+
+class CallHandler(Protocol):
+    """Handles intercepted calls; each method runs the call and returns what the module gets."""
+
+    def fused(self, call: FusedCall) -> Any:
+        """A whole attention in one call."""
+
+    def product(self, call: ProductCall) -> Any:
+        """A product of two tensors of three axes or more."""
+
+    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """A softmax over the last axis."""
+
+    def matrix(self, output: Any) -> Any:
+        """The output of a product with a parameter, which has run."""
+
+    def other(self, name: str) -> None:
+        """A call that may be an attention which cannot be read, by the function's name."""
+
+
+@functools.cache
+def _kind(function: Any) -> str | None:
+    """Which handler method a torch function is for (or `composite`); None for all others."""
+    name = _name(function)
+    if name in PRODUCTS or name == "einsum":
+        return "product"
+    if name in MATRICES:
+        return "matrix"
+    return _KINDS.get(name) or ("other" if ATTENTION_LIKE.search(name) else None)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", "") or str(function)
+
+
+class InterceptionMode(TorchFunctionMode):
+    """Hands a handler the calls that attention can be read from; every other call passes at once."""
+
+    def __init__(self, handler: CallHandler) -> None:
+        super().__init__()
+        self.handler = handler
+        self.silent = False  # inside a call that was handled as a whole, or a hook that the handler runs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _kind(func)
+        if kind is None or self.silent:  # nearly always
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if kind == "fused":
+            return self.handler.fused(sdpa_call(func, args, kwargs))
+        if kind == "softmax":
+            return self._softmax(func, args, kwargs)
+        if kind == "composite":
+            with self:
+                return _decomposed(func)(*args, **kwargs)
+        if kind == "other":
+            self.handler.other(_name(func))
+            return func(*args, **kwargs)
+        if any(isinstance(x, nn.Parameter) for x in (*args, *kwargs.values())):
+            return self.handler.matrix(func(*args, **kwargs))
+        call = product_call(func, args, kwargs) if kind == "product" else None
+        return func(*args, **kwargs) if call is None else self.handler.product(call)
+
+    def _softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
+        scores = args[0] if args else kwargs.get("input")
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if not isinstance(scores, Tensor) or scores.ndim < 3 or dim not in (-1, scores.ndim - 1):
+            return func(*args, **kwargs)
+        rest = {key: value for key, value in kwargs.items() if key != "input"}
+        return self.handler.softmax(scores, lambda x: func(x, *args[1:], **rest))
+
+
+def _decomposed(function: Any) -> Any:
+    """A composite of `torch.nn.functional` that runs at once where a mode is on, so that the mode sees what it calls."""
+    names = function.__globals__ | {"has_torch_function": lambda tensors: False}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+def attention_functions(module: nn.Module) -> list[str]:
+    """Names of the functions in Hugging Face's `AttentionInterface` that submodules use and the mode cannot see."""
+    names = {getattr(getattr(part, "config", None), "_attn_implementation", None) for part in module.modules()}
+    return sorted(name for name in names if isinstance(name, str) and name not in _SEEN_BY_MODE)
+
+
+@contextlib.contextmanager
+def intercepting(handler: CallHandler, names: list[str]) -> Iterator[InterceptionMode]:
+    """While open, the handler gets this thread's calls, and those of the attention functions of these names."""
+    mode = InterceptionMode(handler)
+    with contextlib.ExitStack() as stack:
+        table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
+        for name in names:
+            if name in table:
+                stack.enter_context(_replaced_function(table, name, mode))
+        stack.enter_context(uncompiled())
+        stack.enter_context(mode)
+        yield mode
+
+
+@contextlib.contextmanager
+def _replaced_function(table: Any, name: str, mode: InterceptionMode) -> Iterator[None]:
+    """While open, the interface hands out a function that passes each call to the handler."""
+    original = table[name]
+    local = name in table._local_mapping
+
+    @wraps(original)
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        return mode.handler.fused(interface_call(partial(_silently, mode, original), args, kwargs))
+
+    table[name] = intercepted
+    try:
+        yield
+    finally:
+        if local:
+            table[name] = original
+        else:
+            del table[name]
+
+
+def _silently(mode: InterceptionMode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    mode.silent = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        mode.silent = False
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """While open, compiled code runs as it was written: a compiled graph would run past the mode."""
+    if "torch._dynamo" not in sys.modules:  # then nothing can have been compiled
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+COMPILED_NOTE = "torch.compile: runs that are listened to are eager, others compiled; the two may round differently"
+
+
+def unwrapped(module: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The module behind DistributedDataParallel, DataParallel and torch.compile, and notes on what was taken off."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    notes: list[str] = []
+    while True:
+        if isinstance(module, wrappers):
+            notes.append(f"{type(module).__name__} taken off: runs here gather nothing from other processes")
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]  # of OptimizedModule
+            notes.append(COMPILED_NOTE)
+        else:
+            break
+    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules()):
+        notes.append(COMPILED_NOTE)
+    return module, notes

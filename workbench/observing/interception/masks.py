@@ -1,0 +1,115 @@
+"""Attention masks of foreign modules: what kind they are, and exact statistics under any of them.
+
+A causal attention goes to the streaming kernel. What is masked otherwise is read in strips of queries here: the mask is
+a T x T array already, the pattern never becomes one.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from workbench.kernels.attention import AttentionStatistics
+
+CAUSAL, FUTURE = "causal", "sees later positions"
+HIDDEN = -1e4  # a score or bias at or below this hides its key
+_ROWS = 256
+
+
+def mask_kind(mask: object, causal: bool, length: int, window: int | None = None) -> str:
+    """What a mask of `scaled_dot_product_attention` [..., query, key] does, in words; `CAUSAL` where it is just that.
+
+    A mask beside `is_causal` is taken with it; `window`: what an argument beside the mask says.
+    """
+    if window is not None and window < length:
+        return f"sliding window of {window}"
+    if mask is not None and not isinstance(mask, Tensor):
+        return f"a mask of type {type(mask).__name__}"
+    if mask is None:
+        return CAUSAL if causal or length == 1 else FUTURE
+    allowed = mask if mask.dtype == torch.bool else mask > HIDDEN
+    past = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    allowed = allowed.expand(*allowed.shape[:-2], length, length)
+    allowed = allowed & past if causal else allowed
+    if bool((allowed & ~past).any()):
+        return FUTURE
+    if mask.dtype != torch.bool and bool((mask.masked_fill(~allowed, 0) != 0).any()):
+        return "adds a bias to the scores"
+    return CAUSAL if bool((allowed == past).all()) else _hidden_kind(allowed.reshape(-1, length, length), past)
+
+
+def _hidden_kind(allowed: Tensor, past: Tensor) -> str:
+    """Which of the keys before a query a mask [any, query, key] hides, in words."""
+    length = past.shape[0]
+    position = torch.arange(length, device=past.device)
+    distance = position[:, None] - position
+    window = int(distance.expand_as(allowed)[allowed].max()) + 1
+    if bool((allowed == (past & (distance < window))).all()):
+        return f"sliding window of {window}"
+    if bool((allowed == (past & allowed.any(1)[:, None])).all()):
+        return "padding"
+    starts = allowed.to(torch.uint8).argmax(-1)
+    if bool((allowed == (past & (position >= starts[..., None]))).all()):
+        return "packed sequences"
+    return "hides some earlier positions"
+
+
+@torch.no_grad()
+def masked_statistics(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    v: Float[Tensor, "batch pos kv_head d_value"],
+    *,
+    scale: float,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Float[Tensor, "batch pos head d_value"], AttentionStatistics]:
+    """Attention output and statistics under any mask, as `scaled_dot_product_attention` reads it, in strips.
+
+    Rows that see no key have no attention: all their statistics are 0 but lse, which is -inf. Float32 or better.
+    """
+    batch, length, heads, _ = q.shape
+    wide = torch.promote_types(v.dtype, torch.float32)
+    group = heads // k.shape[2]
+    z = torch.empty(batch, length, heads, v.shape[-1], dtype=v.dtype, device=q.device)
+    received = torch.zeros(batch, heads, length, dtype=wide, device=q.device)
+    rowwise = torch.zeros(4, batch, heads, length, dtype=wide, device=q.device)
+    full = None
+    if mask is not None:  # fewer axes than four: of heads, queries and keys
+        shaped = mask[(None,) * (4 - mask.ndim)]
+        full = shaped.expand(batch, shaped.shape[1], length, length)
+    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1) if causal else None
+    for b in range(batch):
+        for h in range(heads):
+            key, value = k[b, :, h // group].to(wide), v[b, :, h // group].to(wide)
+            for start in range(0, length, _ROWS):
+                rows = slice(start, min(start + _ROWS, length))
+                scores = q[b, rows, h].to(wide) @ key.T * scale
+                if full is not None:
+                    part = full[b, h if full.shape[1] > 1 else 0, rows]
+                    hidden = ~part if part.dtype == torch.bool else part <= HIDDEN
+                    scores = scores if part.dtype == torch.bool else scores + part.to(wide)
+                    scores = scores.masked_fill(hidden, -torch.inf)
+                if future is not None:
+                    scores = scores.masked_fill(future[rows], -torch.inf)
+                pattern = scores.softmax(-1).nan_to_num_(0.0)
+                z[b, rows, h] = (pattern @ value).to(v.dtype)
+                received[b, h] += pattern.sum(0)
+                by_row = torch.special.entr(pattern).sum(-1), pattern.amax(-1), pattern[:, 0], scores.logsumexp(-1)
+                for out, values in zip(rowwise, by_row, strict=True):  # entropy, maximum, sink, lse
+                    out[b, h, rows] = values
+    entropy, top, sink, lse = rowwise
+    return z, AttentionStatistics(received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse)
+
+
+@torch.no_grad()
+def pattern_statistics(
+    lse: Float[Tensor, "batch head pos"], pattern: Float[Tensor, "batch head pos pos"]
+) -> AttentionStatistics:
+    """Statistics of a pattern that the module itself has formed, a head at a time; float32 or better."""
+    wide = torch.promote_types(pattern.dtype, torch.float32)
+    heads = (head.to(wide) for heads in pattern for head in heads)
+    by_head = [(p.sum(0), torch.special.entr(p).sum(-1), p.amax(-1), p[:, 0]) for p in heads]
+    received, entropy, top, sink = (torch.stack(x).unflatten(0, pattern.shape[:2]) for x in zip(*by_head, strict=True))
+    return AttentionStatistics(received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse.to(wide))

@@ -1,0 +1,258 @@
+"""Hook points of an observed module's attention, fired around its calls: fused ones, and the products and softmax of an eager one.
+
+What no hook replaces goes on as the same tensor, and a call that is only read runs untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import WorkbenchError
+from workbench.kernels.attention import AttentionStatistics
+from workbench.models.activations import probabilities
+from workbench.names import STATISTICS
+from workbench.observing.interception.attention_calls import FusedCall, ProductCall, arrange, restore
+from workbench.observing.interception.masks import CAUSAL, HIDDEN, mask_kind, masked_statistics, pattern_statistics
+from workbench.observing.interception.tensor_layouts import from_heads, get_at, replaced_at, to_heads
+from workbench.observing.listening.run import HookedRun
+from workbench.observing.recognition.structure import LayerStructure
+from workbench.observing.recognition.trace import TracedAttention, causal_attention
+from workbench.observing.recognition.value_paths import fit
+
+_MAX_FITTED = 4096  # positions: enough for coefficients to 1e-7
+
+
+class AttentionHooks:
+    """Handler of the calls of one run: fires the hook points of its attention around them."""
+
+    def __init__(self, run: HookedRun) -> None:
+        self.run, self.layers = run, run.layers
+        self.batch, self.length = run.batch, run.length
+        self.lse: dict[int, Tensor] = {}  # of eager scores whose statistics are hooked
+        self.mask_kinds: dict[int, tuple[str, Tensor]] = {}  # by id, with the mask so that its id stays its own
+
+    def matrix(self, output: Any) -> Any:
+        """Fire on a projection that is a bare matrix product."""
+        run = self.run
+        if not run.matrix_projections:
+            return output
+        place = run.count_call("matrix")
+        for projection in run.matrix_projections.get(place, ()) if isinstance(output, Tensor) else ():
+            output = run.fire_projection(projection, output)
+        return output
+
+    def other(self, name: str) -> None:
+        """Calls of other functions fire nothing."""
+
+    def fused(self, call: FusedCall) -> Any:
+        """Fire around one whole attention."""
+        i, count = self.run.count_call("fused")
+        layer = self.layers[i]
+        if i < 0 or layer.attention.kind != "fused" or layer.calls != (count,) or i not in self.run.intercepted:
+            return call.run()
+        q, k, v = call.heads(self.batch)
+        depends = self.run.hooks_any(i, "rot_q", "rot_k", *STATISTICS)
+        self._check(i, q, k, self._mask_kind(call) if depends else CAUSAL, call.dropout)
+        repeats = _repeats(v, layer.attention)
+        short_k, short_v = k[:, :, ::repeats], v[:, :, ::repeats]
+        factor = call.scale * q.shape[-1] ** 0.5
+        changed = self._inputs(i, q, short_k, short_v, factor)
+        used = {"query": q, "key": short_k, "value": short_v} | changed
+        q, short_k, short_v = used.values()
+        repeated = {n: x.repeat_interleave(repeats, dim=2) for n, x in changed.items() if n != "query" and repeats > 1}
+        wide = changed | repeated
+        pattern, replaced = None, False
+        if self.run.hooks_any(i, "attn_scores", "pattern"):
+            scores = _scores(q, short_k, call)
+            pattern, replaced = self._pattern(i, scores, v.dtype)
+        self._show_statistics(i, lambda: self._fused_statistics(call, q, short_k, short_v, layer, pattern))
+        if pattern is not None and replaced:
+            z = torch.einsum("bhqk,bkhd->bqhd", pattern, _wide(short_v, q.shape[2]))
+            raw = call.run(wide)
+            return replaced_at(raw, call.output, call.raw(z.to(v.dtype), get_at(raw, call.output)))
+        raw = call.run(wide)
+        if layer.z is None and self.run.hooks_any(i, "z"):
+            output = get_at(raw, call.output)
+            z = call.z(output, self.batch)
+            out = self.run.fire_at(i, "z", z)
+            return raw if out is z else replaced_at(raw, call.output, call.raw(out, output))
+        return raw
+
+    def _mask_kind(self, call: FusedCall) -> str:
+        """What a mask does, worked out once for all layers that share it."""
+        if isinstance(call.mask, Tensor) and id(call.mask) in self.mask_kinds:
+            return self.mask_kinds[id(call.mask)][0]
+        kind = mask_kind(call.mask, call.causal, self.length, call.window)
+        if isinstance(call.mask, Tensor):
+            self.mask_kinds[id(call.mask)] = kind, call.mask
+        return kind
+
+    def _inputs(self, i: int, q: Tensor, k: Tensor, v: Tensor, factor: float) -> dict[str, Tensor]:
+        """Fire on q, k, v [batch, pos, head, d_head] as the attention reads them; what was replaced, by name."""
+        changed: dict[str, Tensor] = {}
+        self._sources(i, v)
+        if (out := self.run.fire_at(i, "v", v)) is not v:
+            changed["value"] = out
+        if (out := self._fire_rot_q(i, q, factor)) is not q:
+            changed["query"] = out
+        if (out := self.run.fire_at(i, "rot_k", k)) is not k:
+            changed["key"] = out
+        return changed
+
+    def _fire_rot_q(self, i: int, q: Tensor, factor: float) -> Tensor:
+        """Fire on q in units in which a score is q . k / sqrt(d_head), which are `factor` times the call's own."""
+        if not self.run.hooks_any(i, "rot_q"):
+            return q
+        folded = q if abs(factor - 1) < 1e-6 else q * factor
+        out = self.run.fire_at(i, "rot_q", folded)
+        return q if out is folded else out if folded is q else out / factor
+
+    def _sources(self, i: int, v: Tensor) -> None:
+        """Show the sources of a mixed value and their coefficients in it."""
+        run, own = self.run, self.run.own_values
+        if i in run.own_values_read and self.layers[i].v is None and not run.points.blocks[i].sources:
+            own[i] = v
+        if i not in run.mixtures:
+            return
+        for j, point in run.mixtures[i].items():
+            run.show(point, own[j])
+        if run.hooks_any(i, "v_mix"):
+            values = [own[j] for j in (*run.mixtures[i], i) if j in own]
+            target, *values = (x.flatten(0, 1)[:_MAX_FITTED] for x in (v, *values))
+            coefficients, _ = fit(target, values)
+            coefficients = coefficients if i in own else [*coefficients, 0.0]
+            dtype = torch.promote_types(v.dtype, torch.float32)
+            run.show(run.point(i, "v_mix"), v.new_tensor(coefficients, dtype=dtype))
+
+    def _pattern(self, i: int, scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """The pattern [batch, head, query, key] of scores after the hooks, and whether one of them replaced anything."""
+        first = self.run.fire_at(i, "attn_scores", scores)
+        pattern = probabilities(first, dtype).nan_to_num(0.0)
+        out = self.run.fire_at(i, "pattern", pattern)
+        return out, first is not scores or out is not pattern
+
+    def _fused_statistics(
+        self, call: FusedCall, q: Tensor, k: Tensor, v: Tensor, layer: LayerStructure, pattern: Tensor | None
+    ) -> AttentionStatistics:
+        """Statistics of a fused call: of the pattern in use where hooks formed or replaced one."""
+        if pattern is not None:
+            return pattern_statistics(_scores(q, k, call).logsumexp(-1), pattern)
+        if layer.attention.mask == CAUSAL:
+            return causal_attention(q, k, v, call.scale)[1]
+        return masked_statistics(q, k, v, scale=call.scale, mask=call.mask, causal=call.causal)[1]
+
+    def _show_statistics(self, i: int, compute: Callable[[], AttentionStatistics]) -> None:
+        if self.run.hooks_any(i, *STATISTICS):
+            statistics = compute()
+            for name in STATISTICS:
+                self.run.show(self.run.point(i, name), getattr(statistics, name))
+
+    def _check(self, i: int, q: Tensor, k: Tensor, kind: str = CAUSAL, dropout: float = 0.0) -> None:
+        """Raise `WorkbenchError` where this attention is not the observed one in a way that the hooked points depend on."""
+        where, known = f"attention in layer {i}", self.layers[i].attention.mask
+        if dropout:
+            raise WorkbenchError(f"dropout of {dropout} is active in the {where}: call module.eval() first")
+        if q.shape[1] != k.shape[1] or q.shape[1] != self.length:
+            raise WorkbenchError(
+                f"{where} lets {q.shape[1]} queries attend to {k.shape[1]} keys for {self.length} tokens; give whole sequences"
+            )
+        if known == CAUSAL != kind and self.run.hooks_any(i, "rot_q", "rot_k", *STATISTICS):
+            raise WorkbenchError(
+                f"{where} is masked otherwise now ({kind}) than on the example tokens ({known}); observe the module again "
+                f"with example tokens of this kind and length ({self.length})"
+            )
+
+    def product(self, call: ProductCall) -> Any:
+        """Fire around the two products of an eager attention."""
+        i, count = self.run.count_call("product")
+        layer = self.layers[i]
+        if i < 0 or layer.attention.kind != "eager" or i not in self.run.intercepted:
+            return call.run()
+        if count == layer.calls[0]:
+            return self._score_product(i, call)
+        return self._value_product(i, call) if count == layer.calls[2] else call.run()
+
+    def _score_product(self, i: int, call: ProductCall) -> Any:
+        if not self.run.hooks_any(i, "rot_q", "rot_k"):
+            return call.run()
+        attention = self.layers[i].attention
+        which, q_order, k_order = attention.axes[:3]
+        arranged = call.arranged(which, q_order), call.arranged(1 - which, k_order)
+        q, k = (to_heads(x, self.batch) for x in arranged)
+        self._check(i, q, k)
+        repeats = _repeats(k, attention)
+        short, changed = k[:, :, ::repeats], {}
+        if (out := self._fire_rot_q(i, q, attention.scale * q.shape[-1] ** 0.5)) is not q:
+            changed[which] = call.restored(which, from_heads(out, arranged[0]), q_order)
+        if (out := self.run.fire_at(i, "rot_k", short)) is not short:
+            wide = from_heads(out.repeat_interleave(repeats, dim=2), arranged[1])
+            changed[1 - which] = call.restored(1 - which, wide, k_order)
+        return call.run(changed)
+
+    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """Fire on an eager attention's scores."""
+        i, count = self.run.count_call("softmax")
+        layer = self.layers[i]
+        if i < 0 or layer.attention.kind != "eager" or count != layer.calls[1]:
+            return run(scores)
+        shaped = scores.reshape(self.batch, -1, *scores.shape[-2:])
+        out = self.run.fire_at(i, "attn_scores", shaped)
+        used = scores if out is shaped else out.reshape(scores.shape)
+        pattern = run(used)
+        if self.run.hooks_any(i, "rot_q", "rot_k", *STATISTICS):
+            kind = mask_kind(shaped[:, :1] > HIDDEN, False, self.length)
+            self._check(i, shaped[:, 0], shaped[:, 0].mT, kind)
+        if self.run.hooks_any(i, *STATISTICS):
+            self.lse[i] = out.detach().to(torch.promote_types(out.dtype, torch.float32)).logsumexp(-1)
+        return pattern
+
+    def _value_product(self, i: int, call: ProductCall) -> Any:
+        attention = self.layers[i].attention
+        which, _, v_order, z_order = attention.axes[3:]
+        changed: dict[int, Tensor] = {}
+        arranged = call.arranged(1 - which, v_order)
+        wide_v = to_heads(arranged, self.batch)
+        repeats = _repeats(wide_v, attention)
+        v = wide_v[:, :, ::repeats]
+        self._sources(i, v)
+        if (out := self.run.fire_at(i, "v", v)) is not v:
+            wide = from_heads(out.repeat_interleave(repeats, dim=2), arranged)
+            changed[1 - which] = call.restored(1 - which, wide, v_order)
+        pattern = call.operands[which]
+        shaped = pattern.reshape(self.batch, -1, self.length, self.length)
+        used = self.run.fire_at(i, "pattern", shaped)
+        if used is not shaped:
+            changed[which] = used.reshape(pattern.shape)
+        if (lse := self.lse.pop(i, None)) is not None:
+            self._show_statistics(i, lambda: pattern_statistics(lse, used))
+        raw = call.run(changed)
+        if self.layers[i].z is None and self.run.hooks_any(i, "z"):
+            lined = arrange(raw, call.letters[2], z_order)
+            z = to_heads(lined, self.batch)
+            out = self.run.fire_at(i, "z", z)
+            return raw if out is z else restore(from_heads(out, lined), z_order, call.letters[2])
+        return raw
+
+
+def _scores(q: Tensor, k: Tensor, call: FusedCall) -> Tensor:
+    """Scaled, masked scores [batch, head, query, key] of a fused call."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, _wide(k, q.shape[2])) * call.scale
+    if call.causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    if call.mask is None:
+        return scores
+    return scores.masked_fill(~call.mask, float("-inf")) if call.mask.dtype == torch.bool else scores + call.mask
+
+
+def _repeats(x: Tensor, attention: TracedAttention) -> int:
+    """How often each key-value head is repeated in this call: some modules repeat them only where they pass a mask."""
+    return x.shape[2] // attention.kv_heads
+
+
+def _wide(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[2], dim=2)

@@ -1,0 +1,73 @@
+"""The tree of hook points of an observed decoder, named as in our own models; no module of the foreign decoder stands in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from workbench.models.hook_points import HookedModule, HookPoint
+from workbench.names import STATISTICS
+from workbench.observing.recognition.structure import LayerStructure
+
+
+class HeadPoints(HookedModule):
+    """The head: the hook point of what it reads, and its matrix."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.add_hook_points("in")
+        self.__dict__["owner"] = owner  # beside the registered modules: it stays the foreign decoder's
+
+    @property
+    def weight(self) -> Tensor:
+        """[d_vocab, d_model]."""
+        return self.__dict__["owner"].weight
+
+
+class BlockPoints(HookedModule):
+    """Hook points of one layer: of what was recognised in it, and of the layers whose values are mixed into its own.
+
+    `sources`: those layers. `mixed`: whether its effective values are a mixture, whose coefficients can be shown.
+    """
+
+    def __init__(self, layer: LayerStructure, sources: tuple[int, ...], mixed: bool) -> None:
+        super().__init__()
+        self.sources = sources
+        self.attn = attn = HookedModule()
+        streams = ("resid_pre", "resid_post") if layer.has_stream else ()
+        self.add_hook_points(*streams, *(n for n in ("attn_out", "mlp_out") if getattr(layer, n) is not None))
+        names = ["v", "z", *(n for n in ("q", "k") if getattr(layer, n) is not None)]
+        names += ["rot_q", "rot_k"] if layer.pattern_from_qk else []
+        names += [*STATISTICS, "attn_scores", "pattern"] if layer.has_statistics else []
+        names += ["v_mix"] if mixed and sources else []
+        attn.add_hook_points(*names)
+        if layer.v is not None:
+            attn.own = _value_point()
+        if sources:
+            attn.source = nn.ModuleDict({str(j): _value_point() for j in sources})
+
+    @property
+    def own_point(self) -> HookPoint | None:
+        """The hook point of the layer's own values, None where it projects none."""
+        own = getattr(self.attn, "own", None)
+        return None if own is None else own.hook_v
+
+    @property
+    def source_points(self) -> dict[int, HookPoint]:
+        """The hook points of the earlier layers' own values that are mixed into this layer's."""
+        return {j: self.attn.source[str(j)].hook_v for j in self.sources}
+
+
+class DecoderPoints(NamedTuple):
+    """All hook points: of the blocks, of the token embedding and of what the head reads; None where that was not found."""
+
+    blocks: list[BlockPoints]
+    embed: HookPoint | None
+    head: HookPoint | None
+
+
+def _value_point() -> HookedModule:
+    module = HookedModule()
+    module.add_hook_points("v")
+    return module

@@ -1,0 +1,173 @@
+"""Hooks on a foreign decoder's own modules for one run: each fires one of our hook points, and may replace what passes.
+
+Hooks and function mode stand for this run alone. What no hook replaces goes on as the same tensor, so no bit changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from workbench.models.hook_points import is_hooked
+from workbench.observing.interception.function_mode import attention_functions, intercepting, uncompiled
+from workbench.observing.interception.tensor_layouts import TensorPath, get_at, replaced_at
+from workbench.observing.listening.attention import AttentionHooks
+from workbench.observing.listening.run import HookedRun
+from workbench.observing.recognition.projections import TensorLocation
+
+
+@contextlib.contextmanager
+def listening(run: HookedRun) -> Iterator[None]:
+    """While open, a run of the module fires the hook points that are hooked."""
+    with contextlib.ExitStack() as stack:
+        for handle in ModuleHooks(run).register():
+            stack.callback(handle.remove)
+        if run.intercepted:
+            run.mode = stack.enter_context(intercepting(AttentionHooks(run), attention_functions(run.module)))
+        else:
+            stack.enter_context(uncompiled())
+        yield
+
+
+class _ReadTensor(NamedTuple):
+    """A tensor that is read where it passes: where, among inputs or outputs, in which layer (None: not counted by layer)."""
+
+    location: TensorLocation
+    is_input: bool
+    fire: Callable[[Tensor], Tensor]
+    layer: int | None
+
+
+class ModuleHooks:
+    """The hooks of one run, on just the modules whose tensors are read."""
+
+    def __init__(self, run: HookedRun) -> None:
+        self.run, self.layers, self.blocks = run, run.layers, run.points.blocks
+
+    def register(self) -> Iterator[Any]:
+        """Handles of all hooks; those of blocks come first, so that the others know which layer is running."""
+        modules = dict(self.run.module.named_modules())
+        blocks = {layer.block for layer in self.layers if not layer.inline}
+        for i, layer in enumerate(self.layers):
+            for name in layer.inline:
+                yield modules[name].register_forward_pre_hook(partial(self._enter_inline, i, Counter()))
+        for name in blocks:
+            yield modules[name].register_forward_pre_hook(partial(self._enter_block, name), with_kwargs=True)
+        reads: dict[str, list[_ReadTensor]] = {}
+        for read in self._reads():
+            reads.setdefault(read.location.module, []).append(read)
+        for name, some in reads.items():
+            yield modules[name].register_forward_pre_hook(partial(self._before, name, some), with_kwargs=True)
+            if any(not read.is_input for read in some):
+                yield modules[name].register_forward_hook(partial(self._after, some), with_kwargs=True)
+        for name in blocks:
+            yield modules[name].register_forward_hook(self._leave_block, with_kwargs=True)
+
+    def _reads(self) -> Iterator[_ReadTensor]:
+        yield from self._reads_of_ends()
+        for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            before = self.blocks[i - 1].hook_resid_post if i and layer.has_stream else None
+            if layer.stream is not None and layer.has_stream:
+                points = [p for p in (block.hook_resid_pre, before) if p is not None and is_hooked(p)]
+                if points:
+                    yield _ReadTensor(layer.stream, True, partial(self._show_stream, points), i)
+            for name in ("attn_out", "mlp_out"):
+                location = getattr(layer, name)
+                if location is not None and is_hooked(point := getattr(block, f"hook_{name}")):
+                    yield _ReadTensor(location, False, partial(self._fire_addition, point), i)
+            if layer.z is not None and self.run.hooks_any(i, "z"):
+                yield _ReadTensor(layer.z, True, partial(self._fire_z, i), i)
+        for p in self.run.module_projections:
+            yield _ReadTensor(p.projection, False, partial(self.run.fire_projection, p), p.layer)
+
+    def _reads_of_ends(self) -> Iterator[_ReadTensor]:
+        """The token embedding, what the head reads, and the last stream where that is not the last block's output."""
+        run, structure, points = self.run, self.run.structure, self.run.points
+        if structure.embed is not None and points.embed is not None and is_hooked(points.embed):
+            yield _ReadTensor(structure.embed, False, partial(run.fire, points.embed), None)
+        if structure.head is not None and points.head is not None and is_hooked(points.head):
+            yield _ReadTensor(structure.head, True, partial(run.fire, points.head), None)
+        if structure.final is not None and is_hooked(last := self.blocks[-1].hook_resid_post):
+            fire = partial(self._show_stream, [last]) if self.layers[-1].inline else partial(run.fire, last)
+            yield _ReadTensor(structure.final, True, fire, None)
+
+    def _show_stream(self, points: list[Any], tensor: Tensor) -> Tensor:
+        """A stream that goes on beside its reader, so that it can only be read here."""
+        shown = tensor.clone() if self.run.structure.in_place else tensor
+        for point in points:
+            self.run.show(point, shown)
+        return tensor
+
+    def _fire_addition(self, point: Any, output: Tensor) -> Tensor:
+        """What is added to the stream [batch, pos, d_model], which some modules write as [batch * pos, d_model]."""
+        shaped = output.view(self.run.batch, self.run.length, -1)
+        fired = self.run.fire(point, shaped)
+        return output if fired is shaped else fired.view(output.shape)
+
+    def _fire_z(self, i: int, tensor: Tensor) -> Tensor:
+        heads = tensor.unflatten(-1, (self.layers[i].attention.heads, -1))
+        fired = self.run.fire_at(i, "z", heads)
+        return tensor if fired is heads else fired.flatten(-2)
+
+    def _enter_inline(self, i: int, counts: Counter[str], module: nn.Module, args: Any) -> None:
+        """A module runs that belongs to a layer whose block is no module: from here on that layer is running."""
+        if self.run.running != [i]:
+            self.run.running, self.run.within = [i], [counts]
+
+    def _enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        run = self.run
+        i = run.layer_at.get((name, run.runs[name]), -1)
+        run.runs[name] += 1
+        run.running.append(i)
+        run.within.append(Counter())
+        if i < 0 or not is_hooked(point := self.blocks[i].hook_resid_pre):
+            return None
+        inputs = args, kwargs
+        changed = _fired(inputs, self.layers[i].stream_in, partial(run.fire, point))
+        return None if changed is inputs else changed
+
+    def _leave_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        i = self.run.running.pop()
+        self.run.within.pop()
+        if i < 0 or not is_hooked(point := self.blocks[i].hook_resid_post):
+            return None
+        if self.run.structure.final is not None and i == len(self.layers) - 1:
+            return None
+        changed = _fired(output, self.layers[i].stream_out, partial(self.run.fire, point))
+        return None if changed is output else changed
+
+    def _before(self, name: str, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.run.runs[name] += 1
+        if self.run.running:
+            self.run.within[-1][name] += 1
+        inputs = args, kwargs
+        for read in reads:
+            if read.is_input and self._is_here(read):
+                inputs = _fired(inputs, read.location.path, read.fire)
+        return None if inputs[0] is args and inputs[1] is kwargs else inputs
+
+    def _after(self, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        changed = output
+        for read in reads:
+            if not read.is_input and self._is_here(read):
+                changed = _fired(changed, read.location.path, read.fire)
+        return None if changed is output else changed
+
+    def _is_here(self, read: _ReadTensor) -> bool:
+        """Whether the module's run that began last is the one to read: among all runs, or among those in the layer."""
+        location, run = read.location, self.run
+        if read.layer is None:
+            return run.runs[location.module] == location.run + 1
+        in_layer = bool(run.running) and run.running[-1] == read.layer
+        return in_layer and run.within[-1][location.module] == location.run + 1
+
+
+def _fired(structure: Any, path: TensorPath, fire: Callable[[Tensor], Tensor]) -> Any:
+    tensor = get_at(structure, path)
+    fired = fire(tensor)
+    return structure if fired is tensor else replaced_at(structure, path, fired)

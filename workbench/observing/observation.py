@@ -1,0 +1,142 @@
+"""`observe`: one traced run on example tokens, compared bit by bit with a plain one, becomes an `Observed`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import BadData, WorkbenchError
+from workbench.observing.interception.function_mode import COMPILED_NOTE, uncompiled, unwrapped
+from workbench.observing.interception.tensor_layouts import tensors_in
+from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
+from workbench.observing.recognition.decoder import recognize_decoder
+from workbench.observing.recognition.structure import DecoderStructure
+from workbench.observing.recognition.trace import Trace
+from workbench.observing.recognition.value_paths import ValuePath, fit_value_paths
+
+MIN_POSITIONS = 8  # with fewer, coincidences decide
+
+
+def observe(
+    module: nn.Module, example_tokens: Any, *, call: Call | None = None, blocks: str | Sequence[str] | None = None,
+    tokenizer: Any = None, quiet: bool = False,
+) -> Observed:  # fmt: skip
+    """Observe a live decoder; nothing of it is edited, subclassed or left hooked.
+
+    Args:
+        module: anything whose `module(ids)` runs a decoder; DistributedDataParallel and compiled modules are unwrapped.
+        example_tokens: ids [batch, pos] (or [pos]) it can read, 8 positions at least, of the kind it will be used on: no two
+            tensors should agree by chance, so real text or random ids rather than zeros.
+        call: `call(module, ids)` where the module wants more than ids, for example masks.
+        blocks: where the module holds several stacks of blocks: the name, or names, of the one to observe.
+        tokenizer: as of our own models, for text. quiet: do not print what was found and what not.
+
+    Raises `WorkbenchError` naming the cause and what to do: no attention seen (custom kernels, TorchScript), bidirectional or
+    cross-attention, several attentions in a block, several stacks, active dropout, outputs that change under the trace;
+    `BadData` for other than token ids.
+    """
+    if not isinstance(module, nn.Module):
+        raise WorkbenchError(f"observe needs a torch.nn.Module, not a {type(module).__name__}")
+    if isinstance(module, Observed):
+        raise WorkbenchError("this module is observed already")
+    inner, notes = unwrapped(module)
+    tokens = _tokens(inner, example_tokens)
+    refuse_dropout(inner)
+    run = call or (lambda m, ids: m(ids))
+    with torch.inference_mode(False), torch.no_grad(), uncompiled():
+        plain = run(inner, tokens)
+    run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
+    notes += more
+    _check_trace_changes_nothing(inner, run, plain, tokens)
+    if COMPILED_NOTE not in notes and _is_compiled_inside(inner, run, plain, tokens):
+        notes.append(COMPILED_NOTE)
+    recognize = _recognizer(run_all, tokens, blocks)
+    structure, paths = recognize(inner, None)
+    observed = Observed(
+        inner, structure, paths, outer=module if hasattr(module, "_orig_mod") else inner, call=run, call_all=run_all,
+        recognize=recognize, notes=notes, tokenizer=tokenizer,
+    )  # fmt: skip
+    if not quiet:
+        print(observed)
+    return observed
+
+
+def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None) -> Recognize:
+    """How to read a module's structure and value paths from a traced run, on the example tokens unless others are given."""
+
+    def recognize(module: nn.Module, tokens: Tensor | None) -> tuple[DecoderStructure, list[ValuePath]]:
+        trace = Trace(module, example if tokens is None else tokens)
+        output = trace.run(lambda ids: call(module, ids))
+        structure = recognize_decoder(trace, output, blocks)
+        return structure, fit_value_paths(structure.layers)
+
+    return recognize
+
+
+def _is_compiled_inside(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> bool:
+    """Whether its usual run differs from the uncompiled one, as functions under torch.compile may make it."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        return not same_tensors(run(module, tokens), plain)
+
+
+def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
+    try:
+        ids = torch.as_tensor(example_tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadData(f"example_tokens are no table of token ids [batch, pos]: {error}") from error
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise BadData(f"example_tokens of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids [batch, pos]")
+    if ids.numel() < MIN_POSITIONS or ids.shape[1] < 2:
+        raise BadData(f"example_tokens of shape {tuple(ids.shape)}: {MIN_POSITIONS} positions or more tell parts apart")
+    device = next((p.device for p in module.parameters()), ids.device)
+    with torch.inference_mode(False):
+        return ids.to(device, torch.long).clone()
+
+
+def _call_for_all_positions(module: nn.Module, usual: Call, plain: Any, tokens: Tensor) -> tuple[Call, list[str]]:
+    """How to call the module for logits of every position, and a note where that differs from its usual call."""
+    last = any(x.ndim == 3 and x.shape[:2] == (len(tokens), 1) for _, x in tensors_in(plain) if x.is_floating_point())
+    if not last or tokens.shape[1] == 1:
+        return usual, []
+    name = next((n for n in ("targets", "labels") if n in inspect.signature(module.forward).parameters), None)
+    if name is None:
+        return usual, ["logits are of the last position only: no loss (pass observe() a call= that returns them all)"]
+    return (lambda m, ids: m(ids, **{name: ids})), [f"logits of every position come from calling it with {name}="]
+
+
+def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> None:
+    """Raise `WorkbenchError` where a trace changes the output, or where two runs differ anyway."""
+    trace = Trace(module, tokens)
+    traced = trace.run(lambda ids: run(module, ids))
+    random = next((a for a in trace.attentions if a.refusal.startswith("dropout")), None)
+    if random is not None:
+        raise WorkbenchError(f"attention in {random.within.name} cannot be read: {random.refusal}")
+    if same_tensors(plain, traced):
+        return
+    with torch.inference_mode(False), torch.no_grad(), uncompiled():
+        second = run(module, tokens)
+    if not same_tensors(plain, second):
+        raise WorkbenchError(
+            f"two runs of {type(module).__name__} on the same tokens differ (dropout, a cache or other state): call "
+            "module.eval(), or pass observe() a call= that starts afresh"
+        )
+    raise WorkbenchError(
+        f"{type(module).__name__} takes another path when it is traced: its output changes. PyTorch's fused encoder layers do "
+        "so: torch.backends.mha.set_fastpath_enabled(False)"
+    )
+
+
+def same_tensors(a: Any, b: Any) -> bool:
+    """Whether two outputs hold bitwise equal tensors at the same places; NaN equals NaN."""
+    left, right = dict(tensors_in(a)), dict(tensors_in(b))
+    return left.keys() == right.keys() and all(
+        x.shape == right[p].shape and torch.equal(x.nan_to_num(), right[p].nan_to_num()) for p, x in left.items()
+    )

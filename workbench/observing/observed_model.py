@@ -1,0 +1,206 @@
+"""A foreign decoder under our names: hook points, caches, gradients and interventions, and nothing of it rewritten.
+
+observed = workbench.observe(module, example_tokens)
+logits, cache = observed.run_with_cache(tokens, names_filter=["blocks.1.attn.hook_v"])
+workbench.measure(observed, ["importance_entropy", "value_drain"], tokens)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+from torch import Tensor, nn
+
+from workbench.errors import WorkbenchError
+from workbench.models.activations import Cache
+from workbench.models.hook_points import HookPoint
+from workbench.models.hooked import HookedModel, LossFn, NamesFilter
+from workbench.names import is_statistic
+from workbench.observing.interception.tensor_layouts import get_at
+from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
+from workbench.observing.listening.module_hooks import listening
+from workbench.observing.listening.run import HookedRun
+from workbench.observing.recognition.architecture import recognize_architecture
+from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
+from workbench.observing.recognition.value_paths import ValuePath, is_mixture, value_path_table, value_sources
+from workbench.observing.summary import describe, missing_hooks, site_table
+
+Call = Callable[[nn.Module, Tensor], Any]
+Recognize = Callable[[nn.Module, Tensor | None], tuple[DecoderStructure, list[ValuePath]]]
+
+
+class Observed(HookedModel):
+    """A foreign decoder with our hook points; made by `workbench.observe`.
+
+    Its parameters stay where they are and it is called as it is: without hooks a run is the module's own. With some,
+    hooks and a function mode stand around that one run. `sites` says what was found, `value_paths()` where values come from.
+    """
+
+    def __init__(
+        self, foreign: nn.Module, structure: DecoderStructure, paths: list[ValuePath], *, outer: nn.Module, call: Call,
+        call_all: Call, recognize: Recognize, notes: list[str], tokenizer: Any,
+    ) -> None:  # fmt: skip
+        name, options, reason = recognize_architecture(structure.layers, paths)
+        super().__init__(structure.config, name)
+        self.options, self.tokenizer = options, tokenizer
+        self.source = {"path": f"observed {type(foreign).__name__}"}
+        self.structure, self.fitted_paths = structure, paths
+        self.notes = [*notes, *structure.notes, *([reason] if reason else [])]
+        # beside the registered modules: nothing of the foreign one is renamed, moved, saved or put into another mode
+        self.__dict__["foreign"], self.__dict__["outer"] = foreign, outer
+        self.__dict__["embed"] = self._embedding()
+        self._call, self._call_all, self._recognize = call, call_all, recognize
+        self.all_positions = False  # whether a run must give logits of every position
+        self._add_hook_points()
+        self.absent = missing_hooks(self.sites)
+        self.setup()
+
+    def _embedding(self) -> Any:
+        if self.structure.embed is not None:
+            return self.foreign.get_submodule(self.structure.embed.module)
+        return SimpleNamespace(weight=next(p for p in self.foreign.parameters() if p.is_floating_point()))
+
+    def _add_hook_points(self) -> None:
+        if self.structure.embed is not None:
+            self.hook_embed = HookPoint()
+        self.blocks = nn.ModuleList(
+            BlockPoints(layer, value_sources(self.fitted_paths, i), is_mixture(self.fitted_paths, i))
+            for i, layer in enumerate(self.structure.layers)
+        )
+        if self.structure.head is not None:
+            self.unembed = HeadPoints(self.foreign.get_submodule(self.structure.head.module))  # type: ignore[assignment]
+
+    def is_read_only(self, name: str) -> bool:
+        """Whether a hook point can only be read: statistics, fitted coefficients, copies of earlier layers' values."""
+        copy = name.endswith("hook_v_mix") or ".attn.source." in name
+        return copy or is_statistic(name) or (bool(self.structure.layers[0].inline) and ".hook_resid_" in name)
+
+    def listening(self, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
+        """While open, one run of the foreign module itself on these ids [batch, pos] fires the hook points."""
+        head: Any = self.unembed.hook_in if self.structure.head is not None else None
+        points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
+        return listening(HookedRun(self.foreign, self.structure, points, tokens))
+
+    @contextlib.contextmanager
+    def _of_all_positions(self) -> Iterator[None]:
+        with self.lock:
+            before, self.all_positions = self.all_positions, True
+            try:
+                yield
+            finally:
+                self.all_positions = before
+
+    def forward(self, tokens: Any, return_type: str | None = "logits", **kwargs: Any) -> Any:
+        """Run on ids [batch, pos] or text, as our own models do; logits are the module's own, bit for bit.
+
+        A module that gives logits of the last position only (nanoGPT without targets) gives just these; for a loss it is
+        called with targets. Raises `WorkbenchError` where it gives no logits at all.
+        """
+        with self.lock:  # no context manager of ours: an idle call adds as little Python as it can
+            before, self.all_positions = self.all_positions, return_type in ("loss", "both")
+            try:
+                return super().forward(tokens, return_type, **kwargs)
+            finally:
+                self.all_positions = before
+
+    def everywhere(self, tokens: Any) -> Tensor:
+        """Logits [batch, pos, d_vocab] of every position, also where the module gives the last ones only."""
+        with self._of_all_positions():
+            return super().forward(tokens)
+
+    def new_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a foreign module keeps its own cache."""
+        raise WorkbenchError("an observed module runs whole sequences; for generation call the module itself")
+
+    def logits(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        """Token ids [batch, pos] -> the module's logits [batch, pos, d_vocab], or its first output where it has none."""
+        if self.all_positions and self.structure.logits is None:
+            name = type(self.foreign).__name__
+            raise WorkbenchError(f"{name} gives no logits [batch, pos, d_vocab]: there is no loss")
+        call = self._call_all if self.all_positions else self._call
+        try:
+            if not self.hook_state.enabled:
+                return self._logits_in(call(self.outer, tokens), tokens)
+            refuse_dropout(self.foreign)
+            with self.listening(tokens):
+                return self._logits_in(call(self.foreign, tokens), tokens)
+        except (RuntimeError, IndexError, AssertionError) as error:
+            if self.config.n_ctx < UNLIMITED:
+                raise
+            raise WorkbenchError(
+                f"{type(self.foreign).__name__} cannot read {tokens.shape[1]} tokens, and nothing says how many it can "
+                f"({type(error).__name__}: {error}); a builder's run may say so with --config n_ctx=N"
+            ) from error
+
+    def _logits_in(self, output: Any, tokens: Tensor) -> Any:
+        if self.structure.logits is None:
+            return output
+        logits = get_at(output, self.structure.logits)
+        if logits.ndim == 2 and len(logits) == tokens.numel():
+            logits = logits.view(*tokens.shape, -1)
+        if self.all_positions and logits.shape[:2] != tokens.shape:
+            raise WorkbenchError(
+                f"{type(self.foreign).__name__} gives logits {tuple(logits.shape)} for tokens {tuple(tokens.shape)}: a loss "
+                "needs them at every position; pass observe() a call= that makes it return them all"
+            )
+        return logits
+
+    def run_with_cache(  # type: ignore[override]  # the second argument may be given by position
+        self, tokens: Any, names: NamesFilter = None, *, names_filter: NamesFilter = None, **kwargs: Any
+    ) -> tuple[Any, Cache]:
+        """(output, cache) of a run at the named hook points, as on our own models; `names_filter` is `names`."""
+        return super().run_with_cache(tokens, names_filter=names if names_filter is None else names_filter, **kwargs)
+
+    def run_with_grads(
+        self, tokens: Any, names: NamesFilter, loss_fn: LossFn | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """As on our own models; what can only be read carries no gradient and is refused, or passed over by a filter."""
+        chosen = self.hook_names(names)
+        read_only = [n for n in chosen if self.is_read_only(n)]
+        if read_only and names is not None and not callable(names):
+            raise WorkbenchError(f"{read_only[0]} carries no gradient: it is computed beside the module")
+        if "hook_embed" not in self.hook_dict:
+            raise WorkbenchError("gradients start at the token embedding, which was not found in this module")
+        with self._of_all_positions():
+            return super().run_with_grads(tokens, [n for n in chosen if n not in read_only], loss_fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own."""
+        return self.foreign.named_parameters(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's own."""
+        return self.foreign.parameters(recurse)
+
+    def value_paths(self, tokens: Any = None) -> pd.DataFrame:
+        """Where each layer's effective values come from, fitted now: layer, source, coefficient, residual, head, into.
+
+        `source`: `first` (the first layer's values), `own`, or an earlier layer. `residual`: what the fit leaves, relative
+        to the target; about 1e-7 where a path is exact in float32. `head`: where heads have coefficients of their own.
+        `into`: `value`, or `output` for what is added between attention and W_O. On the example tokens unless others are
+        given; at least a few dozen positions make a sharp fit.
+        """
+        with self.lock:
+            ids = None if tokens is None else self.to_tokens(tokens)
+            return value_path_table(self._recognize(self.foreign, ids)[1])
+
+    @property
+    def sites(self) -> pd.DataFrame:
+        """What was found, where, and what not: site, layer, found, where, note."""
+        blocks: Any = self.blocks
+        return site_table(self.structure, [block.sources for block in blocks])
+
+    def __repr__(self) -> str:
+        name = f"{type(self.foreign).__name__}: {self.architecture}"
+        return describe(name, self.structure, self.sites, self.fitted_paths, self.notes)
+
+
+def refuse_dropout(module: nn.Module) -> None:
+    """Raise `WorkbenchError` where dropout is active, so that numbers would be random."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+            raise WorkbenchError(f"dropout is active ({name}, p={part.p}): call module.eval() first")

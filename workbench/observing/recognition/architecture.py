@@ -1,0 +1,84 @@
+"""The registered architecture that a decoder's value paths, output paths and stream agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from workbench.observing.recognition.structure import LayerStructure
+from workbench.observing.recognition.value_paths import EXACT, NEGLIGIBLE, Source, ValuePath, fit
+
+_SAME = 1e-3  # coefficients this near are one published constant
+
+
+def recognize_architecture(
+    layers: Sequence[LayerStructure], paths: Sequence[ValuePath]
+) -> tuple[str, dict[str, Any], str]:
+    """(name, options, reason): a registered architecture; `unknown` with the reason where none agrees."""
+    values = [p for p in paths if p.into == "value"]
+    outputs = [p for p in paths if p.into == "output"]
+    parts: list[str] = []
+    options: dict[str, Any] = {}
+    if not all(p.exact for p in paths):
+        worst = max(paths, key=lambda p: p.residual)
+        return "unknown", {}, f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained"
+    if any(not _near(p.coefficients, {"own": 1.0}) for p in values):
+        name, options = _value_name(values, layers)
+        if name is None:
+            return "unknown", {}, "values are mixed in a way of their own; see value_paths()"
+        parts.append(name)
+    if outputs:
+        pulls = [p.coefficients for p in outputs]
+        if any(abs(c.get("first", 0.0) + c["own"]) > _SAME for c in pulls) or any(p.head is not None for p in outputs):
+            return "unknown", {}, "something is added to the attention's output; see value_paths()"
+        parts.append("neutreno")
+        options |= _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])
+    if (left := _stream_residual(layers)) is not None:
+        if left > EXACT.get(layers[0].rows["in"].dtype, 1e-2):
+            return "unknown", {}, f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it"
+        parts.append("denseformer")
+    return "+".join(parts) or "transformer", options, ""
+
+
+def _near(one: Mapping[Source, float], other: Mapping[Source, float]) -> bool:
+    return all(abs(one.get(k, 0.0) - other.get(k, 0.0)) < _SAME for k in {*one, *other})
+
+
+def _value_name(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> tuple[str | None, dict[str, Any]]:
+    later = [p for p in values if p.layer and not _near(p.coefficients, {"own": 1.0})]
+    shared = {p.layer: s for p in later for s in p.coefficients if s != "own" and _near(p.coefficients, {s: 1.0})}
+    if len(shared) == len(later):
+        k = [layer.attention.k for layer in layers]
+        if all(torch.equal(k[i], k[0 if s == "first" else int(s)]) for i, s in shared.items()):
+            return "cla", {}
+        return "svformer", {"anchors": tuple(p.layer for p in values if p.layer not in shared)}
+    if all(set(p.coefficients) <= {"first", "own"} and p.head is None for p in later):
+        if all(abs(p.coefficients["first"]) < NEGLIGIBLE for p in later):
+            return None, {}  # only scaled
+        options: dict[str, Any] = _constant("lambda_v1", [p.coefficients["first"] for p in later])
+        options |= _constant("lambda_own", [p.coefficients.get("own", 0.0) for p in later])
+        if len(later) < len(layers) - 1:
+            options["layers"] = tuple(p.layer for p in later)
+        return "resformer", options
+    if any(len(p.coefficients) > 2 for p in later) and all(p.head is None for p in later):
+        return "resformer_dense", {}
+    return None, {}
+
+
+def _constant(name: str, values: Sequence[float]) -> dict[str, float]:
+    """An option, where all layers share it."""
+    mean = sum(values) / len(values)
+    return {name: mean} if max(abs(v - mean) for v in values) < _SAME else {}
+
+
+def _stream_residual(layers: Sequence[LayerStructure]) -> float | None:
+    """What weighted sums of the embedding and earlier blocks' outputs leave of the blocks' inputs; None where these are plain."""
+    left = None
+    for i, layer in enumerate(layers[1:], 1):
+        rows = layer.rows["in"]
+        if not torch.equal(rows, layers[i - 1].rows["out"]):
+            sources = [layers[0].rows["in"], *(earlier.rows["out"] for earlier in layers[:i])]
+            left = max(left or 0.0, fit(rows, sources)[1])
+    return left

@@ -1,0 +1,136 @@
+"""Which module is a block: the one around an attention that reads and returns a stream, or modules that share a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from workbench.errors import WorkbenchError
+from workbench.observing.interception.tensor_layouts import TensorPath
+from workbench.observing.recognition.trace import MATRIX, Execution, Trace, TracedAttention, TracedTensor
+
+INLINE = "inline"
+"""Kind of an execution that is a block written inline, no module of its own."""
+NUMBER = r"(?<![^.])\d+(?![^.])"
+"""A component of a module's name that is a number."""
+
+
+def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[tuple[TracedAttention, Execution]]:
+    """Each attention with the run of the block that holds it."""
+    prefixes = [blocks] if isinstance(blocks, str) else list(blocks or [])
+    attentions = [
+        a for a in trace.attentions
+        if not prefixes or any(e.name == p or e.name.startswith(f"{p}.") for p in prefixes for e in a.within.stack())
+    ]  # fmt: skip
+    if not attentions:
+        raise WorkbenchError(_no_attention(trace, prefixes))
+    if refused := next((a for a in attentions if a.refusal), None):
+        raise WorkbenchError(f"attention in {_name(refused.within)} cannot be read: {refused.refusal}")
+    if (inline := _inline_blocks(trace, attentions)) is not None:
+        return list(zip(attentions, inline, strict=True))
+    pairs = [(a, _block_of(trace, a, attentions)) for a in attentions]
+    stacks = {re.sub(r"\d+", "*", block.name.rpartition(".")[0]) for _, block in pairs}
+    if len(stacks) > 1:
+        names = " and ".join(sorted(stacks))
+        raise WorkbenchError(
+            f"attention was seen in several stacks of blocks: {names}; observe one of the submodules, or name one as blocks="
+        )
+    return pairs
+
+
+def _block_of(trace: Trace, attention: TracedAttention, attentions: list[TracedAttention]) -> Execution:
+    """The outermost execution that reads and returns a stream and holds this attention alone."""
+    around = [e for e in attention.within.stack()[1:] if stream_of(trace, e)]
+    alone = [e for e in around if sum(e.holds(a.times[-1]) for a in attentions) == 1]
+    if alone:
+        listed = [e for e in alone if e.name.rsplit(".", 1)[-1].isdigit()]
+        return (listed or alone)[0]
+    if not around:
+        raise WorkbenchError(
+            f"attention in {_name(attention.within)} is in no block: no part around it reads and makes a stream "
+            f"[batch, pos, d_model]; make each block a submodule of its own"
+        )
+    several = [_name(a.within) for a in attentions if around[-1].holds(a.times[-1])]
+    raise WorkbenchError(
+        f"{_name(around[-1])} makes {len(several)} attention calls ({', '.join(several[:4])}); one per block can be read"
+    )
+
+
+def _inline_blocks(trace: Trace, attentions: list[TracedAttention]) -> list[Execution] | None:
+    """Blocks written inline: runs of modules with one number in their names around each attention.
+
+    None where the attentions are not all called from one place, or the numbers do not tell them apart.
+    """
+    within, blocks, width = attentions[0].within, list[Execution](), 0
+    if any(a.within is not within for a in attentions) or len(attentions) < 2:
+        return None
+    numbered = [e for e in trace.executions if e.parent is within and number(e.name) is not None]
+    for attention in attentions:
+        before = [e for e in numbered if e.start < attention.times[0]]
+        parts = [e for e in numbered if before and number(e.name) == number(before[-1].name)]
+        stream = next((s for e in parts for s in e.inputs if is_stream(trace, s)), None)
+        if not parts or stream is None or (blocks and parts[0].start < blocks[-1].end):
+            return None
+        stems = {re.split(NUMBER, e.name, maxsplit=1)[0] for e in parts}
+        name = f"{stems.pop() if len(stems) == 1 else '*.'}{number(parts[0].name)}"
+        end = max(parts[-1].end, attention.times[-1])
+        blocks.append(Execution(name, INLINE, within, parts[0].start - 1, end, [stream]))
+        width = stream.rows.shape[1]
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        reader = first_reader(trace, block, width) if after is None else None
+        following = after or (block if reader is None else reader[0])
+        block.outputs = following.inputs[:1]
+    return blocks
+
+
+def number(name: str) -> int | None:
+    """The first number among the components of a module's name."""
+    match = re.search(NUMBER, name)
+    return int(match[0]) if match else None
+
+
+def first_reader(trace: Trace, block: Execution, width: int) -> tuple[Execution, TensorPath] | None:
+    """The module that first reads a tensor as wide as the stream after a block, and the path to it."""
+    for entry in trace.executions:
+        stream = next((t for t in entry.inputs if is_stream(trace, t) and t.rows.shape[1] == width), None)
+        if entry.start > block.end and stream is not None and entry.name != MATRIX:
+            return entry, stream.path
+    return None
+
+
+def stream_of(trace: Trace, entry: Execution) -> tuple[TracedTensor, TracedTensor] | None:
+    """The stream [batch, pos, d_model] that an execution reads and the one it returns, of one width."""
+    for output in entry.outputs:
+        for read in entry.inputs:
+            if read.shape == output.shape and is_stream(trace, output):
+                return read, output
+    return None
+
+
+def is_stream(trace: Trace, tensor: TracedTensor) -> bool:
+    """Whether a tensor is [batch, pos, any]."""
+    return len(tensor.shape) == 3 and tensor.shape[:2] == (trace.batch, trace.length)
+
+
+def _no_attention(trace: Trace, prefixes: list[str]) -> str:
+    parts = [type(part).__name__ for part in trace.module.modules() if isinstance(part, torch.jit.ScriptModule)]
+    if parts:
+        return f"{parts[0]} is TorchScript, whose calls cannot be seen: observe the original Python module"
+    if prefixes:
+        seen = sorted({_name(a.within) for a in trace.attentions})
+        return f"no attention was seen under {prefixes}; it was seen in {seen[:8] or 'no part at all'}"
+    if trace.other_calls:
+        return (
+            f"no attention was seen; {', '.join(sorted(trace.other_calls))} was: that cannot be read; run the "
+            "module with scaled_dot_product_attention or eager softmax attention (Hugging Face: attn_implementation='sdpa')"
+        )
+    return (
+        "no attention was seen: no scaled_dot_product_attention, and no softmax over [..., pos, pos] between two matrix "
+        "products (a custom kernel, a hand-written softmax or no attention at all); use scaled_dot_product_attention"
+    )
+
+
+def _name(entry: Execution) -> str:
+    return entry.name or entry.kind

@@ -1,0 +1,123 @@
+"""A traced run read as a decoder: blocks, then what is in them, then both ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.config import ObservedConfig
+from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_in
+from workbench.observing.recognition.blocks import chosen_blocks, first_reader
+from workbench.observing.recognition.layers import mlp_width, recognize_layers
+from workbench.observing.recognition.projections import TensorLocation, run_index
+from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure
+from workbench.observing.recognition.trace import Execution, Trace, is_matrix, rows_at
+
+CONTEXT = (
+    "max_position_embeddings", "n_positions", "block_size", "n_ctx", "max_seq_len", "max_seq_length", "context_length",
+    "sequence_length", "max_len",
+)  # fmt: skip
+"""Names of settings that say how long an input may be."""
+SETTINGS = ("config", "cfg", "args", "hparams")
+"""Attributes in which modules keep their settings."""
+
+
+def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | None) -> DecoderStructure:
+    """Read a trace; raises `WorkbenchError` naming what cannot be observed and what to do."""
+    chosen = chosen_blocks(trace, blocks)
+    layers = recognize_layers(trace, chosen)
+    first, last = chosen[0][1], chosen[-1][1]
+    streams_known = all(layer.attn_out is not None for layer in layers if layer.inline)
+    for layer in layers:
+        layer.has_stream = streams_known or not layer.inline
+    width = layers[0].rows["in"].shape[1]
+    path = next((path for path, x in tensors_in(output) if _is_logits(x, trace)), None)
+    logits = None if path is None else get_at(output, path)
+    embed = _find_embedding(trace, first, width)
+    head = None if logits is None else _find_head(trace, last, width, logits)
+    final = _find_final(trace, head, last, layers[-1]) if head is not None else None
+    if layers[-1].inline:
+        final = first_reader(trace, last, width) if streams_known else None
+    vocabulary = _vocabulary_of(trace.module, embed, logits)
+    if logits is not None and embed is not None and logits.shape[-1] == width != vocabulary:
+        path = head = final = None  # hidden states of a module without a head
+    attention = layers[0].attention
+    config = ObservedConfig(
+        n_layers=len(layers), d_model=width, n_heads=attention.heads, n_key_value_heads=attention.kv_heads,
+        d_mlp=mlp_width(trace, layers[0], first), d_vocab=vocabulary, n_ctx=_context_of(trace, embed),
+        head_width=attention.q.shape[-1],
+    )  # fmt: skip
+    notes = ["positions are written over after they have passed: copies are handed out"] if trace.in_place else []
+    starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
+    return DecoderStructure(config, layers, starts, reads, ends, path, trace.in_place, notes)
+
+
+def _location(trace: Trace, end: tuple[Execution, TensorPath] | None) -> TensorLocation | None:
+    return None if end is None else TensorLocation(end[0].name, run_index(end[0], trace.executions), end[1])
+
+
+def _is_logits(x: Tensor, trace: Trace) -> bool:
+    """[batch, pos, d_vocab], of the last position alone, or [batch * pos, d_vocab]."""
+    flat = x.ndim == 2 and x.shape[0] == trace.batch * trace.length
+    deep = x.ndim == 3 and x.shape[0] == trace.batch and x.shape[1] in (trace.length, 1)
+    return x.is_floating_point() and (flat or deep)
+
+
+def _find_embedding(trace: Trace, block: Execution, width: int) -> tuple[Execution, TensorPath] | None:
+    """The first matrix before the blocks that turns the tokens into vectors of the stream's width, else into any."""
+    tables = [
+        (e, s.path) for e in trace.executions for s in e.outputs
+        if e.reads_tokens and e.start < block.start and len(s.shape) == 3 and is_matrix(trace, e)
+    ]  # fmt: skip
+    wide = [t for t in tables if (rows := rows_at(t[0].outputs, t[1])) is not None and rows.shape[1] == width]
+    return next(iter(wide or tables), None)
+
+
+def _find_head(trace: Trace, block: Execution, width: int, logits: Tensor) -> tuple[Execution, TensorPath] | None:
+    """The last matrix after the blocks that reads the stream and makes as many numbers as there are logits."""
+    for entry in reversed(trace.executions):
+        if entry.start > block.end and is_matrix(trace, entry):
+            stream = next((t for t in entry.inputs if t.rows.shape[1] == width), None)
+            if stream is not None and any(t.rows.shape[1] == logits.shape[-1] for t in entry.outputs):
+                return entry, stream.path
+    return None
+
+
+def _find_final(
+    trace: Trace, head: tuple[Execution, TensorPath], block: Execution, layer: LayerStructure
+) -> tuple[Execution, TensorPath] | None:
+    """The final norm's input, where it is not just the output of the last block."""
+    read = rows_at(head[0].inputs, head[1])
+    for entry in trace.executions:
+        if block.end < entry.start and entry.end < head[0].start:
+            feeds_head = any(read is not None and torch.equal(t.rows, read) for t in entry.outputs)
+            stream = next((t for t in entry.inputs if t.rows.shape == layer.rows["out"].shape), None)
+            if feeds_head and stream is not None:
+                return None if torch.equal(stream.rows, layer.rows["out"]) else (entry, stream.path)
+    return None
+
+
+def _vocabulary_of(module: nn.Module, embed: tuple[Execution, TensorPath] | None, logits: Tensor | None) -> int:
+    if embed is not None:
+        table: Any = module.get_submodule(embed[0].name)
+        return int(table.weight.shape[0])
+    return int(logits.shape[-1]) if logits is not None else UNLIMITED
+
+
+def _context_of(trace: Trace, embed: tuple[Execution, TensorPath] | None) -> int:
+    """Longest input, from the module's settings or its table of positions."""
+    for settings in (*(getattr(trace.module, name, None) for name in SETTINGS), trace.module):
+        for name in CONTEXT:
+            value = settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
+            if isinstance(value, int) and value >= trace.length:
+                return value
+    token = embed[0].name if embed is not None else None
+    tables = [
+        part.num_embeddings for name, part in trace.module.named_modules()
+        if isinstance(part, nn.Embedding) and name != token and re.search("pos|wpe", f"{name} {type(part).__name__}".lower())
+    ]  # fmt: skip
+    return min((t for t in tables if t >= trace.length), default=UNLIMITED)

@@ -1,0 +1,147 @@
+"""Where the tensors of a layer pass: its projections, what W_O reads, and the outputs that are added to the stream."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from workbench.observing.interception.tensor_layouts import TensorPath
+from workbench.observing.recognition.blocks import INLINE, NUMBER, is_stream, number, stream_of
+from workbench.observing.recognition.projections import TensorLocation, find_projection, run_index, same_projection
+from workbench.observing.recognition.structure import LayerStructure
+from workbench.observing.recognition.trace import MATRIX, Execution, Trace, TracedAttention, is_matrix, rows_at
+from workbench.observing.recognition.value_paths import explained
+
+
+def recognize_layers(trace: Trace, blocks: list[tuple[TracedAttention, Execution]]) -> list[LayerStructure]:
+    """The layers of a traced run: each attention with the execution of the block that holds it."""
+    layers = [_layer(trace, attention, block) for attention, block in blocks]
+    _find_projections(trace, layers, [block for _, block in blocks])
+    for layer, (_, block) in zip(layers, blocks, strict=True):
+        _find_additions(trace, layer, block)
+    return layers
+
+
+def _layer(trace: Trace, attention: TracedAttention, block: Execution) -> LayerStructure:
+    inline = block.kind == INLINE
+    streams = (block.inputs[0], block.outputs[0]) if inline else stream_of(trace, block)
+    assert streams is not None
+    kinds = {"fused": ["fused"], "eager": ["product", "softmax", "product"]}[attention.kind]
+    calls = tuple(
+        sum(block.start < t < time and kind == k for t, k in trace.calls)
+        for time, kind in zip(attention.times, kinds, strict=True)
+    )
+    run = sum(e.name == block.name and e.start < block.start for e in trace.executions)
+    rows = {"in": streams[0].rows, "out": streams[1].rows}
+    layer = LayerStructure(block.name, run, streams[0].path, streams[1].path, attention, calls, rows=rows)
+    if inline:
+        inside = [e for e in inside_of(trace, block) if e.name != MATRIX]
+        layer.inline = tuple(dict.fromkeys(e.name for e in inside))
+        reader = next(e for e in inside if any(s is streams[0] for s in e.inputs))
+        layer.stream = _location(reader, streams[0].path, inside)
+    return layer
+
+
+def inside_of(trace: Trace, block: Execution) -> list[Execution]:
+    """Executions within that of a block."""
+    return [e for e in trace.executions if block.start < e.start < block.end]
+
+
+def _find_projections(trace: Trace, layers: list[LayerStructure], blocks: list[Execution]) -> None:
+    """Find q, k and v where their numbers show them; a mixed value's projection is that of a block where it is plain."""
+    for layer, block in zip(layers, blocks, strict=True):
+        before = [e for e in inside_of(trace, block) if e.end < layer.attention.times[-1]]
+        layer.v = find_projection(before, layer.attention.v)
+        layer.q = find_projection(before, layer.attention.q, starts=trace.starts)
+        layer.k = find_projection(before, layer.attention.k, starts=trace.starts)
+    known = next(((layer.v, layer) for layer in layers if layer.v is not None), None)
+    for layer, block in zip(layers, blocks, strict=True):
+        if layer.v is None and known is not None:
+            layer.v = same_projection(known[0], inside_of(trace, block), _renamed(known[0].module, known[1], layer))
+        if layer.v is not None:
+            layer.rows["own"] = layer.v.heads_in(_output_rows(trace, block, layer.v))
+        layer.z = _output_projection(trace, layer, block, layers[0].attention.v)
+
+
+def _renamed(name: str, was: LayerStructure, now: LayerStructure) -> str:
+    if name == MATRIX:
+        return name
+    if not now.inline:
+        return now.block + name.removeprefix(was.block)
+    return re.sub(NUMBER, str(number(now.inline[0])), name, count=1)
+
+
+def _output_rows(trace: Trace, block: Execution, location: TensorLocation) -> Tensor:
+    entry = [e for e in inside_of(trace, block) if e.name == location.module][location.run]
+    rows = rows_at(entry.outputs, location.path)
+    assert rows is not None
+    return rows
+
+
+def _output_projection(trace: Trace, layer: LayerStructure, block: Execution, first: Tensor) -> TensorLocation | None:
+    """The input of W_O: of the matrix after the attention that reads its heads, or them and something of the values.
+
+    Inside the module that attends it may also read what no fit explains (a gate, a norm).
+    """
+    inside, attention = inside_of(trace, block), layer.attention
+    for entry in inside:
+        if entry.start < attention.times[-1] or not is_matrix(trace, entry):
+            continue
+        flat = attention.z.flatten(1).shape
+        read = next((t for t in entry.inputs if t.rows.shape == flat and len(t.shape) == 3), None)
+        if read is None:
+            continue
+        heads = read.rows.unflatten(1, attention.z.shape[1:])
+        in_attention = attention.within.start > block.start and attention.within.holds(entry.start)
+        if in_attention or explained(heads, attention.z, attention.v, first):
+            layer.rows["z"] = heads
+            return _location(entry, read.path, inside)
+    return None
+
+
+def _find_additions(trace: Trace, layer: LayerStructure, block: Execution) -> None:
+    """Outputs that sum to what the block adds to its stream: the attention's, and the MLP's."""
+    inside, target = inside_of(trace, block), layer.rows["out"].double() - layer.rows["in"].double()
+    outputs = [
+        (e, t) for e in sorted(inside, key=lambda e: (len(e.stack()), e.start)) for t in e.outputs
+        if e.name != MATRIX and t.rows.shape == layer.rows["in"].shape and (len(t.shape) == 2 or is_stream(trace, t))
+    ]  # fmt: skip
+    size = layer.rows["out"].double().abs().max()
+    eps = torch.finfo(layer.rows["out"].dtype).eps * 32
+
+    def sums(*parts: Tensor) -> bool:
+        return bool((sum(p.double() for p in parts) - target).abs().max() <= eps * size)
+
+    time = layer.attention.times[-1]
+    after = [(entry, output) for entry, output in outputs if entry.end > time]
+    for entry, output in after:
+        for other, its_output in outputs:
+            apart = other.start > entry.end or other.end < entry.start
+            if apart and sums(output.rows, its_output.rows):
+                pair = sorted([(entry, output), (other, its_output)], key=lambda p: _distance(p[0], time))
+                layer.attn_out, layer.mlp_out = (_location(e, t.path, inside) for e, t in pair)
+                return
+    layer.attn_out = next((_location(e, t.path, inside) for e, t in after if sums(t.rows)), None)
+
+
+def _location(entry: Execution, path: TensorPath, among: list[Execution]) -> TensorLocation:
+    return TensorLocation(entry.name, run_index(entry, among), path)
+
+
+def _distance(entry: Execution, time: int) -> int:
+    """How soon after an attention an execution begins; those that hold it first, those before it last."""
+    return 0 if entry.holds(time) else entry.start - time if entry.start > time else 10**9
+
+
+def mlp_width(trace: Trace, layer: LayerStructure, block: Execution) -> int:
+    """Width of the hidden layer of a layer's MLP, 0 where it was not found."""
+    if layer.mlp_out is None:
+        return 0
+    stream = layer.rows["in"].shape[1]
+    for entry in reversed([e for e in inside_of(trace, block) if e.name.startswith(layer.mlp_out.module)]):
+        width = entry.inputs[0].rows.shape[1] if entry.inputs else 0
+        if width and is_matrix(trace, entry) and any(t.rows.shape[1] == stream for t in entry.outputs):
+            return width
+    return 0

@@ -1,0 +1,62 @@
+"""What was recognised in a decoder: its layers, where their tensors pass, and both of its ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from workbench.config import ObservedConfig
+from workbench.observing.interception.masks import CAUSAL
+from workbench.observing.interception.tensor_layouts import TensorPath
+from workbench.observing.recognition.projections import Projection, TensorLocation
+from workbench.observing.recognition.trace import TracedAttention
+
+UNLIMITED = 2**30
+"""Context length, or vocabulary, of a module that does not show it."""
+
+
+@dataclass
+class LayerStructure:
+    """One run of a block: where its tensors pass."""
+
+    block: str
+    run: int  # which of the block's runs, where one is run several times
+    stream_in: TensorPath
+    stream_out: TensorPath
+    attention: TracedAttention
+    calls: tuple[int, ...]  # which of the block's fused calls, or of its products, softmaxes and products
+    q: Projection | None = None
+    k: Projection | None = None
+    v: Projection | None = None
+    z: TensorLocation | None = None  # what W_O multiplies
+    attn_out: TensorLocation | None = None
+    mlp_out: TensorLocation | None = None
+    rows: dict[str, Tensor] = field(default_factory=dict)  # of the traced run: stream in and out, own values, z
+    inline: tuple[str, ...] = ()  # modules that run in it, where the block itself is no module
+    stream: TensorLocation | None = None  # there: what first reads the stream
+    has_stream: bool = True  # whether the stream was found
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether attention statistics can be given exactly."""
+        return self.attention.exact or self.attention.kind == "eager"
+
+    @property
+    def pattern_from_qk(self) -> bool:
+        """Whether softmax of q . k under the causal mask alone is the pattern, so that it can be rebuilt from them."""
+        return self.attention.exact and self.attention.mask == CAUSAL
+
+
+@dataclass
+class DecoderStructure:
+    """All layers and both ends, and notes on what is unusual."""
+
+    config: ObservedConfig
+    layers: list[LayerStructure]
+    embed: TensorLocation | None
+    head: TensorLocation | None
+    final: TensorLocation | None  # what the final norm reads, where that is not the last block's output
+    logits: TensorPath | None
+    in_place: bool
+    notes: list[str]

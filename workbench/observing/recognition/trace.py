@@ -1,0 +1,352 @@
+"""One run of a module on example tokens, traced: each run of a submodule, each attention, a few rows of every tensor.
+
+Of every tensor only the same few positions are kept (`ROWS`), so that what is compared afterwards stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from workbench.errors import WorkbenchError
+from workbench.kernels.attention import attention_statistics
+from workbench.observing.interception.attention_calls import FusedCall, ProductCall, arrange, attention_axes
+from workbench.observing.interception.function_mode import attention_functions, intercepting
+from workbench.observing.interception.masks import CAUSAL, FUTURE, HIDDEN, mask_kind, masked_statistics
+from workbench.observing.interception.tensor_layouts import (
+    TensorPath,
+    by_position,
+    get_at,
+    head_repeats,
+    tensors_in,
+    to_heads,
+)
+
+ROWS = 192
+MATRIX = "(matrix)"
+"""Stands for a module's name where a product with a parameter is called by itself; its runs are counted in a block."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How far an attention's output may be from the reference, relative to its largest entry, to count as the same computation."""
+
+
+@dataclass
+class TracedTensor:
+    """A tensor as it passed: its path among inputs or outputs, and its rows [position, width]."""
+
+    path: TensorPath
+    rows: Tensor
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Execution:
+    """One run of one submodule."""
+
+    name: str
+    kind: str
+    parent: Execution | None
+    start: int
+    end: int = -1
+    inputs: list[TracedTensor] = field(default_factory=list)
+    outputs: list[TracedTensor] = field(default_factory=list)
+    reads_tokens: bool = False
+
+    def stack(self) -> list[Execution]:
+        """From the outermost module to this one."""
+        return [*(self.parent.stack() if self.parent else []), self]
+
+    def holds(self, time: int) -> bool:
+        """Whether it was running at a time."""
+        return self.start < time < self.end
+
+
+@dataclass
+class TracedAttention:
+    """One attention of the traced run: how it is called, where, and rows of its inputs and outputs."""
+
+    kind: str  # fused, or eager
+    within: Execution
+    times: tuple[int, ...]  # of its call, or of the products and softmax
+    heads: int
+    kv_heads: int
+    repeats: int  # how often each key-value head is repeated in the call
+    q: Tensor  # [row, head, d_head], in units in which a score is q . k / sqrt(d_head)
+    k: Tensor  # [row, kv_head, d_head]
+    v: Tensor  # [row, kv_head, d_value]
+    z: Tensor  # [row, head, d_value]
+    mask: str
+    refusal: str = ""  # why it cannot be read at all
+    exact: bool = True  # whether softmax(q k) v under the mask gives its output
+    scale: float = 1.0  # score over q . k, of an eager attention
+    note: str = ""
+    axes: Any = ()  # of an eager attention: which operand is q, orders of q and k; the pattern, of it, v and z
+
+
+class Trace:
+    """Call handler and hooks of the one run; afterwards `executions` and `attentions` hold it in order."""
+
+    def __init__(self, module: nn.Module, tokens: Tensor) -> None:
+        self.module, self.tokens = module, tokens
+        self.batch, self.length = tokens.shape
+        first = torch.arange(self.batch)[: ROWS // 4] * self.length
+        others = torch.randperm(self.batch * self.length, generator=torch.Generator().manual_seed(0))[:ROWS]
+        self.rows = torch.cat((first, others)).unique().to(tokens.device)
+        self.starts = self.rows % self.length == 0  # rows that no rotary encoding turns
+        self.time = 0
+        self.running: list[Execution] = []
+        self.executions: list[Execution] = []
+        self.attentions: list[TracedAttention] = []
+        self.calls: list[tuple[int, str]] = []  # time and class of every call that is counted
+        self.other_calls: set[str] = set()
+        self.versions: list[tuple[Tensor, int]] = []
+        self._products: list[tuple[int, ProductCall, Tensor]] = []
+        self._softmax: tuple[int, Tensor, Tensor, tuple[int, ProductCall]] | None = None
+
+    def run(self, call: Callable[[Tensor], Any]) -> Any:
+        """The module's output in the traced run."""
+        functions = attention_functions(self.module)
+        with torch.inference_mode(False), torch.no_grad(), self._hooks(), intercepting(self, functions):
+            return call(self.tokens)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the module writes over tensors after they have passed."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+    # ---- modules -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _hooks(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name, module in self.module.named_modules():
+                if not isinstance(module, HookPoint):  # a hook on one may change what its model does
+                    before = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+                    stack.callback(before.remove)
+                    stack.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
+            yield
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        parent = self.running[-1] if self.running else None
+        entry = Execution(name, type(module).__name__, parent, self._tick())
+        for path, tensor in tensors_in((args, kwargs)):
+            same = tensor.shape == self.tokens.shape and not tensor.is_floating_point()
+            entry.reads_tokens |= same and torch.equal(tensor, self.tokens)
+            self._keep(entry.inputs, path, tensor)
+        self.executions.append(entry)
+        self.running.append(entry)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        entry = self.running.pop()
+        entry.end = self._tick()
+        for path, tensor in tensors_in(output):
+            self._keep(entry.outputs, path, tensor)
+
+    def _keep(self, into: list[TracedTensor], path: TensorPath, tensor: Tensor) -> None:
+        rows = by_position(tensor, self.batch, self.length)
+        if rows is not None:
+            into.append(TracedTensor(path, rows[self.rows].clone(), tuple(tensor.shape)))
+            self._remember(tensor)
+
+    def _remember(self, tensor: Tensor) -> None:
+        if not tensor.is_inference():  # those count no versions
+            self.versions.append((tensor, tensor._version))
+
+    def _tick(self) -> int:
+        self.time += 1
+        return self.time
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def other(self, name: str) -> None:
+        """Remember the name of a call that may be an attention."""
+        self.other_calls.add(f"a call of {name} (a custom kernel)")
+
+    def matrix(self, output: Any) -> Any:
+        """Record the output of a product with a parameter, which may be called outside a module of its own."""
+        entry = Execution(MATRIX, "matrix", self.running[-1] if self.running else None, self._tick())
+        if isinstance(output, Tensor):
+            self._keep(entry.outputs, (), output)
+        entry.end = self._tick()
+        self.executions.append(entry)
+        return output
+
+    def fused(self, call: FusedCall) -> Any:
+        """Run the call and record what it did."""
+        raw = call.run()
+        time = self._count("fused")
+        output = get_at(raw, call.output)
+        q, k, v = call.heads(self.batch)
+        for tensor in (*call.qkv, output):
+            self._remember(tensor)
+        if self._unfit(q, k, "fused", time):
+            return raw
+        mask = mask_kind(call.mask, call.causal, self.length, call.window)
+        z = call.z(output, self.batch)
+        self._record("fused", (time,), q, k, v, z, mask, call.scale, call.mask, call.causal, call.dropout)
+        return raw
+
+    def product(self, call: ProductCall) -> Any:
+        """Run the product; it may be the scores, or the values under a pattern."""
+        out = call.run()
+        time = self._count("product")
+        if self._softmax is not None and self._is_value_product(call, out, time):
+            self._softmax = None
+        self._products = [*self._products[-2:], (time, call, out)]
+        return out
+
+    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run the softmax; it may be an attention pattern."""
+        pattern = run(scores)
+        time = self._count("softmax")
+        if scores.shape[-2:] != (self.length, self.length):
+            if scores.ndim > 3 and scores.shape[-2] == self.length:
+                shape = tuple(scores.shape)
+                self.other_calls.add(f"softmax over {shape} (extra columns: sink logits, a prefix or a cache)")
+            return pattern
+        before = [(t, call) for t, call, out in self._products if out.numel() == scores.numel()]
+        if before:
+            self._softmax = time, scores, pattern, before[-1]
+        return pattern
+
+    def _count(self, kind: str) -> int:
+        time = self._tick()
+        self.calls.append((time, kind))
+        return time
+
+    def _is_value_product(self, call: ProductCall, out: Tensor, time: int) -> bool:
+        assert self._softmax is not None
+        at, scores, pattern, (before, score_call) = self._softmax
+        alike = [x.shape[-2:] == pattern.shape[-2:] and x.numel() == pattern.numel() for x in call.operands]
+        if not any(alike):
+            return False
+        which = alike.index(True)
+        used = call.operands[which]
+        altered = not torch.equal(used.reshape(pattern.shape), pattern.to(used.dtype))
+        if (axes := attention_axes(score_call, call, which)) is None:
+            return False
+        (first, q_order, k_order), (p_order, v_order, z_order) = axes
+        q = to_heads(score_call.arranged(first, q_order), self.batch)
+        k = to_heads(score_call.arranged(1 - first, k_order), self.batch)
+        v = to_heads(call.arranged(1 - which, v_order), self.batch)
+        z = to_heads(arrange(out, call.letters[2], z_order), self.batch)
+        if self._unfit(q, k, "eager", time):
+            return True
+        scores = scores.reshape(self.batch, -1, self.length, self.length)
+        allowed = scores > HIDDEN
+        mask, scale = mask_kind(allowed, False, self.length), _scale(scores, allowed, q, k)
+        self._record("eager", (before, at, time), q, k, v, z, mask, scale or 1.0, allowed, False, 0.0)
+        attention = self.attentions[-1]
+        attention.axes = first, q_order, k_order, which, p_order, v_order, z_order
+        if scale is None:
+            attention.note = "scores are not a multiple of q . k (a bias, a cap): no rot_q and rot_k"
+        if altered:
+            attention.note = "the pattern is changed after its softmax; statistics are of what multiplies the values"
+        attention.exact &= scale is not None and not altered
+        return True
+
+    def _unfit(self, q: Tensor, k: Tensor, kind: str, time: int) -> bool:
+        reason = ""
+        if q.shape[1] != k.shape[1]:
+            reason = f"{q.shape[1]} queries attend to {k.shape[1]} keys (cross-attention or a cache)"
+        elif q.shape[1] != self.length:
+            reason = f"it runs over {q.shape[1]} positions for {self.length} tokens (a prefix, or another axis)"
+        if reason:
+            none, heads = q.new_zeros(0), (q.shape[2], k.shape[2])
+            unfit = TracedAttention(kind, self._within(), (time,), *heads, 1, none, none, none, none, "", reason)
+            self.attentions.append(unfit)
+        return bool(reason)
+
+    def _within(self) -> Execution:
+        if not self.running:
+            raise WorkbenchError("attention runs outside the module's forward")
+        return self.running[-1]
+
+    def _record(
+        self, kind: str, times: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, z: Tensor, mask: str, scale: float,
+        tensor: Any, causal: bool, dropout: float,
+    ) -> None:  # fmt: skip
+        repeats = head_repeats(k, v)
+        k, v = k[:, :, ::repeats], v[:, :, ::repeats]
+        refusal = f"it {mask}, so this is no decoder" if mask == FUTURE else ""
+        if dropout:
+            refusal = f"dropout of {dropout} is active in it: call module.eval() first"
+        elif q.shape[2] % k.shape[2] or k.shape[2] != v.shape[2]:
+            refusal = f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads do not go together"
+        attention = TracedAttention(
+            kind, self._within(), times, q.shape[2], k.shape[2], repeats,
+            self._pick(q) * (scale * q.shape[-1] ** 0.5), self._pick(k), self._pick(v), self._pick(z), mask, refusal,
+            scale=scale,
+        )  # fmt: skip
+        if not refusal:
+            attention.exact = _reproduced(q, k, v, z, scale, tensor, causal, mask)
+            if not attention.exact:
+                attention.note = "its output is not softmax(q k) v as seen (soft cap, sinks, a window of its own)"
+        self.attentions.append(attention)
+
+    def _pick(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[self.rows].clone()
+
+
+def _scale(scores: Tensor, allowed: Tensor, q: Tensor, k: Tensor) -> float | None:
+    """The factor between q . k and the scores [batch, head, query, key] where they are not masked; None where there is none."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    top = torch.zeros((), dtype=torch.double)
+    sums = torch.zeros(2, dtype=torch.double)
+    group = q.shape[2] // k.shape[2]
+    if scores.shape[1] != q.shape[2]:
+        return None
+    pairs = [(b, h) for b in range(q.shape[0]) for h in range(q.shape[2])]
+    dots = [(q[b, :, h].to(dtype) @ k[b, :, h // group].to(dtype).T).double() for b, h in pairs]
+    for dot, (b, h) in zip(dots, pairs, strict=True):
+        allowed_dots, score = dot[allowed[b, h]], scores[b, h][allowed[b, h]].double()
+        sums += torch.stack([(allowed_dots * score).sum(), allowed_dots.square().sum()]).cpu()
+        top = torch.maximum(top, score.abs().max().cpu())
+    if not sums[1]:
+        return None
+    factor = float(sums[0] / sums[1])
+    worst = max(
+        float((dot * factor - scores[b, h].double())[allowed[b, h]].abs().max())
+        for dot, (b, h) in zip(dots, pairs, strict=True)
+    )
+    return factor if worst <= TOLERANCE.get(q.dtype, 1e-2) * max(float(top), 1e-6) else None
+
+
+def _reproduced(q: Tensor, k: Tensor, v: Tensor, z: Tensor, scale: float, tensor: Any, causal: bool, mask: str) -> bool:
+    """Whether the reference gives the attention's own output."""
+    if mask == CAUSAL:
+        reference, _ = causal_attention(q, k, v, scale)
+    elif isinstance(tensor, Tensor) and not mask.startswith("a mask of type"):
+        reference, _ = masked_statistics(q, k, v, scale=scale, mask=tensor, causal=causal)
+    else:
+        return False
+    wide = torch.promote_types(z.dtype, torch.float32)
+    error = (reference.to(wide) - z.to(wide)).abs().max()
+    return bool(error <= TOLERANCE.get(v.dtype, 1e-2) * z.to(wide).abs().max().clamp_min(1e-20))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Any]:
+    """`attention_statistics` in v's type, with a value width of its own."""
+    wide, own = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
+    z, statistics = attention_statistics(q.to(v.dtype), k.to(v.dtype), v, scale=scale)
+    return z[..., :own], statistics
+
+
+def rows_at(tensors: list[TracedTensor], path: TensorPath) -> Tensor | None:
+    """Rows of the tensor at a path, None where there is none."""
+    return next((t.rows for t in tensors if t.path == path), None)
+
+
+def is_matrix(trace: Trace, entry: Execution) -> bool:
+    """Whether the module of an execution is a matrix."""
+    if entry.name == MATRIX:
+        return False
+    weight = getattr(trace.module.get_submodule(entry.name), "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2

@@ -1,0 +1,128 @@
+"""What was recognised in an observed module, where, and what was not: as a table and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from workbench.names import ACTIVATIONS, STATISTICS
+from workbench.observing.interception.masks import CAUSAL
+from workbench.observing.recognition.projections import Projection, TensorLocation
+from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure
+from workbench.observing.recognition.value_paths import NEGLIGIBLE, ValuePath
+
+_NO_PROJECTION = (
+    "no output in the block has its numbers: no value projection of its own, or values changed beyond recognition"
+)
+_NO_ROTATION = "no output in the block has its norms (a norm or factor after the projection)"
+_NO_STREAM = "the block is no part of its own, and no part in it reads the stream (a norm that is a bare function)"
+_NO_SUM = "no two outputs in the block add up to what it adds to the stream (scaled, normed or averaged)"
+_NOT_MIXED = "not in these values"
+
+Site = tuple[str, bool, str, str]
+"""site, whether it was found, where, note"""
+
+
+def site_table(structure: DecoderStructure, sources: Sequence[tuple[int, ...]]) -> pd.DataFrame:
+    """One row per activation of our vocabulary and layer: site, layer, found, where, note. `sources`: of each layer's values."""
+    rows: list[tuple[Any, ...]] = [(None, *site) for site in _sites_of_ends(structure)]
+    for i, layer in enumerate(structure.layers):
+        rows += [(i, *site) for site in _sites_of_layer(layer, sources[i])]
+    table = pd.DataFrame(rows, columns=["layer", "site", "found", "where", "note"])
+    return table[["site", "layer", "found", "where", "note"]].astype({"layer": "Int64"})
+
+
+def _sites_of_ends(structure: DecoderStructure) -> Iterator[Site]:
+    found = structure.logits is not None
+    yield "embed", *_place(structure.embed, "no table that reads the tokens")
+    yield "stream final", *_place(structure.head, "no matrix after the blocks makes the logits")
+    yield "logits", found, *(("output", "") if found else ("", "the module returns no [batch, pos, d_vocab]"))
+
+
+def _sites_of_layer(layer: LayerStructure, sources: tuple[int, ...]) -> Iterator[Site]:
+    attention = layer.attention
+    kind = "scaled dot product" if attention.kind == "fused" else "softmax"
+    call = f"{kind} in {attention.within.name or 'the module'}"
+    inline = "the block is no part of its own: the stream can be read here, not replaced" if layer.inline else ""
+    yield "stream", layer.has_stream, layer.block, inline if layer.has_stream else _NO_STREAM
+    yield "attn_out", *_place(layer.attn_out, _NO_SUM)
+    yield "mlp_out", *_place(layer.mlp_out, _NO_SUM)
+    yield "q", *_place(layer.q, _NO_ROTATION)
+    yield "k", *_place(layer.k, _NO_ROTATION)
+    repeats = attention.repeats
+    yield "v", True, call, f"each key-value head is repeated {repeats} times" if repeats > 1 else ""
+    yield "own_v", *_place(layer.v, _NO_PROJECTION)
+    first = 0 in sources
+    why = "" if first else f"see source.{sources[0]}" if sources else _NOT_MIXED
+    yield "first_v", first, call if first else "", why
+    no_w_o = "no matrix W_O found: the attention's own output"
+    yield "z", True, *((layer.z.module, "") if layer.z else (call, no_w_o))
+    masked = "" if attention.mask == CAUSAL else attention.mask
+    why = attention.note or (f"masked: {masked}; not rebuilt from q and k" if masked else "")
+    for site in ("rot_q", "rot_k"):
+        yield site, layer.pattern_from_qk, *((call, "") if layer.pattern_from_qk else ("", why))
+    for site in ("scores", "pattern", *STATISTICS):
+        yield site, layer.has_statistics, *((call, masked or attention.note) if layer.has_statistics else ("", why))
+
+
+def _place(location: TensorLocation | None, missing: str) -> tuple[bool, str, str]:
+    if location is None:
+        return False, "", missing
+    if isinstance(location, Projection):
+        columns = location.columns
+        span = f"{columns.start}:{columns.stop}" if isinstance(columns, slice) else f"{len(columns)} columns"
+        return True, f"{location.module}[{span}]", ""
+    return True, location.module, ""
+
+
+def missing_hooks(table: pd.DataFrame) -> dict[str, str]:
+    """Hook points that were not found, and why, for the error that names one."""
+    missing = table[~table["found"] & table["site"].isin(list(ACTIVATIONS))]
+    rows = zip(missing["site"], missing["layer"], missing["note"], strict=True)
+    hooks = [(ACTIVATIONS[str(site)].hook, layer, str(note)) for site, layer, note in rows]
+    return {hook.format(layer=layer): note for hook, layer, note in hooks if hook}
+
+
+def describe(
+    name: str, structure: DecoderStructure, table: pd.DataFrame, paths: Sequence[ValuePath], notes: Sequence[str]
+) -> str:
+    """What was found and what not, in lines; `name`: of the module and its architecture, `table`: its sites."""
+    config, layers = structure.config, structure.layers
+    context = "unknown context" if config.n_ctx == UNLIMITED else f"n_ctx {config.n_ctx}"
+    lines = [
+        f"{name}, {config.n_layers} layers, {config.n_heads} heads of {config.d_head} ({config.n_key_value_heads} key-value), "
+        f"d_model {config.d_model}, d_vocab {config.d_vocab}, {context}",
+        f"  blocks {layers[0].block} .. {layers[-1].block}; attention: {_attention_kinds(layers)}",
+    ]
+    for found, word in ((True, "found"), (False, "not found")):
+        by_site = table[table["found"] == found].groupby("site", sort=False)["layer"].apply(list)
+        everywhere = (1, config.n_layers) if found else ()
+        sites = [f"{site}{'' if len(of) in everywhere else _layer_list(of)}" for site, of in by_site.items()]
+        lines.append(f"  {word}: {', '.join(sites) or 'nothing'}")
+    for note in dict.fromkeys(n for n in table["note"] if n and n != _NOT_MIXED):
+        lines.append(f"  {', '.join(dict.fromkeys(table[table['note'] == note]['site']))}: {note}")
+    return "\n".join([*lines, *_path_lines(paths), *(f"  {note}" for note in notes)])
+
+
+def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
+    for path in paths:
+        shown = {s: c for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE or not path.exact}
+        if set(shown) - {"own"} or path.into == "output" or not path.exact:
+            terms = " + ".join(f"{c:.7g} {s if isinstance(s, str) else f'layer {s}'}" for s, c in shown.items())
+            head = "" if path.head is None else f" head {path.head}"
+            yield f"  layer {path.layer}{head} {path.into} = {terms} (residual {path.residual:.1e})"
+
+
+def _attention_kinds(layers: list[LayerStructure]) -> str:
+    kinds = {
+        f"{'fused' if a.kind == 'fused' else 'eager softmax'}, {a.mask}{'' if a.exact else ', not reproduced'}"
+        for a in (layer.attention for layer in layers)
+    }
+    return "; ".join(sorted(kinds))
+
+
+def _layer_list(layers: list[Any]) -> str:
+    known = [str(x) for x in layers if not pd.isna(x)]
+    return f" (layers {', '.join(known)})" if known else ""

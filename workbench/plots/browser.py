@@ -1,0 +1,118 @@
+"""Pictures of offline pages and figures, drawn by a Chrome, Chromium or Edge that is installed; the product works without one."""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.parse
+from pathlib import Path
+
+from workbench.errors import WorkbenchError
+from workbench.files import replacing
+
+NAMES = (
+    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge", "msedge",
+    "brave-browser",
+)  # fmt: skip
+PLACES = (
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Microsoft Edge.app/Contents/MacOS/Microsoft Edge",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+    r"C:\Program Files\Google\Chrome\Application\chrome.exe",
+    r"C:\Program Files (x86)\Microsoft\Edge\Application\msedge.exe",
+)
+SECONDS = 60
+
+
+def find_browser() -> str | None:
+    """Path of a browser that can draw pages: `$WORKBENCH_BROWSER`, one on the path, one where systems put it, Playwright's."""
+    if given := os.environ.get("WORKBENCH_BROWSER"):
+        return given if Path(given).exists() else None
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    found = found or next((place for place in PLACES if Path(place).exists()), None)
+    if found is None:
+        root = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright")
+        found = next(
+            (str(p) for p in sorted(root.glob("chromium*/chrome-*/*")) if p.name in ("chrome", "headless_shell")), None
+        )
+    return found
+
+
+def picture(page: Path, out: Path, *, width: int, height: int) -> Path:
+    """Draw an HTML file as a PNG of width x height CSS pixels, at twice the resolution; returns `out`.
+
+    Raises `WorkbenchError` where no browser is found or the one found cannot draw.
+    """
+    browser = _found()
+    with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
+        drawn = Path(folder) / "page.png"
+        process = _run(
+            browser, folder, page, "--force-device-scale-factor=2", f"--window-size={width},{height}",
+            f"--screenshot={drawn}",
+        )  # fmt: skip
+        if not drawn.exists():
+            raise WorkbenchError(
+                f"{browser} did not draw the page (exit {process.returncode}): {process.stderr.strip()[-300:]}"
+            )
+        shutil.copyfile(drawn, part)
+    return out
+
+
+def figure(page: str, out: Path, *, width: int, height: int) -> Path:
+    """Write the first plotly figure of an HTML page as .svg, or as .png at twice the resolution; returns `out`.
+
+    Plotly itself draws it, so nothing is missing however busy the machine is. Raises `WorkbenchError` where no browser is
+    found or the one found cannot draw.
+    """
+    browser, kind = _found(), out.suffix[1:]
+    with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
+        inside = Path(folder) / "page.html"
+        script = f"<script>{_TO_IMAGE % (kind, width, height)}</script></body>"
+        inside.write_text(page.replace("</body>", script), encoding="utf-8")
+        process = _run(browser, folder, inside, "--dump-dom")
+        found = re.search(r'<textarea id="drawn">data:image/[^,]*,(.*?)</textarea>', process.stdout, re.DOTALL)
+        if found is None:
+            raise WorkbenchError(
+                f"{browser} did not draw the figure (exit {process.returncode}): {process.stderr.strip()[-300:]}"
+            )
+        data = html.unescape(found[1])
+        part.write_bytes(base64.b64decode(data) if kind == "png" else urllib.parse.unquote(data).encode())
+    return out
+
+
+_TO_IMAGE = """
+addEventListener('load', () =>
+  Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: '%s', width: %d, height: %d, scale: 2})
+    .then(url => { const found = document.createElement('textarea'); found.id = 'drawn'; found.textContent = url;
+                   document.body.replaceChildren(found) }))
+"""
+
+
+def _found() -> str:
+    browser = find_browser()
+    if browser is None:
+        raise WorkbenchError(
+            "no Chrome, Chromium or Edge found to draw with; set WORKBENCH_BROWSER to one, or open the page"
+        )
+    return browser
+
+
+def _run(browser: str, folder: str, page: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Open a page without a window and let it settle."""
+    command = [
+        browser, "--headless", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/profile", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic",
+        "--virtual-time-budget=5000", *flags, page.resolve().as_uri(),
+    ]  # fmt: skip
+    if sys.platform == "linux" and os.geteuid() == 0:  # root has no sandbox of its own to put the browser into
+        command.insert(1, "--no-sandbox")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise WorkbenchError(f"{browser} did not draw the page: {error}") from error

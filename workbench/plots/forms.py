@@ -1,0 +1,173 @@
+"""The forms of a figure of records: lines over layers, steps or ranks with their bands, heat maps, bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench.plots.style import GREY, MINUS, colour, label, ordered, pale, symbol, words
+
+KEY = ["metric", "variant", "site", "part", "data", "T", "unit"]
+# column, in words
+MAPS = {"positions": ("position", "position"), "heads": ("head", "head"), "pairs": ("source", "the other layer")}
+MAX_POINTS = 300  # of a smoothed curve
+MAX_MARKS = 8  # along a curve of many points
+MAX_PRINTED, MAX_ABREAST = 64, 8  # cells of a map, and of its row, that carry their number
+INIT = "step 0 (random init)"
+DASHES = ("dot", "dashdot", "longdash")  # of controls
+
+
+@dataclass
+class Panel:
+    """Rows of one metric, variant, site, data and length, and the form in which they are drawn."""
+
+    form: str
+    title: str
+    rows: pd.DataFrame
+    key: tuple[Any, ...]
+
+
+@dataclass
+class Legend:
+    """What a figure's panels have in common: names in its legend so far, and what its bands are."""
+
+    names: set[str] = field(default_factory=set)
+    bands: set[str] = field(default_factory=set)
+
+
+def _curve(rows: pd.DataFrame, x: str, smooth: int = 1) -> tuple[pd.DataFrame, str]:
+    """Mean, low and high over seeds at each x, and what the band between them is."""
+    runs = rows.pivot_table(index=x, columns="run", values="value", aggfunc="mean").sort_index()
+    if smooth > 1:
+        runs = runs.rolling(smooth, min_periods=1, center=True).mean()
+    mean = runs.mean(axis=1)
+    if runs.shape[1] > 1:
+        return pd.DataFrame({"mean": mean, "low": runs.min(axis=1), "high": runs.max(axis=1)}), "band: range over seeds"
+    se = rows.groupby(x)["se"].mean().reindex(mean.index)
+    if not se.notna().any():
+        return pd.DataFrame({"mean": mean, "low": mean, "high": mean}), ""
+    return pd.DataFrame(
+        {"mean": mean, "low": mean - se, "high": mean + se}
+    ), "one seed: ± standard error over documents"
+
+
+def lines(
+    figure: go.Figure, rows: pd.DataFrame, x: str, where: dict[str, int], legend: Legend, smooth: int = 1
+) -> None:
+    """One line per architecture (and step, in a profile) with its band, and the controls in dotted grey."""
+    measured = rows[rows["control"].isna()]
+    at_init = x != "step" and len(measured["step"].dropna().unique()) > 1
+    for architecture in ordered(measured["architecture"]):
+        mine = measured[measured["architecture"] == architecture]
+        for step in [None] if x == "step" else sorted(mine["step"].dropna().unique()) or [None]:
+            part = mine if step is None else mine[mine["step"] == step]
+            curve, band = _curve(part, x, smooth)
+            if smooth > 1 and len(curve) > MAX_POINTS:  # what was smoothed loses nothing
+                curve = curve.iloc[np.unique(np.linspace(0, len(curve) - 1, MAX_POINTS).round().astype(int))]
+            legend.bands.add(
+                f"{MINUS}: ± standard error of independent means" if band and architecture == MINUS else band
+            )
+            _line(figure, curve, architecture, x, step, where, legend, init=step == 0 and at_init)
+    for dash, (control, part) in zip(DASHES, rows[rows["control"].notna()].groupby("control"), strict=False):
+        line = part.groupby(x)["value"].mean()
+        figure.add_scatter(
+            x=line.index, y=line, mode="lines", name=words(control), line={"color": GREY, "dash": dash, "width": 1.6},
+            legendgroup=str(control), showlegend=str(control) not in legend.names,
+            hovertemplate=f"{words(control)}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>", **where,
+        )  # fmt: skip
+        legend.names.add(str(control))
+
+
+def _line(
+    figure: go.Figure, curve: pd.DataFrame, architecture: str, x: str, step: float | None, where: dict[str, int],
+    legend: Legend, *, init: bool,
+) -> None:  # fmt: skip
+    """A curve over its band; dashed and without an entry of its own in the legend where it is random init beside another step."""
+    name, at = label(architecture), "" if step is None else f" at step {step:.0f}"
+    if (curve["low"] < curve["high"]).any():
+        outline = np.concatenate([curve["high"], curve["low"][::-1]])
+        around = np.concatenate([curve.index, curve.index[::-1]])
+        figure.add_scatter(
+            x=around, y=outline, fill="toself", fillcolor=pale(architecture, 0.10 if init else 0.18), line_width=0,
+            hoverinfo="skip", showlegend=False, legendgroup=name, name=f"{name} band", mode="lines", **where,
+        )  # fmt: skip
+    figure.add_scatter(
+        x=curve.index, y=curve["mean"], mode="lines+markers", name=f"{name}{at if init else ''}",
+        line={"color": colour(architecture), "dash": "dash" if init else "solid", "width": 1.3 if init else 2.2},
+        marker={"size": 5 if init else 7, "symbol": symbol(architecture) + ("-open" if init else ""),
+                "maxdisplayed": MAX_MARKS if len(curve) > 24 else 0},
+        legendgroup=name, showlegend=not init and name not in legend.names,
+        hovertemplate=f"{name}{at}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>", **where,
+    )  # fmt: skip
+    if not init:
+        legend.names.add(name)
+    elif INIT not in legend.names:
+        legend.names.add(INIT)
+        _legend_only(figure, INIT, "dash", where)
+
+
+def _legend_only(figure: go.Figure, name: str, dash: str, where: dict[str, int]) -> None:
+    line = {"color": GREY, "dash": dash, "width": 1.3}
+    figure.add_scatter(x=[None], y=[None], mode="lines", name=name, line=line, hoverinfo="skip", **where)
+
+
+def _draw_profile(figure: go.Figure, panel: Panel, where: dict[str, int], legend: Legend, _: int) -> None:
+    lines(figure, panel.rows[panel.rows["layer"].notna()], "layer", where, legend)
+    figure.update_xaxes(title_text="layer", dtick=1 if panel.rows["layer"].max() <= 16 else None, **where)
+
+
+def _draw_steps(figure: go.Figure, panel: Panel, where: dict[str, int], legend: Legend, smooth: int) -> None:
+    lines(figure, panel.rows, "step", where, legend, smooth)
+    figure.update_xaxes(title_text="training step", **where)
+
+
+def _draw_ranks(figure: go.Figure, panel: Panel, where: dict[str, int], legend: Legend, _: int) -> None:
+    lines(figure, panel.rows, "index", where, legend)
+    figure.update_xaxes(title_text="rank", **where)
+
+
+def _draw_map(figure: go.Figure, panel: Panel, where: dict[str, int], *_: Any) -> None:
+    column, axis = MAPS[panel.form]
+    grid = panel.rows.pivot_table(index="layer", columns=column, values="value", aggfunc="mean", dropna=False)
+    name = panel.title.split(":")[0]
+    hover = f"{name}<br>layer %{{y}}, {axis} %{{x}}: %{{z:.4g}}<extra></extra>"
+    key = panel.rows["metric"].iloc[0] + str(tuple(map(str, panel.rows[KEY].iloc[0])))
+    z, x, y = grid.to_numpy(dtype="float32"), grid.columns.astype(int).tolist(), grid.index.astype(int).tolist()
+    printed = "%{z:.2g}" if z.size <= MAX_PRINTED and z.shape[1] <= MAX_ABREAST else None
+    figure.add_heatmap(z=z, x=x, y=y, name=panel.title, meta=key, hovertemplate=hover, texttemplate=printed, **where)
+    figure.update_xaxes(
+        title_text=axis, dtick=1 if axis in ("head", "the other layer") and grid.shape[1] <= 16 else None, **where
+    )
+    figure.update_yaxes(title_text="layer", dtick=1 if len(grid) <= 16 else None, **where)
+
+
+def _draw_bars(figure: go.Figure, panel: Panel, where: dict[str, int], legend: Legend, _: int) -> None:
+    measured = panel.rows[panel.rows["control"].isna()]
+    steps = sorted(measured["step"].dropna().unique()) or [np.nan]
+    for step in steps:
+        rows = measured if pd.isna(step) else measured[measured["step"] == step]
+        names = ordered(rows["architecture"])
+        curves = [_curve(rows[rows["architecture"] == a].assign(one=0.0), "one") for a in names]
+        legend.bands |= {band.replace("band", "whisker") for _, band in curves}
+        mean, low, high = ([float(c[k].iloc[0]) for c, _ in curves] for k in ("mean", "low", "high"))
+        init = step == 0 and len(steps) > 1
+        when, line = "" if pd.isna(step) else f"step {step:.0f}", {"color": [colour(a) for a in names], "width": 1}
+        figure.add_bar(
+            x=[label(a) for a in names], y=mean, name=when, showlegend=False,
+            marker={"color": [pale(a) if init else colour(a) for a in names], "line": line},
+            error_y={"array": np.subtract(high, mean), "arrayminus": np.subtract(mean, low), "color": GREY},
+            hovertemplate=f"%{{x}}{when and f' at {when}'}: %{{y:.4g}}<extra></extra>", **where,
+        )  # fmt: skip
+        if init:
+            legend.bands.add("pale bars: step 0, random init")
+
+
+DRAW: dict[str, Callable[..., None]] = {
+    "profile": _draw_profile, "steps": _draw_steps, "ranks": _draw_ranks, "bars": _draw_bars,
+    **dict.fromkeys(MAPS, _draw_map),
+}  # fmt: skip

@@ -1,0 +1,59 @@
+"""A figure outside a page: alt texts, tables, and what a browser draws pictures of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench.plots.records import plot
+from workbench.plots.style import plain
+
+CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
+
+
+def alt_text(shown: go.Figure | pd.DataFrame) -> str:
+    """What a figure shows, in words: its title and subtitle, then each curve's ends or each map's extremes."""
+    if isinstance(shown, pd.DataFrame):
+        shown = plot(shown)
+    words = [plain(shown.layout.title.text), plain(shown.layout.title.subtitle.text)]
+    for trace in shown.data:
+        if trace.type == "heatmap":
+            z = np.asarray(trace.z, dtype=float)
+            if np.isfinite(z).any():
+                words.append(f"{plain(trace.name) or 'map'}: {np.nanmin(z):.3g} to {np.nanmax(z):.3g}")
+        elif trace.x is not None and len(trace.x) and trace.x[0] is not None and trace.hoverinfo != "skip":
+            words.append(f"{plain(trace.name)}: {_ends(trace)}")
+    return "; ".join(s for s in words if s)[:1500]
+
+
+def _ends(trace: Any) -> str:
+    y, x = list(trace.y), list(trace.x)
+    if trace.type == "bar" and trace.orientation != "h":
+        return ", ".join(f"{plain(a)} {b:.3g}" for a, b in zip(x, y, strict=True))
+    if trace.type == "bar":
+        return ", ".join(f"{plain(b)} {a:.3g}" for a, b in zip(x[:5], y[:5], strict=True))
+    if isinstance(y[0], str):  # named rows
+        return ", ".join(f"{plain(b)} {a:.3g}" for a, b in zip(x[:12], y[:12], strict=True))
+    ends = [
+        f"{float(v):.3g} at {plain(at) if isinstance(at, str) else f'{float(at):g}'}"
+        for v, at in ((y[0], x[0]), (y[-1], x[-1]))
+    ]
+    return f"from {ends[0]} to {ends[1]}" if len(y) > 1 else ends[0]
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    """The numbers behind a figure: columns that say something, in the order of the axes."""
+    kept = frame.drop(columns=[c for c in ("provenance",) if c in frame]).dropna(axis=1, how="all")
+    axes = [c for c in ("metric", "architecture", "seed", "step", "layer", "head", "position") if c in kept]
+    return kept.sort_values(axes, kind="stable").reset_index(drop=True)
+
+
+def paper(figure: go.Figure) -> str:
+    """The figure as an HTML page for pictures: dark on white, without buttons."""
+    drawn = go.Figure(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor="white")
+    return drawn.to_html(
+        include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False
+    )

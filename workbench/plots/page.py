@@ -1,0 +1,117 @@
+"""Offline pages of figures, sentences and tables: one style sheet, light and dark, for every page that is written."""
+
+from __future__ import annotations
+
+import html as markup
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench.files import write_text
+from workbench.plots.output import CONFIG, alt_text, table
+from workbench.plots.style import INK, plain
+
+MAX_ROWS = 500  # of a table in a page
+STYLE = f"""
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }}
+body.wide {{ max-width: 1340px; margin: 1.2rem auto }}
+h1 {{ margin: 0 0 .6rem }} h2 {{ margin: 2.2rem 0 .6rem }} h3 {{ margin: .2rem 0; font-size: 1.05rem }} p {{ margin: .5rem 0 }}
+.wide h1 {{ font-size: 1.5rem; margin: 0 }} section h2 {{ font-size: 1.05rem; margin: 0 0 .4rem }}
+article, section {{ border: 1px solid #8884; border-radius: 8px; padding: .6rem 1rem; margin: 1rem 0; min-width: 0 }}
+.four {{ display: grid; grid-template-columns: 1fr 1fr; gap: 1.2rem }} .four section, .four figure {{ margin: 0 }}
+.status {{ display: inline-block; border-radius: 4px; padding: 0 .5rem; font-size: 13px; font-weight: 600; border: 1px solid #8886 }}
+.supported {{ border-left: 6px solid #009E73 }} .refuted {{ border-left: 6px solid #D55E00 }}
+.unresolved {{ border-left: 6px solid #E69F00 }} .gated, .not_checkable {{ border-left: 6px solid #808080 }}
+figure {{ margin: .8rem 0 }} figcaption {{ font-size: 14px; opacity: .8 }}
+.modebar {{ opacity: 0 }} figure:hover .modebar {{ opacity: 1 }}
+table {{ border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }}
+td, th {{ padding: .15rem .6rem; text-align: right; border-bottom: 1px solid #8884 }}
+th:first-child, td:first-child {{ text-align: left }}
+dl {{ font-size: 14px; display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; margin: .6rem 0 }}
+dt {{ opacity: .7 }} dd {{ margin: 0 }}
+summary {{ cursor: pointer; font-size: 14px }} code {{ font-size: 13px }} .small {{ font-size: 14px; opacity: .8 }}
+{INK} {{ fill: CanvasText !important }}
+@media (max-width: 900px) {{ .four {{ grid-template-columns: 1fr }} }}
+"""
+
+
+def html(figure: go.Figure, *, script: bool = True, whole: bool = False) -> str:
+    """The figure as HTML that works offline and uploads nothing: a piece of a page, or a `whole` page.
+
+    `script=False` for all but the first figure of a page: the first carries the plotting code.
+    """
+    if whole:
+        page = Page(plain(figure.layout.title.text))
+        page.add(page.figure(figure))
+        return page.html()
+    ink = f"<style>{INK} {{ fill: CanvasText !important }}</style>" if script else ""
+    return ink + _figure(figure, script, "")
+
+
+def _figure(figure: go.Figure, script: bool, caption: str) -> str:
+    body = figure.to_html(include_plotlyjs=script, full_html=False, config=CONFIG, auto_play=False)
+    alt = markup.escape(alt_text(figure), quote=True)
+    under = f"<figcaption>{markup.escape(caption)}</figcaption>" if caption else ""
+    return f'<figure role="{"group" if caption else "img"}" aria-label="{alt}">{body}{under}</figure>'
+
+
+class Page:
+    """An offline page, added to piece by piece. Text is escaped by what makes the pieces; `add` takes HTML."""
+
+    def __init__(self, title: str, *, wide: bool = False) -> None:
+        self.title, self.wide = title, wide
+        self.parts, self.drawn = list[str](), 0
+
+    def add(self, *parts: str) -> None:
+        self.parts += parts
+
+    def figure(self, figure: go.Figure, caption: str = "") -> str:
+        """A figure with its alt text; to be placed in the order of the calls, as the first carries the plotting code."""
+        self.drawn += 1
+        return _figure(figure, self.drawn == 1, caption)
+
+    def html(self, command: str = "") -> str:
+        """The whole page; `command` is what reproduces it."""
+        title = markup.escape(self.title)
+        foot = f'<p class="small">Reproduce: <code>{markup.escape(command)}</code></p>' if command else ""
+        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
+        kind = "wide" if self.wide else "page"
+        return f'<!doctype html><html lang="en"><head>{head}</head><body class="{kind}">{"".join(self.parts)}{foot}</body></html>'
+
+    def write(self, out: Path, command: str = "") -> Path:
+        write_text(out, self.html(command))
+        return out
+
+
+def heading(text: str, level: int = 2) -> str:
+    """A heading."""
+    return f"<h{level}>{markup.escape(text)}</h{level}>"
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph; `kind` is a class of the style sheet."""
+    opening = f'<p class="{kind}">' if kind else "<p>"
+    return f"{opening}{markup.escape(text)}</p>"
+
+
+def folded(label: str, inside: str) -> str:
+    """HTML behind a line that unfolds it."""
+    return f"<details><summary>{markup.escape(label)}</summary>{inside}</details>"
+
+
+def numbers(frame: pd.DataFrame, label: str = "the numbers") -> str:
+    """A table behind a line that says how many rows there are; empty for none."""
+    if frame.empty:
+        return ""
+    shown = table(frame)
+    more = "" if len(shown) <= MAX_ROWS else f", the first {MAX_ROWS} here"
+    rows = shown.head(MAX_ROWS).to_html(index=False, border=0, na_rep="", float_format="{:.6g}".format)
+    return folded(f"{label} ({len(shown)} rows{more})", rows)
+
+
+def facts(given: Mapping[str, str]) -> str:
+    """Names and what they stand for, in two columns."""
+    return f"<dl>{''.join(f'<dt>{markup.escape(k)}</dt><dd>{markup.escape(v)}</dd>' for k, v in given.items())}</dl>"

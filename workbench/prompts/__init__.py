@@ -1,0 +1,46 @@
+"""Questions to one model about one prompt: functions of a model and a tokenised prompt, imported (with torch) once asked for.
+
+from workbench import prompts
+
+lens = prompts.logit_lens(model, "def main():", top=5)
+"""
+
+# ruff: noqa: F401  (names for a type checker)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.prompts.attention_maps import AttentionInputs, Pool, Window, attention_inputs, attention_map
+    from workbench.prompts.attribution import Attribution, logit_attribution
+    from workbench.prompts.edit_effects import Effect, Over, Sweep, edit_effect, edit_sweep
+    from workbench.prompts.heads import Overview, attention_overview
+    from workbench.prompts.identity import Identity, token_identity
+    from workbench.prompts.lens import Lens, logit_lens
+    from workbench.prompts.norms import ValueNorms, value_norms
+    from workbench.prompts.patching import PatchSweep, patch_sweep
+    from workbench.prompts.predictions import Predictions, next_tokens
+    from workbench.prompts.self_check import check_model
+    from workbench.prompts.tokens import Prompt, PromptLike, tokenise
+
+_MODULES = {
+    "attention_maps": ("AttentionInputs", "Pool", "Window", "attention_inputs", "attention_map"),
+    "attribution": ("Attribution", "logit_attribution"),
+    "edit_effects": ("Effect", "Over", "Sweep", "edit_effect", "edit_sweep"),
+    "heads": ("Overview", "attention_overview"), "identity": ("Identity", "token_identity"),
+    "lens": ("Lens", "logit_lens"), "norms": ("ValueNorms", "value_norms"), "patching": ("PatchSweep", "patch_sweep"),
+    "predictions": ("Predictions", "next_tokens"), "self_check": ("check_model",),
+    "tokens": ("Prompt", "PromptLike", "tokenise"),
+}  # fmt: skip
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def _load(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'workbench.prompts' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"workbench.prompts.{_HOMES[name]}"), name)
+
+
+if not TYPE_CHECKING:  # a checker sees the functions themselves
+    __getattr__ = _load

@@ -1,0 +1,100 @@
+"""One logit taken apart: into layers, these into heads, these by where their values come from; each level sums to it.
+
+parts = logit_attribution(model, ids, position=-1, token=answer, against=other)
+parts.frame.query("level == 'head' and layer == 3")
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from workbench.errors import BadData
+from workbench.models.activations import Cache, RebuiltPatterns
+from workbench.models.decomposition import By, Decomposition, decompose, needed
+from workbench.models.hooked import HookedModel
+from workbench.prompts.single_pass import by_layer, decoder, one_position
+from workbench.prompts.tokens import PromptLike, single_prompt
+
+LEVELS: tuple[By, ...] = ("layer", "head", "value_path")
+COLUMNS = ["level", "part", "layer", "head", "path", "value"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """Parts of a logit, or of the difference of two, by direct effect."""
+
+    position: int
+    token: str
+    against: str | None
+    frame: pd.DataFrame
+    """A row for each part of each level.
+
+    level: `layer`, `head` or `value_path`; part: `embed`, `attn` or `mlp`; layer and head, absent where they do not apply;
+    path: `own`, `first`, `source.<j>`, `table`, `cross`, ..., of the last level; value in logits.
+    """
+    logit: float
+    """What the model computed."""
+    totals: dict[str, float]
+    """Sum of the parts of each level."""
+
+    @property
+    def error(self) -> float:
+        """Largest distance between a level's sum and the logit."""
+        return max(abs(total - self.logit) for total in self.totals.values())
+
+
+@torch.no_grad()
+def logit_attribution(
+    model: HookedModel, prompt: PromptLike, position: int, token: int, against: int | None = None
+) -> Attribution:
+    """What embedding, attention and MLP of each layer, each head and each value path add to a logit at a position.
+
+    The final norm's scale is frozen; what a part does through later layers is in those. Costs one run and, for each value
+    path of a layer, its attention once more: O(L T^2 d_model) time and O(L T d_model) memory, no T x T array. Raises
+    `BadData` for an observed model, a position outside the prompt or an id outside the vocabulary, `WorkbenchError` where
+    the parts do not sum to the logit, as after a hook changed a stream.
+    """
+    ours, prompt = decoder(model, "parts"), single_prompt(model, prompt)
+    at, layers = one_position(prompt.ids.shape[1], position), ours.config.n_layers
+    chosen = [token] if against is None else [token, against]
+    for i in chosen:
+        if isinstance(i, bool) or not isinstance(i, int) or i not in range(ours.config.d_vocab):
+            raise BadData(f"token id {i!r} leaves the vocabulary 0..{ours.config.d_vocab - 1}")
+    names = list(dict.fromkeys(name for by in LEVELS for name in needed(ours, by, layers, frozen=True)))
+    tensors = RebuiltPatterns()
+    logits = by_layer(ours, prompt.ids, {n: [n] for n in names}, lambda _, one: tensors.update(one), slice(at, at + 1))
+    cache = Cache(tensors.with_recipes(ours.recipes()), ours, has_batch_dim=True)
+    rows: list[dict[str, Any]] = []
+    for by in LEVELS:
+        parts = decompose(ours, cache, to="logits", by=by, tokens=token, against=against, pos=(at, at + 1))
+        rows += _rows(by, parts)
+    frame = pd.DataFrame(rows, columns=COLUMNS).astype({"layer": "Int64", "head": "Int64", "path": "string"})
+    row = logits[0, 0].double()
+    strings = prompt.strings(chosen)
+    return Attribution(
+        position=at, token=strings[0], against=None if against is None else strings[1], frame=frame,
+        logit=float(row[token] - (0.0 if against is None else row[against])),
+        totals={by: float(frame.loc[frame["level"] == by, "value"].sum()) for by in LEVELS},
+    )  # fmt: skip
+
+
+def _rows(level: str, parts: Decomposition) -> list[dict[str, Any]]:
+    return [
+        dict(zip(COLUMNS, (level, *_place(label), float(value)), strict=True))
+        for label, value in zip(parts.labels, parts.parts[:, 0, 0], strict=True)
+    ]
+
+
+def _place(label: str) -> tuple[str, int | None, int | None, str | None]:
+    """(part, layer, head, path) of a label: `embed`, `2_mlp_out`, `L1H0.first`."""
+    if label == "embed":
+        return label, None, None, None
+    if match := re.fullmatch(r"L(\d+)H(\d+)(?:\.(.+))?", label):
+        return "attn", int(match[1]), int(match[2]), match[3]
+    layer, kind, _ = label.split("_")
+    return kind, int(layer), None, None

@@ -1,0 +1,249 @@
+"""What edits of the forward pass change about one prompt: before and after, or one edit at all layers and heads in turn.
+
+    edit_effect(model, ids, "sink:layer=3,head=1;remove:layer=4,part=mlp")     losses, next tokens, divergence
+    edit_sweep(model, ids, "head:how=mean", over="layer x head")               change of the loss in each cell
+
+Edits and their order: `workbench.interventions.edits`. No gradients; one thread at a time runs a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.interventions.edits.base import Edit, Inputs
+from workbench.interventions.edits.context import applied
+from workbench.interventions.edits.kinds import Given, as_edits
+from workbench.interventions.values import TokenMeans, token_means
+from workbench.models.hooked import HookedModel, next_token_loss
+from workbench.models.transformer import Transformer
+from workbench.prompts.single_pass import log_probabilities
+from workbench.prompts.tokens import Prompt, PromptLike, second_prompt, single_prompt
+from workbench.runs.run import Run
+
+Progress = Callable[[int, int], None]
+"""Called with the cells done and all cells, as it goes; what it raises ends the sweep and leaves the model as it was."""
+Over = Literal["layer", "layer x head"]
+Means = TokenMeans | Mapping[str, TokenMeans] | str | None
+"""Tables for `values:how=token_mean`: one, several by name, or a site whose table is made of training documents of the run
+that the model came from, once for each model."""
+MEANS_TOKENS = 32_768  # of such a table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """One prompt of T tokens before and after edits."""
+
+    edits: tuple[str, ...]
+    loss_before: np.ndarray
+    """[T - 1] nats; entry i is the loss of token i + 1."""
+    loss_after: np.ndarray
+    top_before: pd.DataFrame
+    """The likeliest tokens after the prompt, unedited: `id`, `text`, probabilities `before` and `after`."""
+    top_after: pd.DataFrame
+    """The likeliest under the edits; columns as above."""
+    before: np.ndarray
+    """[d_vocab] probabilities of the token that follows the prompt, unedited."""
+    after: np.ndarray
+    """Under the edits."""
+    divergence: float
+    """KL(before || after) of the token that follows the prompt, nats, >= 0."""
+
+    @property
+    def n(self) -> int:
+        """Positions with a loss."""
+        return len(self.loss_before)
+
+    @property
+    def change(self) -> float:
+        """Mean change of the loss over positions, nats; positive: the edits harm. NaN for a prompt of one token."""
+        return float((self.loss_after - self.loss_before).mean()) if self.n else float("nan")
+
+
+@torch.no_grad()
+def edit_effect(
+    model: HookedModel, prompt: PromptLike, edits: Given | Iterable[Given], *, other: PromptLike | None = None,
+    means: Means = None, top: int = 10,
+) -> Effect:  # fmt: skip
+    """What the edits together change about one prompt.
+
+    `other`: as in `edited`; `top`: how many of the likeliest next tokens. Raises as `edited`, and `BadData` for several
+    prompts.
+    """
+    prompt = single_prompt(model, prompt, least=1)
+    inputs, chosen = _inputs(model, prompt, other, means), as_edits(edits)
+    if top < 1:
+        raise BadData(f"top={top}: must be 1 or more")
+    before = _run(model, inputs)
+    with applied(model, chosen, inputs):
+        after = _run(model, inputs)
+    was, now = (x.last.log_softmax(-1) for x in (before, after))
+    return Effect(
+        edits=tuple(map(str, chosen)),
+        loss_before=before.loss,
+        loss_after=after.loss,
+        top_before=_likeliest(prompt, was, was, now, top),
+        top_after=_likeliest(prompt, now, was, now, top),
+        before=was.exp().float().numpy(),
+        after=now.exp().float().numpy(),
+        divergence=max(0.0, float((was.exp() * (was - now)).nansum())),  # 0 * inf: a token that neither expects
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """One kind of edit at every layer, or every layer and head; NaN where the architecture lacks what is edited."""
+
+    edit: str
+    over: Over
+    loss: np.ndarray
+    """[layer] or [layer, head]: mean change of the loss over positions, nats; positive: the edit harms."""
+    n: int
+    """Positions with a loss."""
+    loss_before: float
+    """Mean loss of the prompt, nats."""
+    logit: np.ndarray | None = None
+    """Change of the answer's logit after the prompt, minus that of the mean logit; None without an answer."""
+    probability: np.ndarray | None = None
+    """Change of the answer's probability."""
+    probability_before: float | None = None
+
+
+@torch.no_grad()
+def edit_sweep(
+    model: HookedModel, prompt: PromptLike, kind: Given, over: Over = "layer", *, answer: int | str | None = None,
+    other: PromptLike | None = None, means: Means = None, progress: Progress | None = None,
+) -> Sweep:  # fmt: skip
+    """One edit without layer (and head), set at each in turn: a forward pass for each cell.
+
+    Heads are key-value heads where values, keys or what arrives is edited, query heads elsewhere. `answer`: a token, as id
+    or text, whose logit and probability after the prompt are followed. Raises as `edited`; `BadData` for several prompts
+    and an answer of several tokens; `WorkbenchError` where the edit names its layers, or has no heads to tell apart.
+    """
+    inputs, edit = _inputs(model, single_prompt(model, prompt, least=1), other, means), _template(kind, over)
+    target = None if answer is None else one_token(model, answer)
+    layers = edit.layers(model)
+    rows = 1 + max(model.config.n_layers - 1, *layers)  # the final norm's input is one more
+    heads = edit.n_heads(model) if over == "layer x head" else 0
+    if over == "layer x head" and not heads:
+        raise WorkbenchError(f"{edit} has no heads to tell apart: sweep it over=layer")
+    edit.check(model, inputs)
+    edit.prepare(model, layers, inputs)
+    before, changes = _run(model, inputs), np.full((3, rows, max(1, heads)), np.nan)
+    cells = [(n, h) for n in layers for h in range(max(1, heads))]
+    for done, (n, h) in enumerate(cells, 1):
+        at = dataclasses.replace(edit, layer=(n,), **({"head": (h,)} if heads else {}))
+        with applied(model, [at], inputs):
+            after = _run(model, inputs)
+        changes[:, n, h] = _changes(before, after, target)
+        if progress is not None:
+            progress(done, len(cells))
+    loss, logit, probability = changes if heads else changes[..., 0]
+    of_answer = {"logit": logit, "probability": probability, "probability_before": _probability(before, target)}
+    return Sweep(
+        edit=str(edit), over=over, loss=loss, n=len(before.loss), loss_before=_mean(before.loss),
+        **(of_answer if target is not None else {}),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Run:
+    loss: np.ndarray  # [pos - 1] nats
+    last: Tensor  # [d_vocab] logits after the prompt, float64 on the CPU
+
+
+def _run(model: HookedModel, inputs: Inputs) -> _Run:
+    ids, normed = inputs.tokens, list[Tensor]()
+    assert ids is not None
+    if not isinstance(model, Transformer):  # another's head, which may be asked for the last position only
+        logits = model.everywhere(ids)
+        loss = next_token_loss(logits, ids, per_token=True)[0] if ids.shape[1] > 1 else logits.new_empty(0)
+        return _Run(loss.double().cpu().numpy(), logits[0, -1].double().cpu())
+
+    def last(x: Tensor, hook: Any) -> Tensor:
+        normed.append(x[0, :-1])
+        return x[:, -1:]
+
+    with model.hooks([("unembed.hook_in", last)]):  # the logits of a long prompt would outweigh everything else
+        logits = model(ids)
+    losses = [
+        -log_p.gather(-1, ids[0, 1:][at, None])[:, 0] for at, log_p in log_probabilities(model, normed[0], normed=True)
+    ]
+    loss = torch.cat(losses) if losses else logits.new_empty(0)
+    return _Run(loss.double().cpu().numpy(), logits[0, -1].double().cpu())
+
+
+def _inputs(model: HookedModel, prompt: Prompt, other: PromptLike | None, means: Means) -> Inputs:
+    tables = training_means(model, means) if isinstance(means, str) else means
+    second = None if other is None else second_prompt(model, prompt, other).ids
+    return Inputs.of(model, prompt.ids, second, tables)
+
+
+_TABLES: WeakKeyDictionary[HookedModel, dict[str, TokenMeans]] = WeakKeyDictionary()
+
+
+def training_means(model: HookedModel, site: str) -> TokenMeans:
+    """The table of means per token id of a site, from training documents of the model's run; made once for each model."""
+    tables = _TABLES.setdefault(model, {})
+    if site not in tables:
+        run = Run.open(Path(model.source["path"]).parent)
+        ids = run.data.batch(0, max(1, MEANS_TOKENS // run.train.T), run.train.T, 0)
+        device = model.embed.weight.device
+        tables[site] = token_means(model, site, [part.to(device) for part in ids.split(8)])
+    return tables[site]
+
+
+def _template(kind: Given, over: str) -> Edit:
+    if over not in ("layer", "layer x head"):
+        raise UnknownName("over", over, ["layer", "layer x head"])
+    edits = as_edits(kind)
+    if len(edits) != 1:
+        raise WorkbenchError(f"{kind!r}: a sweep takes one edit, got {len(edits)}")
+    if edits[0].layer or (over == "layer x head" and getattr(edits[0], "head", ())):
+        raise WorkbenchError(f"{edits[0]}: a sweep sets the {over.replace(' x ', ' and the ')} itself; leave them out")
+    return edits[0]
+
+
+def one_token(model: HookedModel, answer: int | str) -> int:
+    """The id of an answer, an id or a text; raises `BadData` for several tokens and for other ids."""
+    ids = model.to_tokens(answer)[0].tolist() if isinstance(answer, str) else [answer]
+    if len(ids) != 1:
+        raise BadData(f"the answer {answer!r} has {len(ids)} tokens {ids}: give one token, as text or id")
+    if isinstance(ids[0], bool) or not isinstance(ids[0], int) or not 0 <= ids[0] < model.config.d_vocab:
+        raise BadData(f"the answer {answer!r} is no token id 0..{model.config.d_vocab - 1}")
+    return ids[0]
+
+
+def _changes(before: _Run, after: _Run, target: int | None) -> tuple[float, float, float]:
+    """Of the mean loss, of the answer's logit against the mean logit, of its probability."""
+    loss = _mean(after.loss - before.loss)
+    if target is None:
+        return loss, float("nan"), float("nan")
+    centred = [float(run.last[target] - run.last.mean()) for run in (before, after)]
+    was, now = (_probability(run, target) for run in (before, after))
+    return loss, centred[1] - centred[0], now - was
+
+
+def _probability(run: _Run, target: int | None) -> float:
+    return float("nan") if target is None else float(run.last.softmax(-1)[target])
+
+
+def _mean(losses: np.ndarray) -> float:
+    return float(losses.mean()) if len(losses) else float("nan")
+
+
+def _likeliest(prompt: Prompt, by: Tensor, was: Tensor, now: Tensor, top: int) -> pd.DataFrame:
+    ids = by.topk(min(top, len(by))).indices.tolist()
+    return pd.DataFrame(
+        {"id": ids, "text": prompt.strings(ids), "before": was[ids].exp().numpy(), "after": now[ids].exp().numpy()}
+    )

@@ -1,0 +1,82 @@
+"""Whether a model holds together on a prompt: what must add up does, and nothing looks into the future."""
+
+from __future__ import annotations
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.models.decomposition import decompose
+from workbench.models.hooked import HookedModel
+from workbench.names import stream_hook
+from workbench.prompts.attention_maps import attention_inputs, attention_map
+from workbench.prompts.tokens import PromptLike, single_prompt
+
+MAX_TOKENS = 256
+ROUNDING = 1e-3
+"""Largest relative error that float32 sums of a deep model may show."""
+
+
+@torch.no_grad()
+def check_model(model: HookedModel, prompt: PromptLike) -> pd.DataFrame:
+    """A row for each check: check, error (relative, largest), holds, meaning.
+
+    - `attention rows`: every row of the attention maps sums to 1;
+    - `parts of the stream`: embedding, heads and MLPs add up to what the final norm reads;
+    - `value paths`: the own, first and other parts of each head's values do too;
+    - `causality`: a changed last token changes no earlier prediction;
+    - `repeatability`: a second run gives the same logits.
+
+    What the model has no parts for holds None and says why in `meaning`; a sum that its decomposition refuses does not hold.
+    """
+    ids = single_prompt(model, prompt).ids[:, :MAX_TOKENS]
+    run = getattr(model, "everywhere", model)  # an observed module may give logits of the last position only
+    logits = run(ids)
+    size = float(logits.abs().max())
+
+    def other_end() -> float:
+        changed = ids.clone()
+        changed[0, -1] = (changed[0, -1] + 1) % model.config.d_vocab
+        return float((run(changed)[:, :-1] - logits[:, :-1]).abs().max()) / size
+
+    checks = {
+        "attention rows": (lambda: _row_error(model, ids), "each row of attention sums to 1"),
+        "parts of the stream": (
+            lambda: _sum_error(model, ids, "head"),
+            "embedding, heads and MLPs add up to the stream that the final norm reads",
+        ),
+        "value paths": (lambda: _sum_error(model, ids, "value_path"), "own, first and other values add up to the same"),
+        "causality": (other_end, "a changed last token changes no earlier prediction"),
+        "repeatability": (lambda: float((run(ids) - logits).abs().max()) / size, "a second run gives the same"),
+    }
+    table = []
+    for name, (error_of, meaning) in checks.items():
+        try:
+            error = error_of()
+            table.append({"check": name, "error": error, "holds": error < ROUNDING, "meaning": meaning})
+        except (BadData, UnknownName) as reason:
+            table.append({"check": name, "error": None, "holds": None, "meaning": f"does not apply: {reason}"})
+        except WorkbenchError as reason:
+            table.append({"check": name, "error": None, "holds": False, "meaning": str(reason)})
+    return pd.DataFrame(table)
+
+
+def _row_error(model: HookedModel, ids: Tensor) -> float:
+    try:
+        inputs = attention_inputs(model, ids)
+    except WorkbenchError as reason:  # an observed model that shows no attention
+        raise BadData(str(reason)) from reason
+    sums = [
+        attention_map(inputs, layer, head, most=ids.shape[1]).weights
+        for layer, softmaxes in enumerate(inputs.layers)
+        for head in range(len(softmaxes[0].lse))
+    ]
+    return max(float(abs(torch.from_numpy(w).nan_to_num().sum(-1) - 1).max()) for w in sums)
+
+
+def _sum_error(model: HookedModel, ids: Tensor, by: str) -> float:
+    parts = decompose(model, ids, by=by)  # type: ignore[arg-type]
+    end = stream_hook(model.config.n_layers, model.config.n_layers)
+    whole = model.run_with_cache(ids, names_filter=[end])[1][end]
+    return float((sum(p.double() for p in parts.parts) - whole.double()).abs().max() / whole.abs().max())

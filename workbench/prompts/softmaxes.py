@@ -1,0 +1,89 @@
+"""The softmaxes that make a layer's attention, in any architecture, as float32 arrays that need no model.
+
+Most layers have one softmax over their own keys. Where a shortcut defines the attention (cross-layer attention, attention
+residual), a layer has several, or one over the keys of several layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData
+from workbench.kernels.attention import attention_statistics
+from workbench.kernels.joint import Softmax
+from workbench.kernels.pooled import attention_window
+from workbench.models.hooked import HookedModel
+from workbench.models.joint_attention import Recipe
+from workbench.prompts.single_pass import array
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxArrays:
+    """One softmax of a layer's attention: weight * softmax(q [K_1; ...] / sqrt(width)), rows normalised by `lse`."""
+
+    weight: float
+    queries: np.ndarray
+    """Rotated, float32 [T, head, width]."""
+    keys: list[np.ndarray]
+    """Rotated, float32 [T, kv_head, width], of each set of keys."""
+    branches: list[str]
+    """Whose keys these are: `own`, `first`, `cross`, `cross.<layer>`."""
+    lse: np.ndarray
+    """Log-sum-exps of the rows, float32 [head, T]."""
+
+    @classmethod
+    def of(cls, softmax: Softmax, branches: list[str], lse: Tensor | None = None) -> SoftmaxArrays:
+        """A softmax [1, T, ...] as arrays; a query's log-sum-exp over several sets of keys is that of the sets' own."""
+        if lse is None:
+            lse = torch.stack([attention_statistics(softmax.q, k, k)[1].lse for k in softmax.keys]).logsumexp(0)
+        q, *keys = (array(x[0]) for x in (softmax.q, *softmax.keys))
+        return cls(weight=float(softmax.weight), queries=q, keys=keys, branches=branches, lse=array(lse[0]))
+
+
+def recipes_of(model: HookedModel) -> dict[int, Recipe]:
+    """How to make the attention of the layers that are no single softmax over their own keys."""
+    return {recipe.layer: recipe for recipe in model.recipes()}
+
+
+def hook_points(layer: int, names: Sequence[str]) -> list[str]:
+    """Hook points of a layer's attention."""
+    return [f"blocks.{layer}.attn.hook_{name}" for name in names]
+
+
+def needed_points(model: HookedModel, names: Sequence[str]) -> dict[int, list[str]]:
+    """What each layer's maps are made from: `names` of ordinary layers, else what the softmaxes read.
+
+    Raises `BadData` in words where an observed model does not show it.
+    """
+    recipes, needed = recipes_of(model), dict[int, list[str]]()
+    for layer in range(model.config.n_layers):
+        needed[layer] = sorted(recipes[layer].needs) if layer in recipes else hook_points(layer, names)
+        if why := next((model.absent[name] for name in needed[layer] if name in model.absent), None):
+            raise BadData(f"this model's attention cannot be drawn: layer {layer} is {why}")
+    return needed
+
+
+def softmaxes_of(recipe: Recipe, tensors: Mapping[str, Tensor]) -> list[SoftmaxArrays]:
+    """The softmaxes of a layer whose attention a shortcut defines, from cached activations by name."""
+    return [SoftmaxArrays.of(s, names) for s, names in zip(recipe.softmaxes(tensors), recipe.paths, strict=True)]
+
+
+def weights_by_keys(
+    softmaxes: Sequence[SoftmaxArrays], head: int, queries: range, keys: range
+) -> Iterator[tuple[int, str, Tensor]]:
+    """(place, branch, weights [query, key]) of every set of keys of every softmax, times the softmax's weight.
+
+    `place` counts the sets of a softmax; the pattern of one place is the sum over softmaxes. The future is 0.
+    """
+    rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+    for softmax in softmaxes:
+        q, lse = torch.from_numpy(softmax.queries[None, :, head, None]), torch.from_numpy(softmax.lse[None, head, None])
+        for place, (branch, every) in enumerate(zip(softmax.branches, softmax.keys, strict=True)):
+            k = torch.from_numpy(every[None, :, head * every.shape[1] // len(softmax.lse), None])
+            weights = attention_window(q, k, lse, rows, columns)[0, 0]
+            yield place, branch, weights if softmax.weight == 1.0 else weights.mul_(softmax.weight)

@@ -1,0 +1,141 @@
+"""One offline HTML page of a runs folder: figures with alt text and tables, what the claims say, and provenance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from workbench import plots
+from workbench.claims import DECIDED
+from workbench.claims.analysis import Judged, chosen
+from workbench.claims.collect import stored, usable
+from workbench.claims.page import article
+from workbench.claims.verdict import corrected, expected_by_chance
+from workbench.errors import BadData
+from workbench.plots.page import Page, folded, heading, numbers, paragraph
+from workbench.runs.records import load_records
+from workbench.runs.run import Run, list_runs
+from workbench.statistics.formation import formation_steps
+
+RACE, VALUES = "value_paths_speed_up_induction", "deep_values_need_little_context"
+BESIDE = {
+    "importance_entropy": ("Concentration of attention", None),
+    "token_similarity": ("How alike tokens become", "stream"),
+    "sink_mass": ("Attention to position 0, mean of heads", None),
+    "value_drain": ("Norm of the first token's own value against the others'", "own_v"),
+    "hidden_peak": ("Norm of the first token's state against the others'", "stream"),
+}
+
+
+def write_report(runs: Path, out: Path) -> Path:
+    """Write the page and return its path; raises `BadData` where the folder has no run that can be read.
+
+    Verdicts are those of the claims on the finished runs, from stored records: the same that `workbench analyze` gives.
+    """
+    found, problems = list_runs(runs)
+    if not found:
+        raise BadData(f"no readable runs under {runs}; make some with `workbench demo` or `workbench train`")
+    frame = load_records([run.path for run in found])
+    telemetry = pd.concat([run.telemetry() for run in found], ignore_index=True)
+    judged = verdicts(found)
+    page = Page("workbench report")
+    opening = (
+        f"{len(found)} runs: {', '.join(sorted({run.architecture for run in found}))}. Bands are the range over seeds; dashed "
+        "lines are random init (step 0), dotted ones the metric's own baseline. A value-residual model gives later layers a "
+        "direct path to the first layer's values, which depend on the token alone."
+    )
+    page.add(heading("What these models show", 1), paragraph(opening))
+    page.add(paragraph(expected_by_chance([j.verdict for j in judged.values()]), "small"))
+    _race(page, telemetry, judged)
+    _values(page, frame, judged)
+    _beside(page, frame, telemetry)
+    _claims(page, judged)
+    _provenance(page, found, frame, problems)
+    return page.write(out)
+
+
+def verdicts(runs: list[Run]) -> dict[str, Judged]:
+    """Every claim by name, with its verdict on those of the runs that are finished."""
+    evidence = stored(usable(runs)[0])
+    claims = chosen()
+    found = corrected([claim.judge(evidence) for claim in claims])
+    return {claim.name: Judged(claim, verdict) for claim, verdict in zip(claims, found, strict=True)}
+
+
+def _race(page: Page, telemetry: pd.DataFrame, judged: Mapping[str, Judged]) -> None:
+    losses = telemetry[(telemetry["metric"] == "copy_loss") & telemetry["variant"].isna()]
+    if losses.empty:
+        return
+    note = (
+        "The copy always begins at the same distance, so a head that counts does as well as one that recognises tokens."
+    )
+    page.add(
+        heading("The race to induction"), article(judged[RACE]), paragraph(note),
+        page.figure(plots.race(losses), "Loss where copying works; below half of its start a run has learnt it."),
+        numbers(formation_steps(losses)),
+    )  # fmt: skip
+
+
+def _values(page: Page, frame: pd.DataFrame, judged: Mapping[str, Judged]) -> None:
+    share = frame[(frame["metric"] == "token_identity_share") & (frame["site"] == "own_v")]
+    if share.empty:
+        return
+    caption = "Share of the variance of each layer's own values that the token's identity explains."
+    page.add(heading("What deep values carry"), article(judged[VALUES]))
+    page.add(page.figure(plots.plot(share), caption), numbers(share))
+    if len(ablated := frame[frame["metric"] == "value_ablation"]):
+        caption = "Validation loss when values are replaced by their mean per token, or by zero."
+        page.add(page.figure(plots.ablation(ablated), caption), numbers(ablated))
+
+
+def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
+    page.add(heading("Beside them"))
+    text = telemetry[telemetry["run"].str.startswith("text")]
+    for domain, rows in text[text["metric"] == "validation_loss"].groupby("data"):
+        page.add(page.figure(plots.plot(rows), f"Validation loss, {domain}."), numbers(rows))
+    for metric, (caption, site) in BESIDE.items():
+        rows = frame[(frame["metric"] == metric) & frame["variant"].isna()]
+        rows = rows[rows["site"] == site] if site else rows
+        if len(rows):
+            page.add(page.figure(plots.plot(rows, form="profile"), caption), numbers(rows))
+    for metric, table, draw, caption in (
+        ("gradient_norm", text, plots.gradient_map, "Gradient norms by matrix and layer (table: the last step)."),
+        ("coefficient", telemetry, plots.coefficients, "Learned coefficients: DenseFormer's averages."),
+    ):
+        if len(rows := table[table["metric"] == metric]):
+            page.add(page.figure(draw(rows), caption), numbers(rows[rows["step"] == rows["step"].max()]))
+
+
+def _claims(page: Page, judged: Mapping[str, Judged]) -> None:
+    """The other claims: what these runs say of them, then what they cannot say, folded."""
+    others = [j for name, j in judged.items() if name not in (RACE, VALUES)]
+    decided = [article(j) for j in others if j.verdict.status in DECIDED]
+    rest = [article(j) for j in others if j.verdict.status not in DECIDED]
+    if decided:
+        page.add(heading("What the field claims, and what these runs say"), *decided)
+    if rest:
+        needs = folded(f"{len(rest)} claims, and what each would need", "".join(rest))
+        page.add(heading("Not resolvable with these runs"), needs)
+
+
+def _provenance(page: Page, runs: list[Run], frame: pd.DataFrame, problems: dict[str, str]) -> None:
+    rows = [
+        {
+            "run": run.name, "architecture": run.architecture, "options": json.dumps(run.options), "seed": run.seed,
+            "steps": run.progress, "data": run.info["data"].get("hash"),
+            **run.info.get("versions", {}), "created": run.info.get("created"),
+        }
+        for run in runs
+    ]  # fmt: skip
+    page.add(heading("Provenance"))
+    if len(frame) and frame["provenance"].str.contains('"assumed":true').any():
+        marked = (
+            "Some architectures were assumed, because their checkpoints do not say: they are marked in the figures."
+        )
+        page.add(paragraph(marked))
+    page.add(*(paragraph(f"{name} was left out: {problem}") for name, problem in problems.items()))
+    page.add(paragraph("Reproduce with: make demo (or workbench demo --runs FOLDER), then workbench report."))
+    page.add(numbers(pd.DataFrame(rows), "the runs"))

@@ -1,0 +1,244 @@
+"""One look at one model: four questions, each answered by a sentence with its number, baseline and error, and a picture.
+
+    workbench xray runs/text-transformer-s0        # writes text-transformer-s0.html and, where a browser is found, .png
+
+Does attention concentrate, and where? Are sinks drained? How much of the deep values is only the token? Would a value
+residual help here, and what speaks for and against? Works on runs, on checkpoints and on observed modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench import plots
+from workbench.errors import BadData, WorkbenchError
+from workbench.plots.browser import picture
+from workbench.plots.experiments import after_the_first
+from workbench.plots.page import Page, heading, numbers, paragraph
+from workbench.reports.diagnosis import concentration, residual, sinks, token_share
+from workbench.runs.records import facts
+from workbench.runs.run import Run, run_or_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.data.sources import Sample
+
+METRICS = (
+    "loss", "concentration_parts", "sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_identity_share", "value_ablation",
+)  # fmt: skip
+DOCUMENTS = 32
+SHORT = "sink_rate"  # needs 64 tokens
+NEEDED = ("concentration_parts", "sink_mass", "value_drain", "token_identity_share", "value_ablation")
+WIDTH, HEIGHT = 1400, 1400
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question, the sentence that answers it, its picture and the records behind both."""
+
+    question: str
+    sentence: str
+    figure: go.Figure
+    records: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class XRay:
+    """Four answers about one model."""
+
+    subject: str
+    answers: tuple[Answer, ...]
+    records: pd.DataFrame
+    command: str
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{a.question}\n{a.sentence}" for a in self.answers)
+
+    def save(self, out: str | Path, *, png: bool = True) -> list[Path]:
+        """Write the offline page, and beside it its picture; returns what was written.
+
+        Raises `WorkbenchError` where the picture is wanted and no browser is found; the page is written before that.
+        """
+        page = Path(out).with_suffix(".html")
+        self._page().write(page, self.command)
+        return [page, picture(page, page.with_suffix(".png"), width=WIDTH, height=HEIGHT)] if png else [page]
+
+    def html(self) -> str:
+        """The page: works offline, uploads nothing."""
+        return self._page().html(self.command)
+
+    def _page(self) -> Page:
+        page = Page(f"X-ray of {self.subject}", wide=True)
+        page.add(heading(page.title, 1), paragraph(self._measured_on(), "small"), '<div class="four">')
+        for a in self.answers:
+            figure = page.figure(plots.narrow(a.figure))
+            page.add(f"<section>{heading(a.question)}{paragraph(a.sentence)}{figure}{numbers(a.records)}</section>")
+        page.add("</div>")
+        return page
+
+    def _measured_on(self) -> str:
+        """Data, documents and loss, in words."""
+        loss = self.records[(self.records["metric"] == "loss") & self.records["control"].isna()]
+        loss = loss[loss["step"].isna() | (loss["step"] == loss["step"].max())] if len(loss) else loss
+        first = self.records.iloc[0]
+        dtype = facts(first["provenance"]).get("dtype")
+        dtype = f" in {dtype}" if dtype else ""
+        of = f"{first['data']}, {{}} documents of {first['T']} tokens{dtype}; ± is one standard error over documents."
+        if loss.empty:
+            return of.format(0)
+        here = loss.iloc[0]
+        return f"{of.format(here['n'])} Loss here {here['value']:.3f} ± {here['se']:.3f} nats per token."
+
+
+def xray(
+    thing: Any,
+    data: Any = None,
+    *,
+    n: int = DOCUMENTS,
+    T: int | None = None,
+    device: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> XRay:
+    """Answer the four questions for a run, a checkpoint's path, a model, or an observed module.
+
+    Args:
+        thing: what to look at; a run is compared with its own step 0 where it has one.
+        data: ids [n, T], a file or folder of text, a `.bin` file of ids; default the run's own validation documents, or, where the model
+            has a tokenizer, prose of Python's standard library. Ids are halved: one half for the table of token means.
+        n: documents, T: tokens of each. progress: told what is being measured.
+
+    Raises `BadData` where the model has neither tokenizer nor data, `WorkbenchError` for what cannot be measured.
+    """
+    # torch and TransformerLens, which a page of stored records does not need
+    from workbench.measurement.measuring import measure
+
+    subject = run_or_model(thing, device)
+    names = [m for m in METRICS if m != SHORT or _length(subject, T, data) >= 64]
+    frame = measure(subject, names, _data(subject, data, n, T), steps=_steps(subject), n=n, T=T, progress=progress)
+    name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
+    given = f" --data {data}" if isinstance(data, str | Path) else ""
+    given += (f" --n {n}" if n != DOCUMENTS else "") + (f" --tokens {T}" if T else "")
+    where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
+    return XRay(name, tuple(answers(frame)), frame, f"workbench xray {where}{given}")
+
+
+QUESTIONS = {
+    "concentration": "Does attention concentrate, and where?",
+    "sinks": "Are sinks drained?",
+    "token_share": "How much of the deep values is only the token?",
+    "residual": "Would a value residual help here?",
+}
+SENTENCES = {"concentration": concentration, "sinks": sinks, "token_share": token_share, "residual": residual}
+
+
+def answers(frame: pd.DataFrame) -> list[Answer]:
+    """The four answers from records of one model, at its last step and, where there, at step 0."""
+    rows = {name: rows_of(name, frame) for name in QUESTIONS}
+    return [Answer(q, SENTENCES[name](frame), drawn(name, rows[name]), rows[name]) for name, q in QUESTIONS.items()]
+
+
+def rows_of(name: str, frame: pd.DataFrame) -> pd.DataFrame:
+    """The records behind a question's picture: at the last step, the shares also at step 0."""
+    last = frame[frame["step"].isna() | (frame["step"] == frame["step"].max())]
+    if name == "concentration":
+        return last[last["metric"] == "concentration_parts"]
+    if name == "sinks":
+        drain = (last["metric"] == "value_drain") & (last["site"] == _values(last)) & last["variant"].isna()
+        return pd.concat([last[(last["metric"] == "sink_mass") & last["variant"].isna()], last[drain]])
+    if name == "token_share":
+        return frame[(frame["metric"] == "token_identity_share") & (frame["site"] == _values(frame))]
+    return after_the_first(last[last["metric"] == "value_ablation"])
+
+
+def drawn(name: str, rows: pd.DataFrame) -> go.Figure:
+    """A question's picture, of one model's rows or of a difference of two."""
+    if not rows["value"].notna().any():
+        return go.Figure(layout_title_text="Nothing to draw: not measurable here")
+    if name == "sinks":
+        return plots.sinks(rows[rows["metric"] == "sink_mass"], rows[rows["metric"] == "value_drain"])
+    if name == "token_share":
+        return plots.plot(rows, form="profile", title=f"Token identity share of {plots.site(rows['site'].iloc[0])}")
+    return plots.concentration(rows) if name == "concentration" else plots.ablation(rows)
+
+
+OF_VALUES = ("value_drain", "token_identity_share")
+
+
+def _own(frame: pd.DataFrame) -> pd.Series:
+    return frame["metric"].isin(OF_VALUES) & frame["site"].isin(["own_v"])
+
+
+def _values(frame: pd.DataFrame) -> str:
+    """Own values where the model has them in deep layers, else the effective ones."""
+    return "own_v" if (_own(frame) & (frame["layer"] > 0).fillna(False)).any() else "v"
+
+
+def alike(frames: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
+    """Records of models to be compared: of effective values alone where one of them has no own ones in deep layers."""
+    own = all(_values(frame) == "own_v" for frame in frames)
+    return [frame if own else frame[~_own(frame)] for frame in frames]
+
+
+def _steps(subject: Any) -> str:
+    return "ends" if isinstance(subject, Run) and len(subject.steps) > 1 and subject.steps[0] == 0 else "last"
+
+
+def _length(subject: Any, T: int | None, data: Any) -> int:
+    if hasattr(data, "shape"):
+        return int(data.shape[-1])
+    return T or (subject.train.T if isinstance(subject, Run) else min(128, subject.config.n_ctx))
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """Ids [n, T] of which one half fills the table of token means and the other is measured."""
+
+    ids: Tensor
+
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
+        return self.ids[len(self.ids) // 2 :]
+
+    def sample(self) -> Sample:
+        from workbench.data.sources import Sample
+
+        half = self.ids[: len(self.ids) // 2]
+        return Sample(half, list(range(len(half))), "given ids", "ids", self)
+
+
+def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
+    """What to measure on, with a training side for the table of token means."""
+    import torch
+
+    from workbench.data.corpus import embedded, from_files
+    from workbench.data.sources import Sample, TextData, TokenData, open_tokens
+
+    if data is None and isinstance(subject, Run):
+        return None
+    if isinstance(data, torch.Tensor | list | tuple):
+        ids = torch.as_tensor(data)
+        if ids.ndim != 2 or len(ids) < 4:
+            raise BadData(f"ids of shape {tuple(ids.shape)}: an X-ray needs [n, T] with 4 sequences or more")
+        return _Halves(ids.long().cpu()).sample()
+    tokenizer = subject.tokenizer
+    if isinstance(data, str | Path) and Path(data).suffix == ".bin":
+        config = subject.model if isinstance(subject, Run) else subject.config
+        source: TextData | TokenData = open_tokens([data], config.d_vocab)
+    elif tokenizer is None:
+        raise BadData(
+            "this model came without a tokenizer and without data: give token ids [n, T] as data=, or a .bin file of ids (--data)"
+        )
+    elif data is None:
+        source = TextData(embedded(), tokenizer)
+    elif Path(data).exists():
+        source = TextData(from_files([data]), tokenizer)
+    else:
+        raise WorkbenchError(f"{data}: no such file; give a file or a folder of text, or ids")
+    found = source.sample(n, _length(subject, T, data))
+    return Sample(found.ids, found.documents, found.label, found.kind, source)

@@ -1,0 +1,221 @@
+"""What is in a folder of runs, without opening a checkpoint: one entry a run, kept in one index file.
+
+    catalogue("runs").entries
+
+`.index.json` holds the entries beside the time each run last changed; only runs that changed since are read again, so a
+folder of hundreds of runs opens at once. Where the folder cannot be written, everything still works, only slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.checkpoints.identify import RUN_FILE
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.files import digest, local, read_json, write_json
+from workbench.runs.records import metrics_of
+from workbench.runs.run import Run, is_locked, is_run
+
+INDEX, VERSION = ".index.json", 3
+DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+MAX_WHOLE = 2**53  # whole numbers that pages can show
+SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a run without opening its checkpoints."""
+
+    name: str
+    path: str
+    stamp: tuple[int, ...]  # changes when anything in the folder appears or is replaced
+    architecture: str
+    options: dict[str, Any]
+    series: str  # the architecture, with options where runs of one group differ in them
+    seed: int
+    kind: str  # of data: text, repeated, backcopy, tokens, recorded, ...
+    group: str  # runs of one group share data, shape and recipe, and may be compared
+    title: str  # of the group, in words
+    steps: tuple[int, ...]  # with a whole checkpoint
+    last: int  # the recipe's last step
+    n_layers: int
+    n_heads: int
+    n_ctx: int
+    measured: tuple[str, ...]  # names of the metrics that have records
+    tokens: int = 0  # read in a training step; 0 where that is unknown
+    observed: bool = False  # another library's model, or a module of the user's own
+
+    @property
+    def imported(self) -> bool:
+        """Whether it was trained elsewhere: on what is unknown, so measuring it needs `data`."""
+        return self.kind == "imported"
+
+    @property
+    def being_written(self) -> bool:
+        """Whether a process is training or recording it now."""
+        return is_locked(Path(self.path))
+
+
+TUPLES = ("stamp", "steps", "measured")
+WHOLE = ("stamp", "steps", "seed", "last", "n_layers", "n_heads", "n_ctx", "tokens")
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The runs of a folder, by name, and what is wrong with the folders that look like runs and cannot be read."""
+
+    folder: str
+    entries: tuple[Entry, ...]
+    problems: dict[str, str]
+    others: dict[str, int] = field(default_factory=dict)
+    """Folders that are no runs, and when they last changed, nanoseconds."""
+
+    def entry(self, name: str) -> Entry:
+        """The run of a name; raises `UnknownName` with the nearest."""
+        match = next((e for e in self.entries if e.name == name), None)
+        if match is None:
+            raise UnknownName("run", name, [e.name for e in self.entries])
+        return match
+
+
+def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
+    """The runs under a folder, from `known` or the index file where they have not changed; an absent folder is empty."""
+    root = local(folder).resolve()
+    old = known if known is not None and known.folder == str(root) else _read(root)
+    before = {Path(e.path): e for e in old.entries}
+    entries, problems = [], {}
+    try:
+        folders, others = _folders(root, old.others)
+    except OSError as error:
+        return Catalogue(str(root), (), {root.name: f"the folder of runs cannot be read: {error.strerror or error}"})
+    for path in folders:
+        stamp = stamp_of(path)
+        if path in before and before[path].stamp == stamp:
+            entries.append(before[path])
+            continue
+        try:
+            entries.append(_sound(_entry(Run.open(path), stamp)))
+        except WorkbenchError as error:
+            problems[_shown(path.name)] = _shown(error)
+        except DAMAGE as error:
+            problems[_shown(path.name)] = _shown(f"run.json is incomplete: {type(error).__name__} {error}")
+    result = Catalogue(str(root), tuple(_with_series(entries)), problems, others)
+    if result.entries != old.entries:
+        _write(root, result)
+    return result
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """When a run's folder and what is in it last changed, nanoseconds."""
+    return tuple(_changed(p) for p in (path, path / RUN_FILE, path / "telemetry", path / "records"))
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _folders(root: Path, known: dict[str, int]) -> tuple[list[Path], dict[str, int]]:
+    """Folders that look like runs, by name, and the others, which are listed again only once they change."""
+    runs, others = list[Path](), dict[str, int]()
+    if not root.is_dir():
+        return runs, others
+    for path in root.iterdir():
+        changed = 0 if path.name.startswith(".") else _changed(path)
+        if changed and path.is_dir():
+            if known.get(path.name) != changed and is_run(path):
+                runs.append(path)
+            elif time.time_ns() - changed > SETTLED:
+                others[path.name] = changed
+    return sorted(runs), others
+
+
+def _sound(entry: Entry) -> Entry:
+    """The entry, where pages can show it; raises `BadData` naming what is not of its kind."""
+    for key, value in vars(entry).items():
+        kind = {"options": dict, "observed": bool}.get(key) or (int if key in WHOLE else str)
+        parts = value if key in TUPLES else (value,)
+        wide = key != "stamp" and any(isinstance(part, int) and abs(part) > MAX_WHOLE for part in parts)
+        if wide or not all(isinstance(part, kind) for part in parts):
+            raise BadData(f"{key} of run {entry.name} cannot be used: {str(value)[:80]}")
+    json.dumps(dataclasses.asdict(entry), ensure_ascii=False).encode()  # text that is none, or without end
+    return entry
+
+
+def _shown(text: object) -> str:
+    """Text that can be sent to a page: names of files need not be any."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
+
+
+def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
+    common: dict[str, Any] = {
+        "name": run.name, "path": str(run.path), "stamp": stamp, "architecture": run.architecture, "seed": run.seed,
+        "options": run.options, "measured": metrics_of(run.path),
+    }  # fmt: skip
+    if run.recorded:  # each recording is a series of its own, for nothing says they are alike
+        return Entry(
+            **common, series=run.name, kind="recorded", group="recorded", title="recorded in other loops", steps=(), last=0,
+            n_layers=int(run.info["model"]["n_layers"]), n_heads=0, n_ctx=0,
+        )  # fmt: skip
+    model, train, data = run.model, run.train, run.info["data"]
+    kind = str(data["kind"])
+    return Entry(
+        **common, series=run.architecture, kind=kind, steps=tuple(run.steps), last=train.steps,
+        group=f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}",
+        title=f"{_words(kind, data)}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps",
+        n_layers=model.n_layers, n_heads=model.n_heads, n_ctx=model.n_ctx, tokens=0 if kind == "imported" else train.batch * train.T,
+        observed=run.observed,
+    )  # fmt: skip
+
+
+def _words(kind: str, data: dict[str, Any]) -> str:
+    tasks = {
+        "repeated": "random tokens, written twice", "backcopy": "random tokens where some marks repeat the token before them",
+        "tokens": "token ids from files", "imported": "imported checkpoints, data unknown",
+    }  # fmt: skip
+    return tasks.get(kind) or f"text ({', '.join(map(str, data.get('domains', ())))})"
+
+
+def _with_series(entries: list[Entry]) -> Iterable[Entry]:
+    """The entries, each series named by the options in which runs of its group and architecture differ."""
+    kin: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        kin.setdefault((entry.group, entry.architecture), []).append(entry)
+    for entry in entries:
+        if entry.kind == "recorded":
+            yield entry
+            continue
+        mine, alike = entry.options, kin[entry.group, entry.architecture]
+        differing = sorted(k for k in mine if any(other.options.get(k) != mine[k] for other in alike))
+        suffix = "".join(f" {k}={mine[k]}" for k in differing)
+        yield dataclasses.replace(entry, series=entry.architecture + suffix)
+
+
+def _read(root: Path) -> Catalogue:
+    """What the index file says; empty where there is none of ours."""
+    nothing = Catalogue(str(root), (), {})
+    try:
+        kept = read_json(root / INDEX)
+        if kept["version"] != VERSION or kept["folder"] != str(root):
+            return nothing
+        entries = [_sound(Entry(**e | {k: tuple(e[k]) for k in TUPLES})) for e in kept["entries"]]
+    except DAMAGE:
+        return nothing
+    inside = [e for e in entries if Path(e.path).parent == root and Path(e.path).name == e.name]
+    return Catalogue(str(root), tuple(inside), {})
+
+
+def _write(root: Path, content: Catalogue) -> None:
+    with contextlib.suppress(WorkbenchError):  # a folder that may only be read has no index
+        if root.is_dir():
+            rows = [dataclasses.asdict(entry) for entry in content.entries]
+            write_json(root / INDEX, {"version": VERSION, "folder": str(root), "entries": rows})

@@ -1,0 +1,164 @@
+"""Checkpoints of any training as a run: `workbench import PATH` writes a folder that measuring and the dashboard read."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from workbench.checkpoints import builders
+from workbench.checkpoints.identify import RUN_FILE, Checkpoint, checkpoints_at, is_series
+from workbench.checkpoints.infer import Given
+from workbench.checkpoints.opening import opened
+from workbench.checkpoints.read import read
+from workbench.checkpoints.saving import save
+from workbench.checkpoints.transformers_modules import quiet
+from workbench.checkpoints.vocabulary import SETTINGS, TOKENIZER, tokenizer_beside
+from workbench.config import TrainConfig
+from workbench.errors import ArchitectureAssumed, BadCheckpoint, ObservedInstead, WorkbenchError
+from workbench.files import write_json
+from workbench.models import Transformer
+from workbench.observing import Observed
+from workbench.runs.run import Run, place_of, written_now
+
+LENGTH = 128  # tokens measured at unless another length is asked for
+
+
+def import_run(
+    path: str | Path, runs: Path, *, name: str | None = None, architecture: str | None = None,
+    config: Mapping[str, Any] | None = None, builder: str | None = None, seed: int | None = None,
+    progress: Callable[[str], None] | None = None, **options: Any,
+) -> Run:  # fmt: skip
+    """A run of one checkpoint or of a series (a folder, a glob, a pattern with a `step` group), one model in memory at a time.
+
+    What our decoder does not compute is kept as transformers' model and observed from outside each time it is opened, with
+    an `ObservedInstead` warning. `builder`: a function `package.module:function` of your own that builds the module which the
+    tensors fill, from the checkpoint's settings and `config` (`workbench.checkpoints.builders`).
+
+    The folder appears whole or not at all. A checkpoint that names no step is kept as step 0. `seed` tells runs of one
+    model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not of one model, `NotCovered`
+    for a model that no library here computes, `WorkbenchError` for a name that is taken.
+    """
+    checkpoints = _checkpoints(path)
+    place = place_of(runs, name or _name(checkpoints))
+    if place.exists():
+        raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
+    if builder and (architecture or options):
+        raise WorkbenchError("a builder makes the module itself: architecture and options are settings of our decoder")
+    given = Given(architecture, config or {}, options)
+    with _appearing(place) as folder:
+        first: dict[str, Any] = {}
+        for step, source in checkpoints:
+            if progress:
+                progress(f"{source} as step {step}")
+            with warnings.catch_warnings():
+                for category in (ArchitectureAssumed, ObservedInstead) if first else ():  # said once of a series
+                    warnings.simplefilter("ignore", category)
+                state = read(Checkpoint(source, step))
+                model = builders.observed_of(builder, state, config) if builder else opened(state, given)
+            facts = _facts(model)
+            first = first or facts | {"seed": model.source.get("seed") if seed is None else seed}
+            _refuse_other(first, facts, checkpoints[0][1], source)
+            first |= facts if first["observed"] else {}  # what is read off values is plainest in trained ones
+            first["seed"] = first["seed"] or 0
+            origin = {k: model.source[k] for k in ("path", "format", "step", "stripped", "sha256") if k in model.source}
+            first.setdefault("origins", {})[step] = origin
+            _keep(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=origin)
+        _copy_tokenizer(checkpoints[-1][1], folder, first["config"].d_vocab)
+        _describe(folder, first, checkpoints[-1][0], path)
+    return Run.open(place)
+
+
+def _facts(model: Transformer | Observed) -> dict[str, Any]:
+    """What describes a run. Of an observed model the name and options are what was read off this step's values."""
+    facts = {what: getattr(model, what) for what in ("architecture", "options", "config")}
+    facts |= {"form": model.source["format"], "assumed": getattr(model, "assumed", False), "observed": None}
+    if isinstance(model, Observed):
+        parameters = sum(p.numel() for p in model.parameters())
+        by = {"builder": model.source["builder"]} if "builder" in model.source else {"library": "transformers"}
+        facts["observed"] = {"module": type(model.foreign).__name__, "parameters": parameters, **by}
+        facts["shapes"] = {name: list(p.shape) for name, p in model.named_parameters()}
+        options = model.options.items()  # fitted numbers to four digits: they become a model's name
+        facts["options"] = {key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in options}
+    return facts
+
+
+def _keep(model: Transformer | Observed, folder: Path, **provenance: Any) -> None:
+    """Write a step: ours as ever, another library's model as that library does, one of a builder with its settings."""
+    if isinstance(model, Observed) and "builder" in model.source:
+        builders.save(model, folder, **provenance)
+    elif isinstance(model, Observed):
+        with quiet():
+            model.foreign.save_pretrained(folder, max_shard_size="1000TB")  # one file, as in all steps
+    else:
+        save(model, folder, **provenance)
+
+
+def _checkpoints(path: str | Path) -> list[tuple[int, Path]]:
+    """(step, path) of what is imported, by step; a single checkpoint without a step is step 0."""
+    if (Path(path) / RUN_FILE).exists():
+        raise WorkbenchError(f"{path} is a run already; copy it into the folder of runs")
+    checkpoints = checkpoints_at(path)
+    if is_series(path) and len(checkpoints) > 1:
+        return [(checkpoint.step or 0, checkpoint.path) for checkpoint in checkpoints]
+    return [(read(checkpoints[0]).info.step or 0, checkpoints[0].path.resolve())]
+
+
+def _refuse_other(first: dict[str, Any], other: dict[str, Any], a: Path, b: Path) -> None:
+    for what in ("observed", "shapes") if first["observed"] else ("architecture", "options", "config"):
+        if first[what] == other[what]:
+            continue
+        one, two = first[what], other[what]
+        if what == "shapes":  # what is read off values, such as heads, may look otherwise at step 0
+            odd = sorted(n for n in one.keys() | two.keys() if one.get(n) != two.get(n))
+            one, two = ({n: shapes.get(n, "absent") for n in odd[:3]} for shapes in (one, two))
+        raise BadCheckpoint(f"{a} and {b} are not steps of one model: {what} {one} and {two}")
+
+
+def _describe(folder: Path, first: dict[str, Any], last: int, path: str | Path) -> None:
+    config = first["config"]
+    info = {
+        "format": 1, "architecture": first["architecture"], "options": first["options"], "seed": first["seed"],
+        "model": asdict(config), "train": asdict(TrainConfig(steps=last or 1, batch=1, T=min(LENGTH, config.n_ctx))),
+        "data": {"kind": "imported", "domains": ["unknown"]},
+        "imported": {"from": str(path), "assumed": first["assumed"], "format": first["form"], "origins": first["origins"]},
+        **({"observed": first["observed"]} if first["observed"] else {}),
+        **written_now(),
+    }  # fmt: skip
+    write_json(folder / RUN_FILE, info)
+
+
+def _copy_tokenizer(last: Path, to: Path, d_vocab: int) -> None:
+    beside = last if last.is_dir() else last.parent
+    if tokenizer_beside(beside, d_vocab) is not None:
+        for name in (TOKENIZER, SETTINGS):
+            if (beside / name).exists():
+                shutil.copyfile(beside / name, to / name)
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A hidden folder that becomes `folder` on success and vanishes otherwise."""
+    part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        part.mkdir(parents=True)
+        yield part
+        part.rename(folder)
+    except OSError as error:
+        raise WorkbenchError(f"cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _name(checkpoints: list[tuple[int, Path]]) -> str:
+    """The name of the only checkpoint, or of the folder that a series lies in."""
+    if len(checkpoints) == 1:
+        path = checkpoints[0][1]
+        return path.name if path.is_dir() else path.stem
+    parents = [set(path.resolve().parents) for _, path in checkpoints]
+    return max(set.intersection(*parents), key=lambda path: len(path.parts)).name

@@ -1,0 +1,250 @@
+"""One tidy table of records, and the store that keeps it: Parquet per (weights, data).
+
+A record says what was measured, on which axes, in which unit, with which error, from which weights, data and code.
+Columns that do not apply are null; step 0 is random init; se and n count documents.
+
+**Which rows are shown.** A metric's `version` stands in the provenance of its rows; rows without one are older than version 1.
+Of a run's records of a metric those of its newest version are read (`newest`); measuring it anew replaces the older rows
+of the same weights and data (`Store.put`). `one_sample` then picks one of several sets of documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from filelock import FileLock
+
+from workbench.errors import BadCheckpoint, WorkbenchError
+from workbench.files import open_regular, replacing
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TEXT = ("run", "architecture", "metric", "data", "site", "part", "variant", "control", "unit", "provenance")
+WHOLE = ("seed", "step", "T", "layer", "source", "head", "position", "index", "n", "document")
+COLUMNS = (
+    "run", "architecture", "seed", "step", "metric", "data", "T", "site", "part", "layer", "source", "head", "position",
+    "index", "variant", "control", "value", "se", "n", "unit", "provenance",
+)  # fmt: skip
+SAMPLE_COLUMNS = (
+    "run", "architecture", "seed", "step", "metric", "data", "site", "layer", "head", "variant", "document", "value",
+    "provenance",
+)  # fmt: skip
+"""One value per document, for resampling; kept where a record has no position axis."""
+KNOWN, NEEDED = {*COLUMNS, *SAMPLE_COLUMNS}, ("metric", "value")
+MAX_TABLE = 1 << 31  # bytes of a file
+_VERSION = re.compile(r'"version":(\d+)')
+
+
+def records(rows: Iterable[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
+    """A table with exactly the record columns, typed: text, nullable whole numbers, floats."""
+    return typed(pd.DataFrame(list(rows), columns=list(columns)), columns)
+
+
+def typed(frame: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
+    """The same table with exactly these columns, each of its documented type; absent ones are null."""
+    kinds = {name: "str" if name in TEXT else "Int64" if name in WHOLE else "float64" for name in columns}
+    return frame.reindex(columns=list(columns)).astype(kinds)
+
+
+def write_parquet(frame: pd.DataFrame, path: Path) -> None:
+    """Write a table atomically; text columns are dictionary-encoded, so repeated provenance is cheap."""
+    with replacing(path) as part:
+        frame.to_parquet(part, index=False, write_page_checksum=True)  # held against the bytes by every reader
+
+
+def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed: Sequence[str] = ()) -> pd.DataFrame:
+    """Rows of all the files, typed; `BadCheckpoint` names a file that cannot be read or lacks what is `needed`."""
+    return typed(_read(paths, needed).to_pandas(), columns)
+
+
+def _read(paths: Iterable[Path], needed: Sequence[str] = ()) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tables = []
+    for path in paths:
+        try:
+            # opened once, so a file that is replaced meanwhile stays the one it was
+            with open_regular(path, MAX_TABLE) as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
+                tables.append(checked(file.read(), path, needed))
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise BadCheckpoint(f"cannot read {path}: {error}") from error
+    return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
+
+
+def checked(table: Any, path: Path, needed: Sequence[str] = ()) -> Any:
+    """The columns of a file that are ours, each of its documented type; others are left out.
+
+    table: Arrow. `needed`: columns without which nothing can be said. Raises `BadCheckpoint` naming the file, and the column
+    where it is one.
+    """
+    import pyarrow as pa
+
+    if missing := set(needed) - set(table.column_names):
+        raise BadCheckpoint(f"{path} is no table of records: it has no {' and no '.join(sorted(missing))}")
+    columns, name = {}, ""
+    try:
+        for name in dict.fromkeys(c for c in table.column_names if c in KNOWN):
+            columns[name] = _of_our_type(table[name], name)
+        whole = pa.table(columns)
+        whole.validate(full=True)  # text that is none
+    except (KeyError, pa.ArrowException) as error:
+        raise BadCheckpoint(f"{path} is no table of records: column {name}: {error}") from error
+    return whole
+
+
+def _of_our_type(column: Any, name: str) -> Any:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if name in TEXT:
+        text = kind.value_type if pa.types.is_dictionary(kind) else kind
+        return column if pa.types.is_string(text) or pa.types.is_large_string(text) else column.cast(pa.string())
+    if name in WHOLE and pa.types.is_floating(kind):  # how tables without whole numbers leave gaps
+        column = pc.if_else(pc.is_nan(column), None, column)
+    wanted = pa.int64() if name in WHOLE else pa.float64()
+    return column if kind == wanted else column.cast(wanted)
+
+
+def facts(provenance: Any) -> dict[str, Any]:
+    """What a provenance says; nothing where it is not ours."""
+    try:
+        values = json.loads(provenance)
+    except (TypeError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def provenance(**facts: Any) -> str:
+    """Where a number comes from, as compact JSON with sorted keys."""
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"))
+
+
+def _keys(frame: pd.DataFrame) -> pd.Series:
+    return frame["provenance"].map({text: facts(text).get("key") for text in frame["provenance"].unique()})
+
+
+def _versions(provenances: pd.Series) -> np.ndarray:
+    """The version behind every row; 0 where its provenance has none, as before metrics had numbered versions."""
+    codes, texts = pd.factorize(provenances)
+    matches = [_VERSION.search(text) for text in texts]
+    return np.array([*(int(m[1]) if m else 0 for m in matches), 0], dtype=float)[codes]
+
+
+def newest(table: pa.Table) -> pa.Table:
+    """The rows of one run that are shown: of each metric those of its newest version."""
+    if not {"metric", "provenance"} <= set(table.column_names):
+        return table
+    if len(set(_versions(table["provenance"].unique().to_pandas()))) < 2:  # of 1,000 runs nearly all
+        return table
+    frame = table.select(["metric", "provenance"]).to_pandas()
+    frame["version"] = _versions(frame["provenance"])
+    shown = frame["version"] == frame.groupby("metric", dropna=False)["version"].transform("max")
+    return table if shown.all() else table.filter(shown.to_numpy())
+
+
+def run_records(folder: Path) -> pa.Table:
+    """A run's records as they are shown: every reader of a run's folder begins here.
+
+    Raises `BadCheckpoint` naming a file that cannot be read or is no table of records.
+    """
+    return newest(_read(record_files(folder), NEEDED))
+
+
+def load_records(folders: Iterable[Path]) -> pd.DataFrame:
+    """The records of runs by their folders, see `run_records`."""
+    import pyarrow as pa
+
+    tables = [run_records(folder) for folder in folders]
+    return typed(pa.concat_tables(tables, promote_options="permissive").to_pandas()) if tables else records([])
+
+
+def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of each run and metric the records of one set of documents: the latest step's, then most steps, then most documents.
+
+    A run that was measured on 32 and on 64 documents has records of both, which must not be averaged. Where two sets are
+    alike in all of this, their hash decides: any rule would do that is the same everywhere.
+    """
+    samples = {text: str(facts(text).get("data", "")) for text in frame["provenance"].dropna().unique()}
+    keyed = frame.assign(sample=[samples.get(text, "") for text in frame["provenance"]])
+    groups = keyed.groupby(["run", "metric", "sample"], as_index=False, dropna=False)
+    sets = groups.agg(last=("step", "max"), steps=("step", "nunique"), n=("n", "max"))
+    best = sets.sort_values(["last", "steps", "n", "sample"]).drop_duplicates(["run", "metric"], keep="last")
+    if len(best) == len(sets):
+        return frame
+    kept = keyed.reset_index(names="row").merge(best[["run", "metric", "sample"]], on=["run", "metric", "sample"])
+    return frame.loc[kept["row"]].reset_index(drop=True)
+
+
+class Store:
+    """Measured records in a folder, content-addressed by weights, data, metric and its version.
+
+    One pair of files per (weights, data): `<weights>-<data>.parquet` and `.samples.parquet`. A lock file serialises writers;
+    readers need none, since files are replaced as a whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _path(self, weights: str, data: str, kind: str = "") -> Path:
+        return self.folder / f"{weights}-{data}{kind}.parquet"
+
+    def get(self, weights: str, data: str, keys: Sequence[str]) -> dict[str, pd.DataFrame]:
+        """Stored rows of each measurement key that is there."""
+        path = self._path(weights, data)
+        if not path.exists():
+            return {}
+        frame = read_parquet([path])
+        return {str(key): rows for key, rows in frame.groupby(_keys(frame), sort=False) if key in keys}
+
+    def put(self, weights: str, data: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
+        """Add rows in place of those of the same metrics in this or an older version; newer ones stay.
+
+        Raises `WorkbenchError` where the folder cannot be written.
+        """
+        versions = pd.Series(_versions(frame["provenance"])).groupby(frame["metric"].to_numpy()).max()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / ".lock", timeout=60):
+                # the records last: a measurement counts as done once they stand, so its samples must stand before
+                for kind, new, columns in ((".samples", samples, SAMPLE_COLUMNS), ("", frame, COLUMNS)):
+                    path = self._path(weights, data, kind)
+                    old = read_parquet([path], columns) if path.exists() else records([], columns)
+                    replaced = _versions(old["provenance"]) <= old["metric"].map(versions).astype(
+                        float
+                    )  # of others: NaN
+                    old = old[~replaced]
+                    if len(old) + len(new):
+                        write_parquet(pd.concat([old, new], ignore_index=True) if len(old) else new, path)
+        except OSError as error:  # read-only, or another writer for a minute
+            raise WorkbenchError(f"cannot keep records in {self.folder}: {error.strerror or error}") from error
+
+
+def metrics_of(folder: Path) -> tuple[str, ...]:
+    """Names of the metrics that a run has records of; files that cannot be read count as empty."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names: set[str] = set()
+    for path in record_files(folder):
+        with (
+            contextlib.suppress(OSError, KeyError, pa.ArrowException),
+            open_regular(path, MAX_TABLE) as raw,
+            pq.ParquetFile(raw) as file,
+        ):
+            names |= set(file.read(columns=["metric"])["metric"].unique().to_pylist())
+    return tuple(sorted(str(name) for name in names if name is not None))
+
+
+def record_files(folder: Path) -> list[Path]:
+    """The tables of records under a run's folder."""
+    return [p for p in sorted((folder / "records").glob("*.parquet")) if not p.name.endswith(".samples.parquet")]

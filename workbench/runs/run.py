@@ -1,0 +1,261 @@
+"""A run folder: `run.json`, `tokenizer.json`, `telemetry/*.parquet`, `step_000500/`, `resume/`, `records/`.
+
+Everything in it appears whole or not at all, so any moment's folder can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from filelock import FileLock, Timeout
+
+from workbench.checkpoints.identify import CONFIG, RUN_FILE, WEIGHTS, choose, step_folder, steps_of, whole_steps
+from workbench.config import ModelConfig, ObservedConfig, TrainConfig
+from workbench.errors import BadCheckpoint, BadData, WorkbenchError
+from workbench.files import digest, local, open_regular, read_bytes, read_json
+from workbench.runs.records import NEEDED, Store, read_parquet
+
+CORPORA = ".corpora"
+PATIENCE = 0.5  # seconds a writer tries: `is_locked` holds the lock for an instant
+
+
+def runs_folder(given: str | Path | None = None) -> Path:
+    """The folder of runs: the one given, else `$WORKBENCH_RUNS`, else `./runs`; `WorkbenchError` for URLs and paths without end."""
+    named = local(given or os.environ.get("WORKBENCH_RUNS") or "runs")
+    try:
+        return named.resolve()
+    except (OSError, RuntimeError) as error:
+        raise WorkbenchError(f"{named} cannot be the folder of runs: {error}") from None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder that holds a readable `run.json`."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """The run at a path; raises `BadCheckpoint` saying what is missing or damaged."""
+        run = cls(Path(path).resolve())
+        try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(run.path):
+                pass  # only whether this user may
+        except OSError as error:
+            raise BadCheckpoint(f"{run.path} cannot be listed: {error.strerror or error}") from error
+        try:
+            _ = run.architecture, run.options, run.seed, run.info["data"]["kind"]
+            _ = (
+                (run.info["recorder"]["every"], run.info["model"]["n_layers"])
+                if run.recorded
+                else (run.model, run.train)
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadCheckpoint(f"{run.path / RUN_FILE} is no run description: {error}") from error
+        return run
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """Contents of `run.json`."""
+        return read_json(self.path / RUN_FILE)
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    @property
+    def architecture(self) -> str:
+        """Registry name of the architecture."""
+        return str(self.info["architecture"])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the architecture by name; raises `TypeError` where they are no table."""
+        options = self.info.get("options") or {}
+        if not isinstance(options, dict):
+            raise TypeError(f"its options are {options!r}, not a table")
+        return options
+
+    @property
+    def seed(self) -> int:
+        """Seed of weights and data order."""
+        return int(self.info["seed"])
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shape of the model."""
+        return (ObservedConfig if self.observed else ModelConfig).of(self.info["model"])
+
+    @property
+    def train(self) -> TrainConfig:
+        """The recipe."""
+        return TrainConfig.of(self.info["train"])
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with a whole checkpoint, ascending."""
+        return whole_steps(self.path)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a `Recorder` wrote it in another training loop: telemetry, but no recipe and no checkpoints."""
+        return "recorder" in self.info
+
+    @property
+    def observed(self) -> bool:
+        """Whether its models are another library's, or of a builder: opened there and observed from outside."""
+        return "observed" in self.info
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step of the recipe has its checkpoint; a recording, whether its recorder is gone."""
+        if "imported" in self.info:
+            return True
+        return not is_locked(self.path) if self.recorded else self.train.steps in self.steps
+
+    @property
+    def progress(self) -> str:
+        """Last checkpoint and last step of the recipe, `500/1000`; of a recording, the last step that was recorded."""
+        if not self.recorded:
+            return f"{self.steps[-1] if self.steps else 0}/{self.train.steps}"
+        try:
+            last = self.telemetry()["step"].max()
+        except BadCheckpoint:
+            return "telemetry damaged"
+        return f"{0 if pd.isna(last) else last} recorded"
+
+    def step_folder(self, step: int) -> Path:
+        """Where a step's checkpoint is or will be."""
+        return step_folder(self.path, step)
+
+    def resolve(self, steps: str | int | list[int]) -> list[int]:
+        """Steps meant by `last`, `first`, `all`, `ends` (first and last), a step or a list; absent ones are refused."""
+        return choose(steps, steps_of(self.path, recorded=self.recorded), self.name)
+
+    def load(self, step: str | int = "last", **settings: Any) -> Any:
+        """The model of a step, a `Transformer` or an `Observed` one, with its tokenizer; `settings`: see `workbench.load`."""
+        from workbench.checkpoints.opening import load  # imports torch
+
+        return load(self.path, step=step, **settings)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The run's tokenizer, None where it was trained on bare tokens; raises `BadCheckpoint` for another model's."""
+        from workbench.checkpoints.vocabulary import tokenizer_beside
+
+        return tokenizer_beside(self.path, self.model.d_vocab)
+
+    @property
+    def data(self) -> Any:
+        """The data the run was trained on; raises `BadCheckpoint` where its corpus is not beside the run."""
+        from workbench.data.sources import open_data
+
+        return open_data(self.info["data"], self.path.parent / CORPORA)
+
+    @property
+    def store(self) -> Store:
+        """Measured records of this run."""
+        return Store(self.path / "records")
+
+    def weights_hash(self, step: int) -> str:
+        """Content address of a step's files, read without loading a model."""
+        folder = self.step_folder(step)
+        with open_regular(folder / WEIGHTS) as weights:
+            return digest(read_bytes(folder / CONFIG), weights.read())
+
+    def telemetry(self, where: str = "") -> pd.DataFrame:
+        """What training wrote down, as records; `where` is a condition of `pandas.DataFrame.query`.
+
+        Example: `run.telemetry("metric == 'validation_loss' and step > 0")`. Raises `BadData` for one that cannot be read.
+        """
+        frame = read_parquet((path for _, path in self.telemetry_parts()), needed=(*NEEDED, "step"))
+        try:
+            return frame.query(where, engine="python").reset_index(drop=True) if where else frame
+        except Exception as error:  # of many kinds, from the parser to the comparison of unlike types
+            raise BadData(f"{where!r} is no condition of DataFrame.query, as \"metric == 'loss'\": {error}") from error
+
+    def telemetry_parts(self) -> list[tuple[int, Path]]:
+        """(first step, file) of each telemetry part, in order; files of other names are not ours."""
+        folder = self.path / "telemetry"
+        matches = (re.fullmatch(r"(\d{6,})-\d{6,}\.parquet", p.name) for p in folder.glob("*.parquet"))
+        return sorted((int(m[1]), folder / m[0]) for m in matches if m)
+
+    def writing(self) -> FileLock:
+        """The lock a writer holds; raises `WorkbenchError` where another process keeps it."""
+        lock = FileLock(self.path / ".lock", timeout=PATIENCE)
+        try:
+            return lock.acquire().lock
+        except Timeout:
+            advice = "wait for it or choose another name"
+            raise WorkbenchError(f"{self.path} is being written by another process; {advice}") from None
+
+
+def run_or_model(source: Any, device: Any = None) -> Any:
+    """The run at a path, or the model of any other checkpoint there; what is no path is given back as it is."""
+    if not isinstance(source, str | Path):
+        return source
+    if (Path(source) / RUN_FILE).exists():
+        return Run.open(source)
+    from workbench.checkpoints.opening import load  # imports torch
+
+    return load(source, device=device)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process is writing a run."""
+    if not (path / ".lock").exists():
+        return False
+    lock = FileLock(path / ".lock", timeout=0)
+    try:
+        with lock:
+            return False
+    except Timeout:
+        return True
+
+
+def place_of(runs: str | Path, name: str) -> Path:
+    """Where a run of a name lies or will lie; raises `WorkbenchError` for what cannot be a folder's name, and for URLs."""
+    if not name or Path(name).name != name or name.startswith("."):
+        raise WorkbenchError(f"run name {name!r}: one plain folder name, not starting with a dot")
+    return local(runs) / name
+
+
+def written_now() -> dict[str, Any]:
+    """What every `run.json` says of how and when it was written."""
+    import torch
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
+    return {"versions": versions, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder looks like a run, whole or not."""
+    try:
+        return (path / RUN_FILE).exists() or any(path.glob("step_*"))
+    except OSError:  # another user's, without permission to list it
+        return False
+
+
+def list_runs(root: Path) -> tuple[list[Run], dict[str, str]]:
+    """Runs under a folder, by name, and what is wrong with each folder that looks like one but cannot be read."""
+    runs, problems = [], {}
+    try:
+        folders = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
+    except OSError as error:
+        return [], {root.name: f"the folder of runs cannot be read: {error.strerror or error}"}
+    for path in filter(is_run, sorted(folders)):
+        try:
+            runs.append(Run.open(path))
+        except WorkbenchError as error:
+            problems[path.name] = str(error)
+    return runs, problems

@@ -1,0 +1,1 @@
+"""Error bars, and comparisons over seeds and documents."""

@@ -1,0 +1,38 @@
+"""When a model learns to copy: a statistic of its copy loss over training (Olsson et al. 2022, induction heads)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from workbench.errors import WorkbenchError
+
+
+def copying(frame: pd.DataFrame) -> pd.DataFrame:
+    """The loss where copying works, of every training step; raises `WorkbenchError` where there is none."""
+    rows = frame[(frame["metric"] == "copy_loss") & frame["variant"].isna()]
+    if rows.empty:
+        raise WorkbenchError("no copy_loss here; it is written while training on repeated tokens")
+    return rows
+
+
+def formation_steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """The step each run learned to copy at: the first whose copy loss is below half of its value at step 0.
+
+    Columns architecture, run, seed, formation_step (null where it has not formed), last_step, formed (the step in words);
+    architectures by their middle seed, earliest first. Raises `WorkbenchError` where no copy loss is.
+    """
+    rows_of_runs = []
+    for (architecture, run, seed), rows in copying(frame).groupby(["architecture", "run", "seed"], dropna=False):
+        curve = rows.sort_values("step").set_index("step")["value"]
+        below = curve[curve < curve.iloc[0] / 2]
+        step = int(below.index[0]) if len(below) else None
+        rows_of_runs.append({
+            "architecture": architecture, "run": run, "seed": seed, "formation_step": step, "last_step": int(curve.index[-1]),
+            "formed": "not formed" if step is None else f"step {step}",
+        })  # fmt: skip
+    table = pd.DataFrame(rows_of_runs).astype({"formation_step": "Int64", "seed": "Int64"})
+    middle = table["formation_step"].astype("float64").fillna(np.inf).groupby(table["architecture"]).median()
+    order = table["architecture"].map(middle)
+    table = table.assign(order=order).sort_values(["order", "architecture", "seed"], ignore_index=True)
+    return table.drop(columns="order")

@@ -1,0 +1,99 @@
+"""Efficiency at equal loss: the share of parameters or tokens that a model saves, read off its curve of loss over size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from scipy import optimize
+
+from workbench.statistics.error_bars import Interval, over_seeds
+
+MIN_SIZES = 4  # points that a curve of three parameters needs before its fit says anything
+
+
+def savings(method: pd.Series, baseline: pd.Series) -> dict[str, float]:
+    """Share of parameters (or tokens) saved at the loss of the baseline's largest size, by several forms of the curve.
+
+    Both series hold the loss by size. With N' where the method's curve has that loss: 1 - N'/N. Forms: `neighbours` (straight
+    in ln loss and ln N between the two sizes around it), `logarithm` (straight in loss and ln N there), `power` (one line in
+    ln loss and ln N through all), `offset` (E + a N^-b, from four sizes on). NaN where a form cannot say. The forms differ by
+    points of per cent on the same numbers, so they stand side by side.
+    """
+    method, baseline = method.sort_index(), baseline.sort_index()
+    shared = method.index.intersection(baseline.index)
+    if len(shared) < 2:
+        return dict.fromkeys(FORMS, math.nan)
+    size, target = float(shared[-1]), float(baseline.loc[shared[-1]])
+    sizes, losses = method.index.to_numpy(dtype=float), method.to_numpy(dtype=float)
+    return {name: 1 - form(sizes, losses, target) / size for name, form in FORMS.items()}
+
+
+def _around(losses: np.ndarray, target: float) -> slice:
+    """The two neighbouring sizes between which the target lies; the last two where it lies beyond."""
+    below = np.flatnonzero(losses <= target)
+    i = int(below[0]) if len(below) else len(losses) - 1
+    first = max(i - 1, 0)
+    return slice(first, first + 2)
+
+
+def _line(x: np.ndarray, y: np.ndarray, target: float) -> float:
+    """exp of the x at which the least-squares line reaches the target."""
+    slope, height = np.polyfit(x, y, 1)
+    return float(np.exp((target - height) / slope)) if slope < 0 else math.nan
+
+
+def _neighbours(sizes: np.ndarray, losses: np.ndarray, target: float) -> float:
+    near = _around(losses, target)
+    return _line(np.log(sizes[near]), np.log(losses[near]), math.log(target))
+
+
+def _logarithm(sizes: np.ndarray, losses: np.ndarray, target: float) -> float:
+    near = _around(losses, target)
+    return _line(np.log(sizes[near]), losses[near], target)
+
+
+def _power(sizes: np.ndarray, losses: np.ndarray, target: float) -> float:
+    return _line(np.log(sizes), np.log(losses), math.log(target))
+
+
+def _offset(sizes: np.ndarray, losses: np.ndarray, target: float) -> float:
+    if len(sizes) < MIN_SIZES:
+        return math.nan
+    unit = sizes / sizes[0]
+
+    def rest(exponent: float) -> tuple[float, np.ndarray]:
+        design = np.stack([np.ones_like(unit), unit**-exponent], axis=1)
+        best = np.linalg.lstsq(design, losses, rcond=None)[0]
+        return float(((design @ best - losses) ** 2).sum()), best
+
+    exponent = float(optimize.minimize_scalar(lambda b: rest(b)[0], bounds=(1e-3, 3), method="bounded").x)
+    floor, scale = rest(exponent)[1]
+    ratio = (target - floor) / scale if scale else math.nan
+    return float(sizes[0] * ratio ** (-1 / exponent)) if ratio > 0 else math.nan
+
+
+FORMS: Mapping[str, Callable[[np.ndarray, np.ndarray, float], float]] = {
+    "neighbours": _neighbours, "logarithm": _logarithm, "power": _power, "offset": _offset,
+}  # fmt: skip
+
+
+def savings_intervals(method: pd.DataFrame, baseline: pd.DataFrame) -> dict[str, Interval]:
+    """Savings by every form over the seeds that have all sizes of both (columns `size`, `seed`, `loss`): n counts those.
+
+    Each seed's curves are compared with each other; Student's t interval is that of ln(N'/N), whose errors are symmetric, read as
+    the share 1 - N'/N. (Drawing the runs of each size anew covers 57 to 67 % at 2 seeds, 80 % at 3, 84 % at 5.)
+    """
+    tables = [frame.pivot_table(index="seed", columns="size", values="loss").dropna() for frame in (method, baseline)]
+    seeds = tables[0].index.intersection(tables[1].index)
+    each = [savings(*(table.loc[seed] for table in tables)) for seed in seeds]
+    return {form: saved_share([1 - one[form] for one in each]) for form in FORMS}
+
+
+def saved_share(ratios: Sequence[float]) -> Interval:
+    """1 - N'/N of each seed's ratio N'/N, with Student's t interval of its logarithm; NaN where a seed has no positive ratio."""
+    found = over_seeds([math.log(r) if r > 0 else math.nan for r in ratios])
+    value, low, high = (-math.expm1(x) for x in (found.value, found.high, found.low))
+    return Interval(value, low, high, found.n, found.p, tuple(-math.expm1(x) for x in found.each))

@@ -1,0 +1,256 @@
+"""The runs of a study: trained in parallel, resumed, and compared over paired seeds with the baseline their file names."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from workbench.config import PRESETS, ModelConfig, TrainConfig
+from workbench.errors import WorkbenchError
+from workbench.runs.records import load_records, write_parquet
+from workbench.runs.run import CORPORA, Run
+from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_seeds
+from workbench.statistics.formation import formation_steps
+from workbench.studies.study_file import OUTCOMES, Cell, Study, label
+from workbench.training.workers import Job, Status, run_jobs, shared_text
+
+QUICK_SEEDS = 2
+QUICK_RECIPE = {
+    "steps": 4, "batch": 2, "warmup": 1, "log_every": 2, "validate_every": 2, "validation_sequences": 4, "save_every": 4,
+    "checkpoints": 1, "bf16": False,
+}  # fmt: skip
+QUICK_LENGTH, QUICK_BYTES, QUICK_VOCABULARY = 64, 1_000_000, 512  # sink rates need 64 tokens
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study: a cell with a seed."""
+
+    study: Study
+    cell: Cell
+    seed: int
+    runs: str
+    quick: bool
+    device: str | None
+    data: Mapping[str, Any] = field(default_factory=dict)  # the description of prepared data
+
+    @property
+    def name(self) -> str:
+        """The run's folder."""
+        return f"{'quick-' if self.quick else ''}{self.study.name}-{self.cell.folder}-s{self.seed}"
+
+
+def plan(study: Study, runs: Path, *, quick: bool = False, device: str | None = None) -> list[StudyRun]:
+    """All runs of a study, seed by seed, so that an interrupted one has compared all cells with some seeds."""
+    seeds = study.seeds[:QUICK_SEEDS] if quick else study.seeds
+    return [StudyRun(study, cell, seed, str(runs), quick, device) for seed in seeds for cell in study.cells]
+
+
+def sizes(run: StudyRun) -> tuple[ModelConfig, TrainConfig]:
+    """The model and recipe of a run, small ones where it only has to be quick."""
+    preset, settings = PRESETS[run.study.preset], run.cell.settings
+    vocabulary = {"d_vocab": run.data["d_vocab"]} if "d_vocab" in run.data else {}
+    shape = preset.model.replace(**(vocabulary | dict(settings["model"])))
+    train = preset.train.replace(**settings["recipe"])
+    if run.quick:
+        shape = shape.replace(d_model=8 * shape.n_heads, d_mlp=16)
+        train = train.replace(**QUICK_RECIPE, T=min(train.T, QUICK_LENGTH))
+    return shape, train
+
+
+def prepare_data(run: StudyRun) -> dict[str, Any]:
+    """The description of a run's data and its vocabulary `d_vocab`; text is tokenised and kept beside the runs."""
+    from workbench.data.sources import BackcopyData, RepeatedData, prepare
+
+    written = dict(run.cell.settings["data"])
+    kind = written.pop("kind", "text")
+    if kind != "text":
+        data: Any = (RepeatedData if kind == "repeated" else BackcopyData)(**written)
+    else:
+        vocabulary = written.get("vocabulary") or PRESETS[run.study.preset].vocabulary
+        vocabulary = min(vocabulary, QUICK_VOCABULARY) if run.quick else vocabulary
+        settings = {"vocabulary": vocabulary, "bos": written.get("bos")}
+        runs = Path(run.runs)
+        if texts := written.get("texts"):
+            data = prepare(texts=texts, root=runs / CORPORA, **settings)
+        else:
+            data = shared_text(runs, max_bytes=QUICK_BYTES if run.quick else None, **settings)
+    return data.describe() | {"d_vocab": data.d_vocab}
+
+
+def work(run: StudyRun) -> str:
+    """Train one run, or go on with it, and measure what the study asks for; returns the run's name."""
+    import torch
+
+    from workbench.data.sources import open_data
+    from workbench.measurement.measuring import measure
+    from workbench.training.loop import train
+
+    torch.set_num_threads(1)
+    runs = Path(run.runs)
+    model, recipe = sizes(run)
+    data = open_data(dict(run.data), runs / CORPORA)
+    trained = train(
+        run.cell.architecture, data, name=run.name, runs=runs, model=model, train=recipe, seed=run.seed, device=run.device,
+        **run.cell.settings["options"],
+    )  # fmt: skip
+    if metrics := run.study.measure.get("metrics"):
+        n = 4 if run.quick else run.study.measure.get("n", 64)
+        measure(trained, metrics, steps=run.study.measure.get("steps", "ends"), n=n, device=run.device)
+    return run.name
+
+
+def run_study(
+    study: Study,
+    runs: Path,
+    *,
+    quick: bool = False,
+    processes: int | None = None,
+    device: str | None = None,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+) -> pd.DataFrame:
+    """Train what is not there yet, in processes of one thread each, and return one row per run; see `outcomes`.
+
+    What fails is in column `failed`, the rest goes on. Ctrl-C stops after the step at hand; the same call goes on from there.
+    """
+    runs.mkdir(parents=True, exist_ok=True)
+    planned = plan(study, runs, quick=quick, device=device)
+    jobs = [Job(run.name, work, (run,), _cost(run)) for run in planned]
+    status = Status(runs / f".study-{study.name}.json", jobs, progress)
+    ready = [dataclasses.replace(jobs[i], arguments=(run,)) for i, run in _with_data(planned, status)]
+    run_jobs(ready, processes, lambda job, error: status.done(job.name, error))
+    status.finish()
+    return outcomes(study, planned, status.failures)
+
+
+def _cost(run: StudyRun) -> float:
+    """Tokens times layers: enough to say how long it takes yet. A broken recipe costs nothing."""
+    try:
+        model, recipe = sizes(run)
+    except WorkbenchError:
+        return 0.0
+    return float(recipe.steps * recipe.batch * recipe.T * model.n_layers)
+
+
+def _with_data(planned: Sequence[StudyRun], status: Status) -> Iterator[tuple[int, StudyRun]]:
+    """(number, run with the description of its data); those whose data cannot be had are noted as failed."""
+    prepared: dict[str, dict[str, Any] | WorkbenchError] = {}
+    for i, run in enumerate(planned):
+        key = repr(run.cell.settings["data"])
+        if key not in prepared:
+            try:
+                prepared[key] = prepare_data(run)
+            except WorkbenchError as error:
+                prepared[key] = error
+        if isinstance(data := prepared[key], WorkbenchError):
+            status.done(run.name, data)
+        else:
+            yield i, dataclasses.replace(run, data=data)
+
+
+def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, str]) -> pd.DataFrame:
+    """One row per run: model, grid axes as text, seed, run, step, validation loss in nats (mean of the domains),
+    formation step where the data can be copied, and `failed`."""
+    rows = []
+    for run in planned:
+        row = {
+            "model": run.cell.model, **{axis: label(value) for axis, value in run.cell.point.items()},
+            "architecture": run.cell.architecture, "seed": run.seed, "run": run.name,
+            "step": math.nan, "validation_loss": math.nan, "formation_step": math.nan,
+        }  # fmt: skip
+        if run.name not in failures:
+            row |= _outcome(Run.open(Path(run.runs) / run.name))
+        rows.append(row | {"failed": failures.get(run.name, "")})
+    return pd.DataFrame(rows)
+
+
+def _outcome(run: Run) -> dict[str, float]:
+    written = run.telemetry("metric in ('validation_loss', 'copy_loss')")
+    losses = written[written["metric"] == "validation_loss"]
+    last = losses[losses["step"] == losses["step"].max()]
+    found = {"step": float(last["step"].max()), "validation_loss": float(last["value"].mean())}
+    if (written["metric"] == "copy_loss").any():
+        formed = formation_steps(written)["formation_step"].iloc[0]
+        found["formation_step"] = math.nan if pd.isna(formed) else float(formed)
+    return found
+
+
+def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per cell: the outcome over seeds, the difference to the baseline paired by seed, and what that says.
+
+    `mean`, `least`, `largest` over the `n` seeds that have an outcome; `difference` with its 95 % interval `low`, `high` over
+    seeds; `verdict` is `unresolved` where that interval contains 0 or there are fewer than three pairs. With `tuned`, a row
+    `best` per model takes each model's best value of that axis, chosen by the mean.
+    """
+    rest = [axis for axis in study.axes if axis != study.tuned]
+    cells = frame.groupby(["model", *study.axes], sort=False)
+    rows = [_compared(study, frame, study.axes, group) for _, group in cells]
+    if study.tuned is not None:
+        best = pd.concat([_best(study, group) for _, group in frame.groupby(["model", *rest], sort=False)])
+        chosen = best.assign(**{study.tuned: "best"})
+        groups = (table.groupby(["model", *rest], sort=False) for table in (chosen, best))
+        for (_, group), (_, real) in zip(*groups, strict=True):
+            rows.append(_compared(study, chosen, rest, group) | {study.tuned: _found_best(study, real)})
+    return pd.DataFrame(rows)
+
+
+def _best(study: Study, group: pd.DataFrame) -> pd.DataFrame:
+    """A model's runs at its best value of the tuned axis; a value at which some seed has no outcome is not the best."""
+    outcomes = group.groupby(study.tuned, sort=False)[study.outcome]
+    means = outcomes.apply(lambda x: math.inf if x.isna().any() else x.mean())
+    return group[group[study.tuned] == means.idxmin()]
+
+
+def _found_best(study: Study, runs: pd.DataFrame) -> str:
+    """The best value in words; at the edge of its axis a better one may lie outside."""
+    assert study.tuned is not None
+    tried = list(dict.fromkeys(label(cell.point[study.tuned]) for cell in study.cells))
+    found = runs[study.tuned].iloc[0]
+    return f"best ({found}{', at the edge' if found in (tried[0], tried[-1]) else ''})"
+
+
+def _compared(study: Study, frame: pd.DataFrame, axes: Sequence[str], group: pd.DataFrame) -> dict[str, Any]:
+    first, values = group.iloc[0], group.set_index("seed")[study.outcome]
+    baseline = next(cell.baseline for cell in study.cells if cell.model == first["model"])
+    peers = frame[frame["model"] == baseline]
+    for axis in axes:
+        peers = peers[peers[axis] == first[axis]]
+    known = values.dropna()
+    is_baseline = first["model"] == baseline
+    base = peers.set_index("seed")[study.outcome]
+    change = paired_seeds(values, base) if not is_baseline else over_seeds([])
+    failed = int((group["failed"] != "").sum())
+    return {
+        "model": first["model"], **{axis: first[axis] for axis in study.axes}, "outcome": study.outcome, "n": len(known),
+        "mean": known.mean(), "least": known.min(), "largest": known.max(),
+        "difference": change.value, "low": change.low, "high": change.high,
+        "verdict": "baseline" if is_baseline else _verdict(study, change, values, base, failed), "failed": failed,
+    }  # fmt: skip
+
+
+def _verdict(study: Study, change: Interval, values: pd.Series, base: pd.Series, failed: int) -> str:
+    if failed:
+        return f"unresolved: {failed} of {len(values)} runs failed"
+    for whose, steps in (("", values), ("the baseline ", base)):
+        if study.outcome == "formation_step" and steps.isna().any():
+            return f"unresolved: {whose}not formed in {int(steps.isna().sum())} of {len(steps)} runs"
+    if change.n < MIN_SEEDS:
+        return f"unresolved: {change.n} of the {MIN_SEEDS} seeds needed"
+    below, above = OUTCOMES[study.outcome]
+    return {-1: below, 1: above}.get(change.sign, "unresolved")
+
+
+def keep(study: Study, frame: pd.DataFrame, runs: Path, out: Path) -> list[Path]:
+    """Write `NAME.parquet` (cells), `NAME-runs.parquet` (runs) and, where the study measures, `NAME-records.parquet`."""
+    tables = {study.name: summary(study, frame), f"{study.name}-runs": frame}
+    if study.measure.get("metrics"):
+        tables[f"{study.name}-records"] = load_records([runs / name for name in frame[frame["failed"] == ""]["run"]])
+    for name, table in tables.items():
+        write_parquet(table, out / f"{name}.parquet")
+    return [out / f"{name}.parquet" for name in tables]

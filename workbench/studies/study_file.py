@@ -1,0 +1,247 @@
+"""A study's file: readable TOML that names architectures x settings x seeds.
+
+    question = "Does the value residual win at every learning rate?"
+    preset = "tiny"                      # the model and recipe that [model] and [recipe] change
+    seeds = [0, 1, 2]
+    outcome = "formation_step"           # or validation_loss
+    baseline = "transformer"             # whom the others are compared with at equal [grid]; a model may name its own
+    data = { kind = "repeated" }         # text (texts, vocabulary, bos), repeated (vocabulary, shortest), backcopy
+    recipe = { steps = 150 }
+    grid.recipe.lr = [2e-3, 4e-3]        # crossed with every model
+
+    [[models]]
+    architecture = "transformer"
+    [[models]]
+    architecture = "resformer"
+    vary.options.lambda_v1 = [0.5, 2]    # one model each; also model, recipe, data
+
+Under `grid` and `vary`, a name that is no section is an axis of named points: `[[grid.size]]` with `name` and sections.
+`tuned = "lr"` names the grid axis of which every model may take its best value, for the second comparison. `[measure]` takes
+`metrics`, `steps` and `n`. Unknown keys are refused; runs are resumed, and a finished one is not trained again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.config import PRESETS, ModelConfig, TrainConfig
+from workbench.errors import BadData, UnknownName
+from workbench.files import read_text
+
+KEYS = (
+    "question", "preset", "seeds", "outcome", "baseline", "tuned", "data", "model", "recipe", "grid", "models", "measure",
+)  # fmt: skip
+SECTIONS = ("options", "model", "recipe", "data")
+MODEL_KEYS = ("architecture", "name", "baseline", "vary", *SECTIONS)
+DATA_KEYS = {
+    "text": ("kind", "texts", "vocabulary", "bos"),
+    "repeated": ("kind", "vocabulary", "shortest"),
+    "backcopy": ("kind", "vocabulary", "triggers"),
+}
+MEASURE_KEYS = ("metrics", "steps", "n")
+OUTCOMES = {"validation_loss": ("lower", "higher"), "formation_step": ("earlier", "later")}  # below, above the baseline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One set of settings, trained with every seed. `model` is what it is called, `point` where on the grid it stands."""
+
+    model: str
+    baseline: str
+    point: Mapping[str, Any] = field(default_factory=dict)
+    architecture: str
+    settings: Mapping[str, Mapping[str, Any]]  # by section
+
+    @property
+    def name(self) -> str:
+        """Model and grid point in words."""
+        return " ".join([self.model, *(f"{axis}={label(value)}" for axis, value in self.point.items())])
+
+    @property
+    def folder(self) -> str:
+        """The name as part of a folder's."""
+        return re.sub(r"[^\w.=+-]+", "-", self.name).strip("-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What a study file says."""
+
+    name: str
+    question: str
+    preset: str
+    seeds: tuple[int, ...]
+    outcome: str
+    tuned: str | None
+    cells: tuple[Cell, ...]
+    measure: Mapping[str, Any]
+
+    @property
+    def axes(self) -> list[str]:
+        """Axes of the grid."""
+        return list(self.cells[0].point)
+
+
+def read_study(path: str | Path) -> Study:
+    """The study of a file; raises `UnknownName` for keys and names, `BadData` for a file that cannot be read."""
+    file = Path(path)
+    try:
+        raw = tomllib.loads(read_text(file))
+    except OSError as error:
+        raise BadData(f"{file}: {error.strerror or error}; give a study's .toml file") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadData(f"{file} is no TOML: {error}") from error
+    _known("study", raw, KEYS)
+    if missing := [key for key in ("question", "baseline", "models") if key not in raw]:
+        raise BadData(f"{file} lacks {', '.join(missing)}")
+    for key in ("question", "baseline", "outcome", "preset", "tuned"):
+        _text(key, raw.get(key, ""))
+    given = {"seeds": [0, 1, 2], "outcome": "validation_loss", "preset": "tiny"} | raw
+    seeds, outcome, preset = given["seeds"], given["outcome"], given["preset"]
+    whole = isinstance(seeds, list) and seeds and all(type(s) is int and s >= 0 for s in seeds)
+    if not whole or len(set(seeds)) < len(seeds):
+        raise BadData(f"seeds={seeds!r}: give different whole numbers of at least 0")
+    if outcome not in OUTCOMES:
+        raise UnknownName("outcome", outcome, OUTCOMES)
+    if preset not in PRESETS:
+        raise UnknownName("preset", preset, PRESETS)
+    common = {s: _table(f"{s} of the study", raw.get(s, {})) for s in ("model", "recipe", "data")}
+    cells = tuple(_cells(raw, common, file))
+    measure = _table("measure", raw.get("measure", {}))
+    _known("measure", measure, MEASURE_KEYS)
+    study = Study(
+        name=file.stem, question=str(raw["question"]), preset=preset, seeds=tuple(seeds), outcome=outcome,
+        tuned=raw.get("tuned"), cells=cells, measure=measure,
+    )  # fmt: skip
+    _refuse(study)
+    return study
+
+
+def _merged(layers: Sequence[Mapping[str, Any]], section: str, file: Path) -> dict[str, Any]:
+    """A section of all layers, later ones over earlier; data of another kind leaves nothing of the earlier."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        raw = layer.get(section, {})
+        found = dict(raw) if section == "data" and "kind" in raw else found | raw
+    if section == "data" and "texts" in found:  # paths are as seen from the study file; names of data sets stay
+        texts = _list("texts", found["texts"])
+        found["texts"] = [t if t.startswith("datasets:") else str((file.parent / t).resolve()) for t in texts]
+    return found
+
+
+def _cells(raw: Mapping[str, Any], common: Mapping[str, Mapping[str, Any]], file: Path) -> Iterator[Cell]:
+    grid = _axes("grid", raw.get("grid", {}))
+    entries = raw["models"]
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise BadData("models: give at least one [[models]] table with an architecture")
+    for entry in entries:
+        _known("model", entry, MODEL_KEYS)
+        if "architecture" not in entry:
+            raise BadData(f"[[models]] {entry}: lacks its architecture")
+        for key in ("architecture", "name", "baseline"):
+            _text(f"{key} of a model", entry.get(key, ""))
+        own = {s: _table(f"{s} of {entry['architecture']}", entry.get(s, {})) for s in SECTIONS}
+        for chosen in _points(_axes("vary", entry.get("vary", {}))):
+            labels = [f"{axis}={label(value)}" for axis, (value, _) in chosen.items()]
+            name = " ".join([entry.get("name", entry["architecture"]), *labels])
+            for point in _points(grid):
+                layers = [common, own, *(s for _, s in chosen.values()), *(s for _, s in point.values())]
+                settings = {s: _merged(layers, s, file) for s in SECTIONS}
+                yield Cell(
+                    model=name, baseline=entry.get("baseline", raw["baseline"]), architecture=entry["architecture"],
+                    point={axis: value for axis, (value, _) in point.items()}, settings=settings,
+                )  # fmt: skip
+
+
+Choice = tuple[Any, Mapping[str, Mapping[str, Any]]]  # a value as it is shown, and the settings it stands for
+
+
+def _axes(kind: str, raw: Any) -> dict[str, list[Choice]]:
+    """Axis -> its choices; a section's key is named by the key alone."""
+    found: dict[str, list[Choice]] = {}
+    for name, values in _table(kind, raw).items():
+        if name in SECTIONS:
+            for key, choices in _table(f"{kind}.{name}", values).items():
+                found[key] = [(value, {name: {key: value}}) for value in _list(f"{kind}.{name}.{key}", choices)]
+        elif isinstance(values, list) and all(isinstance(value, dict) and "name" in value for value in values):
+            for value in values:
+                _known(f"{kind}.{name}", value, ("name", *SECTIONS))
+            found[name] = [_choice(f"{kind}.{name}", value) for value in values]
+        else:
+            raise UnknownName(f"section of {kind} (an axis of points needs tables with a name)", name, SECTIONS)
+    return found
+
+
+def _choice(where: str, point: Mapping[str, Any]) -> Choice:
+    name = point["name"] if type(point["name"]) in (int, float) else _text(f"name of {where}", point["name"])
+    return name, {s: _table(f"{s} of {where}", point[s]) for s in SECTIONS if s in point}
+
+
+def _points(axes: Mapping[str, list[Choice]]) -> Iterator[dict[str, Choice]]:
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+def _refuse(study: Study) -> None:
+    """Raise for names and keys that would fail in every run; values that cannot be built are left to their cell."""
+    from workbench.models import architecture
+
+    models = list(dict.fromkeys(cell.model for cell in study.cells))
+    for cell in study.cells:
+        if cell.baseline not in models:
+            raise UnknownName("baseline", cell.baseline, models)
+    if study.tuned is not None and study.tuned not in study.axes:
+        raise UnknownName("tuned axis of the grid", study.tuned, study.axes)
+    names = [cell.folder for cell in study.cells]
+    if len(set(names)) < len(names):
+        raise BadData(f"two models are called {next(n for n in names if names.count(n) > 1)!r}; give one a name")
+    for cell in study.cells:
+        _known(f"option of {cell.architecture}", cell.settings["options"], architecture(cell.architecture).options)
+        _known("config key", cell.settings["model"], [f.name for f in dataclasses.fields(ModelConfig)])
+        _known("training key", cell.settings["recipe"], [f.name for f in dataclasses.fields(TrainConfig)])
+        kind = _text("kind of data", cell.settings["data"].get("kind", "text"))
+        if kind not in DATA_KEYS:
+            raise UnknownName("kind of data", kind, DATA_KEYS)
+        _known(f"key of {kind} data", cell.settings["data"], DATA_KEYS[kind])
+        if study.outcome == "formation_step" and kind == "text":
+            raise BadData("outcome formation_step needs repeated or backcopy data: text has no copy loss")
+
+
+def _known(kind: str, raw: Mapping[str, Any], choices: Any) -> None:
+    for key in raw:
+        if key not in choices:
+            raise UnknownName(kind if " of " in kind or "key" in kind else f"key of {kind}", key, choices)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadData(f"{name} is {value!r}; give a text in quotes")
+    return value
+
+
+def _table(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadData(f"{name} is {value!r}; give a table")
+    return value
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise BadData(f"{name} is {value!r}; give a list of values")
+    return value
+
+
+def label(value: Any) -> str:
+    """A value as it is shown in names and tables."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{k}={v}" for k, v in value.items())
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)

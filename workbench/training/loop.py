@@ -1,0 +1,334 @@
+"""The training loop: one recipe for every architecture, paired by construction, resumable bit by bit.
+
+Recipe of Zhou et al. (2024): AdamW, decay on matrices and the embedding only, clipping, linear warm-up from 1e-7, cosine to
+a tenth of the peak. Weights depend on (seed, tensor name) and batches on (seed, step) alone, so models of one seed differ
+in nothing but their architecture. `accelerate` supplies devices, precision and several processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from workbench import distributed
+from workbench.checkpoints.identify import RUN_FILE
+from workbench.checkpoints.saving import save, write_tensors
+from workbench.config import ModelConfig, TrainConfig
+from workbench.data.sources import Data
+from workbench.errors import BadCheckpoint, WorkbenchError
+from workbench.files import open_regular, read_json, replacing, write_json
+from workbench.metrics import METRICS
+from workbench.models import build, compose
+from workbench.models.transformer import Transformer
+from workbench.runs.run import CORPORA, Run, place_of, written_now
+from workbench.training.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
+from workbench.training.telemetry import Telemetry
+
+FORMAT = 1
+Progress = Callable[[int, float, float], None]
+"""Called with (step, loss in nats, tokens per second)."""
+
+
+def create(
+    name: str, runs: Path, *, architecture: str, model: ModelConfig, train: TrainConfig, data: Data, seed: int,
+    options: dict[str, Any],
+) -> Run:  # fmt: skip
+    """Write `run.json` (and the corpus and tokenizer) of a new run, or reopen one of equal settings.
+
+    Raises `WorkbenchError` where a run of that name has other settings.
+    """
+    path = place_of(runs, name)
+    built = _outline(architecture, model, train, options)
+    info = {
+        "format": FORMAT, "architecture": architecture, "options": built, "seed": seed,
+        "model": asdict(model), "train": asdict(train), "data": data.describe(), **written_now(),
+    }  # fmt: skip
+    if (path / RUN_FILE).exists():
+        old = read_json(path / RUN_FILE)
+        if isinstance(old.get("train"), dict):
+            old["train"] = asdict(TrainConfig.of(old["train"]))  # keys that came later had their defaults
+        old, new = json.loads(json.dumps([old, info]))
+        if differing := [k for k in info if k not in ("versions", "created") and old.get(k) != new[k]]:
+            raise WorkbenchError(f"{path} exists with another {', '.join(differing)}; choose another name or remove it")
+        return Run.open(path)
+    if data.tokenizer is not None:
+        data.save(runs / CORPORA)  # type: ignore[attr-defined]
+        data.tokenizer.save(path / "tokenizer.json")
+    write_json(path / RUN_FILE, info)
+    return Run.open(path)
+
+
+def _outline(architecture: str, model: ModelConfig, train: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """All options of an architecture with the given ones in place; the unknown are refused before anything is written."""
+    with torch.device("meta"):
+        built = compose(architecture, model, **options)
+    rate_factors((name for name, _ in built.named_parameters()), train)
+    return built.options
+
+
+def train(
+    architecture: str, data: Data, *, name: str, runs: Path, model: ModelConfig, train: TrainConfig, seed: int = 0,
+    checkpoints: Sequence[int] | None = None, device: str | None = None, progress: Progress | None = None, **options: Any,
+) -> Run:  # fmt: skip
+    """Train a model, or go on where an interrupted training of the same name stopped; returns its run.
+
+    `checkpoints` replaces the log-like grid (0 and the last step are always kept). Ctrl-C ends after the current step with
+    everything written, as `KeyboardInterrupt`. Raises `WorkbenchError` for a run in use or with other settings.
+    """
+    _refuse(data, model, train, seed, checkpoints or ())
+    accelerator = _accelerator(device, train)
+    first = accelerator.is_main_process
+    if first:
+        run = create(
+            name, runs, architecture=architecture, model=model, train=train, data=data, seed=seed, options=options
+        )
+    accelerator.wait_for_everyone()
+    run = run if first else Run.open(runs / name)
+    if run.finished:
+        return run
+    lock = run.writing() if first else None
+    try:
+        grid = sorted({0, train.steps, *(checkpoints or checkpoint_steps(train.steps, train.checkpoints))})
+        _Loop(run, data, accelerator, grid, progress, options).run_to_end()
+        accelerator.wait_for_everyone()  # a launcher ends all processes with the first that leaves badly
+    finally:
+        if lock is not None:
+            lock.release()
+    return run
+
+
+def _refuse(data: Data, model: ModelConfig, config: TrainConfig, seed: int, checkpoints: Sequence[int]) -> None:
+    """Raise for what cannot be trained, before a run folder exists that would be in the way of the next attempt."""
+    if data.d_vocab > model.d_vocab:
+        raise WorkbenchError(f"d_vocab={model.d_vocab} is smaller than the data's vocabulary of {data.d_vocab}")
+    if model.n_ctx < config.T:
+        raise WorkbenchError(f"T={config.T} exceeds the model's context n_ctx={model.n_ctx}")
+    if wrong := [step for step in checkpoints if not 0 <= step <= config.steps]:
+        raise WorkbenchError(f"checkpoints={wrong}: must lie within the steps 0..{config.steps}")
+    data.batch(0, 1, config.T, seed)
+    for domain in data.domains:
+        data.sample(config.validation_sequences, config.T, domain=domain)
+
+
+def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
+    """The device and precision of one training; accelerate keeps those of the first in a process for all others."""
+    if "WORLD_SIZE" in os.environ:
+        atexit.register(distributed.leave)
+    else:  # no launcher: no process group that has to live on
+        AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if config.bf16 else "no")
+    if device not in (None, accelerator.device.type, str(accelerator.device)):
+        raise WorkbenchError(f"device={device!r}: training would run on {accelerator.device}; choose that, or cpu")
+    if config.batch % accelerator.num_processes:
+        raise WorkbenchError(f"batch={config.batch} does not divide over {accelerator.num_processes} processes")
+    return accelerator
+
+
+class _Loop:
+    """State of one training: model, optimiser, telemetry, and the step reached."""
+
+    def __init__(
+        self, run: Run, data: Data, accelerator: Accelerator, grid: list[int], progress: Progress | None, options: dict[str, Any]
+    ) -> None:  # fmt: skip
+        self.run, self.data, self.accelerator, self.grid, self.progress = run, data, accelerator, grid, progress
+        self.config, self.main = run.train, accelerator.is_main_process
+        self.bare: Transformer = build(run.architecture, run.model, seed=run.seed, **options)
+        self.model, self.optimiser = accelerator.prepare(self.bare.train(), optimiser(self.bare, self.config))
+        self.telemetry, self.step, self.stop = Telemetry(run), 0, False
+        self.samples = {d: data.sample(self.config.validation_sequences, self.config.T, domain=d) for d in data.domains}
+        self._restore()
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def run_to_end(self) -> None:
+        """Steps until the recipe's last, with telemetry, checkpoints and resume points on the way."""
+        clock, since, steps = time.perf_counter(), self.step, self.config.steps
+        stop = False
+        with self._interruptible():
+            self._keep_checkpoint()
+            while self.step < steps and not stop:
+                loss = self._update()
+                self.step += 1
+                stop = self._agreed_to_stop()  # once a step: what comes later ends the next one
+                due = self.step % self.config.save_every == 0 or self.step == steps or stop
+                if due or self.step in self.grid or time.perf_counter() - clock > 2.0:
+                    rate = (self.step - since) * self.config.batch * self.config.T / (time.perf_counter() - clock)
+                    clock, since = time.perf_counter(), self.step
+                    self._note(float(loss), rate, due)
+                    self._keep_checkpoint()
+        if stop:
+            raise KeyboardInterrupt(f"stopped after step {self.step} of {steps}; the same command goes on from there")
+
+    def _update(self) -> Tensor:
+        config, step = self.config, self.step
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate(step, config) * group["factor"]
+        share = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        tokens = self.data.batch(step, config.batch, config.T, self.run.seed)[share].to(self.accelerator.device)
+        if self.main and (step % config.validate_every == 0):
+            self._validate()
+        per_token = self.model(tokens, return_type="loss", loss_per_token=True)
+        loss = per_token.mean()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.accelerator.backward(loss)
+        total = self._measure_step(loss, per_token, tokens)
+        if config.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.bare.parameters(), config.clip, total)
+        self.optimiser.step()
+        return loss.detach()
+
+    def _measure_step(self, loss: Tensor, per_token: Tensor, tokens: Tensor) -> Tensor:
+        """Note the step's numbers; returns the total gradient norm, which clipping needs anyway."""
+        gradients = {n: p.grad for n, p in self.bare.named_parameters() if p.grad is not None}
+        total = torch.nn.utils.get_total_norm(gradients.values())
+        readings = {"train_loss": loss, **self.data.readings(per_token, tokens)}
+        if self.accelerator.num_processes > 1:
+            readings = {k: self.accelerator.reduce(v.detach(), "mean") for k, v in readings.items()}
+        if self.main:
+            for metric, value in readings.items():
+                self.telemetry.add(self.step, metric, value, unit="nats")
+            if self.step % self.config.log_every == 0:
+                self.telemetry.add(self.step, "learning_rate", learning_rate(self.step, self.config))
+                self.telemetry.add(self.step, "gradient_norm", total, part="all", unit="loss per weight")
+                self._note_gradients(gradients)
+                self._note_coefficients()
+        return total
+
+    # ---- what is written down ----------------------------------------------------------------------------------------
+
+    def _note_gradients(self, gradients: dict[str, Tensor], variant: str | None = None) -> None:
+        measure = METRICS["gradient_norm"]
+        axes = {"variant": variant, "unit": measure.units.get(variant or "", measure.unit)}
+        for row in measure.function(gradients, {}):
+            self.telemetry.add(self.step, "gradient_norm", row.value, part=row.part, layer=row.layer, **axes)
+
+    def _note_coefficients(self) -> None:
+        for shortcut in self.bare.shortcuts:
+            for part, values in shortcut.coefficients().items():
+                for layer, value in enumerate(values):
+                    if not math.isnan(value):
+                        self.telemetry.add(self.step, "coefficient", value, part=part, layer=layer, unit="weight")
+
+    def _validate(self) -> None:
+        """Validation loss of each domain, and the gradient of the output scalar (mean largest logit) on a few sequences."""
+        self.bare.eval()
+        for domain, sample in self.samples.items():
+            batches = (ids.to(self.accelerator.device) for ids in sample.ids.split(self.config.batch))
+            with torch.no_grad(), self.accelerator.autocast():
+                losses = torch.cat([self.bare(ids, return_type="loss", loss_per_token=True) for ids in batches])
+            self._note_validation(losses, sample.ids.to(losses.device), domain)
+        ids = sample.ids[:4].to(self.accelerator.device)
+        names, weights = zip(*self.bare.named_parameters(), strict=True)
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(self.bare(ids).max(-1).values.mean(), weights)
+        self._note_gradients(dict(zip(names, gradients, strict=True)), "output")
+        self.bare.train()
+
+    def _note_validation(self, per_token: Tensor, tokens: Tensor, domain: str) -> None:
+        per_document, T = per_token.mean(1), self.config.T
+        se = float(per_document.std() / len(per_document) ** 0.5) if len(per_document) > 1 else None
+        axes = {"data": domain, "T": T, "n": len(per_document), "unit": "nats"}
+        self.telemetry.add(self.step, "validation_loss", per_document.mean(), se=se, **axes)
+        for metric, value in self.data.readings(per_token, tokens).items():
+            self.telemetry.add(self.step, metric, value, variant="validation", **axes)
+
+    def _note(self, loss: float, rate: float, due: bool) -> None:
+        size = float(torch.nn.utils.get_total_norm(self.bare.parameters()))
+        if not math.isfinite(loss + size):  # before anything of it is kept
+            state = f"the loss is {loss} and the weights' norm {size} at step {self.step}"
+            raise WorkbenchError(f"{self.run.name}: {state}; lower lr={self.config.lr}")
+        if self.main:
+            self.telemetry.add(self.step - 1, "tokens_per_second", rate, unit="tokens/s")
+            if self.step == self.config.steps:
+                self._validate()
+            self.telemetry.flush(self.step)
+            if due:
+                self._save_resume()
+            if self.progress:
+                self.progress(self.step, loss, rate)
+
+    def _keep_checkpoint(self) -> None:
+        if self.main and self.step in self.grid and self.step not in self.run.steps:
+            save(self.bare, self.run.step_folder(self.step), seed=self.run.seed, step=self.step, run=self.run.name)
+
+    # ---- stopping and resuming ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let the first Ctrl-C end the step at hand; outside the main thread no handler can be set."""
+        try:
+            before = signal.signal(signal.SIGINT, self._ask_to_stop)
+        except ValueError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _ask_to_stop(self, *_: Any) -> None:
+        self.stop = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _agreed_to_stop(self) -> bool:
+        """Whether any process was asked to stop: one that left alone would keep the others waiting for its gradients."""
+        if self.accelerator.num_processes == 1:
+            return self.stop
+        asked = torch.tensor(float(self.stop), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(asked, "sum") > 0)
+
+    def _save_resume(self) -> None:
+        """Weights, moments and random states in one safetensors file, replaced as a whole."""
+        tensors = {"rng.cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            tensors["rng.cuda"] = torch.cuda.get_rng_state()
+        for name, parameter in self.bare.named_parameters():
+            tensors[f"model.{name}"] = parameter.detach()
+            for key, value in self.optimiser.state[parameter].items():
+                tensors[f"{key}.{name}"] = value.detach().reshape(value.shape)
+        tensors = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
+        with replacing(self.run.path / "resume" / "state.safetensors") as part:
+            write_tensors(tensors, part, {"step": str(self.step), "format": str(FORMAT)})
+
+    def _restore(self) -> None:
+        path = self.run.path / "resume" / "state.safetensors"
+        if path.exists():
+            try:
+                self._read_state(path)
+            except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise BadCheckpoint(f"{path} is damaged ({error}); remove it to start this run again") from error
+        if self.main:
+            for leftover in self.run.path.glob("*/.*.part"):  # of a writer that was killed
+                if leftover.parent.name != "records":
+                    leftover.unlink()
+            self.telemetry.rewind(self.step)
+
+    def _read_state(self, path: Path) -> None:
+        with open_regular(path), safe_open(path, framework="pt") as file:
+            step = int(file.metadata()["step"])
+        tensors = load_file(path)
+        with torch.no_grad():
+            for name, parameter in self.bare.named_parameters():
+                parameter.copy_(tensors[f"model.{name}"])
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                self.optimiser.state[parameter] = {k: tensors[f"{k}.{name}"].to(parameter.device) for k in keys}
+        torch.set_rng_state(tensors["rng.cpu"])
+        if torch.cuda.is_available() and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"])
+        self.step = step

@@ -1,0 +1,13 @@
+"""Recording any training loop: three lines, the same records, the same Training page.
+
+recorder = workbench.Recorder(model, every=100, folder="runs/mine")   # any module
+...
+loss.backward(); recorder.step(loss); optimizer.step()                # before clipping
+...
+recorder.close()
+"""
+
+from workbench.training.recorder.quantities import DEFAULT, quantities
+from workbench.training.recorder.recorder import NotRecorded, Recorder
+
+__all__ = ["DEFAULT", "NotRecorded", "Recorder", "quantities"]

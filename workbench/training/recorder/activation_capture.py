@@ -1,0 +1,164 @@
+"""Hooks for the length of one logging step: activations are reduced where they pass, on their device, without a sync."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.metrics import METRICS, Metric
+from workbench.names import ACTIVATIONS
+from workbench.training.recorder.capture_points import CapturePoint, is_observed
+from workbench.training.recorder.quantities import UNITS, aliases_of
+
+GRADIENT_NORM = "activation_gradient_norm"
+
+
+class _Uncompiled:
+    """Runs compiled code as it was written while anything is captured, for compiled code calls no hooks."""
+
+    def __init__(self) -> None:
+        self.captures: set[int] = set()
+        self.stance: Any = None
+
+    def begin(self, capture: object) -> None:
+        """From now on; several captures may overlap."""
+        self.captures.add(id(capture))
+        if self.stance is None and "torch._dynamo" in sys.modules:
+            self.stance = torch.compiler.set_stance("force_eager")
+
+    def end(self, capture: object) -> None:
+        """No longer for this capture; the last to end restores compilation."""
+        self.captures.discard(id(capture))
+        if not self.captures and self.stance is not None:
+            self.stance.__exit__(None, None, None)
+            self.stance = None
+
+
+UNCOMPILED = _Uncompiled()
+
+
+class ActivationCapture:
+    """Means over the sequences of all forward passes between `start` and `stop`, and sums of squared gradients.
+
+    `gradients`: aliases of the activations whose gradients are summed. `model`: what the points are of.
+    """
+
+    def __init__(
+        self, model: Any, points: Sequence[CapturePoint], metrics: Sequence[Metric], gradients: Sequence[str]
+    ) -> None:
+        self.observed: Any = model if is_observed(model) else None
+        self.runs: list[ExitStack] = []
+        self.plan: list[tuple[CapturePoint, list[Metric], bool]] = []
+        for point in points:
+            its_metrics = [m for m in metrics if point.alias in aliases_of(m)]
+            with_gradient = point.alias in gradients and not point.read_only
+            if its_metrics or with_gradient:
+                self.plan.append((point, its_metrics, with_gradient))
+        self.names = {m.name for _, its_metrics, _ in self.plan for m in its_metrics}
+        self.names |= {GRADIENT_NORM for _, _, with_gradient in self.plan if with_gradient}
+        self.seconds = 0.0  # spent in the hooks
+        self.handles: list[Any] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop what was captured."""
+        self.sums: dict[tuple[int, str], tuple[Tensor, int]] = {}  # (place in the plan, metric) -> sum, sequences
+        self.squares: dict[int, Tensor] = {}
+        self.lengths: set[int] = set()
+        self.short: dict[str, str] = {}  # metric -> why it could not be taken
+
+    def start(self) -> None:
+        """Capture from now on."""
+        self.reset()
+        if not self.plan:
+            return
+        UNCOMPILED.begin(self)
+        if self.observed is not None:
+            foreign = self.observed.foreign
+            self.handles.append(foreign.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self.handles.append(foreign.register_forward_hook(self._leave, always_call=True))
+        for index, (point, _, _) in enumerate(self.plan):
+            hook = partial(self._capture, index)
+            register = point.module.register_forward_pre_hook if point.before else point.module.register_forward_hook
+            self.handles.append(register(hook, with_kwargs=True))
+
+    def stop(self) -> None:
+        """Remove all hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        UNCOMPILED.end(self)
+
+    def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
+        """An observed module is about to run: that run fires its hook points, unless `Observed` itself started it."""
+        self.runs.append(ExitStack())
+        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        ids = next((t for t in inputs if t.ndim == 2 and not t.is_floating_point()), None)
+        if ids is not None and torch.is_grad_enabled() and not self.observed.lock._is_owned():
+            self.runs[-1].enter_context(self.observed.listening(ids))
+
+    def _leave(self, *_: Any) -> None:
+        if self.runs:
+            self.runs.pop().close()
+
+    def _capture(self, index: int, module: Any, args: Any, kwargs: Any, output: Any = None) -> Tensor | None:
+        if not torch.is_grad_enabled():  # a validation in between
+            return None
+        began = time.perf_counter()
+        point, metrics, with_gradient = self.plan[index]
+        tensor = point.find((args, kwargs) if point.before else output)
+        branch = None
+        if tensor is not None:
+            self._reduce(index, point, metrics, point.part(tensor.detach()))
+            if with_gradient and tensor.requires_grad:
+                branch = tensor.view_as(tensor) if point.is_branch else None
+                (tensor if branch is None else branch).register_hook(partial(self._add_gradient, index))
+        self.seconds += time.perf_counter() - began
+        return branch
+
+    @torch.no_grad()
+    def _reduce(self, index: int, point: CapturePoint, metrics: Sequence[Metric], tensor: Tensor) -> None:
+        length = tensor.shape[ACTIVATIONS[point.alias].axes.split().index("pos")]
+        self.lengths.add(length)
+        for metric in metrics:
+            if length < metric.min_length:
+                self.short[metric.name] = f"needs sequences of {metric.min_length} tokens; these have {length}"
+                continue
+            value = metric.function(tensor)
+            if "pos" in metric.axes:
+                value = value.mean(1 + metric.axes.index("pos"))
+            total, n = self.sums.get((index, metric.name), (0, 0))
+            self.sums[index, metric.name] = total + value.sum(0), n + len(value)
+
+    @torch.no_grad()
+    def _add_gradient(self, index: int, gradient: Tensor) -> None:
+        began = time.perf_counter()
+        square = torch.linalg.vector_norm(self.plan[index][0].part(gradient), dtype=torch.float32).square()
+        self.squares[index] = self.squares[index] + square if index in self.squares else square
+        self.seconds += time.perf_counter() - began
+
+    def missing(self) -> dict[str, str]:
+        """Why each quantity that was to be captured was not."""
+        captured = {name for _, name in self.sums} | ({GRADIENT_NORM} if self.squares else set())
+        no_call = "no hook was called: is the step compiled as a whole, or exported?"
+        why = "nothing passed as [batch, pos, width]" if self.lengths else no_call
+        return {name: self.short.get(name, why) for name in sorted(self.names - captured)}
+
+    def results(self, scale: Tensor | None) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """(axes, value or one value per head) of everything captured; `scale`: by which the loss was multiplied."""
+        shared = {"data": "train", "T": next(iter(self.lengths)) if len(self.lengths) == 1 else None}
+        for (index, name), (total, n) in self.sums.items():
+            metric, axes = METRICS[name], dict(self.plan[index][0].axes)
+            site = {} if metric.sites else {"site": None}
+            yield {"metric": name, "n": n, "unit": metric.unit} | axes | site | shared, total / n
+        for index, square in self.squares.items():
+            norm = square.sqrt() if scale is None else square.sqrt() / scale.to(square.device)
+            named = {"metric": GRADIENT_NORM, "unit": UNITS[GRADIENT_NORM]}
+            yield named | dict(self.plan[index][0].axes) | shared, norm

@@ -1,0 +1,141 @@
+"""Where a module's streams, values and attention statistics can be read while it trains, and what its matrices are called.
+
+Our models, and modules under `workbench.observe`: hook points by name. Other modules: the longest list of like blocks gives
+the streams (what each block reads, and the output of the last); a value projection inside a block gives the values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from workbench.metrics.weights import PARTS, part_of
+from workbench.names import ACTIVATIONS, NamedHookPoints, stream_hook
+
+VALUE_PROJECTIONS = ("v_proj", "value", "value_proj", "v_lin", "to_v", "wv", "w_v", "W_V")
+"""Names of a linear map whose output is a block's values."""
+FOREIGN_PARTS = {
+    "attn.c_attn": "W_QKV", "attn.c_proj": "W_O", "mlp.c_fc": "W_up", "mlp.c_proj": "W_down",
+    "wte": "W_E", "embed_tokens": "W_E", "wpe": "W_pos", "lm_head": "W_U",
+}  # fmt: skip
+"""Matrices of GPT-2's and Llama's layouts that our own models name otherwise."""
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _last_third(tensor: Tensor) -> Tensor:
+    return tensor.chunk(3, -1)[2]
+
+
+@dataclass(frozen=True)
+class CapturePoint:
+    """Where one activation is read: `part` of the tensor that `find` finds in a module's inputs (`before`) or output."""
+
+    alias: str
+    axes: Mapping[str, Any]  # site and layer, as records name them
+    module: nn.Module
+    find: Callable[[Any], Tensor | None]
+    part: Callable[[Tensor], Tensor] = _whole
+    before: bool = False
+    is_branch: bool = False  # a hook point: its gradient is that of its output alone
+    read_only: bool = False  # a copy beside the model: it carries no gradient
+
+
+def has_named_hooks(model: nn.Module) -> bool:
+    """Whether a module's hook points bear our names: a model of workbench, or a foreign one under `workbench.observe`."""
+    return isinstance(model, NamedHookPoints)
+
+
+def is_observed(model: nn.Module) -> bool:
+    """Whether it is a foreign module under our names."""
+    return isinstance(model, NamedHookPoints) and model.foreign is not None
+
+
+def capture_points(model: nn.Module, aliases: Iterable[str]) -> list[CapturePoint]:
+    """Every place where one of the named activations can be read; empty for those that this module does not show."""
+    find = _named_points if has_named_hooks(model) else _foreign_points
+    return [point for alias in dict.fromkeys(aliases) for point in find(model, alias)]
+
+
+def _activation(output: Any) -> Tensor | None:
+    return output if isinstance(output, Tensor) and output.ndim > 2 else None
+
+
+def _named_points(model: Any, alias: str) -> Iterator[CapturePoint]:
+    n_layers = model.config.n_layers
+    layers: list[Any] = [*range(n_layers), *([n_layers, "final"] if alias == "stream" else [])]
+    for layer in layers:
+        name = stream_hook(layer, n_layers) if alias == "stream" else ACTIVATIONS[alias].hook.format(layer=layer)
+        if name in model.hook_dict:
+            axes = {"site": "final", "layer": n_layers} if layer == "final" else {"site": alias, "layer": layer}
+            read_only = is_observed(model) and model.is_read_only(name)
+            hook_point = model.hook_dict[name]
+            yield CapturePoint(alias, axes, hook_point, _activation, is_branch=not read_only, read_only=read_only)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder's blocks: the longest list of modules of one class that have submodules themselves."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
+    alike = [list(m) for m in lists if len({type(c) for c in m}) == 1 and all(any(c.children()) for c in m)]
+    return max(alike, key=len, default=[])
+
+
+def _foreign_points(model: nn.Module, alias: str) -> Iterator[CapturePoint]:
+    blocks = blocks_of(model)
+    if alias == "stream" and blocks:
+        for layer, block in enumerate(blocks):
+            yield CapturePoint(alias, {"site": alias, "layer": layer}, block, _first_states, before=True)
+        yield CapturePoint(alias, {"site": alias, "layer": len(blocks)}, blocks[-1], _first_states)
+    for layer, block in enumerate(blocks if alias == "v" else ()):
+        projection = _value_projection(block)
+        if projection is not None:
+            module, part = projection
+            yield CapturePoint(alias, {"site": alias, "layer": layer}, module, _activation, part)
+
+
+def _value_projection(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]] | None:
+    for name, module in block.named_modules():
+        last = name.rsplit(".", 1)[-1]
+        if last in VALUE_PROJECTIONS and hasattr(module, "weight"):
+            return module, _whole
+        if last == "c_attn" and getattr(module, "weight", None) is not None:
+            rows, columns = sorted(module.weight.shape)
+            if columns == 3 * rows:  # GPT-2's queries, keys and values in one
+                return module, _last_third
+    return None
+
+
+def _first_states(tensors: Any) -> Tensor | None:
+    """The first [batch, pos, width] among inputs (args, kwargs) or outputs."""
+    if isinstance(tensors, Tensor):
+        return tensors if tensors.ndim == 3 and tensors.is_floating_point() else None
+    parts = tensors.values() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, tuple | list) else ()
+    return next((state for part in parts if (state := _first_states(part)) is not None), None)
+
+
+def matrix_places(model: nn.Module) -> dict[str, tuple[str, int | None]]:
+    """(part, layer) of each trained matrix by parameter name, no two alike; those of foreign modules begin with `W_` as well."""
+    names = [name for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad]
+    place_of = part_of if has_named_hooks(model) and not is_observed(model) else _foreign_place
+    places = {name: place_of(name) for name in names}
+    counts = Counter(places.values())
+    return {name: at if counts[at] == 1 else (f"W_{_stripped(name)}", at[1]) for name, at in places.items()}
+
+
+def _stripped(name: str) -> str:
+    return name.replace("_orig_mod.", "").removesuffix(".weight")
+
+
+def _foreign_place(name: str) -> tuple[str, int | None]:
+    match = re.search(r"(?:^|\.)(\d+)\.(.+)$", _stripped(name))
+    stem = match[2] if match else _stripped(name)
+    last = stem.rsplit(".", 1)[-1]
+    known = FOREIGN_PARTS.get(".".join(stem.split(".")[-2:])) or FOREIGN_PARTS.get(last)
+    return PARTS.get(last) or known or f"W_{stem}", int(match[1]) if match else None

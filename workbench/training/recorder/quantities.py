@@ -1,0 +1,57 @@
+"""What a recorder can write down, by name, and what it writes by default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.metrics import METRICS, Metric
+from workbench.names import ACTIVATIONS
+
+OWN = {
+    "gradient_norm": "Frobenius norm of each matrix's gradient, and of all gradients together",
+    "update_ratio": "norm of a matrix's change in this step over the matrix's norm",
+    "weight_norm": "Frobenius norm of each matrix",
+    "coefficient": "numbers that a shortcut learns or uses",
+    "activation_gradient_norm": "Frobenius norm of the loss's gradient with respect to streams and values, whole batch",
+}
+"""Quantities that are no measure of an activation alone."""
+
+DEFAULT = (
+    "gradient_norm", "update_ratio", "coefficient", "activation_gradient_norm", "hidden_norm", "value_norm",
+    "importance_entropy", "row_entropy", "sink_mass",
+)  # fmt: skip
+"""Costs less than one step in a hundred; `docs/recorder.md` has the numbers."""
+
+UNITS = {
+    "train_loss": "nats", "gradient_norm": "loss per weight", "activation_gradient_norm": "loss per activation",
+    "update_ratio": "ratio", "weight_norm": "norm", "coefficient": "weight", "seconds_per_step": "s",
+    "recorder_share": "share of the loop's time",
+}  # fmt: skip
+
+
+def readable(metric: Metric) -> bool:
+    """Whether a measure can be taken from one activation as it passes."""
+    one = len(metric.arguments) == 1 and (metric.arguments[0] == "vectors" or metric.arguments[0] in ACTIVATIONS)
+    return metric.form == "per_sequence" and one
+
+
+def aliases_of(metric: Metric) -> tuple[str, ...]:
+    """The activations it is taken at, each by itself."""
+    return metric.sites or metric.arguments
+
+
+def quantities() -> dict[str, str]:
+    """Every quantity and its meaning in a line: the recorder's own, and each measure of one activation."""
+    return OWN | {name: m.summary for name, m in METRICS.items() if readable(m) and name not in OWN}
+
+
+def chosen(names: Iterable[str]) -> tuple[str, ...]:
+    """The names without repetition; raises `UnknownName` with the nearest for any other."""
+    wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
+    if not wanted:
+        raise WorkbenchError(f"no quantities: choose from {', '.join(quantities())}")
+    for name in wanted:
+        if name not in quantities():
+            raise UnknownName("quantity", name, quantities())
+    return wanted

@@ -1,0 +1,55 @@
+"""`RecorderCallback`: a recorder inside a `transformers` Trainer.
+
+Trainer(model=model, args=..., train_dataset=..., callbacks=[workbench.RecorderCallback("runs/mine", every=100)])
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from workbench.training.recorder.quantities import UNITS
+from workbench.training.recorder.recorder import Recorder
+
+
+class RecorderCallback(TrainerCallback):
+    """A `Recorder` over the Trainer's model, from the step its state begins at, so a resumed training goes on.
+
+    The Trainer calls no callback between the backward pass and its clipping: where it clips (`max_grad_norm` > 0), gradient norms
+    are those of the clipped gradients and carry the variant `clipped`. The loss, the learning rate and the norm before
+    clipping come at the Trainer's own logging steps.
+    """
+
+    def __init__(self, folder: str | Path | None = None, every: int = 100, **settings: Any) -> None:
+        self.folder, self.every, self.settings = folder, every, settings
+        self.recorder: Recorder | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Start a recording, or go on with it."""
+        settings = {"seed": args.seed, "start": state.global_step} | self.settings
+        self.recorder = Recorder(model, self.every, self.folder, **settings)
+        self.recorder.variant = "clipped" if args.max_grad_norm and args.max_grad_norm > 0 else None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Record the step."""
+        if self.recorder:
+            self.recorder.step(scaler=getattr(optimizer, "scaler", None))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Write down what the Trainer logs: of the steps before `global_step`."""
+        if self.recorder and state.global_step:
+            names = {"loss": "train_loss", "eval_loss": "validation_loss", "learning_rate": "learning_rate"}
+            for name in names.keys() & (logs or {}).keys():
+                axes = {"unit": UNITS.get("train_loss") if "loss" in name else None}
+                self.recorder.note(names[name], logs[name], step=state.global_step - 1, **axes)
+            if "grad_norm" in (logs or {}) and self.recorder.variant:
+                axes = {"part": "all", "unit": UNITS["gradient_norm"]}
+                self.recorder.note("gradient_norm", logs["grad_norm"], step=state.global_step - 1, **axes)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Finish the recording."""
+        if self.recorder:
+            self.recorder.close()
+            self.recorder = None

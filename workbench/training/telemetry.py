@@ -1,0 +1,45 @@
+"""What training writes down: rows of records in parts, one file each, that appear whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.runs.records import records, write_parquet
+from workbench.runs.run import Run
+
+
+class Telemetry:
+    """Rows on their way to `telemetry/<first>-<last>.parquet`; tensors are fetched only when a part is written."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.begin = run, 0
+        self.rows: list[dict[str, Any]] = []
+        self.pending: list[tuple[dict[str, Any], Tensor]] = []
+        self.common = {"run": run.name, "architecture": run.architecture, "seed": run.seed}
+
+    def add(self, step: int, metric: str, value: float | Tensor, **axes: Any) -> None:
+        """One number of a step; a tensor stays on its device until the next flush."""
+        row = self.common | {"step": step, "metric": metric, **axes}
+        if isinstance(value, Tensor):
+            self.pending.append((row, value.detach()))
+        else:
+            self.rows.append(row | {"value": value})
+
+    def flush(self, end: int) -> None:
+        """Write what was added for the steps before `end` as one part."""
+        if self.pending:
+            values = torch.stack([value.float() for _, value in self.pending]).tolist()
+            self.rows += [row | {"value": value} for (row, _), value in zip(self.pending, values, strict=True)]
+        if self.rows:
+            write_parquet(records(self.rows), self.run.path / "telemetry" / f"{self.begin:06d}-{end:06d}.parquet")
+        self.rows, self.pending, self.begin = [], [], end
+
+    def rewind(self, step: int) -> None:
+        """Forget parts that a resumed run writes anew."""
+        for first, part in self.run.telemetry_parts():
+            if first >= step:
+                part.unlink()
+        self.begin = step

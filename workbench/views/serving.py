@@ -1,0 +1,151 @@
+"""The dashboard's server: on 127.0.0.1 only, one for a runs folder, found again when it is up already."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from workbench.checkpoints.identify import BUILDERS
+from workbench.console import say
+from workbench.errors import WorkbenchError
+from workbench.files import read_json, write_json
+
+HOST, NOTE, START_S = "127.0.0.1", ".app.json", 60.0
+
+
+@dataclass
+class Server:
+    """A dashboard that answers; `process` is None where it was up before us."""
+
+    url: str
+    process: subprocess.Popen[bytes] | None
+
+
+def serve(runs: Path, port: int) -> Server:
+    """Start the dashboard for a runs folder, or find the one that shows it already on this port.
+
+    Raises `WorkbenchError` naming `--port` where another program has the port, and where the server does not come up.
+    """
+    url = f"http://{HOST}:{port}"
+    builders = os.environ.get(BUILDERS, "")
+    if (note := _ours(runs, port)) is not None:
+        if note.get("builders", "") != builders:
+            setting = f"with {BUILDERS}={note['builders']}" if note.get("builders") else f"without {BUILDERS}"
+            raise WorkbenchError(
+                f"{url} shows these runs already, {setting}: stop it (process {note['pid']}), or name another --port"
+            )
+        say(f"dashboard: {url} (already running)")
+        return Server(url, None)
+    if _taken(port):
+        raise WorkbenchError(f"port {port} on {HOST} is in use by something else; choose another with --port")
+    spec = importlib.util.find_spec("app.server")
+    if spec is None or spec.origin is None:
+        raise WorkbenchError("the dashboard (folder app/) is not installed; run from a clone: pip install -e .")
+    folder = Path(spec.origin).parent.parent
+    environment = os.environ | {"WORKBENCH_RUNS": str(runs), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.setdefault("WORKBENCH_FOLDER", str(Path.cwd()))  # of builders: the server stands elsewhere
+    with _log(runs) as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.server", "--port", str(port), "--runs", str(runs), "--parent", str(os.getpid())],
+            cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        server = Server(url, process)
+        try:
+            _await(server, port, log)
+        except BaseException:  # Ctrl-C too
+            stop(server)
+            raise
+    with contextlib.suppress(WorkbenchError):  # a folder that may only be read; the dashboard is not found again then
+        write_json(runs / NOTE, {"pid": process.pid, "port": port, "builders": builders})
+    say(f"dashboard: {url}")
+    return server
+
+
+def make_folder(runs: Path) -> None:
+    """Make the folder of runs where there is none; raises `WorkbenchError` where it cannot be one."""
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WorkbenchError(f"{runs} cannot be the folder of runs: {error.strerror or error}") from None
+
+
+def _log(runs: Path) -> IO[bytes]:
+    try:
+        return (runs / ".app.log").open("w+b")
+    except OSError:  # a folder that may only be read
+        return tempfile.TemporaryFile()
+
+
+def _await(server: Server, port: int, log: IO[bytes]) -> None:
+    begin = time.monotonic()
+    while not _healthy(port):
+        if server.process is None or server.process.poll() is not None or time.monotonic() - begin > START_S:
+            log.seek(0)
+            raise WorkbenchError(f"the dashboard did not start: {log.read()[-500:].decode(errors='replace')}")
+        time.sleep(0.1)
+
+
+def wait(server: Server) -> None:
+    """Keep the dashboard up until Ctrl-C or its end; nothing to do for one that was up before us."""
+    if server.process is None:
+        return
+    say("Ctrl-C ends the dashboard")
+    try:
+        server.process.wait()
+    except KeyboardInterrupt:
+        say("dashboard ended")
+    finally:
+        stop(server)
+
+
+def stop(server: Server) -> None:
+    """End a dashboard that this process started."""
+    if server.process is None or server.process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGTERM)
+    try:
+        server.process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        server.process.wait()
+
+
+def _ours(runs: Path, port: int) -> dict[str, Any] | None:
+    """What is noted of the dashboard of these runs where it is up on this port."""
+    try:
+        note: dict[str, Any] = read_json(runs / NOTE)
+        os.kill(int(note["pid"]), 0)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+    return note if note.get("port") == port and _healthy(port) else None
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{port}/_stcore/health", timeout=1) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,187 @@
+"""The demo's story: how far it is, the race to copying, what deep values carry, and the copying heads of two models."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from workbench import plots, prompts
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.files import read_json
+from workbench.runs.catalogue import Entry
+from workbench.runs.records import one_sample
+from workbench.runs.run import Run
+from workbench.views.base import Drawing, view
+from workbench.views.link import Link
+from workbench.views.source import Source, Subject
+from workbench.views.start.parts import check_part
+
+if TYPE_CHECKING:
+    from workbench.claims.analysis import Judged
+
+STATUS_FILE, MAX_QUIET_S = ".demo.json", 180  # seconds without a sign of life, after which a demo has stopped
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a demo is; `running` is False once it is done or has gone quiet."""
+
+    finished: bool
+    running: bool
+    ready: int
+    planned: int
+    left_s: float | None
+    failed: dict[str, str]
+
+
+def status(folder: Path) -> Status | None:
+    """How far the demo of a folder is; None where none was started there, or its status cannot be read."""
+    path = folder / STATUS_FILE
+    try:
+        saved = read_json(path)
+        newest = max([path.stat().st_mtime, *(p.stat().st_mtime for p in folder.glob("*/telemetry"))])
+        left = saved.get("left_s")
+        return Status(
+            bool(saved["finished"]), not saved["finished"] and time.time() - newest <= MAX_QUIET_S, len(saved["ready"]),
+            len(saved["models"]), None if left is None else float(left),
+            {str(k): str(v) for k, v in dict(saved["failed"]).items()},
+        )  # fmt: skip
+    except (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def runs(source: Source, experiment: str) -> list[Entry]:
+    """The demo's runs of one experiment, `race` or `text`, by the names it gives them."""
+    return [e for e in source.catalogue().entries if re.fullmatch(rf"{experiment}-.+-s\d+", e.name)]
+
+
+def only_demo(source: Source) -> bool:
+    """Whether a demo was begun in the folder and nothing else is in it."""
+    here = source.catalogue().entries
+    return status(source.folder) is not None and len(runs(source, "race")) + len(runs(source, "text")) == len(here)
+
+
+def copying(source: Source) -> pd.DataFrame:
+    """The loss where copying works of the demo's race; empty before the first model has begun."""
+    frame = source.telemetry(runs(source, "race"), ["copy_loss"])
+    return frame[frame["variant"].isna()]
+
+
+@view("start")
+def race(source: Source, link: Link) -> Drawing:
+    """The demo's race: when each model learns to copy."""
+    check_part(link, "demo")
+    frame = copying(source)
+    if frame.empty:
+        raise WorkbenchError("no model of the race has begun; the first curve appears within a minute of `make demo`")
+    return Drawing(plots.race(frame), frame)
+
+
+def _deep(source: Source, metrics: Sequence[str]) -> pd.DataFrame:
+    entries = runs(source, "text")
+    key = ("deep", *metrics, *((e.path, e.series, e.stamp) for e in entries))
+    return source.keep(key, lambda: one_sample(source.records(entries, metrics)))
+
+
+@view("start")
+def identity(source: Source, link: Link) -> Drawing:
+    """The demo's text models: how much of each layer's values is the token alone, before and after training."""
+    check_part(link, "demo")
+    frame = _deep(source, ["token_identity_share"])
+    rows = frame[frame["site"].isin(["own_v", "v"]) & frame["control"].isna()]
+    if rows.empty:
+        raise WorkbenchError("measured once the first text model of the demo is trained")
+    return Drawing(plots.plot(rows, form="profile"), rows)
+
+
+@view("start")
+def replaced(source: Source, link: Link) -> Drawing:
+    """The demo's text models: what is lost when deep values are replaced by their token's mean, or by zero."""
+    check_part(link, "demo")
+    rows = _deep(source, ["value_ablation"])
+    if rows.empty:
+        raise WorkbenchError("measured once the first text model of the demo is trained")
+    return Drawing(plots.ablation(rows), rows)
+
+
+def racers(source: Source) -> list[Entry]:
+    """Models of the race with checkpoints to look at."""
+    return [e for e in runs(source, "race") if len(e.steps) > 1]
+
+
+def pair(source: Source, link: Link) -> tuple[list[Entry], list[int], int]:
+    """Two models of the race, their common steps and the chosen one; raises `WorkbenchError` before there are any."""
+    ready = racers(source)
+    if not ready:
+        raise WorkbenchError("no model of the race has a checkpoint yet")
+    by_name, chosen = {e.name: e for e in ready}, []
+    for side, architecture in (("left", "svformer"), ("right", "transformer")):
+        default = next((e.name for e in ready if e.architecture == architecture), ready[0].name)
+        name = link.text(side, default)
+        if name not in by_name:
+            raise UnknownName("model of the race", str(name), by_name)
+        chosen.append(by_name[str(name)])
+    common = sorted(set(chosen[0].steps) & set(chosen[1].steps))
+    step = link.whole("at", common[2 * len(common) // 3])
+    if step not in common:
+        raise WorkbenchError(f"the two models have no common checkpoint at step {step}; choose from {common}")
+    return chosen, common, int(step)
+
+
+@view("start")
+def copying_heads(source: Source, link: Link) -> Drawing:
+    """Attention of the head that copies best after training, in two models of the race at one step."""
+    check_part(link, "demo")
+    entries, _, step = pair(source, link)
+    maps, rows = [], []
+    for entry in entries:
+        layer, head = _best_head(source, entry)
+        subject = Subject(entry, step)
+        kept = source.derive(prompts.attention_map, prompts.attention_inputs, subject, None, layer, head, most=256)
+        name = f"{plots.label(entry.series)}, seed {entry.seed}: layer {layer}, head {head}"
+        maps.append((name, kept.weights, source.tokens(subject, None)))
+        row, column = np.tril_indices(len(kept.weights))
+        where = {"run": entry.name, "step": step, "layer": layer, "head": head, "query": row, "key": column}
+        rows.append(pd.DataFrame({**where, "attention": kept.weights[row, column]}))
+    under = f"the head that copies best after training, on one fixed sequence; training step {step}"
+    return Drawing(
+        plots.attention_pair(maps, "Attention of the copying head", under), pd.concat(rows, ignore_index=True)
+    )
+
+
+def _best_head(source: Source, entry: Entry) -> tuple[int, int]:
+    """(layer, head) with the highest induction score at the run's last step; the last layer's first where none is stored."""
+    frame = source.records([entry], ["induction_score"])
+    rows = frame[(frame["step"] == entry.steps[-1]) & frame["variant"].isna() & frame["control"].isna()]
+    if rows.empty:
+        return entry.n_layers - 1, 0
+    top = rows.sort_values("value").iloc[-1]
+    return int(top["layer"]), int(top["head"])
+
+
+RACE_CLAIM = "value_paths_speed_up_induction"
+LIMITS = ("lower_loss", "sinks_drains_and_peaks_vanish_together", "fewer_parameters")
+"""Claims that models of the demo's size leave open."""
+
+
+def verdicts(source: Source, experiment: str, claims: Sequence[str]) -> tuple[Judged, ...]:
+    """What these claims say of the finished runs of one experiment, `race` or `text`; nothing is measured."""
+    finished = [e for e in runs(source, experiment) if e.last in e.steps]
+
+    def judged() -> tuple[Judged, ...]:
+        from workbench.claims.analysis import Judged, chosen
+        from workbench.claims.collect import stored
+        from workbench.claims.verdict import corrected
+
+        evidence, asked = stored([Run.open(e.path) for e in finished]), chosen(claims=claims)
+        found = corrected([claim.judge(evidence) for claim in asked])
+        return tuple(Judged(claim, verdict) for claim, verdict in zip(asked, found, strict=True))
+
+    return source.keep(("demo verdicts", *claims, *((e.path, e.stamp) for e in finished)), judged)
