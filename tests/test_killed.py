@@ -12,7 +12,7 @@ import pytest
 
 from analyses.common import QUICK_MODEL, quick_runs
 from workbench.config import TrainConfig
-from workbench.console import time_left
+from workbench.console import status, time_left
 from workbench.data.sources import RepeatedData
 from workbench.training.loop import train
 from workbench.training.workers import Job, run_jobs
@@ -51,6 +51,25 @@ def test_time_left_does_not_count_what_was_there_already():
     assert time_left([0.01, 2.0, 0.02, 4.0], 5) == ", about 15 s left"
     assert time_left([2.0], 0) == ""
     assert time_left([], 3) == ""
+
+
+class Interrupted:
+    """Its end is the moment at which somebody presses Ctrl-C."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_that_lands_in_a_destructor_is_heard_at_the_next_sign_of_progress(monkeypatch):
+    dropped = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    with status("measuring") as progress:
+        progress("step 0")
+        Interrupted()
+        assert dropped[0].exc_type is KeyboardInterrupt, "Python has dropped it"
+        with pytest.raises(KeyboardInterrupt):
+            progress("step 2")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_jobs_return_is_heard(forkserver):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -46,9 +49,37 @@ def _cell(value: Any) -> str:
 
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner whose text the caller changes."""
-    with errors.status(text) as spinner:
-        yield lambda now: spinner.update(escape(now))
+    """A spinner whose text the caller changes, which is also where a Ctrl-C that got lost is heard (`KeyboardInterrupt`)."""
+    with errors.status(text) as spinner, _ctrl_c_noted() as noted:
+
+        def update(now: str) -> None:
+            if noted:
+                raise KeyboardInterrupt
+            spinner.update(escape(now))
+
+        yield update
+
+
+@contextmanager
+def _ctrl_c_noted() -> Iterator[list[int]]:
+    """Every Ctrl-C meanwhile. Python drops the exception of one that arrives inside a destructor or a weak reference's callback."""
+    noted = list[int]()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
