@@ -159,6 +159,16 @@ def test_the_chain_is_one_language_and_its_batches_are_drawn_by_seed_and_step() 
         BackcopyTokens(triggers=62)
 
 
+def test_without_a_start_token_sequences_begin_inside_the_chain(tmp_path: Path) -> None:
+    with_start, without = BackcopyTokens(vocabulary=6, triggers=2), BackcopyTokens(vocabulary=6, triggers=2, start=False)
+    ids = without.batch(3, 8, 16, 1)
+    assert (ids > 0).all()
+    assert torch.equal(ids, with_start.batch(3, 8, 17, 1)[:, 1:])  # the same chain, drawn alike
+    assert without.hash != with_start.hash
+    data = BackcopyData(6, 2, start=False)
+    assert open_data(data.describe(), tmp_path) == data
+
+
 def test_losses_of_copies_and_of_the_chain_are_told_apart(tmp_path: Path) -> None:
     """Tokens 0 1 3 1 2 with the trigger 3: the third loss is the copy's, the other three the chain's."""
     data = BackcopyData(vocabulary=4, triggers=1)

@@ -199,16 +199,18 @@ class RepeatedData(_TokensAlone):
 
 @dataclass(frozen=True)
 class BackcopyData(_TokensAlone):
-    """A bigram chain with trigger tokens, after each of which the token before it is copied; id 0 starts every sequence."""
+    """A bigram chain with trigger tokens, after each of which the token before it is copied; id 0 starts every sequence,
+    or none of them."""
 
     vocabulary: int = 64
     triggers: int = 4
+    start: bool = True
     kind: str = "backcopy"
     domains: tuple[str, ...] = ("backcopy",)
 
     @cached_property
     def _task(self) -> BackcopyTokens:
-        return BackcopyTokens(vocabulary=self.vocabulary, triggers=self.triggers)
+        return BackcopyTokens(vocabulary=self.vocabulary, triggers=self.triggers, start=self.start)
 
     @property
     def hash(self) -> str:
@@ -231,7 +233,7 @@ class BackcopyData(_TokensAlone):
 
     def describe(self) -> dict[str, Any]:
         """What a run records of its data."""
-        return self._described(triggers=self.triggers)
+        return self._described(triggers=self.triggers, bos="first" if self.start else None)
 
 
 HEADERS = {20240520: (1, 2), 20240801: (7, 4)}  # magic -> (version, bytes of an id), as llm.c and modded-nanogpt write
@@ -359,7 +361,8 @@ def open_data(description: dict[str, Any], root: Path) -> Data:
     if kind == "repeated" and "vocabulary" in sizes and ("shortest" in sizes or description.get("shortest") is None):
         return RepeatedData(description["vocabulary"], description.get("shortest"))
     if kind == "backcopy" and {"vocabulary", "triggers"} <= sizes:
-        return BackcopyData(description["vocabulary"], description["triggers"])
+        start = description.get("bos", "first") == "first"  # older runs say nothing of it, and all had one
+        return BackcopyData(description["vocabulary"], description["triggers"], start)
     if kind == "imported":
         raise BadCheckpoint(
             "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus (--data FILE)"

@@ -109,11 +109,13 @@ class BackcopyTokens:
     """Bigram-Backcopy after Guo et al. (2024), Active-Dormant Attention Heads (arXiv 2410.13835); 0 is the start token.
 
     Theirs takes its chain from letters of Shakespeare; ours is drawn once, softmax of N(0, 2^2) log odds, and is the same
-    language for every seed. Triggers are the last ids.
+    language for every seed. Triggers are the last ids. Without `start` a sequence begins inside the chain, and no token is
+    the first of all of them.
     """
 
     vocabulary: int = 64
     triggers: int = 4
+    start: bool = True
 
     def __post_init__(self) -> None:
         _check(vocabulary=(self.vocabulary, 4), triggers=(self.triggers, 1))
@@ -124,7 +126,7 @@ class BackcopyTokens:
     @property
     def hash(self) -> str:
         """A short content address of the task, not of a batch."""
-        return digest("backcopy", self.vocabulary, self.triggers)
+        return digest("backcopy", self.vocabulary, self.triggers, *([] if self.start else ["no start"]))
 
     @cached_property
     def is_triggering(self) -> torch.Tensor:
@@ -150,14 +152,16 @@ class BackcopyTokens:
     def batch(self, step: int, batch_size: int, T: int, seed: int) -> torch.Tensor:
         """The training batch of one step, [batch_size, T]."""
         _check(step=(step, 0), seed=(seed, 0))
-        generator = _generator("backcopy", seed, step)
-        return backcopy_tokens(batch_size, T, self.chain, self.is_triggering, generator=generator)
+        return self._drawn(batch_size, T, _generator("backcopy", seed, step))
 
     def validation(self, n: int, T: int, seed: int = 0) -> torch.Tensor:
         """A fixed held-out set [n, T], from numbers that no training step draws."""
         _check(seed=(seed, 0))
-        generator = _generator("backcopy validation", seed)
-        return backcopy_tokens(n, T, self.chain, self.is_triggering, generator=generator)
+        return self._drawn(n, T, _generator("backcopy validation", seed))
+
+    def _drawn(self, n: int, T: int, generator: torch.Generator) -> torch.Tensor:
+        without = int(not self.start)
+        return backcopy_tokens(n, T + without, self.chain, self.is_triggering, generator=generator)[:, without:]
 
 
 def _generator(*name: object) -> torch.Generator:

@@ -43,7 +43,7 @@ MODEL_KEYS = ("architecture", "name", "baseline", "vary", *SECTIONS)
 DATA_KEYS = {
     "text": ("kind", "texts", "vocabulary", "bos"),
     "repeated": ("kind", "vocabulary", "shortest"),
-    "backcopy": ("kind", "vocabulary", "triggers"),
+    "backcopy": ("kind", "vocabulary", "triggers", "start"),
 }
 MEASURE_KEYS = ("metrics", "steps", "n")
 OUTCOMES = {"validation_loss": ("lower", "higher"), "formation_step": ("earlier", "later")}  # below, above the baseline
