@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.data import corpus as corpora
+from workbench.data.embedded import embedded
 from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
 
 SIZES = (258, 384, 512, 768, 1024, 1536, 2048, 4096)
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="train a small model for this many steps (0: do not)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    corpus = corpora.embedded()
+    corpus = embedded()
     texts = [document.text for document in corpus.split("train")]
     total = sum(len(document.text.encode()) for document in corpus.split("validation"))
     domains = "".join(f" {'B/tok ' + domain:>13}" for domain in corpus.domains)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from workbench.data import corpus as corpora
-from workbench.data.corpus import Corpus, Document, code_and_prose, embedded, from_files, load, pieces, save
+from workbench.data.corpus import Corpus, Document, code_and_prose, from_files, library, load, pieces, save, within
+from workbench.data.embedded import SHIPPED, embedded
+from workbench.data.sources import prepare
 from workbench.data.tokenizer import TokenDocuments, tokenize, train_tokenizer
 from workbench.errors import BadData, UnknownName
 
@@ -20,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def small() -> Corpus:
-    return embedded(SMALL)
+    return library(SMALL)
 
 
 def prose(name: str, words: int = 900) -> str:
@@ -28,7 +30,7 @@ def prose(name: str, words: int = 900) -> str:
     return "\n\n".join(" ".join(f"{name}{i + j}" for j in range(20)) for i in range(0, words, 20)) + "\n"
 
 
-# the embedded corpus
+# the running Python's library
 
 
 def test_both_domains_on_both_sides_within_the_budget(small: Corpus) -> None:
@@ -49,7 +51,7 @@ def test_a_source_lies_on_one_side(small: Corpus) -> None:
 
 def test_the_side_does_not_depend_on_the_size(small: Corpus) -> None:
     side = {d.source: d.split for d in small.documents}
-    assert all(side.get(d.source, d.split) == d.split for d in embedded(300_000).documents)
+    assert all(side.get(d.source, d.split) == d.split for d in library(300_000).documents)
 
 
 def test_no_tests_and_no_machine_paths(small: Corpus) -> None:
@@ -99,7 +101,7 @@ def test_train_and_validation_hardly_overlap(small: Corpus) -> None:
 
 
 def test_another_process_builds_the_same(small: Corpus) -> None:
-    command = f"from workbench.data.corpus import embedded; print(embedded({SMALL}).hash)"
+    command = f"from workbench.data.corpus import library; print(library({SMALL}).hash)"
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", command],
         env=os.environ | {"PYTHONHASHSEED": "1"}, cwd=ROOT, capture_output=True, text=True, check=True,
@@ -121,7 +123,7 @@ def test_unreadable_sources_are_skipped_and_recorded(tmp_path: Path, monkeypatch
     found = [(name, tmp_path / name) for name in [*bad, "missing.py"]]
     topics = [(f"topic{i}", prose(f"t{i}x", 100)) for i in range(60)]
     monkeypatch.setattr(corpora, "library_sources", lambda: found + topics)
-    corpus = embedded(300_000)
+    corpus = library(300_000)
     assert {document.source for document in corpus.documents} == {name for name, _ in topics}
     assert {entry["source"] for entry in corpus.manifest["skipped"]} == {*bad, "missing.py"}
     assert all(entry["reason"] for entry in corpus.manifest["skipped"])
@@ -130,14 +132,40 @@ def test_unreadable_sources_are_skipped_and_recorded(tmp_path: Path, monkeypatch
 def test_a_python_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python.zip")})
     with pytest.raises(BadData, match=r"has 0 source files in .*text files of your own"):
-        embedded()
+        library()
 
 
 def test_a_tiny_budget_and_an_unknown_split_are_refused(small: Corpus) -> None:
     with pytest.raises(BadData, match="max_bytes is 10; give at least 100000"):
-        embedded(10)
+        library(10)
     with pytest.raises(UnknownName, match="unknown split 'valid'; did you mean validation"):
         small.split("valid")
+
+
+# the embedded text
+
+
+def test_the_embedded_text_is_pinned_whatever_python_runs() -> None:
+    corpus = embedded()
+    assert corpus.hash == "9d5264c458aafc94bf7eba36206df6051e17febde4fb6d34869ee2f60d74bc7f"
+    assert [len(corpus.split(side)) for side in ("train", "validation")] == [730, 87]
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE" in (SHIPPED / "corpus" / "LICENSE.txt").read_text()
+
+
+def test_a_sample_of_the_embedded_text_keeps_domains_sides_and_budget() -> None:
+    corpus, part = embedded(), embedded(SMALL)
+    assert set(part.documents) < set(corpus.documents)
+    for domain in corpus.domains:
+        of_domain = [d for d in part.documents if d.domain == domain]
+        assert SMALL // 3 < sum(len(d.text.encode()) for d in of_domain) <= SMALL // 2
+        assert {d.split for d in of_domain} == {"train", "validation"}
+    smaller = within(corpus, SMALL // 2)
+    assert len(set(smaller.documents) - set(part.documents)) < len(smaller.documents) / 4  # the same order
+
+
+def test_readers_may_choose_their_own_library(small: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "library", lambda: small)
+    assert prepare(texts=["library:"], vocabulary=300).corpus.hash == small.hash
 
 
 # docstrings

@@ -21,7 +21,7 @@ from workbench.cli.arguments import (
     key_values,
 )
 
-SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME; else the embedded corpus."
+SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME, library: (this Python's); else the embedded text."
 Texts = Annotated[list[Path] | None, typer.Option(help=SOURCES)]
 
 

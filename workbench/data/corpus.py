@@ -1,4 +1,4 @@
-"""Text as documents: Python's own standard library (no network) or the user's files, split by source into two sides.
+"""Text as documents: a Python's standard library (no network) or the user's files, split by source into two sides.
 
 A *document* is one source file's code (domain `python`, docstrings removed), one file's docstrings joined (`prose`), or
 one topic of the language reference (`prose`). A source lies wholly on one side, `train` or `validation`, decided by a
@@ -87,14 +87,12 @@ class Corpus:
         return sha.hexdigest()
 
 
-def embedded(max_bytes: int = DEFAULT_BYTES) -> Corpus:
+def library(max_bytes: int = DEFAULT_BYTES) -> Corpus:
     """The running Python's standard library: at most `max_bytes` of text, at most half of it in each domain.
 
     Sources are taken in the order of a hash of their names, so a smaller corpus is a sample and not the letters A to C.
     """
-    if max_bytes < 100_000:
-        raise BadData(f"max_bytes is {max_bytes}; give at least 100000")
-    room, least = dict.fromkeys(("python", "prose"), max_bytes // 2), max_bytes // 100
+    room, least = _room(max_bytes), max_bytes // 100
     manifest: dict[str, Any] = {"origin": "standard library", "max_bytes": max_bytes, "files": [], "skipped": []}
     documents: list[Document] = []
     for source, origin in sorted(library_sources(), key=lambda pair: _fraction("order", pair[0])):
@@ -102,11 +100,35 @@ def embedded(max_bytes: int = DEFAULT_BYTES) -> Corpus:
             break
         split = "validation" if _fraction("split", source) < VALIDATION else "train"
         for domain, text in zip(room, _read_source(source, origin, manifest), strict=True):
-            size = len(text.encode())
-            if 0 < size <= room[domain]:
-                room[domain] -= size
+            if text and _fits(text, room, domain):
                 documents.append(Document(source, domain, split, text))
     return _finish(documents, manifest)
+
+
+def within(corpus: Corpus, max_bytes: int) -> Corpus:
+    """A sample of a library's corpus in the same order: at most `max_bytes` of text, at most half of it in each domain."""
+    room = _room(max_bytes)
+    chosen = {
+        (d.source, d.domain)
+        for d in sorted(corpus.documents, key=lambda d: _fraction("order", d.source))
+        if _fits(d.text, room, d.domain)
+    }
+    kept = tuple(d for d in corpus.documents if (d.source, d.domain) in chosen)
+    return Corpus(kept, corpus.manifest | {"max_bytes": max_bytes})
+
+
+def _room(max_bytes: int) -> dict[str, int]:
+    if max_bytes < 100_000:
+        raise BadData(f"max_bytes is {max_bytes}; give at least 100000")
+    return dict.fromkeys(("python", "prose"), max_bytes // 2)
+
+
+def _fits(text: str, room: dict[str, int], domain: str) -> bool:
+    """Whether a text still fits into its domain's room, which it then takes."""
+    size = len(text.encode())
+    if fits := size <= room[domain]:
+        room[domain] -= size
+    return fits
 
 
 def _read_source(source: str, origin: Path | str, manifest: dict[str, Any]) -> tuple[str, str]:

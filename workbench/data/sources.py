@@ -18,7 +18,9 @@ from torch import Tensor
 
 from workbench.config import PRESETS
 from workbench.data import corpus as corpora
+from workbench.data.embedded import embedded
 from workbench.data.tasks import BackcopyTokens, RepeatedTokens
+from workbench.data.texts import LIBRARY
 from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
 from workbench.errors import BadCheckpoint, BadData, UnknownName
 from workbench.files import digest, write_json
@@ -335,16 +337,19 @@ def prepare(
     *, texts: Sequence[str | Path] | None = None, vocabulary: int | None = None, bos: Any = None,
     root: Path | None = None, max_bytes: int | None = None,
 ) -> TextData:  # fmt: skip
-    """Corpus (the running Python's standard library, or the user's own text files) and a tokenizer of its training part.
+    """Corpus (the embedded text, or the user's own files) and a tokenizer of its training part.
 
-    `vocabulary`: the tokenizer's size, the `tiny` preset's unless given (see benchmarks/tokenizer_vocabulary.py).
+    `texts`: files, folders, datasets; `library:` alone is the running Python's standard library, which differs between
+    versions. `max_bytes`: a sample of the embedded text. `vocabulary`: the tokenizer's size, the `tiny` preset's unless given (see benchmarks/tokenizer_vocabulary.py).
     """
     if bos not in (None, "first"):
         raise UnknownName("bos option", bos, ["first"])
-    if texts:
+    if [str(t) for t in texts or ()] == [LIBRARY]:
+        corpus = corpora.library()
+    elif texts:
         corpus = corpora.from_files([Path(t) for t in texts])
     else:
-        corpus = corpora.embedded(**({} if max_bytes is None else {"max_bytes": max_bytes}))
+        corpus = embedded(max_bytes)
     training = (document.text for document in corpus.split("train"))
     data = TextData(corpus, train_tokenizer(training, vocabulary or PRESETS["tiny"].vocabulary), bos)
     if root is not None:

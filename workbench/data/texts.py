@@ -1,6 +1,7 @@
 """Texts in tables: the rows of JSON Lines and Parquet files and of `datasets`, one document each.
 
-A dataset is named `datasets:NAME`, `datasets:NAME@CONFIG` or with its split, `datasets:NAME:validation` (else `train`).
+A dataset is named `datasets:NAME`, `datasets:NAME@CONFIG` or with its split, `datasets:NAME:validation` (else `train`);
+`library:` is the running Python's standard library.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from workbench.errors import BadData, suggest
 
 COLUMNS = ("text", "content")
 TABLES = (".jsonl", ".parquet")
+LIBRARY = "library:"
 NAME = re.compile(r"datasets:(?P<name>[^@:]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
 
 

@@ -216,7 +216,8 @@ def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
     """What to measure on, with a training side for the table of token means."""
     import torch
 
-    from workbench.data.corpus import embedded, from_files
+    from workbench.data.corpus import from_files
+    from workbench.data.embedded import embedded
     from workbench.data.sources import Sample, TextData, TokenData, open_tokens
 
     if data is None and isinstance(subject, Run):
