@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from workbench.data.corpus import SPLITS
 from workbench.data.embedded import embedded
 from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
 
@@ -111,7 +112,7 @@ def main() -> None:
         start = time.process_time()
         tokenizer = train_tokenizer(texts, size)
         seconds = time.process_time() - start
-        train, validation = (tokenize(corpus, tokenizer, split) for split in corpora.SPLITS)
+        train, validation = (tokenize(corpus, tokenizer, split) for split in SPLITS)
         lengths, width = np.diff(validation.starts), total / len(validation.ids)
         ratios = ""
         for domain in corpus.domains:

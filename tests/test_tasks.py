@@ -160,7 +160,10 @@ def test_the_chain_is_one_language_and_its_batches_are_drawn_by_seed_and_step() 
 
 
 def test_without_a_start_token_sequences_begin_inside_the_chain(tmp_path: Path) -> None:
-    with_start, without = BackcopyTokens(vocabulary=6, triggers=2), BackcopyTokens(vocabulary=6, triggers=2, start=False)
+    with_start, without = (
+        BackcopyTokens(vocabulary=6, triggers=2),
+        BackcopyTokens(vocabulary=6, triggers=2, start=False),
+    )
     ids = without.batch(3, 8, 16, 1)
     assert (ids > 0).all()
     assert torch.equal(ids, with_start.batch(3, 8, 17, 1)[:, 1:])  # the same chain, drawn alike

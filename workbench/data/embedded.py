@@ -27,5 +27,7 @@ def embedded(max_bytes: int | None = None) -> Corpus:
 @lru_cache(maxsize=1)
 def _pinned(folder: Path) -> Corpus:
     if not folder.is_dir():
-        raise BadData(f"{folder} is missing: take the whole repository, or name a text (--text; library: is your Python's)")
+        raise BadData(
+            f"{folder} is missing: take the whole repository, or name a text (--text; library: is your Python's)"
+        )
     return load(folder)

@@ -339,8 +339,8 @@ def prepare(
 ) -> TextData:  # fmt: skip
     """Corpus (the embedded text, or the user's own files) and a tokenizer of its training part.
 
-    `texts`: files, folders, datasets; `library:` alone is the running Python's standard library, which differs between
-    versions. `max_bytes`: a sample of the embedded text. `vocabulary`: the tokenizer's size, the `tiny` preset's unless given (see benchmarks/tokenizer_vocabulary.py).
+    `texts`: files, folders, datasets, or `library:`, the running Python's standard library. `max_bytes`: a sample of the
+    embedded text. `vocabulary`: the tokenizer's size, the `tiny` preset's unless given.
     """
     if bos not in (None, "first"):
         raise UnknownName("bos option", bos, ["first"])
@@ -366,7 +366,7 @@ def open_data(description: dict[str, Any], root: Path) -> Data:
     if kind == "repeated" and "vocabulary" in sizes and ("shortest" in sizes or description.get("shortest") is None):
         return RepeatedData(description["vocabulary"], description.get("shortest"))
     if kind == "backcopy" and {"vocabulary", "triggers"} <= sizes:
-        start = description.get("bos", "first") == "first"  # older runs say nothing of it, and all had one
+        start = description.get("bos", "first") is not None  # older runs say nothing of it, and all had one
         return BackcopyData(description["vocabulary"], description["triggers"], start)
     if kind == "imported":
         raise BadCheckpoint(
