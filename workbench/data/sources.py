@@ -201,8 +201,7 @@ class RepeatedData(_TokensAlone):
 
 @dataclass(frozen=True)
 class BackcopyData(_TokensAlone):
-    """A bigram chain with trigger tokens, after each of which the token before it is copied; id 0 starts every sequence,
-    or none of them."""
+    """A bigram chain with triggers, after each of which the token before it is copied; id 0 starts all sequences or none."""
 
     vocabulary: int = 64
     triggers: int = 4
@@ -366,8 +365,8 @@ def open_data(description: dict[str, Any], root: Path) -> Data:
     if kind == "repeated" and "vocabulary" in sizes and ("shortest" in sizes or description.get("shortest") is None):
         return RepeatedData(description["vocabulary"], description.get("shortest"))
     if kind == "backcopy" and {"vocabulary", "triggers"} <= sizes:
-        start = description.get("bos", "first") is not None  # older runs say nothing of it, and all had one
-        return BackcopyData(description["vocabulary"], description["triggers"], start)
+        with_start = description.get("bos", "first") is not None  # older runs say nothing of it, and all had one
+        return BackcopyData(description["vocabulary"], description["triggers"], with_start)
     if kind == "imported":
         raise BadCheckpoint(
             "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus (--data FILE)"
