@@ -6,16 +6,20 @@ import re
 
 import pytest
 import torch
+from strangers import GPT, causal, large
 
+import workbench
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import RepeatedData
 from workbench.errors import BadData, WorkbenchError
+from workbench.models import Transformer
 from workbench.plots.browser import find_browser, picture
 from workbench.reports import xray as xrays
 from workbench.reports.diagnosis import concentration, residual, sinks, token_share
 from workbench.runs.records import records
 from workbench.training.loop import train
 
+IDS = torch.randint(61, (8, 40), generator=torch.Generator().manual_seed(0))
 COMMON = {"run": "x", "architecture": "transformer", "seed": 0, "step": 100, "data": "validation", "T": 64, "n": 16}
 
 
@@ -203,3 +207,67 @@ def test_the_picture_is_a_real_drawing_of_the_page(tmp_path):
     drawn = picture(page, tmp_path / "page.png", width=200, height=100).read_bytes()
     assert drawn[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(drawn[16:20]) == 400  # twice the CSS pixels
+
+
+# ---- what a model does not show, and what looking costs ---------------------------------------------------------------
+
+
+def test_what_was_not_measured_is_an_empty_answer_with_its_reason_and_the_rest_is_shown(tmp_path):
+    frame = planted([{"metric": "loss", "value": 5.0}, share(0.9, 1), drain(0.5)])
+    found = xrays.answers(frame, {"concentration": " Why: it is custom."})
+    assert found[0].sentence.endswith("gives no statistics. Why: it is custom.")
+    assert found[2].sentence.startswith("90.0%")
+    assert found[3].sentence.startswith("Undecided")
+    page = xrays.XRay("x", tuple(found), frame, "workbench xray x").html()
+    assert page.count("<section>") == 4
+    assert page.count("Nothing to draw") == 3 * 2  # title and alternative text
+
+
+def test_a_decoder_of_clipped_values_without_logits_says_why_two_questions_are_empty():
+    class Body(GPT):
+        def forward(self, idx):
+            x = self.transformer.wte(idx)
+            for block in self.transformer.h:
+                x = block(x, {})
+            return self.transformer.ln_f(x)
+
+    observed = workbench.observe(
+        large(Body(attend=lambda q, k, v, i: causal(q, k, v.clamp(-0.3, 0.3)))), IDS[:2], quiet=True
+    )
+    found = xrays.xray(observed, IDS)
+    assert found.answers[3].sentence.endswith("gives no logits, so there is no loss.")
+    assert "effective values" in found.answers[2].sentence
+    assert any(c.isdigit() for c in found.answers[0].sentence)
+    assert found.html().count("<section>") == 4
+
+
+@pytest.mark.parametrize("kind", ["model", "run"])
+def test_the_model_runs_six_times_at_most_and_the_cost_is_said_before(tiny, a_run, monkeypatch, kind):
+    read, told, forward = [], [], Transformer.forward
+
+    def counted(self, tokens, *args, **options):
+        read.append(tokens.numel())
+        return forward(self, tokens, *args, **options)
+
+    monkeypatch.setattr(Transformer, "forward", counted)
+    subject, data, tokens = (a_run, None, 10 * 64) if kind == "run" else (tiny(), IDS, 4 * 40)
+    found = xrays.xray(subject, data, n=10, announce=lambda cost: told.append((cost, sum(read))))
+    assert sum(read) <= 6 * tokens
+    assert re.match(r"[56] passes at most over (4|10) documents of (40|64) tokens", told[0][0])
+    assert told[0][1] <= 40
+    assert "positions whose token has one" in found.answers[3].sentence
+
+
+def test_a_table_that_knows_none_of_the_tokens_decides_nothing(tiny):
+    ids = torch.arange(8)[:, None].expand(8, 12).contiguous()
+    assert "nothing was replaced" in xrays.xray(tiny(), ids).answers[3].sentence
+
+
+def test_layer_by_layer_is_asked_for(tiny):
+    frame = xrays.xray(tiny(), IDS, layers=True).records
+    assert set(frame.loc[frame["metric"] == "value_ablation", "layer"].dropna()) == {0, 1, 2}
+    assert set(frame.loc[frame["metric"] == "token_identity_share", "site"]) == {"own_v", "v"}
+
+
+def test_shares_that_no_digit_shows_are_not_spoken_of():
+    assert "nothing is learned yet" in residual(planted([*ablated(0.0001, 0.0008), *heads(0.05)], se=0.0))

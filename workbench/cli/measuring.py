@@ -156,6 +156,9 @@ def xray(
     ] = None,
     n: Annotated[int, typer.Option(min=4, help="Documents.")] = 32,
     length: Annotated[int | None, typer.Option("--tokens", min=2, help="Tokens of each document.")] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Replace values layer by layer too: three passes for each.")
+    ] = False,
     png: Annotated[bool, typer.Option(help="Draw the page as a PNG too; needs Chrome, Chromium or Edge.")] = True,
     runs: Runs = None,
     device: Device = None,
@@ -169,7 +172,7 @@ def xray(
     named = runs_folder(runs) / path
     thing = path if path.exists() or not named.exists() else named
     with status(f"measuring {thing.name}") as progress:
-        page = answer(thing, data, n=n, T=length, device=device, progress=progress)
+        page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=progress, announce=say)
     say(str(page))
     drawn = png and find_browser() is not None
     for written in page.save(out or Path(f"{thing.stem}-xray.html"), png=drawn):

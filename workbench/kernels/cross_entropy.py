@@ -31,6 +31,22 @@ def cross_entropy_reference(
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
 
 
+def sequence_losses(
+    logits: Float[Tensor, "batch pos d_vocab"], tokens: Int[Tensor, "batch pos"]
+) -> Float[Tensor, "batch targets"]:
+    """Cross-entropy in nats of each next token, from logits that are there already, a few positions at a time.
+
+    Float32 or better inside: of half precision only those few positions are ever widened.
+    """
+    rows, wide = max(1, CHUNK // logits.shape[-1]), torch.promote_types(logits.dtype, torch.float32)
+    parts = [
+        F.cross_entropy(part.to(wide), targets, reduction="none")
+        for one, ids in zip(logits, tokens, strict=True)
+        for part, targets in zip(one[:-1].split(rows), ids[1:].split(rows), strict=True)
+    ]
+    return torch.cat(parts).unflatten(0, (len(tokens), -1))
+
+
 def cross_entropy(
     x: Float[Tensor, "n d_model"],
     weight: Float[Tensor, "d_vocab d_model"],

@@ -63,11 +63,11 @@ class Reduction:
             folds[document % self.metric.folds].update(**one)
 
 
-def reductions_of(metric: Metric) -> list[Reduction]:
-    """A metric at each of its sites, plain, in its variants, and (accumulated) with its controls."""
+def reductions_of(metric: Metric, sites: Sequence[str] | None = None) -> list[Reduction]:
+    """A metric at each of its sites (or of these), plain, in its variants, and (accumulated) with its controls."""
     per_sequence = metric.form == "per_sequence"
     reductions = []
-    for site in metric.sites or (None,):
+    for site in (sites or metric.sites) or (None,):
         reductions.append(Reduction(metric, site))
         if per_sequence:
             reductions += [
@@ -122,6 +122,7 @@ def collect(model: Transformer, sample: Sample, reductions: Sequence[Reduction],
             logits = (getattr(model, "everywhere", model) if whole else model)(ids)
         for reduction in whole:
             reduction.feed(None, {"logits": logits, "tokens": ids}, documents)
+        del logits  # of a large vocabulary the largest tensor of all: gone before the next ones are made
     _exchange(reductions)
 
 

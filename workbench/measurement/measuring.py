@@ -48,6 +48,7 @@ def measure(
     seed: int = 0,
     device: str | None = None,
     progress: Callable[[str], None] | None = None,
+    sites: Mapping[str, Sequence[str]] | None = None,
 ) -> pd.DataFrame:
     """Measure models or runs and return records, one tidy row per number.
 
@@ -58,11 +59,13 @@ def measure(
         steps: for runs: `last`, `first`, `ends`, `all`, a step or a list.
         n: documents at most; ids and text are taken whole. T: tokens of each (default the run's training length; ids and
             text: all of theirs). batch: sequences at a time; results do not depend on it. seed: which windows.
+        sites: of a metric named here only these of its sites, where the others would cost memory for nothing.
 
     Records of a run are kept under `<run>/records` and not measured twice. Raises `UnknownName` for a metric, `BadData` for
     data that cannot be used, `WorkbenchError` where a metric needs longer sequences.
     """
     wanted = [_find(name) for name in ([metrics] if isinstance(metrics, str) else metrics)]
+    only = {name: _sites(_find(name), chosen) for name, chosen in (sites or {}).items()}
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
     chosen, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
@@ -77,7 +80,7 @@ def measure(
             whose, left = subject.axes, time_left(took, len(chosen) - len(took))
             progress(f"{whose['run']} step {whose['step']}, {len(took) + 1} of {len(chosen)}{left}")
         begin = time.perf_counter()
-        frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch))
+        frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         subject.forget()
         took.append(time.perf_counter() - begin)
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
@@ -98,6 +101,13 @@ def _find(name: str) -> Measure:
     return measures[name]
 
 
+def _sites(item: Measure, sites: Sequence[str]) -> tuple[str, ...]:
+    known = item.sites if isinstance(item, Metric) else ()
+    if strange := [site for site in sites if site not in known]:
+        raise UnknownName(f"site of {item.name}", strange[0], known)
+    return tuple(sites)
+
+
 def _sharing(subject: Subject) -> Any:
     """Subjects for which this is equal read the same sequences: runs on one corpus, or anything on given ids."""
     if subject.run is None:
@@ -105,14 +115,20 @@ def _sharing(subject: Subject) -> Any:
     return str(subject.run.path.parent), str(subject.run.info["data"]), subject.run.train.T
 
 
-def _measure_one(subject: Subject, wanted: Sequence[Measure], sample: Sample, batch: int) -> pd.DataFrame:
-    keys = {_key(subject, sample, item): item for item in wanted}
+def _measure_one(
+    subject: Subject, wanted: Sequence[Measure], sample: Sample, batch: int, only: Mapping[str, Sequence[str]]
+) -> pd.DataFrame:
+    whole = {item.name: _key(subject, sample, item) for item in wanted}
+    there = list(subject.get(sample, [whole[name] for name in only if name in whole]))  # of all sites: will do too
+    there = distributed.all_gather(there)[0] if only else there
+    only = {name: sites for name, sites in only.items() if whole.get(name) not in there}
+    keys = {_key(subject, sample, item, only.get(item.name, ())): item for item in wanted}
     stored = subject.get(sample, list(keys))
     if distributed.world_size() > 1:  # what the first one knew: it may have stored more since the others read
         stored = subject.get(sample, distributed.all_gather(list(stored))[0])
     missing = {key: item for key, item in keys.items() if key not in stored}
     if missing:
-        fresh = _compute(subject, missing, sample, batch)
+        fresh = _compute(subject, missing, sample, batch, only)
         if subject.run is None or distributed.rank() == 0:
             subject.put(sample, fresh)
         distributed.all_gather(None)  # all processes wait until they are kept
@@ -121,10 +137,10 @@ def _measure_one(subject: Subject, wanted: Sequence[Measure], sample: Sample, ba
     return typed(frame.assign(**subject.axes))  # a renamed run keeps its numbers
 
 
-def _key(subject: Subject, sample: Sample, item: Measure) -> str:
+def _key(subject: Subject, sample: Sample, item: Measure, sites: Sequence[str] = ()) -> str:
     """What one measurement is kept under."""
     machine = item.machine if isinstance(item, Intervention) else ()
-    return digest(subject.weights, sample.hash, item.name, item.version, *machine)
+    return digest(subject.weights, sample.hash, item.name, item.version, *machine, *sites)
 
 
 def _training(subject: Subject, sample: Sample) -> Any:
@@ -134,14 +150,17 @@ def _training(subject: Subject, sample: Sample) -> Any:
     return subject.run.data
 
 
-def _compute(subject: Subject, missing: Mapping[str, Measure], sample: Sample, batch: int) -> dict[str, Tables]:
+def _compute(
+    subject: Subject, missing: Mapping[str, Measure], sample: Sample, batch: int, only: Mapping[str, Sequence[str]]
+) -> dict[str, Tables]:
     model = subject.model.eval()
     for item in missing.values():
         if getattr(model, "foreign", None) is not None and isinstance(item, Metric) and item.form == "derived":
             raise WorkbenchError(
                 f"{item.name} reads weights by our names, which an observed module does not have; leave it out"
             )
-    streamed = {k: reductions_of(m) for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
+    metrics = {k: m for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
+    streamed = {k: reductions_of(m, only.get(m.name)) for k, m in metrics.items()}
     collect(model, sample, [reduction for reductions in streamed.values() for reduction in reductions], batch)
 
     def results(key: str, item: Measure) -> Tables:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from workbench.kernels.cross_entropy import sequence_losses
 from workbench.metrics.base import metric, wide
 
 
@@ -99,5 +100,4 @@ def massive_activations(vectors: Float[Tensor, "batch pos *width"], *, count: bo
 )  # fmt: skip
 def loss(logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
     """Mean next-token cross-entropy of a sequence (perplexity is its exponential, to be taken last)."""
-    log_p = wide(logits[:, :-1]).log_softmax(-1)
-    return -log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1).mean(-1)
+    return sequence_losses(logits, tokens).mean(-1)

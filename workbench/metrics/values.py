@@ -61,7 +61,10 @@ class TokenIdentityShare:
         types, inverse = ids.unique(return_inverse=True)
         sums = flat.new_zeros(len(types), flat.shape[1]).index_add_(0, inverse, flat)
         squares = flat.new_zeros(len(types)).index_add_(0, inverse, flat.square().sum(-1))
-        self._add(types.cpu(), inverse.bincount().double().cpu(), sums.cpu(), squares.cpu())
+        kept = sums.to(
+            torch.promote_types(vectors.dtype, torch.float32)
+        ).cpu()  # the bulk of it, of every type and layer
+        self._add(types.cpu(), inverse.bincount().double().cpu(), kept, squares.cpu())
 
     def _add(self, ids: Tensor, counts: Tensor, sums: Tensor, squares: Tensor) -> None:
         if not len(self.ids):
@@ -84,7 +87,7 @@ class TokenIdentityShare:
     def result(self) -> float:
         """The share; NaN where fewer than two types occur twice or nothing varies."""
         twice = self.counts >= 2
-        counts, sums, squares = self.counts[twice], self.sums[twice], self.squares[twice]
+        counts, sums, squares = self.counts[twice], self.sums[twice].double(), self.squares[twice]
         n, k = float(counts.sum()), int(twice.sum())
         if k < 2:
             return float("nan")

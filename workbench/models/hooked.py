@@ -17,6 +17,7 @@ from transformer_lens.utilities import Slice
 
 from workbench.config import ModelConfig
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.kernels.cross_entropy import MIN_LOGITS, sequence_losses
 from workbench.models import generation
 from workbench.models.activations import Cache, RebuiltPatterns
 from workbench.models.cache import KeyValueCache
@@ -36,9 +37,12 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
     """
     if tokens.shape[1] < 2:
         raise BadData("a next-token loss needs sequences of 2 tokens or more, got 1")
-    wide = logits[:, :-1].float() if logits.dtype in (torch.float16, torch.bfloat16) else logits[:, :-1]
-    loss = F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none" if per_token else "mean")
-    return loss.unflatten(0, (tokens.shape[0], -1)) if per_token else loss
+    if logits.requires_grad or logits.numel() < MIN_LOGITS:
+        wide = logits[:, :-1].float() if logits.dtype in (torch.float16, torch.bfloat16) else logits[:, :-1]
+        loss = F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none" if per_token else "mean")
+        return loss.unflatten(0, (tokens.shape[0], -1)) if per_token else loss
+    losses = sequence_losses(logits, tokens)
+    return losses if per_token else losses.mean()
 
 
 class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):

@@ -72,7 +72,9 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
 
     The first layer is drawn only where no later layer has values of its own. Raises `WorkbenchError` where nothing was replaced.
     """
-    rows = checked(frame[(frame["metric"] == "value_ablation") & frame["variant"].isin(["token_mean", "zero"])])
+    rows = checked(
+        frame[frame["metric"].str.endswith("value_ablation") & frame["variant"].isin(["token_mean", "zero"])]
+    )
     deep = after_the_first(rows)
     names = ordered(deep["architecture"])
     figure = make_subplots(

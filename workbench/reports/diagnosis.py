@@ -21,6 +21,7 @@ MOSTLY, HARDLY = 0.8, 0.5  # of what values do: supplied by the token alone; nee
 PARTS = {
     "first_position": "the first position", "profile": "where tokens stand (local attention)", "content": "particular tokens",
 }  # fmt: skip
+UNLEARNED = 1e-3  # nats: what values do of which no share is to be spoken of
 NOTHING = 1e-4  # nats: a distance from uniform attention that has no parts to speak of
 DRAINED = 0.5  # first token's value norm over the others' median
 
@@ -142,7 +143,7 @@ def token_share(frame: pd.DataFrame) -> str:
     found = _deep(_at(frame, "token_identity_share"))
     deep = found.dropna(subset=["value"])
     if len(found) and deep.empty:
-        return "Not measurable here: values do not differ from token to token, so there is nothing to explain."
+        return "Not measurable here: no two tokens occur twice each, or values do not differ, so there is nothing to explain."
     if deep.empty:
         return "Not measurable here: no layer after the first has values of its own."
     worst = deep["se"].max()
@@ -163,6 +164,7 @@ def token_share(frame: pd.DataFrame) -> str:
 def _together(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
     """Change of the loss and its error with the values of all layers after the first replaced, by replacement."""
     rows = _at(frame, "value_ablation")
+    rows = rows if len(rows) else _at(frame, "deep_value_ablation")
     rows = rows[rows["layer"].isna()]
     values, errors = rows["value"].astype(float), rows["se"].astype(float).fillna(0.0)
     return {str(k): (v, e) for k, v, e in zip(rows["variant"], values, errors, strict=True)}
@@ -172,8 +174,9 @@ def _replaced(change: dict[str, tuple[float, float]]) -> str:
     if "token_mean" not in change:
         return "No layer after the first has values of its own."
     (token, token_se), (zero, zero_se) = change["token_mean"], change["zero"]
+    seen = f" at the {change['seen'][0]:.0%} of positions whose token has one" if "seen" in change else ""
     return (
-        f"Replacing all later layers' own values by their token's mean costs {token:+.3f} ± {token_se:.3f} nats, "
+        f"Replacing all later layers' own values by their token's mean{seen} costs {token:+.3f} ± {token_se:.3f} nats, "
         f"by zero {zero:+.3f} ± {zero_se:.3f}."
     )
 
@@ -193,7 +196,11 @@ def residual(frame: pd.DataFrame) -> str:
     mass = _at(frame, "sink_mass")
     if "token_mean" not in change:
         return "Undecided: no layer after the first has values of its own that could be replaced."
+    if change.get("seen", (1.0, 0.0))[0] == 0:
+        return "Undecided: no token of these documents is in the table of means, so nothing was replaced; give more documents."
     (token, _), (zero, error) = change["token_mean"], change["zero"]
+    if abs(zero) < UNLEARNED:
+        return f"Undecided: nothing is learned yet in later values. {_replaced(change)}"
     kept = 1 - token / zero if zero > 0 else 0.0
     for_it, against = [], []
     facts = _replaced(change).rstrip(".").replace("Replacing", "replacing")

@@ -8,7 +8,8 @@ residual help here, and what speaks for and against? Works on runs, on checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.errors import BadData, WorkbenchError
+from workbench.names import ACTIVATIONS
 from workbench.plots.browser import picture
 from workbench.plots.experiments import after_the_first
 from workbench.plots.page import Page, heading, numbers, paragraph
@@ -31,11 +33,15 @@ if TYPE_CHECKING:
     from workbench.data.sources import Sample
 
 METRICS = (
-    "loss", "concentration_parts", "sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_identity_share", "value_ablation",
+    "loss", "concentration_parts", "sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_identity_share",
+    "deep_value_ablation",
 )  # fmt: skip
+TOGETHER, BY_LAYER = "deep_value_ablation", "value_ablation"
+"""The ablation in four passes, and the one that runs the model three times for each layer: what it says stands first."""
+SITES = {"token_identity_share": ("own_v", "v")}
 DOCUMENTS = 32
 SHORT = "sink_rate"  # needs 64 tokens
-NEEDED = ("concentration_parts", "sink_mass", "value_drain", "token_identity_share", "value_ablation")
+NEEDED = ("concentration_parts", "sink_mass", "value_drain", "token_identity_share", TOGETHER)
 WIDTH, HEIGHT = 1400, 1400
 
 
@@ -103,8 +109,10 @@ def xray(
     *,
     n: int = DOCUMENTS,
     T: int | None = None,
+    layers: bool = False,
     device: str | None = None,
     progress: Callable[[str], None] | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> XRay:
     """Answer the four questions for a run, a checkpoint's path, a model, or an observed module.
 
@@ -112,21 +120,35 @@ def xray(
         thing: what to look at; a run is compared with its own step 0 where it has one.
         data: ids [n, T], a file or folder of text, a `.bin` file of ids; default the run's own validation documents, or, where the model
             has a tokenizer, prose of Python's standard library. Ids are halved: one half for the table of token means.
-        n: documents, T: tokens of each. progress: told what is being measured.
+        n: documents, T: tokens of each. progress: told what is being measured. announce: told what it will cost, before it starts.
+        layers: values are also replaced layer by layer, by a table of more tokens: two passes for each layer and some more.
 
-    Raises `BadData` where the model has neither tokenizer nor data, `WorkbenchError` for what cannot be measured.
+    Runs the model at most six times on the documents, unless `layers` asks for more. What a model does not show is an answer
+    that says so. Raises `BadData` where the model has neither tokenizer nor data.
     """
     # torch and TransformerLens, which a page of stored records does not need
     from workbench.measurement.measuring import measure
 
     subject = run_or_model(thing, device)
-    names = [m for m in METRICS if m != SHORT or _length(subject, T, data) >= 64]
-    frame = measure(subject, names, _data(subject, data, n, T), steps=_steps(subject), n=n, T=T, progress=progress)
+    given = (f" --data {data}" if isinstance(data, str | Path) else "") + (f" --n {n}" if n != DOCUMENTS else "")
+    given += (f" --tokens {T}" if T else "") + (" --layers" if layers else "")
+    length, data = _length(subject, T, data), _data(subject, data, n, T)
+    names = [BY_LAYER if layers and m == TOGETHER else m for m in METRICS if m != SHORT or length >= 64]
+    if (structure := getattr(subject, "structure", None)) is not None and structure.logits is None:
+        names = [m for m in names if m not in ("loss", TOGETHER, BY_LAYER)]  # those read logits
+    if announce:
+        announce(_cost(subject, data, n, length, layers))
+
+    def measured(names: Sequence[str], step: str) -> pd.DataFrame:
+        return measure(subject, names, data, steps=step, n=n, T=T, sites=SITES, progress=progress)
+
+    frames = [measured(names, "last")]
+    if _has_init(subject):
+        frames.insert(0, measured([m for m in names if m not in (TOGETHER, BY_LAYER)], "first"))
+    frame = pd.concat(frames, ignore_index=True)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
-    given = f" --data {data}" if isinstance(data, str | Path) else ""
-    given += (f" --n {n}" if n != DOCUMENTS else "") + (f" --tokens {T}" if T else "")
     where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
-    return XRay(name, tuple(answers(frame)), frame, f"workbench xray {where}{given}")
+    return XRay(name, tuple(answers(frame, _reasons(subject))), frame, f"workbench xray {where}{given}")
 
 
 QUESTIONS = {
@@ -138,10 +160,32 @@ QUESTIONS = {
 SENTENCES = {"concentration": concentration, "sinks": sinks, "token_share": token_share, "residual": residual}
 
 
-def answers(frame: pd.DataFrame) -> list[Answer]:
-    """The four answers from records of one model, at its last step and, where there, at step 0."""
-    rows = {name: rows_of(name, frame) for name in QUESTIONS}
-    return [Answer(q, SENTENCES[name](frame), drawn(name, rows[name]), rows[name]) for name, q in QUESTIONS.items()]
+READS = {"concentration": ("received",), "sinks": ("sink",), "token_share": ("own_v", "v"), "residual": ("own_v",)}
+"""What a question asks of a layer."""
+
+
+def answers(frame: pd.DataFrame, reasons: Mapping[str, str] | None = None) -> list[Answer]:
+    """The four answers from records of one model, at its last step and, where there, at step 0.
+
+    `reasons`: why a question has no records, by question, where the model says.
+    """
+    found = []
+    for name, question in QUESTIONS.items():
+        rows = rows_of(name, frame)
+        why = "" if _shown(name, rows) else (reasons or {}).get(name, "")
+        found.append(Answer(question, SENTENCES[name](frame) + why, drawn(name, rows), rows))
+    return found
+
+
+def _reasons(subject: Any) -> dict[str, str]:
+    """Why a model lacks what a question asks, by question: what observing it said of its last layer."""
+    if isinstance(subject, Run):
+        return {}
+    last = subject.config.n_layers - 1
+    notes = {q: [subject.absent.get(ACTIVATIONS[a].hook.format(layer=last)) for a in of] for q, of in READS.items()}
+    if getattr(getattr(subject, "structure", None), "logits", "some") is None:
+        notes["residual"] = ["the module gives no logits, so there is no loss"]
+    return {question: f" Why: {found[0]}." for question, found in notes.items() if all(found)}
 
 
 def rows_of(name: str, frame: pd.DataFrame) -> pd.DataFrame:
@@ -154,13 +198,20 @@ def rows_of(name: str, frame: pd.DataFrame) -> pd.DataFrame:
         return pd.concat([last[(last["metric"] == "sink_mass") & last["variant"].isna()], last[drain]])
     if name == "token_share":
         return frame[(frame["metric"] == "token_identity_share") & (frame["site"] == _values(frame))]
-    return after_the_first(last[last["metric"] == "value_ablation"])
+    by_layer = last["metric"] == BY_LAYER
+    return after_the_first(last[by_layer if by_layer.any() else last["metric"] == TOGETHER])
+
+
+def _shown(name: str, rows: pd.DataFrame) -> bool:
+    """Whether a question's rows hold something measured that its picture can show."""
+    rows = rows[rows["metric"] == "sink_mass"] if name == "sinks" else rows
+    return bool((rows["value"].notna() & rows["control"].isna()).any())
 
 
 def drawn(name: str, rows: pd.DataFrame) -> go.Figure:
     """A question's picture, of one model's rows or of a difference of two."""
-    if not rows["value"].notna().any():
-        return go.Figure(layout_title_text="Nothing to draw: not measurable here")
+    if not _shown(name, rows):
+        return plots.dressed(go.Figure(), "Nothing to draw", "not measurable here", 60)
     if name == "sinks":
         return plots.sinks(rows[rows["metric"] == "sink_mass"], rows[rows["metric"] == "value_drain"])
     if name == "token_share":
@@ -186,8 +237,28 @@ def alike(frames: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
     return [frame if own else frame[~_own(frame)] for frame in frames]
 
 
-def _steps(subject: Any) -> str:
-    return "ends" if isinstance(subject, Run) and len(subject.steps) > 1 and subject.steps[0] == 0 else "last"
+def _has_init(subject: Any) -> bool:
+    return isinstance(subject, Run) and len(subject.steps) > 1 and subject.steps[0] == 0
+
+
+def _cost(subject: Any, data: Any, n: int, T: int, layers: bool) -> str:
+    """What it will take: passes, and of a model in hand their time, from one document read once."""
+    import torch
+
+    from workbench.interventions.values import TABLE_TOKENS
+
+    n = n if data is None else len(data.ids)
+    depth = (subject.model if isinstance(subject, Run) else subject.config).n_layers
+    passes = (3 * depth + 5 if layers else 5) + _has_init(subject)
+    more = f" and over {TABLE_TOKENS:,} tokens of training text" if layers else ""
+    cost = f"{passes} passes at most over {n} documents of {T} tokens{more}"
+    if isinstance(subject, Run):
+        return f"{cost}, fewer where records are kept"
+    begin = time.perf_counter()
+    with torch.no_grad():
+        subject(data.ids[:1], return_type=None)
+    seconds = (time.perf_counter() - begin) * (passes * n + (TABLE_TOKENS // T if layers else 0))
+    return f"{cost}, through {sum(p.numel() for p in subject.parameters()):,} parameters: about {seconds:.0f} s here"
 
 
 def _length(subject: Any, T: int | None, data: Any) -> int:

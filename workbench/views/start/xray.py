@@ -27,7 +27,7 @@ def measured(source: Source, subject: Subject) -> pd.DataFrame:
     """What an X-ray reads, at the subject's step and at step 0; of each measure the records on one sample."""
 
     def read() -> pd.DataFrame:
-        frame = source.records([subject.entry], xrays.METRICS)
+        frame = source.records([subject.entry], (*xrays.METRICS, xrays.BY_LAYER))
         return one_sample(frame[frame["step"].isin([0, subject.step])])
 
     entry = subject.entry
@@ -38,6 +38,7 @@ def missing(source: Source, subject: Subject) -> list[str]:
     """Measures that an X-ray of this model at this step needs and that are not stored."""
     frame = measured(source, subject)
     there = set(frame.loc[frame["step"] == subject.step, "metric"])
+    there |= {xrays.TOGETHER} if xrays.BY_LAYER in there else set()
     return [name for name in xrays.NEEDED if name not in there]
 
 
@@ -47,7 +48,7 @@ def measure(entry: Entry, step: int, progress: Callable[[int, int], None]) -> No
 
     run = Run.open(entry.path)
     names = [n for n in xrays.METRICS if n != xrays.SHORT or run.train.T >= 64]
-    at_init = [n for n in names if n != "value_ablation"] if step and 0 in run.steps else []
+    at_init = [n for n in names if n != xrays.TOGETHER] if step and 0 in run.steps else []
     plan = [(step, n) for n in names] + [(0, n) for n in at_init]
     for i, (at, name) in enumerate(plan):
         progress(i, len(plan))
