@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from hidden_mixes import MIXED, SHARES, UNMIXED, Apart, HeadNorm, mixed
 from observed import LAMBDAS, STRANGERS, see
 from strangers import (
     GPT,
@@ -15,6 +16,7 @@ from strangers import (
     eagerly,
     large,
 )
+from torch import nn
 
 
 @pytest.mark.parametrize("form", [None, "torch", "einsum", "baddbmm"])
@@ -123,3 +125,45 @@ def test_coefficients_are_those_of_now(ids):
     assert row["coefficient"].item() == pytest.approx(0.9, abs=1e-6)
     mix = observed.run_with_cache(ids, names_filter="blocks.1.attn.hook_v_mix")[1]["blocks.1.attn.hook_v_mix"]
     torch.testing.assert_close(mix, torch.tensor([0.9, 0.2]), atol=1e-6, rtol=0)
+
+
+# ---- mixed where it does not show -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MIXED)
+@torch.no_grad()
+def test_a_mixture_is_told_wherever_it_is_made(name, ids):
+    """In a submodule, inside the projection, before an identity or a dropout: any of their outputs equals the values."""
+    module = large(MIXED[name]())
+    observed = see(module, ids)
+    assert (observed.architecture, list(observed.options)) == ("resformer", ["lambda_v1", "lambda_own"])
+    paths = observed.value_paths().query("layer > 0")
+    assert paths["coefficient"].tolist() == pytest.approx([*SHARES] * 2, abs=1e-6)
+    assert paths["residual"].max() < 1e-6
+    names = [f"blocks.{point}.hook_v" for point in ("0.attn", "1.attn", "1.attn.own", "1.attn.source.0")]
+    logits, cache = observed.run_with_cache(ids, names_filter=names)
+    first, mixed, own, source = (cache[name] for name in names)
+    torch.testing.assert_close(mixed, SHARES[0] * first + SHARES[1] * own, atol=1e-6, rtol=1e-5)
+    assert torch.equal(source, first)
+    with observed.hooks([(names[2], lambda v, hook: v * 2)]):
+        assert not torch.equal(observed(ids), logits), "own values are written where they are read"
+
+
+@pytest.mark.parametrize("name", UNMIXED)
+def test_values_that_are_normed_adapted_or_of_an_unseen_product_are_their_own(name, ids):
+    observed = see(large(UNMIXED[name]()), ids)
+    assert observed.architecture == "transformer"
+    assert observed.sites.query("site == 'own_v'")["found"].all()
+
+
+def test_a_norm_after_the_mixture_leaves_something_unexplained_and_it_is_said(ids):
+    observed = see(large(mixed(end=HeadNorm)), ids)
+    assert observed.architecture == "unknown"
+    assert observed.value_paths().query("layer == 1")["residual"].min() > 0.1
+    assert "of its value is unexplained" in repr(observed)
+
+
+def test_a_first_layer_whose_values_are_no_product_is_not_said_to_be_its_own(ids):
+    observed = see(large(GPT(attention=lambda i: Apart(i, end=nn.SiLU))), ids)
+    assert observed.architecture == "unknown"
+    assert "layer 0 value = ? (residual 1.0e+00)" in repr(observed)

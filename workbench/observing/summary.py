@@ -110,7 +110,7 @@ def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
     for path in paths:
         shown = {s: c for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE or not path.exact}
         if set(shown) - {"own"} or path.into == "output" or not path.exact:
-            terms = " + ".join(f"{c:.7g} {s if isinstance(s, str) else f'layer {s}'}" for s, c in shown.items())
+            terms = " + ".join(f"{c:.7g} {s if isinstance(s, str) else f'layer {s}'}" for s, c in shown.items()) or "?"
             head = "" if path.head is None else f" head {path.head}"
             yield f"  layer {path.layer}{head} {path.into} = {terms} (residual {path.residual:.1e})"
 

@@ -47,7 +47,7 @@ class CallHandler(Protocol):
         """A softmax over the last axis."""
 
     def matrix(self, output: Any) -> Any:
-        """The output of a product with a parameter, which has run."""
+        """The output of a product with a parameter or a view of one, or of any `linear`, which has run."""
 
     def other(self, name: str) -> None:
         """A call that may be an attention which cannot be read, by the function's name."""
@@ -91,7 +91,7 @@ class InterceptionMode(TorchFunctionMode):
         if kind == "other":
             self.handler.other(_name(func))
             return func(*args, **kwargs)
-        if any(isinstance(x, nn.Parameter) for x in (*args, *kwargs.values())):
+        if _name(func) == "linear" or any(_is_parameter(x) for x in (*args, *kwargs.values())):
             return self.handler.matrix(func(*args, **kwargs))
         call = product_call(func, args, kwargs) if kind == "product" else None
         return func(*args, **kwargs) if call is None else self.handler.product(call)
@@ -103,6 +103,11 @@ class InterceptionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         rest = {key: value for key, value in kwargs.items() if key != "input"}
         return self.handler.softmax(scores, lambda x: func(x, *args[1:], **rest))
+
+
+def _is_parameter(x: Any) -> bool:
+    """Whether it is a parameter or a view of one."""
+    return isinstance(x, Tensor) and isinstance(x if x._base is None else x._base, nn.Parameter)
 
 
 def _decomposed(function: Any) -> Any:

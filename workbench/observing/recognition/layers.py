@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.blocks import INLINE, NUMBER, is_stream, number, stream_of
-from workbench.observing.recognition.projections import TensorLocation, find_projection, run_index, same_projection
+from workbench.observing.recognition.own_values import OwnValues, find_own_values, same_own_values
+from workbench.observing.recognition.projections import TensorLocation, find_projection, run_index
 from workbench.observing.recognition.structure import LayerStructure
 from workbench.observing.recognition.trace import MATRIX, Execution, Trace, TracedAttention, is_matrix, rows_at
 from workbench.observing.recognition.value_paths import explained
@@ -51,23 +53,25 @@ def inside_of(trace: Trace, block: Execution) -> list[Execution]:
 
 def _find_projections(trace: Trace, layers: list[LayerStructure], blocks: list[Execution]) -> None:
     """Find q, k and v where their numbers show them; a mixed value's projection is that of a block where it is plain."""
+    plain = list[tuple[LayerStructure, OwnValues]]()
     for layer, block in zip(layers, blocks, strict=True):
         before = [e for e in inside_of(trace, block) if e.end < layer.attention.times[-1]]
-        layer.v = find_projection(before, layer.attention.v)
         layer.q = find_projection(before, layer.attention.q, starts=trace.starts)
         layer.k = find_projection(before, layer.attention.k, starts=trace.starts)
-    known = next(((layer.v, layer) for layer in layers if layer.v is not None), None)
+        if (own := find_own_values(trace.module, before, layer.attention.v)) is not None:
+            layer.v = own.place
+            plain.append((layer, own))
     for layer, block in zip(layers, blocks, strict=True):
-        if layer.v is None and known is not None:
-            layer.v = same_projection(known[0], inside_of(trace, block), _renamed(known[0].module, known[1], layer))
+        if layer.v is None and plain:
+            known, own = plain[0]
+            inside = inside_of(trace, block)
+            layer.v = same_own_values(trace.module, inside, own, partial(_renamed, was=known, now=layer))
         if layer.v is not None:
             layer.rows["own"] = layer.v.heads_in(_output_rows(trace, block, layer.v))
         layer.z = _output_projection(trace, layer, block, layers[0].attention.v)
 
 
 def _renamed(name: str, was: LayerStructure, now: LayerStructure) -> str:
-    if name == MATRIX:
-        return name
     if not now.inline:
         return now.block + name.removeprefix(was.block)
     return re.sub(NUMBER, str(number(now.inline[0])), name, count=1)

@@ -5,7 +5,7 @@ Values are compared column by column, queries and keys head by head by their nor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,13 @@ def run_index(entry: Execution, among: Iterable[Execution]) -> int:
 
 def find_projection(executions: list[Execution], target: Tensor, *, starts: Tensor | None = None) -> Projection | None:
     """The outermost output among the executions that holds the heads [row, head, d_head]; `starts` where they are turned."""
+    return next((place for place, _, _ in projections_of(executions, target, starts=starts)), None)
+
+
+def projections_of(
+    executions: list[Execution], target: Tensor, *, starts: Tensor | None = None
+) -> Iterator[tuple[Projection, Execution, Tensor]]:
+    """Every output that holds the heads, the outermost first: its place, its execution and its columns [row, width] there."""
     for entry in sorted(executions, key=lambda e: (len(e.stack()), e.start)):
         for seen in entry.outputs:
             columns = (
@@ -107,8 +114,8 @@ def find_projection(executions: list[Execution], target: Tensor, *, starts: Tens
                 else matching_columns(seen.rows, target.flatten(1))
             )
             if columns is not None:
-                return Projection(entry.name, run_index(entry, executions), seen.path, columns, target.shape[1])
-    return None
+                place = Projection(entry.name, run_index(entry, executions), seen.path, columns, target.shape[1])
+                yield place, entry, place.heads_in(seen.rows).flatten(1)
 
 
 def same_projection(known: Projection, executions: list[Execution], name: str) -> Projection | None:

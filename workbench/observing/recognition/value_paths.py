@@ -61,13 +61,13 @@ def fit_value_paths(layers: Sequence[LayerStructure]) -> list[ValuePath]:
     """Every layer's value path, and its output path where something is added to the attention's output."""
     owns = [layer.rows.get("own") for layer in layers]
     first = owns[0] if owns[0] is not None else layers[0].attention.v
-    owns[0] = first
     paths: list[ValuePath] = []
     for i, layer in enumerate(layers):
         near: dict[Source, Tensor] = {"first": first} if i else {}
         if (own := owns[i]) is not None:
             near["own"] = own
         far: dict[Source, Tensor] = {j: own for j, own in enumerate(owns[:i]) if j and own is not None}
+        # a first layer whose values hold more than its matrices make has no sources: nothing of them is explained
         paths += _fit_simplest(i, "value", layer.attention.v, near, far)
         if (z := layer.rows.get("z")) is not None:
             added = z.double() - layer.attention.z.double()
