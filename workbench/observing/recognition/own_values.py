@@ -62,11 +62,11 @@ def same_own_values(
         rows = next(seen.rows for seen in entry.outputs if seen.path == place.path)
         if any(True for _ in _made_of(entry, place.heads_in(rows).flatten(1), place, matrices)):
             return place
-    entry = matrices.get((renamed(known.owner), known.index))
+    matrix = matrices.get((renamed(known.owner), known.index))
     last = known.columns.stop if isinstance(known.columns, slice) else max(known.columns) + 1
-    if entry is None or _rows(entry).shape[1] < last:
+    if matrix is None or _rows(matrix).shape[1] < last:
         return None
-    return _place(entry, known.columns, known.place.heads, executions)
+    return _place(matrix, known.columns, known.place.heads, executions)
 
 
 def _matrices(module: nn.Module, executions: Iterable[Execution]) -> dict[tuple[str, int], Execution]:
