@@ -20,11 +20,11 @@ import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from workbench import prompts
-from workbench.runs.catalogue import Catalogue, Entry, catalogue
+from workbench.runs.catalogue import Catalogue, Entry
 from workbench.runs.run import runs_folder
 from workbench.runs.table_cache import RecordCache, TableCache, TelemetryCache
 from workbench.views import Source, Subject
-from workbench.views.source import B, P, R, answer, open_model, tokens_of
+from workbench.views.source import B, P, R, answer, open_model, runs_to_show, tokens_of
 
 if TYPE_CHECKING:  # with it comes torch
     from workbench.models.hooked import HookedModel
@@ -55,7 +55,7 @@ class CachedSource(Source):
         seen = st.session_state.get("catalogue") if context else None
         if seen is not None and seen[0] is run and seen[1] == self.folder:
             return kept[self.folder]
-        kept[self.folder] = catalogue(self.folder, kept.get(self.folder))
+        kept[self.folder] = runs_to_show(self.folder, kept.get(self.folder))
         if context:
             st.session_state["catalogue"] = run, self.folder
         return kept[self.folder]

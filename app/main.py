@@ -39,7 +39,9 @@ def _problems() -> None:
     found = cached_source().catalogue()
     problems = found.problems
     with st.sidebar:
-        st.caption(f"{len(found.entries)} runs in {widgets.escaped(root())}")
+        shipped = found.entries and all(e.shipped for e in found.entries)
+        where = "shipped with the project, read-only" if shipped else f"in {widgets.escaped(root())}"
+        st.caption(f"{len(found.entries)} runs {where}")
     if problems:
         with st.expander(f"{len(problems)} folders here could not be read as runs", icon=":material/folder_off:"):
             table = pd.DataFrame({"folder": list(problems), "what is wrong": list(problems.values())})

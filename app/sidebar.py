@@ -37,8 +37,7 @@ def choose(page: str) -> Link | None:
         link = widgets.current_link(page).but(set=group)
         ready = [e for e in groups[group] if e.steps]
         if not ready:
-            recorded = all(e.kind == "recorded" for e in groups[group])
-            st.caption("Recordings hold no checkpoints." if recorded else "No checkpoint here yet.")
+            st.caption(_without_checkpoints(groups[group]))
             return link.but(a=None, b=None, step=None, step_b=None, compare=None)
         link = _model(link, "a", "step", "Model A", ready, "resformer")
         if widgets.toggle(
@@ -76,6 +75,12 @@ def choose_models(link: Link) -> Link:
     if not chosen:
         raise WorkbenchError("Choose at least one model.")
     return link.but(models=",".join(chosen))
+
+
+def _without_checkpoints(runs: list[Entry]) -> str:
+    if all(e.shipped for e in runs):
+        return "Shipped with the project: numbers, no weights."
+    return "Recordings hold no checkpoints." if all(e.kind == "recorded" for e in runs) else "No checkpoint here yet."
 
 
 def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:

@@ -50,7 +50,7 @@ FIGURES: tuple[Shown, ...] = (
           "the ten largest, plain and cumulative, beside uniform causal attention"),
     Shown(f"{VRL}: first token's importance, value norm and hidden norm by layer", _ANALYSIS.format("sinks_and_drains"),
           "the three measured apart, own and effective values, gated on sinks in five seeds",
-          ("sinks_drains_and_peaks_vanish_together", "start_token_decides_the_sinks"), "sink_bigram_backcopy"),
+          ("sinks_drains_and_peaks_vanish_together", "start_token_decides_the_sinks"), "sinks"),
     Shown(f"{VRL}: norms over positions and layers", _MEASURE.format("value_norm -m hidden_norm"), "maps over positions and layers"),
     Shown(f"{VRL}: similarity and entropy of Llama 8B and Mistral 7B by layer", _ANALYSIS.format("oversmoothing"),
           "rank correlation over layers and models, with and without position 0", ("smoothing_and_concentration_are_linked",)),

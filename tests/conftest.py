@@ -39,6 +39,12 @@ def pytest_collection_finish():
 TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 128}
 
 
+@pytest.fixture(autouse=True)
+def without_evidence(monkeypatch, tmp_path_factory):
+    """An empty folder of runs is empty: what ships with the project is shown where a test asks for it."""
+    monkeypatch.setattr("workbench.views.source.EVIDENCE", tmp_path_factory.getbasetemp() / "no-evidence")
+
+
 @pytest.fixture(params=seams.COVERING)
 def any_architecture(request):
     """Each architecture of those that stand for all, in turn."""

@@ -163,6 +163,12 @@ def test_a_sample_of_the_embedded_text_keeps_domains_sides_and_budget() -> None:
     assert len(set(smaller.documents) - set(part.documents)) < len(smaller.documents) / 4  # the same order
 
 
+def test_an_installation_without_the_embedded_text_takes_the_library_and_says_so(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("workbench.data.embedded.SHIPPED", tmp_path)
+    with pytest.warns(UserWarning, match="this Python's standard library"):
+        assert embedded(100_000).manifest["origin"] == "standard library"
+
+
 def test_readers_may_choose_their_own_library(small: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora, "library", lambda: small)
     assert prepare(texts=["library:"], vocabulary=300).corpus.hash == small.hash

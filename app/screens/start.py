@@ -29,7 +29,7 @@ LIVE = 2  # seconds between looks at a demo that runs
 def _first_run() -> None:
     """Look again until there is a run, where a demo is on its way."""
     found = start.demo.status(root())
-    if cached_source().catalogue().entries:
+    if cached_source().own():
         st.rerun()
     if found and found.running:
         st.caption("The demo has begun; its first model appears here within a minute.")
@@ -39,6 +39,7 @@ def _body(link: Link) -> None:
     source = cached_source()
     found = start.demo.status(source.folder)
     first = "demo" if (found and found.running) or start.demo.only_demo(source) else "model"
+    first = "verdicts" if all(e.shipped for e in source.group(link)) else first
     parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.racers(source)]
     shown = widgets.segments("Part", "show", parts, first, show=start.parts.PARTS.__getitem__)
     {"model": glance, "here": _here, "verdicts": verdicts, "demo": story}[shown](link.but(show=shown))
@@ -83,5 +84,5 @@ def _choose() -> None:
 
 if __name__ == "__main__":
     page("start", ABOUT, _body)
-    if not cached_source().catalogue().entries:
+    if not cached_source().own():
         st.fragment(_first_run, run_every=LIVE)()

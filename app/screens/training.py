@@ -20,7 +20,7 @@ LIVE = 3  # seconds between looks at runs that are being written
 
 
 def _until_a_run() -> None:
-    if cached_source().catalogue().entries:
+    if cached_source().own():
         st.rerun()
 
 
@@ -64,5 +64,5 @@ def _figures(link: Link, shown: str, was_live: bool) -> None:
 
 if __name__ == "__main__":
     page("training", ABOUT, _body)
-    if not cached_source().catalogue().entries:
+    if not cached_source().own():
         st.fragment(_until_a_run, run_every=LIVE)()

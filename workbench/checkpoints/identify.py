@@ -28,6 +28,7 @@ ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 OTHERS = re.compile(r"optim|optimizer|scheduler|rng_state|scaler|training_args", re.I)
 SPECIAL = re.compile(r"[()\[\]{}^$+*?|\\]")
 STEP = re.compile(r"(?:step|iter|itr|checkpoint|ckpt|model|epoch=\d+-step)[-_=]?(\d+)(?!.*\d)", re.I)
+WITHOUT = "without weights: its numbers can be looked at, and `workbench study` trains it anew"
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 SHARDS = {
     "DeepSpeed": ("*mp_rank_*_model_states.pt", "zero_pp_rank_*", "*_optim_states.pt", "global_step*/mp_rank_*"),
@@ -54,7 +55,7 @@ def identify(path: str | Path, step: str | int = "last") -> Checkpoint:
     if (Path(path) / RUN_FILE).exists():
         folder = Path(path).resolve()
         description = read_json(folder / RUN_FILE)
-        number = _one(step, steps_of(folder, recorded="recorder" in description), folder.name)
+        number = _one(step, steps_of(folder, description), folder.name)
         return Checkpoint(step_folder(folder, number), number, folder, description)
     checkpoints = checkpoints_at(path)
     if len(checkpoints) == 1 and step == "last":
@@ -100,11 +101,15 @@ def whole_steps(run: Path) -> list[int]:
     return sorted(int(m[1]) for m in matches if m and (run / m[0] / CONFIG).exists())
 
 
-def steps_of(run: Path, *, recorded: bool) -> list[int]:
+def steps_of(run: Path, description: Mapping[str, Any]) -> list[int]:
     """The same, at least one; raises `BadCheckpoint` saying why there is none."""
     if have := whole_steps(run):
         return have
-    why = "was recorded in a loop of its own and holds no checkpoints" if recorded else "has no whole checkpoint yet"
+    reasons = {
+        "recorder": "was recorded in a loop of its own and holds no checkpoints",
+        "shipped": f"is shipped {WITHOUT}",
+    }
+    why = next((reason for key, reason in reasons.items() if key in description), "has no whole checkpoint yet")
     raise BadCheckpoint(f"{run} {why}")
 
 

@@ -179,7 +179,12 @@ Gathered = tuple[pd.DataFrame, pd.DataFrame, list[str]]
 
 
 def gather(run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: int = 64) -> Gathered:
-    """Records and samples of a run at each planned step, and what could not be measured in words."""
+    """Records and samples of a run at each planned step, and what could not be measured in words.
+
+    A run that is shipped without weights has those that came with it.
+    """
+    if run.shipped:
+        return _kept(run)
     frames, problems = [records([])], list[str]()
     for step, names in wanted.items():
         fit, short = _fitting(names, run.train.T)
@@ -198,6 +203,12 @@ def gather(run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: in
                 problems += [f"{', '.join(names)} at step {step}: {error}" for error, names in failed.items()]
     frame = pd.concat(frames, ignore_index=True)
     return frame, _samples(run, frame), problems
+
+
+def _kept(run: Run) -> Gathered:
+    """What a run holds already."""
+    frame = one_sample(load_records([run.path]))
+    return frame, _samples(run, frame), []
 
 
 def _fitting(names: Sequence[str], T: int) -> tuple[list[str], list[str]]:
@@ -296,8 +307,7 @@ def stored(runs: Sequence[Run], progress: Callable[[int, int], None] | None = No
     """The evidence that runs hold already, nothing being measured; `progress` is called with (done, all)."""
     gathered: dict[Run, Gathered] = {}
     for run in runs:
-        frame = one_sample(load_records([run.path]))
-        gathered[run] = frame, _samples(run, frame), []
+        gathered[run] = _kept(run)
         if progress:
             progress(len(gathered), len(runs))
     return evidence(gathered)

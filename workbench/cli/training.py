@@ -179,6 +179,32 @@ def study(
 
 
 @app.command()
+def ship(
+    file: Annotated[Path, typer.Argument(help="A study's .toml file whose runs are finished.")],
+    runs: Runs = None,
+    out: Annotated[Path, Out(help="Folder of evidence; the study's own is made in it.")] = Path("data/evidence"),
+    commit: Annotated[str | None, typer.Option(help="Of the code that trained it; this one's unless given.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that measure.")] = 1,
+) -> None:
+    """Keep a finished study as evidence: its runs without weights, readable wherever runs are.
+
+    What the claims need is measured first, since without weights nothing more can be.
+    """
+    from workbench.console import say, status
+    from workbench.runs.run import runs_folder
+    from workbench.studies.shipping import ship as keep_as_evidence
+    from workbench.studies.study_file import read_study
+
+    with status("measuring") as progress:
+        place = keep_as_evidence(
+            read_study(file), file, runs_folder(runs), out, commit=commit, workers=workers,
+            progress=lambda done, total, name: progress(f"measured {done} of {total} runs, last {name}"),
+        )  # fmt: skip
+    size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+    say(f"evidence: {place} ({size / 2**20:.1f} MiB)")
+
+
+@app.command()
 def estimate(
     architecture: ArchitectureName,
     preset: PresetName = "tiny",

@@ -21,9 +21,9 @@ from workbench.checkpoints.identify import RUN_FILE
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest, local, read_json, write_json
 from workbench.runs.records import metrics_of
-from workbench.runs.run import Run, is_locked, is_run
+from workbench.runs.run import Run, is_locked, is_run, is_study
 
-INDEX, VERSION = ".index.json", 3
+INDEX, VERSION = ".index.json", 4
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 MAX_WHOLE = 2**53  # whole numbers that pages can show
 SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
@@ -51,11 +51,17 @@ class Entry:
     measured: tuple[str, ...]  # names of the metrics that have records
     tokens: int = 0  # read in a training step; 0 where that is unknown
     observed: bool = False  # another library's model, or a module of the user's own
+    shipped: bool = False  # a finished run that came with the project, without weights
 
     @property
     def imported(self) -> bool:
         """Whether it was trained elsewhere: on what is unknown, so measuring it needs `data`."""
         return self.kind == "imported"
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was trained to its recipe's last step."""
+        return self.imported or self.shipped or (self.kind != "recorded" and self.last in self.steps)
 
     @property
     def being_written(self) -> bool:
@@ -125,7 +131,7 @@ def _changed(path: Path) -> int:
 
 
 def _folders(root: Path, known: dict[str, int]) -> tuple[list[Path], dict[str, int]]:
-    """Folders that look like runs, by name, and the others, which are listed again only once they change."""
+    """Folders that look like runs, studies' included, and the others, which are listed again only once they change."""
     runs, others = list[Path](), dict[str, int]()
     if not root.is_dir():
         return runs, others
@@ -134,6 +140,8 @@ def _folders(root: Path, known: dict[str, int]) -> tuple[list[Path], dict[str, i
         if changed and path.is_dir():
             if known.get(path.name) != changed and is_run(path):
                 runs.append(path)
+            elif is_study(path):
+                runs += _folders(path, {})[0]
             elif time.time_ns() - changed > SETTLED:
                 others[path.name] = changed
     return sorted(runs), others
@@ -142,7 +150,7 @@ def _folders(root: Path, known: dict[str, int]) -> tuple[list[Path], dict[str, i
 def _sound(entry: Entry) -> Entry:
     """The entry, where pages can show it; raises `BadData` naming what is not of its kind."""
     for key, value in vars(entry).items():
-        kind = {"options": dict, "observed": bool}.get(key) or (int if key in WHOLE else str)
+        kind = {"options": dict, "observed": bool, "shipped": bool}.get(key) or (int if key in WHOLE else str)
         parts = value if key in TUPLES else (value,)
         wide = key != "stamp" and any(isinstance(part, int) and abs(part) > MAX_WHOLE for part in parts)
         if wide or not all(isinstance(part, kind) for part in parts):
@@ -173,7 +181,7 @@ def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
         group=f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}",
         title=f"{_words(kind, data)}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps",
         n_layers=model.n_layers, n_heads=model.n_heads, n_ctx=model.n_ctx, tokens=0 if kind == "imported" else train.batch * train.T,
-        observed=run.observed,
+        observed=run.observed, shipped=run.shipped,
     )  # fmt: skip
 
 
@@ -210,7 +218,7 @@ def _read(root: Path) -> Catalogue:
         entries = [_sound(Entry(**e | {k: tuple(e[k]) for k in TUPLES})) for e in kept["entries"]]
     except DAMAGE:
         return nothing
-    inside = [e for e in entries if Path(e.path).parent == root and Path(e.path).name == e.name]
+    inside = [e for e in entries if root in Path(e.path).parents[:2] and Path(e.path).name == e.name]
     return Catalogue(str(root), tuple(inside), {})
 
 

@@ -25,6 +25,8 @@ from workbench.files import digest, local, open_regular, read_bytes, read_json
 from workbench.runs.records import NEEDED, Store, read_parquet
 
 CORPORA = ".corpora"
+STUDY = "provenance.json"
+"""In a folder whose runs are those of one study."""
 PATIENCE = 0.5  # seconds a writer tries: `is_locked` holds the lock for an instant
 
 
@@ -117,15 +119,22 @@ class Run:
         return "observed" in self.info
 
     @property
+    def shipped(self) -> bool:
+        """Whether it is a finished run that came with the project, its weights left out; nothing is ever written to it."""
+        return "shipped" in self.info
+
+    @property
     def finished(self) -> bool:
         """Whether the last step of the recipe has its checkpoint; a recording, whether its recorder is gone."""
-        if "imported" in self.info:
+        if "imported" in self.info or self.shipped:
             return True
         return not is_locked(self.path) if self.recorded else self.train.steps in self.steps
 
     @property
     def progress(self) -> str:
         """Last checkpoint and last step of the recipe, `500/1000`; of a recording, the last step that was recorded."""
+        if self.shipped:
+            return f"{self.train.steps}/{self.train.steps}"
         if not self.recorded:
             return f"{self.steps[-1] if self.steps else 0}/{self.train.steps}"
         try:
@@ -140,7 +149,7 @@ class Run:
 
     def resolve(self, steps: str | int | list[int]) -> list[int]:
         """Steps meant by `last`, `first`, `all`, `ends` (first and last), a step or a list; absent ones are refused."""
-        return choose(steps, steps_of(self.path, recorded=self.recorded), self.name)
+        return choose(steps, steps_of(self.path, self.info), self.name)
 
     def load(self, step: str | int = "last", **settings: Any) -> Any:
         """The model of a step, a `Transformer` or an `Observed` one, with its tokenizer; `settings`: see `workbench.load`."""
@@ -246,16 +255,28 @@ def is_run(path: Path) -> bool:
         return False
 
 
+def is_study(path: Path) -> bool:
+    """Whether a folder holds the runs of a study that was kept."""
+    try:
+        return (path / STUDY).exists() and os.access(path, os.R_OK)
+    except OSError:
+        return False
+
+
 def list_runs(root: Path) -> tuple[list[Run], dict[str, str]]:
-    """Runs under a folder, by name, and what is wrong with each folder that looks like one but cannot be read."""
+    """Runs under a folder and in its folders of studies, by name, and what is wrong with each that looks like one but cannot be read."""
     runs, problems = [], {}
     try:
         folders = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
     except OSError as error:
         return [], {root.name: f"the folder of runs cannot be read: {error.strerror or error}"}
-    for path in filter(is_run, sorted(folders)):
-        try:
-            runs.append(Run.open(path))
-        except WorkbenchError as error:
-            problems[path.name] = str(error)
+    for path in sorted(folders):
+        if is_run(path):
+            try:
+                runs.append(Run.open(path))
+            except WorkbenchError as error:
+                problems[path.name] = str(error)
+        elif is_study(path):
+            more, bad = list_runs(path)
+            runs, problems = runs + more, problems | bad
     return runs, problems

@@ -1,4 +1,7 @@
-"""When a model learns to copy: a statistic of its copy loss over training (Olsson et al. 2022, induction heads)."""
+"""When a model learns to copy, and when its sink forms: steps read off curves over training.
+
+Copying after Olsson et al. (2022), induction heads.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,28 @@ def copying(frame: pd.DataFrame) -> pd.DataFrame:
     if rows.empty:
         raise WorkbenchError("no copy_loss here; it is written while training on repeated tokens")
     return rows
+
+
+SINK = 0.5  # of a head's attention
+
+
+def sink_step(mass: pd.DataFrame) -> float:
+    """The step at which the strongest head's sink mass passes one half, between checkpoints on a straight line; NaN where none does.
+
+    mass: records of `sink_mass` of one run at many checkpoints. A head that comes and goes counts from its first passing on.
+    """
+    rows = mass[(mass["metric"] == "sink_mass") & mass["control"].isna() & mass["variant"].isna()]
+    if rows["step"].nunique() < 2:
+        raise WorkbenchError("sink_mass at less than two checkpoints; measure it at steps = 'all'")
+    curve = rows.groupby(["step", "layer", "head"])["value"].mean().groupby("step").max().sort_index().astype(float)
+    steps, values = curve.index.to_numpy(dtype=float), curve.to_numpy()
+    above = np.flatnonzero(values >= SINK)
+    if not len(above):
+        return float("nan")
+    i = above[0]
+    if i == 0:
+        return float(steps[0])
+    return float(np.interp(SINK, values[i - 1 : i + 1], steps[i - 1 : i + 1]))
 
 
 def formation_steps(frame: pd.DataFrame) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from workbench.errors import WorkbenchError
 from workbench.runs.records import load_records, write_parquet
 from workbench.runs.run import CORPORA, Run
 from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_seeds
-from workbench.statistics.formation import formation_steps
+from workbench.statistics.formation import formation_steps, sink_step
 from workbench.studies.study_file import OUTCOMES, Cell, Study, label
 from workbench.training.workers import Job, Status, run_jobs, shared_text
 
@@ -156,7 +156,7 @@ def _with_data(planned: Sequence[StudyRun], status: Status) -> Iterator[tuple[in
 
 def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, str]) -> pd.DataFrame:
     """One row per run: model, grid axes as text, seed, run, step, validation loss in nats (mean of the domains),
-    formation step where the data can be copied, and `failed`."""
+    formation step where the data can be copied, `sink_step` where that is the outcome (null where none formed), `failed`."""
     rows = []
     for run in planned:
         row = {
@@ -165,12 +165,12 @@ def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, s
             "step": math.nan, "validation_loss": math.nan, "formation_step": math.nan,
         }  # fmt: skip
         if run.name not in failures:
-            row |= _outcome(Run.open(Path(run.runs) / run.name))
+            row |= _outcome(Run.open(Path(run.runs) / run.name), study.outcome)
         rows.append(row | {"failed": failures.get(run.name, "")})
     return pd.DataFrame(rows)
 
 
-def _outcome(run: Run) -> dict[str, float]:
+def _outcome(run: Run, outcome: str) -> dict[str, float]:
     written = run.telemetry("metric in ('validation_loss', 'copy_loss')")
     losses = written[written["metric"] == "validation_loss"]
     last = losses[losses["step"] == losses["step"].max()]
@@ -178,15 +178,17 @@ def _outcome(run: Run) -> dict[str, float]:
     if (written["metric"] == "copy_loss").any():
         formed = formation_steps(written)["formation_step"].iloc[0]
         found["formation_step"] = math.nan if pd.isna(formed) else float(formed)
+    if outcome == "sink_step":
+        found["sink_step"] = sink_step(load_records([run.path]))
     return found
 
 
 def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
     """One row per cell: the outcome over seeds, the difference to the baseline paired by seed, and what that says.
 
-    `mean`, `least`, `largest` over the `n` seeds that have an outcome; `difference` with its 95 % interval `low`, `high` over
-    seeds; `verdict` is `unresolved` where that interval contains 0 or there are fewer than three pairs. With `tuned`, a row
-    `best` per model takes each model's best value of that axis, chosen by the mean.
+    `mean`, `least`, `largest` over the `n` seeds that have an outcome (without a sink: its last step); `difference` with its
+    95 % interval `low`, `high` over seeds; `verdict` is `unresolved` where that interval contains 0 or there are fewer than
+    three pairs. With `tuned`, a row `best` per model takes each model's best value of that axis, chosen by the mean.
     """
     rest = [axis for axis in study.axes if axis != study.tuned]
     cells = frame.groupby(["model", *study.axes], sort=False)
@@ -216,14 +218,14 @@ def _found_best(study: Study, runs: pd.DataFrame) -> str:
 
 
 def _compared(study: Study, frame: pd.DataFrame, axes: Sequence[str], group: pd.DataFrame) -> dict[str, Any]:
-    first, values = group.iloc[0], group.set_index("seed")[study.outcome]
+    first, values = group.iloc[0], _values(study, group)
     baseline = next(cell.baseline for cell in study.cells if cell.model == first["model"])
     peers = frame[frame["model"] == baseline]
     for axis in axes:
         peers = peers[peers[axis] == first[axis]]
     known = values.dropna()
     is_baseline = first["model"] == baseline
-    base = peers.set_index("seed")[study.outcome]
+    base = _values(study, peers)
     change = paired_seeds(values, base) if not is_baseline else over_seeds([])
     failed = int((group["failed"] != "").sum())
     return {
@@ -232,6 +234,12 @@ def _compared(study: Study, frame: pd.DataFrame, axes: Sequence[str], group: pd.
         "difference": change.value, "low": change.low, "high": change.high,
         "verdict": "baseline" if is_baseline else _verdict(study, change, values, base, failed), "failed": failed,
     }  # fmt: skip
+
+
+def _values(study: Study, runs: pd.DataFrame) -> pd.Series:
+    """The outcome by seed. A run without a sink counts with its last step: means and differences are of the steps up to there."""
+    rows = runs.set_index("seed")
+    return rows[study.outcome].fillna(rows["step"]) if study.outcome == "sink_step" else rows[study.outcome]
 
 
 def _verdict(study: Study, change: Interval, values: pd.Series, base: pd.Series, failed: int) -> str:

@@ -3,7 +3,7 @@
     question = "Does the value residual win at every learning rate?"
     preset = "tiny"                      # the model and recipe that [model] and [recipe] change
     seeds = [0, 1, 2]
-    outcome = "formation_step"           # or validation_loss
+    outcome = "formation_step"           # or validation_loss, or sink_step
     baseline = "transformer"             # whom the others are compared with at equal [grid]; a model may name its own
     data = { kind = "repeated" }         # text (texts, vocabulary, bos), repeated (vocabulary, shortest), backcopy
     recipe = { steps = 150 }
@@ -47,7 +47,9 @@ DATA_KEYS = {
     "backcopy": ("kind", "vocabulary", "triggers", "start"),
 }
 MEASURE_KEYS = ("metrics", "steps", "n")
-OUTCOMES = {"validation_loss": ("lower", "higher"), "formation_step": ("earlier", "later")}  # below, above the baseline
+OUTCOMES = {  # what a value below and above the baseline's is called
+    "validation_loss": ("lower", "higher"), "formation_step": ("earlier", "later"), "sink_step": ("earlier", "later"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +215,9 @@ def _refuse(study: Study) -> None:
         _known(f"key of {kind} data", cell.settings["data"], DATA_KEYS[kind])
         if study.outcome == "formation_step" and kind == "text":
             raise BadData("outcome formation_step needs repeated or backcopy data: text has no copy loss")
+    whole = "sink_mass" in study.measure.get("metrics", ()) and study.measure.get("steps") == "all"
+    if study.outcome == "sink_step" and not whole:
+        raise BadData('outcome sink_step needs measure = { metrics = ["sink_mass", ...], steps = "all" }')
 
 
 def _known(kind: str, raw: Mapping[str, Any], choices: Any) -> None:

@@ -52,6 +52,8 @@ class Options:
 def _unmeasured(runs: Sequence[Entry]) -> str:
     if all(e.kind == "recorded" for e in runs):
         return "a recording holds no checkpoints to measure: what was recorded is on the Training page"
+    if all(e.shipped for e in runs):
+        return "these runs are shipped without weights, and nothing was measured on them: the Training page shows them"
     given = " --data FILE" if runs[0].imported else ""
     return (
         "nothing has been measured on these runs yet. In a terminal: "

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import pandas as pd
 
 from workbench import prompts
+from workbench.checkpoints.identify import WITHOUT
+from workbench.data.embedded import SHIPPED
 from workbench.errors import ArchitectureAssumed, BadData, UnknownName, WorkbenchError
-from workbench.files import read_bytes
+from workbench.files import local, read_bytes
 from workbench.models.registry import label
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Catalogue, Entry, catalogue
@@ -37,6 +39,8 @@ SYMBOLS = "Kq7fW2mZxR0bTn5LsYd8HcVjA3pGeUi9"
 IDS = " ".join(map(str, 2 * [*range(1, 13)]))
 """Prompts where the link has none: text, as many letters as the demo's models learned to copy, ids without a tokenizer."""
 TOKENIZER = "tokenizer.json"
+EVIDENCE = SHIPPED / "evidence"
+"""Finished studies without weights, shown while the folder of runs is empty."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,13 @@ class Source:
     """The last two bases of `derive`."""
 
     def catalogue(self) -> Catalogue:
-        return catalogue(self.folder)
+        """The runs of the folder; where there is none yet, those that ship with the project."""
+        return runs_to_show(self.folder)
+
+    def own(self) -> bool:
+        """Whether there are runs in the folder itself."""
+        found = self.catalogue()
+        return bool(found.entries) and found.folder == str(local(self.folder).resolve())
 
     def group(self, link: Link) -> list[Entry]:
         """Runs of the chosen experiment: the link's, else that of model A, else the largest."""
@@ -207,6 +217,13 @@ class Source:
         return text
 
 
+def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:
+    """The runs of a folder; where it has none, those that ship with the project. What is `known` is not read again."""
+    own = catalogue(folder, known)
+    shipped = own if own.entries or own.problems else catalogue(EVIDENCE, known)
+    return shipped if shipped.entries else own
+
+
 def example(entry: Entry) -> str:
     """What is read where a link has no prompt: what the run's model was trained on, or can read."""
     if entry.kind in LETTERS:
@@ -223,6 +240,8 @@ def read_alike(a: Entry, b: Entry) -> bool:
 
 
 def _no_checkpoint(runs: Sequence[Entry]) -> str:
+    if all(e.shipped for e in runs):
+        return f"the runs shown here are shipped {WITHOUT}; Training, Depth and the verdicts on Start show what was measured"
     if all(e.kind == "recorded" for e in runs):
         return "a recording holds no checkpoints: the Training page shows it; what `workbench import` takes in is here on every page"
     return "no checkpoint here yet; the first ones appear within seconds of a training's start"

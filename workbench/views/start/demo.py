@@ -173,7 +173,7 @@ LIMITS = ("lower_loss", "sinks_drains_and_peaks_vanish_together", "fewer_paramet
 
 def verdicts(source: Source, experiment: str, claims: Sequence[str]) -> tuple[Judged, ...]:
     """What these claims say of the finished runs of one experiment, `race` or `text`; nothing is measured."""
-    finished = [e for e in runs(source, experiment) if e.last in e.steps]
+    finished = [e for e in runs(source, experiment) if e.finished]
 
     def judged() -> tuple[Judged, ...]:
         from workbench.claims.analysis import Judged, chosen

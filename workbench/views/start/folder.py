@@ -14,8 +14,8 @@ def table(source: Source) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {"run": e.name, "model": label(e.series), "seed": e.seed, "state": _state(e),
-             "trained to step": e.steps[-1] if e.steps else None, "checkpoints": len(e.steps), "measures": len(e.measured),
-             "experiment": e.title}
+             "trained to step": e.last if e.shipped else e.steps[-1] if e.steps else None, "checkpoints": len(e.steps),
+             "measures": len(e.measured), "experiment": e.title}
             for e in source.catalogue().entries
         ],
         columns=["run", "model", "seed", "state", "trained to step", "checkpoints", "measures", "experiment"],
@@ -27,4 +27,6 @@ def _state(entry: Entry) -> str:
         return "being written now"
     if entry.kind == "recorded":
         return "recorded"
-    return "finished" if entry.last in entry.steps else f"stopped before step {entry.last}"
+    if entry.shipped:
+        return "shipped, read-only"
+    return "finished" if entry.finished else f"stopped before step {entry.last}"

@@ -44,7 +44,7 @@ def key(source: Source, link: Link) -> tuple[Any, ...]:
 
 
 def _finished(source: Source, link: Link) -> list[Entry]:
-    finished = [e for e in source.group(link) if e.kind != "recorded" and (e.imported or e.last in e.steps)]
+    finished = [e for e in source.group(link) if e.finished]
     if not finished:
         raise BadData("no run of this experiment is finished yet, so there is nothing to judge")
     return finished

@@ -1,0 +1,137 @@
+"""Evidence that ships: a study's folder without weights says all that its runs said, and nothing writes to it."""
+
+import dataclasses
+import json
+import shutil
+
+import pandas as pd
+import pytest
+from app_pages import charts, said
+
+from workbench.claims.collect import find_runs, stored
+from workbench.errors import BadCheckpoint, WorkbenchError
+from workbench.measurement.measuring import measure
+from workbench.runs.catalogue import catalogue
+from workbench.runs.records import load_records
+from workbench.runs.run import Run
+from workbench.statistics.formation import sink_step
+from workbench.studies.runner import outcomes, plan, prepare_data, summary, work
+from workbench.studies.shipping import ship
+from workbench.studies.study_file import read_study
+from workbench.views import Link, Source, source
+from workbench.views.start.folder import table
+
+STUDY = """
+question = "When does the sink form?"
+seeds = [0]
+outcome = "sink_step"
+baseline = "transformer"
+data = { kind = "repeated", vocabulary = 16 }
+model = { n_layers = 2, d_model = 16, n_heads = 1, d_mlp = 4, n_ctx = 16 }
+recipe = { steps = 4, batch = 2, T = 16, warmup = 1, validate_every = 2, validation_sequences = 2 }
+measure = { metrics = ["sink_mass", "loss"], steps = "all", n = 2 }
+
+[[models]]
+architecture = "transformer"
+[[models]]
+architecture = "resformer"
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    root = tmp_path_factory.mktemp("study")
+    (root / "small.toml").write_text(STUDY)
+    study = read_study(root / "small.toml")
+    for job in plan(study, root / "runs"):
+        work(dataclasses.replace(job, data=prepare_data(job)))
+    return root, study
+
+
+@pytest.fixture(scope="module")
+def evidence(trained):
+    root, study = trained
+    ship(study, root / "small.toml", root / "runs", root / "evidence", commit="abc")
+    return root / "evidence"
+
+
+def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, evidence):
+    root, study = trained
+    assert not list(evidence.rglob("*.safetensors"))
+    told = json.loads((evidence / "small" / "provenance.json").read_text())
+    assert (told["commit"], told["runs"], told["not measured"]) == ("abc", 2, {})
+    mine, problems = find_runs([root / "runs"])
+    theirs, others = find_runs([evidence])
+    assert not problems | others
+    assert [run.name for run in mine] == [run.name for run in theirs]
+    assert all(run.finished and run.shipped for run in theirs)
+    key = ["run", "metric", "step", "layer", "head", "control"]
+    for a, b in zip(
+        *(load_records([r.path for r in runs]).sort_values(key).iterrows() for runs in (mine, theirs)), strict=True
+    ):
+        assert a[1]["value"] == pytest.approx(b[1]["value"], rel=1e-6)
+    assert len(stored(theirs).samples) == 2 * 2 * 2  # the loss of two documents at both ends of two runs
+    before, after = (
+        summary(study, outcomes(study, plan(study, where), {})) for where in (root / "runs", evidence / "small")
+    )
+    pd.testing.assert_frame_equal(before, after, check_exact=False, rtol=1e-6)
+
+
+def test_a_shipped_run_is_not_measured_and_not_trained_again(trained, evidence):
+    _, study = trained
+    job = plan(study, evidence / "small")[0]
+    before = sorted(evidence.rglob("*"))
+    with pytest.raises(BadCheckpoint, match="shipped without weights"):
+        measure(Run.open(evidence / "small" / job.name), "loss")
+    assert sorted(evidence.rglob("*")) == before
+
+
+def test_a_study_that_is_not_finished_does_not_ship(trained, tmp_path):
+    root, study = trained
+    shutil.copytree(root / "runs", tmp_path / "runs")
+    shutil.rmtree(tmp_path / "runs" / "small-resformer-s0" / "step_000004")
+    with pytest.raises(WorkbenchError, match="1 of 2 runs of small are not finished, first small-resformer-s0"):
+        ship(study, root / "small.toml", tmp_path / "runs", tmp_path / "evidence")
+    assert not (tmp_path / "evidence").exists()
+
+
+def test_an_empty_folder_of_runs_shows_what_ships_until_there_is_a_run(evidence, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "EVIDENCE", evidence)
+    here = Source(tmp_path)
+    assert {e.name for e in here.catalogue().entries} == {"small-transformer-s0", "small-resformer-s0"}
+    assert not here.own()
+    assert set(table(here)["state"]) == {"shipped, read-only"}
+    with pytest.raises(WorkbenchError, match="shipped without weights"):
+        here.subjects(Link("attention"))
+    shutil.copytree(trained[0] / "runs" / "small-resformer-s0", tmp_path / "mine")
+    assert [e.name for e in here.catalogue().entries] == ["mine"]
+    assert here.own()
+
+
+@pytest.mark.parametrize(("name", "figures"), [("start", 0), ("depth", 1), ("training", 1), ("attention", 0)])
+def test_pages_show_evidence_where_there_are_no_runs(evidence, tmp_path, monkeypatch, browse, name, figures):
+    monkeypatch.setattr(source, "EVIDENCE", evidence)
+    at = browse(tmp_path / "runs", name)
+    assert "Traceback" not in said(at)
+    assert "2 runs shipped with the project, read-only" in said(at)
+    assert len(charts(at)) >= figures
+    assert ("shipped without weights" in said(at)) == (name == "attention")
+
+
+def test_damaged_evidence_is_named_and_the_rest_shown(evidence, tmp_path):
+    shutil.copytree(evidence, tmp_path / "evidence")
+    (tmp_path / "evidence" / "small" / "small-resformer-s0" / "run.json").write_text("{")
+    found = catalogue(tmp_path / "evidence")
+    assert [e.name for e in found.entries] == ["small-transformer-s0"]
+    assert "small-resformer-s0" in found.problems
+
+
+def test_the_step_of_a_sink_lies_between_checkpoints_by_hand():
+    """Masses .1, .4, .6 of the stronger head at steps 0, 100, 200: a half at 150."""
+    rows = [(0, 0, 0.1), (100, 0, 0.4), (200, 0, 0.6), (0, 1, 0.0), (100, 1, 0.1), (200, 1, 0.2)]
+    frame = pd.DataFrame(rows, columns=["step", "head", "value"])
+    frame = frame.assign(metric="sink_mass", layer=0, control=None, variant=None)
+    assert sink_step(frame) == pytest.approx(150)
+    assert pd.isna(sink_step(frame[frame["step"] < 200]))
+    with pytest.raises(WorkbenchError, match="less than two checkpoints"):
+        sink_step(frame[frame["step"] == 0])

@@ -1,0 +1,106 @@
+"""A finished study as evidence that ships: the folder of its runs without weights, which all that reads runs can read.
+
+    data/evidence/sinks/            sinks.toml, provenance.json
+    data/evidence/sinks/sinks-transformer-s2/    run.json, records/, telemetry/: one file each
+
+Values keep seven digits. Of what training wrote down the losses and coefficients stay, of values per document the loss at both
+ends: what claims and figures read.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from workbench.claims.analysis import chosen
+from workbench.claims.collect import TELEMETRY, Progress, collect
+from workbench.errors import WorkbenchError
+from workbench.files import read_json, replacing, write_json
+from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet
+from workbench.runs.run import RUN_FILE, STUDY, Run, written_now
+from workbench.studies.runner import plan
+from workbench.studies.study_file import Study
+
+WRITTEN = (*TELEMETRY, "chain_loss")
+COARSE = 10  # steps between rows of the training losses, once there are more than this many of them:
+MANY = 600
+
+
+def ship(
+    study: Study, file: Path, runs: Path, out: Path, *, commit: str | None = None, workers: int = 1, progress: Progress | None = None
+) -> Path:  # fmt: skip
+    """Write `out/<study>` from a study's finished runs and return it; what claims need of them is measured first.
+
+    `commit`: of the code that trained them, this one's unless given. Raises `WorkbenchError` where a run is not finished.
+    """
+    planned = [runs / run.name for run in plan(study, runs)]
+    if absent := [path.name for path in planned if not (path / RUN_FILE).exists() or not Run.open(path).finished]:
+        raise WorkbenchError(
+            f"{len(absent)} of {len(planned)} runs of {study.name} are not finished, first {absent[0]}"
+        )
+    opened = [Run.open(path) for path in planned]
+    _, problems = collect(opened, chosen(), workers=workers, progress=progress)
+    place = out / study.name
+    for run in opened:
+        _ship_run(run, place / run.name, study.name)
+    for left in place.glob("*/"):
+        if left.name not in {run.name for run in opened}:  # of the study as it was before
+            shutil.rmtree(left)
+    shutil.copyfile(file, place / f"{study.name}.toml")
+    write_json(place / STUDY, {
+        "study": study.name, "command": f"workbench study analyses/studies/{file.name}", "commit": commit or _commit(),
+        "runs": len(opened), "training_minutes": round(sum(map(_minutes, opened)), 1), "machine": "CPU, one thread a run",
+        "not measured": problems, **written_now(),
+    })  # fmt: skip
+    return place
+
+
+def _ship_run(run: Run, place: Path, study: str) -> None:
+    info = read_json(run.path / RUN_FILE)
+    write_json(place / RUN_FILE, info | {"shipped": {"study": study, "steps": run.steps}})
+    frame = one_sample(load_records([run.path]))
+    _write(frame, place / "records" / "all.parquet")
+    samples = read_parquet(sorted((run.path / "records").glob("*.samples.parquet")), SAMPLE_COLUMNS)
+    ends = samples[(samples["metric"] == "loss") & samples["step"].isin([run.steps[0], run.steps[-1]])]
+    _write(ends[ends["provenance"].isin(set(frame["provenance"]))], place / "records" / "all.samples.parquet")
+    written = run.telemetry(f"metric in {WRITTEN}")
+    every = COARSE if run.train.steps > MANY else 1
+    fine = written["metric"].isin(["copy_loss", "validation_loss", "coefficient"]) | written["variant"].notna()
+    _write(
+        written[fine | (written["step"] % every == 0)], place / "telemetry" / f"{0:06d}-{run.train.steps:06d}.parquet"
+    )
+
+
+def _write(frame: pd.DataFrame, path: Path) -> None:
+    """A table of records in few bytes: seven digits, no empty columns, steps in order."""
+    if frame.empty:
+        path.unlink(missing_ok=True)
+        return
+    kept = frame.dropna(axis="columns", how="all").sort_values(["metric", "step"], kind="stable")
+    small: dict[str, Any] = {c: "Int32" for c in kept if str(kept[c].dtype) == "Int64"}
+    small |= {c: "float32" for c in ("value", "se") if c in kept}
+    with replacing(path) as part:
+        kept.astype(small).to_parquet(
+            part, index=False, compression="zstd", compression_level=19, write_page_checksum=True
+        )
+
+
+def _minutes(run: Run) -> float:
+    """Minutes of training, from the steps between two readings of the pace."""
+    pace = run.telemetry("metric == 'tokens_per_second'").sort_values("step")
+    tokens = pace["step"].astype(float).diff().fillna(pace["step"].astype(float) + 1) * run.train.batch * run.train.T
+    return float((tokens / pace["value"]).sum() / 60)
+
+
+def _commit() -> str | None:
+    """The commit of the code, where it is a checkout."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    here = Path(__file__).parents[2]
+    asked = subprocess.run([git, "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or None
