@@ -11,6 +11,7 @@ import streamlit as st
 
 from app import widgets
 from app.cached_source import cached_source
+from workbench.data.examples import Example, examples
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest, write_text
 from workbench.views import Link
@@ -34,6 +35,8 @@ def prompt_box(link: Link) -> Link:
     about = "Ctrl+Enter runs it. " + (
         "The demo's models learned to copy 32 symbols." if letters else "Long texts are stored."
     )
+    if label == "Text":
+        _examples()
     _text_area(label, default, about, source.folder / PROMPTS)
     link = link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
     try:
@@ -41,6 +44,22 @@ def prompt_box(link: Link) -> Link:
     except BadData:  # the page says so above the box, which then shows what is used instead
         link = link.but(stored=None)
     return link
+
+
+def _examples() -> None:
+    """Texts to begin with, one phenomenon each, and what to look at in the one that is shown."""
+    texts = {example.phenomenon: example for example in examples()}
+    shown = next((e for e in texts.values() if e.text == st.query_params.get("prompt")), None)
+    st.session_state["w_example"] = shown.phenomenon if shown else None
+    st.pills("Examples", list(texts), key="w_example", on_change=_take_example, args=(texts,))
+    if shown:
+        st.caption(shown.look)
+
+
+def _take_example(texts: dict[str, Example]) -> None:
+    chosen = texts.get(st.session_state["w_example"])
+    gone = dict.fromkeys(("prompt", "stored", *OF_A_PROMPT))
+    widgets.update_url(**gone | {"prompt": chosen.text if chosen else None})
 
 
 def _text_area(label: str, default: str, about: str, folder: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from app_pages import charts, said
 
 from workbench.claims.collect import find_runs, stored
+from workbench.data.examples import examples
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.catalogue import catalogue
@@ -124,6 +125,16 @@ def test_damaged_evidence_is_named_and_the_rest_shown(evidence, tmp_path):
     found = catalogue(tmp_path / "evidence")
     assert [e.name for e in found.entries] == ["small-transformer-s0"]
     assert "small-resformer-s0" in found.problems
+
+
+def test_an_example_fills_the_prompt_and_says_what_to_look_at(folders, browse):
+    at = browse(folders["populated"], "attention", a="text-resformer-s1")
+    chosen = next(e for e in examples() if e.phenomenon == "sink")
+    assert chosen.look not in said(at)
+    at.button_group(key="w_example").set_value(chosen.phenomenon).run()
+    assert at.query_params["prompt"] in (chosen.text, [chosen.text])
+    assert at.text_area(key="w_prompt").value == chosen.text
+    assert chosen.look in said(at)
 
 
 def test_the_step_of_a_sink_lies_between_checkpoints_by_hand():

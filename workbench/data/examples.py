@@ -1,0 +1,32 @@
+"""Example prompts, one phenomenon each: `data/prompts.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+
+from workbench.data.embedded import SHIPPED
+from workbench.errors import BadData
+from workbench.files import read_text
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text, the phenomenon that it is an example of, and what to look at."""
+
+    phenomenon: str
+    look: str
+    text: str
+
+
+@lru_cache(maxsize=1)
+def examples() -> tuple[Example, ...]:
+    """The example prompts, in their order; none where the package was installed without them. Raises `BadData` for other keys."""
+    path = SHIPPED / "prompts.toml"
+    if not path.exists():
+        return ()
+    try:
+        return tuple(Example(**entry) for entry in tomllib.loads(read_text(path))["prompts"])
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise BadData(f"{path} holds no prompts with phenomenon, look and text: {error}") from error
