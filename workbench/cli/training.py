@@ -183,6 +183,9 @@ def ship(
     file: Annotated[Path, typer.Argument(help="A study's .toml file whose runs are finished.")],
     runs: Runs = None,
     out: Annotated[Path, Out(help="Folder of evidence; the study's own is made in it.")] = Path("data/evidence"),
+    question: Annotated[
+        list[str] | None, typer.Option(help="Whose claims are measured, see `workbench list claims`; all unless given.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Of the code that trained it; this one's unless given.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that measure.")] = 1,
 ) -> None:
@@ -197,7 +200,7 @@ def ship(
 
     with status("measuring") as progress:
         place = keep_as_evidence(
-            read_study(file), file, runs_folder(runs), out, commit=commit, workers=workers,
+            read_study(file), file, runs_folder(runs), out, questions=question, commit=commit, workers=workers,
             progress=lambda done, total, name: progress(f"measured {done} of {total} runs, last {name}"),
         )  # fmt: skip
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,22 @@ MANY = 600
 
 
 def ship(
-    study: Study, file: Path, runs: Path, out: Path, *, commit: str | None = None, workers: int = 1, progress: Progress | None = None
+    study: Study, file: Path, runs: Path, out: Path, *, questions: Sequence[str] | None = None, commit: str | None = None,
+    workers: int = 1, progress: Progress | None = None,
 ) -> Path:  # fmt: skip
     """Write `out/<study>` from a study's finished runs and return it; what claims need of them is measured first.
 
-    `commit`: of the code that trained them, this one's unless given. Raises `WorkbenchError` where a run is not finished.
+    `questions`: whose claims, all unless given. `commit`: of the code that trained them, this one's unless given. Raises
+    `WorkbenchError` where a run is not finished.
     """
+    asked = chosen(questions)
     planned = [runs / run.name for run in plan(study, runs)]
     if absent := [path.name for path in planned if not (path / RUN_FILE).exists() or not Run.open(path).finished]:
         raise WorkbenchError(
             f"{len(absent)} of {len(planned)} runs of {study.name} are not finished, first {absent[0]}"
         )
     opened = [Run.open(path) for path in planned]
-    _, problems = collect(opened, chosen(), workers=workers, progress=progress)
+    _, problems = collect(opened, asked, workers=workers, progress=progress)
     place = out / study.name
     for run in opened:
         _ship_run(run, place / run.name, study.name)
