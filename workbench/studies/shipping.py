@@ -85,7 +85,7 @@ def _write(frame: pd.DataFrame, path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     kept = frame.dropna(axis="columns", how="all").sort_values(["metric", "step"], kind="stable")
-    small: dict[str, Any] = {c: "Int32" for c in kept if str(kept[c].dtype) == "Int64"}
+    small: dict[str, Any] = {str(c): "Int32" for c in kept if str(kept[c].dtype) == "Int64"}
     small |= {c: "float32" for c in ("value", "se") if c in kept}
     with replacing(path) as part:
         kept.astype(small).to_parquet(
