@@ -18,7 +18,7 @@ from workbench.observing.recognition.projections import (
     same_projection,
 )
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import Execution, TracedTensor, _reproduced, _scale
+from workbench.observing.recognition.trace import Execution, TracedTensor, _near, _reference, _scale
 from workbench.observing.recognition.value_paths import (
     explained,
     fit,
@@ -201,9 +201,10 @@ def attended(scale=0.5):
 def test_an_attention_is_reproduced_up_to_rounding_in_its_own_type(off, same):
     q, k, v, z, _, past = attended()
     for mask, causal, kind in ((None, True, CAUSAL), (past, False, "packed sequences")):
-        assert _reproduced(q, k, v, z * (1 + off), 0.5, mask, causal, kind) is same
-    assert not _reproduced(q, k, v, z, 0.5, "blocks", True, "a mask of type str")
-    assert not _reproduced(q, k, v, z, 0.4, None, True, CAUSAL)
+        reference, _ = _reference(q, k, v, 0.5, mask, causal, kind)
+        assert _near(reference, z * (1 + off), v.dtype) is same
+    assert _reference(q, k, v, 0.5, "blocks", True, "a mask of type str") is None
+    assert not _near(_reference(q, k, v, 0.4, None, True, CAUSAL)[0], z, v.dtype)
 
 
 @pytest.mark.parametrize(("off", "same"), [(0.0, True), (0.8e-9, True), (1.2e-9, False)])
@@ -225,7 +226,7 @@ def layers_of(values, owns, *, z=None, k=None, added=None):
     for i, (v, own) in enumerate(zip(values, owns, strict=True)):
         heads = random(ROWS, v.shape[1], v.shape[2], seed=100 + i, dtype=v.dtype)
         keys = random(ROWS, 2, WIDTH, seed=200 + i) if k is None else k[i]
-        attention = SimpleNamespace(v=v, z=heads, k=keys)
+        attention = SimpleNamespace(kind="fused", v=v, z=heads, k=keys)
         rows = {"in": random(ROWS, 8, seed=300 + i), "out": random(ROWS, 8, seed=301 + i)}
         rows |= {} if own is None else {"own": own}
         rows |= {} if added is None or added[i] is None else {"z": heads + added[i]}

@@ -18,6 +18,13 @@ _NO_PROJECTION = (
 )
 _NO_ROTATION = "no output in the block has its norms (a norm or factor after the projection)"
 _NO_STREAM = "the block is no part of its own, and no part in it reads the stream (a norm that is a bare function)"
+_NO_BLOCK = (
+    "the part around the attention neither adds to what it reads nor returns what the next one reads: the stream is kept "
+    "outside it (norms and additions there, several streams)"
+)
+_NO_ATTENTION = (
+    "the block has no attention that can be read (a mixer of another kind, a custom kernel, a softmax by hand)"
+)
 _NO_SUM = "no two outputs in the block add up to what it adds to the stream (scaled, normed or averaged)"
 _NOT_MIXED = "not in these values"
 
@@ -46,7 +53,16 @@ def _sites_of_layer(layer: LayerStructure, sources: tuple[int, ...]) -> Iterator
     kind = "scaled dot product" if attention.kind == "fused" else "softmax"
     call = f"{kind} in {attention.within.name or 'the module'}"
     inline = "the block is no part of its own: the stream can be read here, not replaced" if layer.inline else ""
-    yield "stream", layer.has_stream, layer.block, inline if layer.has_stream else _NO_STREAM
+    yield (
+        "stream",
+        layer.has_stream,
+        layer.block,
+        inline if layer.has_stream else _NO_STREAM if layer.inline else _NO_BLOCK,
+    )
+    if not layer.is_read:
+        missing = ("attn_out", "mlp_out", "q", "k", "v", "own_v", "first_v", "z", "rot_q", "rot_k", "scores", "pattern")
+        yield from ((site, False, "", _NO_ATTENTION) for site in (*missing, *STATISTICS))
+        return
     yield "attn_out", *_place(layer.attn_out, _NO_SUM)
     yield "mlp_out", *_place(layer.mlp_out, _NO_SUM)
     yield "q", *_place(layer.q, _NO_ROTATION)
@@ -58,7 +74,7 @@ def _sites_of_layer(layer: LayerStructure, sources: tuple[int, ...]) -> Iterator
     why = "" if first else f"see source.{sources[0]}" if sources else _NOT_MIXED
     yield "first_v", first, call if first else "", why
     no_w_o = "no matrix W_O found: the attention's own output"
-    yield "z", True, *((layer.z.module, "") if layer.z else (call, no_w_o))
+    yield "z", True, *((layer.z.module, layer.changed) if layer.z else (call, no_w_o))
     masked = "" if attention.mask == CAUSAL else attention.mask
     why = attention.note or (f"masked: {masked}; not rebuilt from q and k" if masked else "")
     for site in ("rot_q", "rot_k"):
@@ -97,11 +113,15 @@ def describe(
         f"  blocks {layers[0].block} .. {layers[-1].block}; attention: {_attention_kinds(layers)}",
     ]
     for found, word in ((True, "found"), (False, "not found")):
-        by_site = table[table["found"] == found].groupby("site", sort=False)["layer"].apply(list)
-        everywhere = (1, config.n_layers) if found else ()
-        sites = [f"{site}{'' if len(of) in everywhere else _layer_list(of)}" for site, of in by_site.items()]
+        told = (table["found"] == found) & (
+            table["note"] != _NO_ATTENTION
+        )  # of those blocks a note names what they are
+        by_site = table[told].groupby("site", sort=False)["layer"].apply(list)
+        sites = [
+            f"{site}{'' if found and len(of) == config.n_layers else _layer_list(of)}" for site, of in by_site.items()
+        ]
         lines.append(f"  {word}: {', '.join(sites) or 'nothing'}")
-    for note in dict.fromkeys(n for n in table["note"] if n and n != _NOT_MIXED):
+    for note in dict.fromkeys(n for n in table["note"] if n not in ("", _NOT_MIXED, _NO_ATTENTION)):
         lines.append(f"  {', '.join(dict.fromkeys(table[table['note'] == note]['site']))}: {note}")
     return "\n".join([*lines, *_path_lines(paths), *(f"  {note}" for note in notes)])
 
@@ -118,7 +138,7 @@ def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
 def _attention_kinds(layers: list[LayerStructure]) -> str:
     kinds = {
         f"{'fused' if a.kind == 'fused' else 'eager softmax'}, {a.mask}{'' if a.exact else ', not reproduced'}"
-        for a in (layer.attention for layer in layers)
+        for a in (layer.attention for layer in layers if layer.is_read)
     }
     return "; ".join(sorted(kinds))
 

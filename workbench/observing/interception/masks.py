@@ -104,6 +104,14 @@ def masked_statistics(
 
 
 @torch.no_grad()
+def is_distribution(pattern: Float[Tensor, "*any pos pos"]) -> bool:
+    """Whether all entries are >= 0 and no row sums to more than 1, up to rounding."""
+    slack = max(1e-4, 8 * torch.finfo(pattern.dtype).eps)
+    rows = pattern.sum(-1, dtype=torch.promote_types(pattern.dtype, torch.float32))
+    return bool(pattern.min() >= -slack) and bool(rows.max() <= 1 + slack)
+
+
+@torch.no_grad()
 def pattern_statistics(
     lse: Float[Tensor, "batch head pos"], pattern: Float[Tensor, "batch head pos pos"]
 ) -> AttentionStatistics:

@@ -16,11 +16,18 @@ from workbench.kernels.attention import AttentionStatistics
 from workbench.models.activations import probabilities
 from workbench.names import STATISTICS
 from workbench.observing.interception.attention_calls import FusedCall, ProductCall, arrange, restore
-from workbench.observing.interception.masks import CAUSAL, HIDDEN, mask_kind, masked_statistics, pattern_statistics
+from workbench.observing.interception.masks import (
+    CAUSAL,
+    HIDDEN,
+    is_distribution,
+    mask_kind,
+    masked_statistics,
+    pattern_statistics,
+)
 from workbench.observing.interception.tensor_layouts import from_heads, get_at, replaced_at, to_heads
 from workbench.observing.listening.run import HookedRun
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import TracedAttention, causal_attention
+from workbench.observing.recognition.trace import NO_DISTRIBUTION, TracedAttention, causal_attention
 from workbench.observing.recognition.value_paths import fit
 
 _MAX_FITTED = 4096  # positions: enough for coefficients to 1e-7
@@ -228,6 +235,8 @@ class AttentionHooks:
         if used is not shaped:
             changed[which] = used.reshape(pattern.shape)
         if (lse := self.lse.pop(i, None)) is not None:
+            if used is shaped and not is_distribution(used):
+                raise WorkbenchError(f"layer {i}: {NO_DISTRIBUTION} on these tokens, so it has no statistics")
             self._show_statistics(i, lambda: pattern_statistics(lse, used))
         raw = call.run(changed)
         if self.layers[i].z is None and self.run.hooks_any(i, "z"):

@@ -37,7 +37,7 @@ class BlockPoints(HookedModule):
         self.attn = attn = HookedModule()
         streams = ("resid_pre", "resid_post") if layer.has_stream else ()
         self.add_hook_points(*streams, *(n for n in ("attn_out", "mlp_out") if getattr(layer, n) is not None))
-        names = ["v", "z", *(n for n in ("q", "k") if getattr(layer, n) is not None)]
+        names = [*(("v", "z") if layer.is_read else ()), *(n for n in ("q", "k") if getattr(layer, n) is not None)]
         names += ["rot_q", "rot_k"] if layer.pattern_from_qk else []
         names += [*STATISTICS, "attn_scores", "pattern"] if layer.has_statistics else []
         names += ["v_mix"] if mixed and sources else []

@@ -125,7 +125,7 @@ class ModuleHooks:
         run.runs[name] += 1
         run.running.append(i)
         run.within.append(Counter())
-        if i < 0 or not is_hooked(point := self.blocks[i].hook_resid_pre):
+        if i < 0 or not self.layers[i].has_stream or not is_hooked(point := self.blocks[i].hook_resid_pre):
             return None
         inputs = args, kwargs
         changed = _fired(inputs, self.layers[i].stream_in, partial(run.fire, point))
@@ -134,7 +134,7 @@ class ModuleHooks:
     def _leave_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         i = self.run.running.pop()
         self.run.within.pop()
-        if i < 0 or not is_hooked(point := self.blocks[i].hook_resid_post):
+        if i < 0 or not self.layers[i].has_stream or not is_hooked(point := self.blocks[i].hook_resid_post):
             return None
         if self.run.structure.final is not None and i == len(self.layers) - 1:
             return None

@@ -17,6 +17,10 @@ def recognize_architecture(
     layers: Sequence[LayerStructure], paths: Sequence[ValuePath]
 ) -> tuple[str, dict[str, Any], str]:
     """(name, options, reason): a registered architecture; `unknown` with the reason where none agrees."""
+    if not all(layer.is_read for layer in layers):
+        return "unknown", {}, ""
+    if not layers[0].has_stream and not layers[0].inline:
+        return "unknown", {}, "what blocks read and return is no stream, so what happens between them is not known"
     values = [p for p in paths if p.into == "value"]
     outputs = [p for p in paths if p.into == "output"]
     parts: list[str] = []

@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.tensor_layouts import TensorPath
-from workbench.observing.recognition.trace import MATRIX, Execution, Trace, TracedAttention, TracedTensor
+from workbench.observing.recognition.trace import MATRIX, UNREAD, Execution, Trace, TracedAttention, TracedTensor
 
 INLINE = "inline"
 """Kind of an execution that is a block written inline, no module of its own."""
@@ -18,7 +19,7 @@ NUMBER = r"(?<![^.])\d+(?![^.])"
 
 
 def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[tuple[TracedAttention, Execution]]:
-    """Each attention with the run of the block that holds it."""
+    """Each attention with the run of the block that holds it, blocks without one among them."""
     prefixes = [blocks] if isinstance(blocks, str) else list(blocks or [])
     attentions = [
         a for a in trace.attentions
@@ -37,7 +38,35 @@ def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[tupl
         raise WorkbenchError(
             f"attention was seen in several stacks of blocks: {names}; observe one of the submodules, or name one as blocks="
         )
-    return pairs
+    return with_unread(trace, pairs)
+
+
+def with_unread(
+    trace: Trace, pairs: list[tuple[TracedAttention, Execution]]
+) -> list[tuple[TracedAttention, Execution]]:
+    """The chosen blocks, and in their order those of the same list whose attention was not seen: state spaces, hand-written."""
+    lists = {block.name.rpartition(".")[0] for _, block in pairs}
+    numbered = all(block.name.rpartition(".")[2].isdigit() for _, block in pairs)
+    if len(lists) > 1 or not numbered or pairs[0][1].kind == INLINE:
+        return pairs
+    known, like = {id(block): attention for attention, block in pairs}, stream_of(trace, pairs[0][1])
+    parents = {id(e.parent) for e in trace.executions if e.name != MATRIX}
+    found = []
+    for entry in trace.executions:
+        prefix, _, last = entry.name.rpartition(".")
+        if id(entry) in known:
+            found.append((known[id(entry)], entry))
+        elif prefix in lists and last.isdigit() and id(entry) in parents:  # a norm or a matrix has no parts
+            streams = stream_of(trace, entry)
+            weights = any(True for _ in trace.module.get_submodule(entry.name).parameters())
+            if weights and streams and like and streams[0].shape == like[0].shape:
+                found.append((_unread(entry, streams[0].rows), entry))
+    return found
+
+
+def _unread(block: Execution, rows: Tensor) -> TracedAttention:
+    none = rows.new_zeros(0)
+    return TracedAttention(UNREAD, block, (), 0, 0, 1, none, none, none, none, "", exact=False)
 
 
 def _block_of(trace: Trace, attention: TracedAttention, attentions: list[TracedAttention]) -> Execution:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     chosen = chosen_blocks(trace, blocks)
     layers = recognize_layers(trace, chosen)
     first, last = chosen[0][1], chosen[-1][1]
-    streams_known = all(layer.attn_out is not None for layer in layers if layer.inline)
+    streams_known = _pass_a_stream(layers)
     for layer in layers:
-        layer.has_stream = streams_known or not layer.inline
+        layer.has_stream = streams_known
     width = layers[0].rows["in"].shape[1]
     path = next((path for path, x in tensors_in(output) if _is_logits(x, trace)), None)
     logits = None if path is None else get_at(output, path)
@@ -41,19 +42,35 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     head = None if logits is None else _find_head(trace, last, width, logits)
     final = _find_final(trace, head, last, layers[-1]) if head is not None else None
     if layers[-1].inline:
-        final = first_reader(trace, last, width) if streams_known else None
+        final = first_reader(trace, last, width)
+    final = final if streams_known else None
     vocabulary = _vocabulary_of(trace.module, embed, logits)
     if logits is not None and embed is not None and logits.shape[-1] == width != vocabulary:
         path = head = final = None  # hidden states of a module without a head
-    attention = layers[0].attention
+    attended, block = next((layer, block) for layer, (_, block) in zip(layers, chosen, strict=True) if layer.is_read)
+    attention = attended.attention
     config = ObservedConfig(
         n_layers=len(layers), d_model=width, n_heads=attention.heads, n_key_value_heads=attention.kv_heads,
-        d_mlp=mlp_width(trace, layers[0], first), d_vocab=vocabulary, n_ctx=_context_of(trace, embed),
+        d_mlp=mlp_width(trace, attended, block), d_vocab=vocabulary, n_ctx=_context_of(trace, embed),
         head_width=attention.q.shape[-1],
     )  # fmt: skip
     notes = ["positions are written over after they have passed: copies are handed out"] if trace.in_place else []
+    if unread := [f"{i} ({layer.block})" for i, layer in enumerate(layers) if not layer.is_read]:
+        seen = f"; seen: {', '.join(sorted(trace.other_calls))}" if trace.other_calls else ""
+        notes.append(f"no attention that can be read in layers {', '.join(unread)}: only their streams are shown{seen}")
     starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
     return DecoderStructure(config, layers, starts, reads, ends, path, trace.in_place, notes)
+
+
+def _pass_a_stream(layers: Sequence[LayerStructure]) -> bool:
+    """Whether what blocks read and return is the stream: they add to it, or each reads what the one before returned.
+
+    Else the part around an attention reads and returns something else: the normed input, one of several streams.
+    """
+    if layers[0].inline or all(layer.adds for layer in layers):
+        return all(layer.adds for layer in layers)
+    pairs = list(pairwise(layers))
+    return bool(pairs) and all(torch.equal(a.rows["out"], b.rows["in"]) for a, b in pairs)
 
 
 def _location(trace: Trace, end: tuple[Execution, TensorPath] | None) -> TensorLocation | None:

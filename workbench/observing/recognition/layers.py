@@ -13,14 +13,15 @@ from workbench.observing.recognition.blocks import INLINE, NUMBER, is_stream, nu
 from workbench.observing.recognition.own_values import OwnValues, find_own_values, same_own_values
 from workbench.observing.recognition.projections import TensorLocation, find_projection, run_index
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import MATRIX, Execution, Trace, TracedAttention, is_matrix, rows_at
-from workbench.observing.recognition.value_paths import explained
+from workbench.observing.recognition.trace import MATRIX, UNREAD, Execution, Trace, TracedAttention, is_matrix, rows_at
+from workbench.observing.recognition.value_paths import EXACT, explained
 
 
 def recognize_layers(trace: Trace, blocks: list[tuple[TracedAttention, Execution]]) -> list[LayerStructure]:
     """The layers of a traced run: each attention with the execution of the block that holds it."""
     layers = [_layer(trace, attention, block) for attention, block in blocks]
-    _find_projections(trace, layers, [block for _, block in blocks])
+    read = [(layer, block) for layer, (_, block) in zip(layers, blocks, strict=True) if layer.is_read]
+    _find_projections(trace, *(list(x) for x in zip(*read, strict=True)))
     for layer, (_, block) in zip(layers, blocks, strict=True):
         _find_additions(trace, layer, block)
     return layers
@@ -30,7 +31,7 @@ def _layer(trace: Trace, attention: TracedAttention, block: Execution) -> LayerS
     inline = block.kind == INLINE
     streams = (block.inputs[0], block.outputs[0]) if inline else stream_of(trace, block)
     assert streams is not None
-    kinds = {"fused": ["fused"], "eager": ["product", "softmax", "product"]}[attention.kind]
+    kinds = {"fused": ["fused"], "eager": ["product", "softmax", "product"], UNREAD: []}[attention.kind]
     calls = tuple(
         sum(block.start < t < time and kind == k for t, k in trace.calls)
         for time, kind in zip(attention.times, kinds, strict=True)
@@ -69,6 +70,8 @@ def _find_projections(trace: Trace, layers: list[LayerStructure], blocks: list[E
         if layer.v is not None:
             layer.rows["own"] = layer.v.heads_in(_output_rows(trace, block, layer.v))
         layer.z = _output_projection(trace, layer, block, layers[0].attention.v)
+        if layer.z is not None:
+            _compare_outputs(layer, layers[0].attention.v)
 
 
 def _renamed(name: str, was: LayerStructure, now: LayerStructure) -> str:
@@ -87,9 +90,10 @@ def _output_rows(trace: Trace, block: Execution, location: TensorLocation) -> Te
 def _output_projection(trace: Trace, layer: LayerStructure, block: Execution, first: Tensor) -> TensorLocation | None:
     """The input of W_O: of the matrix after the attention that reads its heads, or them and something of the values.
 
-    Inside the module that attends it may also read what no fit explains (a gate, a norm).
+    Inside the module that attends it may also read what no fit explains (a gate, a norm), but nothing from before it.
     """
     inside, attention = inside_of(trace, block), layer.attention
+    before = [t.rows for e in inside if e.start < attention.times[-1] for t in e.inputs]
     for entry in inside:
         if entry.start < attention.times[-1] or not is_matrix(trace, entry):
             continue
@@ -99,10 +103,33 @@ def _output_projection(trace: Trace, layer: LayerStructure, block: Execution, fi
             continue
         heads = read.rows.unflatten(1, attention.z.shape[1:])
         in_attention = attention.within.start > block.start and attention.within.holds(entry.start)
+        in_attention = in_attention and not any(torch.equal(read.rows, x) for x in before if x.shape == read.rows.shape)
         if in_attention or explained(heads, attention.z, attention.v, first):
             layer.rows["z"] = heads
             return _location(entry, read.path, inside)
     return None
+
+
+def _compare_outputs(layer: LayerStructure, first: Tensor) -> None:
+    """Note where W_O reads something else than pattern times values; a sink that takes its share there is one of the rows'.
+
+    A sink s among the scores leaves a head's output times sigmoid(lse - s).
+    """
+    heads, attention = layer.rows["z"].double(), layer.attention
+    if explained(layer.rows["z"], attention.z, attention.v, first):
+        return
+    z, slack = attention.z.double(), 10 * EXACT.get(attention.z.dtype, 1e-2)
+    share = (heads * z).sum(-1) / z.square().sum(-1).clamp_min(1e-300)
+    if float((heads - share[..., None] * z).norm()) > slack * float(heads.norm()):
+        layer.changed = "W_O reads more than pattern x values: something changes the heads' outputs (a gate, a norm)"
+        return
+    layer.changed = "W_O reads a share of pattern x values, by head and position (a gate)"
+    if attention.lse is not None:
+        lse, sharpest = attention.lse.double(), (share - 0.5).abs().argmin(0, keepdim=True)
+        sink = (lse - share.logit(1e-12)).gather(0, sharpest)
+        if bool(((lse - sink).sigmoid() - share).abs().max() < slack):
+            layer.changed = "a sink takes its share of every row after the attention, through the log-sum-exp"
+            attention.exact, attention.is_distribution, attention.note = False, False, layer.changed
 
 
 def _find_additions(trace: Trace, layer: LayerStructure, block: Execution) -> None:
@@ -118,16 +145,19 @@ def _find_additions(trace: Trace, layer: LayerStructure, block: Execution) -> No
     def sums(*parts: Tensor) -> bool:
         return bool((sum(p.double() for p in parts) - target).abs().max() <= eps * size)
 
-    time = layer.attention.times[-1]
+    time = layer.attention.times[-1] if layer.is_read else block.start
     after = [(entry, output) for entry, output in outputs if entry.end > time]
     for entry, output in after:
         for other, its_output in outputs:
             apart = other.start > entry.end or other.end < entry.start
             if apart and sums(output.rows, its_output.rows):
                 pair = sorted([(entry, output), (other, its_output)], key=lambda p: _distance(p[0], time))
-                layer.attn_out, layer.mlp_out = (_location(e, t.path, inside) for e, t in pair)
+                layer.adds = True
+                if layer.is_read:
+                    layer.attn_out, layer.mlp_out = (_location(e, t.path, inside) for e, t in pair)
                 return
-    layer.attn_out = next((_location(e, t.path, inside) for e, t in after if sums(t.rows)), None)
+    alone = next((_location(e, t.path, inside) for e, t in after if sums(t.rows)), None)
+    layer.adds, layer.attn_out = alone is not None, alone if layer.is_read else None
 
 
 def _location(entry: Execution, path: TensorPath, among: list[Execution]) -> TensorLocation:

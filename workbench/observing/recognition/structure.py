@@ -10,7 +10,7 @@ from workbench.config import ObservedConfig
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.projections import Projection, TensorLocation
-from workbench.observing.recognition.trace import TracedAttention
+from workbench.observing.recognition.trace import UNREAD, TracedAttention
 
 UNLIMITED = 2**30
 """Context length, or vocabulary, of a module that does not show it."""
@@ -30,17 +30,24 @@ class LayerStructure:
     k: Projection | None = None
     v: Projection | None = None
     z: TensorLocation | None = None  # what W_O multiplies
+    changed: str = ""  # what stands between the attention's output and W_O
     attn_out: TensorLocation | None = None
     mlp_out: TensorLocation | None = None
     rows: dict[str, Tensor] = field(default_factory=dict)  # of the traced run: stream in and out, own values, z
     inline: tuple[str, ...] = ()  # modules that run in it, where the block itself is no module
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found
+    adds: bool = False  # whether the block makes its stream by adding outputs of its parts to what it reads
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the block has an attention that can be read."""
+        return self.attention.kind != UNREAD
 
     @property
     def has_statistics(self) -> bool:
         """Whether attention statistics can be given exactly."""
-        return self.attention.exact or self.attention.kind == "eager"
+        return self.attention.is_distribution and (self.attention.exact or self.attention.kind == "eager")
 
     @property
     def pattern_from_qk(self) -> bool:

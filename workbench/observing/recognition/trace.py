@@ -16,10 +16,17 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from workbench.errors import WorkbenchError
-from workbench.kernels.attention import attention_statistics
+from workbench.kernels.attention import AttentionStatistics, attention_statistics
 from workbench.observing.interception.attention_calls import FusedCall, ProductCall, arrange, attention_axes
 from workbench.observing.interception.function_mode import attention_functions, intercepting
-from workbench.observing.interception.masks import CAUSAL, FUTURE, HIDDEN, mask_kind, masked_statistics
+from workbench.observing.interception.masks import (
+    CAUSAL,
+    FUTURE,
+    HIDDEN,
+    is_distribution,
+    mask_kind,
+    masked_statistics,
+)
 from workbench.observing.interception.tensor_layouts import (
     TensorPath,
     by_position,
@@ -32,6 +39,9 @@ from workbench.observing.interception.tensor_layouts import (
 ROWS = 192
 MATRIX = "(matrix)"
 """Stands for a module's name where a product with a parameter is called by itself; its runs are counted in a block."""
+NO_DISTRIBUTION = "what multiplies the values is no distribution (entries below 0, or rows that sum to more than 1)"
+UNREAD = "unread"
+"""Kind of what stands for the attention of a block that shows none."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far an attention's output may be from the reference, relative to its largest entry, to count as the same computation."""
 
@@ -71,7 +81,7 @@ class Execution:
 class TracedAttention:
     """One attention of the traced run: how it is called, where, and rows of its inputs and outputs."""
 
-    kind: str  # fused, or eager
+    kind: str  # fused, eager, or `UNREAD`
     within: Execution
     times: tuple[int, ...]  # of its call, or of the products and softmax
     heads: int
@@ -86,6 +96,8 @@ class TracedAttention:
     exact: bool = True  # whether softmax(q k) v under the mask gives its output
     scale: float = 1.0  # score over q . k, of an eager attention
     note: str = ""
+    is_distribution: bool = True  # whether what multiplies the values is >= 0 with rows that sum to at most 1
+    lse: Tensor | None = None  # [row, head], where the reference gives its output
     axes: Any = ()  # of an eager attention: which operand is q, orders of q and k; the pattern, of it, v and z
 
 
@@ -249,6 +261,8 @@ class Trace:
         if altered:
             attention.note = "the pattern is changed after its softmax; statistics are of what multiplies the values"
         attention.exact &= scale is not None and not altered
+        if not is_distribution(used):
+            attention.is_distribution, attention.note = False, NO_DISTRIBUTION
         return True
 
     def _unfit(self, q: Tensor, k: Tensor, kind: str, time: int) -> bool:
@@ -285,7 +299,10 @@ class Trace:
             scale=scale,
         )  # fmt: skip
         if not refusal:
-            attention.exact = _reproduced(q, k, v, z, scale, tensor, causal, mask)
+            found = _reference(q, k, v, scale, tensor, causal, mask)
+            attention.exact = found is not None and _near(found[0], z, v.dtype)
+            if found is not None and attention.exact:
+                attention.lse = self._pick(found[1].lse.transpose(1, 2))
             if not attention.exact:
                 attention.note = "its output is not softmax(q k) v as seen (soft cap, sinks, a window of its own)"
         self.attentions.append(attention)
@@ -318,17 +335,22 @@ def _scale(scores: Tensor, allowed: Tensor, q: Tensor, k: Tensor) -> float | Non
     return factor if worst <= TOLERANCE.get(q.dtype, 1e-2) * max(float(top), 1e-6) else None
 
 
-def _reproduced(q: Tensor, k: Tensor, v: Tensor, z: Tensor, scale: float, tensor: Any, causal: bool, mask: str) -> bool:
-    """Whether the reference gives the attention's own output."""
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, tensor: Any, causal: bool, mask: str
+) -> tuple[Tensor, AttentionStatistics] | None:
+    """The reference's output and statistics of an attention; None under a mask that it cannot read."""
     if mask == CAUSAL:
-        reference, _ = causal_attention(q, k, v, scale)
-    elif isinstance(tensor, Tensor) and not mask.startswith("a mask of type"):
-        reference, _ = masked_statistics(q, k, v, scale=scale, mask=tensor, causal=causal)
-    else:
-        return False
+        return causal_attention(q, k, v, scale)
+    if isinstance(tensor, Tensor) and not mask.startswith("a mask of type"):
+        return masked_statistics(q, k, v, scale=scale, mask=tensor, causal=causal)
+    return None
+
+
+def _near(reference: Tensor, z: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the reference gives the attention's own output, in the type of its values."""
     wide = torch.promote_types(z.dtype, torch.float32)
     error = (reference.to(wide) - z.to(wide)).abs().max()
-    return bool(error <= TOLERANCE.get(v.dtype, 1e-2) * z.to(wide).abs().max().clamp_min(1e-20))
+    return bool(error <= TOLERANCE.get(dtype, 1e-2) * z.to(wide).abs().max().clamp_min(1e-20))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Any]:

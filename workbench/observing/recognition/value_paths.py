@@ -60,20 +60,24 @@ def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
 def fit_value_paths(layers: Sequence[LayerStructure]) -> list[ValuePath]:
     """Every layer's value path, and its output path where something is added to the attention's output."""
     owns = [layer.rows.get("own") for layer in layers]
-    first = owns[0] if owns[0] is not None else layers[0].attention.v
+    start = next(i for i, layer in enumerate(layers) if layer.is_read)
+    first = layers[start].attention.v if (own := owns[start]) is None else own
+    name: Source = start or "first"
     paths: list[ValuePath] = []
     for i, layer in enumerate(layers):
-        near: dict[Source, Tensor] = {"first": first} if i else {}
+        if not layer.is_read:
+            continue
+        near: dict[Source, Tensor] = {name: first} if i > start else {}
         if (own := owns[i]) is not None:
             near["own"] = own
-        far: dict[Source, Tensor] = {j: own for j, own in enumerate(owns[:i]) if j and own is not None}
+        far: dict[Source, Tensor] = {j: own for j, own in enumerate(owns[:i]) if j > start and own is not None}
         # a first layer whose values hold more than its matrices make has no sources: nothing of them is explained
         paths += _fit_simplest(i, "value", layer.attention.v, near, far)
         if (z := layer.rows.get("z")) is not None:
             added = z.double() - layer.attention.z.double()
             if float(added.norm()) > 10 * EXACT.get(z.dtype, 1e-2) * float(z.double().norm()):
                 wide = z.shape[1] // layer.attention.v.shape[1]
-                here: dict[Source, Tensor] = {"first": first} if i else {}
+                here: dict[Source, Tensor] = {name: first} if i > start else {}
                 here["own"] = layer.attention.v
                 repeated = {k: s.repeat_interleave(wide, dim=1) for k, s in here.items()}
                 paths += _fit_simplest(i, "output", added.to(z.dtype), repeated, {})

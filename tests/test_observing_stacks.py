@@ -1,0 +1,153 @@
+"""Foreign stacks that are not what they look like: no number is shown that the module does not compute, and it is said why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from observed import see
+from odd_stacks import (
+    Gated,
+    Outside,
+    Scaled,
+    Streams,
+    half_written,
+    hybrid,
+    negative,
+    sinking,
+    talking,
+)
+from strangers import GPT, HEADS, LAYERS, D, FusedAttention, large
+
+import workbench
+from workbench.errors import WorkbenchError
+from workbench.names import STATISTICS
+
+
+def seen(module, ids, *names):
+    """What passes out of the named modules in a plain run, by name; of a tuple the first."""
+    kept, handles = {}, []
+    for name in names:
+        part = module.get_submodule(name)
+        handles.append(part.register_forward_hook(lambda m, a, out, name=name: kept.update({name: out})))
+    module(ids)
+    for handle in handles:
+        handle.remove()
+    return [kept[name] for name in names]
+
+
+def note(observed, site, layer):
+    row = observed.sites.set_index(["site", "layer"]).loc[(site, layer)]
+    return row["found"], row["note"]
+
+
+@pytest.mark.parametrize("make", [Outside, Streams])
+@torch.no_grad()
+def test_what_the_attention_reads_is_no_stream_where_additions_stand_outside(make, ids):
+    """Every layer reads a normed input, whose norm is the same everywhere and says nothing of the stream."""
+    observed = see(large(make()), ids)
+    assert observed.architecture == "unknown"
+    for layer in range(LAYERS):
+        found, why = note(observed, "stream", layer)
+        assert not found
+        assert "the stream is kept outside" in why
+    with pytest.raises(WorkbenchError, match="the stream is kept outside"):
+        observed.run_with_cache(ids, names_filter="blocks.1.hook_resid_pre")
+    assert workbench.measure(observed, "value_norm", ids)["layer"].nunique() == LAYERS
+
+
+@torch.no_grad()
+def test_a_scaled_addition_is_a_stream_all_the_same(ids):
+    module = large(GPT(block=Scaled))
+    observed = see(module, ids)
+    assert observed.architecture == "transformer"
+    _, cache = observed.run_with_cache(ids)
+    assert torch.equal(cache["blocks.1.hook_resid_post"], seen(module, ids, "transformer.h.1")[0])
+
+
+@pytest.mark.parametrize("block", [None, Scaled])
+@torch.no_grad()
+def test_a_block_without_attention_keeps_its_number_and_shows_its_stream(block, ids):
+    module = large(hybrid(**({"block": block} if block else {})))
+    observed = see(module, ids)
+    assert (observed.config.n_layers, observed.architecture) == (LAYERS, "unknown")
+    assert "no attention that can be read in layers 0 (transformer.h.0), 2 (transformer.h.2)" in repr(observed)
+    _, cache = observed.run_with_cache(ids)
+    for layer, out in enumerate(seen(module, ids, *(f"transformer.h.{i}" for i in range(LAYERS)))):
+        assert torch.equal(cache[f"blocks.{layer}.hook_resid_post"], out)
+    assert [n for n in cache if n.endswith("attn.hook_v")] == ["blocks.1.attn.hook_v"]
+    assert workbench.measure(observed, "row_entropy", ids)["layer"].unique().tolist() == [1]
+    assert observed.value_paths()["layer"].unique().tolist() == [1]
+    with pytest.raises(WorkbenchError, match="no attention that can be read"):
+        observed.run_with_cache(ids, names_filter="blocks.0.attn.hook_v")
+
+
+@torch.no_grad()
+def test_layers_beside_one_with_a_softmax_by_hand_are_no_shallower_decoder(ids):
+    """Without the first layer the second one's values would pass for the first ones, and the others' for a mixture of them."""
+    observed = see(large(half_written()), ids)
+    assert observed.architecture == "unknown"
+    assert "first" not in observed.value_paths()["source"].tolist()
+    assert observed.sites.query("site == 'v' and found")["layer"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("attend", [negative, talking])
+@torch.no_grad()
+def test_a_pattern_that_is_no_distribution_has_no_entropy(attend, ids):
+    observed = see(large(GPT(attend=attend)), ids)
+    for site in ("pattern", *STATISTICS):
+        found, why = note(observed, site, 1)
+        assert not found
+        assert "no distribution" in why
+    with pytest.raises(WorkbenchError, match="no distribution"):
+        observed.run_with_cache(ids, names_filter="blocks.1.attn.hook_row_entropy")
+    assert workbench.measure(observed, "value_norm", ids)["value"].notna().all()
+
+
+@torch.no_grad()
+def test_a_pattern_that_is_none_on_other_tokens_is_told_when_it_comes(ids):
+    def sometimes(q, k, v, layer):
+        future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        pattern = (q @ k.mT * 8**-0.5).masked_fill(future, float("-inf")).softmax(-1)
+        return pattern * (2.0 if q.shape[2] < 40 else 0.5) @ v
+
+    observed = see(large(GPT(attend=sometimes)), ids)
+    point = "blocks.1.attn.hook_received"
+    received = observed.run_with_cache(ids, names_filter=point)[1][point]
+    torch.testing.assert_close(received.sum(-1), torch.full((2, HEADS), 20.0))
+    with pytest.raises(WorkbenchError, match="layer 1: what multiplies the values is no distribution"):
+        observed.run_with_cache(ids[:, :20], names_filter=point)
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+def test_a_sink_that_is_folded_in_after_the_attention_is_one_of_its_rows(form, ids):
+    observed = see(large(GPT(attend=sinking(form))), ids)
+    for site in ("row_entropy", "sink", "pattern", "rot_q"):
+        found, why = note(observed, site, 1)
+        assert not found
+        assert "a sink takes its share" in why
+    assert note(observed, "v", 1) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("per_head", "what"), [(False, "more than pattern x values"), (True, "a share of pattern x values")]
+)
+@torch.no_grad()
+def test_a_gate_after_the_attention_is_said_and_its_own_input_is_not_taken_for_the_heads(per_head, what, ids):
+    module = large(GPT(attention=lambda i: Gated(i, per_head)))
+    observed = see(module, ids)
+    found, why = note(observed, "z", 1)
+    assert found
+    assert what in why
+    _, cache = observed.run_with_cache(ids)
+    projected = seen(module, ids, "transformer.h.1.attn.c_proj")[0]
+    torch.testing.assert_close(
+        module.transformer["h"][1].attn.c_proj(cache["blocks.1.attn.hook_z"].flatten(2)), projected
+    )
+    assert note(observed, "row_entropy", 1)[0], "the pattern is a softmax before the gate"
+
+
+def test_a_plain_decoder_has_nothing_of_this_to_say(ids):
+    observed = see(large(GPT(attention=FusedAttention)), ids)
+    assert not observed.notes
+    assert note(observed, "z", 1) == (True, "")
+    assert observed.config.d_model == D
