@@ -80,9 +80,9 @@ def next_probability(runs, name, text, step="last"):
 # ---- pages and links ----
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_by_deep_link_without_a_word_to_the_outside(opened, server, screenshots, scheme):
-    page, wrong, outside = opened(scheme)
+def test_every_page_by_deep_link_without_a_word_to_the_outside(opened, server, screenshots):
+    page, wrong, outside = opened()
+    schemes = ["light", "dark"]
     for name, figures in PAGES.items():
         page.goto(f"{server}/{name}")
         settled(page, figures)
@@ -90,12 +90,16 @@ def test_every_page_by_deep_link_without_a_word_to_the_outside(opened, server, s
         assert page.locator('[data-testid="stAlert"]:has-text("ignored")').count() == 0
         if name.startswith("attention"):
             page.get_by_role("button", name="Layer 0, head 0").wait_for()
-        picture(page, screenshots / f"{re.sub(r'[^a-z]+', '_', name).strip('_')}_{scheme}.png")
+        for scheme in schemes:
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_timeout(500)
+            background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
+            brightness = sum(int(c) for c in background.strip("rgba()").split(",")[:3])
+            assert (brightness < 384) == (scheme == "dark"), background
+            picture(page, screenshots / f"{re.sub(r'[^a-z]+', '_', name).strip('_')}_{scheme}.png")
+        schemes.reverse()
     assert not wrong
     assert not outside
-    background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
-    brightness = sum(int(c) for c in background.strip("rgba()").split(",")[:3])
-    assert (brightness < 384) == (scheme == "dark"), background
 
 
 def test_comparing_draws_a_and_b_and_their_difference_on_every_page(opened, server):

@@ -142,27 +142,25 @@ def at(page, server, address, figures):
         page.locator(".attention .map canvas").first.wait_for()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_has_contrast_and_all_controls_and_figures_have_names(opened, server, scheme):
-    page = opened(scheme)
-    for address, figures in PAGES.items():
+def test_every_page_can_be_read_by_day_and_night_on_a_laptop_and_in_a_narrow_window(opened, server):
+    """Contrast, names of controls and figures, nothing cut off and nothing to scroll sideways; every other page opens at night."""
+    page = opened()
+    schemes = ["light", "dark"]
+    main = "document.querySelector('[data-testid=\"stMain\"]')"
+    for address, figures in [*PAGES.items(), (f"?show=model&{BOTH}", 4), (f"prompt?show=layers&{BOTH}", 1)]:
         at(page, server, address, figures)
-        assert page.evaluate(FAINT) == [], address
-        assert page.evaluate(UNNAMED) == [], address
-    page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")  # at nightfall, with the page open
-    page.wait_for_timeout(1500)
-    assert page.evaluate(FAINT) == [], address
-
-
-def test_a_laptop_shows_all_of_a_page_and_a_narrow_window_does_not_scroll_sideways(opened, server):
-    for width in (1280, 1024):
-        page = opened(width=width)
-        for address, figures in [*PAGES.items(), (f"?show=model&{BOTH}", 4), (f"prompt?show=layers&{BOTH}", 1)]:
-            at(page, server, address, figures)
-            main = "document.querySelector('[data-testid=\"stMain\"]')"
+        for width in (1280, 1024):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.wait_for_timeout(300)
             assert page.evaluate(f"{main}.scrollWidth <= {main}.clientWidth"), (width, address)
-            if width == 1280:
-                assert page.evaluate(CUT) == [], address
+            assert width < 1280 or page.evaluate(CUT) == [], address
+        page.set_viewport_size({"width": 1280, "height": 900})
+        assert page.evaluate(FAINT) == [], (schemes[0], address)
+        schemes.reverse()
+        page.emulate_media(color_scheme=schemes[0])
+        page.wait_for_timeout(1500)
+        assert page.evaluate(FAINT) == [], (schemes[0], address)
+        assert page.evaluate(UNNAMED) == [], address
 
 
 @pytest.mark.parametrize(
@@ -218,20 +216,22 @@ def test_keys_alone_change_the_view_and_the_address(opened, server):
 
 def test_a_model_has_one_colour_on_every_page_in_light_and_dark(opened, server):
     wanted = {"ResFormer": plots.colour("resformer"), "Transformer": plots.colour("transformer")}
+    seen = set()
     colours = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => plot._fullData.flatMap((t) =>
       t.showlegend === false || !t.visible ? [] : [[t.name, t.line?.color && t.mode ? t.line.color : t.marker?.color]]))"""
-    for scheme in ("light", "dark"):
-        page = opened(scheme)
-        seen = set()
-        for address in ("?show=demo", "training?show=loss", "training?show=pace", "depth?metric=importance_entropy",
-                        f"depth?metric=importance_entropy&{BOTH}", f"prompt?show=next&{BOTH}", f"?show=model&{BOTH}"):  # fmt: skip
-            at(page, server, address, 1)
+    page = opened()
+    for address in ("?show=demo", "training?show=loss", "training?show=pace", "depth?metric=importance_entropy",
+                    f"depth?metric=importance_entropy&{BOTH}", f"prompt?show=next&{BOTH}", f"?show=model&{BOTH}"):  # fmt: skip
+        at(page, server, address, 1)
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_timeout(500)
             for name, colour in page.evaluate(colours):
                 model = re.sub(r"^[AB]: | · .*$", "", str(name))
                 if model in wanted and isinstance(colour, str):
                     assert colour.upper() == wanted[model], (address, name)
-                    seen.add((address, model))
-        assert len(seen) >= 10
+                    seen.add((address, scheme, model))
+    assert len(seen) >= 20
 
 
 def test_the_command_of_every_page_pasted_into_a_shell_writes_the_numbers_that_the_page_gives(opened, server, tmp_path):

@@ -49,7 +49,10 @@ else:
     measure(build(architecture, config), metrics, Sample(ids, range(3 * batch), "x"), batch=batch)
 print(json.dumps([before, status("VmHWM:")]))
 """
-METRICS = ["loss", "importance_entropy", "sink_mass", "token_similarity", "effective_rank"]
+METRICS = ["loss", "importance_entropy", "sink_mass", "token_similarity"]
+SUMMED = {
+    "batch": ["effective_rank"]
+}  # sums for groups of documents: spectra of wide values take most of the time and no other room
 
 
 def real(kind, architecture, shape, root, metrics=METRICS, gives_back=False):
@@ -105,11 +108,12 @@ def test_training_takes_what_was_foretold(shape, tmp_path):
 def test_measuring_takes_what_was_foretold(shape, tmp_path):
     model, batch, T = SHAPES[shape]
     at_once = 4 * batch
-    told = foretold(model, METRICS, n=3 * at_once, T=T, batch=at_once)
+    metrics = METRICS + SUMMED.get(shape, [])
+    told = foretold(model, metrics, n=3 * at_once, T=T, batch=at_once)
     if shape == "batch":  # where the allocator keeps most
-        whole, _ = ratios(told, *real("measuring", "resformer", (model, at_once, T), tmp_path / "as it is"))
+        whole, _ = ratios(told, *real("measuring", "resformer", (model, at_once, T), tmp_path / "as it is", metrics))
         assert 1 / 1.5 < whole < 1.5
-    before, peak = real("measuring", "resformer", (model, at_once, T), tmp_path / "back", gives_back=True)
+    before, peak = real("measuring", "resformer", (model, at_once, T), tmp_path / "back", metrics, gives_back=True)
     tensors = told.set_index("part")["bytes"][["weights", "activations", "statistics"]].sum() / (peak - before)
     assert 1 / 1.8 < tensors < 1.5, "what operations need inside themselves, and code, come on top"
 

@@ -86,19 +86,8 @@ def test_a_killed_series_goes_on_where_it_was(tmp_path, how):
     run = train(
         "resformer", RepeatedData(64), name="r", runs=tmp_path, model=QUICK_MODEL.replace(d_vocab=64), train=SERIES, device="cpu"
     )  # fmt: skip
-    command = [
-        "measure",
-        run.path,
-        "-m",
-        "layer_similarity",
-        "-m",
-        "sublayer_removal",
-        "--steps",
-        "all",
-        "--n",
-        "256",
-        "--json",
-    ]
+    metrics = ["-m", "layer_similarity", "-m", "sublayer_removal"]
+    command = ["measure", run.path, *metrics, "--steps", "all", "--n", "128", "--json"]
     process = started(*command)
     _, errors = killed(process, [run.path], how, 2)
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
@@ -121,7 +110,10 @@ def test_a_killed_series_goes_on_where_it_was(tmp_path, how):
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal_ends_an_analysis_with_one_sentence_and_it_goes_on(tmp_path):
     runs = quick_runs(tmp_path / "runs", ("transformer", "resformer", "svformer"))
-    command = ["analyze", *runs, "--out", tmp_path / "out", "--n", "16", "--workers", "2"]
+    questions = [
+        word for name in ("lower_loss", "richer_values", "neutreno_smooths_less") for word in ("--question", name)
+    ]
+    command = ["analyze", *runs, *questions, "--out", tmp_path / "out", "--n", "16", "--workers", "2"]
     process = started(*command)
     said, errors = killed(process, runs, signal.SIGINT, 1)
     assert process.returncode == 130
