@@ -101,7 +101,7 @@ def analyze(
     ] = None,
     out: Annotated[Path, Out(help="Folder for tables, figures and the page.")] = Path("results"),
     question: Annotated[
-        list[str] | None, typer.Option(help="A name from `workbench list claims`; repeat for more, all unless given.")
+        list[str] | None, typer.Option(help="A question of `workbench list claims`; repeat for more, all unless given.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Text for runs that came without data.")] = None,
     n: Annotated[int, typer.Option(min=1, help="Documents at most.")] = 64,
