@@ -130,3 +130,18 @@ class Gated(FusedAttention):
         y = self.attend(q, k, v).transpose(1, 2)
         gate = self.gate(x).sigmoid().unflatten(-1, (HEADS, -1))
         return self.c_proj((y * gate).reshape(x.shape))
+
+
+class Headed(GPT):
+    """A head of several parts: what its last norm reads is no stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.first_norm, self.dense = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, idx, targets=None):
+        x = self.transformer.wte(idx)
+        for block in self.transformer.h:
+            x = block(x, {})
+        x = nn.functional.gelu(self.dense(self.first_norm(x)))
+        return self.lm_head(self.transformer.ln_f(x))

@@ -7,6 +7,7 @@ import torch
 from observed import see
 from odd_stacks import (
     Gated,
+    Headed,
     Outside,
     Scaled,
     Streams,
@@ -151,3 +152,11 @@ def test_a_plain_decoder_has_nothing_of_this_to_say(ids):
     assert not observed.notes
     assert note(observed, "z", 1) == (True, "")
     assert observed.config.d_model == D
+
+
+@torch.no_grad()
+def test_the_last_stream_is_what_the_last_block_made_whatever_a_head_makes_of_it(ids):
+    module = large(Headed())
+    point = f"blocks.{LAYERS - 1}.hook_resid_post"
+    _, cache = see(module, ids).run_with_cache(ids, names_filter=point)
+    assert torch.equal(cache[point], seen(module, ids, f"transformer.h.{LAYERS - 1}")[0])

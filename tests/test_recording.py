@@ -117,12 +117,12 @@ def test_a_foreign_module_by_hand(gpt, tmp_path):
         hook = block.attn["c_attn"].register_forward_hook(lambda m, i, out: wide.append(out))
         x = block(x)
         hook.remove()
-        kept["v", i] = wide[-1][..., 32:]
+        kept["own_v", i] = wide[-1][..., 32:]
     kept["stream", 2] = x
     loss = F.cross_entropy(gpt.lm_head(gpt.ln_f(x))[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     found = torch.autograd.grad(loss, [*(kept["stream", i] for i in range(3)), *wide])
     gradients = {("stream", i): g for i, g in enumerate(found[:3])}
-    gradients |= {("v", i): g[..., 32:] for i, g in enumerate(found[3:])}
+    gradients |= {("own_v", i): g[..., 32:] for i, g in enumerate(found[3:])}
     with Recorder(gpt, 1, tmp_path / "r", quantities=PLAIN) as recorder:
         loss_of(gpt, ids).backward()
         recorder.step()
@@ -169,7 +169,7 @@ def test_an_observed_module_shows_its_attention(gpt, tmp_path):
         loss_of(gpt, ids).backward()
         recorder.step()
     assert all(torch.equal(gradients[n], p.grad) for n, p in gpt.named_parameters())
-    for site in ("stream", "v"):
+    for site in ("stream", "own_v"):
         norms = [rows(tmp_path / n, "activation_gradient_norm", site=site)["value"].to_list() for n in ("plain", "r")]
         assert sorted(norms[0]) == pytest.approx(sorted(norms[1]), rel=1e-5)
     assert "W_QKV" in set(rows(tmp_path / "r", "update_ratio")["part"])

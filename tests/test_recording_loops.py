@@ -9,13 +9,16 @@ from functools import partial
 
 import pytest
 import torch
-from own_loop import PLAIN, loop, loss_of, tokens
+from own_loop import GPT, PLAIN, Block, loop, loss_of, tokens
 from recordings import record_in_parallel, recorded_steps, rows, value
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from workbench import Recorder, RecorderCallback
 from workbench.errors import WorkbenchError
 from workbench.runs.run import Run
 from workbench.training.recorder import DEFAULT
+from workbench.training.recorder.capture_points import blocks_of
 
 
 def test_accumulated_gradients_count_as_one_step(gpt, tmp_path):
@@ -198,3 +201,89 @@ def test_norms_that_a_trainer_clipped_say_so(llama, tmp_path):
     clipped = norms[norms["variant"] == "clipped"]["value"]
     assert clipped.tolist() == pytest.approx([0.01], rel=1e-3)
     assert norms[norms["variant"].isna()]["value"].item() > 0.1, "the Trainer's own, before clipping"
+
+
+# ---- modules that are not what they look like -----------------------------------------------------------------------
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class MixedBlock(Block):
+    """Values are mixed with the first layer's; several experts in the place of the MLP."""
+
+    def __init__(self, kept):
+        super().__init__(16, 2)
+        self.mlp, self.kept = nn.ModuleList(Expert() for _ in range(5)), kept
+        self.v_proj = nn.Linear(16, 16)
+        del self.attn
+
+    def forward(self, x):
+        v = self.v_proj(self.ln_1(x))
+        v = 0.5 * self.kept.setdefault("v", v) + 0.5 * v
+        return x + v + sum(expert(self.ln_2(x)) for expert in self.mlp)
+
+
+class Seeing(GPT):
+    """A decoder beside a longer tower."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+        self.tower = nn.ModuleDict(
+            {"patches": nn.Embedding(9, 16), "layers": nn.ModuleList(Expert() for _ in range(7))}
+        )
+        self.h = nn.ModuleList(MixedBlock(self.kept) for _ in range(2))
+
+    def forward(self, ids):
+        self.kept.clear()
+        return super().forward(ids)
+
+
+def test_neither_experts_nor_a_longer_tower_are_blocks_and_projected_values_are_called_own(tmp_path):
+    model = Seeing()
+    assert blocks_of(model) == list(model.h)
+    own = []
+    for block in model.h:
+        block.v_proj.register_forward_hook(lambda m, a, out: own.append(float(out.detach().norm(dim=-1).mean())))
+    with Recorder(model, 1, tmp_path / "r", quantities=["value_norm"]) as recorder:
+        loss_of(model, tokens(0)).backward()
+        recorder.step()
+    found = rows(tmp_path / "r", "value_norm")
+    assert found["site"].tolist() == ["own_v"] * 2, "what attention reads is not shown by a bare module"
+    assert found["value"].tolist() == pytest.approx(own)
+
+
+def test_blocks_of_several_classes_with_like_parts_are_one_stack():
+    model = GPT()
+    model.h = nn.ModuleList([Block(16, 2), MixedBlock({}), Block(16, 2)])
+    assert blocks_of(model) == list(model.h)
+    assert blocks_of(nn.Sequential(model)) == list(model.h), "a list around the decoder is none of blocks"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_recorded_once(reentrant, tmp_path):
+    torch.manual_seed(0)
+    model, found = GPT(), []
+
+    def checkpointed(ids):
+        x = model.wte(ids) + model.wpe.weight[: ids.shape[1]]
+        for block in model.h:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return model.lm_head(model.ln_f(x))
+
+    for name, run in (("plain", model), ("again", checkpointed)):
+        with Recorder(model, 1, tmp_path / name, quantities=["activation_gradient_norm", "hidden_norm"]) as recorder:
+            model.zero_grad()
+            loss_of(run, tokens(0)).backward()
+            recorder.step()
+        kinds = ("activation_gradient_norm", "hidden_norm")
+        found.append([rows(tmp_path / name, m).sort_values("layer")["value"].tolist() for m in kinds])
+    for plain, again in zip(*found, strict=True):
+        assert again == pytest.approx(plain, rel=1e-5)

@@ -17,12 +17,14 @@ from workbench.observing.recognition.layers import mlp_width, recognize_layers
 from workbench.observing.recognition.projections import TensorLocation, run_index
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure
 from workbench.observing.recognition.trace import Execution, Trace, is_matrix, rows_at
+from workbench.observing.recognition.value_paths import EXACT, fit
 
 CONTEXT = (
     "max_position_embeddings", "n_positions", "block_size", "n_ctx", "max_seq_len", "max_seq_length", "context_length",
     "sequence_length", "max_len",
 )  # fmt: skip
 """Names of settings that say how long an input may be."""
+_FEW = 48  # rows that tell a sum of streams from anything else
 SETTINGS = ("config", "cfg", "args", "hparams")
 """Attributes in which modules keep their settings."""
 
@@ -40,7 +42,7 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     logits = None if path is None else get_at(output, path)
     embed = _find_embedding(trace, first, width)
     head = None if logits is None else _find_head(trace, last, width, logits)
-    final = _find_final(trace, head, last, layers[-1]) if head is not None else None
+    final = _find_final(trace, head, last, layers) if head is not None else None
     if layers[-1].inline:
         final = first_reader(trace, last, width)
     final = final if streams_known else None
@@ -105,16 +107,19 @@ def _find_head(trace: Trace, block: Execution, width: int, logits: Tensor) -> tu
 
 
 def _find_final(
-    trace: Trace, head: tuple[Execution, TensorPath], block: Execution, layer: LayerStructure
+    trace: Trace, head: tuple[Execution, TensorPath], block: Execution, layers: Sequence[LayerStructure]
 ) -> tuple[Execution, TensorPath] | None:
-    """The final norm's input, where it is not just the output of the last block."""
+    """The final norm's input, where it is another sum of what blocks made than the output of the last one."""
+    last, few = layers[-1].rows["out"], slice(_FEW)
     read = rows_at(head[0].inputs, head[1])
     for entry in trace.executions:
         if block.end < entry.start and entry.end < head[0].start:
             feeds_head = any(read is not None and torch.equal(t.rows, read) for t in entry.outputs)
-            stream = next((t for t in entry.inputs if t.rows.shape == layer.rows["out"].shape), None)
+            stream = next((t for t in entry.inputs if t.rows.shape == last.shape), None)
             if feeds_head and stream is not None:
-                return None if torch.equal(stream.rows, layer.rows["out"]) else (entry, stream.path)
+                made = [layers[0].rows["in"][few], *(layer.rows["out"][few] for layer in layers)]
+                is_sum = fit(stream.rows[few], made)[1] <= EXACT.get(last.dtype, 1e-2)
+                return (entry, stream.path) if is_sum and not torch.equal(stream.rows, last) else None
     return None
 
 

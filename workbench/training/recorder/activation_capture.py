@@ -71,6 +71,7 @@ class ActivationCapture:
         """Drop what was captured."""
         self.sums: dict[tuple[int, str], tuple[Tensor, int]] = {}  # (place in the plan, metric) -> sum, sequences
         self.squares: dict[int, Tensor] = {}
+        self.forward: set[int] = set()  # places in the plan that a forward pass outside `backward` has passed
         self.lengths: set[int] = set()
         self.short: dict[str, str] = {}  # metric -> why it could not be taken
 
@@ -110,6 +111,10 @@ class ActivationCapture:
 
     def _capture(self, index: int, module: Any, args: Any, kwargs: Any, output: Any = None) -> Tensor | None:
         if not torch.is_grad_enabled():  # a validation in between
+            return None
+        if torch._C._current_graph_task_id() == -1:
+            self.forward.add(index)
+        elif index in self.forward:  # a checkpoint computes again what has been captured
             return None
         began = time.perf_counter()
         point, metrics, with_gradient = self.plan[index]

@@ -1,7 +1,8 @@
 """Where a module's streams, values and attention statistics can be read while it trains, and what its matrices are called.
 
-Our models, and modules under `workbench.observe`: hook points by name. Other modules: the longest list of like blocks gives
-the streams (what each block reads, and the output of the last); a value projection inside a block gives the values.
+Our models, and modules under `workbench.observe`: hook points by name. Other modules: a list of like blocks gives
+the streams (what each block reads, and the output of the last); a value projection inside a block gives its own values, which
+need not be what its attention reads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,10 +83,40 @@ def _named_points(model: Any, alias: str) -> Iterator[CapturePoint]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder's blocks: the longest list of modules of one class that have submodules themselves."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
-    alike = [list(m) for m in lists if len({type(c) for c in m}) == 1 and all(any(c.children()) for c in m)]
-    return max(alike, key=len, default=[])
+    """The decoder's blocks: the outermost list of like modules with parts, nearest to the table of tokens, else the longest.
+
+    So neither the experts inside blocks are taken for them nor a vision tower beside them. Modules are alike that are of one
+    class, or of several whose parts share a name (hybrids).
+    """
+    tables = {n: m.num_embeddings for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    table = max(tables, key=lambda name: tables[name], default="")
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and _alike(m)}
+    inside = {n: m for n, m in lists.items() if not _holds(n, table)}  # else it holds the decoder
+    outermost = {n: m for n, m in inside.items() if not any(_holds(other, n) for other in inside)}
+
+    def nearness(name: str) -> tuple[int, int]:
+        one, other = name.split("."), table.split(".")
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+        return 2 * shared - len(one) - len(other), len(outermost[name])
+
+    return list(outermost[max(outermost, key=nearness)]) if outermost else []
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether the module of one name holds that of another."""
+    return inner.startswith(f"{outer}.") or (outer == "" != inner)
+
+
+def _alike(parts: nn.ModuleList | nn.Sequential) -> bool:
+    """Whether a list holds modules with parts, all of one class or with a part of the same name."""
+    names = [{name for name, child in part.named_children() if not _is_list(child)} for part in parts]
+    one_class = len({type(part) for part in parts}) == 1 and all(any(part.children()) for part in parts)
+    shared = isinstance(parts, nn.ModuleList) and len(names) > 1 and bool(set.intersection(*names))
+    return one_class or shared
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
 
 
 def _foreign_points(model: nn.Module, alias: str) -> Iterator[CapturePoint]:
@@ -93,7 +125,7 @@ def _foreign_points(model: nn.Module, alias: str) -> Iterator[CapturePoint]:
         for layer, block in enumerate(blocks):
             yield CapturePoint(alias, {"site": alias, "layer": layer}, block, _first_states, before=True)
         yield CapturePoint(alias, {"site": alias, "layer": len(blocks)}, blocks[-1], _first_states)
-    for layer, block in enumerate(blocks if alias == "v" else ()):
+    for layer, block in enumerate(blocks if alias == "own_v" else ()):
         projection = _value_projection(block)
         if projection is not None:
             module, part = projection
