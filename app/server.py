@@ -22,6 +22,8 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from streamlit.runtime.memory_session_storage import MemorySessionStorage
+from streamlit.runtime.session_manager import SessionInfo
 from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
 
 from app import settings
@@ -57,14 +59,14 @@ class FrontEnd:
                 message["headers"] = [*message["headers"], *HEADERS]
             await send(message)
 
-        if scope["type"] == "websocket" and not _is_ours(Headers(scope=scope)):
+        if scope["type"] == "websocket" and not _is_ours(scope):
             await send({"type": "websocket.close", "code": 1008})
             return
         answer = self._answer(scope) if scope["type"] == "http" else None
         await (answer or self.app)(scope, receive, fenced)
 
     def _answer(self, scope: Scope) -> Response | None:
-        if not _is_ours(Headers(scope=scope)):
+        if not _is_ours(scope):
             return PlainTextResponse("This dashboard answers to 127.0.0.1 and localhost alone.", 403)
         path = scope["path"]
         if scope["method"] not in ("GET", "HEAD"):
@@ -79,10 +81,11 @@ class FrontEnd:
         return None
 
 
-def _is_ours(headers: Headers) -> bool:
+def _is_ours(scope: Scope) -> bool:
     """Whether a request names this machine, and comes from a page of this server where it says where it comes from."""
+    headers, scheme = Headers(scope=scope), {"ws": "http", "wss": "https"}.get(scope["scheme"], scope["scheme"])
     host, origin = headers.get("host"), headers.get("origin")
-    return is_host_allowed(host) and (origin is None or origin.partition("://")[2] == host)
+    return is_host_allowed(host) and origin in (None, f"{scheme}://{host}")
 
 
 def _listing() -> dict[str, Path]:
@@ -124,6 +127,12 @@ class Aside:
             gc.freeze()
 
 
+def _end(_: MemorySessionStorage, session_info: SessionInfo) -> None:
+    """End what a closed socket leaves, in place of keeping it: a page comes back from its address, and its descriptors do not."""
+    session_info.session.shutdown()
+
+
+MemorySessionStorage.save = _end  # type: ignore[assignment]
 settings.apply()  # before anything is read of them
 app = st.App(Path(__file__).with_name("main.py"), middleware=[Middleware(FrontEnd)])
 

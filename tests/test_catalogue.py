@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 
@@ -11,6 +12,7 @@ import pytest
 
 import workbench.runs.catalogue as catalogue_module
 from workbench.errors import UnknownName
+from workbench.files import digest
 from workbench.runs.catalogue import INDEX, catalogue
 from workbench.runs.run import Run
 
@@ -61,6 +63,7 @@ def test_runs_that_differ_in_an_option_are_told_apart(runs):
 
 
 def test_only_what_changed_is_read_again(runs, monkeypatch):
+    monkeypatch.setattr(catalogue_module, "SETTLED", 0)
     catalogue(runs)
     opened = []
     original = Run.open
@@ -91,7 +94,7 @@ def test_an_index_cannot_point_outside_the_folder(runs, tmp_path_factory):
     kept["entries"].append(
         json.loads(json.dumps(kept["entries"][0])) | {"name": "secret", "path": str(elsewhere / "secret")}
     )
-    (runs / INDEX).write_text(json.dumps(kept))
+    (runs / INDEX).write_text(json.dumps(kept | {"digest": digest(kept["entries"])}))
     assert [e.name for e in catalogue(runs).entries] == ["a", "b"]
 
 
@@ -124,6 +127,8 @@ def test_damaged_runs_are_problems_and_stay_out(runs):
         {"options": {"\udfff": 1}},
         {"options": {"a": json.loads("[" * 700 + "]" * 700)}},
         {"seed": 10**400},
+        {"seed": math.inf},
+        {"seed": 1e308},
         {"data": {"kind": "text", "domains": 3}},
     ],
     ids=str,
@@ -151,8 +156,31 @@ def test_an_index_that_lies_about_kinds_is_not_believed(runs):
     sound = catalogue(runs).entries
     kept = json.loads((runs / INDEX).read_text())
     for change in ({"steps": "abc"}, {"options": 3}, {"n_layers": "x"}, {"measured": [1]}):
+        false = [e | change for e in kept["entries"]]
+        (runs / INDEX).write_text(json.dumps(kept | {"entries": false, "digest": digest(false)}))
+        assert catalogue(runs).entries == sound
+
+
+def test_an_index_with_false_contents_of_the_right_kind_is_not_believed(runs, monkeypatch):
+    monkeypatch.setattr(catalogue_module, "SETTLED", 0)
+    sound = catalogue(runs).entries
+    kept = json.loads((runs / INDEX).read_text())
+    for change in ({"seed": 5}, {"architecture": "svformer"}, {"measured": ["loss"]}):
         (runs / INDEX).write_text(json.dumps(kept | {"entries": [e | change for e in kept["entries"]]}))
         assert catalogue(runs).entries == sound
+
+
+def test_a_description_that_changes_again_within_a_tick_of_its_clock_is_read_again(runs):
+    path = runs / "b" / "run.json"
+    times = path.stat()
+    first = catalogue(runs)
+    text = path.read_text()
+    path.write_text(text.replace('"seed": 1', '"seed": 2'))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    for known in (first, None):  # in memory, and from the index
+        second = catalogue(runs, known)
+        assert second.entry("b").seed == 2
+        assert second.entry("b").stamp != first.entry("b").stamp, "what was kept of the other is not shown"
 
 
 def test_folders_of_others_are_looked_into_once_and_become_runs_when_they_are(runs, monkeypatch):

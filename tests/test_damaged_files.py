@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,30 @@ def test_a_tensor_that_claims_more_bytes_than_the_file_has_is_refused_before_mem
 
     file.write_bytes(rezipped(file.read_bytes(), change))
     with pytest.raises(BadCheckpoint, match="damaged"):
+        read_state(file)
+
+
+def test_old_files_of_more_storage_than_bytes_are_refused_before_memory_is_spent(tmp_path):
+    """PyTorch of before 1.6 writes how many elements each storage has, and makes room for them."""
+    file, shared = tmp_path / "a.pt", torch.arange(40.0)
+    torch.save({"a": shared, "b": shared[:20].view(4, 5).T}, file, _use_new_zipfile_serialization=False)
+    assert torch.equal(read_state(file)[0]["b"], shared[:20].view(4, 5).T)
+    file.write_bytes(file.read_bytes().replace(b"K\x28", b"J" + (2**30).to_bytes(4, "little")))
+    with pytest.raises(BadCheckpoint, match="storage would take 4294967296 bytes, and the whole file has"):
+        read_state(file)
+
+
+def test_an_archive_that_somebody_packed_again_is_read_or_told_apart_from_a_damaged_one(tmp_path):
+    file = tmp_path / "a.pt"
+    torch.save({"a": torch.arange(40.0)}, file)
+    data = file.read_bytes()
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w", method) as new:
+            for info in old.infolist():
+                new.writestr(info.filename, old.read(info))
+        if method == zipfile.ZIP_STORED:
+            assert torch.equal(read_state(file)[0]["a"], torch.arange(40.0))
+    with pytest.raises(BadCheckpoint, match=r"packed again by a program that compresses: .*zip -0"):
         read_state(file)
 
 

@@ -288,6 +288,14 @@ def test_rotation_in_float64_is_exact_to_float64():
     assert sin[1999, 0, 13].item() == pytest.approx(math.sin(angle), abs=1e-12)
 
 
+def test_a_context_beyond_all_memory_costs_what_is_read_of_it(tiny):
+    ids = torch.arange(100)[None] % 61
+    model = tiny(config={"n_ctx": 2**40})
+    assert torch.equal(model(ids), tiny()(ids))
+    cos, _ = model.rotary(700, torch.empty(0))
+    assert torch.equal(cos[:100], tiny().rotary(100, torch.empty(0))[0]), "a longer table begins as the shorter one"
+
+
 def test_a_run_in_inference_mode_leaves_the_model_trainable(tiny):
     model = tiny()
     with torch.inference_mode():

@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import browsing
+import dashboard
 import pytest
+import visiting
 from browsing import ask, connected
 
 from workbench.errors import WorkbenchError
@@ -49,7 +52,18 @@ def test_this_machine_is_answered(port, host):
 
 @pytest.mark.parametrize(
     "origin",
-    ["http://evil.example", "http://localhost:1", "http://127.0.0.1:1", "http://127.0.0.1:{}.evil.example", "null", ""],
+    [
+        "http://evil.example",
+        "http://localhost:1",
+        "http://127.0.0.1:1",
+        "http://127.0.0.1:{}.evil.example",
+        "null",
+        "",
+        "https://127.0.0.1:{}",
+        "chrome-extension://127.0.0.1:{}",
+        "ws://127.0.0.1:{}",
+        "127.0.0.1:{}",
+    ],
 )
 def test_pages_of_other_servers_get_nothing_not_even_those_of_this_machine(port, origin):
     origin = origin.format(port)
@@ -175,6 +189,20 @@ def soon(true, within):
     while time.monotonic() < end and not true():
         time.sleep(0.1)
     return true()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")
+def test_visitors_who_leave_take_their_open_files_with_them(tmp_path):
+    dashboard.run(tmp_path, "r", "transformer", 0, "text", steps=(0,))
+    server = serving.serve(tmp_path, browsing.free_port())
+    try:
+        visiting.together(server.url, ["start?a=r"])
+        opened = lambda: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))  # noqa: E731
+        before = opened()
+        visiting.together(server.url, ["start?a=r"] * 4)
+        assert soon(lambda: opened() <= before, 10)
+    finally:
+        serving.stop(server)
 
 
 def test_ctrl_c_while_a_dashboard_starts_ends_it(tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ def open_regular(path: Path, limit: int | None = None) -> Iterator[BinaryIO]:
 def read_bytes(path: Path, limit: int = MAX_TEXT) -> bytes:
     """What is in a regular file of at most `limit` bytes; raises `OSError` as `open_regular` does."""
     with open_regular(path, limit) as file:
-        return file.read(limit)
+        return file.read(os.fstat(file.fileno()).st_size)  # room is made for as many as are asked for
 
 
 def read_text(path: Path) -> str:

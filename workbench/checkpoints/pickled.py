@@ -20,6 +20,7 @@ from workbench.checkpoints.stored import CHUNK, Stored
 from workbench.errors import BadCheckpoint
 
 DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError)  # what archives stumble over
+MAX_DEPTH = 50  # of containers in containers
 UNSAFE = re.compile(r"Unsupported global: GLOBAL ([\w.]+)")
 HARMLESS = ("argparse.Namespace", "pathlib.", "numpy.", "datetime.")  # what scripts leave in their settings
 
@@ -34,10 +35,28 @@ def unpickle(path: Path) -> Any:
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}") from error
     if magic != b"PK\3\4":  # before PyTorch 1.6: tensors follow one another, so they are read at once
+        _refuse_more_than_the_file(path)
         return _placed(_load(path), path, None)
     records = _records(path)
     with FakeTensorMode():
         return _placed(_load(path), path, records)
+
+
+def _refuse_more_than_the_file(path: Path) -> None:
+    """Raise `BadCheckpoint` where a storage would take more bytes than the file has, before memory is given to it."""
+    size = path.stat().st_size
+
+    def note(value: Any, depth: int = 0) -> None:
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            if (wanted := value.untyped_storage().nbytes()) > size:
+                told = f"a tensor's storage would take {wanted} bytes, and the whole file has {size}"
+                raise BadCheckpoint(f"{path} is damaged: {told}; copy it again")
+        elif isinstance(value, dict | list | tuple) and depth < MAX_DEPTH:
+            for inner in value.values() if isinstance(value, dict) else value:
+                note(inner, depth + 1)
+
+    with FakeTensorMode():
+        note(_load(path))
 
 
 def _load(path: Path) -> Any:
@@ -68,17 +87,21 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
-    """The archive's stored records by the offset of their first byte; the pickle's checksum is checked."""
+    """The archive's records by the offset of their first byte; the pickle's checksum is checked, and none may be compressed."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             records = {}
             for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise BadCheckpoint(
+                        f"{path} was packed again by a program that compresses: {info.filename} is not stored as it is. Pack it "
+                        "without (zip -0 -r), or save what torch.load(path, weights_only=True) gives"
+                    )
                 if info.filename.endswith("/data.pkl"):
                     _check_sum(archive, info)
                 file.seek(info.header_offset + 26)
                 begin = info.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
-                if info.compress_type == zipfile.ZIP_STORED:
-                    records[begin] = info
+                records[begin] = info
     except DAMAGE as error:
         raise BadCheckpoint(f"{path} is damaged or no PyTorch checkpoint: {error}; copy it again") from error
     return records
@@ -91,8 +114,8 @@ def _placed(value: Any, path: Path, records: dict[int, zipfile.ZipInfo] | None) 
     def place(item: Any, depth: int) -> Any:
         if id(item) in seen:
             return seen[id(item)]
-        if depth > 50:
-            raise BadCheckpoint(f"{path} nests containers more than 50 deep")
+        if depth > MAX_DEPTH:
+            raise BadCheckpoint(f"{path} nests containers more than {MAX_DEPTH} deep")
         if isinstance(item, torch.Tensor):
             result: Any = _stored(item, path, records)
         elif isinstance(item, dict):

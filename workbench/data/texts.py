@@ -54,7 +54,7 @@ def _parquet(path: Path, data: bytes) -> Iterator[str]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(pa.BufferReader(data)) as file:
+        with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
             schema = file.schema_arrow
             texts = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
             column = _column(texts, schema.names, str(path))

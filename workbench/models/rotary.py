@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+ROWS = 256  # of the smallest table; a larger one has a power of two, so that no size is asked for twice
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines of some positions, each [length, 1, d_head]."""
 
 
 class Rotary(nn.Module):
-    """Tables of cosines and sines, computed once for each device and dtype."""
+    """Tables of cosines and sines for each device and dtype, as long as the longest text that was read."""
 
     def __init__(self, d_head: int, n_ctx: int, theta: float) -> None:
         super().__init__()
@@ -24,18 +25,18 @@ class Rotary(nn.Module):
         """Cosines and signed sines of `length` positions from `start`, on the device and in the dtype of `like`."""
         key = (like.device, like.dtype)
         if torch.compiler.is_compiling():  # part of the graph, which would be made again for a table made meanwhile
-            cos, sin = self._table(like)
+            cos, sin = self._table(like, self.n_ctx)
             return cos[start : start + length], sin[start : start + length]
-        if key not in self.tables:
-            self.tables[key] = self._table(like)
+        if key not in self.tables or len(self.tables[key][0]) < start + length:
+            self.tables[key] = self._table(like, max(ROWS, 1 << (start + length - 1).bit_length()))
         cos, sin = self.tables[key]
         return cos[start : start + length], sin[start : start + length]
 
     @torch.inference_mode(False)  # a table made in inference mode could never be trained with
-    def _table(self, like: Tensor) -> Rotation:
+    def _table(self, like: Tensor, rows: int) -> Rotation:
         wide = torch.promote_types(like.dtype, torch.float32)
         exponent = torch.arange(0, self.d_head, 2, device=like.device, dtype=wide) / self.d_head
-        position = torch.arange(self.n_ctx, device=like.device, dtype=wide)
+        position = torch.arange(rows, device=like.device, dtype=wide)
         angle = torch.outer(position, 1.0 / self.theta**exponent)
         cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((-angle.sin(), angle.sin()), -1)
         return cos[:, None].to(like.dtype), sin[:, None].to(like.dtype)

@@ -3,7 +3,9 @@
     catalogue("runs").entries
 
 `.index.json` holds the entries beside the time each run last changed; only runs that changed since are read again, so a
-folder of hundreds of runs opens at once. Where the folder cannot be written, everything still works, only slower.
+folder of hundreds of runs opens at once. What had changed a moment before it was read is read again too, since a second change
+may bear the same time, and an index whose entries are not those that were written is none. Where the folder cannot be written,
+everything still works, only slower.
 """
 
 from __future__ import annotations
@@ -21,11 +23,10 @@ from workbench.checkpoints.identify import RUN_FILE
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest, local, read_json, write_json
 from workbench.runs.records import metrics_of
-from workbench.runs.run import Run, is_locked, is_run, is_study
+from workbench.runs.run import MAX_WHOLE, Run, is_locked, is_run, is_study
 
-INDEX, VERSION = ".index.json", 4
+INDEX, VERSION = ".index.json", 5
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-MAX_WHOLE = 2**53  # whole numbers that pages can show
 SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
 
 
@@ -35,7 +36,9 @@ class Entry:
 
     name: str
     path: str
-    stamp: tuple[int, ...]  # changes when anything in the folder appears or is replaced
+    stamp: tuple[
+        int, ...
+    ]  # changes when anything in the folder appears or is replaced, or run.json says something else
     architecture: str
     options: dict[str, Any]
     series: str  # the architecture, with options where runs of one group differ in them
@@ -52,6 +55,12 @@ class Entry:
     tokens: int = 0  # read in a training step; 0 where that is unknown
     observed: bool = False  # another library's model, or a module of the user's own
     shipped: bool = False  # a finished run that came with the project, without weights
+    seen: int = field(default=0, compare=False)  # when it was read, nanoseconds
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing had changed for a while when it was read: another change has another time."""
+        return self.seen - max(self.stamp[:-1]) > SETTLED
 
     @property
     def imported(self) -> bool:
@@ -70,7 +79,8 @@ class Entry:
 
 
 TUPLES = ("stamp", "steps", "measured")
-WHOLE = ("stamp", "steps", "seed", "last", "n_layers", "n_heads", "n_ctx", "tokens")
+TIMES = ("stamp", "seen")
+WHOLE = (*TIMES, "steps", "seed", "last", "n_layers", "n_heads", "n_ctx", "tokens")
 
 
 @dataclass(frozen=True)
@@ -102,18 +112,20 @@ def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
     except OSError as error:
         return Catalogue(str(root), (), {root.name: f"the folder of runs cannot be read: {error.strerror or error}"})
     for path in folders:
-        stamp = stamp_of(path)
-        if path in before and before[path].stamp == stamp:
-            entries.append(before[path])
+        stamp, known_entry = stamp_of(path), before.get(path)
+        if known_entry and known_entry.stamp[:-1] == stamp and known_entry.settled:
+            entries.append(known_entry)
             continue
         try:
-            entries.append(_sound(_entry(Run.open(path), stamp)))
+            seen, run = time.time_ns(), Run.open(path)
+            says = int(digest(run.info)[:12], 16)
+            entries.append(_sound(dataclasses.replace(_entry(run, (*stamp, says)), seen=seen)))
         except WorkbenchError as error:
             problems[_shown(path.name)] = _shown(error)
         except DAMAGE as error:
             problems[_shown(path.name)] = _shown(f"run.json is incomplete: {type(error).__name__} {error}")
     result = Catalogue(str(root), tuple(_with_series(entries)), problems, others)
-    if result.entries != old.entries:
+    if [(e, e.seen) for e in result.entries] != [(e, e.seen) for e in old.entries]:
         _write(root, result)
     return result
 
@@ -152,7 +164,7 @@ def _sound(entry: Entry) -> Entry:
     for key, value in vars(entry).items():
         kind = {"options": dict, "observed": bool, "shipped": bool}.get(key) or (int if key in WHOLE else str)
         parts = value if key in TUPLES else (value,)
-        wide = key != "stamp" and any(isinstance(part, int) and abs(part) > MAX_WHOLE for part in parts)
+        wide = key not in TIMES and any(isinstance(part, int) and abs(part) > MAX_WHOLE for part in parts)
         if wide or not all(isinstance(part, kind) for part in parts):
             raise BadData(f"{key} of run {entry.name} cannot be used: {str(value)[:80]}")
     json.dumps(dataclasses.asdict(entry), ensure_ascii=False).encode()  # text that is none, or without end
@@ -213,7 +225,7 @@ def _read(root: Path) -> Catalogue:
     nothing = Catalogue(str(root), (), {})
     try:
         kept = read_json(root / INDEX)
-        if kept["version"] != VERSION or kept["folder"] != str(root):
+        if kept["version"] != VERSION or kept["folder"] != str(root) or kept["digest"] != digest(kept["entries"]):
             return nothing
         entries = [_sound(Entry(**e | {k: tuple(e[k]) for k in TUPLES})) for e in kept["entries"]]
     except DAMAGE:
@@ -226,4 +238,4 @@ def _write(root: Path, content: Catalogue) -> None:
     with contextlib.suppress(WorkbenchError):  # a folder that may only be read has no index
         if root.is_dir():
             rows = [dataclasses.asdict(entry) for entry in content.entries]
-            write_json(root / INDEX, {"version": VERSION, "folder": str(root), "entries": rows})
+            write_json(root / INDEX, {"version": VERSION, "folder": str(root), "digest": digest(rows), "entries": rows})

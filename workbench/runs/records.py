@@ -75,9 +75,16 @@ def _read(paths: Iterable[Path], needed: Sequence[str] = ()) -> pa.Table:
             # opened once, so a file that is replaced meanwhile stays the one it was
             with open_regular(path, MAX_TABLE) as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
                 tables.append(checked(file.read(), path, needed))
-        except (OSError, KeyError, pa.ArrowException) as error:
+        except damage() as error:
             raise BadCheckpoint(f"cannot read {path}: {error}") from error
     return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
+
+
+def damage() -> tuple[type[Exception], ...]:
+    """What a Parquet file that cannot be read raises; its names of columns need not be text."""
+    import pyarrow as pa
+
+    return OSError, KeyError, UnicodeDecodeError, pa.ArrowException
 
 
 def checked(table: Any, path: Path, needed: Sequence[str] = ()) -> Any:
@@ -231,15 +238,14 @@ class Store:
 
 def metrics_of(folder: Path) -> tuple[str, ...]:
     """Names of the metrics that a run has records of; files that cannot be read count as empty."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     names: set[str] = set()
     for path in record_files(folder):
         with (
-            contextlib.suppress(OSError, KeyError, pa.ArrowException),
+            contextlib.suppress(*damage()),
             open_regular(path, MAX_TABLE) as raw,
-            pq.ParquetFile(raw) as file,
+            pq.ParquetFile(raw, page_checksum_verification=True) as file,
         ):
             names |= set(file.read(columns=["metric"])["metric"].unique().to_pylist())
     return tuple(sorted(str(name) for name in names if name is not None))

@@ -25,6 +25,7 @@ from workbench.files import digest, local, open_regular, read_bytes, read_json
 from workbench.runs.records import NEEDED, Store, read_parquet
 
 CORPORA = ".corpora"
+MAX_WHOLE = 2**53  # whole numbers that tables and pages can hold
 STUDY = "provenance.json"
 """In a folder whose runs are those of one study."""
 PATIENCE = 0.5  # seconds a writer tries: `is_locked` holds the lock for an instant
@@ -90,8 +91,11 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """Seed of weights and data order."""
-        return int(self.info["seed"])
+        """Seed of weights and data order; raises `ValueError` for what is no whole number that tables can hold."""
+        seed = self.info["seed"]
+        if type(seed) is not int or abs(seed) > MAX_WHOLE:
+            raise ValueError(f"its seed is {str(seed)[:80]}, no whole number up to {MAX_WHOLE}")
+        return seed
 
     @property
     def model(self) -> ModelConfig:

@@ -21,7 +21,7 @@ import pandas as pd
 from workbench.errors import BadCheckpoint
 from workbench.files import read_bytes
 from workbench.runs.catalogue import Entry
-from workbench.runs.records import MAX_TABLE, NEEDED, TEXT, WHOLE, checked, records, run_records, typed
+from workbench.runs.records import MAX_TABLE, NEEDED, TEXT, WHOLE, checked, damage, records, run_records, typed
 from workbench.runs.run import Run
 
 if TYPE_CHECKING:
@@ -159,15 +159,13 @@ def _telemetry(file: Path) -> ByMetric:
     import pyarrow.parquet as pq
 
     try:
-        content = pa.BufferReader(
-            read_bytes(file, MAX_TABLE)
-        )  # half the time of reading these small files by their paths
+        content = pa.BufferReader(read_bytes(file, MAX_TABLE))  # half the time of reading these small files by path
         try:
             opened = pq.ParquetFile(content, read_dictionary=list(TEXT), page_checksum_verification=True)
         except KeyError:  # a table without one of them
             opened = pq.ParquetFile(content, page_checksum_verification=True)
         table = checked(opened.read(use_threads=False), file, NEEDED)
-    except (OSError, pa.ArrowException) as error:
+    except damage() as error:
         raise BadCheckpoint(f"cannot read {file}: {error}") from error
     return {name: [rows] for name, rows in _by_metric(_compact(table)).items()}
 

@@ -1,0 +1,346 @@
+"""Files of every form that a user hands in, how they are damaged, and what then reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import dashboard
+import numpy as np
+import pandas as pd
+import torch
+from foreign import GPT, adam_of, gpt2_args, llama_tensors, nanogpt, rezipped
+
+import workbench
+from workbench import plots
+from workbench.checkpoints.identify import CONFIG, WEIGHTS
+from workbench.checkpoints.opening import read_state
+from workbench.checkpoints.saving import save
+from workbench.checkpoints.vocabulary import SETTINGS, load_tokenizer
+from workbench.claims.collect import stored, usable
+from workbench.data.corpus import from_files
+from workbench.data.corpus import load as load_corpus
+from workbench.data.corpus import save as save_corpus
+from workbench.data.sources import read_tokens
+from workbench.data.tokenizer import train_tokenizer
+from workbench.errors import BadCheckpoint
+from workbench.files import write_json
+from workbench.runs.catalogue import INDEX, catalogue
+from workbench.runs.records import SAMPLE_COLUMNS, load_records, metrics_of, read_parquet, records, write_parquet
+from workbench.runs.run import Run, list_runs
+from workbench.runs.table_cache import RecordCache, TelemetryCache
+from workbench.studies.demo import STATUS
+from workbench.studies.study_file import read_study
+from workbench.views import Link
+from workbench.views.intervene import parsed
+from workbench.views.serving import NOTE, _ours
+from workbench.views.start.demo import status
+
+SHAPE = {"n_heads": 4, "n_ctx": 128}
+
+
+def mutated(data, chance):
+    """A file with flipped bits, a lost end, lost, added or overwritten bytes; half of the time in its first part."""
+    out = bytearray(data)
+    place = chance.randrange(min(len(out), 3000) if chance.random() < 0.5 else len(out))
+    kind = chance.choice(["flip", "flip", "cut", "insert", "delete", "zero", "large"])
+    if kind == "flip":
+        for _ in range(chance.choice([1, 3, 20])):
+            out[chance.randrange(place + 1)] ^= 1 << chance.randrange(8)
+    elif kind == "cut":
+        del out[place:]
+    elif kind == "insert":
+        out[place:place] = chance.randbytes(chance.randrange(1, 9))
+    elif kind == "delete":
+        del out[place : place + chance.randrange(1, 50)]
+    else:
+        out[place : place + 4] = b"\0\0\0\0" if kind == "zero" else chance.choice([b"\xff" * 4, b"\x7f" * 4, b"9999"])
+    return bytes(out)
+
+
+def in_pickle(data, chance):
+    """The same archive with a damaged pickle whose checksum is right."""
+    return rezipped(data, lambda name, part: mutated(part, chance) if name.endswith("data.pkl") else part)
+
+
+def in_header(data, chance):
+    """safetensors with a damaged header of the right length."""
+    length = int.from_bytes(data[:8], "little")
+    return data[:8] + mutated(data[8 : 8 + length], chance)[:length].ljust(length) + data[8 + length :]
+
+
+def in_values(data, chance):
+    """JSON with a value of the wrong kind or size, or a key gone."""
+    values = json.loads(data)
+    key = chance.choice(list(values))
+    values[key] = chance.choice(
+        [None, -1, 0, 10**12, 1e308, "x", [], {}, [values[key]], True, {"rope_type": 3}, "../x"]
+    )
+    if chance.random() < 0.2:
+        del values[key]
+    return json.dumps(values).encode()
+
+
+def in_entries(data, chance):
+    """An index with a false value that is of the right kind, or of another one."""
+    kept = json.loads(data)
+    entry = kept["entries"][0]
+    key = chance.choice(list(entry))
+    false = {
+        str: ["x", "other", ""],
+        int: [7, 10**12],
+        bool: [True],
+        list: [[], [3], ["loss"]],
+        dict: [{}, {"lambda_v1": 3}],
+    }
+    entry[key] = (
+        chance.choice(false[type(entry[key])])
+        if chance.random() < 0.7
+        else chance.choice([None, -1, 1e308, "x", [], {}])
+    )
+    return json.dumps(kept).encode()
+
+
+def directory(tiny, folder):
+    save(tiny(), folder)
+    return folder / WEIGHTS, folder
+
+
+def undeclared(tiny, folder):
+    save(tiny("denseformer"), folder)
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(
+        json.dumps({k: v for k, v in config.items() if k != "workbench"} | {"model_type": "llama"})
+    )
+    return folder / CONFIG, folder
+
+
+def declared(tiny, folder):
+    save(tiny("resformer"), folder)
+    return folder / CONFIG, folder
+
+
+def sharded(tiny, folder):
+    save(tiny(), folder)
+    (folder / WEIGHTS).rename(folder / "a.safetensors")
+    index = folder / f"{WEIGHTS}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(llama_tensors(tiny()), "a.safetensors")}))
+    return index, folder
+
+
+def pickled(tiny, folder):
+    save(tiny(), folder)
+    (folder / WEIGHTS).unlink()
+    torch.save(llama_tensors(tiny()), folder / "pytorch_model.bin")
+    return folder / "pytorch_model.bin", folder
+
+
+def single(container, **how):
+    def make(tiny, folder):
+        file = folder / "ckpt.pt"
+        torch.save(container(tiny()), file, **how)
+        return file, file
+
+    return make
+
+
+def foreign(tiny, folder):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder / CONFIG, folder
+
+
+LOADED = {
+    "safetensors": (directory, mutated),
+    "safetensors header": (directory, in_header),
+    "config": (declared, mutated),
+    "values of a config": (declared, in_values),
+    "values of a Llama's config": (undeclared, in_values),
+    "index": (sharded, mutated),
+    "values of an index": (sharded, in_values),
+    "pytorch_model.bin": (pickled, mutated),
+    "nanoGPT": (single(nanogpt), mutated),
+    "nanoGPT's pickle": (single(nanogpt), in_pickle),
+    "nanoGPT's GPT-2": (single(lambda m: {"model": GPT(bias=True).state_dict(), "model_args": gpt2_args()}), in_pickle),
+    "Lightning's pickle": (single(lambda m: {"state_dict": llama_tensors(m), "global_step": 3, "hyper_parameters": SHAPE}), in_pickle),
+    "modded-nanogpt": (single(lambda m: {"step": 3, "code": "", "model": llama_tensors(m), "optimizers": [adam_of(m)]}), in_pickle),
+    "before PyTorch 1.6": (single(nanogpt, _use_new_zipfile_serialization=False), mutated),
+    "values of another library's config": (foreign, in_values),
+}  # fmt: skip
+
+
+def reader(write, name, act):
+    """A form of its own: `write(file)` makes it under a name, `act(file)` reads it."""
+
+    def make(_, folder):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file)
+        return file, lambda: act(file)
+
+    return make
+
+
+def in_run(name, act):
+    """A file of a whole run `r` with numbers; `act(runs)` reads the folder of runs."""
+
+    def make(_, folder):
+        common = dashboard.run(folder, "r", "resformer", 0, "text", steps=(0, 20))
+        write_parquet(records(dashboard.telemetry(common, "text")), folder / "r/telemetry/000000-000020.parquet")
+        write_parquet(records(dashboard.measured(common, "text")), folder / "r/records/aa-bb.parquet")
+        samples = [
+            common | {"step": 20, "metric": "loss", "document": i, "value": 4.0 + i, "provenance": "{}"}
+            for i in range(9)
+        ]
+        write_parquet(records(samples, SAMPLE_COLUMNS), folder / "r/records/aa-bb.samples.parquet")
+        catalogue(folder)
+        write_json(
+            folder / STATUS,
+            {"finished": True, "elapsed_s": 1.0, "left_s": 0.0, "models": ["r"], "ready": ["r"], "failed": {}},
+        )
+        write_json(folder / NOTE, {"pid": 2**22 + 1, "port": 8501, "builders": ""})
+        return folder / name, lambda: act(folder)
+
+    return make
+
+
+def listed(runs):
+    """What every list of runs begins with: commands, dashboard and verdicts."""
+    found, problems = list_runs(runs)
+    kept = usable(found)
+    entries = catalogue(runs).entries
+    assert [Path(e.path).name for e in entries] == [run.name for run in found] or problems
+    return kept
+
+
+def looked_up(runs):
+    """The catalogue, which may lean on its index and must not repeat what is false there."""
+    found, path = catalogue(runs), runs / INDEX
+    path.unlink(missing_ok=True)
+    assert found.entries == catalogue(runs).entries, "the index was believed"
+    return found
+
+
+def both_caches(runs):
+    """Records and telemetry as commands and pages read them; a run that cannot be read is named."""
+    entries = catalogue(runs).entries
+    for cache in (RecordCache(), TelemetryCache()):
+        _, problems = cache.rows(entries)
+        if problems:
+            raise BadCheckpoint(str(problems))
+    run = Run.open(runs / "r")
+    _ = run.telemetry(), load_records([run.path]), run.progress, metrics_of(run.path)
+    return stored([run])
+
+
+def drawn(runs):
+    """The figure of a table that somebody hands in."""
+    return plots.plot(read_parquet([runs / "r/records/aa-bb.parquet"]))
+
+
+def prose(file):
+    file.write_text("\n\n".join(f"line {i} of the book says {i * i % 97} and no more than that" for i in range(800)))
+
+
+def stored_corpus(file):
+    """A corpus as `prepare` keeps it."""
+    prose(file.with_suffix(".txt"))
+    save_corpus(from_files([file.with_suffix(".txt")]), file.parent)
+
+
+def own_tokenizer(file):
+    train_tokenizer(["the cat sat on the mat " * 20], 270).save(file)
+
+
+def with_tokenizer(file):
+    own_tokenizer(file.with_name("tokenizer.json"))
+    saved = json.loads(file.with_name("tokenizer.json").read_text())
+    saved["added_tokens"] = []  # as another library's
+    file.with_name("tokenizer.json").write_text(json.dumps(saved))
+    file.write_text(json.dumps({"bos_token": "a", "eos_token": {"content": "b"}}))
+
+
+STUDY = """
+question = "Does the value residual win at every learning rate?"
+preset = "tiny"
+seeds = [0, 1, 2]
+outcome = "formation_step"
+baseline = "transformer"
+tuned = "lr"
+data = { kind = "repeated", vocabulary = 64 }
+recipe = { steps = 150 }
+grid.recipe.lr = [2e-3, 4e-3]
+measure = { metrics = ["sink_mass"], steps = "last", n = 8 }
+[[models]]
+architecture = "transformer"
+[[models]]
+architecture = "resformer"
+vary.options.lambda_v1 = [0.5, 2]
+"""
+EDITS = "coefficient:layer=2,source=first,value=0;sink:layer=3;remove:part=mlp,layer=1;values:layer=1,how=zero"
+LINK = f"intervene?a=text-resformer-s0&step=20&prompt=return%20values&edits={EDITS}&compare=1&models=resformer"
+RUN = {
+    "architecture": "resformer", "seed": 0, "model": dashboard.MODEL, "train": dashboard.TRAIN, "data": {"kind": "imported"},
+}  # fmt: skip
+
+
+def text(value):
+    return lambda file: file.write_text(value)
+
+
+SIDE = {
+    "tokenizer": (reader(own_tokenizer, "tokenizer.json", load_tokenizer), mutated),
+    "tokenizer's settings": (reader(with_tokenizer, SETTINGS, lambda f: load_tokenizer(f.with_name("tokenizer.json"))), mutated),
+    "text": (reader(prose, "book.txt", lambda f: from_files([f])), mutated),
+    "JSON Lines": (
+        reader(text("\n".join(json.dumps({"text": f"{i} words " * 200}) for i in range(40))), "rows.jsonl", lambda f: from_files([f])),
+        mutated,
+    ),
+    "Parquet": (
+        reader(
+            lambda f: pd.DataFrame({"text": [" ".join(f"w{i * j}" for j in range(300)) for i in range(40)]}).to_parquet(f),
+            "rows.parquet", lambda f: from_files([f]),
+        ), mutated,
+    ),
+    "token ids": (reader(lambda f: np.arange(4000, dtype="<u2").tofile(f), "ids.bin", lambda f: read_tokens(f, 4000)), mutated),
+    "corpus": (reader(stored_corpus, "corpus/documents.parquet", lambda f: load_corpus(f.parent)), mutated),
+    "corpus's manifest": (reader(stored_corpus, "corpus/manifest.json", lambda f: load_corpus(f.parent)), mutated),
+    "run.json": (reader(text(json.dumps(RUN)), "run.json", lambda f: Run.open(f.parent)), mutated),
+    "run.json of a run with numbers": (in_run("r/run.json", listed), mutated),
+    "values of a run.json": (in_run("r/run.json", listed), in_values),
+    "records": (in_run("r/records/aa-bb.parquet", both_caches), mutated),
+    "samples": (in_run("r/records/aa-bb.samples.parquet", both_caches), mutated),
+    "telemetry": (in_run("r/telemetry/000000-000020.parquet", both_caches), mutated),
+    "records to be drawn": (in_run("r/records/aa-bb.parquet", drawn), mutated),
+    "catalogue's index": (in_run(INDEX, looked_up), mutated),
+    "values of a catalogue's index": (in_run(INDEX, looked_up), in_entries),
+    "demo's status": (in_run(STATUS, status), mutated),
+    "dashboard's note": (in_run(NOTE, lambda runs: _ours(runs, 8501)), mutated),
+    "study": (reader(text(STUDY), "study.toml", read_study), mutated),
+    "edits": (reader(text(EDITS), "edits.txt", lambda f: parsed(f.read_text(errors="replace"))), mutated),
+    "link": (reader(text(LINK), "link.txt", lambda f: Link.parse(f.read_text(errors="replace"))), mutated),
+}  # fmt: skip
+
+
+def opened(make):
+    """A checkpoint as `load` opens it."""
+
+    def form(tiny, folder):
+        file, path = make(tiny, folder)
+        return file, lambda: workbench.load(path, config={})
+
+    return form
+
+
+def state(tiny, folder):
+    """Tensors for a module of one's own."""
+    file = folder / "a.pt"
+    torch.save({"a": torch.ones(3, 4).T, "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.tensor(1)}, file)
+    return file, lambda: read_state(file)
+
+
+STATES = {"state dict": (state, mutated), "pickle of a state dict": (state, in_pickle)}
+FORMS = {name: (opened(make), damage) for name, (make, damage) in LOADED.items()} | STATES | SIDE
+"""Every form: what makes a sound file and what reads it, and how it is damaged."""
