@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,6 +15,7 @@ from analyses.common import QUICK_MODEL, quick_runs
 from workbench.config import TrainConfig
 from workbench.console import status, time_left
 from workbench.data.sources import RepeatedData
+from workbench.runs.run import Run
 from workbench.training.loop import train
 from workbench.training.workers import Job, run_jobs
 
@@ -124,3 +126,45 @@ def test_ctrl_c_in_a_terminal_ends_an_analysis_with_one_sentence_and_it_goes_on(
     assert "neutreno_smooths_less: not checkable" in told
     assert set(before) <= set(kept(runs))
     assert (tmp_path / "out" / "claims.html").exists()
+
+
+TRAINING = """
+import sys
+from pathlib import Path
+import training_runs
+from workbench.training.workers import Job, run_jobs
+if __name__ == "__main__":
+    recipe = training_runs.RECIPE.replace(steps=20_000, save_every=5)
+    jobs = [Job(name, training_runs.trained_as, (Path(sys.argv[1]), name, recipe)) for name in ("a", "b", "c")]
+    run_jobs(jobs, 2, lambda job, error: None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds child processes in Linux's /proc")
+def test_workers_end_with_a_parent_that_is_killed_alone_and_nobody_waits_for_them(tmp_path):
+    """The third job never begins, and both runs can be written as soon as the parent is gone."""
+    (tmp_path / "trains.py").write_text(TRAINING)
+    tests = {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    parent = subprocess.Popen([sys.executable, tmp_path / "trains.py", tmp_path / "runs"], env=os.environ | tests)
+    states = [tmp_path / "runs" / name / "resume" / "state.safetensors" for name in ("a", "b")]
+    try:
+        assert soon(lambda: all(state.exists() for state in states), 200)
+        threads = Path(f"/proc/{parent.pid}/task").glob("*/children")
+        children = [Path("/proc", pid) for thread in threads for pid in thread.read_text().split()]
+        workers = [child for child in children if b"spawn_main" in (child / "cmdline").read_bytes()]
+        assert len(workers) == 2
+    finally:
+        parent.kill()  # not its group
+        parent.wait()
+    for name in ("a", "b"):
+        Run.open(tmp_path / "runs" / name).writing().release()
+    assert soon(lambda: not any(worker.exists() for worker in workers), 5)
+    assert not (tmp_path / "runs" / "c").exists()
+
+
+def soon(true, within):
+    end = time.monotonic() + within
+    while time.monotonic() < end and not true():
+        time.sleep(0.05)
+    return true()

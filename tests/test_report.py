@@ -2,12 +2,15 @@
 
 import html
 import re
+import shutil
 
 import dashboard
+import pytest
 
 from workbench.claims.analysis import Analysis, chosen, judge
 from workbench.claims.collect import find_runs, stored
 from workbench.claims.page import write_page
+from workbench.errors import BadData
 from workbench.reports.folder import write_report
 from workbench.views import Source, start
 
@@ -27,3 +30,23 @@ def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_
         assert article[1] == story.verdict.status
         assert html.escape(story.verdict.sentence) in article[0]
         assert f">{story.verdict.words}<" in article[0]
+
+
+TABLES = {
+    "text-resformer-s0": "records/aa-bb", "text-svformer-s0": "records/aa-bb.samples", "text-svformer-s1": "telemetry/000000-000020",
+}  # fmt: skip
+
+
+def test_runs_with_a_damaged_table_are_left_out_by_name(tmp_path, populated):
+    for name in ("text-resformer-s1", *TABLES):
+        dashboard.copied(populated / name, tmp_path / name)
+    damaged = [tmp_path / name / f"{table}.parquet" for name, table in TABLES.items()]
+    for file in damaged:
+        file.write_bytes(b"PAR1")
+    page = write_report(tmp_path, tmp_path / "report.html").read_text()
+    for name, file in zip(TABLES, damaged, strict=True):
+        assert f"{name} was left out: cannot read {file}" in page
+    assert "1 runs: resformer" in page
+    shutil.rmtree(tmp_path / "text-resformer-s1")
+    with pytest.raises(BadData, match=f"no readable runs under .*text-resformer-s0: cannot read {damaged[0]}"):
+        write_report(tmp_path, tmp_path / "report.html")

@@ -27,6 +27,11 @@ def start(root, architecture="resformer", *, data=None, model=MODEL, recipe=RECI
     )  # fmt: skip
 
 
+def trained_as(root, name, recipe):
+    """A run by its name, for processes that take plain arguments."""
+    return start(root, name=name, recipe=recipe).path
+
+
 def weights(run, step=None):
     return (run.step_folder(run.train.steps if step is None else step) / "model.safetensors").read_bytes()
 

@@ -202,13 +202,13 @@ def gather(run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: in
                         failed.setdefault(str(error), []).append(name)
                 problems += [f"{', '.join(names)} at step {step}: {error}" for error, names in failed.items()]
     frame = pd.concat(frames, ignore_index=True)
-    return frame, _samples(run, frame), problems
+    return frame, samples_of(run, frame), problems
 
 
 def _kept(run: Run) -> Gathered:
     """What a run holds already."""
     frame = one_sample(load_records([run.path]))
-    return frame, _samples(run, frame), []
+    return frame, samples_of(run, frame), []
 
 
 def _fitting(names: Sequence[str], T: int) -> tuple[list[str], list[str]]:
@@ -218,8 +218,8 @@ def _fitting(names: Sequence[str], T: int) -> tuple[list[str], list[str]]:
     return fit, [f"{name} needs sequences of {measures[name].min_length} tokens, these have {T}" for name in long]
 
 
-def _samples(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
-    """One value per document behind these records, of the loss: what pairs documents."""
+def samples_of(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
+    """One value per document behind a run's records, of the loss: what pairs documents. Raises `BadCheckpoint` as `read_parquet` does."""
     keys = set(frame.loc[frame["metric"] == "loss", "provenance"])
     files = sorted((run.path / "records").glob("*.samples.parquet")) if keys else []
     samples = read_parquet(files, SAMPLE_COLUMNS)

@@ -11,10 +11,10 @@ import pandas as pd
 from workbench import plots
 from workbench.claims import DECIDED
 from workbench.claims.analysis import Judged, chosen
-from workbench.claims.collect import stored, usable
+from workbench.claims.collect import samples_of, stored, usable
 from workbench.claims.page import article
 from workbench.claims.verdict import corrected, expected_by_chance
-from workbench.errors import BadData
+from workbench.errors import BadCheckpoint, BadData
 from workbench.plots.page import Page, folded, heading, numbers, paragraph
 from workbench.runs.records import load_records
 from workbench.runs.run import Run, list_runs
@@ -36,10 +36,12 @@ def write_report(runs: Path, out: Path) -> Path:
     Verdicts are those of the claims on the finished runs, from stored records: the same that `workbench analyze` gives.
     """
     found, problems = list_runs(runs)
+    sound = {run: tables for run in found if (tables := _tables(run, problems)) is not None}
+    found = list(sound)
     if not found:
-        raise BadData(f"no readable runs under {runs}; make some with `workbench demo` or `workbench train`")
-    frame = load_records([run.path for run in found])
-    telemetry = pd.concat([run.telemetry() for run in found], ignore_index=True)
+        why = "".join(f"; {name}: {reason}" for name, reason in problems.items())
+        raise BadData(f"no readable runs under {runs}; make some with `workbench demo` or `workbench train`{why}")
+    frame, telemetry = (pd.concat(tables, ignore_index=True) for tables in zip(*sound.values(), strict=True))
     judged = verdicts(found)
     page = Page("workbench report")
     opening = (
@@ -55,6 +57,17 @@ def write_report(runs: Path, out: Path) -> Path:
     _claims(page, judged)
     _provenance(page, found, frame, problems)
     return page.write(out)
+
+
+def _tables(run: Run, problems: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    """A run's records and telemetry; None, and why in `problems`, where one of its tables cannot be read."""
+    try:
+        frame = load_records([run.path])
+        samples_of(run, frame)
+        return frame, run.telemetry()
+    except BadCheckpoint as error:
+        problems[run.name] = str(error)
+        return None
 
 
 def verdicts(runs: list[Run]) -> dict[str, Judged]:

@@ -36,9 +36,7 @@ class Entry:
 
     name: str
     path: str
-    stamp: tuple[
-        int, ...
-    ]  # changes when anything in the folder appears or is replaced, or run.json says something else
+    stamp: tuple[int, ...]  # changes when anything in the folder appears or is replaced; at its end what run.json says
     architecture: str
     options: dict[str, Any]
     series: str  # the architecture, with options where runs of one group differ in them

@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -77,8 +78,20 @@ def _run(pool: Executor, call: Callable[[Job], Any], jobs: Sequence[Job], done: 
 
 
 def _pool(size: int) -> ProcessPoolExecutor:
-    spawning, handler = multiprocessing.get_context("spawn"), (signal.SIGINT, _note)
-    return ProcessPoolExecutor(size, spawning, initializer=signal.signal, initargs=handler)
+    return ProcessPoolExecutor(size, multiprocessing.get_context("spawn"), initializer=_begin)
+
+
+def _begin() -> None:
+    """What a process does before its first job: Ctrl-C is only noted, and the end of its parent is its own."""
+    signal.signal(signal.SIGINT, _note)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End at once with a parent that was killed alone: whoever resumes finds no lock held, and what is written is whole."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 _stopped = list[str]()
