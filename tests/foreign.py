@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 import zipfile
 
@@ -138,3 +139,38 @@ def quietly(path, **settings):
 
 def same(model, logits):
     torch.testing.assert_close(model(IDS), logits, atol=1e-5, rtol=1e-5)
+
+
+EXAMPLE = '''"""Files of the example code base: {params, iteration, shape}.
+
+Source: an example.
+"""
+
+from workbench.checkpoints.format import Format
+
+FORMAT = Format(
+    name="example", keys=("params", "iteration"), weights="params", step="iteration", config="shape",
+    settings={"width": "d_model", "depth": "n_layers", "heads": "n_heads", "length": "n_ctx"},
+    tensors={
+        "tokens": "embed.weight", "norm": "ln_final.weight", "head": "unembed.weight",
+        "layer.*.norm_1": "blocks.*.ln1.weight", "layer.*.norm_2": "blocks.*.ln2.weight",
+        "layer.*.q": "blocks.*.attn.q_proj.weight", "layer.*.k": "blocks.*.attn.k_proj.weight",
+        "layer.*.v": "blocks.*.attn.v_proj.weight", "layer.*.o": "blocks.*.attn.o_proj.weight",
+        "layer.*.gate": "blocks.*.mlp.gate_proj.weight", "layer.*.up": "blocks.*.mlp.up_proj.weight",
+        "layer.*.down": "blocks.*.mlp.down_proj.weight",
+    },
+)  # fmt: skip
+'''
+"""A code base's form as one more file in the folder of formats."""
+
+
+def example_container(model):
+    """What that code base saves of a model: its names come from its own table."""
+    exec(EXAMPLE, made := {})
+    theirs, config = {ours: name for name, ours in made["FORMAT"].tensors.items()}, model.config
+    params = {}
+    for name, p in model.named_parameters():
+        layer = next(iter(re.findall(r"\.(\d+)\.", name)), "")
+        params[theirs[name.replace(f".{layer}.", ".*.")].replace("*", layer)] = p.detach()
+    shape = {"width": config.d_model, "depth": config.n_layers, "heads": config.n_heads, "length": config.n_ctx}
+    return {"params": params, "iteration": 7, "shape": shape}

@@ -11,9 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from foreign import EXAMPLE, example_container
+
+from workbench.models import build
 
 ROOT = Path(__file__).parents[1]
 RUNS = Path(__file__).parent / "golden" / "run_before"
+SHAPE = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 32}
 COPIED = ("workbench", "app", "analyses", "docs")
 
 ARCHITECTURE = '''"""Every later layer's values are scaled.
@@ -68,26 +73,6 @@ def runs_are_there(evidence: Evidence) -> Verdict:
     """There are runs."""
     return Verdict("unresolved", f"{len(evidence.runs)} runs.", pd.DataFrame())
 '''
-FORMAT = '''"""Files of the example code base: {params, iteration, shape}.
-
-Source: an example.
-"""
-
-from workbench.checkpoints.format import Format
-
-FORMAT = Format(
-    name="example", keys=("params", "iteration"), weights="params", step="iteration", config="shape",
-    settings={"width": "d_model", "depth": "n_layers", "heads": "n_heads", "length": "n_ctx"},
-    tensors={
-        "tokens": "embed.weight", "norm": "ln_final.weight", "head": "unembed.weight",
-        "layer.*.norm_1": "blocks.*.ln1.weight", "layer.*.norm_2": "blocks.*.ln2.weight",
-        "layer.*.q": "blocks.*.attn.q_proj.weight", "layer.*.k": "blocks.*.attn.k_proj.weight",
-        "layer.*.v": "blocks.*.attn.v_proj.weight", "layer.*.o": "blocks.*.attn.o_proj.weight",
-        "layer.*.gate": "blocks.*.mlp.gate_proj.weight", "layer.*.up": "blocks.*.mlp.up_proj.weight",
-        "layer.*.down": "blocks.*.mlp.down_proj.weight",
-    },
-)  # fmt: skip
-'''
 PAGE = '''"""Newcomer: one figure."""
 
 from __future__ import annotations
@@ -109,24 +94,16 @@ def hello(source: Source, link: Link) -> Drawing:
 ON_PAGES = '"depth": Page('
 
 USE = """
-import json, re, sys
+import json, sys
 import pandas as pd, torch, workbench
 from workbench.claims import CLAIMS
 sys.path.append("docs")
 from generate import PAGES as DOCS
-from workbench.checkpoints.formats.example import FORMAT
-
 ids = torch.randint(0, 61, (3, 16), generator=torch.Generator().manual_seed(0))
-shape = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 32}
-plain, scaled = (workbench.build(name, shape) for name in ("transformer", "scaled"))
+shape = json.loads(sys.argv[2])
+plain, scaled = (workbench.build(name, shape, seed=0) for name in ("transformer", "scaled"))
 neutral = workbench.build("scaled", shape, **workbench.ARCHITECTURES["scaled"].neutral)
 frame = workbench.measure(scaled, ["longest_value"], ids)
-names = {ours: theirs for theirs, ours in FORMAT.tensors.items()}
-def theirs(name):
-    number = re.findall("[0-9]+", name)
-    return names[re.sub(r"\\.[0-9]+\\.", ".*.", name)].replace("*", number[0] if number else "")
-torch.save({"params": {theirs(n): p.detach() for n, p in plain.named_parameters()}, "iteration": 7,
-            "shape": {"width": 32, "depth": 3, "heads": 4, "length": 32}}, sys.argv[1] + "/theirs.pt")
 opened = workbench.load(sys.argv[1] + "/theirs.pt", architecture="transformer")
 from streamlit.testing.v1 import AppTest
 page = AppTest.from_string("from app import page_frame\\npage_frame.all_views('newcomer')", default_timeout=60).run()
@@ -186,7 +163,7 @@ def test_one_of_each_touches_one_or_two_files_and_is_known_everywhere(copy, tmp_
     added("metric")
     append(product / "claims" / "depth.py", CLAIM)
     added("claim")
-    (product / "checkpoints" / "formats" / "example.py").write_text(FORMAT)
+    (product / "checkpoints" / "formats" / "example.py").write_text(EXAMPLE)
     added("format")
     (product / "views" / "newcomer.py").write_text(PAGE)
     pages = product / "views" / "link.py"
@@ -195,7 +172,8 @@ def test_one_of_each_touches_one_or_two_files_and_is_known_everywhere(copy, tmp_
     )
     added("page")
     assert costs == {"architecture": 2, "metric": 1, "claim": 1, "format": 1, "page": 2}
-    known = json.loads(run(copy, "-c", USE, tmp_path).splitlines()[-1])
+    torch.save(example_container(build("transformer", SHAPE, seed=0)), tmp_path / "theirs.pt")
+    known = json.loads(run(copy, "-c", USE, tmp_path, json.dumps(SHAPE)).splitlines()[-1])
     assert known == {
         "changed": True, "neutral": True, "measured": [0, 1, 2], "claim": "There are runs.", "documented": [True, True],
         "label": "Scaled", "opened": True, "step": 7, "page": "Newcomer", "figures": 1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 import warnings
@@ -11,7 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign import GPT, IDS, SHAPE, adam_of, gpt2_args, hugging_face, llama_tensors, nanogpt, quietly, same
+from foreign import (
+    EXAMPLE,
+    GPT,
+    IDS,
+    SHAPE,
+    adam_of,
+    example_container,
+    gpt2_args,
+    hugging_face,
+    llama_tensors,
+    nanogpt,
+    quietly,
+    same,
+)
 from safetensors.torch import load_file, save_file
 
 import workbench
@@ -227,29 +239,11 @@ def test_shared_and_transposed_tensors_come_back_as_they_were(tmp_path):
     assert found["a"].data_ptr() == found["b"].data_ptr()
 
 
-CODE_BASE = """
-from workbench.checkpoints.format import Format
-
-FORMAT = Format(
-    name="example", keys=("params", "iteration"), weights="params", step="iteration", config="shape",
-    settings={"width": "d_model", "depth": "n_layers", "heads": "n_heads", "length": "n_ctx"},
-    tensors={
-        "tokens": "embed.weight", "norm": "ln_final.weight", "head": "unembed.weight",
-        "layer.*.norm_1": "blocks.*.ln1.weight", "layer.*.norm_2": "blocks.*.ln2.weight",
-        "layer.*.q": "blocks.*.attn.q_proj.weight", "layer.*.k": "blocks.*.attn.k_proj.weight",
-        "layer.*.v": "blocks.*.attn.v_proj.weight", "layer.*.o": "blocks.*.attn.o_proj.weight",
-        "layer.*.gate": "blocks.*.mlp.gate_proj.weight", "layer.*.up": "blocks.*.mlp.up_proj.weight",
-        "layer.*.down": "blocks.*.mlp.down_proj.weight",
-    },
-)
-"""
-
-
 @pytest.fixture
 def example(tmp_path, monkeypatch):
     """A code base's form as one more file in the folder of formats."""
     (tmp_path / "formats").mkdir()
-    (tmp_path / "formats" / "example.py").write_text(CODE_BASE)
+    (tmp_path / "formats" / "example.py").write_text(EXAMPLE)
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path / "formats")])
     known.cache_clear()
     yield known()["example"]
@@ -258,19 +252,14 @@ def example(tmp_path, monkeypatch):
 
 
 def test_one_file_is_enough_for_a_code_base_to_be_recognised_and_opened(tiny, tmp_path, example):
-    model, theirs = tiny(), {ours: name for name, ours in example.tensors.items()}
-    tensors = {}
-    for name, p in model.named_parameters():
-        layer = next(iter(re.findall(r"\.(\d+)\.", name)), "")
-        tensors[theirs[name.replace(f".{layer}.", ".*.")].replace("*", layer)] = p.detach()
-    shape = {"width": 32, "depth": 3, "heads": 4, "length": 128}
-    torch.save({"params": tensors, "iteration": 7, "shape": shape}, tmp_path / "latest.pt")
+    model = tiny()
+    torch.save(saved := example_container(model), tmp_path / "latest.pt")
     loaded = quietly(tmp_path / "latest.pt")
     assert torch.equal(loaded(IDS), model(IDS))
     assert (loaded.source["format"], loaded.source["step"], loaded.config.n_ctx) == ("example", 7, 128)
-    assert read_state(tmp_path / "latest.pt")[0].keys() == tensors.keys()
-    tensors["embed.weight"] = tensors["tokens"]
-    torch.save({"params": tensors, "iteration": 7, "shape": shape}, tmp_path / "twice.pt")
+    assert read_state(tmp_path / "latest.pt")[0].keys() == saved["params"].keys()
+    saved["params"]["embed.weight"] = saved["params"]["tokens"]
+    torch.save(saved, tmp_path / "twice.pt")
     with pytest.raises(BadCheckpoint, match=r"holds model\.embed_tokens\.weight twice: as tokens and embed\.weight"):
         quietly(tmp_path / "twice.pt")
 
