@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from foreign import IDS, hugging_face, llama_tensors, nanogpt, quietly, rezipped
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import workbench
 from workbench.checkpoints.identify import CONFIG
@@ -173,6 +174,21 @@ def test_weights_that_are_no_numbers_are_refused_in_pickled_files(tmp_path, tiny
     torch.save(nanogpt(tiny()) | {"model": llama_tensors(model)}, tmp_path / "ckpt.pt")
     with pytest.raises(BadCheckpoint, match=r"embed_tokens\.weight holds (NaN|Inf)"):
         quietly(tmp_path / "ckpt.pt")
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_weights_that_make_no_finite_logits_are_refused_by_name(tmp_path, tiny, ours):
+    """3e38 is a float32, and its square is none."""
+    name = "model.layers.1.mlp.up_proj.weight" if ours else "transformer.h.0.mlp.c_fc.weight"
+    model = tiny() if ours else hugging_face(GPT2LMHeadModel, GPT2Config, bos_token_id=0, eos_token_id=0)
+    with torch.no_grad():
+        (model.blocks[1].mlp.up_proj.weight if ours else model.get_parameter(name))[3, 2] = -3e38
+    if ours:
+        save(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    with pytest.raises(BadCheckpoint, match=rf"{name} holds 3e\+38, of which logits become NaN or infinite"):
+        quietly(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workbench.checkpoints.llama import llama_name
-from workbench.checkpoints.state import Device, Dtype, State, misfits
+from workbench.checkpoints.state import Device, Dtype, State, misfits, refuse_immense
 from workbench.config import ModelConfig
 from workbench.errors import BadCheckpoint
 from workbench.models import Transformer, compose
@@ -47,6 +47,7 @@ def fill(model: Transformer, state: State, device: Device = None, dtype: Dtype =
             raise BadCheckpoint(f"{stored.path}: {name} is {stored.dtype}; quantised weights are not read")
     state.check()
     tensors = dict(state.read(dtype or torch.float32, device))
+    refuse_immense(tensors.items(), state.info.path)
     model.load_state_dict({n: tensors[llama_name(n)] for n, _ in model.named_parameters()}, assign=True)
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers())), "a tensor that no checkpoint holds"
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +13,9 @@ import torch
 
 from workbench.checkpoints.pickled import check_sums
 from workbench.checkpoints.stored import Stored
-from workbench.errors import suggest
+from workbench.errors import BadCheckpoint, suggest
 
+IMMENSE = 1e18  # a square of it, summed over a few hundred, is about the largest float32
 Device = str | torch.device | None
 Dtype = torch.dtype | None
 
@@ -88,6 +89,19 @@ class State:
 def _sha256(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_immense(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
+    """Raise `BadCheckpoint` naming a weight beyond `IMMENSE`: it is finite, and what is computed with it is not."""
+    for name, weight in weights:
+        if weight.numel() and weight.is_floating_point():
+            wide = weight.detach() if weight.element_size() > 1 else weight.detach().float()
+            largest = max(abs(float(end)) for end in wide.aminmax())
+            if largest > IMMENSE:
+                raise BadCheckpoint(
+                    f"{path}: {name} holds {largest:.3g}, of which logits become NaN or infinite: the training diverged or the file is "
+                    "damaged; choose an earlier step"
+                )
 
 
 def misfits(shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:

@@ -88,7 +88,7 @@ def _begin() -> None:
 
 
 def _end_with_parent() -> None:
-    """End at once with a parent that was killed alone: whoever resumes finds no lock held, and what is written is whole."""
+    """End at once with a parent that was killed alone: a resume finds no lock held, and what is written is whole."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
