@@ -21,7 +21,14 @@ from workbench.statistics.error_bars import (
     seed_band,
 )
 from workbench.statistics.formation import formation_steps
-from workbench.statistics.loss_curves import at_equal_loss, common_loss, critical_point, relative_loss, step_at_loss
+from workbench.statistics.loss_curves import (
+    at_equal_loss,
+    common_loss,
+    critical_point,
+    cumulative_rate,
+    relative_loss,
+    step_at_loss,
+)
 from workbench.statistics.scaling import _around, saved_share, savings, savings_intervals
 
 # average validation loss by millions of parameters, Zhou et al. 2024, their first table
@@ -146,6 +153,13 @@ def test_critical_point_lasts_and_lies_after_the_minimum():
     assert critical_point(pd.Series(flat), hold=7) is None
     assert critical_point(pd.Series([-1.0] * 50), hold=4) is None
     assert critical_point(pd.Series(dtype=float)) is None
+
+
+def test_the_cumulative_rate_sums_every_step_between_those_written_down():
+    rates = pd.Series([1.0, 3.0, 3.0], index=[0, 4, 8])
+    assert cumulative_rate(rates, 6) == 1 + 1.5 + 2 + 2.5 + 3 + 3 + 3
+    assert cumulative_rate(rates, 0) == 1
+    assert np.isnan([cumulative_rate(rates, np.nan), cumulative_rate(rates[:0], 3), cumulative_rate(rates, -1)]).all()
 
 
 # ---- savings ---------------------------------------------------------------------------------------------------------

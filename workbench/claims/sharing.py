@@ -12,7 +12,7 @@ from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
 from workbench.claims.wording import listed, model_name, numbers, seeds_note
 from workbench.statistics.error_bars import Interval, over_seeds
-from workbench.statistics.loss_curves import WINDOW, critical_point, relative_loss
+from workbench.statistics.loss_curves import WINDOW, critical_point, cumulative_rate, relative_loss
 
 SAME_CACHE = ("gqa", "cla")  # about half of the decoder's, as SVFormer
 LONG = 16_384  # tokens: what counts as long against the published 64,000
@@ -76,8 +76,9 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
         leads[f"T {length:.0f}: early lead"] = lead = over_seeds(races["lead"])
         crossings[length] = races["crossing"]
         crossed = races["crossing"].dropna()
+        rates = f" (cumulative learning rate {listed([f'{r:.3g}' for r in races['rate'].dropna()])})"
         when = (
-            f"overtaken at step {listed([f'{c:.0f}' for c in crossed])}"
+            f"overtaken at step {listed([f'{c:.0f}' for c in crossed])}{rates if races['rate'].notna().any() else ''}"
             if len(crossed)
             else f"not overtaken within {steps} steps"
         )
@@ -103,8 +104,8 @@ def _growth(crossings: dict[float, pd.Series]) -> dict[str, Interval]:
 
 
 def _races(pair: Evidence) -> pd.DataFrame:
-    """By seed: mean relative loss of the first third, and the step of the crossing (NaN where there is none)."""
-    losses, races = pair.written("train_loss"), {}
+    """By seed: mean relative loss of the first third, the crossing's step and cumulative learning rate (NaN where there is none)."""
+    losses, rates, races = pair.written("train_loss"), pair.written("learning_rate"), {}
     steps = int(pair.runs["steps"].max())
     window = min(WINDOW, max(steps // 10, 1))
     for seed, runs in pair.runs.groupby("seed"):
@@ -116,10 +117,12 @@ def _races(pair: Evidence) -> pd.DataFrame:
             if len(relative) and mine.index[-1] == base.index[-1]:  # else one of them was not written to its end
                 crossing = critical_point(relative, hold=window)
                 lead = float(relative[relative.index <= EARLY * steps].mean())
-                races[seed] = (lead, math.nan if crossing is None else crossing)
+                step = math.nan if crossing is None else crossing
+                rate = rates[rates["run"] == named["svformer"]].set_index("step")["value"]
+                races[seed] = (lead, step, cumulative_rate(rate.astype(float), step))
     if not races:
         raise InsufficientEvidence("The training losses of these runs were not written down for the same steps.")
-    return pd.DataFrame.from_dict(races, orient="index", columns=["lead", "crossing"], dtype=float)
+    return pd.DataFrame.from_dict(races, orient="index", columns=["lead", "crossing", "rate"], dtype=float)
 
 
 @claim(

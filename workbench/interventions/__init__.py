@@ -4,7 +4,17 @@
 how, means)` the one behind `value_ablation`. Importing this package registers every experiment in `INTERVENTIONS`.
 """
 
-from workbench.interventions import ablation, gradients, lens, retention, similarity, throughput, values
+from workbench.interventions import (
+    ablation,
+    first_token,
+    gradients,
+    lens,
+    mixing,
+    retention,
+    similarity,
+    throughput,
+    values,
+)
 from workbench.interventions.base import INTERVENTIONS, Intervention, intervention
 from workbench.interventions.edits.base import Edit
 from workbench.interventions.edits.coefficient import coefficients
@@ -13,6 +23,7 @@ from workbench.interventions.edits.kinds import as_edits
 from workbench.interventions.values import TokenMeans, replaced, token_means, value_ablation
 
 __all__ = [
-    "INTERVENTIONS", "Edit", "Intervention", "TokenMeans", "ablation", "as_edits", "coefficients", "edited", "gradients",
-    "intervention", "lens", "replaced", "retention", "similarity", "throughput", "token_means", "value_ablation", "values",
+    "INTERVENTIONS", "Edit", "Intervention", "TokenMeans", "ablation", "as_edits", "coefficients", "edited", "first_token",
+    "gradients", "intervention", "lens", "mixing", "replaced", "retention", "similarity", "throughput", "token_means",
+    "value_ablation", "values",
 ]  # fmt: skip

@@ -22,15 +22,18 @@ def _each(logits: Tensor, ids: Tensor) -> Tensor:
 
 @intervention(
     unit="loss per activation unit", range=">= 0", reading="higher: the loss pulls harder here",
-    source="Frobenius norm of the gradient of a document's mean loss",
+    source="Frobenius norm of the gradient of a document's mean loss", version=2,
 )  # fmt: skip
 def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Norm of the loss's gradient at the streams, the effective values and what attention and MLP add, per layer.
 
-    ||dloss/dh||_F over the positions of a document. `relative`: times the activation's own norm, so that scale drops out.
+    ||dloss/dh||_F over the positions of a document, of all that reads the activation: a stream that later averages read too
+    counts them beside its block. `relative`: times the activation's own norm, so that scale drops out.
     Caution: a larger activation has a smaller gradient at equal importance; read the relative form beside it.
     """
-    points = {name: (site, n) for site in SITES for n, name in hook_points(model, site).items()}
+    points = {
+        before_branching(model, n, name): (site, n) for site in SITES for n, name in hook_points(model, site).items()
+    }
     results: dict[tuple[str, int, str | None], list[Tensor]] = {}
     for ids in batches_of(model, sample, batch):
         _, values, grads = model.run_with_grads(ids, list(points), _each)
@@ -42,6 +45,13 @@ def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> 
     for (site, layer, variant), parts in results.items():
         unit = "loss per relative change" if variant else "loss per activation unit"
         yield mean_row(torch.cat(parts), site=site, layer=layer, variant=variant, unit=unit)
+
+
+def before_branching(model: Any, layer: int, name: str) -> str:
+    """Where the gradient is that of all readers: averages keep some blocks' inputs before the block's own hook point."""
+    if not name.endswith("hook_resid_pre") or not getattr(model.blocks[layer], "shares_input", False):
+        return name
+    return f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embed"
 
 
 @intervention(

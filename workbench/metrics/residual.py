@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from workbench.kernels.cross_entropy import sequence_losses
 from workbench.metrics.base import metric, wide
+
+DIMENSIONS = 10
 
 
 @metric(
@@ -42,14 +48,15 @@ def repetition_floor(tokens: Tensor) -> Tensor:
 
 @metric(
     unit="cosine", range="-1/(T-1)..1", reading="higher: tokens more alike (over-smoothing)", min_length=3,
-    source="Zhou et al. 2024; Shi et al. 2022, arXiv 2202.08625", sites=("stream", "v", "own_v", "z"),
-    variants={"excl0": {"skip": 1}}, controls={"token_repetition": repetition_floor},
+    source="Zhou et al. 2024; Shi et al. 2022, arXiv 2202.08625", sites=("stream", "v", "own_v", "z", "rot_k"),
+    variants={"excl0": {"skip": 1}}, controls={"token_repetition": repetition_floor}, version=2,
 )  # fmt: skip
 def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 0) -> Float[Tensor, " batch"]:
     """Mean cosine between the vectors of all pairs of positions.
 
     (||sum_t u_t||^2 - T) / (T (T - 1)) with unit vectors u_t: the closed form of the mean off-diagonal cosine, in O(T d).
-    `excl0` leaves position 0 out. Caution: repeated tokens and single large channels raise it, and it differs between
+    All heads of a position together. `excl0` leaves position 0 out. `rot_k` is the published mode of keys, after the rotation.
+    Caution: repeated tokens and single large channels raise it, and it differs between
     architectures at random init: compare trained minus step 0.
     """
     x = vectors.flatten(2)[:, skip:]
@@ -93,6 +100,56 @@ def massive_activations(vectors: Float[Tensor, "batch pos *width"], *, count: bo
     if count:
         return ((size > 100) & (size >= 1000 * median[:, None])).sum(-1).to(size.dtype)
     return size.amax(-1) / median
+
+
+@metric(
+    unit="ratio", range=">= 1 at the largest, falling", reading="higher: one dimension towers over the rest", sites=("stream",),
+    source="Sun et al. 2024, arXiv 2402.17762 (massive activations stand in few, fixed dimensions, mostly at the first token)",
+    variants={"dimension": {}, "first_position": {}}, units={"dimension": "dimension", "first_position": "share of documents"},
+)  # fmt: skip
+class MassiveDimensions:
+    """The ten dimensions of the stream with the largest entries, over the median entry of the document, largest first.
+
+    Of each dimension the largest |x| over positions, over the median |x| of the document; mean over documents.
+    `dimension`: which one that is. `first_position`: share of documents in which its largest entry stands at position 0.
+    Caution: the ratio has no threshold (`massive_activations` counts by the published one); where no dimension towers, which
+    ten lead is chance, so compare the ratios with step 0 and the dimensions over seeds and layers.
+    """
+
+    errors: Mapping[str, float] = MappingProxyType({"dimension": math.nan, "first_position": math.nan})
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.sums = torch.zeros(
+            2, 0, dtype=torch.double
+        )  # of ratios and of largest entries at position 0, by dimension
+
+    def update(self, vectors: Float[Tensor, "batch pos *width"]) -> None:
+        """Add the documents of a batch."""
+        size = wide(vectors.flatten(2)).abs().double()
+        largest, place = size.max(1)
+        ratio = largest / size.flatten(1).median(-1, keepdim=True).values
+        self._add(len(size), torch.stack((ratio.sum(0), (place == 0).double().sum(0))).cpu())
+
+    def merge(self, other: MassiveDimensions) -> None:
+        """Add what another accumulator has seen."""
+        if other.n:
+            self._add(other.n, other.sums)
+
+    def _add(self, n: int, sums: Tensor) -> None:
+        self.n, self.sums = self.n + n, sums + self.sums if self.n else sums
+
+    def result(self) -> Mapping[str, list[float]]:
+        """{"": ratios, and the variants}, one of each for a dimension; NaN without a document."""
+        if not self.n:
+            return {key: [math.nan] for key in ("", "dimension", "first_position")}
+        ratio, first = self.sums / self.n
+        order = ratio.argsort(descending=True, stable=True)[:DIMENSIONS]
+        return {
+            "": ratio[order].tolist(),
+            "dimension": order.double().tolist(),
+            "first_position": first[order].tolist(),
+        }
 
 
 @metric(

@@ -41,7 +41,8 @@ class _Probe:
 
 @metric(
     unit="bits", range="<= entropy of the tokens", reading="higher: more of the token's identity is linearly readable", folds=1,
-    source=SOURCE, sites=("stream", "z", "own_v", "v"), variants=BITS, units=UNITS, controls=CONTROLS, min_length=2,
+    source=SOURCE, sites=("stream", "z", "own_v", "v", "q", "k"), variants=BITS, units=UNITS, controls=CONTROLS, min_length=2,
+    version=2,
 )  # fmt: skip
 class TokenProbe(_Probe):
     """Bits of the input token's identity that a linear softmax probe recovers beyond token frequency, fitted to convergence.
@@ -131,8 +132,8 @@ class PreviousTokenProbe(TokenProbe):
 @metric(
     unit="bits", range="<= entropy of the tokens", reading="higher: more of the token's identity is linearly readable", folds=1,
     source="linear discriminant analysis, its class means drawn to the centre as random effects; " + SOURCE,
-    sites=("stream", "z", "own_v", "v"), variants=STREAMED, units=UNITS,
-    controls={"shifted": {"shifted": True}}, min_length=2,
+    sites=("stream", "z", "own_v", "v", "q", "k"), variants=STREAMED, units=UNITS,
+    controls={"shifted": {"shifted": True}}, min_length=2, version=2,
 )  # fmt: skip
 class TokenProbeStreamed(_Probe):
     """`token_probe` estimated: the same bits by a probe in closed form, from sums over any number of documents.

@@ -83,19 +83,45 @@ class EffectiveRank(_Moments):
 
 @metric(
     unit="share of the trace", range="0..1, falling", reading="flat: many directions; steep: few", sites=("v", "own_v"),
-    source="Zhou et al. 2024 (spectra of values), normalised by the trace", min_length=2,
+    source="Zhou et al. 2024 (spectra of values), normalised by the trace", min_length=2, variants={"per_sequence": {}}, version=2,
 )  # fmt: skip
 class Spectrum(_Moments):
     """Eigenvalues of the values' uncentred second moment over their sum, largest first.
 
-    The published spectra are not normalised, and so contain the values' scale. Caution: the largest 32 only; a layer with
-    larger values is no richer, so read the trace (variant of effective rank) beside it.
+    Pooled: one matrix (1/N) sum v v^T of all N vectors. `per_sequence`: as the published code has it, the eigenvalues of
+    each sequence's own matrix (1/T) sum v v^T, averaged rank by rank. Their largest share is the higher one: a sequence
+    holds fewer directions than all of them (at most T), and leading directions that differ between sequences are averaged
+    by rank, not together. The published spectra are not normalised, and so contain the values' scale. Caution: the largest
+    32 only; a layer with larger values is no richer, so read the trace (variant of effective rank) beside it.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranked = torch.zeros(MAX_EIGENVALUES, dtype=torch.double)  # sums over sequences, by rank
+
+    def update(self, vectors: Float[Tensor, "batch pos *width"]) -> None:
+        """Add the vectors of a batch, all heads of a position together."""
+        super().update(vectors)
+        for x in wide(vectors.flatten(2)).double():
+            moment = x @ x.T if x.shape[0] < x.shape[1] else x.T @ x  # the same eigenvalues but for zeros
+            if not moment.isfinite().all():
+                self.ranked += math.nan
+                continue
+            mu = torch.linalg.eigvalsh(moment).flip(0).clamp_min(0)[:MAX_EIGENVALUES].cpu()
+            self.ranked[: len(mu)] += mu
+
+    def merge(self, other: _Moments) -> None:
+        """Add what another accumulator has seen."""
+        assert isinstance(other, Spectrum)
+        super().merge(other)
+        self.ranked = self.ranked + other.ranked
+
     def result(self) -> Mapping[str, list[float]]:
-        """{"": one share for each eigenvalue}; NaN without vectors."""
+        """{"": one share for each eigenvalue, "per_sequence": likewise}; NaN without vectors."""
         mu = self.eigenvalues() if self.n else torch.tensor([math.nan])
-        return {"": (mu / mu.sum())[:MAX_EIGENVALUES].tolist()}
+        whole = (mu / mu.sum())[:MAX_EIGENVALUES]
+        by_rank = self.ranked[: len(whole)] / (mu.sum() * max(self.n, 1))  # the traces add up to the pooled one
+        return {"": whole.tolist(), "per_sequence": by_rank.tolist()}
 
 
 @metric(

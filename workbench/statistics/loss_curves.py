@@ -55,3 +55,15 @@ def critical_point(relative: pd.Series, hold: int = WINDOW) -> int | None:
         return None
     lasting = np.flatnonzero(np.convolve(above, np.ones(hold, dtype=int), mode="valid") == hold)
     return int(after.index[lasting[0]]) if len(lasting) else None
+
+
+def cumulative_rate(rates: pd.Series, step: float) -> float:
+    """Sum of the learning rates of all steps up to `step`, linear between those written down (indexed by step); NaN without any.
+
+    Where runs of different schedules cross is compared on this axis (Zhou et al. 2024, the critical point of SVFormer).
+    """
+    known = rates.dropna().sort_index()
+    if not len(known) or math.isnan(step) or step < known.index[0]:
+        return math.nan
+    steps = np.arange(int(known.index[0]), int(step) + 1)
+    return float(np.interp(steps, known.index.to_numpy(dtype=float), known.to_numpy(dtype=float)).sum())

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from workbench.interventions.gradients import before_branching
 from workbench.metrics.weights import PARTS, part_of
 from workbench.names import ACTIVATIONS, NamedHookPoints, stream_hook
 
@@ -76,6 +77,7 @@ def _named_points(model: Any, alias: str) -> Iterator[CapturePoint]:
     for layer in layers:
         name = stream_hook(layer, n_layers) if alias == "stream" else ACTIVATIONS[alias].hook.format(layer=layer)
         if name in model.hook_dict:
+            name = before_branching(model, layer, name)
             axes = {"site": "final", "layer": n_layers} if layer == "final" else {"site": alias, "layer": layer}
             read_only = is_observed(model) and model.is_read_only(name)
             hook_point = model.hook_dict[name]

@@ -1,0 +1,96 @@
+"""Every measure equals plain float64 code that imports nothing of the product, on trained checkpoints of five architectures."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pandas as pd
+import pytest
+import torch
+import truth
+from truth_experiments import EXPERIMENTS
+
+from workbench.config import ModelConfig, TrainConfig
+from workbench.data.sources import RepeatedData, Sample
+from workbench.interventions import INTERVENTIONS
+from workbench.measurement.measuring import measure
+from workbench.metrics import METRICS
+from workbench.training.loop import train
+
+MODEL = ModelConfig(n_layers=3, d_model=16, n_heads=4, n_key_value_heads=2, d_mlp=24, d_vocab=64, n_ctx=64)
+RECIPE = TrainConfig(steps=40, batch=8, T=64, warmup=2, lr=2e-2, validate_every=40, save_every=40, validation_sequences=8)
+FIVE = ("transformer", "resformer", "svformer", "neutreno", "denseformer")
+TRUTHS = truth.ATTENTION | truth.VECTORS | EXPERIMENTS
+PROBES = [name for name in METRICS if "_probe" in name]
+CLOCK = ["throughput"]
+AXES = ["site", "part", "layer", "source", "head", "position", "index", "variant", "control"]
+
+
+class Training:
+    """Where an experiment finds training sequences: always the same few."""
+
+    ids = RepeatedData().batch(7, 6, 64, 0)
+
+    def batch(self, step, size, T, seed):
+        return self.ids
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """`trained(name)`: a model trained on repeated tokens for 40 steps, in float64, and the same as a `World`."""
+
+    @functools.cache
+    def make(name):
+        data = RepeatedData()
+        run = train(name, data, name=name, runs=tmp_path_factory.mktemp("truth"), model=MODEL, train=RECIPE, device="cpu")
+        model = run.load("last", dtype=torch.float64)
+        ids = data.batch(3, 5, 64, 1)
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        return model, truth.World(name, weights, MODEL, ids, Training.ids)
+
+    return make
+
+
+def test_every_measure_has_a_truth():
+    assert {*METRICS, *INTERVENTIONS} == {*TRUTHS, *PROBES, *CLOCK}
+
+
+def test_the_models_have_learned(trained):
+    model, world = trained("resformer")
+    torch.testing.assert_close(model(world.ids), world.logits, atol=1e-12, rtol=1e-12)
+    assert float(world.losses(world.ids).mean()) < math.log(64) - 0.2
+
+
+def differences(told, true):
+    """What does not agree, in words."""
+    rows = {truth.at(**{a: row[a] for a in AXES if pd.notna(row[a])}): row for _, row in told.iterrows()}
+    wrong = [f"not told: {dict(key)}" for key in true.keys() - rows.keys()]
+    wrong += [f"without a truth: {dict(key)}" for key in rows.keys() - true.keys()]
+    for key in true.keys() & rows.keys():
+        each = torch.as_tensor(true[key], dtype=torch.double)
+        found = [(float(rows[key]["value"]), float(each.mean()))]
+        if each.ndim:
+            found.append((float(rows[key]["se"]), float(each.std() / math.sqrt(len(each)))))
+        for a, b in found:
+            if not (math.isnan(a) and math.isnan(b)) and not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9):
+                wrong.append(f"{dict(key)}: {a} is {b}")
+    return wrong
+
+
+def cases():
+    """One architecture is fast, all the others are not."""
+    for name in TRUTHS:
+        for kind in FIVE:
+            fast = kind == "resformer" or (kind, name) == ("denseformer", "activation_gradient_norm")
+            yield pytest.param(name, kind, marks=[] if fast else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "kind"), [*cases()])
+def test_a_measure_equals_its_truth(trained, name, kind):
+    model, world = trained(kind)
+    sample = Sample(world.ids, range(len(world.ids)), "repeated", "text", Training())
+    told = measure(model, name, sample, batch=2)
+    wrong = differences(told, TRUTHS[name](world))
+    assert not wrong, f"{len(wrong)} numbers of {name} in {kind}: " + "; ".join(wrong[:4])
+    assert len(told) or (name, kind) in {("skip_ablation", "transformer")} or name in ("skip_ablation", "coefficient_share")

@@ -1,0 +1,99 @@
+"""How much of what is mixed each source supplies: coefficients weighed by the size of what they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.interventions.base import batches_of, intervention, mean_row
+from workbench.interventions.edits.coefficient import PATHS, hook_of, sources_at
+from workbench.models.transformer import Transformer
+
+SITES = {"v": "v", "q": "q", "k": "k", "output": "z", "stream": "stream"}
+"""Where a path's mixture is read. A pattern's rows sum to 1, so that its coefficients are their own shares."""
+
+
+@intervention(
+    unit="share", range="0..1, sums to 1 over sources", reading="higher: the source supplies more of the mixture",
+    source="Zhou et al. 2024 and Pagliardini et al. 2024 (coefficients); weighed by norms, since a layer's own weights absorb a scale",
+)  # fmt: skip
+@torch.no_grad()
+def coefficient_share(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """Share of each source in what a layer mixes: |w_j| ||X_j|| / sum over i of |w_i| ||X_i||, norms over a document.
+
+    Of values, queries and keys (X_j: another layer's, the table's, the own), of streams (the embedding, raw block outputs;
+    numbered by the reader) and of head outputs (site z: what is added, against the rest). Column part is the source.
+    `coefficient`: w_j itself. Fixed and learned ones alike; models that mix nothing have no rows. Caution: (c w_1, c w_2,
+    W_O / c) is the same model for every c, so compare shares, not coefficients; shares do not see what cancels.
+    """
+    if not isinstance(model, Transformer):  # whose coefficients are not ours to read
+        return
+    places = [(p, n) for p in PATHS if p in SITES for n in range(model.config.n_layers) if sources_at(model, p, n)]
+    weights: dict[tuple[str, int], Tensor] = {}
+    sizes: dict[tuple[str, int], list[Tensor]] = {}
+    for ids in batches_of(model, sample, batch) if places else ():
+        for (path, layer), found in _sizes(model, ids, places, weights).items():
+            sizes.setdefault((path, layer), []).append(found)
+    for (path, layer), parts in sizes.items():
+        each = torch.cat(parts)  # [document, source]
+        shares = each / each.sum(-1, keepdim=True)
+        axes = {"site": SITES[path], "layer": layer + (path == "stream")}
+        sources = sources_at(model, path, layer)
+        for j, part in enumerate(["own", *sources] if path == "output" else sources):
+            yield mean_row(shares[:, j], **axes, part=part, unit="share")
+        for part, weight in zip(sources, weights[path, layer].tolist(), strict=True):
+            yield {**axes, "part": part, "variant": "coefficient", "value": weight, "unit": "number"}
+
+
+def _sizes(
+    model: Transformer, ids: Tensor, places: list[tuple[str, int]], weights: dict[tuple[str, int], Tensor]
+) -> dict[tuple[str, int], Tensor]:
+    """|w_j| ||X_j|| of each document and source [batch, source]; of head outputs the rest first. Fills in the weights."""
+    names = {(p, n): _vectors(model, p, n) for p, n in places}
+    mixes = [hook_of(p, n) for p, n in places]
+    _, cache = model.run_with_cache(ids, names_filter=[*mixes, *(name for many in names.values() for name in many)])
+    found = {}
+    for path, layer in places:
+        weights[path, layer] = cache[hook_of(path, layer)].double().cpu()
+        vectors = [cache[name] for name in names[path, layer]]
+        if path == "output":
+            vectors = _added(model, ids, layer, vectors[0], len(weights[path, layer]))
+            found[path, layer] = _norms(vectors)
+        else:
+            found[path, layer] = _norms(vectors) * weights[path, layer].abs()
+    return found
+
+
+def _norms(vectors: list[Tensor]) -> Tensor:
+    return torch.stack([x.double().flatten(1).norm(dim=-1).cpu() for x in vectors], -1)
+
+
+def _vectors(model: Transformer, path: str, layer: int) -> list[str]:
+    """Hook points of what the coefficients of a path multiply at a layer; of head outputs, of their sum."""
+    if path == "output":
+        return [f"blocks.{layer}.attn.hook_z"]
+    names = []
+    for source in sources_at(model, path, layer):
+        if path == "stream":
+            block = layer if source == "own" else int(source.removeprefix("block.")) if source != "embed" else None
+            names.append("hook_embed" if block is None else f"blocks.{block}.hook_dwa_in")
+        else:
+            at = "source.0" if source == "first" else source
+            names.append(f"blocks.{layer}.attn.{at}.hook_{path}")
+    return names
+
+
+def _added(model: Transformer, ids: Tensor, layer: int, whole: Tensor, count: int) -> list[Tensor]:
+    """Head outputs without what is added to them, then each addition: the difference where its coefficient is 0."""
+    kept: list[Tensor] = []
+    for zeroed in ([*range(count)], *([i] for i in range(count))):
+
+        def without(weights: Tensor, hook: Any, zeroed: list[int] = zeroed) -> Tensor:
+            return weights.index_fill(0, torch.tensor(zeroed, device=weights.device), 0.0)
+
+        with model.hooks([(hook_of("output", layer), without)]):
+            kept.append(model.run_with_cache(ids, names_filter=f"blocks.{layer}.attn.hook_z")[1]["z", layer])
+    return [kept[0], *(whole - other for other in kept[1:])]
