@@ -160,6 +160,24 @@ def test_activation_gradients_do_not_depend_on_the_batch_and_equal_autograd(tiny
     assert found(a, site="stream", layer=2, variant=None) == pytest.approx(torch.stack(norms).mean().item(), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "options", "made"),
+    [
+        ("denseformer", {}, {0: "hook_embed"}),
+        ("denseformer", {"period": 2}, {0: "hook_embed", 1: "blocks.0.hook_resid_post"}),
+        ("residual_hidden", {}, {0: "hook_embed"}),
+    ],
+)
+def test_a_streams_gradient_counts_the_averages_that_read_it_past_its_block(awake, ids, architecture, options, made):
+    model = awake(architecture, dtype=WIDE, **options)
+    rows = run("activation_gradient_norm", model, ids[:1])
+    for layer, point in made.items():
+        own = f"blocks.{layer}.hook_resid_pre"
+        _, _, grads = model.run_with_grads(ids[:1], [point, own])
+        assert found(rows, site="stream", layer=layer, variant=None) == pytest.approx(grads[point].norm().item())
+        assert not torch.allclose(grads[point], grads[own], rtol=1e-3)
+
+
 @pytest.mark.parametrize("architecture", COVERING)
 def test_gradient_shares_of_the_first_values_sum_to_one(tiny, ids, architecture):
     rows = run("shortcut_gradient_share", tiny(architecture, dtype=WIDE), ids)

@@ -12,14 +12,16 @@ import truth
 from truth_experiments import EXPERIMENTS
 
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData, Sample
+from workbench.data.sources import BackcopyData, Sample
 from workbench.interventions import INTERVENTIONS
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.training.loop import train
 
-MODEL = ModelConfig(n_layers=3, d_model=16, n_heads=4, n_key_value_heads=2, d_mlp=24, d_vocab=64, n_ctx=64)
-RECIPE = TrainConfig(steps=40, batch=8, T=64, warmup=2, lr=2e-2, validate_every=40, save_every=40, validation_sequences=8)
+MODEL = ModelConfig(n_layers=3, d_model=16, n_heads=4, n_key_value_heads=2, d_mlp=24, d_vocab=24, n_ctx=64)
+RECIPE = TrainConfig(
+    steps=40, batch=8, T=64, warmup=2, lr=2e-2, validate_every=40, save_every=40, validation_sequences=8
+)
 FIVE = ("transformer", "resformer", "svformer", "neutreno", "denseformer")
 TRUTHS = truth.ATTENTION | truth.VECTORS | EXPERIMENTS
 PROBES = [name for name in METRICS if "_probe" in name]
@@ -27,10 +29,13 @@ CLOCK = ["throughput"]
 AXES = ["site", "part", "layer", "source", "head", "position", "index", "variant", "control"]
 
 
+DATA = BackcopyData(24)
+
+
 class Training:
     """Where an experiment finds training sequences: always the same few."""
 
-    ids = RepeatedData().batch(7, 6, 64, 0)
+    ids = DATA.batch(7, 6, 64, 0)
 
     def batch(self, step, size, T, seed):
         return self.ids
@@ -38,14 +43,15 @@ class Training:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """`trained(name)`: a model trained on repeated tokens for 40 steps, in float64, and the same as a `World`."""
+    """`trained(name)`: a model trained on bigrams for 40 steps, in float64, and the same as a `World`."""
 
     @functools.cache
     def make(name):
-        data = RepeatedData()
-        run = train(name, data, name=name, runs=tmp_path_factory.mktemp("truth"), model=MODEL, train=RECIPE, device="cpu")
+        run = train(
+            name, DATA, name=name, runs=tmp_path_factory.mktemp("truth"), model=MODEL, train=RECIPE, device="cpu"
+        )
         model = run.load("last", dtype=torch.float64)
-        ids = data.batch(3, 5, 64, 1)
+        ids = DATA.batch(3, 4, 64, 1)
         weights = {name: p.detach() for name, p in model.named_parameters()}
         return model, truth.World(name, weights, MODEL, ids, Training.ids)
 
@@ -59,7 +65,7 @@ def test_every_measure_has_a_truth():
 def test_the_models_have_learned(trained):
     model, world = trained("resformer")
     torch.testing.assert_close(model(world.ids), world.logits, atol=1e-12, rtol=1e-12)
-    assert float(world.losses(world.ids).mean()) < math.log(64) - 0.2
+    assert float(world.losses(world.ids).mean()) < math.log(MODEL.d_vocab) - 0.4
 
 
 def differences(told, true):
@@ -82,15 +88,14 @@ def cases():
     """One architecture is fast, all the others are not."""
     for name in TRUTHS:
         for kind in FIVE:
-            fast = kind == "resformer" or (kind, name) == ("denseformer", "activation_gradient_norm")
-            yield pytest.param(name, kind, marks=[] if fast else [pytest.mark.slow])
+            yield pytest.param(name, kind, marks=[] if kind == "resformer" else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("name", "kind"), [*cases()])
 def test_a_measure_equals_its_truth(trained, name, kind):
     model, world = trained(kind)
-    sample = Sample(world.ids, range(len(world.ids)), "repeated", "text", Training())
+    sample = Sample(world.ids, range(len(world.ids)), "bigrams", "backcopy", Training())
     told = measure(model, name, sample, batch=2)
     wrong = differences(told, TRUTHS[name](world))
     assert not wrong, f"{len(wrong)} numbers of {name} in {kind}: " + "; ".join(wrong[:4])
-    assert len(told) or (name, kind) in {("skip_ablation", "transformer")} or name in ("skip_ablation", "coefficient_share")
+    assert len(told) or name in ("skip_ablation", "coefficient_share"), "models without a shortcut have no rows"

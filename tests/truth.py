@@ -61,7 +61,9 @@ class World:
             middle = y + see("attn_out", n, out)
             m, at = self.norm(middle, f"blocks.{n}.ln2"), f"blocks.{n}.mlp."
             gate = m @ self.p[at + "gate_proj.weight"].T
-            out = (gate / (1 + (-gate).exp()) * (m @ self.p[at + "up_proj.weight"].T)) @ self.p[at + "down_proj.weight"].T
+            out = (gate / (1 + (-gate).exp()) * (m @ self.p[at + "up_proj.weight"].T)) @ self.p[
+                at + "down_proj.weight"
+            ].T
             y = middle + see("mlp_out", n, out)
             outputs.append(see("block", n, y))
             if self.kind == "denseformer":
@@ -115,7 +117,9 @@ def spread(value, axes, **fixed):
     front = value.ndim - len(axes)
     entries = np.ndindex(*value.shape[front:])
     return {
-        at(**fixed, **dict(zip(axes, place, strict=True))): value[(slice(None), *place)] if front else float(value[place])
+        at(**fixed, **dict(zip(axes, place, strict=True))): value[(slice(None), *place)]
+        if front
+        else float(value[place])
         for place in entries
     }
 
@@ -166,8 +170,7 @@ def value_weighted(A, world, n):
 
 
 def stripes(A, offset):
-    T = A.shape[-1]
-    return torch.stack([A[:, :, t, t - offset] for t in range(T // 2, T)]).mean(0)
+    return torch.stack([A[:, :, t, t - offset] for t in range(A.shape[-1] // 2, A.shape[-1])]).mean(0)
 
 
 def concentration(world):
@@ -295,11 +298,6 @@ def middle(size):
     return ranked[(len(ranked) - 1) // 2]
 
 
-def massive(x):
-    size = x.abs()
-    return ((size > 100) & (size >= 1000 * middle(size))).sum().double()
-
-
 def first_over(x, of):
     norms = x.norm(dim=-1).numpy()
     return norms[0] / of(norms[1:])
@@ -388,7 +386,7 @@ VECTORS = {
         {"orthogonal": lambda w: math.sqrt(1 - 1 / w.ids.shape[1])},
     ),
     "massive_activations": of_vectors(
-        ["stream"], {None: (lambda x: x.abs().max() / middle(x.abs()), []), "count": (massive, [])}
+        ["stream"], {None: (lambda x: x.abs().max() / middle(x.abs()), []), "count": (lambda x: ((x.abs() > 100) & (x.abs() >= 1000 * middle(x.abs()))).sum().double(), [])}
     ),
     "massive_dimensions": pooled(["stream"], massive_dimensions),
     "head_rank": lambda world: of_vectors(

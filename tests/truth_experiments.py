@@ -96,7 +96,9 @@ def cross_layer_approximation(world):
     for n in range(1, world.L):
         q, A = world.seen["rot_q", n], world.seen["pattern", n]
         both = [
-            torch.einsum("bqhd,bkhd->bhqk", q, wide(world.seen["rot_k", m])).div(math.sqrt(world.dh)).masked_fill(future, -math.inf)
+            torch.einsum("bqhd,bkhd->bhqk", q, wide(world.seen["rot_k", m]))
+            .div(math.sqrt(world.dh))
+            .masked_fill(future, -math.inf)
             for m in (n, n - 1)
         ]
         v, before = (wide(world.seen["v", m]) for m in (n, n - 1))
@@ -144,7 +146,9 @@ def shortcut_gradient_share(world):
     for row in world.ids[:, None]:
         _, grads = slopes(world, row, ("embed", "v", "first_v"))
         whole = grads["v", 0]
-        shares = {n: float((g * whole).sum() / whole.pow(2).sum()) for (name, n), g in grads.items() if name == "first_v"}
+        shares = {
+            n: float((g * whole).sum() / whole.pow(2).sum()) for (name, n), g in grads.items() if name == "first_v"
+        }
         for n, value in (shares | {0: 1 - sum(shares.values())}).items():
             rows.setdefault(at(layer=n), []).append(value)
     return {key: torch.tensor(values, dtype=torch.double) for key, values in rows.items()}
@@ -232,7 +236,13 @@ def sink_output(world):
             mass = sink[..., 0].mean(1)
             no_op = (mass > 0.3) & (ratio <= 0.2)
             broadcast = (mass > 0.3) & (ratio > 0.2) & (ratio >= 0.5) & (spread <= 0.5)
-            found = {None: ratio, "mass": mass, "spread": spread, "no_op": no_op.double(), "broadcast": broadcast.double()}
+            found = {
+                None: ratio,
+                "mass": mass,
+                "spread": spread,
+                "no_op": no_op.double(),
+                "broadcast": broadcast.double(),
+            }
             rows |= {at(layer=n, head=h, variant=name): value for name, value in found.items()}
     return rows
 
