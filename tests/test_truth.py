@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 import truth
+import truth_probes
 from truth_experiments import EXPERIMENTS
 
 from workbench.config import ModelConfig, TrainConfig
@@ -24,7 +25,12 @@ RECIPE = TrainConfig(
 )
 FIVE = ("transformer", "resformer", "svformer", "neutreno", "denseformer")
 TRUTHS = truth.ATTENTION | truth.VECTORS | EXPERIMENTS
-PROBES = [name for name in METRICS if "_probe" in name]
+PROBES = {
+    "token_probe": (truth_probes.probe, 0), "previous_token_probe": (truth_probes.probe, 1),
+    "token_probe_streamed": (truth_probes.streamed, 0), "previous_token_probe_streamed": (truth_probes.streamed, 1),
+}  # fmt: skip
+WITHIN = {"": 0.03, "accuracy": 0.02, "fraction": 0.01, "ceiling": 1e-6, "of_ceiling": 0.01, "spread": 0.01}
+"""What a fit that stops early, in float32, may differ by: bits, or shares."""
 CLOCK = ["throughput"]
 AXES = ["site", "part", "layer", "source", "head", "position", "index", "variant", "control"]
 
@@ -99,3 +105,29 @@ def test_a_measure_equals_its_truth(trained, name, kind):
     wrong = differences(told, TRUTHS[name](world))
     assert not wrong, f"{len(wrong)} numbers of {name} in {kind}: " + "; ".join(wrong[:4])
     assert len(told) or name in ("skip_ablation", "coefficient_share"), "models without a shortcut have no rows"
+
+
+def probe_cases():
+    """One site of one architecture is fast, the rest and the controls are not."""
+    for name in PROBES:
+        for kind in FIVE:
+            yield pytest.param(
+                name, kind, marks=[] if (kind, name) == ("resformer", "token_probe") else [pytest.mark.slow]
+            )
+
+
+@pytest.mark.parametrize(("name", "kind"), [*probe_cases()])
+def test_a_probe_finds_what_scikit_learn_finds_at_convergence(trained, name, kind):
+    (model, world), (function, before), metric = trained(kind), PROBES[name], METRICS[name]
+    world = truth.World(kind, world.p, MODEL, DATA.batch(4, 16, 64, 1))
+    fast = (kind, name) == ("resformer", "token_probe")
+    for (site, n), x in [((site, n), x) for (site, n), x in world.seen.items() if site in metric.sites]:
+        if n != (2 if fast else n) or (fast and site != "stream"):
+            continue
+        for control, options in {"": {}, **({} if fast else metric.controls)}.items():
+            mine = metric.function(**options)
+            mine.update(x, world.ids)
+            found, true = mine.result(), function(x.flatten(2), world.ids, before=before, **options)
+            assert found.keys() == true.keys()
+            for variant, value in found.items():
+                assert value == pytest.approx(true[variant], abs=WITHIN[variant], rel=0), (site, n, control, variant)
