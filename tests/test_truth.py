@@ -29,7 +29,7 @@ PROBES = {
     "token_probe": (truth_probes.probe, 0), "previous_token_probe": (truth_probes.probe, 1),
     "token_probe_streamed": (truth_probes.streamed, 0), "previous_token_probe_streamed": (truth_probes.streamed, 1),
 }  # fmt: skip
-WITHIN = {"": 0.03, "accuracy": 0.02, "fraction": 0.01, "ceiling": 1e-6, "of_ceiling": 0.01, "spread": 0.01}
+WITHIN = {"": 0.03, "accuracy": 0.02, "fraction": 0.01, "ceiling": 1e-6, "of_ceiling": 0.01, "spread": 0.02}
 """What a fit that stops early, in float32, may differ by: bits, or shares."""
 CLOCK = ["throughput"]
 AXES = ["site", "part", "layer", "source", "head", "position", "index", "variant", "control"]
@@ -118,8 +118,8 @@ def probe_cases():
 
 @pytest.mark.parametrize(("name", "kind"), [*probe_cases()])
 def test_a_probe_finds_what_scikit_learn_finds_at_convergence(trained, name, kind):
-    (model, world), (function, before), metric = trained(kind), PROBES[name], METRICS[name]
-    world = truth.World(kind, world.p, MODEL, DATA.batch(4, 16, 64, 1))
+    (function, before), metric = PROBES[name], METRICS[name]
+    world = truth.World(kind, trained(kind)[1].p, MODEL, DATA.batch(4, 16, 64, 1))
     fast = (kind, name) == ("resformer", "token_probe")
     for (site, n), x in [((site, n), x) for (site, n), x in world.seen.items() if site in metric.sites]:
         if n != (2 if fast else n) or (fast and site != "stream"):

@@ -174,9 +174,9 @@ def stripes(A, offset):
 
 
 def concentration(world):
-    rows = {}
+    rows, u = {}, uniform(world.ids.shape[1])
     for n in range(world.L):
-        p, u = importance(world.seen["pattern", n]), uniform(world.ids.shape[1])
+        p = importance(world.seen["pattern", n])
         m = p.mean(0)
         parts = {
             None: (p * (p / u).log()).sum(1).mean(),
@@ -278,13 +278,11 @@ def of_vectors(sites, parts, controls=None):
 def similarity(x):
     """Mean cosine of all pairs, each pair by itself."""
     unit = x / x.norm(dim=-1, keepdim=True)
-    T = len(x)
-    return (unit @ unit.T)[~torch.eye(T, dtype=torch.bool)].mean()
+    return (unit @ unit.T)[~torch.eye(len(x), dtype=torch.bool)].mean()
 
 
 def repetition(world):
-    equal = (world.ids[:, :, None] == world.ids[:, None]).double()
-    T = equal.shape[-1]
+    equal, T = (world.ids[:, :, None] == world.ids[:, None]).double(), world.ids.shape[1]
     return float(((equal.sum((1, 2)) - T) / (T * (T - 1))).mean())
 
 
@@ -294,8 +292,11 @@ def collapse(x):
 
 def middle(size):
     """The median entry; of an even number the lower of the two in the middle."""
-    ranked = size.flatten().sort()[0]
-    return ranked[(len(ranked) - 1) // 2]
+    return size.flatten().sort()[0][(size.numel() - 1) // 2]
+
+
+def massive(x):
+    return ((x.abs() > 100) & (x.abs() >= 1000 * middle(x.abs()))).sum().double()
 
 
 def first_over(x, of):
@@ -369,8 +370,7 @@ def identity_share(world):
     return rows
 
 
-VALUES = ("v", "own_v")
-FOUR = ("stream", "v", "own_v", "z")
+VALUES, FOUR = ("v", "own_v"), ("stream", "v", "own_v", "z")
 VECTORS = {
     "hidden_norm": of_vectors(["stream"], {None: (lambda x: x.norm(dim=-1), ["position"])}),
     "value_norm": of_vectors(VALUES, {None: (lambda x: x.norm(dim=-1), ["position"])}),
@@ -386,7 +386,7 @@ VECTORS = {
         {"orthogonal": lambda w: math.sqrt(1 - 1 / w.ids.shape[1])},
     ),
     "massive_activations": of_vectors(
-        ["stream"], {None: (lambda x: x.abs().max() / middle(x.abs()), []), "count": (lambda x: ((x.abs() > 100) & (x.abs() >= 1000 * middle(x.abs()))).sum().double(), [])}
+        ["stream"], {None: (lambda x: x.abs().max() / middle(x.abs()), []), "count": (massive, [])}
     ),
     "massive_dimensions": pooled(["stream"], massive_dimensions),
     "head_rank": lambda world: of_vectors(
