@@ -48,7 +48,7 @@ def text_run(tmp_path_factory):
 
 def test_records_have_the_documented_columns_types_and_counts(everything):
     run, frame = everything
-    assert set(frame["metric"]) == set(EVERYTHING) - {"coefficient_share"}, "SVFormer mixes nothing"
+    assert set(frame["metric"]) == set(EVERYTHING)
     well_formed(frame, run.name)
 
 

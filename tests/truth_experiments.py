@@ -290,6 +290,12 @@ def value_ablation(world):
     return rows
 
 
+def deep_value_ablation(world):
+    rows = {key: value for key, value in value_ablation(world).items() if "layer" not in dict(key)}
+    rows.pop(at(site="own_v", variant="mean"), None)
+    return rows | {at(site="own_v", variant="seen"): torch.isin(world.ids, world.training).double().mean(1)}
+
+
 def coefficient_share(world):
     rows = {}
 
@@ -304,7 +310,9 @@ def coefficient_share(world):
 
     first = world.seen["v", 0]
     for n in range(world.L):
-        if world.kind == "resformer" and n:
+        if world.kind != "resformer" or n == 0:
+            rows[at(site="v", layer=n, part="first" if world.kind == "svformer" and n else "own")] = 1.0
+        else:
             add("v", n, {"first": (0.5, first), "own": (0.5, world.seen["own_v", n])})
             tell("v", n, {"first": 0.5, "own": 0.5})
         if world.kind == "neutreno" and n:
@@ -340,6 +348,6 @@ EXPERIMENTS = {
     for f in (
         gradient_norm, cache_bytes, cache_traffic, skip_ablation, sublayer_removal, cross_layer_approximation,
         activation_gradient_norm, shortcut_gradient_share, logit_lens, logit_attribution, nearest_embedding, sink_output,
-        layer_similarity, value_ablation, coefficient_share, first_token_norm,
+        layer_similarity, value_ablation, deep_value_ablation, coefficient_share, first_token_norm,
     )
 }  # fmt: skip

@@ -26,12 +26,17 @@ def coefficient_share(model: Any, sample: Any, data: Any, batch: int) -> Iterato
 
     Of values, queries and keys (X_j: another layer's, the table's, the own), of streams (the embedding, raw block outputs;
     numbered by the reader) and of head outputs (site z: what is added, against the rest). Column part is the source.
-    `coefficient`: w_j itself. Fixed and learned ones alike; models that mix nothing have no rows. Caution: (c w_1, c w_2,
+    `coefficient`: w_j itself. Fixed and learned ones alike. Values that are not mixed are one source's (1). Caution: (c w_1, c w_2,
     W_O / c) is the same model for every c, so compare shares, not coefficients; shares do not see what cancels.
     """
     if not isinstance(model, Transformer):  # whose coefficients are not ours to read
         return
     places = [(p, n) for p in PATHS if p in SITES for n in range(model.config.n_layers) if sources_at(model, p, n)]
+    for layer, block in enumerate(model.blocks):
+        if not sources_at(model, "v", layer) and "v" not in block.attn.wiring.attended:  # else a softmax mixes them
+            source = block.attn.projections["v"].shared_source
+            part = {None: "own", 0: "first"}.get(source, f"source.{source}" if isinstance(source, int) else "table")
+            yield {"site": "v", "layer": layer, "part": part, "value": 1.0, "n": len(sample.ids), "unit": "share"}
     weights: dict[tuple[str, int], Tensor] = {}
     sizes: dict[tuple[str, int], list[Tensor]] = {}
     for ids in batches_of(model, sample, batch) if places else ():

@@ -154,10 +154,9 @@ def deep_value_ablation(model: HookedModel, sample: Any, data: Any, batch: int) 
     training = _training(data, "deep_value_ablation", len(sample.ids), sample)
     batches = batches_of(model, sample, batch)
     means = token_means(model, "own_v", [ids.to(batches[0].device) for ids in training.split(batch)])
-    if not (deep := [layer for layer in sorted(means.sums) if layer]):
-        return
-    plain = _losses(model, batches, means, [])
-    yield from _changes(model, batches, means, deep, plain, ("token_mean", "zero"), {"site": "own_v"})
+    if deep := [layer for layer in sorted(means.sums) if layer]:
+        plain = _losses(model, batches, means, [])
+        yield from _changes(model, batches, means, deep, plain, ("token_mean", "zero"), {"site": "own_v"})
     yield mean_row(means.seen(sample.ids).double().mean(1), site="own_v", variant="seen", unit="share")
 
 
