@@ -4,14 +4,19 @@ import math
 from pathlib import Path
 
 import pytest
-from planted import evidence, judged, losses, per_layer, row, runs, with_sinks
+from planted import LAST, evidence, judged, losses, per_layer, row, run, runs, with_sinks
+from scipy import stats
 
-from workbench.claims import collect
+from workbench.claims import CLAIMS, collect
+from workbench.claims.analysis import Judged
 from workbench.claims.depth import _late
+from workbench.claims.evidence import model_mean
 from workbench.claims.optimisation import _gradients
+from workbench.claims.page import article
 from workbench.claims.sharing import _races
 from workbench.claims.sinks import need_sinks
 from workbench.claims.verdict import InsufficientEvidence
+from workbench.runs.records import provenance
 from workbench.runs.run import Run
 
 
@@ -166,3 +171,55 @@ def test_time_left_is_told_from_the_seconds_that_each_run_took(monkeypatch):
     monkeypatch.setattr(collect, "time_left", lambda took, left: f" {took} {left}")
     collect.collect([Run(Path(name)) for name in "abc"], [], progress=lambda *told: heard.append(told))
     assert heard == [(1, 3, "a [10.0] 2"), (2, 3, "b [10.0, 20.0] 1"), (3, 3, "c [10.0, 20.0, 5.0] 0")]
+
+
+def test_errors_over_documents_are_those_of_eight_groups():
+    """Two layers of one seed, each 0.1 off in one standard error: Student's t on 7 degrees, 2.3646, times 0.1 sqrt(2) / 2."""
+    rows = evidence(
+        [run("transformer")], [row(run("transformer"), "x", v, layer=n, se=0.1) for n, v in enumerate((1.0, 3.0))]
+    ).records
+    found = model_mean(rows)
+    half = stats.t.ppf(0.975, 7) * 0.1 * math.sqrt(2) / 2
+    assert (found.value, found.n) == (2.0, 64)
+    assert (found.low, found.high) == pytest.approx((2.0 - half, 2.0 + half), abs=1e-4)
+
+
+def test_what_was_measured_in_which_type_stands_beside_the_seeds(tmp_path):
+    made = runs("transformer", "resformer")
+    rows = [
+        row(of, "loss", 2.7, provenance=provenance(dtype=kind))
+        for of, kind in zip(made, ["float32", "bfloat16"] * 3, strict=True)
+    ]
+    shown = evidence(made, rows, losses(made, lambda of: 2.7))
+    told = Judged(CLAIMS["lower_loss"], CLAIMS["lower_loss"].judge(shown))
+    assert told.verdict.setting.startswith("3 seeds of 2 models")
+    assert told.verdict.setting.endswith("128 tokens, batch 8, 300 steps, rate 0.004, measured in bfloat16 and float32")
+    assert told.verdict.setting in article(told), "the page of claims and the report"
+
+
+def test_without_position_0_is_another_correlation_than_with_it():
+    """With it entropy rises as similarity falls; without it both rise, but for two layers of either model, four ranks of eight each 2 off."""
+    made, rows = with_sinks(seeds=5)
+    order = lambda of, n: n + 0.1 * len(of["model"])  # noqa: E731
+    for variant, sign in ((None, -1), ("excl0", 1)):
+        rows += per_layer(
+            made, "token_similarity", lambda of, n, s=sign: s * order(of, n), site="stream", variant=variant
+        )
+    rows += per_layer(made, "importance_entropy", order)
+    for part in ("profile", "content"):  # entropy without position 0 is minus their sum, up to a constant
+        rows += per_layer(made, "concentration_parts", lambda of, n: -order(of, (0, 2, 1, 3)[n]) / 2, variant=part)
+    rows += per_layer(made, "concentration_parts", lambda of, n: 9.0 * n, variant="first_position")
+    found = compared(judged("smoothing_and_concentration_are_linked", made, rows, losses(made, lambda of: 2.7)))
+    assert found["all positions, equal step"] == pytest.approx(-1.0)
+    assert found["without position 0, equal step"] == pytest.approx(1 - 6 * 4 * 2**2 / (8 * 63))
+
+
+def test_copies_are_known_by_their_weights_where_no_losses_were_written():
+    """Imported runs have no telemetry: the same weights under another name and seed are the same training."""
+    made = [run("transformer", seed) | {"run": name} for seed, name in enumerate(("a", "b", "copy"))]
+    rows = [
+        row(of, "loss", 2.7, step=step, provenance=provenance(weights=f"{kind}{step}"))
+        for of, kind in zip(made, "xyx", strict=True) for step in (0, LAST)
+    ]  # fmt: skip
+    shown = evidence(made, rows)
+    assert collect._seeds(shown.runs, shown.telemetry, shown.records) == {"a": 0, "b": 1, "copy": 0}

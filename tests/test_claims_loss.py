@@ -31,6 +31,18 @@ def test_lower_loss_prints_the_deciding_number_and_the_steps_saved():
     assert dict(table["unit"].items()) == dict.fromkeys(table.index, "nats") | {"share of steps saved": "share"}
 
 
+def test_inside_one_decaying_schedule_no_steps_are_saved():
+    """Where the rate falls, a point of the curve is not where a shorter training would have ended."""
+    for claim, levels in (
+        ("lower_loss", {"transformer": 2.73, "resformer": 2.70}),
+        ("ahead_of_relatives", {"resformer": 2.70, "neutreno": 2.73, "denseformer": 2.72}),
+    ):
+        for final, told in ((0.1, False), (1.0, True)):
+            found = from_losses(claim, levels, lr_final=final)
+            assert ("steps earlier" in found.sentence) == told
+            assert found.table["comparison"].str.contains("steps saved").any() == told
+
+
 def test_lower_loss_is_refuted_where_a_tuned_baseline_turns_it():
     made, told = [], []
     for rate, base, method in ((1e-3, 2.90, 2.80), (2e-3, 2.60, 2.78), (4e-3, 2.80, 2.75)):
@@ -52,6 +64,11 @@ def test_losses_at_few_learning_rates_say_so(rates, scope):
     found = judged("lower_loss", made, (), told)
     assert (found.status, found.scope) == ("supported", scope)
     assert found.words == f"supported {scope}".strip()
+    tuned = {1: "one learning rate, tuned for neither", 3: "each at its best of 3 learning rates"}[
+        max(rates // 3 * 3, 1)
+    ]
+    assert tuned in found.sentence
+    assert "best" not in found.sentence or rates == 3
 
 
 def test_a_lead_that_tuning_leaves_open_is_not_supported():

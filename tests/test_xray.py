@@ -170,6 +170,7 @@ def test_a_run_is_xrayed_into_one_offline_page(a_run, tmp_path):
     (page,) = found.save(tmp_path / "look.html", png=False)
     text = page.read_text()
     assert text.count("<section>") == 4
+    assert "documents of 64 tokens in float32; " in text
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=", text)  # nothing is fetched
     assert "Reproduce: <code>workbench xray" in text
 

@@ -28,6 +28,7 @@ from workbench.metrics import METRICS
 from workbench.models import compose
 from workbench.runs.catalogue import DAMAGE
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, records
+from workbench.runs.records import facts as origin
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.loss_curves import step_at_loss
 from workbench.training.workers import Job, run_jobs
@@ -284,7 +285,7 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     ]  # a copy tells its first name
     parts = [f for f, _, _ in gathered.values()], written, [s for _, s, _ in gathered.values()]
     frames = [pd.concat(full, ignore_index=True) if (full := [f for f in p if len(f)]) else records([]) for p in parts]
-    seed = _seeds(table, frames[1])
+    seed = _seeds(table, frames[1], frames[0])
     kept, telemetry, samples = (
         f.assign(architecture=f["run"].map(label), seed=f["run"].map(seed).astype("Int64")) if len(f) else f
         for f in frames
@@ -292,14 +293,21 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     return Evidence(table.assign(seed=table["run"].map(seed)), kept, telemetry, samples)
 
 
-def _seeds(table: pd.DataFrame, written: pd.DataFrame) -> dict[str, int]:
-    """The seed of each run; a copy of a run, whose losses are the same to the last digit, has that of the first of them."""
+def _seeds(table: pd.DataFrame, written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, int]:
+    """The seed of each run; a copy of a run has that of the first of them.
+
+    A copy's losses are the same to the last digit, or where none were written its last weights are.
+    """
+    last = kept[kept["step"] == kept.groupby("run")["step"].transform("max")].drop_duplicates("run")
+    marks = {run: origin(text).get("weights") for run, text in zip(last["run"], last["provenance"], strict=True)}
     losses = written[written["metric"].str.endswith("_loss")].sort_values(["metric", "data", "step"])
-    curves = {run: rows["value"].to_numpy(dtype=float) for run, rows in losses.groupby("run")}
-    seeds, first = dict(zip(table["run"], table["seed"], strict=True)), dict[tuple[str, bytes], int]()
+    marks |= {
+        run: rows["value"].to_numpy(dtype=float).tobytes() for run, rows in losses.groupby("run") if len(rows) > 1
+    }
+    seeds, first = dict(zip(table["run"], table["seed"], strict=True)), dict[tuple[str, Any], int]()
     for run, model in zip(table["run"], table["model"], strict=True):
-        if run in curves and len(curves[run]) > 1:
-            seeds[run] = first.setdefault((model, curves[run].tobytes()), seeds[run])
+        if marks.get(run) is not None:
+            seeds[run] = first.setdefault((model, marks[run]), seeds[run])
     return seeds
 
 
