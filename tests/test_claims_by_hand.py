@@ -198,7 +198,7 @@ def test_what_was_measured_in_which_type_stands_beside_the_seeds(tmp_path):
 
 
 def test_without_position_0_is_another_correlation_than_with_it():
-    """With it entropy rises as similarity falls; without it both rise, but for two layers of either model, four ranks of eight each 2 off."""
+    """With it entropy rises as similarity falls; without it both rise, but for two layers of either model: four ranks of eight, 2 off."""
     made, rows = with_sinks(seeds=5)
     order = lambda of, n: n + 0.1 * len(of["model"])  # noqa: E731
     for variant, sign in ((None, -1), ("excl0", 1)):

@@ -50,6 +50,13 @@ def test_a_layer_profile_has_lines_bands_init_and_baseline():
     assert "nats" in figure.layout.yaxis.title.text
 
 
+def test_a_row_without_a_layer_has_no_place_on_a_map():
+    frame = of(rows(architectures=("resformer",), seeds=1), "sink_mass", step=20)
+    frame.loc[frame["head"] == 1, "layer"] = pd.NA
+    (drawn,) = [t for t in plots.plot(frame, form="heads").data if t.type == "heatmap"]
+    assert (list(drawn.y), list(drawn.x)) == ([0, 1], [0])
+
+
 def test_the_band_is_the_seed_range_or_the_standard_error_and_says_which():
     many = plots.plot(of(rows(), "token_identity_share", site="v", step=20))
     (band,) = named(many, "ResFormer band")

@@ -133,7 +133,8 @@ def _draw_ranks(figure: go.Figure, panel: Panel, where: dict[str, int], legend: 
 
 def _draw_map(figure: go.Figure, panel: Panel, where: dict[str, int], *_: Any) -> None:
     column, axis = MAPS[panel.form]
-    grid = panel.rows.pivot_table(index="layer", columns=column, values="value", aggfunc="mean", dropna=False)
+    placed = panel.rows.dropna(subset=["layer", column])
+    grid = placed.pivot_table(index="layer", columns=column, values="value", aggfunc="mean", dropna=False)
     name = panel.title.split(":")[0]
     hover = f"{name}<br>layer %{{y}}, {axis} %{{x}}: %{{z:.4g}}<extra></extra>"
     key = panel.rows["metric"].iloc[0] + str(tuple(map(str, panel.rows[KEY].iloc[0])))
