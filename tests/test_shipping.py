@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from app_pages import charts, said
 
-from workbench.claims.collect import find_runs, stored
+from workbench.claims.collect import collect, find_runs, stored
 from workbench.data.examples import examples
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.measurement.measuring import measure
@@ -71,6 +71,7 @@ def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, eviden
         *(load_records([r.path for r in runs]).sort_values(key).iterrows() for runs in (mine, theirs)), strict=True
     ):
         assert a[1]["value"] == pytest.approx(b[1]["value"], rel=1e-6)
+    assert len(collect(theirs, [])[0].records) == len(stored(mine).records) > 0  # nothing is measured, and all is there
     assert len(stored(theirs).samples) == 2 * 2 * 2  # the loss of two documents at both ends of two runs
     before, after = (
         summary(study, outcomes(study, plan(study, where), {})) for where in (root / "runs", evidence / "small")
@@ -122,9 +123,16 @@ def test_pages_show_evidence_where_there_are_no_runs(evidence, tmp_path, monkeyp
 def test_damaged_evidence_is_named_and_the_rest_shown(evidence, tmp_path):
     shutil.copytree(evidence, tmp_path / "evidence")
     (tmp_path / "evidence" / "small" / "small-resformer-s0" / "run.json").write_text("{")
+    (tmp_path / "evidence" / "small" / "provenance.json").unlink()
     found = catalogue(tmp_path / "evidence")
     assert [e.name for e in found.entries] == ["small-transformer-s0"]
     assert "small-resformer-s0" in found.problems
+    assert "small-resformer-s0" in find_runs([tmp_path / "evidence"])[1]
+    (tmp_path / "evidence" / "small" / "small-transformer-s0" / "records" / "all.parquet").write_bytes(b"PAR1")
+    here = Source(tmp_path / "evidence")
+    assert here.records(found.entries, ["sink_mass"]).empty
+    assert "small-transformer-s0" in here.problems
+    assert len(here.telemetry(found.entries, ["copy_loss"]))
 
 
 def test_an_example_fills_the_prompt_and_says_what_to_look_at(folders, browse):

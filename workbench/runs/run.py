@@ -262,7 +262,8 @@ def is_run(path: Path) -> bool:
 def is_study(path: Path) -> bool:
     """Whether a folder holds the runs of a study that was kept."""
     try:
-        return (path / STUDY).exists() and os.access(path, os.R_OK)
+        said = (path / STUDY).exists() or (path / f"{path.name}.toml").exists()  # either may be lost
+        return said and os.access(path, os.R_OK)
     except OSError:
         return False
 
