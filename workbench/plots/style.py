@@ -15,7 +15,7 @@ from workbench.runs.records import facts
 
 SITES = {
     "v": "effective values", "own_v": "own values", "stream": "hidden state", "final": "after the final norm",
-    "z": "attention output", "q": "queries", "k": "keys",
+    "z": "attention output", "q": "queries", "k": "keys", "rot_k": "rotated keys",
 }  # fmt: skip
 READINGS = {
     "train_loss": "lower: better prediction", "validation_loss": "lower: better prediction", "copy_loss": "lower: copies better",
@@ -29,6 +29,9 @@ VARIANT_READINGS: dict[tuple[str, str | None], str] = {
     ("sink_output", "mass"): "higher: stronger sink", ("sink_output", "spread"): "lower: alike at all positions",
     ("sink_output", "no_op"): "higher: a sink that writes nothing, in more documents",
     ("sink_output", "broadcast"): "higher: a sink that writes everywhere, in more documents",
+    ("coefficient_share", "coefficient"): "a scale that other weights may absorb; compare the shares",
+    ("massive_dimensions", "dimension"): "which dimension; neither high nor low",
+    ("massive_dimensions", "first_position"): "higher: the dimension peaks at the first token, in more documents",
     ("value_ablation", "token_mean"): "lower: less context is needed", ("value_ablation", "mean"): "higher: these values matter more",
     ("value_ablation", "zero"): "higher: these values matter more", ("value_ablation", "kept"): "higher: less context is needed",
 }  # fmt: skip
