@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 CHUNK = 2**23  # logits held at a time: 32 MiB in float32
+PART = 2**20  # logits widened at a time, where all are there already
 MIN_ROWS = 128  # positions; the gradient of the matrix is read and written once a chunk
 MIN_LOGITS = 2**24  # logits in all, from which chunks are worth it: 64 MiB
 
@@ -38,13 +39,14 @@ def sequence_losses(
 
     Float32 or better inside: of half precision only those few positions are ever widened.
     """
-    rows, wide = max(1, CHUNK // logits.shape[-1]), torch.promote_types(logits.dtype, torch.float32)
-    parts = [
-        F.cross_entropy(part.to(wide), targets, reduction="none")
-        for one, ids in zip(logits, tokens, strict=True)
-        for part, targets in zip(one[:-1].split(rows), ids[1:].split(rows), strict=True)
-    ]
-    return torch.cat(parts).unflatten(0, (len(tokens), -1))
+    rows, wide = max(1, PART // logits.shape[-1]), torch.promote_types(logits.dtype, torch.float32)
+    losses = torch.empty(len(tokens), tokens.shape[1] - 1, dtype=wide, device=logits.device)
+    for one, ids, out in zip(
+        logits, tokens, losses, strict=True
+    ):  # into one tensor: small ones between would split the heap
+        for part, targets, into in zip(one[:-1].split(rows), ids[1:].split(rows), out.split(rows), strict=True):
+            into.copy_(F.cross_entropy(part.to(wide), targets, reduction="none"))
+    return losses
 
 
 def cross_entropy(

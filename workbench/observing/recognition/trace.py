@@ -6,6 +6,7 @@ Of every tensor only the same few positions are kept (`ROWS`), so that what is c
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,7 +118,9 @@ class Trace:
         self.attentions: list[TracedAttention] = []
         self.calls: list[tuple[int, str]] = []  # time and class of every call that is counted
         self.other_calls: set[str] = set()
-        self.versions: list[tuple[Tensor, int]] = []
+        self.in_place = False  # whether the module writes over tensors after they have passed
+        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of tensors that the module still holds
+        self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # their rows, which many modules share
         self._products: list[tuple[int, ProductCall, Tensor]] = []
         self._softmax: tuple[int, Tensor, Tensor, tuple[int, ProductCall]] | None = None
 
@@ -125,12 +128,22 @@ class Trace:
         """The module's output in the traced run."""
         functions = attention_functions(self.module)
         with torch.inference_mode(False), torch.no_grad(), self._hooks(), intercepting(self, functions):
-            return call(self.tokens)
+            output = call(self.tokens)
+        self._look_for_writing()
+        self._products, self._softmax = [], None
+        self._versions.clear()
+        self._kept.clear()
+        return output
 
-    @property
-    def in_place(self) -> bool:
-        """Whether the module writes over tensors after they have passed."""
-        return any(tensor._version != version for tensor, version in self.versions)
+    def _look_for_writing(self) -> None:
+        """Notice tensors that were written over, and forget those that the module has let go."""
+        for key, (reference, version) in list(self._versions.items()):
+            tensor = reference()
+            if tensor is None:
+                del self._versions[key]
+                self._kept.pop(key, None)
+            elif tensor._version != version:
+                self.in_place = True
 
     # ---- modules -----------------------------------------------------------------------------------------------------
 
@@ -145,6 +158,7 @@ class Trace:
             yield
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._look_for_writing()
         parent = self.running[-1] if self.running else None
         entry = Execution(name, type(module).__name__, parent, self._tick())
         for path, tensor in tensors_in((args, kwargs)):
@@ -155,6 +169,7 @@ class Trace:
         self.running.append(entry)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._look_for_writing()
         entry = self.running.pop()
         entry.end = self._tick()
         for path, tensor in tensors_in(output):
@@ -162,13 +177,20 @@ class Trace:
 
     def _keep(self, into: list[TracedTensor], path: TensorPath, tensor: Tensor) -> None:
         rows = by_position(tensor, self.batch, self.length)
-        if rows is not None:
-            into.append(TracedTensor(path, rows[self.rows].clone(), tuple(tensor.shape)))
-            self._remember(tensor)
+        if rows is None:
+            return
+        version = -1 if tensor.is_inference() else tensor._version
+        reference, at, kept = self._kept.get(id(tensor), (None, 0, None))
+        if kept is None or reference is None or reference() is not tensor or at != version or version < 0:
+            kept = rows[self.rows]  # a copy
+            self._kept[id(tensor)] = weakref.ref(tensor), version, kept
+        into.append(TracedTensor(path, kept, tuple(tensor.shape)))
+        self._remember(tensor)
 
     def _remember(self, tensor: Tensor) -> None:
-        if not tensor.is_inference():  # those count no versions
-            self.versions.append((tensor, tensor._version))
+        known = self._versions.get(id(tensor))
+        if not tensor.is_inference() and (known is None or known[0]() is not tensor):  # those count no versions
+            self._versions[id(tensor)] = weakref.ref(tensor), tensor._version
 
     def _tick(self) -> int:
         self.time += 1
