@@ -208,3 +208,13 @@ def test_a_mean_costs_no_second_pass_and_fake_tensors_count_as_one(monkeypatch):
         cross_entropy(x, weight, torch.zeros(9, dtype=torch.long), chunk=4).mean().backward()
     assert len(passes) == 4
     assert weight.grad.shape == (37, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_losses_of_logits_that_are_there_are_the_plain_ones_in_pieces(monkeypatch, dtype):
+    monkeypatch.setattr(kernel, "PART", 5 * 31)
+    logits = torch.randn(3, 13, 31, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids = torch.randint(31, (3, 13), generator=torch.Generator().manual_seed(1))
+    wide = logits.to(torch.promote_types(dtype, torch.float32))
+    plain = torch.nn.functional.cross_entropy(wide[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(kernel.sequence_losses(logits, ids), plain.view(3, 12))

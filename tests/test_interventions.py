@@ -33,6 +33,7 @@ def test_token_means_by_hand(tiny):
     means = token_means(model, "own_v", [ids])
     values = model.run_with_cache(ids)[1]["blocks.1.attn.own.hook_v"][0].double()
     assert means.counts[[3, 5, 0]].tolist() == [3, 1, 0]
+    assert {len(sums) for sums in means.sums.values()} == {2}, "rows of ids that occur, not of the vocabulary"
     found = means.replacement(1, torch.tensor([[3, 5]]), "token_mean")[0]
     torch.testing.assert_close(found, torch.stack([values[[0, 2, 3]].mean(0), values[1]]), rtol=0, atol=1e-5)
     torch.testing.assert_close(means.replacement(1, ids, "mean"), values.mean(0), rtol=0, atol=1e-5)

@@ -20,6 +20,7 @@ from workbench.data.sources import prepare
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
+from workbench.models.live_bytes import LiveBytes
 from workbench.runs.records import COLUMNS, SAMPLE_COLUMNS, TEXT, WHOLE, read_parquet
 from workbench.training.loop import train
 
@@ -353,3 +354,29 @@ def test_memory_grows_with_the_length_not_its_square():
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
     short, long = map(int, told.split())
     assert 0 < short <= long <= 4.6 * short
+
+
+def test_measures_take_little_more_memory_than_the_bare_forward_whatever_the_vocabulary(tiny):
+    """Logits of 8 x 24 x 40,000: a second copy of them would already be 1.9 times the forward."""
+    model = tiny(config={"d_vocab": 40_000})
+    ids = torch.randint(40_000, (16, 24), generator=torch.Generator().manual_seed(0))
+    peaks = []
+    for run in (
+        lambda: model(ids[:8]),
+        lambda: measure(model, ["loss", "sink_mass", "value_drain"], ids),
+    ):
+        with torch.no_grad(), LiveBytes(model.parameters()) as live:
+            run()
+        peaks.append(live.peak)
+    assert peaks[1] <= 1.3 * peaks[0]
+
+
+def test_some_sites_alone_are_kept_apart_from_all_of_them(measured_runs):
+    run, name = measured_runs["transformer"], "token_identity_share"
+    few = measure(run, name, n=5, sites={name: ("v",)})
+    assert set(few["site"]) == {"v"}
+    whole = measure(run, name, n=5)
+    assert {"q", "own_v", "v"} <= set(whole["site"])
+    assert len(measure(run, name, n=5, sites={name: ("v",)})) == len(whole), "all of them will do"
+    with pytest.raises(UnknownName, match="site of token_identity_share"):
+        measure(run, name, n=5, sites={name: ("w",)})

@@ -54,22 +54,6 @@ def test_other_masks_are_named_and_their_statistics_exact(kind, ids):
     torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"].double(), pattern, atol=1e-6, rtol=1e-5)
 
 
-def test_a_mask_that_was_not_on_the_example_tokens_is_refused_where_it_matters(ids):
-    """The window of 50 hides nothing of 40 tokens, and something of 60."""
-
-    def windowed(q, k, v, layer):
-        at = torch.arange(q.shape[2])
-        mask = (at[:, None] >= at) & (at[:, None] - at < 50)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    observed = see(large(GPT(attend=windowed)), ids)
-    longer = torch.cat((ids, ids[:, :20]), 1)
-    observed.run_with_cache(longer, names_filter="blocks.1.attn.hook_v")
-    for name in ("rot_q", "received"):
-        with pytest.raises(WorkbenchError, match=r"layer 1 is masked otherwise now \(sliding window of 50\)"):
-            observed.run_with_cache(longer, names_filter=f"blocks.1.attn.hook_{name}")
-
-
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 

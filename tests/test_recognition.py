@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from strangers import GPT, large
 
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition import projections
@@ -18,7 +20,7 @@ from workbench.observing.recognition.projections import (
     same_projection,
 )
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import Execution, TracedTensor, _near, _reference, _scale
+from workbench.observing.recognition.trace import Execution, Trace, TracedTensor, _near, _reference, _scale
 from workbench.observing.recognition.value_paths import (
     explained,
     fit,
@@ -341,3 +343,15 @@ def test_a_stream_that_averages_what_blocks_made_is_denseformers_and_any_other_c
     name, _, reason = told(lambda made: made[-1] + made[-1] ** 2)
     assert name == "unknown"
     assert reason.startswith("between blocks the stream changes: sums of earlier outputs leave ")
+
+
+def test_a_trace_holds_no_activation_that_the_module_has_let_go():
+    module, alive = large(GPT()), []
+    for block in module.transformer.h:
+        block.mlp.register_forward_hook(lambda m, args, out: alive.append(weakref.ref(out)))
+    trace = Trace(module, torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(0)))
+    left = []
+    module.lm_head.register_forward_pre_hook(lambda m, args: left.extend(r for r in alive if r() is not None))
+    trace.run(module)
+    assert len(alive) == 3
+    assert not left

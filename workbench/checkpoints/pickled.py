@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documented way to read a checkpoint's layout
 
-from workbench.checkpoints.stored import CHUNK, Stored
+from workbench.checkpoints.stored import CHUNK, Stored, refuse_other_kinds
 from workbench.errors import BadCheckpoint
 
 DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError)  # what archives stumble over
@@ -35,6 +35,7 @@ def unpickle(path: Path) -> Any:
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}") from error
     if magic != b"PK\3\4":  # before PyTorch 1.6: tensors follow one another, so they are read at once
+        refuse_other_kinds(path)
         _refuse_more_than_the_file(path)
         return _placed(_load(path), path, None)
     records = _records(path)

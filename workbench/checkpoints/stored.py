@@ -108,10 +108,29 @@ def _filled(file: Any, space: memoryview) -> bool:
     return True
 
 
+def refuse_other_kinds(path: Path) -> None:
+    """Raise `BadCheckpoint` for files that are sound but hold no weights as they are read here, by their first bytes."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(40)
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error}") from error
+    if begin.startswith(b"GGUF"):
+        raise BadCheckpoint(
+            f"{path} is a GGUF file (llama.cpp), which is not read: open the model it was converted from, or save it with transformers' "
+            "from_pretrained(folder, gguf_file=...).save_pretrained(...)"
+        )
+    if begin.startswith(b"version https://git-lfs"):
+        raise BadCheckpoint(
+            f"{path} is a pointer of Git LFS, not the file it stands for: fetch that with `git lfs pull`"
+        )
+
+
 def safetensors_table(path: Path) -> dict[str, Stored]:
     """Names and places of the tensors of one safetensors file; raises `BadCheckpoint`."""
     if not path.is_file():
         raise BadCheckpoint(f"{path} is missing")
+    refuse_other_kinds(path)
     try:
         with safe_open(path, framework="pt"):  # checks header, sizes and gaps
             pass

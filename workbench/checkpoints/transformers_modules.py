@@ -22,9 +22,10 @@ EXAMPLE = 32  # random tokens on which another library's module is observed firs
 def observed(state: State, reason: NotCovered, device: Device = None, dtype: Dtype = None) -> Observed:
     """The module of a checkpoint, observed, with the facts of its files; see `module_of`."""
     module = module_of(state, reason, dtype).to(device or "cpu")
-    longest = int(getattr(module.config, "max_position_embeddings", EXAMPLE) or EXAMPLE)
+    config = module.config.get_text_config()  # of a model of several parts, as Gemma 3 with its vision tower
+    longest = int(getattr(config, "max_position_embeddings", EXAMPLE) or EXAMPLE)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(module.config.vocab_size, (2, min(EXAMPLE, longest)), generator=generator)
+    ids = torch.randint(config.vocab_size, (2, min(EXAMPLE, longest)), generator=generator)
     model = observe(module, ids.to(device or "cpu"), quiet=True)
     model.source |= state.info.provenance
     return model
@@ -49,17 +50,17 @@ def module_of(state: State, reason: NotCovered, dtype: Dtype = None) -> Any:
 
 
 def _from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     folder = state.info.path
-    if "auto_map" in (state.info.config or {}):
+    if "auto_map" in (state.info.config or {}) and (state.info.config or {}).get("model_type") not in CONFIG_MAPPING:
         raise BadCheckpoint(f"{reason}. {folder}/config.json asks for code of its own (auto_map), which is never run")
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever another library makes of a damaged file
         raise BadCheckpoint(f"{reason}; transformers cannot read it either: {_first_line(error)}") from error
-    layers = getattr(config, "num_hidden_layers", 0)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if not isinstance(layers, int) or layers > len(state.tensors):
         raise BadCheckpoint(f"{reason}; it says {layers} layers, but there are only {len(state.tensors)} tensors")
     state.check()

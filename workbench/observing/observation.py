@@ -45,11 +45,11 @@ def observe(
     if isinstance(module, Observed):
         raise WorkbenchError("this module is observed already")
     inner, notes = unwrapped(module)
+    _refuse_absent_weights(inner)
     tokens = _tokens(inner, example_tokens)
     refuse_dropout(inner)
     run = call or (lambda m, ids: m(ids))
-    with torch.inference_mode(False), torch.no_grad(), uncompiled():
-        plain = run(inner, tokens)
+    plain = _first_run(inner, run, tokens, given=call is not None)
     run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
     notes += more
     _check_trace_changes_nothing(inner, run, plain, tokens)
@@ -64,6 +64,33 @@ def observe(
     if not quiet:
         print(observed)
     return observed
+
+
+def _refuse_absent_weights(module: nn.Module) -> None:
+    """Raise `WorkbenchError` where weights are not here as a whole: offloaded, on the meta device, in shards."""
+    for name, part in module.named_parameters():
+        if hasattr(part, "placements"):  # of a DTensor, without loading torch.distributed
+            raise WorkbenchError(
+                f"{name} is one shard of a tensor (FSDP2, tensor parallel): observe the module in one process, filled from a checkpoint"
+            )
+        if part.is_meta:
+            offloaded = any(hasattr(m, "_hf_hook") for m in module.modules())
+            where = "offloaded (accelerate's device_map)" if offloaded else "on the meta device, without numbers"
+            raise WorkbenchError(f"{name} is {where}: load the whole model on one device first")
+
+
+def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> Any:
+    """The module's own output; raises `WorkbenchError` where it wants more than ids."""
+    try:
+        with torch.inference_mode(False), torch.no_grad(), uncompiled():
+            return run(module, tokens)
+    except TypeError as error:
+        if given or "argument" not in str(error):
+            raise
+        name = type(module).__name__
+        raise WorkbenchError(
+            f"{name} cannot be called with ids alone ({error}): pass observe() a call=, as call=lambda m, ids: m(ids, ...)"
+        ) from error
 
 
 def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None) -> Recognize:

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoints import builders
-from workbench.checkpoints.identify import RUN_FILE, Checkpoint, checkpoints_at, is_series
+from workbench.checkpoints.identify import (
+    RUN_FILE,
+    WEIGHTS,
+    Checkpoint,
+    checkpoints_at,
+    is_checkpoint,
+    is_series,
+    step_in_name,
+)
 from workbench.checkpoints.infer import Given
 from workbench.checkpoints.opening import opened
 from workbench.checkpoints.read import read
@@ -104,6 +112,15 @@ def _checkpoints(path: str | Path) -> list[tuple[int, Path]]:
     if (Path(path) / RUN_FILE).exists():
         raise WorkbenchError(f"{path} is a run already; copy it into the folder of runs")
     checkpoints = checkpoints_at(path)
+    if len(checkpoints) == 1 and (folder := checkpoints[0].path).is_dir() and folder == Path(path):
+        steps = sorted(
+            p.name for p in folder.iterdir() if p.is_dir() and is_checkpoint(p) and step_in_name(p) is not None
+        )
+        if steps:
+            raise WorkbenchError(
+                f"{path} holds a final model beside the steps {', '.join(steps)}: give '{folder / 'checkpoint-*'}' for the series, or "
+                f"{folder / WEIGHTS} for the final model alone"
+            )
     if is_series(path) and len(checkpoints) > 1:
         return [(checkpoint.step or 0, checkpoint.path) for checkpoint in checkpoints]
     return [(read(checkpoints[0]).info.step or 0, checkpoints[0].path.resolve())]

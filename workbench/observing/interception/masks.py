@@ -14,6 +14,10 @@ from workbench.kernels.attention import AttentionStatistics
 
 CAUSAL, FUTURE = "causal", "sees later positions"
 HIDDEN = -1e4  # a score or bias at or below this hides its key
+FAR, LATER_FAR = (
+    5000.0,
+    500.0,
+)  # so do these below the row's best, of which the exponential is 0; the second for later keys alone
 _ROWS = 256
 
 
@@ -28,7 +32,7 @@ def mask_kind(mask: object, causal: bool, length: int, window: int | None = None
         return f"a mask of type {type(mask).__name__}"
     if mask is None:
         return CAUSAL if causal or length == 1 else FUTURE
-    allowed = mask if mask.dtype == torch.bool else mask > HIDDEN
+    allowed = mask if mask.dtype == torch.bool else visible(mask)
     past = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
     allowed = allowed.expand(*allowed.shape[:-2], length, length)
     allowed = allowed & past if causal else allowed
@@ -37,6 +41,26 @@ def mask_kind(mask: object, causal: bool, length: int, window: int | None = None
     if mask.dtype != torch.bool and bool((mask.masked_fill(~allowed, 0) != 0).any()):
         return "adds a bias to the scores"
     return CAUSAL if bool((allowed == past).all()) else _hidden_kind(allowed.reshape(-1, length, length), past)
+
+
+def visible(scores: Tensor) -> Tensor:
+    """Which keys a query attends to, from scores or what is added to them [..., query, key].
+
+    Masks need not be infinite: -1000 in place of a score, or -10000 on top of one, hide a key too.
+    """
+    if scores.shape[-2] != scores.shape[-1]:
+        return scores > HIDDEN
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    best = scores.masked_fill(future, -torch.inf).amax(-1, keepdim=True)
+    near = scores > torch.where(future, best - LATER_FAR, best - FAR)
+    return near & (scores > HIDDEN) & (best > HIDDEN / 2)
+
+
+def window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """What a sliding window of the latest `window` keys lets a query see: bool [query, key]."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < window)
 
 
 def _hidden_kind(allowed: Tensor, past: Tensor) -> str:

@@ -18,11 +18,13 @@ from workbench.names import STATISTICS
 from workbench.observing.interception.attention_calls import FusedCall, ProductCall, arrange, restore
 from workbench.observing.interception.masks import (
     CAUSAL,
-    HIDDEN,
+    FUTURE,
     is_distribution,
     mask_kind,
     masked_statistics,
     pattern_statistics,
+    visible,
+    window_mask,
 )
 from workbench.observing.interception.tensor_layouts import from_heads, get_at, replaced_at, to_heads
 from workbench.observing.listening.run import HookedRun
@@ -148,9 +150,14 @@ class AttentionHooks:
         """Statistics of a fused call: of the pattern in use where hooks formed or replaced one."""
         if pattern is not None:
             return pattern_statistics(_scores(q, k, call).logsumexp(-1), pattern)
-        if layer.attention.mask == CAUSAL:
+        if (kind := self._mask_kind(call)) == CAUSAL:
             return causal_attention(q, k, v, call.scale)[1]
-        return masked_statistics(q, k, v, scale=call.scale, mask=call.mask, causal=call.causal)[1]
+        mask = call.mask
+        if not isinstance(mask, Tensor):
+            if call.window is None:
+                raise WorkbenchError(f"attention in {layer.attention.within.name} has {kind}: no statistics of it")
+            mask = window_mask(self.length, call.window, q.device)
+        return masked_statistics(q, k, v, scale=call.scale, mask=mask, causal=call.causal)[1]
 
     def _show_statistics(self, i: int, compute: Callable[[], AttentionStatistics]) -> None:
         if self.run.hooks_any(i, *STATISTICS):
@@ -167,10 +174,12 @@ class AttentionHooks:
             raise WorkbenchError(
                 f"{where} lets {q.shape[1]} queries attend to {k.shape[1]} keys for {self.length} tokens; give whole sequences"
             )
-        if known == CAUSAL != kind and self.run.hooks_any(i, "rot_q", "rot_k", *STATISTICS):
+        if kind == FUTURE and self.run.hooks_any(i, *STATISTICS):
+            raise WorkbenchError(f"{where} {kind} now, which it did not on the example tokens")
+        if known == CAUSAL != kind and self.run.hooks_any(i, "rot_q", "rot_k"):
             raise WorkbenchError(
-                f"{where} is masked otherwise now ({kind}) than on the example tokens ({known}); observe the module again "
-                f"with example tokens of this kind and length ({self.length})"
+                f"{where} is masked otherwise now ({kind}) than on the example tokens ({known}), so that softmax of rot_q and "
+                f"rot_k is not its pattern: read hook_pattern or the statistics, or give sequences it does not cut"
             )
 
     def product(self, call: ProductCall) -> Any:
@@ -211,7 +220,7 @@ class AttentionHooks:
         used = scores if out is shaped else out.reshape(scores.shape)
         pattern = run(used)
         if self.run.hooks_any(i, "rot_q", "rot_k", *STATISTICS):
-            kind = mask_kind(shaped[:, :1] > HIDDEN, False, self.length)
+            kind = mask_kind(visible(shaped[:, :1]), False, self.length)
             self._check(i, shaped[:, 0], shaped[:, 0].mT, kind)
         if self.run.hooks_any(i, *STATISTICS):
             self.lse[i] = out.detach().to(torch.promote_types(out.dtype, torch.float32)).logsumexp(-1)

@@ -27,6 +27,7 @@ def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[tupl
     ]  # fmt: skip
     if not attentions:
         raise WorkbenchError(_no_attention(trace, prefixes))
+    attentions = _without_side_softmaxes(attentions)
     if refused := next((a for a in attentions if a.refusal), None):
         raise WorkbenchError(f"attention in {_name(refused.within)} cannot be read: {refused.refusal}")
     if (inline := _inline_blocks(trace, attentions)) is not None:
@@ -69,6 +70,21 @@ def _unread(block: Execution, rows: Tensor) -> TracedAttention:
     return TracedAttention(UNREAD, block, (), 0, 0, 1, none, none, none, none, "", exact=False)
 
 
+def _without_side_softmaxes(attentions: list[TracedAttention]) -> list[TracedAttention]:
+    """Without those of other places that cannot be read (a pooling, another tower), where some place can be."""
+    place = {id(a): re.sub(r"\d+", "*", a.within.name) for a in attentions}
+    readable = {place[id(a)] for a in attentions if not a.refusal}
+    roots = {name.partition("*")[0] for name in readable}
+    return [
+        a for a in attentions if not readable or any(place[id(a)].startswith(root) for root in roots if root)
+    ] or attentions
+
+
+def _layout(attention: TracedAttention) -> str:
+    shapes = {t.shape for e in attention.within.stack()[1:] for t in e.inputs if len(t.shape) != 3}
+    return f" (seen: {', '.join(map(str, sorted(shapes)[:3]))})" if shapes else ""
+
+
 def _block_of(trace: Trace, attention: TracedAttention, attentions: list[TracedAttention]) -> Execution:
     """The outermost execution that reads and returns a stream and holds this attention alone."""
     around = [e for e in attention.within.stack()[1:] if stream_of(trace, e)]
@@ -79,7 +95,8 @@ def _block_of(trace: Trace, attention: TracedAttention, attentions: list[TracedA
     if not around:
         raise WorkbenchError(
             f"attention in {_name(attention.within)} is in no block: no part around it reads and makes a stream "
-            f"[batch, pos, d_model]; make each block a submodule of its own"
+            f"[batch, pos, d_model]. Make each block a submodule of its own; where it is one, have it take and return the "
+            f"stream in that layout{_layout(attention)}"
         )
     several = [_name(a.within) for a in attentions if around[-1].holds(a.times[-1])]
     raise WorkbenchError(
@@ -150,6 +167,11 @@ def _no_attention(trace: Trace, prefixes: list[str]) -> str:
     if prefixes:
         seen = sorted({_name(a.within) for a in trace.attentions})
         return f"no attention was seen under {prefixes}; it was seen in {seen[:8] or 'no part at all'}"
+    if trace.other_calls and all("extra columns" in call for call in trace.other_calls):
+        return (
+            f"no attention was seen that can be read: {', '.join(sorted(trace.other_calls))} was. A cache can be turned off "
+            "(use_cache=False); learned sinks in the softmax are not read, under any attn_implementation"
+        )
     if trace.other_calls:
         return (
             f"no attention was seen; {', '.join(sorted(trace.other_calls))} was: that cannot be read; run the "

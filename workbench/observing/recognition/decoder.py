@@ -132,7 +132,9 @@ def _vocabulary_of(module: nn.Module, embed: tuple[Execution, TensorPath] | None
 
 def _context_of(trace: Trace, embed: tuple[Execution, TensorPath] | None) -> int:
     """Longest input, from the module's settings or its table of positions."""
-    for settings in (*(getattr(trace.module, name, None) for name in SETTINGS), trace.module):
+    kept = [getattr(trace.module, name, None) for name in SETTINGS]
+    kept += [getattr(settings, "text_config", None) for settings in kept]
+    for settings in (*kept, trace.module):
         for name in CONTEXT:
             value = settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
             if isinstance(value, int) and value >= trace.length:

@@ -23,10 +23,10 @@ from workbench.observing.interception.function_mode import attention_functions, 
 from workbench.observing.interception.masks import (
     CAUSAL,
     FUTURE,
-    HIDDEN,
     is_distribution,
     mask_kind,
     masked_statistics,
+    visible,
 )
 from workbench.observing.interception.tensor_layouts import (
     TensorPath,
@@ -273,7 +273,7 @@ class Trace:
         if self._unfit(q, k, "eager", time):
             return True
         scores = scores.reshape(self.batch, -1, self.length, self.length)
-        allowed = scores > HIDDEN
+        allowed = visible(scores)
         mask, scale = mask_kind(allowed, False, self.length), _scale(scores, allowed, q, k)
         self._record("eager", (before, at, time), q, k, v, z, mask, scale or 1.0, allowed, False, 0.0)
         attention = self.attentions[-1]
