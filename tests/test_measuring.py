@@ -151,7 +151,9 @@ def test_known_values_of_real_models(measured_runs):
         ].sum().tolist() == pytest.approx([1.0] * 4, abs=1e-5)
         own = frame[(frame["site"].isin(["v", "own_v"])) & frame["control"].isna()]
         exact = own if name == "svformer" else own[own["layer"] == 0]
-        assert exact["value"].tolist() == pytest.approx([1.0] * len(exact), abs=1e-9)
+        assert exact["value"].tolist() == pytest.approx(
+            [1.0] * len(exact), abs=1e-7
+        )  # sums of float32 vectors are float32
         assert len(exact) == (3 if name == "svformer" else 2)
         shuffled = frame[frame["site"].isin(["v"]) & (frame["layer"] == 0) & (frame["control"] == "shuffled")]
         assert abs(shuffled["value"].item()) < 0.2
