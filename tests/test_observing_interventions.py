@@ -12,6 +12,7 @@ from strangers import (
     D,
     Inline,
     Looped,
+    SharedValues,
     eagerly,
     large,
 )
@@ -105,6 +106,27 @@ def test_patterns_head_outputs_and_stream_can_be_replaced(name, ids):
     with observed.hooks([("blocks.1.attn.hook_z", lambda x, hook: x * 0), ("blocks.1.hook_attn_out", keep)]):
         observed(ids)
     assert seen["blocks.1.hook_attn_out"].std(1).max() < 1e-6  # the bias of W_O alone
+
+
+@torch.no_grad()
+def test_shared_values_are_changed_for_all_that_read_them_or_for_one_layer_and_it_is_said_which(ids):
+    module = large(GPT(attention=SharedValues))
+    observed = see(module, ids)
+    assert "layers read another's values (1, 2 those of 0): a change of its own_v reaches them all" in repr(observed)
+    first = module.transformer["h"][0].attn
+    attend = first.attend
+
+    def without(values_of):
+        for block in module.transformer["h"]:
+            layer = block.attn.layer
+            block.attn.attend = lambda q, k, v, at=0, layer=layer: attend(q, k, v * (layer not in values_of))
+        return module(ids)[0]
+
+    for point, layers in (("own.hook_v", (0, 1, 2)), ("hook_v", (0,))):
+        with observed.hooks([(f"blocks.0.attn.{point}", lambda v, hook: v * 0)]):
+            found = observed(ids)
+        torch.testing.assert_close(found, without(layers), atol=1e-5, rtol=1e-5)
+        without(())
 
 
 @torch.no_grad()

@@ -126,7 +126,9 @@ def value_ablation(
     training documents; positions whose id is not among them keep their own values under all three replacements, so that the
     three speak of the same positions. `kept` = 1 - change(token mean) / change(zero): the share of what the values do that
     the token alone supplies. The first layer's own values are a function of the token, so their change under the token
-    mean is exactly 0 up to rounding: a built-in check. Caution: zero also changes the scale of attention's output; read it
+    mean is exactly 0 up to rounding: a built-in check. A layer's own values are replaced where it projects them, hence in every
+    layer that reads them (value residuals, shared keys and values); `sites=("v",)` replaces what one layer's attention reads,
+    in that layer alone. Caution: zero also changes the scale of attention's output; read it
     beside the mean. Unit: nats.
     """
     training = _training(data, "value_ablation", max(1, TABLE_TOKENS // sample.ids.shape[1]), sample)

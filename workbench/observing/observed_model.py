@@ -26,7 +26,13 @@ from workbench.observing.listening.module_hooks import listening
 from workbench.observing.listening.run import HookedRun
 from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
-from workbench.observing.recognition.value_paths import ValuePath, is_mixture, value_path_table, value_sources
+from workbench.observing.recognition.value_paths import (
+    ValuePath,
+    is_mixture,
+    sharing_note,
+    value_path_table,
+    value_sources,
+)
 from workbench.observing.summary import describe, missing_hooks, site_table
 
 Call = Callable[[nn.Module, Tensor], Any]
@@ -49,7 +55,7 @@ class Observed(HookedModel):
         self.options, self.tokenizer = options, tokenizer
         self.source = {"path": f"observed {type(foreign).__name__}"}
         self.structure, self.fitted_paths = structure, paths
-        self.notes = [*notes, *structure.notes, *([reason] if reason else [])]
+        self.notes = [n for n in (*notes, *structure.notes, sharing_note(paths), reason) if n]
         # beside the registered modules: nothing of the foreign one is renamed, moved, saved or put into another mode
         self.__dict__["foreign"], self.__dict__["outer"] = foreign, outer
         self.__dict__["embed"] = self._embedding()

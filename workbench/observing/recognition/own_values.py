@@ -25,7 +25,7 @@ from workbench.observing.recognition.trace import MATRIX, Execution
 from workbench.observing.recognition.value_paths import EXACT, fit
 
 _STEPS = 30  # of alternating least squares: a norm's factors are found in two
-_PACKING = 16  # weights that one stored number may hold
+_PACKING = 8  # weights that one stored number may hold
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _matrices(module: nn.Module, executions: Iterable[Execution]) -> dict[tuple[
 
 def _is_kernel(module: nn.Module, entry: Execution) -> bool:
     """Whether a module whose product was not seen (quantised, a convolution) holds as many weights as a matrix would."""
-    if not entry.inputs:
+    if len(entry.inputs) != 1:
         return False
     size = entry.inputs[0].rows.shape[1] * _rows(entry).shape[1]
     stored = [x for x in (*module.parameters(), *module.buffers()) if x.ndim > 1]

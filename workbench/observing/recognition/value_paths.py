@@ -117,6 +117,19 @@ def value_path_table(paths: Sequence[ValuePath]) -> pd.DataFrame:
     return table.astype({"source": object, "head": "Int64"})
 
 
+def sharing_note(paths: Sequence[ValuePath]) -> str:
+    """Which layers read nothing but another layer's values, and what replacing these means; empty where none does."""
+    readers: dict[int, list[int]] = {}
+    for path in paths:
+        read = {0 if s == "first" else s for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE}
+        if path.into == "value" and path.exact and len(read) == 1 and "own" not in read:
+            readers.setdefault(int(read.pop()), []).append(path.layer)
+    if not readers:
+        return ""
+    pairs = "; ".join(f"{', '.join(map(str, dict.fromkeys(them)))} those of {j}" for j, them in sorted(readers.items()))
+    return f"layers read another's values ({pairs}): a change of its own_v reaches them all, one of v a single layer's attention"
+
+
 def value_sources(paths: Sequence[ValuePath], layer: int) -> tuple[int, ...]:
     """Layers whose own values are in the effective values of a layer, itself aside."""
     mine = [p for p in paths if p.layer == layer and p.exact]
