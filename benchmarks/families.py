@@ -1,0 +1,312 @@
+"""Every decoder family of transformers that can be built small, observed and held against what the module itself gives.
+
+    OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice -n 19 python benchmarks/families.py [--only NAME ...] [--seconds 60]
+
+The list is made by code: all causal language models that the installed transformers maps, eager and fused attention each, at
+width 64 and random weights. Truth: logits of a plain run (bitwise); `output_attentions` of the eager module (entropy, first column
+and column sums of each row, and the pattern times our values); hooks on its blocks and `output_hidden_states` (streams), on its
+value projections where they are named so (own values), on its output projections (z). A number is wrong where it is off by more
+than 1e-4. Writes `benchmarks/families.csv`, one row per family and kind of attention; exits with 1 where a number is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import WorkbenchError
+from workbench.observing import Observed, observe
+
+TABLE = Path(__file__).with_suffix(".csv")
+LIMIT = 1e-4  # relative to the largest entry, at least 1
+MOST_PARAMETERS = 40_000_000  # a family that stays larger could not be shrunk
+LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH = 4, 64, 4, 128, 24
+SIZES: dict[str, Any] = dict.fromkeys(
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS
+)
+SIZES |= dict.fromkeys(
+    ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "model_dim"), WIDTH
+)
+SIZES |= dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), HEADS)
+SIZES |= dict.fromkeys(("num_key_value_heads", "n_kv_heads", "num_kv_heads", "multi_query_group_num"), 2)
+SIZES |= dict.fromkeys(
+    ("head_dim", "attention_head_dim", "v_head_dim", "kv_channels", "global_head_dim"), WIDTH // HEADS
+)
+SIZES |= dict.fromkeys(
+    ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size"), 2 * WIDTH
+)
+SIZES |= dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 128)
+SIZES |= dict.fromkeys(
+    ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim", "intermediate_size_mlp"), 32
+)
+SIZES |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
+SIZES |= dict.fromkeys(("num_experts_per_tok", "top_k", "moe_topk", "moe_k", "num_experts_per_token"), 2)
+SIZES |= dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "index_head_dim"), 16)
+SIZES |= dict.fromkeys(("mamba_d_state", "state_size", "mamba_d_head", "ssm_state_size", "mamba_head_dim"), 16)
+SIZES |= {
+    "vocab_size": VOCABULARY, "qk_rope_head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "mamba_n_heads": 8, "mamba_num_heads": 8,
+    "mamba_n_groups": 1, "n_groups": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "laurel_rank": 8, "index_n_heads": 2,
+    "index_topk": 64, "lru_width": WIDTH, "mamba_expand": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
+    "num_kv_shared_layers": 1, "use_cache": False, "is_decoder": True, "rotary_dim": 8, "attn_layer_indices": [1, 3],
+    "encoder_layers": 1, "encoder_attention_heads": HEADS, "encoder_ffn_dim": 2 * WIDTH, "attention_types": [[["global", "local"], 2]],
+}  # fmt: skip
+"""Settings of configurations by name, small."""
+RARE = set(SIZES) - {"num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "pad_token_id"}
+OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo", "output_proj", "o")
+ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+STATISTICS = ("row_entropy", "sink", "received")
+
+
+class TooSlow(Exception):
+    """A family ran past its limit."""
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TooSlow(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def families() -> list[str]:
+    """Every model type with a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small_configs(family: str) -> Iterator[Any]:
+    """A family's configuration with the sizes that it names made small, then with some of them left as they are."""
+    from transformers import CONFIG_MAPPING
+
+    default = CONFIG_MAPPING[family]()
+    default = default.get_text_config(decoder=True) if hasattr(default, "get_text_config") else default
+    values = default.to_dict() | {name: getattr(default, name) for name in default.attribute_map}
+    named = {name: value for name, value in SIZES.items() if name in values}
+    if values.get("num_key_value_heads", 0) == values.get("num_attention_heads", 0):
+        named.pop("num_key_value_heads", None)  # as many as there are heads
+        named |= {"num_key_value_heads": HEADS} if "num_key_value_heads" in values else {}
+    for left in (
+        (),
+        ("head_dim",),
+        ("qk_rope_head_dim", "head_dim"),
+        ("num_key_value_heads",),
+        ("num_kv_shared_layers",),
+        tuple(RARE & set(named)),
+    ):
+        with contextlib.suppress(Exception):  # whatever a combination of sizes raises, the next is tried
+            yield type(default)(**{name: value for name, value in named.items() if name not in left})
+
+
+def runnable(family: str, ids: Tensor) -> tuple[Any, nn.Module]:
+    """The first of a family's small configurations that is built and runs, and its module with eager attention."""
+    reason: Exception | None = None
+    for config in small_configs(family):
+        try:
+            module = built(config, "eager")
+            module(ids)
+            return config, module
+        except TooSlow:
+            raise
+        except Exception as error:
+            reason = reason or error
+    raise reason or WorkbenchError("no configuration can be made small")
+
+
+def built(config: Any, implementation: str) -> nn.Module:
+    """The module on random weights, large enough for attention to be far from uniform."""
+    from transformers import AutoModelForCausalLM
+
+    def make() -> nn.Module:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation)
+
+    with torch.device("meta"):
+        size = sum(p.numel() for p in make().parameters())
+    if size > MOST_PARAMETERS:
+        raise WorkbenchError(f"{size:,} parameters: its sizes have other names")
+    torch.manual_seed(0)
+    module = make().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if "sink" in name:
+                p.copy_(torch.randn(p.shape, generator=generator))
+            elif ATTENTION.search(name) and p.ndim == 2:
+                p.mul_(4)
+    return module
+
+
+def off(found: Tensor, truth: Tensor) -> float:
+    """Largest difference over the largest entry of the truth, which counts as 1 at least; inf where shapes differ."""
+    if found.shape != truth.shape:
+        return float("inf")
+    size = float(truth.double().abs().max().clamp_min(1.0))
+    return float((found.double() - truth.double()).abs().max()) / size
+
+
+def tensor_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else next(x for x in output if isinstance(x, Tensor))
+
+
+def attentions_of(module: nn.Module, ids: Tensor) -> list[Tensor]:
+    """The module's own patterns [batch, head, query, key], those of layers that return none left out."""
+    given = getattr(module(ids, output_attentions=True), "attentions", None) or ()
+    return [p.double() for p in given if isinstance(p, Tensor) and p.ndim == 4 and p.shape[-2:] == (LENGTH, LENGTH)]
+
+
+def hooked(module: nn.Module, ids: Tensor, names: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs and outputs of the named modules in a plain run, where they run once."""
+    inputs: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
+
+    def keep(part: Any, args: Any, output: Any, name: str) -> None:
+        with contextlib.suppress(StopIteration):  # a module that passes no tensor
+            outputs.setdefault(name, []).append(tensor_of(output).clone())
+            inputs.setdefault(name, []).append(tensor_of(args).clone())
+
+    handles = [
+        module.get_submodule(n).register_forward_hook(lambda m, a, o, n=n: keep(m, a, o, n)) for n in names
+    ]  # fmt: skip
+    module(ids)
+    for handle in handles:
+        handle.remove()
+    once = lambda kept: {name: tensors[0] for name, tensors in kept.items() if len(tensors) == 1}  # noqa: E731
+    return once(inputs), once(outputs)
+
+
+def compared(observed: Observed, module: nn.Module, eager: nn.Module, ids: Tensor) -> dict[str, float]:
+    """Largest differences from the truth by what is compared; what cannot be compared is not in it."""
+    wanted = [n for n in observed.hook_dict if not n.endswith(("attn_scores", "hook_pattern", "hook_v_mix"))]
+    plain = tensor_of(tuple(module(ids).values()))
+    logits, cache = observed.run_with_cache(ids, names_filter=wanted)
+    worst: dict[str, float] = {"logits": 0.0 if torch.equal(plain, logits) else off(logits, plain) or 1e-30}
+
+    def note(what: str, value: float) -> None:
+        worst[what] = max(worst.get(what, 0.0), value)
+
+    layers = [(i, layer) for i, layer in enumerate(observed.structure.layers) if layer.is_read]
+    patterns = attentions_of(eager, ids)
+    if len(patterns) == len(layers):
+        for (i, layer), pattern in zip(layers, patterns, strict=True):
+            if layer.z is not None and not layer.changed:
+                v = cache[f"blocks.{i}.attn.hook_v"].double()
+                v = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2)
+                note("v", off(cache[f"blocks.{i}.attn.hook_z"], torch.einsum("bhij,bjhd->bihd", pattern, v)))
+            truth = {
+                "row_entropy": torch.special.entr(pattern).sum(-1), "sink": pattern[..., 0], "received": pattern.sum(-2),
+            }  # fmt: skip
+            for name in STATISTICS:
+                if (point := f"blocks.{i}.attn.hook_{name}") in cache:
+                    note(name, off(cache[point], truth[name]))
+    states = getattr(module(ids, output_hidden_states=True), "hidden_states", None) or ()
+    if len(states) == len(observed.structure.layers) + 1:
+        for i, state in enumerate(states[:-1]):  # the last one is normed in most families
+            if (point := f"blocks.{i}.hook_resid_pre") in cache:
+                note("stream", off(cache[point], state))
+    names = dict(module.named_modules())
+    inputs, outputs = hooked(module, ids, [n for n in names if n])
+    for i, layer in enumerate(observed.structure.layers):
+        if (point := f"blocks.{i}.hook_resid_post") in cache and layer.block in outputs:
+            note("stream", off(cache[point], outputs[layer.block]))
+        inside = [n for n in names if n.startswith(f"{layer.block}.")]
+        for name in inside:
+            last = name.rpartition(".")[2]
+            if last == "v_proj" and (point := f"blocks.{i}.attn.own.hook_v") in cache and name in outputs:
+                normed = next((n for n in inside if n.endswith("v_norm") and n in outputs), name)
+                note("own_v", off(cache[point].flatten(2), outputs[normed].reshape(*ids.shape, -1)))
+            if last in OUTPUTS and ATTENTION.search(name) and name in inputs:
+                point = f"blocks.{i}.attn.hook_z"
+                if point in cache and observed.structure.layers[i].z is not None:
+                    note("z", off(cache[point].flatten(2), inputs[name].reshape(*ids.shape, -1)))
+    return worst
+
+
+def row_of(family: str, implementation: str, seconds: int) -> dict[str, Any]:
+    """What became of one family: not built, refused, or observed with its differences."""
+    row: dict[str, Any] = {"family": family, "attention": implementation, "status": "", "why": ""}
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    try:
+        with limited(seconds), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config, eager = runnable(family, ids)
+            module = eager if implementation == "eager" else built(config, implementation)
+            if module is not eager:
+                module.load_state_dict(eager.state_dict())
+            module(ids)
+            row["status"] = "refused"
+            observed = observe(module, ids, call=lambda m, x: m(x, use_cache=False), quiet=True)
+            row |= {"status": "observed", "layers": observed.config.n_layers, "architecture": observed.architecture}
+            row["read"] = sum(layer.is_read for layer in observed.structure.layers)
+            row["streams"] = observed.structure.layers[0].has_stream
+            row["why"] = "; ".join(observed.notes)
+            row |= compared(observed, module, eager, ids)
+    except TooSlow as slow:
+        row |= {"status": "too slow", "why": str(slow)}
+    except Exception as error:  # a family that cannot be built or is refused is a row of the table, whatever it raises
+        row |= {"status": row["status"] or "not built", "why": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
+        if row["status"] in ("refused", "observed") and not isinstance(error, WorkbenchError):
+            row["status"] = "failed"
+    return row
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    measured = {name: row.get(name) for name in (*STATISTICS, "v", "own_v", "z", "stream")}
+    return row["status"] == "failed" or bool(row.get("logits")) or any(
+        value is not None and not value <= LIMIT for value in measured.values()
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="these families alone; writes no table")
+    parser.add_argument("--seconds", type=int, default=60, help="limit for a family and kind of attention")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for family in options.only or families():
+        for implementation in ("eager", "sdpa"):
+            row = row_of(family, implementation, options.seconds)
+            row["wrong"] = is_wrong(row)
+            rows.append(row)
+            numbers = {n: f"{row[n]:.1e}" for n in ("logits", *STATISTICS, "v", "own_v", "z", "stream") if n in row}
+            print(
+                family,
+                implementation,
+                row["status"],
+                "WRONG" if row["wrong"] else "",
+                numbers,
+                row["why"][:160],
+                flush=True,
+            )
+            if not options.only:
+                pd.DataFrame(rows).to_csv(TABLE, index=False, float_format="%.2g")
+    table = pd.DataFrame(rows)
+    print(table.groupby("attention")["status"].value_counts().to_string())
+    wrong = table[table["wrong"]]
+    print(f"{len(wrong)} wrong: {', '.join(wrong['family'] + ' ' + wrong['attention'])}")
+    return int(len(wrong) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
