@@ -6,7 +6,7 @@ ARGS ?=
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test check lint types contracts slow browser docs bench mutants clean
+.PHONY: demo test check lint types contracts slow browser docs bench mutants damaged clean
 
 demo: $(VENV)/.installed  ## corpus, training, measuring, report, dashboard on 127.0.0.1:8501
 	$(BIN)/workbench demo $(ARGS)
@@ -48,6 +48,9 @@ bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, agai
 
 mutants: $(VENV)/.installed-dev  ## what share of small faults the fast tests catch
 	$(BIN)/python benchmarks/mutation.py $(ARGS)
+
+damaged: $(VENV)/.installed-dev  ## thousands of damaged files of every kind: all are read or refused by name
+	$(BIN)/python benchmarks/damaged_files.py $(ARGS)
 
 browser:  ## install a browser for the browser tests and PNG export (Debian, Ubuntu)
 	apt-get update && apt-get install -y --no-install-recommends chromium

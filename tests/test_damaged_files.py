@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import zipfile
@@ -142,6 +143,22 @@ def test_old_files_of_more_storage_than_bytes_are_refused_before_memory_is_spent
     file.write_bytes(file.read_bytes().replace(b"K\x28", b"J" + (2**30).to_bytes(4, "little")))
     with pytest.raises(BadCheckpoint, match="storage would take 4294967296 bytes, and the whole file has"):
         read_state(file)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads its address space from Linux's /proc")
+def test_an_old_files_text_of_gigabytes_makes_no_room_for_itself(tmp_path):
+    file = tmp_path / "a.pt"
+    torch.save({"name": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
+    file.write_bytes(file.read_bytes().replace(b"X\x04\0\0\0name", b"X\xff\xff\xff\x7fname"))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 30), limits[1]))
+    try:
+        with pytest.raises(BadCheckpoint, match="damaged or no PyTorch checkpoint") as told:
+            read_state(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert "MemoryError" not in str(told.value)
 
 
 def test_an_archive_that_somebody_packed_again_is_read_or_told_apart_from_a_damaged_one(tmp_path):
