@@ -26,6 +26,7 @@ EXPECTED = {
     "generate",
     "plot",
     "report",
+    "ship",
     "xray",
     "app",
     "list",

@@ -16,6 +16,8 @@ from torch import Tensor
 
 LN2 = math.log(2)
 SHARPNESS = torch.tensor([0.0, *(10 ** (i / 8) for i in range(-16, 5))])
+FINER = 41
+TIE = 1e-6  # nats: where all tokens are read right, ever sharper scores gain nothing but rounding, and the least sharp is taken
 TOTAL_SHARE = 0.03  # of the whole covariance in what whitens: lookups do not vary within a token at all
 
 
@@ -165,7 +167,14 @@ class Prior:
         """
         prior = self.log_p[self.seen]
         tuned = tune[0] - prior
-        sharpness = min(SHARPNESS.tolist(), key=lambda a: float(self.nats(a * tuned, tune[1]).mean()))
+
+        def best(sharpness: Tensor) -> int:
+            losses = torch.stack([self.nats(a * tuned, tune[1]).mean() for a in sharpness])
+            return int((losses <= losses.min() + TIE).nonzero()[0])
+
+        i = best(SHARPNESS)  # steps of a third; then finer ones between its neighbours, since held-out bits hang on it
+        near = torch.linspace(*SHARPNESS[[max(i - 1, 0), min(i + 1, len(SHARPNESS) - 1)]].tolist(), FINER)
+        sharpness = near[best(near)]
         rows = []
         for scores, y in held:
             evidence = sharpness * (scores - prior)

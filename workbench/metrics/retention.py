@@ -42,7 +42,7 @@ class _Probe:
 @metric(
     unit="bits", range="<= entropy of the tokens", reading="higher: more of the token's identity is linearly readable", folds=1,
     source=SOURCE, sites=("stream", "z", "own_v", "v", "q", "k"), variants=BITS, units=UNITS, controls=CONTROLS, min_length=2,
-    version=2,
+    version=3,
 )  # fmt: skip
 class TokenProbe(_Probe):
     """Bits of the input token's identity that a linear softmax probe recovers beyond token frequency, fitted to convergence.
@@ -119,7 +119,7 @@ class TokenProbe(_Probe):
 @metric(
     unit="bits", range="<= entropy of the tokens", reading="higher: the vector has mixed in its neighbour", folds=1,
     source="V-information, Xu et al. 2020, of the token before", sites=("stream", "z"), variants=BITS,
-    units=UNITS, controls=CONTROLS, min_length=4, version=2,
+    units=UNITS, controls=CONTROLS, min_length=4, version=3,
 )  # fmt: skip
 class PreviousTokenProbe(TokenProbe):
     """Bits of the previous token's identity that a linear softmax probe recovers: mixing, where `token_probe` is retention.
@@ -136,7 +136,7 @@ class PreviousTokenProbe(TokenProbe):
     unit="bits", range="<= entropy of the tokens", reading="higher: more of the token's identity is linearly readable", folds=1,
     source="linear discriminant analysis, its class means drawn to the centre as random effects; " + SOURCE,
     sites=("stream", "z", "own_v", "v", "q", "k"), variants=STREAMED, units=UNITS,
-    controls={"shifted": {"shifted": True}}, min_length=2, version=2,
+    controls={"shifted": {"shifted": True}}, min_length=2, version=3,
 )  # fmt: skip
 class TokenProbeStreamed(_Probe):
     """`token_probe` estimated: the same bits by a probe in closed form, from sums over any number of documents.
@@ -198,7 +198,7 @@ class TokenProbeStreamed(_Probe):
 @metric(
     unit="bits", range="<= entropy of the tokens", reading="higher: the vector has mixed in its neighbour", folds=1,
     source="linear discriminant analysis, as `token_probe_streamed`", sites=("stream", "z"), variants=STREAMED,
-    units=UNITS, controls={"shifted": {"shifted": True}}, min_length=4,
+    units=UNITS, controls={"shifted": {"shifted": True}}, min_length=4, version=2,
 )  # fmt: skip
 class PreviousTokenProbeStreamed(TokenProbeStreamed):
     """`previous_token_probe` estimated: as `token_probe_streamed`, with the target one position before.
