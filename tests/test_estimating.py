@@ -50,7 +50,7 @@ else:
 print(json.dumps([before, status("VmHWM:")]))
 """
 METRICS = ["loss", "importance_entropy", "sink_mass", "token_similarity"]
-SUMMED = {
+SUMMED = dict.fromkeys(("wide", "batch"), ["effective_rank"])  # sums for groups of documents; at long sequences no other room
     "batch": ["effective_rank"]
 }  # sums for groups of documents: spectra of wide values take most of the time and no other room
 
