@@ -50,9 +50,9 @@ else:
 print(json.dumps([before, status("VmHWM:")]))
 """
 METRICS = ["loss", "importance_entropy", "sink_mass", "token_similarity"]
-SUMMED = dict.fromkeys(("wide", "batch"), ["effective_rank"])  # sums for groups of documents; at long sequences no other room
-    "batch": ["effective_rank"]
-}  # sums for groups of documents: spectra of wide values take most of the time and no other room
+SUMMED = dict.fromkeys(
+    ("wide", "batch"), ["effective_rank"]
+)  # sums for groups of documents; at long sequences no other room
 
 
 def real(kind, architecture, shape, root, metrics=METRICS, gives_back=False):
