@@ -50,9 +50,8 @@ else:
 print(json.dumps([before, status("VmHWM:")]))
 """
 METRICS = ["loss", "importance_entropy", "sink_mass", "token_similarity"]
-SUMMED = dict.fromkeys(
-    ("wide", "batch"), ["effective_rank"]
-)  # sums for groups of documents; at long sequences no other room
+SUMMED = {"wide": ["effective_rank"], "batch": ["effective_rank"]}
+"""Sums for groups of documents, where they take room; of long sequences they take time alone."""
 
 
 def real(kind, architecture, shape, root, metrics=METRICS, gives_back=False):
