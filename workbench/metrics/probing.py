@@ -173,7 +173,7 @@ class Prior:
             return int((losses <= losses.min() + TIE).nonzero()[0])
 
         i = best(SHARPNESS)  # steps of a third; then finer ones between its neighbours, since held-out bits hang on it
-        near = torch.linspace(*SHARPNESS[[max(i - 1, 0), min(i + 1, len(SHARPNESS) - 1)]].tolist(), FINER)
+        near = torch.linspace(float(SHARPNESS[max(i - 1, 0)]), float(SHARPNESS[: i + 2][-1]), FINER)
         sharpness = near[best(near)]
         rows = []
         for scores, y in held:
