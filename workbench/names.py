@@ -177,6 +177,13 @@ def stream_hook(index: int | str, n_layers: int) -> str:
     return f"blocks.{n_layers - 1}.hook_resid_post" if index == n_layers else f"blocks.{index}.hook_resid_pre"
 
 
+def before_branching(model: Any, layer: int, name: str) -> str:
+    """Where the gradient is that of all readers: averages keep some blocks' inputs before the block's own hook point."""
+    if not name.endswith("hook_resid_pre") or not getattr(model.blocks[layer], "shares_input", False):
+        return name
+    return f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embed"
+
+
 def layer_of(hook: str) -> int | None:
     """The block a hook point belongs to, None outside the blocks."""
     match = re.match(r"blocks\.(\d+)\.", hook)

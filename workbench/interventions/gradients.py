@@ -11,6 +11,7 @@ from torch import Tensor
 from workbench.interventions.ablation import branches
 from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
 from workbench.models.hooked import next_token_loss
+from workbench.names import before_branching
 
 SITES = ("stream", "v", "attn_out", "mlp_out")
 
@@ -45,13 +46,6 @@ def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> 
     for (site, layer, variant), parts in results.items():
         unit = "loss per relative change" if variant else "loss per activation unit"
         yield mean_row(torch.cat(parts), site=site, layer=layer, variant=variant, unit=unit)
-
-
-def before_branching(model: Any, layer: int, name: str) -> str:
-    """Where the gradient is that of all readers: averages keep some blocks' inputs before the block's own hook point."""
-    if not name.endswith("hook_resid_pre") or not getattr(model.blocks[layer], "shares_input", False):
-        return name
-    return f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embed"
 
 
 @intervention(

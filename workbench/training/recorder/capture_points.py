@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workbench.interventions.gradients import before_branching
 from workbench.metrics.weights import PARTS, part_of
-from workbench.names import ACTIVATIONS, NamedHookPoints, stream_hook
+from workbench.names import ACTIVATIONS, NamedHookPoints, before_branching, stream_hook
 
 VALUE_PROJECTIONS = ("v_proj", "value", "value_proj", "v_lin", "to_v", "wv", "w_v", "W_V")
 """Names of a linear map whose output is a block's values."""
