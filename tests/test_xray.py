@@ -144,6 +144,13 @@ def test_the_last_sentence_weighs_both_sides(rows, said):
     assert "±" in found or "Undecided" in found
 
 
+def test_a_small_table_of_means_is_a_lower_bound_that_speaks_against_nothing():
+    seen = {"metric": "deep_value_ablation", "site": "own_v", "variant": "seen", "value": 0.9}
+    few = [row | {"metric": "deep_value_ablation"} for row in ablated(0.15, 0.2)]
+    said = residual(planted([*few, seen, *heads(0.05)]))
+    assert re.match(r"Open; for: nothing.*Against: there are no sinks to remove\. .*at least 25%.*--layers", said)
+
+
 def test_a_model_with_a_value_path_is_told_so():
     assert residual(planted(ablated(0.01, 0.2), architecture="resformer+denseformer")).startswith(
         "It has a value path already (ResFormer)"

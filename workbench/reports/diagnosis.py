@@ -202,13 +202,18 @@ def residual(frame: pd.DataFrame) -> str:
     if abs(zero) < UNLEARNED:
         return f"Undecided: nothing is learned yet in later values. {_replaced(change)}"
     kept = 1 - token / zero if zero > 0 else 0.0
-    for_it, against = [], []
+    for_it, against, low = [], [], ""
     facts = _replaced(change).rstrip(".").replace("Replacing", "replacing")
     if zero <= 2 * error:
         against.append(f"removing later values changes the loss by no more than its error ({facts})")
     elif kept >= MOSTLY:
         for_it.append(
             f"the token alone supplies {kept:.0%} of what later values do ({facts}), and the first layer's values are a function of it"
+        )
+    elif "seen" in change:  # a table from few documents: rare ids' means are noise, which costs what context would
+        low = f" The token alone supplies at least {max(kept, 0):.0%} of what later values do ({facts}): a table of means from as many "
+        low += (
+            "documents as were measured gives a lower bound, which decides neither way; `--layers` reads a large one."
         )
     elif kept < HARDLY:
         against.append(f"later values need context: the token alone supplies {kept:.0%} of what they do ({facts})")
@@ -219,6 +224,6 @@ def residual(frame: pd.DataFrame) -> str:
     else:
         against.append("there are no sinks to remove")
     more = len(for_it) - len(against)
-    start = "More speaks for it" if more > 0 else "More speaks against it" if more < 0 else "Open"
+    start = "Open" if low or not more else "More speaks for it" if more > 0 else "More speaks against it"
     pro, con = ("; ".join(reasons) or "nothing measured here" for reasons in (for_it, against))
-    return f"{start}; for: {pro}. Against: {con}. One model cannot decide it: {PUBLISHED}."
+    return f"{start}; for: {pro}. Against: {con}.{low} One model cannot decide it: {PUBLISHED}."
