@@ -103,6 +103,17 @@ def training(facts, curve, steps=LAST):
     return found
 
 
+def formed(facts, sink, copied):
+    """Sink mass of one head that jumps at `sink(run)`, and the copy loss that falls at `copied(run)`."""
+    rows, told = [], []
+    for of in facts:
+        mass, loss = sink(of), copied(of)
+        for step in range(0, LAST + 1, 10):
+            rows.append(row(of, "sink_mass", 0.9 if step >= mass else 0.1, layer=1, head=0, step=step))
+            told.append(row(of, "copy_loss", 1.0 if step >= loss else 4.0, step=step))
+    return rows, told
+
+
 NOISY = [2.70, 2.76, 2.73]
 
 

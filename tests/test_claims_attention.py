@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from planted import LAST, evidence, judged, losses, per_layer, row, run, runs, sinks, with_sinks
+from planted import LAST, evidence, formed, judged, losses, per_layer, row, run, runs, sinks, with_sinks
 
 from workbench.claims.sinks import head_kinds
 
@@ -115,6 +115,38 @@ def test_what_is_measured_of_one_model_alone_decides_nothing(metric):
     found = judged("sinks_drains_and_peaks_vanish_together", made, rows)
     assert found.status in ("not_checkable", "gated")
     assert "transformer" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("sink", "copied", "status", "said"),
+    [
+        (200, 60, "supported", "SVFormer 195 (5 of 5 seeds formed one)"),
+        (200, 170, "unresolved", "learning to copy -10"),  # no later once it copies: its learning is what is late
+        (40, 20, "refuted", "SVFormer 35 (5 of 5"),
+        (9_999, 60, "unresolved", "SVFormer 300 (0 of 5 seeds formed one)"),  # prevention is another claim
+    ],
+)
+def test_sharing_values_delays_the_sink(sink, copied, status, said):
+    luck = [0, 20, 10, -10, -20]
+    made = runs("transformer", "svformer", "gated_attention", seeds=5, task="backcopy")
+    shared = lambda of: of["model"] == "svformer"  # noqa: E731
+    rows, told = formed(
+        made,
+        lambda of: (sink if shared(of) else 100) + luck[of["seed"]] * (1 + shared(of)),
+        lambda of: copied if shared(of) else 60,
+    )
+    found = judged("sharing_values_delays_the_sink", made, rows, told)
+    assert found.status == status, found.sentence
+    assert said in found.sentence
+    assert (found.table["unit"] == "steps").all()
+    assert len(found.table) == 3, "what others do is shown beside it"
+
+
+def test_where_vanilla_forms_no_sink_there_is_no_delay():
+    made = runs("transformer", "svformer", seeds=5, task="backcopy")
+    found = judged("sharing_values_delays_the_sink", made, *formed(made, lambda of: 9_999, lambda of: 60))
+    assert found.status == "gated"
+    assert "in 0 of 5 seeds" in found.sentence
 
 
 def written(made, of_head, step=LAST):

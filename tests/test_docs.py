@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import generate
-import pytest
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize(("path", "content"), generate.pages().items(), ids=[p.name for p in generate.pages()])
-def test_generated_file_is_current(path, content):
-    assert path.read_text(encoding="utf-8") == content, "run `make docs`"
+def test_generated_files_are_current():
+    stale = [path.name for path, content in generate.pages().items() if path.read_text(encoding="utf-8") != content]
+    assert not stale, "run `make docs`"
 
 
 def test_constraints_record_no_addresses_and_one_torch():

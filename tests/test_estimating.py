@@ -20,7 +20,7 @@ from workbench.models.live_bytes import LiveBytes
 from workbench.training.memory_estimate import training_memory
 
 SHAPES = {  # parameters that matter, activations that matter, and long sequences
-    "wide": (ModelConfig(n_layers=3, d_model=512, n_heads=4, d_mlp=1792, d_vocab=8000, n_ctx=64), 2, 32),
+    "wide": (ModelConfig(n_layers=3, d_model=256, n_heads=4, d_mlp=896, d_vocab=16000, n_ctx=64), 2, 32),
     "batch": (ModelConfig(n_layers=4, d_model=128, n_heads=4, d_mlp=352, d_vocab=1024, n_ctx=256), 12, 256),
     "long": (ModelConfig(n_layers=2, d_model=128, n_heads=4, d_mlp=352, d_vocab=2048, n_ctx=2048), 1, 2048),
 }

@@ -165,12 +165,11 @@ def test_known_values_of_real_models(measured_runs):
 def test_results_do_not_depend_on_the_batch(measured_runs):
     run, fitted = measured_runs["svformer"], "token_probe"  # to float32 vectors: its last digits follow theirs
     names = [name for name, metric in METRICS.items() if metric.form != "derived" and name != fitted]
-    model, ids, tables = run.load(), run.data.sample(9, 64).ids, []
-    for batch in (64, 1, 4):
+    model, ids, tables = run.load(), run.data.sample(5, 64).ids, []
+    for batch in (64, 2):  # the last batch of the second holds one document
         workbench.measurement.subjects._memory.clear()
         tables.append(table(measure(model, names, ids, batch=batch)))
-    for other in tables[1:]:
-        pd.testing.assert_frame_equal(tables[0], other, rtol=1e-6, atol=1e-6)
+    pd.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-6)
 
 
 def test_ablation_does_not_depend_on_the_batch(measured_runs):

@@ -25,7 +25,7 @@ from workbench.training.recipe import rate_factors
 FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml"))
 NAMED = {
     "learning_rate", "lambda", "source_layer", "target_layers", "first_layer_rate", "bos", "lengths", "sizes",
-    "sinks", "sinks_without_start", "induction", "losses", "mini",
+    "sinks", "sinks_without_start", "induction", "losses", "value_paths", "mini",
 }  # fmt: skip
 SMALL = """
 question = "Is it earlier?"
@@ -62,7 +62,9 @@ def test_every_study_has_its_file():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_cell_of_the_study_files_can_be_built(file, quick):
     study = read_study(file)
-    assert len(study.seeds) >= (5 if file.stem in ("sinks", "sinks_without_start", "induction", "losses", "bos") else 3)
+    assert len(study.seeds) >= (
+        5 if file.stem in ("sinks", "sinks_without_start", "induction", "losses", "value_paths", "bos") else 3
+    )
     for job in plan(study, Path("runs"), quick=quick)[: len(study.cells)]:
         model, recipe = sizes(job)
         assert model.n_ctx >= recipe.T

@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pandas as pd
-from planted import LAST, coefficients, evidence, losses, options, per_layer, row, runs, sinks, training
+from planted import LAST, coefficients, evidence, formed, losses, options, per_layer, row, runs, sinks, training
 from scipy import stats
 
 from workbench.claims import CLAIMS
@@ -115,6 +115,11 @@ def racing(rng: np.random.Generator) -> Table:
     return made, [], told
 
 
+def delayed(rng: np.random.Generator) -> Table:
+    made = runs("transformer", "svformer", seeds=SEEDS, task="backcopy", n_layers=2)
+    return made, *formed(made, lambda of: rng.normal(150, 30), lambda of: rng.normal(60, 10))
+
+
 def overtaken(rng: np.random.Generator) -> Table:
     made = [of for T in (128, 256) for of in runs("transformer", "svformer", seeds=SEEDS, T=T)]
 
@@ -203,7 +208,7 @@ NOISE: dict[str, Callable[[np.random.Generator], Table]] = {
     "less_concentration_in_deep_layers": with_sinks(of_layers(*RESIDUAL, "svformer", metrics=DEFICIT)),
     "sinks_drains_and_peaks_vanish_together": with_sinks(
         of_layers(*RESIDUAL, metrics={"value_drain": [{"site": "own_v"}], "hidden_peak": [{"site": "stream"}]})),
-    "start_token_decides_the_sinks": start_tokens,
+    "start_token_decides_the_sinks": start_tokens, "sharing_values_delays_the_sink": delayed,
     "smoothing_and_concentration_are_linked": with_sinks(of_layers(*RESIDUAL, metrics=LINKED)),
     "neutreno_smooths_less": of_layers("transformer", "neutreno", metrics={"token_similarity": [{"site": "stream"}]}),
     "token_information_is_preserved": of_layers(*RESIDUAL, metrics={"token_probe": [{"site": "stream"}, {"site": "z"}]}),

@@ -34,7 +34,7 @@ def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
             race = races.of_runs(runs).comparable("transformer", PATHS)
         except InsufficientEvidence:
             continue
-        steps = _steps(race)
+        steps = copying_steps(race)
         for model in (m for m in (*PATHS, CONTROL) if m in steps):
             intervals[f"{model} at rate {rate:g}"] = ahead = paired_seeds(steps[model], steps["transformer"])
             if model == CONTROL:
@@ -49,7 +49,7 @@ def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
     return judged(paths, signs, sentence, "steps", also=keys, against=control, doubt=helped)
 
 
-def _steps(race: Evidence) -> dict[str, pd.Series]:
+def copying_steps(race: Evidence) -> dict[str, pd.Series]:
     """Formation step of each seed by model; a run that has not formed counts with its last step, which favours it."""
     copying = race.telemetry[race.telemetry["metric"] == "copy_loss"]
     if copying.empty:

@@ -11,10 +11,13 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence
+from workbench.claims.induction import copying_steps
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
 from workbench.claims.wording import model_name, numbers
+from workbench.errors import WorkbenchError
 from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
+from workbench.statistics.formation import sink_step
 from workbench.statistics.sinks import SINK_MASS, sink_kind
 
 SINK_RATE = 0.05  # of a layer's heads: below, single documents pass by chance
@@ -181,3 +184,57 @@ def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
         f"{changes[False].mean():+.3f} without; interaction {interaction}."
     )
     return judged({"interaction": interaction}, 1, sentence, "share", min_seeds=SINK_SEEDS)
+
+
+@claim(
+    supports="where a task calls for a head that rests, SVFormer's strongest head gives the start token half of its attention at a later "
+    "step than vanilla's, also counted from the step at which each has learned to copy, and in the end it does",
+    refutes="it does so earlier",
+    scale="two layers of one head on Bigram-Backcopy, five seeds, checkpoints all along; no sink before the end would be prevention",
+    published="none known; the task and its sinks: Guo et al. 2024",
+    source="this project, after Guo et al. 2024", metrics=("sink_mass",), steps="series", shows={"metric": "sink_mass"},
+)  # fmt: skip
+def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
+    """A decoder whose layers share the first one's values forms its attention sink later than the vanilla decoder, but forms it."""
+    pair = evidence.of_task("backcopy").comparable("transformer", "svformer")
+    steps = {name: _sink_steps(pair, name) for name in pair.models}
+    formed = {name: s for name, s in steps.items() if s.notna().sum() > len(s) / 2}
+    if "transformer" not in formed:
+        vanilla = steps["transformer"]
+        raise InsufficientEvidence(
+            f"Vanilla's strongest head passes one half in {vanilla.notna().sum()} of {len(vanilla)} seeds: nothing to delay.",
+            "gated",
+        )
+    last = pair.runs.set_index("run")["steps"].max()
+    at, copied = {name: s.fillna(last) for name, s in steps.items()}, copying_steps(pair)
+    base = at["transformer"]
+    later = {model_name(name): paired_seeds(at[name], base) for name in at if name != "transformer"}
+    after = paired_seeds(at["svformer"] - copied["svformer"], base - copied["transformer"])
+    first, told = later.pop(model_name("svformer")), []
+    for name, s in steps.items():
+        told.append(f"{model_name(name)} {at[name].median():.0f} ({s.notna().sum()} of {len(s)} seeds formed one)")
+    sentence = (
+        f"Step at which the strongest head's sink mass passes one half, middle seed: {'; '.join(told)}. SVFormer minus Transformer "
+        f"{first} steps, counted from the step of learning to copy {after}; a run without a sink counts with its last step, {last}."
+    )
+    doubt = "svformer" not in formed
+    parts = {"SVFormer later by": first}
+    return judged(
+        parts,
+        1,
+        sentence,
+        "steps",
+        also={"after learning to copy": after},
+        shown=later,
+        doubt=doubt,
+        min_seeds=SINK_SEEDS,
+    )
+
+
+def _sink_steps(pair: Evidence, model: str) -> pd.Series:
+    """The step of one half by seed, NaN where none formed."""
+    rows = pair.known(pair.rows("sink_mass", step="all"), model)
+    try:
+        return pd.Series({seed: sink_step(mass) for seed, mass in rows.groupby("seed")}, dtype=float)
+    except WorkbenchError as error:
+        raise InsufficientEvidence(f"{model_name(model)}: {error}.") from None
