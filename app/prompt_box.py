@@ -29,11 +29,22 @@ def prompt_box(link: Link) -> Link:
         with st.spinner("Loading the numerical libraries, once for each start of the server"):
             importlib.import_module("workbench.prompts.tokens")
     entry = source.subjects(link)[0].entry
-    letters, default = entry.kind in LETTERS, example(entry)
-    label = "Symbols; the model reads them twice in a row" if letters else "Text"
+    letters, default = LETTERS.get(entry.kind, 0), example(entry)
+    label = (
+        "Text",
+        "Symbols, as the task writes them; the first starts it",
+        "Symbols; the model reads them twice in a row",
+    )[letters]
     label = "Token ids; this model came without a tokenizer" if default == IDS else label
-    about = "Ctrl+Enter runs it. " + (
-        "The demo's models learned to copy 32 symbols." if letters else "Long texts are stored."
+    about = (
+        "Ctrl+Enter runs it. "
+        + (
+            (
+                "Long texts are stored.",
+                "Triggers are the last symbols of the alphabet.",
+                "The demo's models learned to copy 32 symbols.",
+            )[letters]
+        )
     )
     if label == "Text":
         _examples()

@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from workbench.studies.demo import COST, RACE_ARCHITECTURES, TEXT_ARCHITECTURES, jobs
+from workbench.studies.demo import EXPERIMENTS, jobs
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 PATIENCE = 400.0
@@ -45,12 +45,14 @@ def ends(ask, within=PATIENCE / 4):
     return False
 
 
-def test_plan_pairs_every_architecture_with_every_seed_race_first(tmp_path):
-    plan = jobs(tmp_path, seeds=3)
-    assert len(plan) == 3 * (len(RACE_ARCHITECTURES) + len(TEXT_ARCHITECTURES))
+def test_plan_pairs_every_architecture_with_every_seed_and_trains_on_text_where_asked(tmp_path):
+    plan, short = jobs(tmp_path, seeds=3, text=True), jobs(tmp_path, seeds=3)
+    sizes = {name: len(architectures) for name, architectures in EXPERIMENTS.items()}
+    assert len(plan) == 3 * sum(sizes.values()) - 2, "the control without a start token needs one seed"
+    assert len(plan) - len(short) == 3 * sizes["text"]
     experiments = [job.name.partition("-")[0] for job in plan]
-    assert experiments == sorted(experiments, key=list(COST).index)
-    assert {job.name[-3:] for job in plan[: len(RACE_ARCHITECTURES)]} == {"-s0"}
+    assert experiments == sorted(experiments, key=list(EXPERIMENTS).index)
+    assert {job.name[-3:] for job in plan[: sizes["sinks"]]} == {"-s0"}
 
 
 @pytest.mark.slow
@@ -80,7 +82,7 @@ def test_quick_demo_trains_measures_reports_and_reuses(tmp_path):
     )
     assert again.returncode == 0, again.stderr
     assert work(tmp_path) == written, "nothing is trained or measured twice"
-    for question in ("race_to_induction", "deep_values"):
+    for question in ("race_to_induction", "sinks_and_drains"):
         command = [sys.executable, "-m", f"analyses.{question}", "--runs", tmp_path, "--out", tmp_path / "results"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT, check=False)
         assert said.returncode == 0, said.stderr
@@ -107,7 +109,7 @@ def test_stopping_keeps_the_work_and_leaves_nobody_behind(tmp_path, everyone):
     ]
     demo = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     begin = time.monotonic()
-    while not list(tmp_path.glob("race-*/telemetry/*.parquet")):
+    while not list(tmp_path.glob("sinks-*/telemetry/*.parquet")):
         assert time.monotonic() - begin < PATIENCE
         time.sleep(0.2)
     if everyone:
@@ -120,7 +122,7 @@ def test_stopping_keeps_the_work_and_leaves_nobody_behind(tmp_path, everyone):
     dashboard = json.loads((tmp_path / ".app.json").read_text())["pid"]
     assert ends(lambda: os.killpg(demo.pid, 0))
     assert ends(lambda: os.kill(dashboard, 0))
-    assert list(tmp_path.glob("race-*/resume/state.safetensors"))
+    assert list(tmp_path.glob("sinks-*/resume/state.safetensors"))
 
 
 @pytest.mark.slow

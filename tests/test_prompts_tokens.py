@@ -81,22 +81,22 @@ def test_a_model_without_a_tokenizer_reads_ids(tiny):
 
 def test_prompts_of_letters_and_their_errors(tiny):
     model = tiny()
-    found = tokenise(model, "ab c", letters=True)
+    found = tokenise(model, "ab c", letters=2)
     assert found.ids.tolist() == [[0, 1, 2, 0, 1, 2]]
     assert found.tokens == list("abcabc")
-    drawn = tokenise(model, None, letters=True)
+    drawn = tokenise(model, None, letters=2)
     assert drawn.ids.shape == (1, 64)
     assert drawn.ids[0, :32].tolist() == drawn.ids[0, 32:].tolist()
     with pytest.raises(BadData, match="the sequence is empty"):
-        tokenise(model, " ", letters=True)
+        tokenise(model, " ", letters=2)
     with pytest.raises(BadData, match=r"^\+: not among this model's tokens"):
-        tokenise(model, "a+", letters=True)  # the 63rd symbol of 61
+        tokenise(model, "a+", letters=2)  # the 63rd symbol of 61
     with pytest.raises(BadData, match="the prompt is empty"):
         tokenise(model, "  ")
     with pytest.raises(BadData, match=r"write them as 3 14 15, or put its tokenizer\.json"):
         tokenise(model, "text")
     with pytest.raises(BadData, match="130 tokens long; this model reads 2 to 128, its context"):
-        tokenise(model, "a" * 65, letters=True)
+        tokenise(model, "a" * 65, letters=2)
     assert next_tokens(model, found, top=2).tokens == list("abcabc")
 
 

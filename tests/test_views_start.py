@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-
 import dashboard
 import numpy as np
 import pytest
@@ -13,11 +10,10 @@ from workbench import plots
 from workbench.claims.analysis import chosen
 from workbench.claims.collect import stored
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.files import write_json
 from workbench.reports import xray as xrays
 from workbench.runs.records import load_records, one_sample, provenance, records
 from workbench.runs.run import Run
-from workbench.views import Link, Source, drawings, start
+from workbench.views import Link, Source, start
 
 A, B = "text-resformer-s0", "text-transformer-s0"
 
@@ -211,71 +207,3 @@ def test_an_experiment_without_a_finished_run_has_no_verdicts(tmp_path):
     dashboard.half_write(tmp_path)
     with pytest.raises(BadData, match="finished"):
         start.verdicts.judgements(Source(tmp_path), link("verdicts", a="race-transformer-s0"))
-
-
-# ---- the demo ----
-
-
-def status(folder, **told):
-    told = {"finished": False, "ready": ["a"], "models": ["a", "b"], "left_s": 7, "failed": {}} | told
-    write_json(folder / ".demo.json", told)
-    return start.demo.status(folder)
-
-
-def test_a_demo_says_how_far_it_is_and_when_it_has_gone_quiet(tmp_path):
-    assert start.demo.status(tmp_path) is None
-    found = status(tmp_path)
-    assert (found.running, found.ready, found.planned, found.left_s) == (True, 1, 2, 7.0)
-    assert not status(tmp_path, finished=True).running
-    status(tmp_path)
-    os.utime(tmp_path / ".demo.json", (1, 1))
-    assert not start.demo.status(tmp_path).running
-    (tmp_path / ".demo.json").write_text(json.dumps([1, 2]))
-    assert start.demo.status(tmp_path) is None
-
-
-def test_a_folder_of_demo_runs_alone_is_known(ask, trained):
-    assert start.demo.only_demo(ask)
-    assert not start.demo.only_demo(trained)
-
-
-def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
-    race = start.demo.race(ask, link("demo"))
-    assert set(race.table["metric"]) == {"copy_loss"}
-    identity = start.demo.identity(ask, link("demo"))
-    assert set(identity.table["metric"]) == {"token_identity_share"}
-    assert start.demo.replaced(ask, link("demo")).figure.data
-    heads = start.demo.copying_heads(ask, link("demo", at=8))
-    z = np.asarray(heads.figure.data[0].z, dtype=float)
-    assert np.nansum(z, axis=1) == pytest.approx(1.0, abs=1e-5)
-    assert np.isnan(z[0, 1])
-    assert set(heads.table["step"]) == {8}
-    assert set(heads.table["head"]) == {1}  # the highest stored induction score
-    first = heads.table[heads.table["run"] == heads.table["run"].iloc[0]]
-    assert first["attention"].to_numpy() == pytest.approx(z[first["query"], first["key"]], abs=1e-6)
-    assert len(first) == np.isfinite(z).sum()
-    lower, _, sinks = start.demo.verdicts(ask, "text", start.demo.LIMITS)
-    assert lower.verdict.status == "unresolved"
-    assert "No sink formed" in sinks.verdict.sentence
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "word"),
-    [
-        ({"left": "race-svformer-s9"}, UnknownName, "did you mean race-svformer"),
-        ({"at": 7}, WorkbenchError, r"choose from \[0, 8, 20\]"),
-    ],
-)
-def test_heads_that_are_not_there_are_refused(ask, options, error, word):
-    with pytest.raises(error, match=word):
-        start.demo.copying_heads(ask, link("demo", **options))
-
-
-def test_only_the_shown_part_of_the_page_is_drawn(ask):
-    with pytest.raises(WorkbenchError, match="show=demo"):
-        start.demo.race(ask, link("model"))
-    with pytest.raises(UnknownName, match="part of the page"):
-        start.demo.race(ask, link("models"))
-    ((name, drawing),) = drawings(ask, link("demo"), "race")
-    assert name == "race"
-    assert drawing.figure.data

@@ -1,4 +1,4 @@
-"""The demo's story on the Start page: the race to copying with live curves, what deep values carry, what this size cannot tell."""
+"""The demo's story on the Start page: where attention rests, the race to copying, what deep values carry, what this size cannot tell."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import streamlit as st
 from app import widgets
 from app.cached_source import cached_source
 from app.figures import show
-from app.screens.copying_heads import copying_heads
+from app.screens.heads_of_the_demo import copying_heads, resting_heads
 from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.models.registry import ARCHITECTURES
-from workbench.statistics.formation import formation_steps
+from workbench.statistics.formation import formation_steps, sink_steps
 from workbench.views import Link, start
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from workbench.claims.analysis import Judged
+    from workbench.views import Source
 
 WORDS = """
 A transformer reads a text as *tokens*, pieces of words. In each layer, *attention* lets every token gather from the tokens
@@ -34,41 +37,39 @@ def story(link: Link) -> None:
     source = cached_source()
     st.subheader("What does a shortcut for values change?")
     st.markdown(WORDS)
-    here = {e.architecture for e in (*start.demo.runs(source, "race"), *start.demo.runs(source, "text"))}
+    here = {e.architecture for e in source.catalogue().entries}
     st.markdown("\n".join(f"- **{a.label}**: {a.plain}." for name, a in ARCHITECTURES.items() if name in here))
     status = start.demo.status(source.folder)
     live = bool(status and status.running)
-    st.fragment(_live, run_every=LIVE if live else None)(link, live, bool(start.demo.racers(source)))
+    every = LIVE if live else None
+    st.fragment(_progressing, run_every=every)(live, _ready(source))
+    st.header("1. Where does attention concentrate?")
+    st.fragment(_sinks, run_every=every)(link)
+    st.fragment(resting_heads)(link)
+    st.header("2. The race to copying")
+    st.fragment(_race, run_every=every)(link)
     st.fragment(copying_heads)(link)
+    st.header("3. What do deep values carry?")
+    st.fragment(_deep, run_every=every)(link)
     st.subheader("What this size cannot tell")
     st.markdown("\n".join(f"- {_verdict(judged)}" for judged in _verdicts("text", start.demo.LIMITS)))
 
 
-def _live(link: Link, was_live: bool, had_heads: bool) -> None:
-    """The two experiments; drawn anew every two seconds while the demo runs."""
+def _ready(source: Source) -> tuple[bool, bool]:
+    """Which experiments have models whose heads can be looked at."""
+    return any(len(e.steps) > 1 for e in start.demo.runs(source, "sinks")), bool(start.demo.racers(source))
+
+
+def _progressing(was_live: bool, had: tuple[bool, bool]) -> None:
+    """How far the demo is; the page is drawn anew once there are heads to look at, and at the end."""
     source = cached_source()
     status = start.demo.status(source.folder)
     if was_live:
-        st.session_state["drawn"] = []
-        if not (status and status.running) or (not had_heads and start.demo.racers(source)):
+        st.session_state["drawn"] = []  # the live figures below draw anew
+        if not (status and status.running) or _ready(source) != had:
             st.rerun()
     if status:
         _progress(status)
-    _race(link)
-    st.header("2. What do deep values carry?")
-    st.markdown(
-        "Trained on real text. **Token identity** is the share of a value's variation that the token alone explains, whatever "
-        "stands around it. At 1 the value is a mere lookup of its token; lower, and it carries context too. Solid lines are the "
-        "trained models, dashed ones the same models before training: only the difference was learned. First-layer values, and "
-        "all of SVFormer's, are lookups by construction."
-    )
-    if show(start.demo.identity, link) is not None:
-        st.markdown(
-            "Is the rest, the context, needed? The check: replace every value after the first layer by the average value of its "
-            "token, or by nothing at all, and see how much worse the model predicts. A short full bar beside a tall pale one means "
-            "that what these values do, the token alone could have done."
-        )
-        show(start.demo.replaced, link)
 
 
 def _progress(status: start.demo.Status) -> None:
@@ -82,27 +83,82 @@ def _progress(status: start.demo.Status) -> None:
         st.warning(f"{widgets.escaped(name)} failed: {widgets.escaped(error)}")
 
 
-def _race(link: Link) -> None:
-    st.header("1. The race to copying")
+def _sinks(link: Link) -> None:
     st.markdown(
-        "Each sequence is 32 random symbols, then the same 32 once more. The first half cannot be guessed. The second half "
+        "Every sequence begins with the same *start token*; after that, each symbol hints at the next, and some, the *triggers*, call "
+        "for a copy of the symbol before them. A head that copies has nothing to do anywhere else, but its weights must add up to 1. "
+        "So it learns to **rest**: to look at the start token, whose value it learns to make small. That is an *attention sink*. "
+        "The question is **when** it forms, and whether values shared between layers, or a gate that can close a head, change that."
+    )
+    drawing = show(start.demo.forming, link)
+    if drawing is None:
+        return
+    mass = drawing.table[drawing.table["metric"].eq("sink_mass") & drawing.table["control"].isna()]
+    st.markdown("The step at which the strongest head gives the start token half of its attention:")
+    _steps(
+        sink_steps(start.demo.sink_records(cached_source()).merge(mass[["run"]].drop_duplicates(), on="run")), "sunk"
+    )
+    st.caption(
+        "What this does not show: how often real text calls for a head that rests. There is one head in each layer and hardly an MLP, "
+        "which would take over. A model that is late within these steps may form its sink in longer training: delay is not prevention."
+    )
+    _boxes("sinks", start.demo.SINK_CLAIM)
+
+
+def _race(link: Link) -> None:
+    st.markdown(
+        "Each sequence is 16 to 32 random symbols, then the same again to its end. What comes first cannot be guessed. The repetition "
         "can, by looking back at what followed last time, and at some point in training each model finds out how: its loss "
         "falls off a cliff. The question is **when**. All models of one seed start from the same weights, see the same "
-        "sequences, and differ only in their shortcut. (The copy always begins at the same distance, so a head that looks "
-        "back by counting does as well here as one that recognises symbols.)"
+        "sequences, and differ only in their shortcut. (The distance of the copy changes from sequence to sequence: a head has to "
+        "recognise symbols, counting back does not help.)"
     )
     drawing = show(start.demo.race, link)
     if drawing is None:
         return
     st.markdown("The step at which each seed's loss falls below half of its start:")
-    steps = plots.formation_table(formation_steps(drawing.table))
-    st.dataframe(steps, hide_index=True, key="formed", alt="The step each model learned to copy at, per seed")
+    _steps(formation_steps(drawing.table), "formed")
+    _boxes("race", start.demo.RACE_CLAIM)
+
+
+def _steps(steps: pd.DataFrame, key: str) -> None:
+    st.dataframe(plots.formation_table(steps), hide_index=True, key=key, alt="The step for each model and seed")
+
+
+def _boxes(experiment: str, claim: str) -> None:
+    """What a claim says of the runs so far."""
     status = start.demo.status(cached_source().folder)
     if status and status.running:
         st.caption("So far, from the models that are trained:")
-    for judged in _verdicts("race", [start.demo.RACE_CLAIM]):
+    for judged in _verdicts(experiment, [claim]):
         box = {"supported": st.success, "refuted": st.error}.get(judged.verdict.status, st.info)
         box(_verdict(judged))
+
+
+def _deep(link: Link) -> None:
+    source = cached_source()
+    shipped = not start.demo.runs(source, "text")
+    if shipped and not start.demo.text_models(source):
+        st.markdown("`workbench demo --text` trains the models on text that answer this; it takes some minutes more.")
+        return
+    whose = (
+        "These models came with the project, five seeds each; `workbench demo --text` trains your own. "
+        if shipped
+        else ""
+    )
+    st.markdown(
+        f"{whose}Trained on real text. **Token identity** is the share of a value's variation that the token alone explains, whatever "
+        "stands around it. At 1 the value is a mere lookup of its token; lower, and it carries context too. Solid lines are the "
+        "trained models, dashed ones the same models before training: only the difference was learned. First-layer values, and "
+        "all of SVFormer's, are lookups by construction. Queries and keys are the control: they are a matter of the token as much."
+    )
+    if show(start.demo.identity, link) is not None:
+        st.markdown(
+            "Is the rest, the context, needed? The check: replace every value after the first layer by the average value of its "
+            "token, or by nothing at all, and see how much worse the model predicts. A short full bar beside a tall pale one means "
+            "that what these values do, the token alone could have done."
+        )
+        show(start.demo.replaced, link)
 
 
 def _verdicts(experiment: str, claims: Sequence[str]) -> Sequence[Judged]:

@@ -197,7 +197,9 @@ def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
 def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     """A decoder whose layers share the first one's values forms its attention sink later than the vanilla decoder, but forms it."""
     pair = evidence.of_task("backcopy").comparable("transformer", "svformer")
-    steps = {name: _sink_steps(pair, name) for name in pair.models}
+    measured = set(pair.rows("sink_mass", step="all")["run"])
+    others = pair.runs.loc[pair.runs["run"].isin(measured), "model"]
+    steps = {name: _sink_steps(pair, name) for name in dict.fromkeys(["transformer", "svformer", *others])}
     formed = {name: s for name, s in steps.items() if s.notna().sum() > len(s) / 2}
     if "transformer" not in formed:
         vanilla = steps["transformer"]

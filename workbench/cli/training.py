@@ -29,6 +29,7 @@ Texts = Annotated[list[Path] | None, typer.Option(help=SOURCES)]
 def demo(
     runs: Runs = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny trainings, to see that everything works.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Train the models on text anew, too: minutes more.")] = False,
     show: Annotated[bool, typer.Option("--app/--no-app", help="Show the dashboard while the models train.")] = True,
     port: Annotated[int, typer.Option(help="Port of the dashboard on 127.0.0.1.")] = 8501,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each architecture.")] = 3,
@@ -50,7 +51,7 @@ def demo(
     server = serve(folder, port) if show else None
     try:
         with demo_progress() as progress:
-            run_demo(folder, seeds=seeds, quick=quick, workers=workers, device=device, progress=progress)
+            run_demo(folder, seeds=seeds, quick=quick, text=text, workers=workers, device=device, progress=progress)
         say(f"report: {write_report(folder, folder / 'report.html')}")
         if server is not None:
             wait(server)

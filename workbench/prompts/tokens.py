@@ -25,8 +25,8 @@ class Prompt:
     ids: Tensor
     """int64 [1, T]."""
     tokenizer: Any = None
-    letters: bool = False
-    """Whether ids are letters and digits, as those of repeated-token models."""
+    letters: int = 0
+    """How often a sequence of letters and digits is read in a row, where ids are such, as those of models of random tokens."""
 
     @property
     def tokens(self) -> list[str]:
@@ -62,7 +62,7 @@ def single_prompt(model: HookedModel, given: PromptLike, least: int = 2) -> Prom
         raise BadData(f"{len(ids)} prompts at once: give ids [1, T] of one")
     if ids.shape[1] < least:
         raise BadData(f"the prompt is {ids.shape[1]} token long; give at least {least}")
-    return Prompt(ids=ids, tokenizer=model.tokenizer, letters=isinstance(given, Prompt) and given.letters)
+    return Prompt(ids=ids, tokenizer=model.tokenizer, letters=given.letters if isinstance(given, Prompt) else 0)
 
 
 def second_prompt(model: HookedModel, first: Prompt, given: PromptLike) -> Prompt:
@@ -72,15 +72,15 @@ def second_prompt(model: HookedModel, first: Prompt, given: PromptLike) -> Promp
     return single_prompt(model, given, least=1)
 
 
-def tokenise(model: HookedModel, text: str | None, *, letters: bool = False) -> Prompt:
+def tokenise(model: HookedModel, text: str | None, *, letters: int = 0) -> Prompt:
     """The prompt of a text, or of the ids it writes as numbers where the model came without a tokenizer.
 
-    With `letters`, of repeated-token models, the text's letters and digits are read twice; None is a fixed sequence of
-    `PERIOD` random tokens, read twice. Raises `BadData` for an empty text, letters that are no tokens, words where ids are
+    With `letters`, of models of random tokens, the text's letters and digits are read so many times (2 by those of repeated ones);
+    None is a fixed sequence of `PERIOD` random tokens. Raises `BadData` for an empty text, letters that are no tokens, words where ids are
     read, fewer than 2 tokens, and more than the model's context, beyond which positions have no rotation.
     """
     if letters:
-        ids = _repeated(model, text)
+        ids = _letters(model, text) * letters
     elif not (text or "").strip():
         raise BadData("the prompt is empty; type some text")
     elif model.tokenizer is None:
@@ -107,13 +107,13 @@ def _numbers(text: str, d_vocab: int) -> list[int]:
     return [int(word) for word in words]
 
 
-def _repeated(model: HookedModel, text: str | None) -> list[int]:
+def _letters(model: HookedModel, text: str | None) -> list[int]:
     if text is None:
-        return RepeatedTokens(vocabulary=model.config.d_vocab, period=PERIOD).validation(1)[0].tolist()
+        return RepeatedTokens(vocabulary=model.config.d_vocab, period=PERIOD).validation(1)[0, :PERIOD].tolist()
     known = SYMBOLS[: model.config.d_vocab]
     letters = [c for c in text if not c.isspace()]
     if not letters:
         raise BadData("the sequence is empty; type some letters or digits")
     if unknown := sorted(set(letters) - set(known)):
         raise BadData(f"{' '.join(unknown[:8])}: not among this model's tokens, which are {known}")
-    return [known.index(c) for c in letters] * 2
+    return [known.index(c) for c in letters]

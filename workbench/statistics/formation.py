@@ -5,6 +5,8 @@ Copying after Olsson et al. (2022), induction heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -30,7 +32,7 @@ def sink_step(mass: pd.DataFrame) -> float:
     rows = mass[(mass["metric"] == "sink_mass") & mass["control"].isna() & mass["variant"].isna()]
     if rows["step"].nunique() < 2:
         raise WorkbenchError("sink_mass at less than two checkpoints; measure it at steps = 'all'")
-    curve = rows.groupby(["step", "layer", "head"])["value"].mean().groupby("step").max().sort_index().astype(float)
+    curve = strongest(rows).sort_index().astype(float)
     steps, values = curve.index.to_numpy(dtype=float), curve.to_numpy()
     above = np.flatnonzero(values >= SINK)
     if not len(above):
@@ -39,6 +41,26 @@ def sink_step(mass: pd.DataFrame) -> float:
     if i == 0:
         return float(steps[0])
     return float(np.interp(SINK, values[i - 1 : i + 1], steps[i - 1 : i + 1]))
+
+
+def strongest(rows: pd.DataFrame) -> pd.Series:
+    """Sink mass of the head that has most of it, at each step."""
+    return rows.groupby(["step", "layer", "head"])["value"].mean().groupby("step").max()
+
+
+def sink_steps(mass: pd.DataFrame) -> pd.DataFrame:
+    """The step each run's sink forms at, in the columns of `formation_steps`; runs with one checkpoint are left out."""
+    found = []
+    for (architecture, run, seed), rows in mass.groupby(["architecture", "run", "seed"], dropna=False):
+        if rows["step"].nunique() < 2:
+            continue
+        step = sink_step(rows)
+        formed = "not formed" if np.isnan(step) else f"step {step:.0f}"
+        found.append({
+            "architecture": architecture, "run": run, "seed": seed, "formation_step": None if np.isnan(step) else round(step),
+            "last_step": int(rows["step"].max()), "formed": formed,
+        })  # fmt: skip
+    return _in_order(found)
 
 
 def formation_steps(frame: pd.DataFrame) -> pd.DataFrame:
@@ -56,7 +78,13 @@ def formation_steps(frame: pd.DataFrame) -> pd.DataFrame:
             "architecture": architecture, "run": run, "seed": seed, "formation_step": step, "last_step": int(curve.index[-1]),
             "formed": "not formed" if step is None else f"step {step}",
         })  # fmt: skip
-    table = pd.DataFrame(rows_of_runs).astype({"formation_step": "Int64", "seed": "Int64"})
+    return _in_order(rows_of_runs)
+
+
+def _in_order(found: list[dict[str, Any]]) -> pd.DataFrame:
+    """A row per run, architectures by their middle seed, earliest first."""
+    columns = ["architecture", "run", "seed", "formation_step", "last_step", "formed"]
+    table = pd.DataFrame(found, columns=columns).astype({"formation_step": "Int64", "seed": "Int64"})
     middle = table["formation_step"].astype("float64").fillna(np.inf).groupby(table["architecture"]).median()
     order = table["architecture"].map(middle)
     table = table.assign(order=order).sort_values(["order", "architecture", "seed"], ignore_index=True)

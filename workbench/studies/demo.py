@@ -1,7 +1,8 @@
-"""The demo: two experiments on real models, trained and measured on this machine while the dashboard shows them.
+"""The demo: experiments on real models, trained and measured on this machine while the dashboard shows them.
 
-1. The race to induction: two-layer models on random tokens repeated once; at which step does each learn to copy?
-2. What deep values carry: four-layer models on the standard library's text; how much of a value is its token alone?
+1. Where attention concentrates: two-layer models on a task that calls for a head that rests; at which step does it look at the start?
+2. The race to induction: two-layer models on random tokens repeated once; at which step does each learn to copy?
+3. What deep values carry, where it is asked for: four-layer models on the embedded text; how much of a value is its token alone?
 
 Every architecture runs with the same seeds, so equal-named weights and all batches are equal between them.
 """
@@ -17,12 +18,16 @@ from workbench.errors import WorkbenchError
 from workbench.training.workers import Job, Status, run_jobs, shared_text
 
 STATUS = ".demo.json"
-RACE_ARCHITECTURES = ("svformer", "resformer", "transformer", "residual_k")
-TEXT_ARCHITECTURES = ("transformer", "resformer", "svformer", "neutreno", "denseformer")
+# one head and a two-neuron MLP: with more, other parts take over what the resting head is for
+SINK_MODEL = ModelConfig(n_layers=2, d_model=64, n_heads=1, d_mlp=2, d_vocab=64, n_ctx=128)
+SINK_TRAIN = TrainConfig(steps=1200, batch=32, T=32, lr=1e-2, warmup=50, validate_every=100, save_every=300)
+SINK_STEPS = (50, 100, 150, 200, 250, 300, 350, 400, 500, 600, 800, 1000)
+SINK_METRICS = ("sink_mass", "value_drain", "importance_entropy")  # at every checkpoint, as soon as it is there
 RACE_MODEL = ModelConfig(n_layers=2, d_model=64, n_heads=2, d_mlp=176, d_vocab=64, n_ctx=128)
+SHORTEST = 16  # distances are drawn from here to half the length: a head has to recognise, not to count
 # constant rate after the warm-up: a decaying one would stop the slower models before they get there
 RACE_TRAIN = TrainConfig(
-    steps=150, batch=32, T=64, lr=4e-3, lr_final=1.0, warmup=50, validate_every=50, save_every=50, checkpoints=4
+    steps=400, batch=32, T=64, lr=3e-3, lr_final=1.0, warmup=50, validate_every=100, save_every=100, checkpoints=4
 )
 RACE_METRICS = ("induction_score",)
 SERIES_METRICS = ("importance_entropy", "token_similarity", "value_drain", "hidden_peak")  # at every checkpoint
@@ -30,15 +35,24 @@ TEXT_METRICS = (
     "token_identity_share", "importance_entropy", "concentration_parts", "token_importance", "row_entropy", "sink_rate", "sink_mass",
     "token_similarity", "value_norm", "value_drain", "hidden_norm", "hidden_peak", "loss", "cache_bytes",
 )  # fmt: skip
-COST = {"race": 1.0, "text": 4.0}  # relative, for the time left
-EXPERIMENTS = {"race": RACE_ARCHITECTURES, "text": TEXT_ARCHITECTURES}
+COST = {"sinks": 3.0, "sinks_without_start": 3.0, "race": 2.0, "text": 5.0}  # relative, for the time left
+EXPERIMENTS = {
+    "sinks": ("transformer", "svformer", "gated_attention"), "sinks_without_start": ("transformer",),
+    "race": ("svformer", "resformer", "transformer", "residual_k"),
+    "text": ("transformer", "resformer", "svformer", "neutreno", "denseformer"),
+}  # fmt: skip
+ONCE = ("sinks_without_start",)  # a control of which one seed will do
+ASKED = ("text",)  # trained where it is asked for: of this, evidence ships
 
 
-def jobs(runs: Path, *, seeds: int = 3, quick: bool = False, device: str | None = None) -> list[Job]:
-    """All models of the demo, the race first and seed by seed, so that every figure has all its lines early."""
+def jobs(
+    runs: Path, *, seeds: int = 3, quick: bool = False, text: bool = False, device: str | None = None
+) -> list[Job]:
+    """All models of the demo, experiment by experiment and seed by seed, so that every figure has all its lines early."""
     return [
         Job(f"{experiment}-{a}-s{seed}", work, (experiment, a, seed, runs, quick, device), COST[experiment])
-        for experiment, architectures in EXPERIMENTS.items() for seed in range(seeds) for a in architectures
+        for experiment, architectures in EXPERIMENTS.items() if text or experiment not in ASKED
+        for seed in range(1 if experiment in ONCE else seeds) for a in architectures
     ]  # fmt: skip
 
 
@@ -52,23 +66,54 @@ def work(experiment: str, architecture: str, seed: int, runs: Path, quick: bool,
     torch.set_num_threads(1)
     name = f"{experiment}-{architecture}-s{seed}"
     data, model, recipe = _setting(experiment, runs, quick)
-    run = train(architecture, data, name=name, runs=runs, model=model, train=recipe, seed=seed, device=device)
-    if experiment == "race":
-        measure(run, RACE_METRICS, data, steps="all", n=32, batch=32)
+    given: dict[str, Any] = {
+        "name": name,
+        "runs": runs,
+        "model": model,
+        "train": recipe,
+        "seed": seed,
+        "device": device,
+    }
+    if experiment.startswith("sinks"):
+        look = Watch(runs / name, data)
+        steps = [step for step in SINK_STEPS if step < recipe.steps]
+        train(architecture, data, checkpoints=steps, progress=look, **given)
+        look()
+    elif experiment == "race":
+        measure(train(architecture, data, **given), RACE_METRICS, data, steps="all", n=32, batch=32)
     else:
-        n = 16 if quick else 64
+        run, n = train(architecture, data, **given), 16 if quick else 64
         measure(run, TEXT_METRICS, data, steps="ends", n=n)
         measure(run, "value_ablation", data, n=n)
         measure(run, SERIES_METRICS, data, steps="all", n=n)
     return name
 
 
-def _setting(experiment: str, runs: Path, quick: bool) -> tuple[Any, ModelConfig, TrainConfig]:
-    from workbench.data.sources import RepeatedData
+class Watch:
+    """Measures every checkpoint of a training as soon as it is there, so that its course can be watched."""
 
+    def __init__(self, path: Path, data: Any) -> None:
+        self.path, self.data, self.seen = path, data, set[int]()
+
+    def __call__(self, *_: Any) -> None:
+        from workbench.measurement.measuring import measure
+        from workbench.runs.run import Run
+
+        run = Run.open(self.path)
+        if new := [step for step in run.steps if step not in self.seen]:
+            measure(run, SINK_METRICS, self.data, steps=new, n=32, batch=32)
+            self.seen.update(new)
+
+
+def _setting(experiment: str, runs: Path, quick: bool) -> tuple[Any, ModelConfig, TrainConfig]:
+    from workbench.data.sources import BackcopyData, RepeatedData
+
+    if experiment.startswith("sinks"):
+        recipe = SINK_TRAIN.replace(steps=60, warmup=10, save_every=30) if quick else SINK_TRAIN
+        return BackcopyData(triggers=8, start=experiment == "sinks"), SINK_MODEL, recipe
     if experiment == "race":
         recipe = RACE_TRAIN.replace(steps=30, warmup=10, checkpoints=1) if quick else RACE_TRAIN
-        return RepeatedData(), RACE_MODEL, recipe
+        return RepeatedData(shortest=SHORTEST), RACE_MODEL, recipe
     # the embedded corpus and its tokenizer, built once per runs folder and shared by all workers
     data = shared_text(runs, "demo-quick" if quick else "demo", max_bytes=1_000_000 if quick else None)
     preset = PRESETS["tiny"]
@@ -81,6 +126,7 @@ def run_demo(
     *,
     seeds: int = 3,
     quick: bool = False,
+    text: bool = False,
     workers: int | None = None,
     device: str | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
@@ -91,7 +137,7 @@ def run_demo(
     after the step at hand; the same call goes on from there. Raises `WorkbenchError` naming the first model that failed.
     """
     runs.mkdir(parents=True, exist_ok=True)
-    planned = jobs(runs, seeds=seeds, quick=quick, device=device)
+    planned = jobs(runs, seeds=seeds, quick=quick, text=text, device=device)
     status = Status(runs / STATUS, planned, progress)
     run_jobs(planned, workers, lambda job, error: status.done(job.name, error))
     status.finish()

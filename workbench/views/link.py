@@ -27,7 +27,7 @@ class Page:
 
 
 PAGES = {
-    "start": Page("Start", "flag", "What is here, and one model at a glance", ("show", "claim", "left", "right", "at")),
+    "start": Page("Start", "flag", "What is here, and one model at a glance", ("show", "claim", "when", "left", "right", "at")),
     "training": Page(
         "Training", "trending_down", "Losses, gradients, coefficients over time",
         ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -14,6 +15,7 @@ import pandas as pd
 from workbench import prompts
 from workbench.checkpoints.identify import WITHOUT
 from workbench.data.embedded import SHIPPED
+from workbench.data.tasks import SYMBOLS as ALPHABET
 from workbench.errors import ArchitectureAssumed, BadData, UnknownName, WorkbenchError
 from workbench.files import local, read_bytes
 from workbench.models.registry import label
@@ -32,8 +34,8 @@ B = TypeVar("B")
 PREFERRED = ("resformer", "transformer")
 """Model A and model B where the link does not say."""
 PROMPTS = ".prompts"
-LETTERS = ("repeated", "backcopy")
-"""Kinds of data whose tokens are letters and digits; a prompt is read twice."""
+LETTERS = {"repeated": 2, "backcopy": 1}
+"""Kinds of data whose tokens are letters and digits, and how often a prompt is read in a row."""
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 SYMBOLS = "Kq7fW2mZxR0bTn5LsYd8HcVjA3pGeUi9"
 IDS = " ".join(map(str, 2 * [*range(1, 13)]))
@@ -85,6 +87,10 @@ class Source:
     def catalogue(self) -> Catalogue:
         """The runs of the folder; where there is none yet, those that ship with the project."""
         return runs_to_show(self.folder)
+
+    def shipped(self) -> Catalogue:
+        """The runs that ship with the project."""
+        return self.keep(("shipped", str(EVIDENCE)), lambda: catalogue(EVIDENCE))
 
     def own(self) -> bool:
         """Whether there are runs in the folder itself."""
@@ -226,11 +232,21 @@ def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:
 
 def example(entry: Entry) -> str:
     """What is read where a link has no prompt: what the run's model was trained on, or can read."""
+    if entry.kind == "backcopy":
+        return _of_the_task(entry.path)
     if entry.kind in LETTERS:
         return SYMBOLS
     if (Path(entry.path) / TOKENIZER).exists():
         return TEXT
     return " ".join(IDS.split()[: entry.n_ctx])
+
+
+@cache
+def _of_the_task(path: str) -> str:
+    """A held-out sequence of the task that a run was trained on, in letters."""
+    run = Run.open(path)
+    (ids,) = run.data.sample(1, run.train.T).ids.tolist()
+    return "".join(ALPHABET[i] for i in ids)
 
 
 def read_alike(a: Entry, b: Entry) -> bool:
@@ -265,11 +281,11 @@ def answer(
     /, *args: P.args, **kwargs: P.kwargs,
 ) -> R:  # fmt: skip
     """A function of `workbench.prompts` called with a model and the tokens of a text, holding the model's lock."""
-    prompt = prompts.tokenise(model, text, letters=kind in LETTERS)
+    prompt = prompts.tokenise(model, text, letters=LETTERS.get(kind, 0))
     with model.lock:
         return function(model, prompt, *args, **kwargs)
 
 
 def tokens_of(model: HookedModel, kind: str, text: str | None) -> list[str]:
     """The tokens of a prompt as people read them."""
-    return prompts.tokenise(model, text, letters=kind in LETTERS).tokens
+    return prompts.tokenise(model, text, letters=LETTERS.get(kind, 0)).tokens

@@ -1,4 +1,4 @@
-"""The demo's story: how far it is, the race to copying, what deep values carry, and the copying heads of two models."""
+"""The demo's story: how far it is, where attention concentrates, the race to copying, what deep values carry."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from workbench.runs.records import one_sample
 from workbench.runs.run import Run
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.source import Source, Subject
+from workbench.views.source import Source, Subject, example
 from workbench.views.start.parts import check_part
 
 if TYPE_CHECKING:
     from workbench.claims.analysis import Judged
 
+EXPERIMENTS = ("sinks", "sinks_without_start", "race", "text")
+SHOWN = ("transformer", "resformer", "svformer", "neutreno", "denseformer")
+SINK_PANELS = ("sink_mass", "value_drain", "importance_entropy")
 STATUS_FILE, MAX_QUIET_S = ".demo.json", 180  # seconds without a sign of life, after which a demo has stopped
 
 
@@ -58,14 +61,38 @@ def status(folder: Path) -> Status | None:
 
 
 def runs(source: Source, experiment: str) -> list[Entry]:
-    """The demo's runs of one experiment, `race` or `text`, by the names it gives them."""
+    """The demo's runs of one experiment, by the names it gives them."""
     return [e for e in source.catalogue().entries if re.fullmatch(rf"{experiment}-.+-s\d+", e.name)]
 
 
 def only_demo(source: Source) -> bool:
     """Whether a demo was begun in the folder and nothing else is in it."""
     here = source.catalogue().entries
-    return status(source.folder) is not None and len(runs(source, "race")) + len(runs(source, "text")) == len(here)
+    return status(source.folder) is not None and sum(len(runs(source, name)) for name in EXPERIMENTS) == len(here)
+
+
+def sink_records(source: Source) -> pd.DataFrame:
+    """What is measured so far of the models on the task with a resting head; one without a start token is a series of its own."""
+    parts = [source.records(runs(source, name), SINK_PANELS) for name in ("sinks", "sinks_without_start")]
+    bare = parts[1].assign(architecture=parts[1]["architecture"] + f"{plots.DETAIL}no start token")
+    return one_sample(pd.concat([parts[0], bare], ignore_index=True))
+
+
+@view("start")
+def forming(source: Source, link: Link) -> Drawing:
+    """The demo's sinks over training, in each run's strongest head: attention to the start token, its value, and concentration."""
+    check_part(link, "demo")
+    frame = sink_records(source)
+    mass = frame[(frame["metric"] == "sink_mass") & frame["control"].isna()]
+    if mass.empty:
+        raise WorkbenchError("no checkpoint is measured yet; the first appears within a minute of `make demo`")
+    last = mass[mass["step"] == mass.groupby("run")["step"].transform("max")]
+    top = last.loc[last.groupby("run")["value"].idxmax(), ["run", "layer"]]
+    rows = frame.merge(top, on=["run", "layer"])  # one head a layer
+    rows = rows[rows["variant"].isna() & (rows["site"].isna() | (rows["site"] == "v"))]
+    rows = rows.assign(layer=None, head=None, metric=pd.Categorical(rows["metric"], SINK_PANELS, ordered=True))
+    rows = rows.sort_values("metric", kind="stable").astype({"metric": "str"})
+    return Drawing(plots.plot(rows, form="steps", title="When does attention come to rest on the start token?"), rows)
 
 
 def copying(source: Source) -> pd.DataFrame:
@@ -84,8 +111,15 @@ def race(source: Source, link: Link) -> Drawing:
     return Drawing(plots.race(frame), frame)
 
 
+def text_models(source: Source) -> list[Entry]:
+    """The demo's models of text; where none is there, those of a study that ships with the project."""
+    return runs(source, "text") or [
+        e for e in source.shipped().entries if e.name.startswith("value_paths-") and e.series in SHOWN
+    ]
+
+
 def _deep(source: Source, metrics: Sequence[str]) -> pd.DataFrame:
-    entries = runs(source, "text")
+    entries = text_models(source)
     key = ("deep", *metrics, *((e.path, e.series, e.stamp) for e in entries))
     return source.keep(key, lambda: one_sample(source.records(entries, metrics)))
 
@@ -97,7 +131,7 @@ def identity(source: Source, link: Link) -> Drawing:
     frame = _deep(source, ["token_identity_share"])
     rows = frame[frame["site"].isin(["own_v", "v"]) & frame["control"].isna()]
     if rows.empty:
-        raise WorkbenchError("measured once the first text model of the demo is trained")
+        raise WorkbenchError("measured once the first text model of `workbench demo --text` is trained")
     return Drawing(plots.plot(rows, form="profile"), rows)
 
 
@@ -107,7 +141,7 @@ def replaced(source: Source, link: Link) -> Drawing:
     check_part(link, "demo")
     rows = _deep(source, ["value_ablation"])
     if rows.empty:
-        raise WorkbenchError("measured once the first text model of the demo is trained")
+        raise WorkbenchError("measured once the first text model of `workbench demo --text` is trained")
     return Drawing(plots.ablation(rows), rows)
 
 
@@ -135,30 +169,59 @@ def pair(source: Source, link: Link) -> tuple[list[Entry], list[int], int]:
     return chosen, common, int(step)
 
 
+def resting(source: Source, link: Link) -> tuple[list[Entry], list[int], int]:
+    """One model of each architecture on that task, their common steps and the chosen one; raises `WorkbenchError` before there are any."""
+    first: dict[str, Entry] = {}
+    for entry in runs(source, "sinks"):
+        if len(entry.steps) > 1:
+            first.setdefault(entry.architecture, entry)
+    if not first:
+        raise WorkbenchError("no model of this experiment has a checkpoint yet")
+    common = sorted(set.intersection(*(set(e.steps) for e in first.values())))
+    step = link.whole("when", common[-1])
+    if step not in common:
+        raise WorkbenchError(f"these models have no common checkpoint at step {step}; choose from {common}")
+    return [first[name] for name in plots.ordered(first)], common, int(step)
+
+
+@view("start")
+def resting_heads(source: Source, link: Link) -> Drawing:
+    """Attention of the head that gives the start token most at the end, in each architecture at one step."""
+    check_part(link, "demo")
+    entries, _, step = resting(source, link)
+    heads = [(entry, *_best_head(source, entry, "sink_mass")) for entry in entries]
+    return _maps(
+        source, heads, step, "Attention of the resting head", "the head that gives the start token most at the end"
+    )
+
+
 @view("start")
 def copying_heads(source: Source, link: Link) -> Drawing:
     """Attention of the head that copies best after training, in two models of the race at one step."""
     check_part(link, "demo")
     entries, _, step = pair(source, link)
+    heads = [(entry, *_best_head(source, entry, "induction_score")) for entry in entries]
+    return _maps(source, heads, step, "Attention of the copying head", "the head that copies best after training")
+
+
+def _maps(source: Source, heads: Sequence[tuple[Entry, int, int]], step: int, title: str, which: str) -> Drawing:
+    """Attention of (run, layer, head) at one step, on one fixed sequence."""
     maps, rows = [], []
-    for entry in entries:
-        layer, head = _best_head(source, entry)
-        subject = Subject(entry, step)
-        kept = source.derive(prompts.attention_map, prompts.attention_inputs, subject, None, layer, head, most=256)
+    for entry, layer, head in heads:
+        subject, text = Subject(entry, step), example(entry)
+        kept = source.derive(prompts.attention_map, prompts.attention_inputs, subject, text, layer, head, most=256)
         name = f"{plots.label(entry.series)}, seed {entry.seed}: layer {layer}, head {head}"
-        maps.append((name, kept.weights, source.tokens(subject, None)))
+        maps.append((name, kept.weights, source.tokens(subject, text)))
         row, column = np.tril_indices(len(kept.weights))
         where = {"run": entry.name, "step": step, "layer": layer, "head": head, "query": row, "key": column}
         rows.append(pd.DataFrame({**where, "attention": kept.weights[row, column]}))
-    under = f"the head that copies best after training, on one fixed sequence; training step {step}"
-    return Drawing(
-        plots.attention_pair(maps, "Attention of the copying head", under), pd.concat(rows, ignore_index=True)
-    )
+    under = f"{which}, on one fixed sequence; training step {step}"
+    return Drawing(plots.attention_pair(maps, title, under), pd.concat(rows, ignore_index=True))
 
 
-def _best_head(source: Source, entry: Entry) -> tuple[int, int]:
-    """(layer, head) with the highest induction score at the run's last step; the last layer's first where none is stored."""
-    frame = source.records([entry], ["induction_score"])
+def _best_head(source: Source, entry: Entry, metric: str) -> tuple[int, int]:
+    """(layer, head) with the highest number at the run's last step; the last layer's first where none is stored."""
+    frame = source.records([entry], [metric])
     rows = frame[(frame["step"] == entry.steps[-1]) & frame["variant"].isna() & frame["control"].isna()]
     if rows.empty:
         return entry.n_layers - 1, 0
@@ -166,14 +229,15 @@ def _best_head(source: Source, entry: Entry) -> tuple[int, int]:
     return int(top["layer"]), int(top["head"])
 
 
-RACE_CLAIM = "value_paths_speed_up_induction"
+SINK_CLAIM, RACE_CLAIM = "sharing_values_delays_the_sink", "value_paths_speed_up_induction"
 LIMITS = ("lower_loss", "sinks_drains_and_peaks_vanish_together", "fewer_parameters")
 """Claims that models of the demo's size leave open."""
 
 
 def verdicts(source: Source, experiment: str, claims: Sequence[str]) -> tuple[Judged, ...]:
-    """What these claims say of the finished runs of one experiment, `race` or `text`; nothing is measured."""
-    finished = [e for e in runs(source, experiment) if e.finished]
+    """What these claims say of the finished runs of one experiment; nothing is measured."""
+    here = text_models(source) if experiment == "text" else runs(source, experiment)
+    finished = [e for e in here if e.finished]
 
     def judged() -> tuple[Judged, ...]:
         from workbench.claims.analysis import Judged, chosen
