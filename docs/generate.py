@@ -1,4 +1,4 @@
-"""Write models.md, metrics.md, figures.md and verdicts.md from the registries, and the picture of the rooms: python docs/generate.py."""
+"""Write the pages about registries, rooms and evidence: python docs/generate.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import sys
 from pathlib import Path
 
+import evidence
 import rooms
 from paper_figures import FIGURES
 
@@ -147,7 +148,10 @@ def _text(thing: object) -> str:
 
 
 HERE = Path(__file__).parent
-PAGES = {"models.md": models_page, "metrics.md": metrics_page, "figures.md": figures_page, "verdicts.md": verdicts_page}
+PAGES = {
+    "models.md": models_page, "metrics.md": metrics_page, "figures.md": figures_page, "verdicts.md": verdicts_page,
+    "evidence.md": lambda: HEAD + evidence.page(),
+}  # fmt: skip
 
 
 def pages() -> dict[Path, str]:

@@ -142,6 +142,21 @@ def test_sharing_values_delays_the_sink(sink, copied, status, said):
     assert len(found.table) == 3, "what others do is shown beside it"
 
 
+@pytest.mark.parametrize(
+    ("gated", "vanilla", "status"), [(9_999, 100, "supported"), (100, 100, "unresolved"), (9_999, 9_999, "gated")]
+)
+def test_a_gate_prevents_the_sink(gated, vanilla, status):
+    made = runs("transformer", "gated_attention", seeds=5, task="backcopy")
+    luck = [0.0, 0.02, -0.02, 0.01, -0.01]
+    rows, told = formed(made, lambda of: gated if of["model"] == "gated_attention" else vanilla, lambda of: 60)
+    rows = [
+        row | {"value": row["value"] + luck[row["seed"]] * (row["architecture"] == "gated_attention")} for row in rows
+    ]
+    found = judged("a_gate_prevents_the_sink", made, rows, told)
+    assert found.status == status, found.sentence
+    assert "5 seeds" in found.sentence
+
+
 def test_where_vanilla_forms_no_sink_there_is_no_delay():
     made = runs("transformer", "svformer", seeds=5, task="backcopy")
     found = judged("sharing_values_delays_the_sink", made, *formed(made, lambda of: 9_999, lambda of: 60))

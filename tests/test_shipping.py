@@ -9,6 +9,7 @@ import pytest
 from app_pages import charts, said
 
 from workbench.claims.collect import collect, find_runs, stored
+from workbench.data.embedded import SHIPPED
 from workbench.data.examples import examples
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.measurement.measuring import measure
@@ -16,9 +17,10 @@ from workbench.runs.catalogue import catalogue
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
 from workbench.statistics.formation import sink_step
-from workbench.studies.runner import outcomes, plan, prepare_data, summary, work
+from workbench.studies.runner import outcomes, plan, prepare_data, sizes, summary, work
 from workbench.studies.shipping import ship
 from workbench.studies.study_file import read_study
+from workbench.training.loop import train
 from workbench.views import Link, Source, source
 from workbench.views.start.folder import table
 
@@ -154,3 +156,33 @@ def test_the_step_of_a_sink_lies_between_checkpoints_by_hand():
     assert pd.isna(sink_step(frame[frame["step"] < 200]))
     with pytest.raises(WorkbenchError, match="less than two checkpoints"):
         sink_step(frame[frame["step"] == 0])
+
+
+@pytest.mark.slow
+def test_a_run_trained_again_from_the_shipped_study_finds_the_shipped_numbers(tmp_path):
+    folder = SHIPPED / "evidence" / "sinks"
+    job = plan(read_study(folder / "sinks.toml"), tmp_path)[0]
+    shipped, (model, recipe) = Run.open(folder / job.name), sizes(job)
+
+    def enough(step, *_):
+        if step > 120:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            job.cell.architecture, prepare_data(job), name=job.name, runs=tmp_path, model=model, train=recipe, seed=job.seed,
+            progress=enough,
+        )  # fmt: skip
+    again, steps = Run.open(tmp_path / job.name), [0, 50, 100]
+    assert again.info["data"]["hash"] == shipped.info["data"]["hash"]
+    losses = [r.telemetry("metric == 'validation_loss'").set_index("step").loc[steps] for r in (again, shipped)]
+    apart = (losses[0]["value"] - losses[1]["value"]).abs()
+    assert (apart <= losses[1]["se"]).all(), "within the error over documents"
+    kept = [step for step in again.steps if step <= 100]
+    masses = [
+        rows[(rows["metric"] == "sink_mass") & rows["control"].isna()]
+        .set_index(["step", "layer"])["value"]
+        .astype(float)
+        for rows in (measure(again, "sink_mass", steps=kept, n=64), load_records([shipped.path]))
+    ]
+    assert (masses[0] - masses[1].reindex(masses[0].index)).abs().max() < 0.02

@@ -240,3 +240,31 @@ def _sink_steps(pair: Evidence, model: str) -> pd.Series:
         return pd.Series({seed: sink_step(mass) for seed, mass in rows.groupby("seed")}, dtype=float)
     except WorkbenchError as error:
         raise InsufficientEvidence(f"{model_name(model)}: {error}.") from None
+
+
+@claim(
+    supports="where a task calls for a head that rests, the strongest head of gated attention gives the start token less of its attention "
+    "at the end than vanilla's does, beyond the interval over seeds, and reaches half in at most half of them",
+    refutes="it gives it more",
+    scale="two layers of one head on Bigram-Backcopy, five seeds, a vanilla model whose sink forms",
+    published="share of attention that the first token gets: .467 without and .048 with the gate (paper)",
+    source="Qiu et al. 2025, Gated Attention for Large Language Models", metrics=("sink_mass",), steps="series",
+    shows={"metric": "sink_mass"},
+)  # fmt: skip
+def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
+    """A head whose output a gate can close needs no sink: gated attention forms none where the vanilla decoder does."""
+    pair = evidence.of_task("backcopy").comparable("transformer", "gated_attention")
+    steps = {name: _sink_steps(pair, name) for name in ("transformer", "gated_attention")}
+    formed = {name: (int(s.notna().sum()), len(s)) for name, s in steps.items()}
+    if formed["transformer"][0] <= formed["transformer"][1] / 2:
+        raise InsufficientEvidence(
+            f"Vanilla's strongest head passes one half in {formed['transformer'][0]} of {formed['transformer'][1]} seeds: nothing to "
+            "prevent.", "gated",
+        )  # fmt: skip
+    rows = pair.rows("sink_mass")
+    top = rows.groupby(["run", "seed", "layer", "head"], as_index=False)["value"].mean()
+    less = pair.difference(top.loc[top.groupby("run")["value"].idxmax()].assign(metric="sink_mass"), "gated_attention")
+    told = "; ".join(f"{model_name(name)} forms a sink in {n} of {of} seeds" for name, (n, of) in formed.items())
+    sentence = f"{told}. Sink mass of the strongest head at the end, gated minus Transformer: {less}."
+    n, of = formed["gated_attention"]
+    return judged({"strongest head": less}, -1, sentence, "share", doubt=n > of / 2, min_seeds=SINK_SEEDS)

@@ -1,0 +1,67 @@
+"""docs/evidence.md: what the runs that ship say of every claim, beside what is published."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from workbench.claims import CLAIMS, QUESTIONS, STATUSES
+from workbench.claims.analysis import chosen
+from workbench.claims.collect import find_runs, stored
+from workbench.claims.verdict import Verdict, corrected, expected_by_chance
+
+EVIDENCE = Path(__file__).parent.parent / "data" / "evidence"
+ABOUT = """# What the shipped runs say
+
+Everything here is computed from `data/evidence`: runs that were trained for this project on two processor cores, their records and what
+training wrote down, without weights. `workbench analyze data/evidence` says the same with figures, `workbench app --runs data/evidence`
+shows the runs, and the commands below train them again. These are small models: a verdict holds at the size named with it, no further.
+How verdicts are decided, and how often they are wrong by chance: [verdicts.md](verdicts.md).
+
+"""
+
+
+def page() -> str:
+    """The page, from the records that ship."""
+    runs, _ = find_runs([EVIDENCE])
+    found, claims = stored(runs), chosen()
+    verdicts = corrected([claim.judge(found) for claim in claims])
+    of = dict(zip((c.name for c in claims), verdicts, strict=True))
+    parts = [ABOUT, _studies(), f"\n{expected_by_chance(verdicts)}\n\n", _counted(verdicts)]
+    for question, text in QUESTIONS.items():
+        names = [name for name, claim in CLAIMS.items() if claim.question == question]
+        if told := [_claim(name, of[name]) for name in names if of[name].status != "not_checkable"]:
+            parts += [f"\n## {text}\n", *told]
+    parts.append("\n## Not checkable with these runs\n\n")
+    parts += [f"- {name}: {v.sentence}\n" for name, v in of.items() if v.status == "not_checkable"]
+    return "".join(parts)
+
+
+def _studies() -> str:
+    lines = ["| study | what it asks | runs | minutes of training | command | commit |\n|---|---|---|---|---|---|\n"]
+    for file in sorted(EVIDENCE.glob("*/*.toml")):
+        told = json.loads((file.parent / "provenance.json").read_text(encoding="utf-8"))
+        asks = tomllib.loads(file.read_text(encoding="utf-8"))["question"]
+        minutes = f"{told['training_minutes']:.0f}"
+        lines.append(
+            f"| {told['study']} | {asks} | {told['runs']} | {minutes} | `{told['command']}` | {told['commit']} |\n"
+        )
+    return "".join(lines)
+
+
+def _counted(verdicts: Sequence[Verdict]) -> str:
+    """How many claims have each status."""
+    counts = {words: sum(v.status == status for v in verdicts) for status, words in STATUSES.items()}
+    return f"Of {len(verdicts)} claims: {', '.join(f'{n} {words}' for words, n in counts.items() if n)}.\n"
+
+
+def _claim(name: str, verdict: Verdict) -> str:
+    claim = CLAIMS[name]
+    facts = {
+        "Here": verdict.sentence, "Setting": verdict.setting or "none", "Published": claim.published, "Source": claim.source,
+        "Supported where": claim.supports, "Refuted where": claim.refutes,
+    }  # fmt: skip
+    told = "".join(f"- {key}: {text}\n" for key, text in facts.items())
+    return f"\n### {name}\n\n{claim.text}\n\n**{verdict.words.capitalize()}.**\n\n{told}"
