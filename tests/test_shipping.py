@@ -170,7 +170,7 @@ def test_a_run_trained_again_from_the_shipped_study_finds_the_shipped_numbers(tm
 
     with pytest.raises(KeyboardInterrupt):
         train(
-            job.cell.architecture, prepare_data(job), name=job.name, runs=tmp_path, model=model, train=recipe, seed=job.seed,
+            job.cell.architecture, shipped.data, name=job.name, runs=tmp_path, model=model, train=recipe, seed=job.seed,
             progress=enough,
         )  # fmt: skip
     again, steps = Run.open(tmp_path / job.name), [0, 50, 100]
