@@ -49,7 +49,10 @@ def test_plan_pairs_every_architecture_with_every_seed_and_trains_on_text_where_
     plan, short = jobs(tmp_path, seeds=3, text=True), jobs(tmp_path, seeds=3)
     sizes = {name: len(architectures) for name, architectures in EXPERIMENTS.items()}
     assert len(plan) == 3 * sum(sizes.values()) - 2, "the control without a start token needs one seed"
-    assert len(plan) - len(short) == 3 * sizes["text"]
+    assert len(plan) - len(short) == 3 * sizes["text"] - 3, "else one seed of three models to look into"
+    assert {"text-transformer-s0", "text-resformer-s0"} <= {job.name for job in short}, (
+        "which the README's commands name"
+    )
     experiments = [job.name.partition("-")[0] for job in plan]
     assert experiments == sorted(experiments, key=list(EXPERIMENTS).index)
     assert {job.name[-3:] for job in plan[: sizes["sinks"]]} == {"-s0"}
@@ -82,7 +85,7 @@ def test_quick_demo_trains_measures_reports_and_reuses(tmp_path):
     )
     assert again.returncode == 0, again.stderr
     assert work(tmp_path) == written, "nothing is trained or measured twice"
-    for question in ("race_to_induction", "sinks_and_drains"):
+    for question in ("race_to_induction", "deep_values"):
         command = [sys.executable, "-m", f"analyses.{question}", "--runs", tmp_path, "--out", tmp_path / "results"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT, check=False)
         assert said.returncode == 0, said.stderr

@@ -97,7 +97,7 @@ def test_a_training_is_measured_at_each_checkpoint_as_soon_as_it_is_there(restin
     assert set(found["metric"]) == set(SINK_METRICS)
 
 
-def test_what_deep_values_carry_is_of_shipped_models_where_none_are_trained(ask, resting, monkeypatch):
+def test_what_deep_values_carry_is_of_shipped_models_where_one_seed_is_trained_at_most(ask, resting, monkeypatch):
     shipped = [e for e in ask.catalogue().entries if e.name.startswith("text-")]
     renamed = [dataclasses.replace(e, name=e.name.replace("text-", "value_paths-")) for e in shipped]
     monkeypatch.setattr(Source, "shipped", lambda self: SimpleNamespace(entries=renamed))

@@ -29,7 +29,9 @@ Texts = Annotated[list[Path] | None, typer.Option(help=SOURCES)]
 def demo(
     runs: Runs = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny trainings, to see that everything works.")] = False,
-    text: Annotated[bool, typer.Option("--text", help="Train the models on text anew, too: minutes more.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="All models on text, every seed; else one seed of three.")
+    ] = False,
     show: Annotated[bool, typer.Option("--app/--no-app", help="Show the dashboard while the models train.")] = True,
     port: Annotated[int, typer.Option(help="Port of the dashboard on 127.0.0.1.")] = 8501,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each architecture.")] = 3,

@@ -112,10 +112,11 @@ def race(source: Source, link: Link) -> Drawing:
 
 
 def text_models(source: Source) -> list[Entry]:
-    """The demo's models of text; where none is there, those of a study that ships with the project."""
-    return runs(source, "text") or [
-        e for e in source.shipped().entries if e.name.startswith("value_paths-") and e.series in SHOWN
-    ]
+    """The demo's models of text; where there is one seed at most, those of a study that ships with the project."""
+    own = runs(source, "text")
+    if len({e.seed for e in own}) > 1:
+        return own
+    return [e for e in source.shipped().entries if e.name.startswith("value_paths-") and e.series in SHOWN] or own
 
 
 def _deep(source: Source, metrics: Sequence[str]) -> pd.DataFrame:
