@@ -21,6 +21,6 @@ def test_constraints_record_no_addresses_and_one_torch():
 def test_the_readme_shows_an_effect_with_its_control():
     """Queries and keys are a matter of the token as much as deep values are."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    effect = text.partition("2. **What deep values carry.**")[2].partition("What such a model cannot show")[0]
+    effect = text.partition("3. **What deep values carry.**")[2].partition("What such models cannot show")[0]
     assert "The control: queries and keys are 93 to 94 % token identity too" in effect
     assert "stays unresolved" in effect
