@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 export OMP_NUM_THREADS = 1
+# each of the many processes that tests start would compile the library anew
+export PYTHONDONTWRITEBYTECODE =
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test check lint types contracts slow browser docs bench mutants damaged clean
+.PHONY: demo test check lint types contracts slow browser docs bench mutants damaged gpu clean
 
 demo: $(VENV)/.installed  ## corpus, training, measuring, report, dashboard on 127.0.0.1:8501
 	$(BIN)/workbench demo $(ARGS)
@@ -51,6 +53,9 @@ mutants: $(VENV)/.installed-dev  ## what share of small faults the fast tests ca
 
 damaged: $(VENV)/.installed-dev  ## thousands of damaged files of every kind: all are read or refused by name
 	$(BIN)/python benchmarks/damaged_files.py $(ARGS)
+
+gpu: $(VENV)/.installed-dev  ## what waits for a GPU: its tests, kernels, training steps, the `mini` study; the same command goes on
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 browser:  ## install a browser for the browser tests and PNG export (Debian, Ubuntu)
 	apt-get update && apt-get install -y --no-install-recommends chromium

@@ -1,0 +1,44 @@
+"""The one command that waits for a GPU: rehearsed on a CPU, to its end, and on from there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+pytestmark = pytest.mark.slow
+
+
+def gpu(*arguments):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+def test_the_rehearsal_leaves_every_table_and_goes_on_where_it_was(tmp_path):
+    done = gpu("--rehearse", "--out", str(tmp_path), "--minutes", "4")
+    assert done.returncode == 0, done.stderr
+    timed, steps = pd.read_parquet(tmp_path / "kernels.parquet"), pd.read_parquet(tmp_path / "training.parquet")
+    assert (timed.loc[timed["form"] == "statistics", "error"] < 0.05).all()
+    assert steps["architecture"].tolist() == ["transformer", "resformer"]
+    assert (steps[["tokens_per_second", "share_of_matmul"]] > 0).all(axis=None)
+    losses = pd.read_parquet(tmp_path / "mini.parquet")
+    assert losses.groupby(["architecture", "seed"]).ngroups == 4
+    assert losses["step"].max() == 4
+    summary = (tmp_path / "summary.md").read_text()
+    assert "attention statistics over one fused forward, T 64, float32" in summary
+    kept = {path: path.stat().st_mtime_ns for path in [tmp_path / "kernels.parquet", *tmp_path.glob("runs/*/step_*/*")]}
+    again = gpu("--rehearse", "--out", str(tmp_path), "--minutes", "4")
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "nothing is done twice"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_a_device_it_says_so_and_ends_with_2(tmp_path):
+    done = gpu("--out", str(tmp_path / "results"))
+    assert done.returncode == 2
+    assert done.stderr == "no CUDA device here; --rehearse goes the same way on a CPU\n"
+    assert not (tmp_path / "results").exists()
