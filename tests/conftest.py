@@ -114,12 +114,12 @@ def measured_runs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def everything(measured_runs):
-    """A run and the records of every metric and experiment on nine of its documents."""
+    """A run and the records of every metric and experiment on five of its documents."""
     import measured
 
     from workbench.measurement.measuring import measure
 
-    return measured_runs["svformer"], measure(measured_runs["svformer"], measured.EVERYTHING, n=9, batch=4)
+    return measured_runs["svformer"], measure(measured_runs["svformer"], measured.EVERYTHING, n=5, batch=2)
 
 
 @pytest.fixture

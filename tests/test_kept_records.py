@@ -22,11 +22,11 @@ from workbench.views import Source
 
 def test_the_second_time_nothing_is_run(everything, forwards):
     run, first = everything
-    again = measure(Run.open(run.path), EVERYTHING, n=9, batch=3)
+    again = measure(Run.open(run.path), EVERYTHING, n=5, batch=3)
     pd.testing.assert_frame_equal(first, again)
-    measure(run, ["sink_mass", "loss"], n=9)
+    measure(run, ["sink_mass", "loss"], n=5)
     assert not forwards
-    measure(run, "loss", n=11)
+    measure(run, "loss", n=7)
     assert forwards, "other sequences are another measurement"
 
 
