@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import generate
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -10,6 +11,13 @@ ROOT = Path(__file__).parent.parent
 def test_generated_files_are_current():
     stale = [path.name for path, content in generate.pages().items() if path.read_text(encoding="utf-8") != content]
     assert not stale, "run `make docs`"
+
+
+@pytest.mark.slow
+def test_the_page_of_evidence_says_what_the_shipped_runs_say():
+    ((path, content),) = generate.of_evidence().items()
+    assert path.read_text(encoding="utf-8") == content, "run `make docs`"
+    assert content.count("\n- Here: ") >= 20, "claims with a verdict"
 
 
 def test_constraints_record_no_addresses_and_one_torch():

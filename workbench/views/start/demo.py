@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Sequence
@@ -116,7 +117,9 @@ def text_models(source: Source) -> list[Entry]:
     own = runs(source, "text")
     if len({e.seed for e in own}) > 1:
         return own
-    return [e for e in source.shipped().entries if e.name.startswith("value_paths-") and e.series in SHOWN] or own
+    wanted = re.compile(rf"value_paths-({'|'.join(SHOWN)})-s\d+")
+    shipped = [e for e in source.shipped().entries if wanted.fullmatch(e.name)]
+    return [dataclasses.replace(e, series=e.architecture) for e in shipped] or own  # one setting of each alone
 
 
 def _deep(source: Source, metrics: Sequence[str]) -> pd.DataFrame:
