@@ -18,6 +18,12 @@ from workbench.views import Link
 from workbench.views.source import IDS, LETTERS, PROMPTS, example
 
 MAX_PROMPT, MAX_IN_LINK = 100_000, 200  # characters
+READ = (
+    ("Text", "Long texts are stored."),
+    ("Symbols, as the task writes them; the first starts it", "Triggers are the last symbols of the alphabet."),
+    ("Symbols; the model reads them twice in a row", "The demo's models learned to copy 32 symbols."),
+)
+"""Label and hint of the box, by how often letters are read in a row."""
 OF_A_PROMPT = ("position", "target", "against", "lock", "queries", "keys")
 """Keys that mean places or tokens of one prompt; another prompt takes them out of the URL."""
 
@@ -29,23 +35,10 @@ def prompt_box(link: Link) -> Link:
         with st.spinner("Loading the numerical libraries, once for each start of the server"):
             importlib.import_module("workbench.prompts.tokens")
     entry = source.subjects(link)[0].entry
-    letters, default = LETTERS.get(entry.kind, 0), example(entry)
-    label = (
-        "Text",
-        "Symbols, as the task writes them; the first starts it",
-        "Symbols; the model reads them twice in a row",
-    )[letters]
+    default = example(entry)
+    label, hint = READ[LETTERS.get(entry.kind, 0)]
     label = "Token ids; this model came without a tokenizer" if default == IDS else label
-    about = (
-        "Ctrl+Enter runs it. "
-        + (
-            (
-                "Long texts are stored.",
-                "Triggers are the last symbols of the alphabet.",
-                "The demo's models learned to copy 32 symbols.",
-            )[letters]
-        )
-    )
+    about = f"Ctrl+Enter runs it. {hint}"
     if label == "Text":
         _examples()
     _text_area(label, default, about, source.folder / PROMPTS)

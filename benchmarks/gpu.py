@@ -4,8 +4,9 @@
     python benchmarks/gpu.py --rehearse --out /tmp/rehearsal     # the same path on a CPU, tiny
 
 In this order: facts of the device; the tests marked `cuda` (where pytest is); attention statistics against one fused attention
-forward; training steps of each architecture against plain twins, and what share of a large matrix product's speed they reach; then
+forward; training steps of each architecture beside the vanilla decoder's, and what share of a large matrix product's speed they reach; then
 the `mini` study with the minutes that are left, seed by seed over all architectures, so that any cut leaves complete comparisons.
+A part that fails is told in the summary, and the others go on; the exit code is then 1.
 Leaves `facts.json`, `tests.txt`, `kernels.parquet`, `training.parquet`, `mini.parquet` and `summary.md`. Without a device it says so
 and exits with 2. Neither the dashboard's libraries nor transformer-lens' extras are needed beyond what `workbench` itself imports.
 """
@@ -13,6 +14,7 @@ and exits with 2. Neither the dashboard's libraries nor transformer-lens' extras
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import signal
@@ -20,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.config import PRESETS, ModelConfig
 from workbench.errors import WorkbenchError
@@ -164,6 +167,9 @@ def training(device: torch.device, config: ModelConfig, names: Sequence[str], ba
 
         ms = medians({"step": step}, device)["step"][0]
         pace, weights = batch * T / (ms / 1e3), sum(p.numel() for p in model.parameters())
+        weights -= sum(
+            m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)
+        )  # looked up, not multiplied
         per_token = 6 * weights + 6 * config.n_layers * config.d_model * T  # causal: half of the scores
         rows.append({
             "architecture": name, "tokens_per_second": pace, "share_of_matmul": pace * per_token / fastest,
@@ -185,9 +191,15 @@ def study(out: Path, file: Path, device: torch.device, deadline: float, processe
                 child.wait(timeout=max(0.1, min(FLUSH_S, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:
                 write_parquet(losses(out / "runs"), out / "mini.parquet")
-        if child.poll() is None:
-            child.send_signal(signal.SIGINT)
-            child.wait(timeout=STOPPING_S)
+        for ask in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGKILL,
+        ):  # the next where one is not heard: the rest waits for it
+            if child.poll() is None:
+                child.send_signal(ask)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(timeout=STOPPING_S)
     return losses(out / "runs")
 
 
@@ -210,22 +222,22 @@ def losses(runs: Path) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["run", "architecture", "seed", "step", "validation_loss"])
 
 
-def summarised(about: dict[str, Any], tested: str, made: Mapping[str, pd.DataFrame]) -> str:
+def summarised(about: dict[str, Any], tested: str, made: Mapping[str, pd.DataFrame], failed: Mapping[str, str]) -> str:
     """The table for the README, and how far everything came."""
     on = f"{about.get('name', about['device'])}, torch {about['torch']}"
-    statistics_of = made["kernels"][made["kernels"]["form"] == "statistics"]
     lines = ["| date | device | what | ratio |\n|---|---|---|---|\n"]
     lines += [
         f"| {time.strftime('%Y-%m-%d')} | {on} | attention statistics over one fused forward, T {r.T}, {r.dtype} | {r.ratio:.2f} |\n"
-        for r in statistics_of.itertuples()
+        for r in (made["kernels"].query("form == 'statistics'").itertuples() if "kernels" in made else ())
     ]
-    for r in made["training"].dropna(subset="share_of_matmul").itertuples():
+    for r in made["training"].dropna(subset="share_of_matmul").itertuples() if "training" in made else ():
         lines.append(
             f"| {time.strftime('%Y-%m-%d')} | {on} | a training step of {r.architecture} over the Transformer's "
             f"(share of a matrix product's speed: {r.share_of_matmul:.0%}) | {r.over_transformer:.2f} |\n"
         )
     whole = made["mini"]
     ended = whole.loc[whole.groupby("run")["step"].idxmax()] if len(whole) else whole
+    lines += [f"\n{name} failed: {error}\n" for name, error in failed.items()]
     lines.append(f"\ntests: {tested}\n\n{len(ended)} runs of the study are begun.\n")
     return "".join(lines)
 
@@ -249,7 +261,7 @@ def main() -> int:
     told = asked.out / "told.json"  # what an earlier call has done already
     tested = json.loads(told.read_text()) if told.exists() else tests(asked.out)
     write_json(told, tested)
-    preset, made = PRESETS["tiny" if asked.rehearse else "mini"], dict[str, pd.DataFrame]()
+    preset, made, failed = PRESETS["tiny" if asked.rehearse else "mini"], dict[str, pd.DataFrame](), dict[str, str]()
     names = ["transformer", "resformer"] if asked.rehearse else sorted(ARCHITECTURES, key=lambda a: a != "transformer")
     parts: dict[str, Callable[[], pd.DataFrame]] = {
         "kernels": lambda: kernels(device, (64,) if asked.rehearse else (512, 2048, 8192, 16384)),
@@ -257,8 +269,13 @@ def main() -> int:
     }
     for name, part in parts.items():
         path = asked.out / f"{name}.parquet"
-        if not path.exists():
-            write_parquet(part(), path)
+        try:
+            if not path.exists():
+                write_parquet(part(), path)
+        except Exception as error:  # the device's minutes are few: told, and the next part goes on
+            failed[name] = f"{type(error).__name__}: {error}"
+            write_text(path.with_suffix(".error.txt"), traceback.format_exc())
+            continue
         made[name] = pd.read_parquet(path)
         print(f"{name}: {len(made[name])} rows after {time.monotonic() - begin:.0f} s", flush=True)
     file = ROOT / "analyses" / "studies" / "mini.toml"
@@ -268,9 +285,9 @@ def main() -> int:
     left = begin + 60 * asked.minutes - STOPPING_S * (not asked.rehearse)
     made["mini"] = study(asked.out, file, device, left, 1 if asked.rehearse else asked.processes)
     write_parquet(made["mini"], asked.out / "mini.parquet")
-    write_text(asked.out / "summary.md", summarised(about, tested, made))
+    write_text(asked.out / "summary.md", summarised(about, tested, made, failed))
     print((asked.out / "summary.md").read_text())
-    return 0
+    return int(bool(failed) or "failed" in tested or "error" in tested)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 
 from workbench.claims import CLAIMS, QUESTIONS, STATUSES
 from workbench.claims.analysis import chosen
 from workbench.claims.collect import find_runs, stored
 from workbench.claims.verdict import Verdict, corrected, expected_by_chance
+from workbench.views.source import EVIDENCE
 
-EVIDENCE = Path(__file__).parent.parent / "data" / "evidence"
 ABOUT = """# What the shipped runs say
 
 Everything here is computed from `data/evidence`: runs that were trained for this project on two processor cores, their records and what

@@ -29,14 +29,10 @@ def sinks(link: Link) -> None:
         "So it learns to **rest**: to look at the start token, whose value it learns to make small. That is an *attention sink*. "
         "The question is **when** it forms, and whether values shared between layers, or a gate that can close a head, change that."
     )
-    drawing = show(start.demo.forming, link)
-    if drawing is None:
+    if show(start.demo.forming, link) is None:
         return
-    mass = drawing.table[drawing.table["metric"].eq("sink_mass") & drawing.table["control"].isna()]
     st.markdown("The step at which the strongest head gives the start token half of its attention:")
-    _steps(
-        sink_steps(start.demo.sink_records(cached_source()).merge(mass[["run"]].drop_duplicates(), on="run")), "sunk"
-    )
+    _steps(sink_steps(start.demo.sink_records(cached_source())), "sunk")
     st.caption(
         "What this does not show: how often real text calls for a head that rests. There is one head in each layer and hardly an MLP, "
         "which would take over. A model that is late within these steps may form its sink in longer training: delay is not prevention."

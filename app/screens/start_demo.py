@@ -7,7 +7,7 @@ import streamlit as st
 from app import widgets
 from app.cached_source import cached_source
 from app.screens.demo_experiments import deep_values, race, sinks, verdict, verdicts
-from app.screens.heads_of_the_demo import copying_heads, resting_heads
+from app.screens.demo_heads import copying_heads, resting_heads
 from workbench.models.registry import ARCHITECTURES
 from workbench.views import Link, Source, start
 
@@ -25,7 +25,8 @@ def story(link: Link) -> None:
     source = cached_source()
     st.subheader("What does a shortcut for values change?")
     st.markdown(WORDS)
-    here = {e.architecture for e in source.catalogue().entries}
+    own = [e for name in start.demo.EXPERIMENTS for e in start.demo.runs(source, name)]
+    here = {e.architecture for e in (*own, *start.demo.text_models(source))}
     st.markdown("\n".join(f"- **{a.label}**: {a.plain}." for name, a in ARCHITECTURES.items() if name in here))
     status = start.demo.status(source.folder)
     live = bool(status and status.running)
@@ -45,7 +46,7 @@ def story(link: Link) -> None:
 
 def _ready(source: Source) -> tuple[bool, bool]:
     """Which experiments have models whose heads can be looked at."""
-    return any(len(e.steps) > 1 for e in start.demo.runs(source, "sinks")), bool(start.demo.racers(source))
+    return bool(start.demo.resters(source)), bool(start.demo.racers(source))
 
 
 def _progressing(was_live: bool, had: tuple[bool, bool]) -> None:

@@ -200,37 +200,38 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     measured = set(pair.rows("sink_mass", step="all")["run"])
     others = pair.runs.loc[pair.runs["run"].isin(measured), "model"]
     steps = {name: _sink_steps(pair, name) for name in dict.fromkeys(["transformer", "svformer", *others])}
-    formed = {name: s for name, s in steps.items() if s.notna().sum() > len(s) / 2}
-    if "transformer" not in formed:
-        vanilla = steps["transformer"]
-        raise InsufficientEvidence(
-            f"Vanilla's strongest head passes one half in {vanilla.notna().sum()} of {len(vanilla)} seeds: nothing to delay.",
-            "gated",
-        )
-    last = pair.runs.set_index("run")["steps"].max()
+    _need_one_half(steps["transformer"], "delay")
+    last = pair.runs["steps"].max()
     at, copied = {name: s.fillna(last) for name, s in steps.items()}, copying_steps(pair)
-    base = at["transformer"]
-    later = {model_name(name): paired_seeds(at[name], base) for name in at if name != "transformer"}
-    after = paired_seeds(at["svformer"] - copied["svformer"], base - copied["transformer"])
-    first, told = later.pop(model_name("svformer")), []
-    for name, s in steps.items():
-        told.append(f"{model_name(name)} {at[name].median():.0f} ({s.notna().sum()} of {len(s)} seeds formed one)")
+    later = {model_name(name): paired_seeds(at[name], at["transformer"]) for name in at if name != "transformer"}
+    after = paired_seeds(*(at[name] - copied[name] for name in ("svformer", "transformer")))
+    first = later.pop(model_name("svformer"))
+    told = [
+        f"{model_name(n)} {at[n].median():.0f} ({s.notna().sum()} of {len(s)} seeds formed one)"
+        for n, s in steps.items()
+    ]
     sentence = (
         f"Step at which the strongest head's sink mass passes one half, middle seed: {'; '.join(told)}. SVFormer minus Transformer "
         f"{first} steps, counted from the step of learning to copy {after}; a run without a sink counts with its last step, {last}."
     )
-    doubt = "svformer" not in formed
-    parts = {"SVFormer later by": first}
     return judged(
-        parts,
-        1,
-        sentence,
-        "steps",
-        also={"after learning to copy": after},
-        shown=later,
-        doubt=doubt,
-        min_seeds=SINK_SEEDS,
-    )
+        {"SVFormer later by": first}, 1, sentence, "steps", also={"after learning to copy": after}, shown=later,
+        doubt=not _in_most(steps["svformer"]), min_seeds=SINK_SEEDS,
+    )  # fmt: skip
+
+
+def _in_most(steps: pd.Series) -> bool:
+    """Whether a sink formed in more than half of the seeds."""
+    return bool(steps.notna().sum() > len(steps) / 2)
+
+
+def _need_one_half(steps: pd.Series, what: str) -> None:
+    """Raise `InsufficientEvidence` as gated where vanilla forms no sink that something could delay or prevent."""
+    if not _in_most(steps):
+        raise InsufficientEvidence(
+            f"Vanilla's strongest head passes one half in {steps.notna().sum()} of {len(steps)} seeds: nothing to {what}.",
+            "gated",
+        )
 
 
 def _sink_steps(pair: Evidence, model: str) -> pd.Series:
@@ -255,16 +256,11 @@ def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
     """A head whose output a gate can close needs no sink: gated attention forms none where the vanilla decoder does."""
     pair = evidence.of_task("backcopy").comparable("transformer", "gated_attention")
     steps = {name: _sink_steps(pair, name) for name in ("transformer", "gated_attention")}
-    formed = {name: (int(s.notna().sum()), len(s)) for name, s in steps.items()}
-    if formed["transformer"][0] <= formed["transformer"][1] / 2:
-        raise InsufficientEvidence(
-            f"Vanilla's strongest head passes one half in {formed['transformer'][0]} of {formed['transformer'][1]} seeds: nothing to "
-            "prevent.", "gated",
-        )  # fmt: skip
+    _need_one_half(steps["transformer"], "prevent")
     rows = pair.rows("sink_mass")
     top = rows.groupby(["run", "seed", "layer", "head"], as_index=False)["value"].mean()
     less = pair.difference(top.loc[top.groupby("run")["value"].idxmax()].assign(metric="sink_mass"), "gated_attention")
-    told = "; ".join(f"{model_name(name)} forms a sink in {n} of {of} seeds" for name, (n, of) in formed.items())
+    told = "; ".join(f"{model_name(n)} forms a sink in {s.notna().sum()} of {len(s)} seeds" for n, s in steps.items())
     sentence = f"{told}. Sink mass of the strongest head at the end, gated minus Transformer: {less}."
-    n, of = formed["gated_attention"]
-    return judged({"strongest head": less}, -1, sentence, "share", doubt=n > of / 2, min_seeds=SINK_SEEDS)
+    doubt = _in_most(steps["gated_attention"])
+    return judged({"strongest head": less}, -1, sentence, "share", doubt=doubt, min_seeds=SINK_SEEDS)

@@ -29,10 +29,10 @@ def sink_step(mass: pd.DataFrame) -> float:
 
     mass: records of `sink_mass` of one run at many checkpoints. A head that comes and goes counts from its first passing on.
     """
-    rows = mass[(mass["metric"] == "sink_mass") & mass["control"].isna() & mass["variant"].isna()]
+    rows = _plain_mass(mass)
     if rows["step"].nunique() < 2:
         raise WorkbenchError("sink_mass at less than two checkpoints; measure it at steps = 'all'")
-    curve = strongest(rows).sort_index().astype(float)
+    curve = rows.groupby(["step", "layer", "head"])["value"].mean().groupby("step").max().sort_index().astype(float)
     steps, values = curve.index.to_numpy(dtype=float), curve.to_numpy()
     above = np.flatnonzero(values >= SINK)
     if not len(above):
@@ -43,15 +43,14 @@ def sink_step(mass: pd.DataFrame) -> float:
     return float(np.interp(SINK, values[i - 1 : i + 1], steps[i - 1 : i + 1]))
 
 
-def strongest(rows: pd.DataFrame) -> pd.Series:
-    """Sink mass of the head that has most of it, at each step."""
-    return rows.groupby(["step", "layer", "head"])["value"].mean().groupby("step").max()
+def _plain_mass(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[(frame["metric"] == "sink_mass") & frame["control"].isna() & frame["variant"].isna()]
 
 
-def sink_steps(mass: pd.DataFrame) -> pd.DataFrame:
+def sink_steps(frame: pd.DataFrame) -> pd.DataFrame:
     """The step each run's sink forms at, in the columns of `formation_steps`; runs with one checkpoint are left out."""
     found = []
-    for (architecture, run, seed), rows in mass.groupby(["architecture", "run", "seed"], dropna=False):
+    for (architecture, run, seed), rows in _plain_mass(frame).groupby(["architecture", "run", "seed"], dropna=False):
         if rows["step"].nunique() < 2:
             continue
         step = sink_step(rows)

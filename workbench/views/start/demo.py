@@ -149,6 +149,11 @@ def replaced(source: Source, link: Link) -> Drawing:
     return Drawing(plots.ablation(rows), rows)
 
 
+def resters(source: Source) -> list[Entry]:
+    """Models of the task with a resting head that have checkpoints to look at."""
+    return [e for e in runs(source, "sinks") if len(e.steps) > 1]
+
+
 def racers(source: Source) -> list[Entry]:
     """Models of the race with checkpoints to look at."""
     return [e for e in runs(source, "race") if len(e.steps) > 1]
@@ -176,9 +181,8 @@ def pair(source: Source, link: Link) -> tuple[list[Entry], list[int], int]:
 def resting(source: Source, link: Link) -> tuple[list[Entry], list[int], int]:
     """One model of each architecture on that task, their common steps and the chosen one; raises `WorkbenchError` before there are any."""
     first: dict[str, Entry] = {}
-    for entry in runs(source, "sinks"):
-        if len(entry.steps) > 1:
-            first.setdefault(entry.architecture, entry)
+    for entry in resters(source):
+        first.setdefault(entry.architecture, entry)
     if not first:
         raise WorkbenchError("no model of this experiment has a checkpoint yet")
     common = sorted(set.intersection(*(set(e.steps) for e in first.values())))

@@ -7,16 +7,15 @@ import streamlit as st
 from app import widgets
 from app.cached_source import cached_source
 from app.figures import show
-from workbench.errors import WorkbenchError
 from workbench.views import Link, start
 
 
 def resting_heads(link: Link) -> None:
     """The head that gives the start token most, in each architecture."""
-    try:
-        _, common, step = start.demo.resting(cached_source(), Link("start"))
-    except WorkbenchError:
-        return  # no model has a checkpoint yet
+    source = cached_source()
+    if not start.demo.resters(source):
+        return
+    _, common, step = start.demo.resting(source, Link("start"))
     st.subheader("Watch the resting head appear")
     st.markdown(
         "Each row is a token that attends, each column an earlier one it attends to. Drag the step: a bright first column is a head "
