@@ -26,6 +26,7 @@ from workbench.models.cache import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint, is_hooked
 from workbench.models.rotary import Rotation, rotate
 from workbench.models.shortcut import Memory, Projection, Source, Weight, mix
+from workbench.models.undrawn import Linear
 from workbench.models.wiring import ATTENDED, LayerWiring
 from workbench.names import STATISTICS
 
@@ -48,8 +49,8 @@ class Attention(HookedModule):
         projected = {n: p for n, p in self.projections.items() if p.shared_source is None}
         for name in projected:
             width = config.d_model if name == "q" else config.d_key_value
-            setattr(self, _PROJECTION[name], nn.Linear(config.d_model, width, bias=False))
-        self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+            setattr(self, _PROJECTION[name], Linear(config.d_model, width, bias=False))
+        self.o_proj = Linear(config.d_model, config.d_model, bias=False)
         self.outputs = wiring.outputs
         # (source, where its hook point stands, its key in the memory) of every tensor that is read
         self.reads: dict[str, list[tuple[Source, HookedModule, Any]]] = {}

@@ -38,7 +38,7 @@ def build(
 
 
 def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
-    """The modules of an architecture, weights as PyTorch draws them; see `build`."""
+    """The modules of an architecture, weights not drawn; see `build`."""
     chosen = architecture(name)
     for key in options:
         if key not in chosen.options:

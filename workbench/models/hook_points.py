@@ -57,6 +57,8 @@ class HookPoint(transformer_lens.hook_points.HookPoint):
     """TransformerLens' hook point, which enables its model's hooks when one is registered."""
 
     hook_state = HookState()
+    # a point has no tensors and no modules of its own, and `nn.Module.__setattr__` looks for both at each of its attributes
+    __setattr__ = object.__setattr__
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch."""

@@ -28,6 +28,7 @@ from workbench.models.hooked import HookedModel
 from workbench.models.joint_attention import JointAttention, Recipe
 from workbench.models.rotary import Rotary, Rotation
 from workbench.models.shortcut import Memory, Shortcut, Weight, mix, overrides
+from workbench.models.undrawn import Embedding, Linear
 from workbench.models.wiring import LayerWiring, wire
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
@@ -57,9 +58,9 @@ class MLP(HookedModule):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.d_model, config.d_mlp, bias=False)
-        self.up_proj = nn.Linear(config.d_model, config.d_mlp, bias=False)
-        self.down_proj = nn.Linear(config.d_mlp, config.d_model, bias=False)
+        self.gate_proj = Linear(config.d_model, config.d_mlp, bias=False)
+        self.up_proj = Linear(config.d_model, config.d_mlp, bias=False)
+        self.down_proj = Linear(config.d_mlp, config.d_model, bias=False)
         self.add_hook_points("pre", "pre_linear", "post")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class Block(HookedModule):
         return x + out if self.skips_mlp else out.to(x.dtype)
 
 
-class Unembed(HookedModule, nn.Linear):
+class Unembed(HookedModule, Linear):
     """Logits from the normalised stream."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -128,7 +129,7 @@ class Transformer(HookedModel):
         self, config: ModelConfig, shortcuts: Sequence[Shortcut] = (), *, architecture: str = "transformer"
     ) -> None:
         super().__init__(config, architecture)
-        self.embed, self.hook_embed = nn.Embedding(config.d_vocab, config.d_model), HookPoint()
+        self.embed, self.hook_embed = Embedding(config.d_vocab, config.d_model), HookPoint()
         self.rotary = Rotary(config.d_head, config.n_ctx, config.rope_theta)
         self.blocks = nn.ModuleList(Block(config, wiring, shortcuts) for wiring in wire(config.n_layers, shortcuts))
         self.ln_final = RMSNorm(config.d_model, config.rms_norm_eps)
