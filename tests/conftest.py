@@ -42,7 +42,8 @@ TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, 
 @pytest.fixture(autouse=True)
 def without_evidence(monkeypatch, tmp_path_factory):
     """An empty folder of runs is empty: what ships with the project is shown where a test asks for it."""
-    monkeypatch.setattr("workbench.views.source.EVIDENCE", tmp_path_factory.getbasetemp() / "no-evidence")
+    for name in ("EVIDENCE", "MODELS"):
+        monkeypatch.setattr(f"workbench.views.source.{name}", tmp_path_factory.getbasetemp() / "nothing-shipped")
 
 
 @pytest.fixture(params=seams.COVERING)

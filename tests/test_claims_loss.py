@@ -139,6 +139,15 @@ def test_savings(key, saving, spread, status):
         assert found.table["value"].to_numpy() == pytest.approx(0.2, abs=0.01)
 
 
+def test_a_rate_that_one_model_had_alone_saves_nothing():
+    made, told = grown(0.0, 0.001, "parameters")
+    alone = [of for size in SIZES for of in runs("resformer", parameters=size, d_model=int(size / 1e4), lr=1e-3)]
+    better = [row(of, "validation_loss", 3.0 * (of["parameters"] / 1e5) ** -0.2) for of in alone]
+    found = judged("fewer_parameters", made + alone, (), told + better)
+    assert found.status == "unresolved"
+    assert found.table["value"].to_numpy() == pytest.approx(0.0, abs=0.01)
+
+
 def test_savings_need_two_sizes():
     assert from_losses("fewer_parameters", {"transformer": 2.7, "resformer": 2.6}).status == "not_checkable"
 

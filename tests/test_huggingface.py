@@ -105,14 +105,19 @@ def test_what_the_decoder_does_not_compute_becomes_its_own_librarys_module_aloud
     assert list(model.source["sha256"]) == ["model.safetensors"]
 
 
-def test_gpt2_directories_are_observed(tmp_path):
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "_orig_mod.module."])
+def test_gpt2_directories_are_observed_whatever_wrapped_the_model_when_it_was_saved(tmp_path, prefix):
     torch.manual_seed(0)
     true = GPT2LMHeadModel(
         GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
     ).eval()
     true.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({prefix + name: tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     with pytest.warns(ObservedInstead, match="GPT2LMHeadModel"):
-        same(workbench.load(tmp_path), true(IDS).logits)
+        model = workbench.load(tmp_path)
+    same(model, true(IDS).logits)
+    assert "".join(sorted(model.source["stripped"])) == prefix
 
 
 def test_a_directory_that_transformers_cannot_fill_is_refused_not_filled_at_random(tmp_path):

@@ -6,11 +6,16 @@ import shutil
 
 import pandas as pd
 import pytest
+import torch
 from app_pages import charts, said
 
 from workbench.claims.collect import collect, find_runs, stored
+from workbench.data import sources
+from workbench.data.corpus import Corpus, Document
 from workbench.data.embedded import SHIPPED
 from workbench.data.examples import examples
+from workbench.data.sources import TextData, open_data
+from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.catalogue import catalogue
@@ -88,6 +93,43 @@ def test_a_shipped_run_is_not_measured_and_not_trained_again(trained, evidence):
     with pytest.raises(BadCheckpoint, match="shipped without weights"):
         measure(Run.open(evidence / "small" / job.name), "loss")
     assert sorted(evidence.rglob("*")) == before
+
+
+def test_weights_ship_in_half_the_bytes_and_are_what_the_records_are_of(trained, tmp_path):
+    root, study = trained
+    place = ship(study, root / "small.toml", root / "runs", tmp_path, questions=["sinks"], weights=[0, 4])
+    run, original = (Run.open(folder / "small-transformer-s0") for folder in (place, root / "runs"))
+    assert (run.steps, run.shipped, run.finished) == ([0, 4], True, True)
+    for mine, theirs in zip(run.load(4).parameters(), original.load(4).parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.bfloat16().float(), rtol=0, atol=0)
+    files = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    stored = load_records([run.path])
+    for metric in ("loss", "value_norm"):  # one that came with it and one that did not, twice
+        again = [measure(run, metric, steps="all", n=2) for _ in range(2)]
+        pd.testing.assert_frame_equal(*again)
+    losses = (
+        f[f["metric"] == "loss"].sort_values(["step", "layer"])["value"]
+        for f in (measure(run, "loss", steps="all", n=2), stored)
+    )
+    assert [*next(losses)] == pytest.approx([*next(losses)], rel=1e-6)
+    assert {
+        path: path.read_bytes() for path in place.rglob("*") if path.is_file() and not path.name.startswith(".")
+    } == files
+    with pytest.raises(WorkbenchError, match="step 3"):
+        ship(study, root / "small.toml", root / "runs", tmp_path / "other", weights=[3])
+
+
+def test_a_run_on_the_embedded_text_needs_no_copy_of_it(trained, tmp_path, monkeypatch):
+    texts = [
+        Document(f"{i}.py", "python", "train" if i else "validation", "def f(x):\n    return x\n" * 20)
+        for i in range(3)
+    ]
+    monkeypatch.setattr(sources, "embedded", lambda: Corpus(tuple(texts), {}))
+    data = TextData(sources.embedded(), train_tokenizer([d.text for d in texts], 270))
+    data.tokenizer.save(tmp_path / "tokenizer.json")
+    assert open_data(data.describe(), tmp_path, tmp_path / "tokenizer.json").hash == data.hash
+    with pytest.raises(BadCheckpoint, match="is not under"):
+        open_data(data.describe() | {"hash": "0" * 16}, tmp_path, tmp_path / "tokenizer.json")
 
 
 def test_a_study_that_is_not_finished_does_not_ship(trained, tmp_path):

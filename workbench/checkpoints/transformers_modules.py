@@ -50,7 +50,7 @@ def module_of(state: State, reason: NotCovered, dtype: Dtype = None) -> Any:
 
 
 def _from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     folder = state.info.path
     if "auto_map" in (state.info.config or {}) and (state.info.config or {}).get("model_type") not in CONFIG_MAPPING:
@@ -68,10 +68,15 @@ def _from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
         stored.check(name)
     try:
         with quiet():
-            opened: Any = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, local_files_only=True, trust_remote_code=False, output_loading_info=True,
-                dtype=dtype or torch.float32,
-            )  # fmt: skip
+            given: dict[str, Any] = {"config": config, "output_loading_info": True, "dtype": dtype or torch.float32}
+            if state.info.stripped:  # names that it would not know: it gets the tensors under their own
+                tensors = dict(state.read(given["dtype"], None))
+                opened: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                    None, state_dict=tensors, **given
+                )
+            else:
+                given |= {"local_files_only": True, "trust_remote_code": False}
+                opened = AutoModelForCausalLM.from_pretrained(folder, **given)
     except Exception as error:
         raise BadCheckpoint(f"{reason}; transformers cannot open it either: {_first_line(error)}") from error
     module, report = opened

@@ -182,7 +182,7 @@ Gathered = tuple[pd.DataFrame, pd.DataFrame, list[str]]
 def gather(run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: int = 64) -> Gathered:
     """Records and samples of a run at each planned step, and what could not be measured in words.
 
-    A run that is shipped without weights has those that came with it.
+    A run that is shipped has those that came with it.
     """
     if run.shipped:
         return _kept(run)

@@ -105,11 +105,16 @@ def _same_documents(pair: Evidence, model: str) -> str:
 
 
 def _by_size(evidence: Evidence, model: str, size: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(method, baseline) tables of size and loss."""
+    """(method, baseline) tables of size and loss, each model at its best of the rates that both have at a size."""
     losses = evidence.losses().groupby(["run", "model"], as_index=False)["value"].mean()
     losses = losses.merge(evidence.runs[["run", size, "seed", "lr"]].rename(columns={size: "size"}), on="run")
+    losses = losses[losses["model"].isin([model, "transformer"])]
+    both = (
+        losses.groupby(["size", "lr"])["model"].transform("nunique") == 2
+    )  # a rate that one had alone would favour it
+    losses = losses[both]
     means = losses.groupby(["model", "size", "lr"])["value"].transform("mean")
-    best = losses[means == means.groupby([losses["model"], losses["size"]]).transform("min")]  # each at its best rate
+    best = losses[means == means.groupby([losses["model"], losses["size"]]).transform("min")]
     tables = [best[best["model"] == name].rename(columns={"value": "loss"}) for name in (model, "transformer")]
     return tables[0], tables[1]
 

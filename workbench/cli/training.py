@@ -190,11 +190,12 @@ def ship(
         list[str] | None, typer.Option(help="Whose claims are measured, see `workbench list claims`; all unless given.")
     ] = None,
     commit: Annotated[str | None, typer.Option(help="Of the code that trained it; this one's unless given.")] = None,
+    weights: Annotated[list[int] | None, typer.Option(help="Steps whose weights ship too, in bfloat16.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that measure.")] = 1,
 ) -> None:
-    """Keep a finished study as evidence: its runs without weights, readable wherever runs are.
+    """Keep a finished study as evidence: its runs without weights (or with some steps'), readable wherever runs are.
 
-    What the claims need is measured first, since without weights nothing more can be.
+    What the claims need is measured first: of what ships nothing is measured and kept later.
     """
     from workbench.console import say, status
     from workbench.runs.run import runs_folder
@@ -203,7 +204,8 @@ def ship(
 
     with status("measuring") as progress:
         place = keep_as_evidence(
-            read_study(file), file, runs_folder(runs), out, questions=question, commit=commit, workers=workers,
+            read_study(file), file, runs_folder(runs), out, questions=question, commit=commit, weights=weights or (),
+            workers=workers,
             progress=lambda done, total, name: progress(f"measured {done} of {total} runs, last {name}"),
         )  # fmt: skip
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())

@@ -356,8 +356,11 @@ def prepare(
     return data
 
 
-def open_data(description: dict[str, Any], root: Path) -> Data:
-    """The data a run was trained on, from its description; raises `BadCheckpoint` where the corpus is not under `root`."""
+def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = None) -> Data:
+    """The data a run was trained on, from its description.
+
+    With a `tokenizer` the embedded text needs no copy; raises `BadCheckpoint` where another corpus is not under `root`.
+    """
     kind, name = description.get("kind"), str(description.get("hash"))
     sizes = {key for key, value in description.items() if type(value) is int and 0 < value < 2**31}
     if kind == "tokens":
@@ -374,6 +377,10 @@ def open_data(description: dict[str, Any], root: Path) -> Data:
     if kind != "text" or Path(name).name != name:
         raise BadCheckpoint(f"unknown data {description!r}; give data= instead")
     if not (root / name / "data.json").exists():
+        if tokenizer is not None and tokenizer.is_file():
+            data = _of_embedded_text(tokenizer, tokenizer.stat().st_mtime_ns, description.get("bos"))
+            if data.hash == name:
+                return data
         raise BadCheckpoint(f"the corpus {name} this run was trained on is not under {root}; give data= instead")
     return _open_text(root / name, description.get("bos"))
 
@@ -387,6 +394,11 @@ def _open_text(folder: Path, bos: Any) -> TextData:
     if data.hash != folder.name:
         raise BadCheckpoint(f"{folder} holds other data than its name says; remove it and build it again")
     return data
+
+
+@lru_cache(maxsize=2)
+def _of_embedded_text(tokenizer: Path, changed: int, bos: Any) -> TextData:
+    return TextData(embedded(), Tokenizer.load(tokenizer), bos)
 
 
 def _reopen_tokens(description: dict[str, Any], name: str) -> TokenData:

@@ -78,14 +78,13 @@ class Subject:
 
     def get(self, sample: Sample, keys: Sequence[str]) -> dict[str, pd.DataFrame]:
         """Records that are kept under these measurement keys."""
-        if self.run is not None:
-            return self.run.store.get(self.weights, sample.hash, keys)
+        stored = {} if self.run is None else self.run.store.get(self.weights, sample.hash, keys)
         frames = {} if self.is_hooked else {key: _memory.get((self.weights, sample.hash, key)) for key in keys}
-        return {key: frame for key, frame in frames.items() if frame is not None}
+        return {key: frame for key, frame in frames.items() if frame is not None} | stored
 
     def put(self, sample: Sample, tables: Mapping[str, Tables]) -> None:
-        """Keep records by key: a run's in its folder, a model's for as long as the process lives."""
-        if self.run is not None:
+        """Keep records by key: a run's in its folder, a model's or a shipped run's for as long as the process lives."""
+        if self.run is not None and not self.run.shipped:
             frames, samples = zip(*tables.values(), strict=True)
             both = pd.concat(frames, ignore_index=True), pd.concat(samples, ignore_index=True)
             self.run.store.put(self.weights, sample.hash, *both)

@@ -58,7 +58,7 @@ class HookPoint(transformer_lens.hook_points.HookPoint):
 
     hook_state = HookState()
     # a point has no tensors and no modules of its own, and `nn.Module.__setattr__` looks for both at each of its attributes
-    __setattr__ = object.__setattr__
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch."""

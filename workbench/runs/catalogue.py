@@ -52,7 +52,7 @@ class Entry:
     measured: tuple[str, ...]  # names of the metrics that have records
     tokens: int = 0  # read in a training step; 0 where that is unknown
     observed: bool = False  # another library's model, or a module of the user's own
-    shipped: bool = False  # a finished run that came with the project, without weights
+    shipped: bool = False  # a finished run that came with the project, mostly without weights
     seen: int = field(default=0, compare=False)  # when it was read, nanoseconds
 
     @property

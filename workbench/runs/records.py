@@ -50,7 +50,9 @@ def records(rows: Iterable[dict[str, Any]], columns: Sequence[str] = COLUMNS) ->
 
 def typed(frame: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """The same table with exactly these columns, each of its documented type; absent ones are null."""
-    kinds = {name: "str" if name in TEXT else "Int64" if name in WHOLE else "float64" for name in columns}
+    kinds: dict[str, Any] = {
+        name: "str" if name in TEXT else "Int64" if name in WHOLE else "float64" for name in columns
+    }
     absent = [None] * len(frame)
     arrays = {  # as arrays, of which pandas makes a table in a third of the time that `astype` of a table takes
         name: frame[name].array.astype(kind, copy=False) if name in frame else pd.array(absent, dtype=kind)

@@ -124,7 +124,7 @@ class Run:
 
     @property
     def shipped(self) -> bool:
-        """Whether it is a finished run that came with the project, its weights left out; nothing is ever written to it."""
+        """Whether it is a finished run that came with the project, mostly without weights; nothing is ever written to it."""
         return "shipped" in self.info
 
     @property
@@ -170,10 +170,10 @@ class Run:
 
     @property
     def data(self) -> Any:
-        """The data the run was trained on; raises `BadCheckpoint` where its corpus is not beside the run."""
+        """The data the run was trained on; raises `BadCheckpoint` where a corpus not the embedded one is not beside the run."""
         from workbench.data.sources import open_data
 
-        return open_data(self.info["data"], self.path.parent / CORPORA)
+        return open_data(self.info["data"], self.path.parent / CORPORA, self.path / "tokenizer.json")
 
     @property
     def store(self) -> Store:

@@ -1,7 +1,8 @@
-"""A finished study as evidence that ships: the folder of its runs without weights, which all that reads runs can read.
+"""A finished study that ships: the folder of its runs without weights, or with some steps', which all that reads runs can read.
 
     data/evidence/sinks/            sinks.toml, provenance.json
     data/evidence/sinks/sinks-transformer-s2/    run.json, records/, telemetry/: one file each
+    data/models/models-transformer-s0/    also tokenizer.json, step_000512/ ...: weights in bfloat16, measured as they ship
 
 Values keep seven digits. Of what training wrote down the losses and coefficients stay, of values per document the loss at both
 ends: what claims and figures read.
@@ -11,16 +12,22 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
+from workbench.checkpoints.identify import step_folder
+from workbench.checkpoints.saving import save
+from workbench.checkpoints.vocabulary import TOKENIZER
 from workbench.claims.analysis import chosen
 from workbench.claims.collect import TELEMETRY, Progress, collect
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, replacing, write_json
+from workbench.measurement.measuring import measure
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet
 from workbench.runs.run import RUN_FILE, STUDY, Run, written_now
 from workbench.studies.runner import plan
@@ -33,12 +40,12 @@ MANY = 600
 
 def ship(
     study: Study, file: Path, runs: Path, out: Path, *, questions: Sequence[str] | None = None, commit: str | None = None,
-    workers: int = 1, progress: Progress | None = None,
+    weights: Sequence[int] = (), workers: int = 1, progress: Progress | None = None,
 ) -> Path:  # fmt: skip
     """Write `out/<study>` from a study's finished runs and return it; what claims need of them is measured first.
 
-    `questions`: whose claims, all unless given. `commit`: of the code that trained them, this one's unless given. Raises
-    `WorkbenchError` where a run is not finished.
+    `questions`: whose claims, all unless given. `commit`: of the code that trained them, this one's unless given. `weights`:
+    steps whose weights ship too. Raises `WorkbenchError` where a run is not finished or lacks such a step.
     """
     asked = chosen(questions)
     planned = [runs / run.name for run in plan(study, runs)]
@@ -46,11 +53,14 @@ def ship(
         raise WorkbenchError(
             f"{len(absent)} of {len(planned)} runs of {study.name} are not finished, first {absent[0]}"
         )
-    opened = [Run.open(path) for path in planned]
-    _, problems = collect(opened, asked, workers=workers, progress=progress)
-    place = out / study.name
-    for run in opened:
-        _ship_run(run, place / run.name, study.name)
+    place, opened = out / study.name, [Run.open(path) for path in planned]
+    with tempfile.TemporaryDirectory() as parts:
+        kept = [_in_few_bytes(run, Path(parts) / run.name, weights) for run in opened] if weights else opened
+        if weights and (metrics := study.measure.get("metrics")):
+            measure(kept, metrics, steps="all", n=study.measure.get("n", 64))
+        _, problems = collect(kept, asked, workers=workers, progress=progress)
+        for run in kept:
+            _ship_run(run, place / run.name, study.name, with_weights=bool(weights))
     for left in place.glob("*/"):
         if left.name not in {run.name for run in opened}:  # of the study as it was before
             shutil.rmtree(left)
@@ -63,9 +73,25 @@ def ship(
     return place
 
 
-def _ship_run(run: Run, place: Path, study: str) -> None:
+def _in_few_bytes(run: Run, place: Path, steps: Sequence[int]) -> Run:
+    """A copy of a run with some of its steps, in bfloat16, to be measured as it ships."""
+    for step in run.resolve(list(steps)):
+        save(run.load(step).to(torch.bfloat16), step_folder(place, step), seed=run.seed, step=step, run=run.name)
+    for name in (RUN_FILE, TOKENIZER, "telemetry"):
+        if (part := run.path / name).exists():
+            (shutil.copytree if part.is_dir() else shutil.copyfile)(part, place / name)
+    return Run.open(place)
+
+
+def _ship_run(run: Run, place: Path, study: str, *, with_weights: bool) -> None:
+    shutil.rmtree(place, ignore_errors=True)
     info = read_json(run.path / RUN_FILE)
     write_json(place / RUN_FILE, info | {"shipped": {"study": study, "steps": run.steps}})
+    if with_weights:
+        for step in run.steps:
+            shutil.copytree(run.step_folder(step), step_folder(place, step))
+        if (tokenizer := run.path / TOKENIZER).exists():
+            shutil.copyfile(tokenizer, place / TOKENIZER)
     frame = one_sample(load_records([run.path]))
     _write(frame, place / "records" / "all.parquet")
     samples = read_parquet(sorted((run.path / "records").glob("*.samples.parquet")), SAMPLE_COLUMNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -41,8 +42,8 @@ SYMBOLS = "Kq7fW2mZxR0bTn5LsYd8HcVjA3pGeUi9"
 IDS = " ".join(map(str, 2 * [*range(1, 13)]))
 """Prompts where the link has none: text, as many letters as the demo's models learned to copy, ids without a tokenizer."""
 TOKENIZER = "tokenizer.json"
-EVIDENCE = SHIPPED / "evidence"
-"""Finished studies without weights, shown while the folder of runs is empty."""
+EVIDENCE, MODELS = SHIPPED / "evidence", SHIPPED / "models"
+"""Finished studies without weights, and trained models to look into: shown while the folder of runs is empty."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Source:
 
     def shipped(self) -> Catalogue:
         """The runs that ship with the project."""
-        return self.keep(("shipped", str(EVIDENCE)), lambda: catalogue(EVIDENCE))
+        return self.keep(("shipped", str(EVIDENCE)), shipped_runs)
 
     def own(self) -> bool:
         """Whether there are runs in the folder itself."""
@@ -226,8 +227,16 @@ class Source:
 def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:
     """The runs of a folder; where it has none, those that ship with the project. What is `known` is not read again."""
     own = catalogue(folder, known)
-    shipped = own if own.entries or own.problems else catalogue(EVIDENCE, known)
+    shipped = own if own.entries or own.problems else shipped_runs()
     return shipped if shipped.entries else own
+
+
+def shipped_runs() -> Catalogue:
+    """The runs that ship with the project: evidence, and models."""
+    evidence, models = catalogue(EVIDENCE), catalogue(MODELS)
+    return dataclasses.replace(
+        evidence, entries=evidence.entries + models.entries, problems=evidence.problems | models.problems
+    )
 
 
 def example(entry: Entry) -> str:
