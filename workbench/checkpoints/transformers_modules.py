@@ -50,7 +50,7 @@ def module_of(state: State, reason: NotCovered, dtype: Dtype = None) -> Any:
 
 
 def _from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     folder = state.info.path
     if "auto_map" in (state.info.config or {}) and (state.info.config or {}).get("model_type") not in CONFIG_MAPPING:
@@ -68,24 +68,29 @@ def _from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
         stored.check(name)
     try:
         with quiet():
-            given: dict[str, Any] = {"config": config, "output_loading_info": True, "dtype": dtype or torch.float32}
-            if state.info.stripped:  # names that it would not know: it gets the tensors under their own
-                tensors = dict(state.read(given["dtype"], None))
-                opened: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-                    None, state_dict=tensors, **given
-                )
-            else:
-                given |= {"local_files_only": True, "trust_remote_code": False}
-                opened = AutoModelForCausalLM.from_pretrained(folder, **given)
+            module, report = _filled(state, config, dtype or torch.float32)
     except Exception as error:
         raise BadCheckpoint(f"{reason}; transformers cannot open it either: {_first_line(error)}") from error
-    module, report = opened
     kinds = ("missing", "unexpected", "mismatched")
     lost = {kind: sorted(map(str, names)) for kind in kinds if (names := report.get(f"{kind}_keys"))}
     if names_of := "; ".join(f"{kind} {', '.join(names[:5])}" for kind, names in lost.items()):
         raise BadCheckpoint(f"{reason}. It does not hold a {type(module).__name__} either: {names_of}")
     refuse_immense(module.named_parameters(), folder)
     return module.eval()
+
+
+def _filled(state: State, config: Any, dtype: torch.dtype) -> Any:
+    """(module, what was missing) as transformers fills one."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    given: dict[str, Any] = {"config": config, "output_loading_info": True, "dtype": dtype}
+    if not state.info.stripped:
+        given |= {"local_files_only": True, "trust_remote_code": False}
+        return AutoModelForCausalLM.from_pretrained(state.info.path, **given)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[
+        type(config)
+    ]  # names in the file are not its own: it gets the tensors instead
+    return kind.from_pretrained(None, state_dict=dict(state.read(dtype, None)), **given)
 
 
 @contextlib.contextmanager
