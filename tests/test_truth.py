@@ -107,6 +107,26 @@ def test_a_measure_equals_its_truth(trained, name, kind):
     assert len(told) or name == "skip_ablation", "models without a shortcut have no rows"
 
 
+def test_errors_of_accumulated_measures_are_those_of_leaving_eighths_of_the_documents_out(trained):
+    """Quenouille and Tukey's jackknife: what the public function says of the other seven eighths, eight times."""
+    model, world = trained("resformer")
+    ids = DATA.batch(3, 12, 64, 1)
+    names = [name for name, m in METRICS.items() if m.form == "accumulated" and m.folds > 1]
+
+    def of(kept):
+        found = measure(model, names, Sample(ids[kept], range(len(kept)), "bigrams", "backcopy", Training()), batch=5)
+        return found.set_index(["metric", "site", "layer", "index", "variant", "control"])[["value", "se"]]
+
+    told, groups = of([*range(12)]), range(8)
+    others = pd.concat({g: of([i for i in range(12) if i % 8 != g])["value"] for g in groups}, axis=1)
+    errors = (7 / 8 * others.sub(others.mean(axis=1), axis=0).pow(2).sum(axis=1)).pow(0.5).reindex(told.index)
+    with_error = told["se"].notna()
+    assert set(told[with_error].index.get_level_values("metric")) == set(names)
+    torch.testing.assert_close(
+        torch.tensor(told["se"][with_error].to_numpy()), torch.tensor(errors[with_error].to_numpy()), rtol=1e-5, atol=1e-9
+    )
+
+
 def probe_cases():
     """One site of one architecture is fast, the rest and the controls are not; two probes share the five architectures."""
     yield "token_probe", "resformer"
