@@ -25,7 +25,7 @@ How verdicts are decided, and how often they are wrong by chance: [verdicts.md](
 def page() -> str:
     """The page, from the records that ship."""
     runs, _ = find_runs([EVIDENCE])
-    found, claims = stored(runs), chosen()
+    (found, _), claims = stored(runs), chosen()
     verdicts = corrected([claim.judge(found) for claim in claims])
     of = dict(zip((c.name for c in claims), verdicts, strict=True))
     parts = [ABOUT, _studies(), f"\n{expected_by_chance(verdicts)}\n\n", _counted(verdicts)]

@@ -22,7 +22,7 @@ def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_
         dashboard.copied(path, folder / path.name)
     (story,) = start.demo.verdicts(Source(folder), "race", [name])
     assert story.verdict.status == "supported"
-    evidence = stored(find_runs([folder])[0])
+    evidence, _ = stored(find_runs([folder])[0])
     analysis = Analysis(judge(evidence, chosen(claims=[name])), evidence, {})
     pages = [write_page(analysis, tmp_path, "workbench analyze"), write_report(folder, tmp_path / "report.html")]
     for page in pages:

@@ -78,8 +78,10 @@ def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, eviden
         *(load_records([r.path for r in runs]).sort_values(key).iterrows() for runs in (mine, theirs)), strict=True
     ):
         assert a[1]["value"] == pytest.approx(b[1]["value"], rel=1e-6)
-    assert len(collect(theirs, [])[0].records) == len(stored(mine).records) > 0  # nothing is measured, and all is there
-    assert len(stored(theirs).samples) == 2 * 2 * 2  # the loss of two documents at both ends of two runs
+    assert (
+        len(collect(theirs, [])[0].records) == len(stored(mine)[0].records) > 0
+    )  # nothing is measured, and all is there
+    assert len(stored(theirs)[0].samples) == 2 * 2 * 2  # the loss of two documents at both ends of two runs
     before, after = (
         summary(study, outcomes(study, plan(study, where), {})) for where in (root / "runs", evidence / "small")
     )

@@ -109,7 +109,7 @@ def test_a_measure_equals_its_truth(trained, name, kind):
 
 def test_errors_of_accumulated_measures_are_those_of_leaving_eighths_of_the_documents_out(trained):
     """Quenouille and Tukey's jackknife: what the public function says of the other seven eighths, eight times."""
-    model, world = trained("resformer")
+    model, _ = trained("resformer")
     ids = DATA.batch(3, 12, 64, 1)
     names = [name for name, m in METRICS.items() if m.form == "accumulated" and m.folds > 1]
 
@@ -123,7 +123,10 @@ def test_errors_of_accumulated_measures_are_those_of_leaving_eighths_of_the_docu
     with_error = told["se"].notna()
     assert set(told[with_error].index.get_level_values("metric")) == set(names)
     torch.testing.assert_close(
-        torch.tensor(told["se"][with_error].to_numpy()), torch.tensor(errors[with_error].to_numpy()), rtol=1e-5, atol=1e-9
+        torch.tensor(told["se"][with_error].to_numpy()),
+        torch.tensor(errors[with_error].to_numpy()),
+        rtol=1e-5,
+        atol=1e-9,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import dashboard
 import numpy as np
 import pytest
@@ -169,7 +171,7 @@ def test_verdicts_are_those_of_an_analysis_and_nothing_is_measured(ask, monkeypa
     monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
     found = start.verdicts.judgements(Source(ask.folder), link("verdicts", a=A))
     entries = ask.group(link("verdicts", a=A))
-    evidence = stored([Run.open(e.path) for e in entries])
+    evidence, _ = stored([Run.open(e.path) for e in entries])
     expected = {c.name: c.judge(evidence) for c in chosen()}
     assert {j.judged.claim.name: j.judged.verdict.status for j in found} == {n: v.status for n, v in expected.items()}
     lower = next(j for j in found if j.judged.claim.name == "lower_loss")
@@ -177,6 +179,16 @@ def test_verdicts_are_those_of_an_analysis_and_nothing_is_measured(ask, monkeypa
     probe = next(j for j in found if j.judged.claim.name == "token_information_is_preserved")
     assert not probe.decided
     assert "token_probe" in probe.missing
+
+
+def test_a_run_whose_records_are_damaged_is_named_beside_the_verdicts_on_the_others(ask, tmp_path):
+    for entry in ask.group(link("verdicts", a=A)):
+        shutil.copytree(entry.path, tmp_path / entry.name)
+    for damaged in (tmp_path / A / "records").glob("*.parquet"):
+        damaged.write_bytes(damaged.read_bytes()[:99])
+    here = Source(tmp_path)
+    assert start.verdicts.judgements(here, link("verdicts", a=A))
+    assert list(here.problems) == [A]
 
 
 def test_the_overview_has_a_cell_for_each_claim_and_the_choice_its_intervals(ask):

@@ -21,7 +21,7 @@ from workbench.claims.evidence import RUN_COLUMNS, SETTING, Evidence
 from workbench.claims.registry import Claim
 from workbench.config import ModelConfig
 from workbench.console import time_left
-from workbench.errors import BadData, WorkbenchError
+from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.interventions import INTERVENTIONS
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
@@ -311,11 +311,18 @@ def _seeds(table: pd.DataFrame, written: pd.DataFrame, kept: pd.DataFrame) -> di
     return seeds
 
 
-def stored(runs: Sequence[Run], progress: Callable[[int, int], None] | None = None) -> Evidence:
-    """The evidence that runs hold already, nothing being measured; `progress` is called with (done, all)."""
+def stored(runs: Sequence[Run], progress: Callable[[int, int], None] | None = None) -> tuple[Evidence, dict[str, str]]:
+    """The evidence that runs hold already, nothing being measured, and why some of them hold none.
+
+    `progress` is called with (done, all).
+    """
+    sound, problems = usable(runs)
     gathered: dict[Run, Gathered] = {}
-    for run in runs:
-        gathered[run] = _kept(run)
+    for i, run in enumerate(sound):
+        try:
+            gathered[run] = _kept(run)
+        except BadCheckpoint as error:
+            problems[run.name] = str(error)
         if progress:
-            progress(len(gathered), len(runs))
-    return evidence(gathered)
+            progress(i + 1, len(sound))
+    return evidence(gathered), problems

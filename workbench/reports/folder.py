@@ -11,7 +11,7 @@ import pandas as pd
 from workbench import plots
 from workbench.claims import DECIDED
 from workbench.claims.analysis import Judged, chosen
-from workbench.claims.collect import samples_of, stored, usable
+from workbench.claims.collect import samples_of, stored
 from workbench.claims.page import article
 from workbench.claims.verdict import corrected, expected_by_chance
 from workbench.errors import BadCheckpoint, BadData
@@ -72,7 +72,7 @@ def _tables(run: Run, problems: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFr
 
 def verdicts(runs: list[Run]) -> dict[str, Judged]:
     """Every claim by name, with its verdict on those of the runs that are finished."""
-    evidence = stored(usable(runs)[0])
+    evidence, _ = stored(runs)  # what a page says of damaged runs stands at its top
     claims = chosen()
     found = corrected([claim.judge(evidence) for claim in claims])
     return {claim.name: Judged(claim, verdict) for claim, verdict in zip(claims, found, strict=True)}

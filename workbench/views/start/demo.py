@@ -247,13 +247,15 @@ def verdicts(source: Source, experiment: str, claims: Sequence[str]) -> tuple[Ju
     here = text_models(source) if experiment == "text" else runs(source, experiment)
     finished = [e for e in here if e.finished]
 
-    def judged() -> tuple[Judged, ...]:
+    def judged() -> tuple[tuple[Judged, ...], dict[str, str]]:
         from workbench.claims.analysis import Judged, chosen
         from workbench.claims.collect import stored
         from workbench.claims.verdict import corrected
 
-        evidence, asked = stored([Run.open(e.path) for e in finished]), chosen(claims=claims)
+        (evidence, problems), asked = stored([Run.open(e.path) for e in finished]), chosen(claims=claims)
         found = corrected([claim.judge(evidence) for claim in asked])
-        return tuple(Judged(claim, verdict) for claim, verdict in zip(asked, found, strict=True))
+        return tuple(Judged(claim, verdict) for claim, verdict in zip(asked, found, strict=True)), problems
 
-    return source.keep(("demo verdicts", *claims, *((e.path, e.stamp) for e in finished)), judged)
+    found, problems = source.keep(("demo verdicts", *claims, *((e.path, e.stamp) for e in finished)), judged)
+    source.problems.update(problems)
+    return found

@@ -52,10 +52,14 @@ def _finished(source: Source, link: Link) -> list[Entry]:
 
 def judgements(source: Source, link: Link) -> tuple[Judgement, ...]:
     """Every claim judged from what the finished runs of the experiment hold; nothing is measured."""
-    return source.keep(key(source, link), lambda: _judged(_finished(source, link), source.progress))
+    judged, problems = source.keep(key(source, link), lambda: _judged(_finished(source, link), source.progress))
+    source.problems.update(problems)
+    return judged
 
 
-def _judged(entries: Sequence[Entry], progress: Callable[[int, int], None] | None) -> tuple[Judgement, ...]:
+def _judged(
+    entries: Sequence[Entry], progress: Callable[[int, int], None] | None
+) -> tuple[tuple[Judgement, ...], dict[str, str]]:
     from workbench.claims.analysis import Judged, chosen, figure
     from workbench.claims.collect import stored
     from workbench.claims.verdict import corrected
@@ -66,7 +70,7 @@ def _judged(entries: Sequence[Entry], progress: Callable[[int, int], None] | Non
         if progress is not None:
             progress(done + extra, total + len(claims))
 
-    evidence = stored([Run.open(e.path) for e in entries], lambda done, _: report(done))
+    evidence, problems = stored([Run.open(e.path) for e in entries], lambda done, _: report(done))
     stored_metrics, judged, alone = set(evidence.records["metric"]), list[Judgement](), []
     for i, claim in enumerate(claims):
         alone.append(claim.judge(evidence))
@@ -75,7 +79,7 @@ def _judged(entries: Sequence[Entry], progress: Callable[[int, int], None] | Non
         judged.append(Judgement(Judged(claim, verdict), tuple(m for m in claim.metrics if m not in stored_metrics)))
         if judged[-1].decided and not _compares(verdict.table):  # others are drawn from their intervals
             judged[-1] = replace(judged[-1], judged=Judged(claim, verdict, *figure(claim, verdict, evidence)))
-    return tuple(judged)
+    return tuple(judged), problems
 
 
 def command(source: Source, link: Link, question: str | None = None) -> str:
