@@ -78,7 +78,8 @@ def test_a_damaged_resume_point_is_named(tmp_path):
     whole = state.read_bytes()
     for folder in ("step_000008",):
         (run.path / folder / "config.json").unlink()
-    for damaged in (whole[: len(whole) // 2], b"", b"\0" * 100):
+    flipped = whole[:-1] + bytes([whole[-1] ^ 1])  # one bit of one tensor
+    for damaged in (whole[: len(whole) // 2], b"", b"\0" * 100, flipped):
         state.write_bytes(damaged)
         with pytest.raises(BadCheckpoint, match=r"state\.safetensors is damaged"):
             start(tmp_path)

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +32,7 @@ from workbench.checkpoints.saving import save, write_tensors
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import Data
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import open_regular, read_json, replacing, write_json
+from workbench.files import digest, open_regular, read_json, replacing, write_json
 from workbench.metrics import METRICS
 from workbench.models import build, compose
 from workbench.models.transformer import Transformer
@@ -304,7 +304,7 @@ class _Loop:
                 tensors[f"{key}.{name}"] = value.detach().reshape(value.shape)
         tensors = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
         with replacing(self.run.path / "resume" / "state.safetensors") as part:
-            write_tensors(tensors, part, {"step": str(self.step), "format": str(FORMAT)})
+            write_tensors(tensors, part, {"step": str(self.step), "format": str(FORMAT), "sum": _sum(tensors)})
 
     def _restore(self) -> None:
         path = self.run.path / "resume" / "state.safetensors"
@@ -321,8 +321,10 @@ class _Loop:
 
     def _read_state(self, path: Path) -> None:
         with open_regular(path), safe_open(path, framework="pt") as file:
-            step = int(file.metadata()["step"])
-        tensors = load_file(path)
+            says = file.metadata()
+        step, tensors = int(says["step"]), load_file(path)
+        if "sum" in says and says["sum"] != _sum(tensors):
+            raise ValueError("its tensors are not those that were written")
         with torch.no_grad():
             for name, parameter in self.bare.named_parameters():
                 parameter.copy_(tensors[f"model.{name}"])
@@ -332,3 +334,9 @@ class _Loop:
         if torch.cuda.is_available() and "rng.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng.cuda"])
         self.step = step
+
+
+def _sum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Content address of tensors by name: a changed bit of a moment would go on unnoticed."""
+    named = ((name, tensors[name].flatten().view(torch.uint8).numpy().tobytes()) for name in sorted(tensors))
+    return digest(*(part for pair in named for part in pair))
