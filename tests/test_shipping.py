@@ -97,9 +97,14 @@ def test_a_shipped_run_is_not_measured_and_not_trained_again(trained, evidence):
     assert sorted(evidence.rglob("*")) == before
 
 
-def test_weights_ship_in_half_the_bytes_and_are_what_the_records_are_of(trained, tmp_path):
+@pytest.fixture(scope="module")
+def models(trained):
     root, study = trained
-    place = ship(study, root / "small.toml", root / "runs", tmp_path, questions=["sinks"], weights=[0, 4])
+    return ship(study, root / "small.toml", root / "runs", root / "models", questions=["sinks"], weights=[0, 4])
+
+
+def test_weights_ship_in_half_the_bytes_and_are_what_the_records_are_of(trained, models, tmp_path):
+    (root, study), place = trained, models
     run, original = (Run.open(folder / "small-transformer-s0") for folder in (place, root / "runs"))
     assert (run.steps, run.shipped, run.finished) == ([0, 4], True, True)
     for mine, theirs in zip(run.load(4).parameters(), original.load(4).parameters(), strict=True):
@@ -164,6 +169,16 @@ def test_pages_show_evidence_where_there_are_no_runs(evidence, tmp_path, monkeyp
     assert "2 runs shipped with the project, read-only" in said(at)
     assert len(charts(at)) >= figures
     assert ("shipped without weights" in said(at)) == (name == "attention")
+
+
+@pytest.mark.parametrize("name", ["start", "depth", "attention", "prompt", "intervene"])
+def test_pages_open_on_shipped_models_where_there_are_no_runs(models, tmp_path, monkeypatch, browse, name):
+    monkeypatch.setattr(source, "MODELS", models)
+    at = browse(tmp_path / "runs", name)
+    assert "2 runs shipped with the project, read-only" in said(at)
+    for wrong in ("Traceback", "without weights", "not among this model's tokens"):
+        assert wrong not in said(at)
+    assert "Measure it here" not in [b.label for b in at.button], "what ships is not written to"
 
 
 def test_damaged_evidence_is_named_and_the_rest_shown(evidence, tmp_path):

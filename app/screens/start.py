@@ -39,7 +39,7 @@ def _body(link: Link) -> None:
     source = cached_source()
     found = start.demo.status(source.folder)
     first = "demo" if (found and found.running) or start.demo.only_demo(source) else "model"
-    first = "verdicts" if all(e.shipped for e in source.group(link)) else first
+    first = "verdicts" if all(e.shipped and not e.steps for e in source.group(link)) else first
     parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.racers(source)]
     shown = widgets.segments("Part", "show", parts, first, show=start.parts.PARTS.__getitem__)
     {"model": glance, "here": _here, "verdicts": verdicts, "demo": story}[shown](link.but(show=shown))

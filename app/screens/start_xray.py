@@ -50,6 +50,10 @@ def _ready(subject: Subject) -> bool:
         st.caption("Nothing says what an imported model was trained on, so it is measured on a text of yours:")
         st.code(start.xray.command(entry, subject.step), language=None, wrap_lines=True)
         return False
+    if entry.shipped:
+        st.caption("Nothing is written to what ships with the project; a terminal measures it and writes a page:")
+        st.code(start.xray.command(entry, subject.step), language=None, wrap_lines=True)
+        return False
     asked = st.session_state.setdefault("measuring", {})
     if st.button("Measure it here", key=f"measure_{subject.tag}", icon=":material/play_arrow:", type="primary"):
         asked[place] = entry.stamp

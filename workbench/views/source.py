@@ -244,10 +244,17 @@ def example(entry: Entry) -> str:
     if entry.kind == "backcopy":
         return _of_the_task(entry.path)
     if entry.kind in LETTERS:
-        return SYMBOLS
+        return _letters(entry.path)
     if (Path(entry.path) / TOKENIZER).exists():
         return TEXT
     return " ".join(IDS.split()[: entry.n_ctx])
+
+
+@cache
+def _letters(path: str) -> str:
+    """Letters that stand for ids of a run's vocabulary."""
+    known = ALPHABET[: int(Run.open(path).info["data"]["vocabulary"])]
+    return "".join(letter for letter in SYMBOLS if letter in known)
 
 
 @cache
