@@ -10,7 +10,7 @@ import pytest
 
 from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.runs.records import provenance, records
+from workbench.runs.records import load_records, provenance, records
 from workbench.views import Link, Source, drawings
 from workbench.views.base import timelapse
 from workbench.views.depth import layers
@@ -133,6 +133,17 @@ def test_a_comparison_draws_both_on_one_scale_and_the_difference_on_its_own():
     assert own.cmin == -own.cmax
 
 
+def test_the_band_of_a_difference_is_the_interval_over_paired_seeds_by_hand():
+    """Differences 1, 2 and 3 at a layer: 2 with Student's t on 2 degrees, 4.3027 / sqrt(3) = 2.4841, to either side."""
+    pairs = [(rows([(5.0 + d, 0.1)] * 2, "transformer"), rows([(5.0, 0.1)] * 2, "resformer")) for d in (1, 2, 3)]
+    figure = plots.compared(pairs[0], pairs[1:])
+    (band,) = (t for t in figure.data if t.name == f"{plots.MINUS} band")
+    assert sorted({round(y, 3) for y in band.y}) == [2 - 2.484, 2 + 2.484]
+    assert "95 % interval over 3 paired seeds" in figure.layout.title.subtitle.text
+    alone = plots.compared(pairs[0])
+    assert "one pair of runs" in alone.layout.title.subtitle.text
+
+
 def test_grids_subtract_only_where_their_axes_agree():
     grid = plots.Grid(np.array([[1.0, np.nan]]), ["0"], ["a", "b"], "nats", "layer", "token")
     other = plots.Grid(np.array([[0.25, np.nan]]), ["0"], ["a", "b"], "nats", "layer", "token")
@@ -180,6 +191,20 @@ def test_depth_compares_two_models(ask):
     )
     minus = next(t for t in drawing.figure.data if t.name == plots.MINUS)
     assert list(minus.y) == pytest.approx([0.01, 0.01])
+
+
+def test_two_models_of_one_seed_are_compared_over_all_seeds_that_both_have(ask):
+    page = "depth?metric=token_identity_share&site=own_v&compare=1&a=text-resformer-s1&b=text-transformer-s1"
+    drawing = drawn(ask, page)
+    minus = next(t for t in drawing.figure.data if t.name == plots.MINUS)
+    frame = load_records(
+        [ask.folder / f"text-{name}-s{seed}" for name in ("resformer", "transformer") for seed in (0, 1)]
+    )
+    frame = frame[(frame["metric"] == "token_identity_share") & (frame["site"] == "own_v") & (frame["step"] == 20)]
+    frame = frame[frame["variant"].isna() & frame["control"].isna()]
+    means = frame.groupby(["architecture", "layer"])["value"].mean()
+    assert list(minus.y) == pytest.approx(list(means["resformer"] - means["transformer"]))
+    assert "range over seeds" in drawing.figure.layout.title.subtitle.text
 
 
 def test_relative_depth_ends_at_one(ask):

@@ -17,11 +17,19 @@ from workbench.plots.style import MINUS
 AXES = ("metric", "data", "T", "site", "part", "layer", "source", "head", "position", "index", "variant", "unit")
 
 
-def difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
+def difference(
+    a: pd.DataFrame, b: pd.DataFrame, more_seeds: Sequence[tuple[pd.DataFrame, pd.DataFrame]] = ()
+) -> pd.DataFrame:
     """Records of A minus B wherever both have one, axis by axis; the init curve and the controls are left out.
 
-    The standard error is that of a difference of independent means, which is too wide where both saw the same documents.
+    `more_seeds`: the same two under other seeds, each pair a run of its own. The standard error is that of a difference of
+    independent means, which is too wide where both saw the same documents.
     """
+    pairs = [_difference(*pair) for pair in [(a, b), *more_seeds]]
+    return pd.concat([pair.assign(run=f"{MINUS}, pair {i}") for i, pair in enumerate(pairs)], ignore_index=True)
+
+
+def _difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
     last = []
     for frame in (checked(a), checked(b)):
         rows = frame[frame["control"].isna()]
@@ -40,15 +48,17 @@ def subtracted(a: pd.DataFrame, b: pd.DataFrame, keys: Sequence[str], reading: s
     )  # fmt: skip
 
 
-def compared(parts: Sequence[pd.DataFrame], **options: Any) -> go.Figure:
+def compared(
+    parts: Sequence[pd.DataFrame], more_seeds: Sequence[tuple[pd.DataFrame, pd.DataFrame]] = (), **options: Any
+) -> go.Figure:
     """Records of one subject, or of two and their difference in a panel of its own; options as of `plot`.
 
-    Raises `WorkbenchError` where there is nothing to draw.
+    `more_seeds`: see `difference`. Raises `WorkbenchError` where there is nothing to draw.
     """
     full = [p for p in parts if len(p)]
     if len(full) < 2:
         return plot(pd.concat(full) if full else parts[0], **options)
-    minus = difference(*full)
+    minus = difference(full[0], full[1], more_seeds)
     if minus.empty:
         return plot(pd.concat(full, ignore_index=True), **options)
     names = full[0]["metric"].unique()

@@ -11,6 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench.plots.style import GREY, MINUS, colour, label, ordered, pale, symbol, words
+from workbench.statistics.error_bars import MIN_SEEDS, over_seeds
 
 KEY = ["metric", "variant", "site", "part", "data", "T", "unit"]
 # column, in words
@@ -40,12 +41,18 @@ class Legend:
     bands: set[str] = field(default_factory=set)
 
 
-def _curve(rows: pd.DataFrame, x: str, smooth: int = 1) -> tuple[pd.DataFrame, str]:
-    """Mean, low and high over seeds at each x, and what the band between them is."""
+def _curve(rows: pd.DataFrame, x: str, smooth: int = 1, *, paired: bool = False) -> tuple[pd.DataFrame, str]:
+    """Mean, low and high over seeds (`paired`: of differences) at each x, and what the band between them is."""
     runs = rows.pivot_table(index=x, columns="run", values="value", aggfunc="mean").sort_index()
     if smooth > 1:
         runs = runs.rolling(smooth, min_periods=1, center=True).mean()
     mean = runs.mean(axis=1)
+    if paired and runs.shape[1] >= MIN_SEEDS:
+        intervals = [over_seeds(values.dropna()) for _, values in runs.iterrows()]
+        low, high = ([getattr(i, end) for i in intervals] for end in ("low", "high"))
+        return pd.DataFrame(
+            {"mean": mean, "low": low, "high": high}
+        ), f"95 % interval over {runs.shape[1]} paired seeds"
     if runs.shape[1] > 1:
         return pd.DataFrame({"mean": mean, "low": runs.min(axis=1), "high": runs.max(axis=1)}), "band: range over seeds"
     se = rows.groupby(x)["se"].mean().reindex(mean.index)
@@ -66,12 +73,13 @@ def lines(
         mine = measured[measured["architecture"] == architecture]
         for step in [None] if x == "step" else sorted(mine["step"].dropna().unique()) or [None]:
             part = mine if step is None else mine[mine["step"] == step]
-            curve, band = _curve(part, x, smooth)
+            paired = architecture == MINUS
+            curve, band = _curve(part, x, smooth, paired=paired)
             if smooth > 1 and len(curve) > MAX_POINTS:  # what was smoothed loses nothing
                 curve = curve.iloc[np.unique(np.linspace(0, len(curve) - 1, MAX_POINTS).round().astype(int))]
-            legend.bands.add(
-                f"{MINUS}: ± standard error of independent means" if band and architecture == MINUS else band
-            )
+            alone = paired and part["run"].nunique() == 1
+            band = "± standard error of independent means, one pair of runs" if band and alone else band
+            legend.bands.add(f"{MINUS}: {band}" if band and paired else band)
             _line(figure, curve, architecture, x, step, where, legend, init=step == 0 and at_init)
     for dash, (control, part) in zip(DASHES, rows[rows["control"].notna()].groupby("control"), strict=False):
         line = part.groupby(x)["value"].mean()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -73,12 +73,12 @@ def options(source: Source, link: Link) -> Options:
         raise WorkbenchError(f"the records of {metric.replace('_', ' ')} cannot be read")
     sites = sorted(rows["site"].dropna().unique())
     site = _pick("place", link.text("site"), sites, "own_v") if sites else None
-    rows = rows if site is None else rows[rows["site"] == site]
+    rows = _placed(rows, site)
     variants = [PLAIN] * bool((rows["variant"].isna() & rows["control"].isna()).any()) + sorted(
         rows["variant"].dropna().unique()
     )
     variant = _pick("variant", link.text("variant"), variants, PLAIN)
-    rows = rows[rows["variant"].isna()] if variant == PLAIN else rows[rows["variant"] == variant]
+    rows = _varied(rows, variant)
     forms = ["auto", *(form for form, axis in AXES.items() if rows[axis].nunique() > 1)]
     form = _pick("view", link.text("view"), forms, "auto")
     seeds = ["all", *(str(s) for s in sorted(rows["seed"].dropna().unique()))]
@@ -114,8 +114,11 @@ def layers(source: Source, link: Link) -> Drawing:
     chosen, compare = options(source, link), link.on("compare")
     form = None if chosen.form == "auto" else chosen.form
     rows, sentences = chosen.rows, list[str]()
+    more_seeds: list[tuple[pd.DataFrame, pd.DataFrame]] = []
     if compare:
-        parts = {s.title: _of(rows, s, form) for s in source.subjects(link)}
+        subjects = source.subjects(link)
+        parts = {s.title: _of(rows, s, form) for s in subjects}
+        more_seeds = _more_seeds(source, chosen, subjects, form)
     else:
         rows = rows if chosen.seed == "all" else rows[rows["seed"] == int(chosen.seed)]
         rows = one_sample(rows if chosen.step is None else _at(rows, chosen.step, form))
@@ -126,16 +129,51 @@ def layers(source: Source, link: Link) -> Drawing:
     relative = link.on("depth") and (form or plots.form_of(pd.concat(found))) == "profile"
     if relative:
         found = [_relative(part) for part in found]
+        more_seeds = [(_relative(a), _relative(b)) for a, b in more_seeds]
     elif link.on("depth"):
         sentences.append("Relative depth is for lines over layers.")
     title = _title(chosen, None if compare else chosen.step)
     everything = pd.concat(found, ignore_index=True)
     figure = (
-        plots.compared(found, form=form, title=title) if compare else plots.plot(everything, form=form, title=title)
+        plots.compared(found, more_seeds, form=form, title=title)
+        if compare
+        else plots.plot(everything, form=form, title=title)
     )
     if relative:  # in all panels, also where only the ends, 0 and 1, are left
         figure.for_each_xaxis(lambda a: a.update(title_text=RELATIVE if a.title.text else "", dtick=None))
     return Drawing(figure, everything, " ".join(sentences))
+
+
+def _placed(rows: pd.DataFrame, site: str | None) -> pd.DataFrame:
+    return rows if site is None else rows[rows["site"] == site]
+
+
+def _varied(rows: pd.DataFrame, variant: str) -> pd.DataFrame:
+    return rows[rows["variant"].isna()] if variant == PLAIN else rows[rows["variant"] == variant]
+
+
+def _more_seeds(
+    source: Source, chosen: Options, subjects: Sequence[Subject], form: str | None
+) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
+    """The records of the same two, at the same steps, under every other seed that both have; none where A and B differ in seed."""
+    a, b = subjects
+    if a.entry.seed != b.entry.seed:
+        return []
+    kin = [
+        {e.seed: e for e in source.catalogue().entries if (e.group, e.series) == (s.entry.group, s.entry.series)}
+        for s in subjects
+    ]
+    found = []
+    for seed in sorted((kin[0].keys() & kin[1].keys()) - {a.entry.seed}):
+        entries = [entries[seed] for entries in kin]
+        rows = _varied(_placed(source.records(entries, [chosen.metric]), chosen.site), chosen.variant)
+        try:
+            pair = [_of(rows, replace(s, entry=e), form) for s, e in zip(subjects, entries, strict=True)]
+        except WorkbenchError:  # not measured at this step
+            continue
+        if all(map(len, pair)):
+            found.append((pair[0], pair[1]))
+    return found
 
 
 def _of(rows: pd.DataFrame, subject: Subject, form: str | None) -> pd.DataFrame:

@@ -87,7 +87,7 @@ def _draw(source: Source, subjects: Sequence[Subject], name: str) -> Drawing:
     figures = [(s.title, xrays.drawn(name, rows)) for s, rows in zip(subjects, parts, strict=True)]
     if len(parts) == 1:
         return Drawing(plots.narrow(figures[0][1], MAX_LINE), parts[0], sentence)
-    minus = plots.difference(*parts)
+    minus = plots.difference(parts[0], parts[1])
     if len(minus):
         figures.append((plots.MINUS, xrays.drawn(name, minus)))
     else:
