@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -112,7 +114,11 @@ def test_a_patch_sweep_restores_what_the_stream_carries(tiny, architecture):
     corrupted = clean.clone()
     corrupted[0, 3] = (corrupted[0, 3] + 1) % 61
     calls = []
-    found = patch_sweep(model, clean, corrupted, (4, 9), progress=lambda done, total: calls.append(total))
+    answers = max(
+        itertools.permutations(range(4, 10), 2),
+        key=lambda pair: lead(model, clean, *pair) - lead(model, corrupted, *pair),
+    )
+    found = patch_sweep(model, clean, corrupted, answers, apart=0, progress=lambda done, total: calls.append(total))
     assert found.restored.shape == (4, 8)
     assert set(calls) == {4 * 5}, "before the prompts differ nothing is run"
     assert (found.restored[:, :3] == 0).all()
@@ -120,20 +126,33 @@ def test_a_patch_sweep_restores_what_the_stream_carries(tiny, architecture):
     if architecture != "denseformer":
         assert found.restored[0, 3] == pytest.approx(1, abs=1e-5), "the one differing token"
     logits = {name: model(ids)[0, -1].double() for name, ids in (("clean", clean), ("corrupted", corrupted))}
-    assert found.clean == pytest.approx(float(logits["clean"][4] - logits["clean"][9]), abs=1e-5)
-    assert found.corrupted == pytest.approx(float(logits["corrupted"][4] - logits["corrupted"][9]), abs=1e-5)
+    right, wrong = answers
+    assert found.clean == pytest.approx(float(logits["clean"][right] - logits["clean"][wrong]), abs=1e-5)
+    assert found.corrupted == pytest.approx(float(logits["corrupted"][right] - logits["corrupted"][wrong]), abs=1e-5)
     with edited(model, Patch(layer=1, position=5), tokens=corrupted, other=clean):
         patched = model(corrupted)[0, -1].double()
-    share = (float(patched[4] - patched[9]) - found.corrupted) / (found.clean - found.corrupted)
+    share = (float(patched[right] - patched[wrong]) - found.corrupted) / (found.clean - found.corrupted)
     assert found.restored[1, 5] == pytest.approx(share, abs=1e-5)
 
 
-def test_a_patch_sweep_refuses_prompts_that_tell_nothing(tiny):
-    model, ids = tiny("svformer"), some_tokens(1)
-    with pytest.raises(BadData, match="both prompts have a logit difference"):
+def lead(model, ids, right, wrong):
+    logits = model(ids)[0, -1]
+    return float(logits[right] - logits[wrong])
+
+
+@torch.no_grad()
+def test_a_patch_sweep_refuses_prompts_and_answers_that_tell_little_or_the_wrong_way(tiny):
+    model, ids, others = tiny("svformer"), some_tokens(1), some_tokens(1, seed=1)
+    with pytest.raises(BadData, match=r"must lead by more than 0\.5 more"):
         patch_sweep(model, ids, ids, (4, 9))
+    apart = lead(model, ids, 4, 9) - lead(model, others, 4, 9)
+    answers = (4, 9) if apart > 0 else (9, 4)
+    with pytest.raises(BadData, match="choose answers"):
+        patch_sweep(model, ids, others, answers[::-1], apart=0)
+    with pytest.raises(BadData, match="choose answers"):
+        patch_sweep(model, ids, others, answers, apart=abs(apart) + 1e-4)
     with pytest.raises(BadData, match="first prompt has 8 tokens and the second 16"):
         patch_sweep(model, ids[:, :8], ids, (4, 9))
-    found = patch_sweep(model, ids, some_tokens(1, seed=1), (4, 9), "own_v")
+    found = patch_sweep(model, ids, others, answers, "own_v", apart=abs(apart) - 1e-4)
     assert np.isnan(found.restored[1:]).all(), "later layers project no values"
     assert np.isfinite(found.restored[0]).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import html
 import shlex
 
@@ -13,7 +14,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from workbench import plots
+from workbench import plots, prompts
 from workbench.cli import main
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.prompts import patch_sweep
@@ -236,10 +237,15 @@ def test_a_sweep_has_a_cell_for_each_place(source, over):
     assert drawing.table["n"].min() > 0
 
 
-def test_patching_everything_at_the_last_stream_brings_the_answer_back(source):
-    text, other = "qzx w", "qzj w"
-    figure = drawn(source, "patching", prompt=text, other=other, target=5, against=9).figure
+def test_patching_everything_at_the_last_stream_brings_the_answer_back(source, monkeypatch):
+    text, other, figures = "qzx w", "qzj w", []
+    monkeypatch.setattr(prompts, "patch_sweep", functools.partial(patch_sweep, apart=0))
+    for target, against in ((5, 9), (9, 5)):
+        with contextlib.suppress(BadData):
+            figures.append(drawn(source, "patching", prompt=text, other=other, target=target, against=against).figure)
+    (figure,) = figures  # the other way round there is nothing to bring back
     assert np.asarray(figure.data[0].z)[-1, -1] == pytest.approx(1, abs=1e-4)
+    assert "the first answer leads by" in figure.layout.title.subtitle.text.replace("<br>", " ")
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,19 @@ def _patching(link: Link) -> None:
         "One activation at a time is taken from the run on the first text and put into the run on the second. Where the first text's "
         "answer comes back, that activation carries what tells the two texts apart."
     )
-    first, second, third = st.columns(3)
-    with first:
+    source = cached_source()
+    subject = source.subjects(link)[0]
+    first, second = (len(source.tokens(subject, text)) for text in (source.prompt(link), link.text("other")))
+    st.caption(f"{first} tokens in the first text, {second} in the second.")
+    if first != second:
+        st.warning("Patching needs as many tokens in both: cut or lengthen one of them.")
+        return
+    left, middle, right = st.columns(3)
+    with left:
         site = widgets.choose("What is patched", "site", list(intervene.PATCHED), show=lambda s: s.replace("_", " "))
-    with second:
+    with middle:
         link = _token(link, "Answer of the first text", "target")
-    with third:
+    with right:
         link = _token(link.but(site=site), "Answer of the second text", "against", of_second=True)
     show(intervene.patching, link, long="Patching one activation at a time")
 

@@ -25,7 +25,7 @@ from workbench.prompts.edit_effects import Progress, one_token
 from workbench.prompts.tokens import PromptLike, second_prompt, single_prompt
 
 BATCH_TOKENS = 1024  # tokens that run together, cells of the sweep being rows of a batch
-TOLERANCE = 1e-6  # logit differences of two prompts closer than this, in units of the larger, tell nothing apart
+APART = 0.5  # nats of logit difference between two prompts below which shares of it are mostly noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class PatchSweep:
 @torch.no_grad()
 def patch_sweep(
     model: HookedModel, prompt: PromptLike, corrupted: PromptLike, answers: tuple[int | str, int | str],
-    site: str = "stream", *, progress: Progress | None = None,
+    site: str = "stream", *, apart: float = APART, progress: Progress | None = None,
 ) -> PatchSweep:  # fmt: skip
     """The corrupted prompt with one activation of the clean one (`prompt`) at a time, at all heads of a position.
 
@@ -53,7 +53,8 @@ def patch_sweep(
     the first differing token change nothing and cost nothing; the others run as rows of a batch. Stream L is what the final
     norm reads.
 
-    Raises `BadData` for prompts of unequal length or with equal logit differences, and as `edited`.
+    Raises `BadData` for prompts of unequal length, for answers whose logit difference is not more than `apart` larger after the
+    first prompt than after the second, and as `edited`.
     """
     clean = single_prompt(model, prompt, least=1)
     ids, others, edit = second_prompt(model, clean, corrupted).ids, clean.ids, Patch(site=site)
@@ -67,8 +68,11 @@ def patch_sweep(
     inputs = Inputs(tokens=ids, other=others)
     edit.prepare(model, layers, inputs)
     reached, start = (float(_lead(model, x, right, wrong)[0]) for x in (others, ids))
-    if abs(reached - start) <= TOLERANCE * max(abs(reached), abs(start)):
-        raise BadData(f"both prompts have a logit difference of {start:.4g}: choose answers that tell them apart")
+    if reached - start <= apart:
+        raise BadData(
+            f"the first answer leads the second by {reached:+.2f} after the first prompt and by {start:+.2f} after the second: it must "
+            f"lead by more than {apart:g} more after its own; choose answers, or prompts, that tell them apart"
+        )
     restored = np.full((1 + max(model.config.n_layers - 1, *layers), T), np.nan)
     restored[layers] = 0.0
     first = _first_difference(ids, others)

@@ -308,11 +308,12 @@ def patching(source: Source, link: Link) -> Drawing:
         rows = [str(n) for n in range(len(values))]
         parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token")))
         sentences.append(
-            f"{subject.title}: logit difference {patched.clean:+.2f} on the first prompt, {patched.corrupted:+.2f} on the second"
+            f"{subject.title}: the first answer leads by {patched.clean:+.2f} after the first text, by {patched.corrupted:+.2f} after "
+            "the second"
         )
     figure = plots.grids(
         parts, f"Patching {site.replace('_', ' ')} from the first prompt into the second",
-        f"{_alone(answers)}0: as the second prompt, 1: the first one's answer is fully back; one pair of texts",
+        f"{'; '.join(map(html.escape, sentences))}; 0: as the second text, 1: the first one's answer is fully back; one pair of texts",
     )  # fmt: skip
     return Drawing(figure, plots.grid_table(parts), ". ".join(sentences + refused) + ".")
 
