@@ -5,6 +5,19 @@ from __future__ import annotations
 from app_pages import said
 
 
+def test_the_first_change_that_is_added_stands_alone_and_is_announced_before(browse, populated):
+    at = browse(populated, "intervene", a="text-resformer-s0")
+    assert "not made yet" not in said(at)
+    at.selectbox(key="w_kind").set_value("sink").run()
+    assert "not made yet: `sink`" in said(at)
+    at.button(key="edit_add").click().run()
+    assert at.query_params["edits"] in ("sink", ["sink"])
+    assert "not made yet" not in said(at)
+    at.multiselect(key="edit_layers").set_value([1]).run()
+    at.button(key="edit_add").click().run()
+    assert at.query_params["edits"] in ("sink;sink:layer=1", ["sink;sink:layer=1"])
+
+
 def test_the_two_answers_that_are_patched_between_differ_unless_somebody_says_so(browse, populated):
     text, other = "qzx w", "qzj w"
     at = browse(populated, "intervene", a="text-resformer-s0", prompt=text, other=other)

@@ -36,6 +36,8 @@ def edit_builder(link: Link) -> None:
     fifth.button(
         "Add", key="edit_add", help=f"Make it beside the others: {made}", on_click=_make, args=(True,), width="stretch"
     )
+    if made not in st.query_params.get("edits", intervene.EDITS).split(";"):
+        st.caption(f"Chosen above and not made yet: `{widgets.escaped(made)}`. Try makes just this, Add makes it too.")
 
 
 def kinds_of(entry: Entry, kinds: Iterable[str]) -> list[str]:
@@ -50,5 +52,5 @@ def _make(add: bool = False) -> None:
     heads = now["edit_heads"] if intervene.has_heads(kind) else []
     value = now.get("edit_value", UNTOUCHED) if kind.startswith("coefficient") else None
     made = intervene.compose(kind, now["edit_layers"], heads, value)
-    before = st.query_params.get("edits", intervene.EDITS) if add else ""
+    before = st.query_params.get("edits", "") if add else ""  # what the page begins with nobody asked for
     st.query_params["edits"] = f"{before};{made}" if before else made
