@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import sys
@@ -14,6 +15,7 @@ from app.cached_source import cached_source
 from workbench.data.examples import Example, examples
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest, write_text
+from workbench.runs.run import Run
 from workbench.views import Link
 from workbench.views.source import IDS, LETTERS, PROMPTS, example
 
@@ -47,7 +49,23 @@ def prompt_box(link: Link) -> Link:
         source.prompt(link)
     except BadData:  # the page says so above the box, which then shows what is used instead
         link = link.but(stored=None)
+    _caution(link)
     return link
+
+
+def _caution(link: Link) -> None:
+    """Say where a prompt is longer than what the model was trained on."""
+    source = cached_source()
+    subject = source.subjects(link)[0]
+    if subject.entry.imported:
+        return
+    with contextlib.suppress(WorkbenchError):  # a prompt that cannot be read is told where it is read
+        long, trained = len(source.tokens(subject, source.prompt(link))), Run.open(subject.entry.path).train.T
+        if long > trained:
+            st.warning(
+                f"{long} tokens: this model was trained on {trained} at a time, so what it does beyond them says little.",
+                icon=":material/straighten:",
+            )
 
 
 def _examples() -> None:

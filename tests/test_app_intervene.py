@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from app_pages import said
 
+from workbench.runs.run import Run
+
 
 def test_the_first_change_that_is_added_stands_alone_and_is_announced_before(browse, populated):
     at = browse(populated, "intervene", a="text-resformer-s0")
@@ -26,3 +28,10 @@ def test_the_two_answers_that_are_patched_between_differ_unless_somebody_says_so
     assert right.value != wrong.value
     assert "5 tokens in the first text, 5 in the second" in said(at)
     assert "must lead by more than" in said(at), "this model has learned too little to tell the two apart"
+
+
+def test_a_prompt_longer_than_what_the_model_was_trained_on_is_cautioned(browse, populated):
+    trained = Run.open(populated / "text-resformer-s0").train.T
+    for words, cautioned in ((trained // 4, False), (trained + 1, True)):
+        at = browse(populated, "intervene", a="text-resformer-s0", prompt="q " * words)
+        assert (f"was trained on {trained} at a time" in said(at)) == cautioned
