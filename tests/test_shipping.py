@@ -1,6 +1,7 @@
 """Evidence that ships: a study's folder without weights says all that its runs said, and nothing writes to it."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from app_pages import charts, said
 
+import workbench
 from workbench.claims.collect import collect, find_runs, stored
-from workbench.data import sources
+from workbench.data import opening
 from workbench.data.corpus import Corpus, Document
 from workbench.data.embedded import SHIPPED
 from workbench.data.examples import examples
-from workbench.data.sources import TextData, open_data
+from workbench.data.opening import open_data
+from workbench.data.sources import TextData
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.measurement.measuring import measure
@@ -131,8 +134,8 @@ def test_a_run_on_the_embedded_text_needs_no_copy_of_it(trained, tmp_path, monke
         Document(f"{i}.py", "python", "train" if i else "validation", "def f(x):\n    return x\n" * 20)
         for i in range(3)
     ]
-    monkeypatch.setattr(sources, "embedded", lambda: Corpus(tuple(texts), {}))
-    data = TextData(sources.embedded(), train_tokenizer([d.text for d in texts], 270))
+    monkeypatch.setattr(opening, "embedded", lambda: Corpus(tuple(texts), {}))
+    data = TextData(opening.embedded(), train_tokenizer([d.text for d in texts], 270))
     data.tokenizer.save(tmp_path / "tokenizer.json")
     assert open_data(data.describe(), tmp_path, tmp_path / "tokenizer.json").hash == data.hash
     with pytest.raises(BadCheckpoint, match="is not under"):
@@ -215,6 +218,35 @@ def test_the_step_of_a_sink_lies_between_checkpoints_by_hand():
     assert pd.isna(sink_step(frame[frame["step"] < 200]))
     with pytest.raises(WorkbenchError, match="less than two checkpoints"):
         sink_step(frame[frame["step"] == 0])
+
+
+MODELS = {"transformer": "SHA_T", "resformer": "SHA_R"}
+"""SHA-256 of the weights of all steps of a shipped model, one after the other."""
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_the_shipped_models_are_the_ones_that_were_measured_and_have_learned(architecture):
+    run = Run.open(SHIPPED / "models" / f"models-{architecture}-s0")
+    assert run.steps == [0, 512, 2048, 5000]
+    files = [run.step_folder(step) / "model.safetensors" for step in run.steps]
+    assert hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() == MODELS[architecture]
+    rows = load_records([run.path])
+    heads = rows[(rows["metric"] == "induction_score") & rows["variant"].isna()].groupby("step")["value"].max()
+    assert heads[0] < 0.05 < 0.3 < heads[5000], "induction heads"
+    assert rows.loc[(rows["metric"] == "loss") & (rows["step"] == 5000), "value"].mean() < 3
+    model = workbench.load(run.path)
+    assert (model.architecture, model.source["step"]) == (architecture, 5000)
+    assert model.tokenizer.decode(model.tokenizer.encode("def main():")) == "def main():"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", MODELS)
+def test_a_shipped_model_loses_on_the_embedded_text_what_its_records_say(architecture):
+    run = Run.open(SHIPPED / "models" / f"models-{architecture}-s0")
+    rows = load_records([run.path])
+    told = rows[(rows["metric"] == "loss") & (rows["step"] == 5000) & rows["layer"].isna()]["value"].mean()
+    again = measure(run.load("last"), "loss", run.data.sample(64, run.train.T))
+    assert again["value"].mean() == pytest.approx(told, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from workbench.data.sources import BackcopyData, open_data
+from workbench.data.opening import open_data
+from workbench.data.sources import BackcopyData
 from workbench.data.tasks import BackcopyTokens, RepeatedTokens, backcopy_tokens, repeated_tokens
 from workbench.errors import BadData
 

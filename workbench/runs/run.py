@@ -171,7 +171,7 @@ class Run:
     @property
     def data(self) -> Any:
         """The data the run was trained on; raises `BadCheckpoint` where a corpus not the embedded one is not beside the run."""
-        from workbench.data.sources import open_data
+        from workbench.data.opening import open_data
 
         return open_data(self.info["data"], self.path.parent / CORPORA, self.path / "tokenizer.json")
 

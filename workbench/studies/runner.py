@@ -88,7 +88,7 @@ def work(run: StudyRun) -> str:
     """Train one run, or go on with it, and measure what the study asks for; returns the run's name."""
     import torch
 
-    from workbench.data.sources import open_data
+    from workbench.data.opening import open_data
     from workbench.measurement.measuring import measure
     from workbench.training.loop import train
 
