@@ -16,7 +16,7 @@ from workbench.data.sources import prepare
 from workbench.data.tokenizer import TokenDocuments, tokenize, train_tokenizer
 from workbench.errors import BadData, UnknownName
 
-SMALL = 1_000_000
+SMALL = 500_000
 ROOT = Path(__file__).parents[1]
 
 
@@ -51,7 +51,7 @@ def test_a_source_lies_on_one_side(small: Corpus) -> None:
 
 def test_the_side_does_not_depend_on_the_size(small: Corpus) -> None:
     side = {d.source: d.split for d in small.documents}
-    assert all(side.get(d.source, d.split) == d.split for d in library(300_000).documents)
+    assert all(side.get(d.source, d.split) == d.split for d in library(200_000).documents)
 
 
 def test_no_tests_and_no_machine_paths(small: Corpus) -> None:
@@ -123,7 +123,7 @@ def test_unreadable_sources_are_skipped_and_recorded(tmp_path: Path, monkeypatch
     found = [(name, tmp_path / name) for name in [*bad, "missing.py"]]
     topics = [(f"topic{i}", prose(f"t{i}x", 100)) for i in range(60)]
     monkeypatch.setattr(corpora, "library_sources", lambda: found + topics)
-    corpus = library(300_000)
+    corpus = library(200_000)
     assert {document.source for document in corpus.documents} == {name for name, _ in topics}
     assert {entry["source"] for entry in corpus.manifest["skipped"]} == {*bad, "missing.py"}
     assert all(entry["reason"] for entry in corpus.manifest["skipped"])
