@@ -227,6 +227,11 @@ def test_start_token(kept, status):
 def test_start_token_needs_both_arms():
     made, rows = with_sinks()
     assert judged("start_token_decides_the_sinks", made, rows).status == "not_checkable"
+    other = runs("transformer", "resformer", bos=True, task="backcopy")
+    rows = sinks(made + other, lambda of: 0.6)
+    assert judged("start_token_decides_the_sinks", made + other, rows).status == "not_checkable", (
+        "an arm of another task"
+    )
 
 
 @pytest.mark.parametrize(("slope", "status"), [(-1, "supported"), (1, "refuted"), (0, "unresolved")])

@@ -220,7 +220,10 @@ def test_the_step_of_a_sink_lies_between_checkpoints_by_hand():
         sink_step(frame[frame["step"] == 0])
 
 
-MODELS = {"transformer": "ab49cb754b562d7d5e624f9a106c1ea83dedf2eebba635da113d30eb7eb9f33a", "resformer": "67984fe7c124953c708f05b92ff49faa9bce0293f76996f8f68fda38a2e3a5a6"}
+MODELS = {
+    "transformer": "ab49cb754b562d7d5e624f9a106c1ea83dedf2eebba635da113d30eb7eb9f33a",
+    "resformer": "67984fe7c124953c708f05b92ff49faa9bce0293f76996f8f68fda38a2e3a5a6",
+}
 """SHA-256 of the weights of all steps of a shipped model, one after the other."""
 
 

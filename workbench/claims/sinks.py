@@ -167,9 +167,11 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
     """A trained start token decides whether value-residual models lose their sinks."""
-    arms = {bool(bos): evidence.of_runs(rows) for bos, rows in evidence.measured().runs.groupby("bos")}
-    if len(arms) < 2:
-        raise InsufficientEvidence("Needs both arms: runs with a start token (--bos first) and without.")
+    runs = evidence.measured().runs
+    both = [rows for _, rows in runs.groupby("task") if rows["bos"].nunique() == 2]  # another task is no other arm
+    if not both:
+        raise InsufficientEvidence("Needs both arms of one task: runs with a start token (--bos first) and without.")
+    arms = {bool(bos): evidence.of_runs(rows) for bos, rows in max(both, key=len).groupby("bos")}
     changes = {}
     for bos, arm in arms.items():
         pair = arm.comparable("transformer", METHODS)
