@@ -232,7 +232,10 @@ def both_caches(runs):
             raise BadCheckpoint(str(problems))
     run = Run.open(runs / "r")
     _ = run.telemetry(), load_records([run.path]), run.progress, metrics_of(run.path)
-    return stored([run])
+    found, problems = stored([run])
+    if problems:
+        raise BadCheckpoint(str(problems))
+    return found
 
 
 def drawn(runs):

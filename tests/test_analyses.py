@@ -222,7 +222,7 @@ def test_a_relabelled_copy_of_a_run_is_no_further_seed(three, tmp_path):
     for copy in copies:
         kept = json.loads((copy / "run.json").read_text())
         (copy / "run.json").write_text(json.dumps(kept | {"seed": 9}))
-    found = collect.stored([Run.open(path) for path in (*three[:2], *copies)])
+    found, _ = collect.stored([Run.open(path) for path in (*three[:2], *copies)])
     assert found.runs.groupby("run")["seed"].first().to_dict() == {p.name: i % 2 for i, p in enumerate(three[:2])} | {
         c.name: i % 2 for i, c in enumerate(copies)
     }
