@@ -174,7 +174,7 @@ def test_pages_show_evidence_where_there_are_no_runs(evidence, tmp_path, monkeyp
     assert ("shipped without weights" in said(at)) == (name == "attention")
 
 
-@pytest.mark.parametrize("name", ["start", "depth", "attention", "prompt", "intervene"])
+@pytest.mark.parametrize("name", ["start", "attention", "intervene"])
 def test_pages_open_on_shipped_models_where_there_are_no_runs(models, tmp_path, monkeypatch, browse, name):
     monkeypatch.setattr(source, "MODELS", models)
     at = browse(tmp_path / "runs", name)

@@ -99,7 +99,7 @@ def test_a_folder_in_use_is_refused_at_once(tmp_path, uninterrupted, forked):
         lock.release()
 
 
-@pytest.mark.parametrize("attempt", range(2))
+@pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_bit_by_bit(tmp_path, uninterrupted, forked, attempt):
     """kill -9 at random moments, the last one in the middle of writing as likely as not."""
     moments = random.Random(attempt)

@@ -110,7 +110,7 @@ def test_a_measure_equals_its_truth(trained, name, kind):
 def test_errors_of_accumulated_measures_are_those_of_leaving_eighths_of_the_documents_out(trained):
     """Quenouille and Tukey's jackknife: what the public function says of the other seven eighths, eight times."""
     model, _ = trained("resformer")
-    ids = DATA.batch(3, 12, 64, 1)
+    ids = DATA.batch(3, 12, 32, 1)
     names = [name for name, m in METRICS.items() if m.form == "accumulated" and m.folds > 1]
 
     def of(kept):
