@@ -117,6 +117,11 @@ def test_closed_form_similarity_is_the_mean_over_pairs(T, kind):
     assert abs(float(token_similarity(x[None, order])) - float(token_similarity(x[None]))) < 1e-12
 
 
+def test_similarity_of_vectors_wider_than_the_parts_it_is_summed_in():
+    x = seeded(9, 300)
+    assert abs(float(token_similarity(x[None])) - naive_similarity(x)) < 1e-7
+
+
 def test_similarity_of_its_extremes():
     assert float(token_similarity(seeded(1, 8).expand(1, 9, 8))) == pytest.approx(1.0, abs=1e-12)
     assert float(token_similarity(torch.eye(5)[None])) == 0.0
