@@ -28,9 +28,8 @@ types: $(VENV)/.installed-dev
 contracts: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
-# three on two cores, as browser tests wait half of the time; in the order of names, which ends with the short ones
 slow: $(VENV)/.installed-dev  ## browser, demo and other minutes-long tests
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 docs: $(VENV)/.installed-dev  ## regenerate the tables and pictures under docs/
 	$(BIN)/python docs/generate.py
