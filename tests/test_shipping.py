@@ -142,6 +142,13 @@ def test_a_run_on_the_embedded_text_needs_no_copy_of_it(trained, tmp_path, monke
         open_data(data.describe() | {"hash": "0" * 16}, tmp_path, tmp_path / "tokenizer.json")
 
 
+def test_what_ships_is_not_shipped_again_over_itself(trained, evidence):
+    before = {path: path.read_bytes() for path in evidence.rglob("*.parquet")}
+    with pytest.raises(WorkbenchError, match="ships already"):
+        ship(trained[1], trained[0] / "small.toml", evidence / "small", evidence)
+    assert {path: path.read_bytes() for path in evidence.rglob("*.parquet")} == before
+
+
 def test_a_study_that_is_not_finished_does_not_ship(trained, tmp_path):
     root, study = trained
     shutil.copytree(root / "runs", tmp_path / "runs")

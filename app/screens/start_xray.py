@@ -46,12 +46,12 @@ def _ready(subject: Subject) -> bool:
     entry, place = subject.entry, (subject.entry.path, subject.step)
     names = ", ".join(name.replace("_", " ") for name in absent)
     st.info(f"{widgets.escaped(subject.name)} is not measured yet: {names}.", icon=":material/radiology:")
-    if entry.imported:
-        st.caption("Nothing says what an imported model was trained on, so it is measured on a text of yours:")
-        st.code(start.xray.command(entry, subject.step), language=None, wrap_lines=True)
-        return False
-    if entry.shipped:
-        st.caption("Nothing is written to what ships with the project; a terminal measures it and writes a page:")
+    if entry.imported or entry.shipped:
+        st.caption(
+            "Nothing says what an imported model was trained on, so it is measured on a text of yours:"
+            if entry.imported
+            else "Nothing is written to what ships with the project; a terminal measures it:"
+        )
         st.code(start.xray.command(entry, subject.step), language=None, wrap_lines=True)
         return False
     asked = st.session_state.setdefault("measuring", {})

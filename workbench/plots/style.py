@@ -156,18 +156,15 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
     title, under = _tame(title), _tame(under)
     lines = under.count("<br>") + 1 if under else 0
     top = 44 + 17 * lines + (26 if figure.layout.annotations else 0)
-    layout = (
-        figure.layout
-    )  # properties are set one by one: `update` compares what it nests, which takes ten times as long
+    # properties are set one by one: `update` compares what it nests, which takes ten times as long
+    layout = figure.layout
     layout.title = {
         "text": title, "x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
         "pad": {"t": 8, "l": 4}, "font": {"size": 16}, "subtitle": {"text": under, "font": {"size": 12, "color": GREY}},
     }  # fmt: skip
     layout.height, layout.margin = height + top, {"l": 76, "r": 20, "t": top, "b": 56}
-    layout.font, layout.legend = (
-        {"color": GREY, "size": 12},
-        {"orientation": "v", "x": 1.02, "y": 1, "tracegroupgap": 2},
-    )
+    layout.font = {"color": GREY, "size": 12}
+    layout.legend = {"orientation": "v", "x": 1.02, "y": 1, "tracegroupgap": 2}
     layout.paper_bgcolor = layout.plot_bgcolor = "rgba(0,0,0,0)"
     layout.hovermode, layout.bargap = "closest", 0.25
     for axis in (*figure.select_xaxes(), *figure.select_yaxes()):

@@ -54,6 +54,8 @@ def ship(
             f"{len(absent)} of {len(planned)} runs of {study.name} are not finished, first {absent[0]}"
         )
     place, opened = out / study.name, [Run.open(path) for path in planned]
+    if again := next((run for run in opened if run.shipped), None):
+        raise WorkbenchError(f"{again.path} ships already; give the folder in which the study was trained (--runs)")
     with tempfile.TemporaryDirectory() as parts:
         kept = [_in_few_bytes(run, Path(parts) / run.name, weights) for run in opened] if weights else opened
         if weights and (metrics := study.measure.get("metrics")):
@@ -84,22 +86,22 @@ def _in_few_bytes(run: Run, place: Path, steps: Sequence[int]) -> Run:
 
 
 def _ship_run(run: Run, place: Path, study: str, *, with_weights: bool) -> None:
-    shutil.rmtree(place, ignore_errors=True)
-    info = read_json(run.path / RUN_FILE)
-    write_json(place / RUN_FILE, info | {"shipped": {"study": study, "steps": run.steps}})
-    if with_weights:
-        for step in run.steps:
-            shutil.copytree(run.step_folder(step), step_folder(place, step))
-        if (tokenizer := run.path / TOKENIZER).exists():
-            shutil.copyfile(tokenizer, place / TOKENIZER)
-    frame = one_sample(load_records([run.path]))
-    _write(frame, place / "records" / "all.parquet")
+    steps = run.steps
+    info, frame = read_json(run.path / RUN_FILE), one_sample(load_records([run.path]))
     samples = read_parquet(sorted((run.path / "records").glob("*.samples.parquet")), SAMPLE_COLUMNS)
-    ends = samples[(samples["metric"] == "loss") & samples["step"].isin([run.steps[0], run.steps[-1]])]
-    _write(ends[ends["provenance"].isin(set(frame["provenance"]))], place / "records" / "all.samples.parquet")
+    ends = samples[(samples["metric"] == "loss") & samples["step"].isin([steps[0], steps[-1]])]
     written = run.telemetry(f"metric in {WRITTEN}")
     every = COARSE if run.train.steps > MANY else 1
     fine = written["metric"].isin(["copy_loss", "validation_loss", "coefficient"]) | written["variant"].notna()
+    shutil.rmtree(place, ignore_errors=True)  # once everything was read: the run may lie there itself
+    write_json(place / RUN_FILE, info | {"shipped": {"study": study, "steps": steps}})
+    if with_weights:
+        for step in steps:
+            shutil.copytree(run.step_folder(step), step_folder(place, step))
+        if (tokenizer := run.path / TOKENIZER).exists():
+            shutil.copyfile(tokenizer, place / TOKENIZER)
+    _write(frame, place / "records" / "all.parquet")
+    _write(ends[ends["provenance"].isin(set(frame["provenance"]))], place / "records" / "all.samples.parquet")
     _write(
         written[fine | (written["step"] % every == 0)], place / "telemetry" / f"{0:06d}-{run.train.steps:06d}.parquet"
     )
