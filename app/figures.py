@@ -1,25 +1,24 @@
-"""A view on a page: its figure, sentence, table, files, command and time-lapse; figures are kept on the server."""
+"""A view on a page: its figure, its sentence and its menu; figures are kept on the server."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import shlex
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from app import background, widgets
 from app.cached_source import cached_source, weights_stamp
+from app.figure_menu import menu
 from workbench import plots
-from workbench.checkpoints.identify import BUILDERS
 from workbench.errors import WorkbenchError
 from workbench.views import Drawing, Link, Source
-from workbench.views.base import View, timelapse
+from workbench.views.base import View
 
 FOLLOW_RUNS = ("training", "depth", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
@@ -28,10 +27,11 @@ OF_MODELS = ("attention", "prompt", "intervene")
 MAX_DRAWINGS, MAX_ROWS = 96, 400_000  # figures kept, rows behind all of them
 
 
-def show(view: View, link: Link, *, long: str | None = None) -> Drawing | None:
-    """A view with its table, its files and its time-lapse; None where it cannot be drawn (and why, on the page).
+def show(view: View, link: Link, *, about: str = "", long: str | None = None) -> Drawing | None:
+    """A view with its menu; None where it cannot be drawn (and why, on the page).
 
-    `long`: what the work is called where it may take more than a moment; it then shows progress and can be cancelled.
+    `about`: how the figure is read, for its menu. `long`: what the work is called where it may take more than a moment; it then
+    shows progress and can be cancelled.
     """
     name, source = view.__name__, cached_source()
     try:
@@ -48,18 +48,16 @@ def show(view: View, link: Link, *, long: str | None = None) -> Drawing | None:
         return None
     for run, why in source.problems.items():
         st.warning(f"{widgets.escaped(run)} is left out: {widgets.escaped(why)}", icon=":material/broken_image:")
-    _figure(drawing, f"figure_{name}")
-    _beneath(view, link, drawing, name)
-    st.session_state["drawn"].append((name, drawing.table))
+    _whole(view, link, drawing, about)
     return drawing
 
 
-def command(link: Link, options: str) -> str:
-    """What draws a link from a terminal; it names the folder of runs where that is not `./runs`."""
-    folder = cached_source().folder
-    runs = "" if folder == Path("runs").resolve() else f" --runs {shlex.quote(str(folder))}"
-    first = f"{BUILDERS}={shlex.quote(builders)} " if (builders := os.environ.get(BUILDERS)) else ""
-    return f'{first}workbench view "{link}" {options}{runs}'
+@dataclass(frozen=True)
+class Drawn:
+    """What stands on the page: the link it was drawn from, and its numbers."""
+
+    link: Link
+    table: pd.DataFrame
 
 
 def ready(link: Link, label: str, question: Callable[[Source, Link], Any]) -> None:
@@ -109,76 +107,28 @@ def _figure(drawing: Drawing, key: str) -> None:
     figure = drawing.figure
     figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
     st.plotly_chart(figure, width="stretch", key=key, config=plots.CONFIG, alt=plots.alt_text(figure))
-    if drawing.sentence:
-        st.markdown(widgets.escaped(drawing.sentence))
 
 
-def _beneath(view: View, link: Link, drawing: Drawing, name: str) -> None:
-    """Numbers, files, the command and the time-lapse of a figure; each made only when the panel is open."""
-    panel = st.expander("Numbers, files, command, time-lapse", on_change="rerun", key=f"open_{name}")
-    if panel.open:
-        with panel:
-            _files(view, link, drawing, name)
+def _whole(view: View, link: Link, drawing: Drawing, about: str = "") -> None:
+    """A figure, the sentence that reads it, and its menu."""
+    name = view.__name__
+    _figure(drawing, f"figure_{name}")
+    with st.container(horizontal=True, horizontal_alignment="right", key=f"under_{name}"):
+        st.markdown(widgets.escaped(drawing.sentence), width="stretch")
+        menu(view, link, drawing, about, (name, *_state(cached_source(), link)), _figure)
+    st.session_state["drawn"].append(Drawn(link, drawing.table))
 
 
 def files(views: dict[str, View], link: Link) -> None:
-    """Views, by their titles, that the page draws itself: one of them as a figure with its numbers, files and time-lapse."""
-    panel = st.expander("As figures: numbers, files, command, time-lapse", on_change="rerun", key="open_files")
+    """Views, by their titles, that the page draws itself: one of them as a figure with its menu."""
+    panel = st.expander("As figures, with their numbers and files", on_change="rerun", key="open_files")
     if not panel.open:
         return
     with panel:
         title = st.selectbox("Figure", list(views), key="w_files")
-        view, source = views[title], cached_source()
         try:
-            drawing = view(source, link)
+            drawing = views[title](cached_source(), link)
         except WorkbenchError as error:
             st.info(widgets.escaped(error), icon=":material/info:")
             return
-        _figure(drawing, f"figure_{view.__name__}")
-        _files(view, link, drawing, view.__name__)
-        st.session_state["drawn"].append((view.__name__, drawing.table))
-
-
-def _files(view: View, link: Link, drawing: Drawing, name: str) -> None:
-    """Buttons first: what arrives later, such as the table, would move them from under a visitor's click."""
-    left, middle, right = st.columns(3)
-    left.download_button(
-        "Numbers (CSV)", lambda: plots.table(drawing.table).to_csv(index=False), f"{name}.csv", "text/csv",
-        key=f"csv_{name}", on_click="ignore", width="stretch",
-    )  # fmt: skip
-    middle.download_button(
-        "Figure (HTML)", lambda: plots.html(drawing.figure, whole=True), f"{name}.html", "text/html",
-        key=f"html_{name}", on_click="ignore", width="stretch",
-    )  # fmt: skip
-    play = right.toggle("Play over checkpoints", key=f"play_{name}")
-    st.caption(
-        "The same from a terminal; the ending of the file decides: .svg and .png for papers, .parquet, .csv, .html"
-    )
-    st.code(command(link, f"--only {name} --out {name}.svg"), language=None, wrap_lines=True)
-    if play:
-        _play(view, link, name)
-    st.dataframe(
-        plots.table(drawing.table), width="stretch", hide_index=True, key=f"table_{name}",
-        alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
-    )  # fmt: skip
-
-
-def _play(view: View, link: Link, name: str) -> None:
-    work = functools.partial(_lapse, view, link)
-    try:
-        played = background.run(("timelapse", name, *_state(cached_source(), link)), "Drawing every checkpoint", work)
-    except WorkbenchError as error:
-        st.info(widgets.escaped(error))
-        return
-    except background.Running:
-        return
-    _figure(played, f"lapse_{name}")
-    st.download_button(
-        "Time-lapse (HTML)", lambda: plots.html(played.figure, whole=True), f"{name}-steps.html", "text/html",
-        key=f"lapse_html_{name}", on_click="ignore",
-    )  # fmt: skip
-    st.code(command(link, f"--only {name} --play --out {name}.html"), language=None, wrap_lines=True)
-
-
-def _lapse(view: View, link: Link, progress: background.Progress) -> Drawing:
-    return timelapse(view, cached_source(), link, progress)
+        _whole(views[title], link, drawing)

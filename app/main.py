@@ -12,9 +12,11 @@ from app import page_frame, widgets
 from app.cached_source import cached_source, root
 from workbench.views.link import PAGES
 
+SIDEBAR_PX = 220
+
 
 def main() -> None:
-    st.set_page_config(page_title="workbench", page_icon="🔬", layout="wide")
+    st.set_page_config(page_title="workbench", page_icon="🔬", layout="wide", initial_sidebar_state=SIDEBAR_PX)
     pages = {name: _streamlit_page(name) for name in PAGES}
     page = st.navigation(list(pages.values()), position="hidden")
     with st.sidebar:

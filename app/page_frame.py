@@ -1,4 +1,4 @@
-"""The frame of every page: its title and selection, its body, and the drawer that says where its numbers come from."""
+"""The frame of every page: one header line, its body, and the drawer that says where its numbers come from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pandas as pd
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from app import background, widgets
 from app.cached_source import cached_source
-from app.figures import command, show
-from app.sidebar import choose
+from app.figures import show
+from app.links import address, command
+from app.selection import choose
 from workbench import prompts
 from workbench.errors import WorkbenchError
 from workbench.runs.records import facts
@@ -20,26 +22,54 @@ from workbench.views import Link
 from workbench.views.base import views_of
 from workbench.views.link import PAGES
 
-MAX_FACTS = 500
+MAX_FACTS, FIGURE_PX = 500, 560
 EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."
 
 
 def page(name: str, about: str, body: Callable[[Link], None]) -> None:
-    """Draw a page: its title, what it answers, the selection, the body and the drawer; what cannot be done is explained instead."""
-    st.title(PAGES[name].title)
-    link = choose(name)
+    """Draw a page: its header, the body and the drawer; what cannot be done is explained instead.
+
+    `about`: what the page answers and how it is read, behind the question mark.
+    """
+    st.session_state["drawn"] = []
+    with toolbar("header"):
+        st.title(PAGES[name].title, width="content")
+        with st.popover("About", icon=":material/help:", type="tertiary"):
+            st.markdown(about)
+        link = choose(name)
+        share = st.container(width="content", key="share")
     if link is None:
         st.info(EMPTY)
         return
-    st.markdown(about)
-    st.session_state["drawn"] = []
     try:
         body(link)
     except WorkbenchError as error:
         st.info(widgets.escaped(error))
     except background.Running:
         pass
+    with share:
+        _share(link)
     _drawer(link)
+
+
+def toolbar(key: str) -> DeltaGenerator:
+    """One row of controls as wide as they need to be; what does not fit wraps."""
+    return st.container(horizontal=True, vertical_alignment="bottom", key=key)
+
+
+def figures_side_by_side(least: int = FIGURE_PX) -> DeltaGenerator:
+    """Two figures in a row where each has the room it needs, in pixels, else one below the other."""
+    return st.grid(2, min_column_width=least)
+
+
+def _share(link: Link) -> None:
+    """The whole state of the page: each choice that its figures were drawn with, also those that were never made."""
+    whole = link.but(**{k: v for drawn in st.session_state["drawn"] for k, v in drawn.link.options.items()})
+    with st.popover("Share", icon=":material/link:", type="tertiary"):
+        st.caption("This view as a link; it names every choice, also those left as they were.")
+        st.code(address(whole), language=None, wrap_lines=True)
+        st.caption("This page as one offline file:")
+        st.code(command(whole, f"--out {link.page}.html"), language=None, wrap_lines=True)
 
 
 def all_views(name: str) -> None:
@@ -53,16 +83,14 @@ def all_views(name: str) -> None:
 
 
 def _drawer(link: Link) -> None:
-    """Where this page's numbers come from, whether the models hold together, and how to have it all again."""
-    drawer = st.expander("Where this comes from: command, provenance, self-check", icon=":material/receipt_long:",
+    """Where this page's numbers come from, and whether the models hold together."""
+    drawer = st.expander("Where this comes from: provenance and self-check", icon=":material/receipt_long:",
                          on_change="rerun", key="drawer")  # fmt: skip
     if not drawer.open:
         return
     with drawer:
-        st.markdown("**Command.** Draws this page as one offline file, from the same link:")
-        st.code(command(link, f"--out {link.page}.html"), language=None, wrap_lines=True)
         st.markdown("**Provenance** of the numbers on this page: weights, data and code they were measured with.")
-        known = provenance([table for _, table in st.session_state["drawn"]])
+        known = provenance([drawn.table for drawn in st.session_state["drawn"]])
         if known.empty:
             st.caption("Nothing on this page was read from stored records.")
         else:

@@ -20,6 +20,7 @@ from workbench.views import Link
 from workbench.views.source import IDS, LETTERS, PROMPTS, example
 
 MAX_PROMPT, MAX_IN_LINK = 100_000, 200  # characters
+TEXT_PX = 84
 READ = (
     ("Text", "Long texts are stored."),
     ("Symbols, as the task writes them; the first starts it", "Triggers are the last symbols of the alphabet."),
@@ -41,9 +42,9 @@ def prompt_box(link: Link) -> Link:
     label, hint = READ[LETTERS.get(entry.kind, 0)]
     label = "Token ids; this model came without a tokenizer" if default == IDS else label
     about = f"Ctrl+Enter runs it. {hint}"
+    _text_area(label, default, about, source.folder / PROMPTS)
     if label == "Text":
         _examples()
-    _text_area(label, default, about, source.folder / PROMPTS)
     link = link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
     try:
         source.prompt(link)
@@ -72,16 +73,18 @@ def _examples() -> None:
     """Texts to begin with, one phenomenon each, and what to look at in the one that is shown."""
     texts = {example.phenomenon: example for example in examples()}
     shown = next((e for e in texts.values() if e.text == st.query_params.get("prompt")), None)
-    st.session_state["w_example"] = shown.phenomenon if shown else None
-    st.pills("Examples", list(texts), key="w_example", on_change=_take_example, args=(texts,))
-    if shown:
-        st.caption(shown.look)
+    with st.container(horizontal=True, gap="xsmall", vertical_alignment="center"):
+        st.menu_button("Examples", list(texts), key="w_example", on_click=_take_example, args=(texts,), type="tertiary",
+                       icon=":material/lightbulb:")  # fmt: skip
+        if shown:
+            st.caption(f"**{shown.phenomenon}**: {shown.look}", width="stretch")
 
 
 def _take_example(texts: dict[str, Example]) -> None:
     chosen = texts.get(st.session_state["w_example"])
-    gone = dict.fromkeys(("prompt", "stored", *OF_A_PROMPT))
-    widgets.update_url(**gone | {"prompt": chosen.text if chosen else None})
+    if chosen:
+        update = dict.fromkeys(("prompt", "stored", *OF_A_PROMPT)) | {"prompt": chosen.text}
+        widgets.update_url(**update)
 
 
 def _text_area(label: str, default: str, about: str, folder: Path) -> None:
@@ -95,7 +98,7 @@ def _text_area(label: str, default: str, about: str, folder: Path) -> None:
             widgets.warn_ignored("stored prompt")
     st.session_state["w_prompt"] = text[:MAX_PROMPT]
     st.text_area(
-        label, key="w_prompt", on_change=_keep_prompt, args=(folder,), help=about, max_chars=MAX_PROMPT, height=100
+        label, key="w_prompt", on_change=_keep_prompt, args=(folder,), help=about, max_chars=MAX_PROMPT, height=TEXT_PX
     )
 
 

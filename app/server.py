@@ -36,8 +36,7 @@ HERE = (
     b"<script>window.__streamlit = {BACKEND_BASE_URL: location.origin,"
     b" HOST_CONFIG: {allowedOrigins: [location.origin], useExternalAuthToken: false}}</script>"
 )
-STYLE = f"<style>.stPlotlyChart :is({INK}) {{ fill: currentColor !important }}</style>".encode()
-"""Words of figures in the page's ink, whatever its theme: the grey that Streamlit gives them is too faint to read."""
+STYLE = f"<style>{(Path(__file__).with_name('page.css')).read_text('utf-8').replace('INK', INK)}</style>".encode()
 KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
 SLOW_S, AGAIN = 0.02, 100  # a collection of garbage that is felt; collections between two looks at everything
 FENCE = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; frame-ancestors 'self'; form-action 'self'"

@@ -46,11 +46,12 @@ def _mirror(key: str, write: Callable[[Any], str], clears: Sequence[str] = ()) -
 
 def choose(
     label: str, key: str, options: Sequence[Any], default: Any = None, *, show: Callable[[Any], str] = str,
-    slider: bool = False, clears: Sequence[str] = (), **kwargs: Any,
+    slider: bool = False, only_if_many: bool = False, clears: Sequence[str] = (), **kwargs: Any,
 ) -> Any:  # fmt: skip
     """A select box (or slider) over options, mirrored in the URL under `key`; None where there is nothing to choose from.
 
-    `clears`: keys that mean nothing once another option is chosen; they leave the URL with it.
+    `only_if_many`: nothing is drawn where there is one option. `clears`: keys that mean nothing once another option is chosen;
+    they leave the URL with it.
     """
     if not options:
         return None
@@ -58,6 +59,8 @@ def choose(
     asked, texts = st.query_params.get(key), {str(option): option for option in options}
     if asked is not None and asked not in texts:
         warn_ignored(label)
+    if only_if_many and len(options) < 2:
+        return options[0]
     st.session_state[f"w_{key}"] = texts.get(asked or "", default)
     if slider and len(options) < 2:
         st.caption(f"{label}: {show(options[0])}")

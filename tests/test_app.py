@@ -158,7 +158,7 @@ def test_intervening_draws_the_change_that_the_edit_makes(page, populated):
         ("depth", {"metric": "token_identity_share", "site": "v", "seed": "1", "a": "text-svformer-s1"}),
         ("prompt", {"a": "text-resformer-s0", "show": "who", "layer": "0"}),
         ("prompt", {"show": "layers", "quantity": "kl"}),
-        ("intervene", {"sweep": "sink"}),
+        ("intervene", {"show": "sweep", "sweep": "sink"}),
     ],
 )
 def test_deep_links_reach_the_widgets(page, populated, name, address):
@@ -176,7 +176,7 @@ def test_deep_links_reach_the_widgets(page, populated, name, address):
          {"model a", "training step of a", "after which token", "stored prompt"}),
         ("prompt", {"show": "who", "layer": "99"}, {"layer"}),
         ("training", {"models": "gpt", "colour": "red"}, {"models"}),
-        ("intervene", {"over": "<b>"}, {"in turn"}),
+        ("intervene", {"show": "sweep", "over": "<b>"}, {"in turn"}),
     ],
 )  # fmt: skip
 def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, name, address, labels):
@@ -249,7 +249,9 @@ def test_a_click_before_the_page_has_drawn_what_was_chosen_makes_what_was_chosen
 def test_an_edit_that_cannot_be_read_is_explained_and_the_rest_of_the_page_stands(page, populated):
     at = page(populated, "intervene", a="text-resformer-s0", prompt="return values", edits="velues:how=zero")
     assert "values" in " ".join(i.value for i in at.info)
-    assert len(charts(at)) == 1  # the sweep
+    assert not charts(at)
+    at.button_group(key="w_show").set_value("sweep").run()
+    assert len(charts(at)) == 1
 
 
 def test_a_folder_of_many_models_draws_the_first_and_says_so(page, tmp_path):
@@ -261,7 +263,7 @@ def test_a_folder_of_many_models_draws_the_first_and_says_so(page, tmp_path):
             tmp_path / f"text-{name}-s0" / "records" / "a.parquet",
         )
     at = page(tmp_path, "depth", metric="importance_entropy")
-    assert "The first 8 of 10 models" in said(at)
+    assert "The first 8 of 10 are drawn" in said(at)
     assert len(at.button_group(key="w_models").value) == 8
     assert (
         len({t["name"] for t in chart(at, "layers")["data"] if t.get("name") in map(plots.label, ARCHITECTURES)}) == 8

@@ -116,4 +116,5 @@ def test_prompt_and_intervene_draw_what_the_model_computes(browse, before, compu
     at = shown(browse, before, "intervene")
     (bars,) = chart(at, "effect")["data"]
     assert numbers(bars["y"]) == pytest.approx((changed - loss).numpy(), abs=1e-5)
-    assert len(charts(at)) == 3
+    at = shown(browse, before, "intervene", show="sweep")
+    assert len(charts(at)) == 1

@@ -22,7 +22,7 @@ def test_the_first_change_that_is_added_stands_alone_and_is_announced_before(bro
 
 def test_the_two_answers_that_are_patched_between_differ_unless_somebody_says_so(browse, populated):
     text, other = "qzx w", "qzj w"
-    at = browse(populated, "intervene", a="text-resformer-s0", prompt=text, other=other)
+    at = browse(populated, "intervene", a="text-resformer-s0", prompt=text, other=other, show="patching")
     assert not at.exception
     right, wrong = at.selectbox(key="w_target"), at.selectbox(key="w_against")
     assert right.value != wrong.value

@@ -52,7 +52,7 @@ def test_a_demo_alone_is_told_first_and_other_runs_are_looked_at(page, populated
     folder = dashboard.copied(populated, tmp_path / "runs")
     (folder / "text-resformer-s0").rename(folder / "mine")
     at = page(folder)
-    assert "An X-ray of" in said(at)
+    assert "Does attention concentrate, and where?" in said(at)
     assert at.button_group(key="w_show").value == "model"
 
 

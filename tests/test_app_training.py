@@ -80,9 +80,9 @@ def test_the_gradients_follow_the_step_of_model_a_until_their_slider_is_moved(pa
     ("address", "labels"),
     [
         ({"show": "inside", "x": "time", "smooth": "-1", "models": "gpt"},
-         {"part", "along", "smooth training loss over", "models"}),
+         {"part", "along", "smoothing", "models"}),
         ({"show": "gradients", "at": "7"}, {"written down at step"}),
-        ({"show": "coefficients", "of": "gpt"}, set()),  # one model with coefficients leaves nothing to choose from
+        ({"show": "coefficients", "of": "gpt"}, {"model"}),
     ],
 )  # fmt: skip
 def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, address, labels):

@@ -210,7 +210,7 @@ def test_an_example_fills_the_prompt_and_says_what_to_look_at(folders, browse):
     at = browse(folders["populated"], "attention", a="text-resformer-s1")
     chosen = next(e for e in examples() if e.phenomenon == "sink")
     assert chosen.look not in said(at)
-    at.button_group(key="w_example").set_value(chosen.phenomenon).run()
+    at.menu_button(key="w_example").set_value(chosen.phenomenon).run()
     assert at.query_params["prompt"] in (chosen.text, [chosen.text])
     assert at.text_area(key="w_prompt").value == chosen.text
     assert chosen.look in said(at)

@@ -8,7 +8,7 @@ from app import widgets
 from app.cached_source import cached_source
 from app.elements import attention as element
 from app.figures import files, ready
-from app.page_frame import page
+from app.page_frame import page, toolbar
 from app.prompt_box import prompt_box
 from workbench.views import Link, attention
 
@@ -26,10 +26,13 @@ FIGURES = {
 
 def _body(link: Link) -> None:
     source = cached_source()
-    link = prompt_box(link)
+    left, right = st.columns([2, 3])
+    with left:
+        link = prompt_box(link)
     bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
     ready(bare, "Running the model on the prompt", attention.options)
-    link = _choices(bare, link)
+    with right, toolbar("controls"):
+        link = _choices(bare, link)
     ready(link, "Reading the attention of every head", attention.seen)
     choice, found = attention.seen(source, link)
     caption = f"{attention.where(choice, found)}; {', '.join(s.subject.title for s in found)}"
@@ -39,37 +42,31 @@ def _body(link: Link) -> None:
 
 
 def _choices(bare: Link, link: Link) -> Link:
-    """What a click, a drag and the keys choose in the element, as boxes and sliders."""
+    """What a click, a drag and the keys choose in the element, as boxes and sliders; the rare ones behind a button."""
     found = attention.options(cached_source(), bare)
-    first, second, third, fourth = st.columns(4)
-    left, right, far = st.columns([3, 3, 2])
-    with first:
-        layer = widgets.choose("Layer", "layer", list(range(found.layers)), found.layer)
-    with second:
-        head = widgets.choose("Head", "head", list(range(found.heads)), 0)
-    with left:
+    layer = widgets.choose("Layer", "layer", list(range(found.layers)), found.layer, width=70)
+    head = widgets.choose("Head", "head", list(range(found.heads)), found.head, width=70)
+    more = st.popover("More", icon=":material/tune:")
+    with more:
         queries = widgets.range_slider("Queries: rows shown", "queries", found.length)
-    with right:
         keys = widgets.range_slider("Keys: columns shown", "keys", found.length)
-    with third:
-        held = attention.holdable(queries, link.text("lock"), found.length)
-        lock = widgets.choose("Held query", "lock", [NONE, *held], show=lambda i: _token(found, i))
-    with fourth:
         scale = widgets.choose(
             "Colours", "scale", list(attention.SCALES), found.scale, show=attention.SCALES.__getitem__
         )
-    pool = "mean"
-    if found.length > attention.BUCKETS[0]:
-        with far:
+        pool = "mean"
+        if found.length > attention.BUCKETS[0]:
             pool = widgets.choose(
                 "Cells of many tokens show", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__
             )
+    held = attention.holdable(queries, link.text("lock"), found.length)
+    lock = widgets.choose("Held query", "lock", [NONE, *held], show=lambda i: _token(found, i), width=150)
     chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=None if lock == NONE else lock,
                       queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
     branches = attention.options(cached_source(), bare.but(layer=layer)).branches
     if len(branches) > 1:
         words = {"all": "all layers it sees"} | {b: attention.whose(b) for b in branches}
-        branch = widgets.choose("Keys of", "branch", list(words), show=words.__getitem__)
+        with more:
+            branch = widgets.choose("Keys of", "branch", list(words), show=words.__getitem__)
         chosen = chosen.but(branch=None if branch == "all" else branch)
     return chosen
 

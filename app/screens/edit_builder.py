@@ -17,14 +17,13 @@ UNTOUCHED = 0.0  # the coefficient, until its slider is moved
 def edit_builder(link: Link) -> None:
     """What to change, where, in plain words; adds to the text below."""
     entry = cached_source().subjects(link)[0].entry
-    first, second, third, fourth, fifth = st.columns([6, 4, 4, 2, 2], vertical_alignment="bottom")
-    with first:
-        kind = widgets.choose(
-            "What", "kind", kinds_of(entry, intervene.kinds()), intervene.EDITS, show=intervene.kinds().__getitem__
-        )
-    layers = second.multiselect("Layers (none: all)", list(range(entry.n_layers)), key="edit_layers")
-    heads = third.multiselect(
-        "Heads (none: all)", list(range(entry.n_heads)), key="edit_heads", disabled=not intervene.has_heads(kind)
+    kind = widgets.choose(
+        "Change", "kind", kinds_of(entry, intervene.kinds()), intervene.EDITS, show=intervene.kinds().__getitem__
+    )
+    first, second = st.columns(2)
+    layers = first.multiselect("Layers", list(range(entry.n_layers)), key="edit_layers", placeholder="all")
+    heads = second.multiselect(
+        "Heads", list(range(entry.n_heads)), key="edit_heads", disabled=not intervene.has_heads(kind), placeholder="all"
     )
     value = (
         st.slider("The coefficient becomes", -2.0, 2.0, UNTOUCHED, 0.1, key="edit_value")
@@ -32,12 +31,15 @@ def edit_builder(link: Link) -> None:
         else None
     )
     made = intervene.compose(kind, layers, heads if intervene.has_heads(kind) else [], value)
-    fourth.button("Try", key="edit_set", help=f"Make just this change: {made}", on_click=_make, width="stretch")
-    fifth.button(
+    first, second = st.columns(2)
+    first.button(
+        "Try", key="edit_set", help=f"Make just this change: {made}", on_click=_make, width="stretch", type="primary"
+    )
+    second.button(
         "Add", key="edit_add", help=f"Make it beside the others: {made}", on_click=_make, args=(True,), width="stretch"
     )
     if made not in st.query_params.get("edits", intervene.EDITS).split(";"):
-        st.caption(f"Chosen above and not made yet: `{widgets.escaped(made)}`. Try makes just this, Add makes it too.")
+        st.caption(f"Chosen and not made yet: `{widgets.escaped(made)}`. Try makes just this, Add makes it too.")
 
 
 def kinds_of(entry: Entry, kinds: Iterable[str]) -> list[str]:

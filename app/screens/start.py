@@ -16,13 +16,6 @@ ABOUT = (
     "How transformers use **values** (what attention carries from word to word) and what a shortcut for them changes. Choose a model "
     "on the left; every page shows that one, or two side by side."
 )
-NEXT = {
-    "training": ("Training", ":material/trending_down:", "Which model predicts better, and from when on?"),
-    "depth": ("Depth", ":material/layers:", "Any measure layer by layer, before and after training"),
-    "attention": ("Attention", ":material/grid_on:", "Where does every head look?"),
-    "prompt": ("Prompt", ":material/chat:", "Type a text: what is read, kept and predicted?"),
-    "intervene": ("Intervene", ":material/build:", "Change something inside and see what follows"),
-}
 LIVE = 2  # seconds between looks at a demo that runs
 
 
@@ -43,11 +36,6 @@ def _body(link: Link) -> None:
     parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.racers(source)]
     shown = widgets.segments("Part", "show", parts, first, show=start.parts.PARTS.__getitem__)
     {"model": glance, "here": _here, "verdicts": verdicts, "demo": story}[shown](link.but(show=shown))
-    st.subheader("Where to go next")
-    for column, (name, (title, icon, about)) in zip(st.columns(len(NEXT)), NEXT.items(), strict=True):
-        with column:
-            widgets.page_link(name, title, icon)
-            st.caption(about)
 
 
 def _here(link: Link) -> None:

@@ -7,35 +7,27 @@ import streamlit as st
 from app import background, widgets
 from app.cached_source import cached_source
 from app.figures import show
+from app.page_frame import figures_side_by_side
 from workbench.errors import WorkbenchError
 from workbench.reports.xray import QUESTIONS
 from workbench.views import Link, Subject, start
+
+NARROW_PX, WHOLE_PX = 440, 900  # a figure of one model, of two
+READ = "Each answer has its number, what the number would be without learning or structure, and its standard error over documents (±)."
 
 
 def glance(link: Link) -> None:
     """The X-ray of model A, or of A beside B; what is not measured yet can be measured here."""
     source = cached_source()
     subjects = source.subjects(link)
-    titles = " and ".join(f"**{widgets.escaped(s.title)}**" for s in subjects)
-    st.markdown(
-        f"An X-ray of {titles}: four questions. Each answer has its number, what the number would be without learning or "
-        "structure, and its standard error over documents (±)."
-    )
     ready = [_ready(subject) for subject in subjects]
     if not all(ready):
         return
-    if len(subjects) > 1:
+    with figures_side_by_side(WHOLE_PX if len(subjects) > 1 else NARROW_PX):
         for name, question in QUESTIONS.items():
             with st.container(border=True):
                 st.subheader(question)
-                show(start.xray.ANSWERS[name], link)
-    else:
-        names = list(QUESTIONS)
-        for row in (names[:2], names[2:]):
-            for column, name in zip(st.columns(2, border=True), row, strict=True):
-                with column:
-                    st.subheader(QUESTIONS[name])
-                    show(start.xray.ANSWERS[name], link)
+                show(start.xray.ANSWERS[name], link, about=READ)
 
 
 def _ready(subject: Subject) -> bool:

@@ -6,9 +6,9 @@ import streamlit as st
 
 from app import widgets
 from app.cached_source import cached_source
-from app.page_frame import page
+from app.page_frame import page, toolbar
 from app.screens.training_parts import PARTS
-from app.sidebar import choose_models
+from app.selection import choose_models
 from workbench.views import Link, training
 
 ABOUT = (
@@ -26,22 +26,21 @@ def _until_a_run() -> None:
 
 def _body(link: Link) -> None:
     source = cached_source()
-    if not link.on("compare"):
-        link = choose_models(link)
-    parts = training.present(training.quantities(source, link))
+    with toolbar("controls"):
+        if not link.on("compare"):
+            link = choose_models(link)
+        parts = training.present(training.quantities(source, link))
+        if parts:
+            shown = widgets.segments("Part", "show", parts, show=lambda name: PARTS[name][0])
+            link = PARTS[shown][1](link.but(show=shown))
     live = any(e.being_written for e in training.runs(source, link))
-    if not parts:
-        if all(e.imported for e in training.runs(source, link)):
-            st.info(
-                "Imported checkpoints bring no log of their training. Depth and the pages after it look at the models."
-            )
-            return
+    if parts:
+        st.fragment(_figures, run_every=LIVE if live else None)(link, shown, live)
+    elif all(e.imported for e in training.runs(source, link)):
+        st.info("Imported checkpoints bring no log of their training. Depth and the pages after it look at the models.")
+    else:
         st.info("These runs have written nothing yet. The first numbers appear a few seconds after training starts.")
         st.fragment(_until_something, run_every=LIVE if live else None)(link)
-        return
-    shown = widgets.segments("Part", "show", parts, show=lambda name: PARTS[name][0])
-    link = PARTS[shown][1](link.but(show=shown))
-    st.fragment(_figures, run_every=LIVE if live else None)(link, shown, live)
 
 
 def _until_something(link: Link) -> None:

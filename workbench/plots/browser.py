@@ -65,7 +65,7 @@ def picture(page: Path, out: Path, *, width: int, height: int) -> Path:
 
 
 def figure(page: str, out: Path, *, width: int, height: int) -> Path:
-    """Write the first plotly figure of an HTML page as .svg, or as .png at twice the resolution; returns `out`.
+    """Write the first plotly figure of an HTML page as .svg, or as .png at three times the resolution; returns `out`.
 
     Plotly itself draws it, so nothing is missing however busy the machine is. Raises `WorkbenchError` where no browser is
     found or the one found cannot draw.
@@ -88,7 +88,7 @@ def figure(page: str, out: Path, *, width: int, height: int) -> Path:
 
 _TO_IMAGE = """
 addEventListener('load', () =>
-  Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: '%s', width: %d, height: %d, scale: 2})
+  Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: '%s', width: %d, height: %d, scale: 3})
     .then(url => { const found = document.createElement('textarea'); found.id = 'drawn'; found.textContent = url;
                    document.body.replaceChildren(found) }))
 """

@@ -51,9 +51,9 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     return kept.sort_values(axes, kind="stable").reset_index(drop=True)
 
 
-def paper(figure: go.Figure) -> str:
-    """The figure as an HTML page for pictures: dark on white, without buttons."""
-    drawn = go.Figure(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor="white")
+def paper(figure: go.Figure, background: str = "white") -> str:
+    """The figure as an HTML page for pictures: dark on a background (CSS colour), without buttons."""
+    drawn = go.Figure(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor=background)
     return drawn.to_html(
         include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False
     )

@@ -43,7 +43,7 @@ PAGES = {
     ),
     "intervene": Page(
         "Intervene", "build", "Change something, see what follows",
-        ("edits", "kind", "sweep", "over", "of", "other", "target", "against", "site"),
+        ("show", "edits", "kind", "sweep", "over", "of", "other", "target", "against", "site"),
     ),
 }  # fmt: skip
 """Views of a page stand in `workbench/views/NAME.py`; a page without a screen of its own shows them one below the other."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
@@ -72,9 +73,13 @@ def _html(made: dict[str, Drawing], out: Path, title: str, command: str) -> None
     page.write(out, command)
 
 
+def picture(drawn: go.Figure, out: Path, *, background: str = "white") -> Path:
+    """Write a figure as .svg, or as .png at three times its size, dark on `background` (CSS) whatever theme it was looked at in."""
+    return figure(plots.paper(drawn, background), out, width=WIDTH, height=int(drawn.layout.height or 500))
+
+
 def _picture(made: dict[str, Drawing], out: Path, *_: str) -> None:
-    drawn = _one(made, out).figure
-    figure(plots.paper(drawn), out, width=WIDTH, height=int(drawn.layout.height or 500))
+    picture(_one(made, out).figure, out)
 
 
 def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:

@@ -1,0 +1,26 @@
+"""A view elsewhere: its address for others, and the command that draws it without the dashboard."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import streamlit as st
+
+from app.cached_source import cached_source
+from workbench.checkpoints.identify import BUILDERS
+from workbench.views import Link
+
+
+def address(link: Link) -> str:
+    """The address of a view on this server."""
+    return f"{(st.context.url or '/').split('?')[0].rsplit('/', 1)[0]}/{link}"
+
+
+def command(link: Link, options: str) -> str:
+    """What draws a link from a terminal; it names the folder of runs where that is not `./runs`."""
+    folder = cached_source().folder
+    runs = "" if folder == Path("runs").resolve() else f" --runs {shlex.quote(str(folder))}"
+    first = f"{BUILDERS}={shlex.quote(builders)} " if (builders := os.environ.get(BUILDERS)) else ""
+    return f'{first}workbench view "{link}" {options}{runs}'
