@@ -24,6 +24,8 @@ FOLLOW_RUNS = ("training", "depth", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
 OF_MODELS = ("attention", "prompt", "intervene")
 """Pages that read models A and B, and no other run."""
+CONFIG = plots.CONFIG | {"modeBarButtonsToRemove": ["toImage"]}
+"""Pictures are in a figure's menu, in the ink of paper whatever the theme."""
 MAX_DRAWINGS, MAX_ROWS = 96, 400_000  # figures kept, rows behind all of them
 
 
@@ -106,16 +108,18 @@ def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: ba
 def _figure(drawing: Drawing, key: str) -> None:
     figure = drawing.figure
     figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
-    st.plotly_chart(figure, width="stretch", key=key, config=plots.CONFIG, alt=plots.alt_text(figure))
+    st.plotly_chart(figure, width="stretch", key=key, config=CONFIG, alt=plots.alt_text(figure))
 
 
 def _whole(view: View, link: Link, drawing: Drawing, about: str = "") -> None:
-    """A figure, the sentence that reads it, and its menu."""
+    """A figure, its menu in its corner, and the sentence that reads it."""
     name = view.__name__
-    _figure(drawing, f"figure_{name}")
-    with st.container(horizontal=True, horizontal_alignment="right", key=f"under_{name}"):
-        st.markdown(widgets.escaped(drawing.sentence), width="stretch")
-        menu(view, link, drawing, about, (name, *_state(cached_source(), link)), _figure)
+    with st.container(key=f"whole_{name}", gap=None):
+        with st.container(key=f"corner_{name}", horizontal=True, horizontal_alignment="right"):
+            menu(view, link, drawing, about, (name, *_state(cached_source(), link)), _figure)
+        _figure(drawing, f"figure_{name}")
+        if drawing.sentence:
+            st.markdown(widgets.escaped(drawing.sentence))
     st.session_state["drawn"].append(Drawn(link, drawing.table))
 
 

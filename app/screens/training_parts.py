@@ -15,6 +15,12 @@ PULL = (
     "passed on (`W_V`) and how it is put together (`W_O`), then those of the MLP. Dark: hardly any pull, so hardly any learning. "
     "A strong pull on the first layer's `W_V` is expected where later layers use its values too."
 )
+LOSSES = (
+    (training.loss, "validation_loss", "The surprise per token on text the model was not trained on. **Lower is better.**"),
+    (training.relative, "validation_loss", "The loss minus that of the model without a shortcut that saw the same batches."),
+    (training.copy_loss, "copy_loss", "The loss where a token can only be guessed by looking back at what came before."),
+    (training.train_loss, "train_loss", "The surprise per token on the batches that were being learned from."),
+)  # fmt: skip
 LEARNED = "Numbers the shortcut itself learns: with what weight each earlier output enters what the next block reads."
 
 
@@ -42,27 +48,11 @@ def _texts(link: Link) -> Link:
 
 
 def _loss(link: Link, quantities: set[str]) -> None:
+    compared = link.on("compare")
     with figures_side_by_side():
-        if "validation_loss" in quantities:
-            show(
-                training.loss,
-                link,
-                about="The surprise per token on text the model was not trained on. **Lower is better.**",
-            )
-            if not link.on("compare"):
-                show(
-                    training.relative,
-                    link,
-                    about="The loss minus that of the model without a shortcut that saw the same batches.",
-                )
-        if "copy_loss" in quantities:
-            show(
-                training.copy_loss,
-                link,
-                about="The loss where a token can only be guessed by looking back at what came before.",
-            )
-        if "train_loss" in quantities:
-            show(training.train_loss, link, about="The surprise per token on the batches that were being learned from.")
+        for view, quantity, about in LOSSES:
+            if quantity in quantities and not (compared and view is training.relative):
+                show(view, link, about=about)
 
 
 def _step(link: Link) -> Link:
@@ -79,10 +69,10 @@ def _gradients(link: Link, quantities: set[str]) -> None:
 
 
 def _series(link: Link) -> Link:
-    if link.on("compare"):
-        return link
-    names = training.learning(cached_source(), link)
-    return link.but(of=widgets.choose("Model", "of", names, show=label, width=190, only_if_many=True))
+    names = [] if link.on("compare") else training.learning(cached_source(), link)
+    return (
+        link.but(of=widgets.choose("Model", "of", names, show=label, width=190, only_if_many=True)) if names else link
+    )
 
 
 def _coefficients(link: Link, quantities: set[str]) -> None:
@@ -106,8 +96,12 @@ def _inside(link: Link, quantities: set[str]) -> None:
 
 
 def _pace(link: Link, quantities: set[str]) -> None:
-    views = {"learning_rate": training.learning_rate, "tokens_per_second": training.pace,
-             "seconds_per_step": training.seconds, "recorder_share": training.recording_share}  # fmt: skip
+    views = {
+        "learning_rate": training.learning_rate,
+        "tokens_per_second": training.pace,
+        "seconds_per_step": training.seconds,
+        "recorder_share": training.recording_share,
+    }
     with figures_side_by_side():
         for function in (views[name] for name in views if name in quantities):
             show(function, link)
