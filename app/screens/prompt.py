@@ -6,6 +6,7 @@ import streamlit as st
 
 from app import widgets
 from app.cached_source import cached_source
+from app.elements import token_strip
 from app.figures import show
 from app.page_frame import page
 from app.prompt_box import prompt_box
@@ -13,7 +14,7 @@ from workbench import prompts
 from workbench.views import Link, prompt
 
 ABOUT = "One text through the chosen model, token by token. Compare it with a second model, or with another step, in the sidebar."
-ALL = "all"
+ALL, AFTER = "all", "After which token"
 
 
 def _body(link: Link) -> None:
@@ -57,13 +58,14 @@ def _carries(link: Link) -> None:
 
 
 def _position(link: Link, tokens: list[str]) -> Link:
-    """The token after which everything is asked."""
-    names = {i: f"{i}: {token}" for i, token in enumerate(tokens)}
-    last = len(tokens) - 1
-    at = widgets.choose(
-        "After which token", "position", list(names), last, show=names.__getitem__, slider=True,
-        clears=("target", "against"),
-    )  # fmt: skip
+    """The token after which everything is asked; the strip shows how surprising each one was."""
+    source, last = cached_source(), len(tokens) - 1
+    at = token_strip.asked("position", AFTER, len(tokens), default=last)
+    subject, text = source.subjects(link)[0], source.prompt(link)
+    found = source.query(prompts.next_tokens, subject, text, position=last, top=prompt.TOP)  # once for all positions
+    token_strip.draw(
+        tokens, key="position", label=AFTER, colours=found.loss, unit="nats", chosen=at, clears=("target", "against")
+    )
     return link.but(position=at)
 
 
