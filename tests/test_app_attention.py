@@ -177,11 +177,12 @@ def test_no_folder_breaks_the_page(page, populated, tmp_path, kind):
         assert element(page(folder, a="text-transformer-s1", step="0"))["layers"] == 2
 
 
-def test_the_script_of_the_picture_makes_no_markup_and_calls_nobody():
-    script = (APP / "elements" / "attention.js").read_text()
+@pytest.mark.parametrize("name", ["attention", "token_strip"])
+def test_the_scripts_of_the_elements_make_no_markup_and_call_nobody(name):
+    script = "".join((APP / "elements" / f"{part}.js").read_text() for part in ("common", name))
     for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", "fetch(", "XMLHttp",
                  "import(", "http", "localStorage", "DOMParser"):  # fmt: skip
         assert word not in script
-    style = (APP / "elements" / "attention.css").read_text()
+    style = (APP / "elements" / f"{name}.css").read_text()
     assert "url(" not in style
     assert "@import" not in style

@@ -1,1 +1,1 @@
-"""Elements of the page that Streamlit has not: one Python file beside its script and style each."""
+"""Elements of the page that Streamlit has not: one Python file beside its script and style each; `common` is what they share."""

@@ -1,14 +1,6 @@
 // All heads as small pictures, one head's map, its strips, and the row of a held query. Text enters through textContent alone.
 
-const views = new WeakMap();
-
-export default function ({ data, parentElement, setTriggerValue }) {
-  let view = views.get(parentElement);
-  if (!view) views.set(parentElement, (view = new View(parentElement)));
-  view.ask = (wish) => setTriggerValue("asked", wish);
-  view.show(parsed(data));
-  return () => { view.leave(); views.delete(parentElement); };
-}
+export default shown((parent) => new View(parent), parsed);
 
 // ---- data -----------------------------------------------------------------------------------------------------------
 
@@ -65,18 +57,13 @@ function largest(values) {
 }
 
 const span = (edges, i) => (edges[i + 1] === edges[i] + 1 ? `${edges[i]}` : `${edges[i]}–${edges[i + 1] - 1}`);
-const number = (v) => (Number.isNaN(v) ? "–" : Math.abs(v) >= 0.0005 || v === 0 ? v.toFixed(3) : v.toExponential(1));
+const cellOf = (edges, token) => { // the cell of a token, null where the map does not show it
+  const after = edges.findIndex((first) => first > token);
+  return after < 1 ? null : after - 1;
+};
 const signed = (v) => (v > 0 ? "+" : "") + number(v);
 
 // ---- drawing --------------------------------------------------------------------------------------------------------
-
-function made(tag, name, parent, text) {
-  const node = document.createElement(tag);
-  if (name) node.className = name;
-  if (text !== undefined) node.textContent = text;
-  if (parent) parent.append(node);
-  return node;
-}
 
 function coloured(values, rows, columns, low, high, colours, root) {
   const canvas = document.createElement("canvas");
@@ -139,16 +126,19 @@ class View {
       if (this.data && Math.abs(width - this.width) > 1) this.draw();
     });
     this.watch.observe(this.root);
+    this.pointing = new Pointing("attention", (index, other) => this.mark(index, other ?? index));
   }
 
   leave() {
     this.watch.disconnect();
+    this.pointing.leave();
     clearTimeout(this.waiting);
   }
 
   show(data) {
     this.data = data;
     this.cursor = null;
+    this.pointing.tell(null);
     clearTimeout(this.waiting);
     this.draw();
   }
@@ -444,9 +434,7 @@ class View {
 
   lockedRow(panel) {
     const { lock } = this.data;
-    if (lock === null || !panel.row || lock < panel.queries[0]) return null;
-    const after = panel.queries.findIndex((first) => first > lock);
-    return after < 1 ? null : after - 1;
+    return lock === null || !panel.row ? null : cellOf(panel.queries, lock);
   }
 
   place(panel, band, row, column) {
@@ -465,6 +453,8 @@ class View {
   point(at, row, column) {
     this.cursor = row === null ? null : [row, column];
     this.pointed = at;
+    const named = row !== null && this.shares(at, this.data.panels[0]); // other elements have A's tokens
+    this.pointing.tell(named ? at.queries[row] : null, named ? at.keys[column] : null);
     for (const panel of this.data.panels) {
       const inside = row !== null && this.shares(panel, at) && row < panel.queries.length - 1 && column < panel.keys.length - 1;
       this.place(panel, "rowBand", inside ? row : null, null);
@@ -473,6 +463,20 @@ class View {
     for (const chip of this.held.querySelectorAll(".chip"))
       chip.classList.toggle("pointed", row !== null && this.shares(at, this.data.panels[0]) && chip.dataset.column === `${column}`);
     this.say();
+  }
+
+  mark(query, key) { // what is pointed at elsewhere, of A's tokens; the readout and the arrow keys keep their cell
+    if (!this.data) return;
+    if (query === null && this.cursor) this.point(this.pointed, ...this.cursor);
+    else this.bands(query, key);
+  }
+
+  bands(query, key) {
+    for (const panel of this.data.panels) {
+      const named = query !== null && this.shares(panel, this.data.panels[0]);
+      this.place(panel, "rowBand", named ? cellOf(panel.queries, query) : null, null);
+      this.place(panel, "columnBand", null, named ? cellOf(panel.keys, key) : null);
+    }
   }
 
   say() {

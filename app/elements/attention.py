@@ -7,14 +7,13 @@ text is in the header alone and enters the page as text. What a person asks for 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import streamlit as st
-from plotly.colors import sample_colorscale, unlabel_rgb
 
 from app import widgets
+from app.elements.common import element, table
 from workbench import plots
 from workbench.plots.style import DIVERGING, SEQUENTIAL
 from workbench.views.attention import Choice, Seen, brightest, cell, short
@@ -22,12 +21,7 @@ from workbench.views.attention import Choice, Seen, brightest, cell, short
 KEY = "attention_element"
 LONGEST = 24
 """Characters of a token that travel."""
-HERE = Path(__file__).parent
-_element = st.components.v2.component(
-    "workbench_attention",
-    css=(HERE / "attention.css").read_text(encoding="utf-8"),
-    js=(HERE / "attention.js").read_text(encoding="utf-8"),
-)
+_element = element("attention")
 
 
 def draw(choice: Choice, found: list[Seen], caption: str) -> None:
@@ -108,8 +102,3 @@ def _panel(seen: Seen, room: Room) -> dict[str, Any]:
 def _most(weights: np.ndarray) -> float:
     shown = weights[np.isfinite(weights)]
     return float(shown.max()) or 1.0 if shown.size else 1.0
-
-
-def table(scale: str) -> np.ndarray:
-    """256 colours of a plotly scale [256, 3]."""
-    return np.round([unlabel_rgb(c) for c in sample_colorscale(scale, 256)]).astype(np.uint8)

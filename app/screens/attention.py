@@ -7,6 +7,7 @@ import streamlit as st
 from app import widgets
 from app.cached_source import cached_source
 from app.elements import attention as element
+from app.elements import token_strip
 from app.figures import files, ready
 from app.page_frame import page, toolbar
 from app.prompt_box import prompt_box
@@ -17,7 +18,7 @@ ABOUT = (
     "first column is an attention *sink*, a bright diagonal a head that looks at itself or just before. *Effective keys*: over how many "
     "tokens a head really spreads its attention. Few keys or a sink are no fault by themselves."
 )
-NONE = "none"
+HELD = "Hold the query"
 FIGURES = {
     "This head's map": attention.weights, "All heads": attention.overview, "Received attention": attention.received,
     "Where one query looks": attention.query, "Numbers per head": attention.numbers,
@@ -31,10 +32,22 @@ def _body(link: Link) -> None:
         link = prompt_box(link)
     bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
     ready(bare, "Running the model on the prompt", attention.options)
-    with right, toolbar("controls"):
-        link = _choices(bare, link)
+    with right:
+        with toolbar("controls"):
+            link = _choices(bare, link)
+        strip = st.container()
     ready(link, "Reading the attention of every head", attention.seen)
     choice, found = attention.seen(source, link)
+    with strip:
+        token_strip.draw(
+            choice.tokens[0],
+            key="lock",
+            label=HELD,
+            chosen=choice.lock,
+            none=True,
+            unit="of attention" if found[0].row is not None else "received",
+            colours=attention.per_token(found[0]),
+        )
     caption = f"{attention.where(choice, found)}; {', '.join(s.subject.title for s in found)}"
     element.draw(choice, found, f"Attention: {caption}")
     _numbers(choice, found)
@@ -58,9 +71,8 @@ def _choices(bare: Link, link: Link) -> Link:
             pool = widgets.choose(
                 "Cells of many tokens show", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__
             )
-    held = attention.holdable(queries, link.text("lock"), found.length)
-    lock = widgets.choose("Held query", "lock", [NONE, *held], show=lambda i: _token(found, i), width=150)
-    chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=None if lock == NONE else lock,
+    lock = token_strip.asked("lock", HELD, found.length)
+    chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=lock,
                       queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
     branches = attention.options(cached_source(), bare.but(layer=layer)).branches
     if len(branches) > 1:
@@ -69,10 +81,6 @@ def _choices(bare: Link, link: Link) -> Link:
             branch = widgets.choose("Keys of", "branch", list(words), show=words.__getitem__)
         chosen = chosen.but(branch=None if branch == "all" else branch)
     return chosen
-
-
-def _token(found: attention.Choice, i: int | str) -> str:
-    return NONE if i == NONE else f"{i}: {attention.short(found.tokens[0][int(i)])}"
 
 
 def _numbers(choice: attention.Choice, found: list[attention.Seen]) -> None:

@@ -9,6 +9,7 @@ import streamlit as st
 
 from app import widgets
 from app.cached_source import cached_source
+from app.elements import token_strip
 from app.figures import show
 from app.page_frame import figures_side_by_side, page, toolbar
 from app.prompt_box import prompt_box
@@ -32,7 +33,7 @@ SAID = (
     "to see its heads, then a head to see whose values it used. What a part does through later layers is counted there. "
     "The parts add up to the model's own number, and the page says how exactly."
 )
-ALL, NARROW_PX = "all", 440
+ALL, AFTER, NARROW_PX = "all", "After which token", 440
 Draw = Callable[[], object]
 """What draws a part, once its controls stand above it."""
 
@@ -81,13 +82,14 @@ def _carries(link: Link) -> Draw:
 
 
 def _position(link: Link, tokens: list[str]) -> Link:
-    """The token after which everything is asked."""
-    names = {i: f"{i}: {token}" for i, token in enumerate(tokens)}
-    last = len(tokens) - 1
-    at = widgets.choose(
-        "After which token", "position", list(names), last, show=names.__getitem__, slider=True,
-        clears=("target", "against"),
-    )  # fmt: skip
+    """The token after which everything is asked; the strip shows how surprising each one was."""
+    source, last = cached_source(), len(tokens) - 1
+    at = token_strip.asked("position", AFTER, len(tokens), default=last)
+    subject, text = source.subjects(link)[0], source.prompt(link)
+    found = source.query(prompts.next_tokens, subject, text, position=last, top=prompt.TOP)  # once for all positions
+    token_strip.draw(
+        tokens, key="position", label=AFTER, colours=found.loss, unit="nats", chosen=at, clears=("target", "against")
+    )
     return link.but(position=at)
 
 

@@ -115,14 +115,6 @@ def positions(text: str | None, T: int) -> tuple[int, int]:
     return first, last
 
 
-def holdable(queries: tuple[int, int], lock: str | None, length: int) -> list[int]:
-    """Queries to choose the held one from: those of a window, at most `CELLS`, and the one that is held now."""
-    first, last = queries
-    found = set(range(first, last + 1, -(-(last + 1 - first) // CELLS)))
-    held = int(lock) if lock is not None and re.fullmatch(r"\d{1,9}", lock) else length
-    return sorted(found | ({held} if held < length else set()))
-
-
 def _index(kind: str, value: int | None, count: int) -> int:
     if value not in range(count):
         raise UnknownName(kind, str(value), map(str, range(count)))
@@ -202,6 +194,15 @@ def _evenly(window: prompts.Window, T: int) -> np.ndarray:
     received = np.cumsum((1.0 / np.arange(1, T + 1))[::-1])[::-1]
     first, last = window.keys[0], window.keys[-1]
     return np.add.reduceat(received[first:last], np.array(window.keys[:-1]) - first) / np.diff(window.keys)
+
+
+def per_token(seen: Seen) -> np.ndarray:
+    """What the held query gives each token, else what each receives in the chosen head [T]; NaN outside the keys that are shown."""
+    edges = seen.window.keys
+    shown = seen.received if seen.row is None else seen.row
+    found = np.full(len(seen.tokens), np.nan)
+    found[edges[0] : edges[-1]] = np.repeat(shown, np.diff(edges))
+    return found
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+// What all elements share: one view for each place on the page, nodes made of text, and which token is pointed at.
+
+function shown(make, read) {
+  const views = new WeakMap();
+  return ({ data, parentElement, setTriggerValue }) => {
+    let view = views.get(parentElement);
+    if (!view) views.set(parentElement, (view = make(parentElement)));
+    view.ask = (wish) => setTriggerValue("asked", wish);
+    view.show(read(data));
+    return () => { // once, when the element goes away
+      view.leave();
+      views.delete(parentElement);
+    };
+  };
+}
+
+function made(tag, name, parent, text) {
+  const node = document.createElement(tag);
+  if (name) node.className = name;
+  if (text !== undefined) node.textContent = text;
+  if (parent) parent.append(node);
+  return node;
+}
+
+const number = (v) => (Number.isNaN(v) ? "–" : Math.abs(v) >= 0.0005 || v === 0 ? v.toFixed(3) : v.toExponential(1));
+
+// Tells the other elements of the page which token a person points at (null: none), and hears it from them. `other`: a second one,
+// as the key that a query looks at.
+class Pointing {
+  constructor(from, mark) {
+    this.from = from;
+    this.last = [null, null];
+    this.hear = ({ detail }) => detail && detail.from !== from && mark(detail.index ?? null, detail.other ?? null);
+    document.addEventListener("workbench:token", this.hear);
+  }
+
+  tell(index, other = null) {
+    if (index === this.last[0] && other === this.last[1]) return;
+    this.last = [index, other];
+    document.dispatchEvent(new CustomEvent("workbench:token", { detail: { index, other, from: this.from } }));
+  }
+
+  leave() {
+    this.tell(null);
+    document.removeEventListener("workbench:token", this.hear);
+  }
+}

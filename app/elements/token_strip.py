@@ -1,0 +1,98 @@
+"""The token strip: a prompt's tokens as coloured chips, of which one is chosen; click, arrow keys and hover.
+
+    at = token_strip.asked("position", "After which token", len(tokens), default=len(tokens) - 1)
+    token_strip.draw(tokens, key="position", label="After which token", colours=loss, unit="nats", chosen=at)
+
+The address holds what is chosen. What a person points at is told to the other elements of the page, which mark that token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import streamlit as st
+
+from app import widgets
+from app.elements.common import element, ink, table
+from workbench.errors import BadData
+from workbench.plots.style import SEQUENTIAL
+from workbench.views.attention import short
+
+LONGEST = 24
+"""Characters of a token on its chip; the tooltip has all of them."""
+COLOURS = 64
+TOP = 95  # percentile of the values where the colours end
+_element = element("token_strip")
+
+
+def draw(
+    tokens: Sequence[str], *, key: str, label: str, colours: Sequence[float] | np.ndarray | None = None, unit: str = "",
+    chosen: int | None = None, first: int = 0, clears: Sequence[str] = (), none: bool = False,
+) -> None:  # fmt: skip
+    """Draw a prompt's tokens [T], as `Source.tokens` writes them; the one a person chooses is written into the address.
+
+    `key`: the address's key, whose value is a position: `first` for the first token shown. `chosen` is a position too.
+    `colours`: a number for each token [T] in `unit`, from 0 up; those that are not finite leave theirs without a colour.
+    `clears`: keys that leave the address with the old choice. `none`: a click on the chosen token takes `key` out.
+    Raises `BadData` for no tokens, another number of colours than of tokens, and a chosen position that is not shown.
+    """
+    data = packed(tokens, key=key, label=label, colours=colours, unit=unit, chosen=chosen, first=first, none=none)
+    write = functools.partial(_write, key, range(first, first + len(tokens)), tuple(clears), none)
+    _element(key=_name(key), data=data, on_asked_change=write)
+
+
+def asked(key: str, label: str, count: int, *, first: int = 0, default: int | None = None) -> int | None:
+    """The position that the address has under `key`, of the `count` from `first`; where it has none of them, the default.
+
+    What the address asks in vain is ignored, with a word on the page.
+    """
+    text = st.query_params.get(key)
+    positions = {str(i): i for i in range(first, first + count)}
+    if text is not None and text not in positions:
+        widgets.warn_ignored(label)
+    return positions.get(text or "", default)
+
+
+def packed(
+    tokens: Sequence[str], *, key: str, label: str, colours: Sequence[float] | np.ndarray | None = None, unit: str = "",
+    chosen: int | None = None, first: int = 0, none: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything the strip shows, as plain values; arguments and errors as of `draw`."""
+    if not tokens:
+        raise BadData("a strip of no tokens; give at least one")
+    if chosen is not None and chosen not in range(first, first + len(tokens)):
+        raise BadData(f"position {chosen} is not on the strip, which has {first} to {first + len(tokens) - 1}")
+    values = np.full(len(tokens), np.nan) if colours is None else np.asarray(colours, dtype=float)
+    if values.shape != (len(tokens),):
+        raise BadData(f"colours of shape {list(values.shape)} for {len(tokens)} tokens; give one number for each")
+    texts = [short(token, LONGEST) for token in tokens]
+    finite = np.isfinite(values)
+    return {
+        "key": key, "label": label, "unit": unit, "first": first, "chosen": chosen, "none": none, "tokens": texts,
+        "cut": {str(i): tokens[i] for i, text in enumerate(texts) if text != tokens[i]},
+        "values": [float(f"{v:.5g}") if ok else None for v, ok in zip(values, finite, strict=True)],
+        "top": _top(values[finite]), "colours": [["#{:02x}{:02x}{:02x}".format(*c), ink(c)] for c in table(SEQUENTIAL, COLOURS)],
+    }  # fmt: skip
+
+
+def _top(values: np.ndarray) -> float | None:
+    """Where the colours end, in two digits: a few large values take none from the others. None without values."""
+    if not values.size:
+        return None
+    top = np.percentile(values, TOP)
+    return float(f"{top if top > 0 else max(values.max(), 0.0) or 1.0:.2g}")
+
+
+def _write(key: str, positions: range, clears: tuple[str, ...], none: bool) -> None:
+    match (st.session_state.get(_name(key)) or {}).get("asked"):
+        case {"token": None} if none:
+            widgets.update_url(**dict.fromkeys((*clears, key)))
+        case {"token": int(position)} if position in positions:
+            widgets.update_url(**dict.fromkeys(clears), **{key: position})
+
+
+def _name(key: str) -> str:
+    return f"strip_{key}"

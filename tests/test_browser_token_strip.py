@@ -1,0 +1,158 @@
+"""The token strip in a real browser: click, keys, hover across elements, long prompts, hostile tokens, and going away."""
+
+from __future__ import annotations
+
+import re
+
+import browsing
+import dashboard
+import numpy as np
+import pytest
+
+from app.elements import common, token_strip
+
+pytestmark = pytest.mark.slow
+A, TEXT = "a=text-resformer-s0", "prompt=return%20sum(values)"
+HEARD = "window.heard = []; document.addEventListener('workbench:token', (e) => window.heard.push(e.detail))"
+ALONE = """
+async ([script, style]) => {
+  const { default: element } = await import(URL.createObjectURL(new Blob([script], { type: 'text/javascript' })));
+  const place = () => document.body.appendChild(document.createElement('div')).attachShadow({ mode: 'open' });
+  const strips = {};
+  window.told = [];
+  window.show = (data) => {
+    if (!strips[data.key]) (strips[data.key] = place()).appendChild(document.createElement('style')).textContent = style;
+    const parentElement = strips[data.key], begin = performance.now();
+    window.leave = element({ data, parentElement, setTriggerValue: (_, wish) => window.told.push([data.key, wish.token]) });
+    parentElement.querySelector('.tokens').offsetHeight; // laid out too
+    return performance.now() - begin;
+  };
+}
+"""
+"""The element on an empty page: `show(data)` gives milliseconds, `leave()` takes the last one away."""
+
+
+@pytest.fixture(scope="module")
+def server(populated, tmp_path_factory):
+    """The dashboard's address."""
+    with browsing.served(dashboard.copied(populated, tmp_path_factory.mktemp("copied") / "runs")) as url:
+        yield url
+
+
+@pytest.fixture
+def at(browser, server):
+    """`at("prompt?...")`: that page, once a token can be chosen or pointed at; nothing may go wrong in it until the test ends."""
+    context, wrong = browser.new_context(viewport={"width": 1280, "height": 900}), []
+
+    def go(address):
+        page = browsing.watched(context.new_page(), server, wrong, wrong)
+        page.goto(f"{server}/{address}")
+        page.locator(".token.chosen, .map canvas").first.wait_for()
+        browsing.settled(page, 0)
+        return page
+
+    yield go
+    context.close()
+    assert not wrong
+
+
+@pytest.fixture
+def alone(browser):
+    """A page with nothing but strips, as `ALONE` makes them."""
+    page, wrong = browser.new_page(viewport={"width": 900, "height": 600}), []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    script, style = ((common.HERE / name).read_text() for name in ("token_strip.js", "token_strip.css"))
+    page.evaluate(ALONE, [(common.HERE / "common.js").read_text() + script, style])
+    yield page
+    page.close()
+    assert not wrong
+
+
+def test_a_click_and_the_keys_choose_and_back_undoes_it(at):
+    page = at(f"prompt?{A}&{TEXT}&position=2&show=who&target=5")
+    tokens = page.locator(".token")
+    assert tokens.nth(2).get_attribute("aria-selected") == "true"
+    tokens.nth(4).click()
+    page.wait_for_url(re.compile("position=4"))
+    assert "target=" not in page.url, "a likely token after another one"
+    browsing.settled(page, 1)
+    page.go_back()
+    page.wait_for_url(re.compile("position=2.*target=5|target=5.*position=2"))
+    page.locator(".token.chosen", has_text=tokens.nth(2).inner_text()).wait_for()
+    tokens.nth(2).focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert "position=2" in page.url, "nothing is asked before the keys rest"
+    page.wait_for_url(re.compile("position=5"))
+    browsing.settled(page, 1)
+    assert page.evaluate("document.activeElement.shadowRoot.activeElement.dataset.i") == "5", "the focus stays"
+    assert page.locator('.token[tabindex="0"]').count() == 1
+    page.keyboard.press("Home")
+    page.wait_for_url(re.compile("position=0"))
+    browsing.settled(page, 1)
+    page.go_back()
+    page.wait_for_url(re.compile("position=5"))  # not the ones that were passed
+
+
+def test_a_token_pointed_at_elsewhere_is_marked_in_the_attention_map_which_tells_its_own(at):
+    page = at(f"attention?{A}&{TEXT}&layer=0&head=0&queries=2-6&keys=0-4")
+    page.evaluate(HEARD)
+    point = (
+        "(index) => document.dispatchEvent(new CustomEvent('workbench:token', { detail: { index, from: 'position' } }))"
+    )
+    bands, box = page.locator(".map .band"), page.locator(".map").first
+    page.evaluate(point, 3)
+    side = box.bounding_box()
+    row, column = (bands.nth(i).bounding_box() for i in range(2))
+    assert row["y"] - side["y"] == pytest.approx(side["height"] * 1 / 5, abs=1), "query 3 is the second row shown"
+    assert column["x"] - side["x"] == pytest.approx(side["width"] * 3 / 5, abs=1)
+    page.evaluate(point, 5)
+    assert (bands.nth(0).is_visible(), bands.nth(1).is_visible()) == (True, False), "no such key is shown"
+    page.evaluate(point, None)
+    assert page.locator(".map .band:visible").count() == 0
+    page.evaluate("window.heard = []")
+    box.hover(position={"x": 1.5 * side["width"] / 5, "y": 2.5 * side["height"] / 5})
+    assert page.evaluate("window.heard") == [{"index": 4, "other": 1, "from": "attention"}]
+    page.evaluate(point, 3)
+    page.evaluate(point, None)
+    assert page.locator(".map .band:visible").count() == 2, "its own cell again"
+    page.mouse.move(5, 5)
+    assert page.evaluate("window.heard.at(-1)") == {"index": None, "other": None, "from": "attention"}
+
+
+def test_a_long_prompt_is_drawn_at_once_and_shows_the_chosen_token(alone):
+    rng = np.random.default_rng(0)
+    tokens = [f"·token{i}" if i % 40 else "↵" for i in range(1700)]
+    data = token_strip.packed(tokens, key="p", label="x", colours=rng.gamma(1.0, 2.0, 1700), unit="nats", chosen=1500)
+    took = [alone.evaluate("show", data), alone.evaluate("show", data | {"chosen": 7})]
+    print("drawn and chosen again in ms:", *(round(ms, 1) for ms in took))
+    assert took[0] < 300
+    assert took[1] < 50
+    assert alone.locator(".strip").bounding_box()["height"] <= 92
+    for i in (7, 1500):
+        alone.evaluate("show", data | {"chosen": i})
+        chip, box = (alone.locator(place).bounding_box() for place in (".token.chosen", ".tokens"))
+        assert box["y"] <= chip["y"] <= chip["y"] + chip["height"] <= box["y"] + box["height"]
+
+
+def test_strips_hear_each_other_until_they_go_and_tokens_are_only_text(alone):
+    hostile = ["<img src=x onerror=e()>", "</span><b>", "\u202e\U0001f600", "&lt;", "x" * 60]
+    first = token_strip.packed(hostile, key="a", label="x", colours=[1, 2, 3, np.nan, 5], unit="nats", chosen=4)
+    other = token_strip.packed(hostile[2:], key="b", label="x", chosen=4, first=2, none=True)
+    alone.evaluate("show", first)
+    alone.evaluate("show", other)
+    assert alone.locator(".token").all_inner_texts()[:4] == hostile[:4]
+    assert alone.locator("img, b").count() == 0
+    assert alone.locator(".token").nth(4).get_attribute("title") == f"position 4\n{'x' * 60}\n5.000 nats"
+    alone.evaluate(HEARD)
+    alone.locator(".token").nth(3).hover()
+    assert alone.locator(".token.pointed").all_inner_texts() == ["&lt;", "&lt;"]
+    assert alone.evaluate("window.heard.map((e) => [e.index, e.from])") == [[3, "a"]]
+    alone.locator(".token").nth(7).click()  # the chosen one of the second, which may have none
+    alone.locator(".token").nth(5).click()
+    alone.locator(".token").nth(4).click()  # the chosen one of the first
+    assert alone.evaluate("window.told") == [["b", None], ["b", 2]]
+    alone.evaluate("window.leave()")
+    alone.locator(".token").nth(3).hover()
+    assert alone.locator(".token.pointed").count() == 1

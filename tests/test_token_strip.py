@@ -1,0 +1,98 @@
+"""The token strip without a browser: what travels, what is refused, what a choice writes into the address."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import streamlit as st
+
+from app import widgets
+from app.elements import token_strip
+from app.elements.common import ink, table
+from workbench.errors import BadData
+
+TOKENS = ["def", "·mean", "↵", "x" * 60]
+
+
+def strips(at):
+    """What the page's strips were sent."""
+    return [json.loads(e.proto.json) for e in at.get("bidi_component")]
+
+
+def test_long_tokens_are_cut_but_kept_and_what_is_not_finite_has_no_colour():
+    data = token_strip.packed(
+        TOKENS, key="position", label="x", colours=[np.nan, 1.23456789, np.inf, 0], chosen=9, first=7
+    )
+    assert data["tokens"] == [*TOKENS[:3], "x" * 23 + "…"]
+    assert data["cut"] == {"3": TOKENS[3]}
+    assert data["values"] == [None, 1.2346, None, 0.0]
+    assert (data["first"], data["chosen"]) == (7, 9)
+    json.dumps(data, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "top"),
+    [([*range(100), 1e6], 95.0), ([0, 0, 6.24], 5.6), ([0.0, 0.0], 1.0), ([-2.0, -1.0], 1.0), ([0] * 99 + [3], 3.0),
+     ([np.nan], None), (None, None)],
+)  # fmt: skip
+def test_the_colours_end_where_all_but_a_few_values_do(values, top):
+    tokens = ["a"] * (1 if values is None else len(values))
+    assert token_strip.packed(tokens, key="k", label="x", colours=values)["top"] == top
+
+
+@pytest.mark.parametrize(
+    ("tokens", "given", "word"),
+    [
+        ([], {}, "no tokens"),
+        (TOKENS, {"chosen": 4}, "0 to 3"),
+        (TOKENS, {"chosen": 0, "first": 1}, "1 to 4"),
+        (TOKENS, {"colours": [1.0]}, "for 4 tokens"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(tokens, given, word):
+    with pytest.raises(BadData, match=word):
+        token_strip.draw(tokens, key="position", label="x", **given)
+
+
+def test_ink_can_be_read_on_every_colour():
+    def light(colour):
+        share = np.asarray(colour) / 255
+        return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
+
+    for scale in ("Cividis", "RdBu_r", "Greys"):
+        for ground in table(scale):
+            a, b = sorted((light(ground), float(ink(ground) == "#ffffff")))
+            assert (b + 0.05) / (a + 0.05) >= 4.5
+
+
+@pytest.mark.parametrize(
+    ("told", "none", "written"),
+    [
+        ({"token": 8}, False, {"target": None, "position": 8}),
+        ({"token": None}, True, {"target": None, "position": None}),
+        ({"token": None}, False, None),
+        ({"token": 11}, False, None),
+        ({"token": "8"}, False, None),
+        (None, True, None),
+    ],
+)
+def test_a_choice_is_written_into_the_address_and_nothing_else(monkeypatch, told, none, written):
+    found = []
+    monkeypatch.setattr(st, "session_state", {"strip_position": {"asked": told}})
+    monkeypatch.setattr(widgets, "update_url", lambda **changes: found.append(changes))
+    token_strip._write("position", range(7, 11), ("target",), none)
+    assert found == ([] if written is None else [written])
+
+
+def test_the_prompt_page_colours_its_tokens_by_surprise(browse, populated):
+    at = browse(populated, "prompt", a="text-resformer-s0", prompt="return values now", position="3")
+    (strip,) = strips(at)
+    assert (strip["chosen"], strip["first"], strip["none"]) == (3, 0, False)
+    assert strip["values"][0] is None
+    assert all(v > 0 for v in strip["values"][1:])
+    for wish in ("99", "-1", "<b>", "03"):
+        at = browse(populated, "prompt", a="text-resformer-s0", prompt="return values now", position=wish)
+        assert any("after which token" in i.value for i in at.info)
+        assert strips(at)[0]["chosen"] == len(strip["tokens"]) - 1
