@@ -61,6 +61,7 @@ const cellOf = (edges, token) => { // the cell of a token, null where the map do
   const after = edges.findIndex((first) => first > token);
   return after < 1 ? null : after - 1;
 };
+const tall = () => window.innerHeight - 260; // what is left below the header and the controls
 const signed = (v) => (v > 0 ? "+" : "") + number(v);
 
 // ---- drawing --------------------------------------------------------------------------------------------------------
@@ -170,7 +171,8 @@ class View {
     shown.forEach((panel, i) => {
       const [layers, heads, rows, columns] = panel.shape, box = made("div", "panel", row);
       if (panels.length > 1) made("h5", "", box, panel.title);
-      const size = Math.max(12, Math.min(104, Math.floor((each - 22) / heads)));
+      const high = Math.max(SMALL, Math.floor((Math.min(620, tall()) - 60) / layers)); // all layers are seen at once where they can be
+      const size = Math.max(12, Math.min(104, high, Math.floor((each - 22) / heads)));
       const limit = panel.signed ? largest(panel.tiles) || 1 : top;
       const grid = made("div", "grid", box), canvas = made("canvas", "", grid);
       box.style.width = `${Math.max(size * heads + 22, Math.min(each, 256))}px`;
@@ -280,7 +282,7 @@ class View {
     const row = made("div", "panels", this.maps);
     const ticked = panels.filter((_, i) => i === 0 || !minus).length; // the same tokens are named once
     const side = Math.floor((width - ticked * TICKS - GUTTER * (panels.length - 1) - 4) / panels.length);
-    this.side = Math.max(120, Math.min(620, side));
+    this.side = Math.max(120, Math.min(620, tall() - 60, side));
     const top = whole ? 1 : Math.max(...panels.filter((p) => !p.signed).map((p) => p.scale[1]));
     const most = Math.max(...panels.filter((p) => !p.signed).map((p) => Math.max(largest(p.received), largest(p.received_evenly))));
     panels.forEach((panel, i) => this.drawMap(row, panel, i, top, most, i === 0 || !minus));

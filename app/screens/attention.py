@@ -40,14 +40,9 @@ def _body(link: Link) -> None:
     choice, found = attention.seen(source, link)
     with strip:
         token_strip.draw(
-            choice.tokens[0],
-            key="lock",
-            label=HELD,
-            chosen=choice.lock,
-            none=True,
-            unit="of attention" if found[0].row is not None else "received",
-            colours=attention.per_token(found[0]),
-        )
+            choice.tokens[0], key="lock", label=HELD, chosen=choice.lock, none=True, colours=attention.per_token(found[0]),
+            unit="received" if choice.lock is None else "of its attention",
+        )  # fmt: skip
     caption = f"{attention.where(choice, found)}; {', '.join(s.subject.title for s in found)}"
     element.draw(choice, found, f"Attention: {caption}")
     _numbers(choice, found)
