@@ -15,7 +15,7 @@ from app.links import address, command
 from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.plots.browser import find_browser
-from workbench.views import Drawing, Link, depth
+from workbench.views import Drawing, Link, depth, pins
 from workbench.views.base import View, timelapse
 from workbench.views.writing import picture
 
@@ -38,6 +38,7 @@ def menu(
             if about:
                 st.markdown(about)
             _files(drawing, name)
+            _keep(view, link)
             _again(view, link)
             _definition(drawing, name)
             if st.toggle("Play over checkpoints", key=f"play_{name}"):
@@ -75,6 +76,20 @@ def _picture(drawing: Drawing, ending: str, background_colour: str) -> bytes:
         return picture(drawing.figure, Path(folder) / f"figure.{ending}", background=background_colour).read_bytes()
 
 
+def _keep(view: View, link: Link) -> None:
+    """Pin the view with a note; the page of kept views redraws it."""
+    name, folder = view.__name__, cached_source().folder
+    left, right = st.columns([4, 1], vertical_alignment="bottom")
+    note = left.text_input("Note", key=f"note_{name}", max_chars=pins.MAX_NOTE, placeholder="why this is worth keeping")
+    if right.button("Keep", icon=":material/push_pin:", key=f"keep_{name}", width="stretch"):
+        try:
+            pins.keep(folder, link, name, note)
+        except WorkbenchError as error:
+            st.warning(widgets.escaped(error))
+        else:
+            st.toast("Kept; see the page Kept.", icon=":material/push_pin:")
+
+
 def _again(view: View, link: Link) -> None:
     """The same figure elsewhere: as a link, from a terminal, in a notebook."""
     name = view.__name__
@@ -84,8 +99,8 @@ def _again(view: View, link: Link) -> None:
     st.code(command(link, f"--only {name} --out {name}.svg"), language=None, wrap_lines=True)
     st.caption("Notebook cell")
     st.code(
-        "from workbench.views import Link, Source, drawings\n\n"
-        f"source, link = Source({str(cached_source().folder)!r}), Link.parse({str(link)!r})\n"
+        "from pathlib import Path\n\nfrom workbench.views import Link, Source, drawings\n\n"
+        f"source, link = Source(Path({str(cached_source().folder)!r})), Link.parse({str(link)!r})\n"
         f"[(_, drawing)] = drawings(source, link, {name!r})\n"
         "drawing.figure  # and drawing.table",
         language="python", wrap_lines=True,

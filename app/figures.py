@@ -20,20 +20,22 @@ from workbench.errors import WorkbenchError
 from workbench.views import Drawing, Link, Source
 from workbench.views.base import View
 
-FOLLOW_RUNS = ("training", "depth", "prompt", "intervene")
+FOLLOW_RUNS = ("training", "depth", "heads", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
 OF_MODELS = ("attention", "prompt", "intervene")
 """Pages that read models A and B, and no other run."""
-CONFIG = plots.CONFIG | {"modeBarButtonsToRemove": ["toImage"]}
-"""Pictures are in a figure's menu, in the ink of paper whatever the theme."""
+CONFIG = plots.CONFIG | {"displayModeBar": False}
+"""Pictures are in a figure's menu, in the ink of paper whatever the theme; a drag zooms, a double click goes back."""
 MAX_DRAWINGS, MAX_ROWS = 96, 400_000  # figures kept, rows behind all of them
 
 
-def show(view: View, link: Link, *, about: str = "", long: str | None = None) -> Drawing | None:
+def show(
+    view: View, link: Link, *, about: str = "", long: str | None = None, take: Callable[[Any], None] | None = None
+) -> Drawing | None:
     """A view with its menu; None where it cannot be drawn (and why, on the page).
 
     `about`: how the figure is read, for its menu. `long`: what the work is called where it may take more than a moment; it then
-    shows progress and can be cancelled.
+    shows progress and can be cancelled. `take`: called with the custom data of a point that is clicked.
     """
     name, source = view.__name__, cached_source()
     try:
@@ -50,7 +52,7 @@ def show(view: View, link: Link, *, about: str = "", long: str | None = None) ->
         return None
     for run, why in source.problems.items():
         st.warning(f"{widgets.escaped(run)} is left out: {widgets.escaped(why)}", icon=":material/broken_image:")
-    _whole(view, link, drawing, about)
+    _whole(view, link, drawing, about, take)
     return drawing
 
 
@@ -105,19 +107,30 @@ def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: ba
     return view(source, link)
 
 
-def _figure(drawing: Drawing, key: str) -> None:
+def _figure(drawing: Drawing, key: str, take: Callable[[Any], None] | None = None) -> None:
     figure = drawing.figure
     figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
-    st.plotly_chart(figure, width="stretch", key=key, config=CONFIG, alt=plots.alt_text(figure))
+
+    def clicked() -> None:
+        for point in st.session_state[key]["selection"]["points"][:1]:
+            if take is not None and point.get("customdata") is not None:
+                take(point["customdata"])
+
+    st.plotly_chart(
+        figure, width="stretch", key=key, config=CONFIG, alt=plots.alt_text(figure), on_select=clicked if take else "ignore",
+        selection_mode="points",
+    )  # fmt: skip
 
 
-def _whole(view: View, link: Link, drawing: Drawing, about: str = "") -> None:
+def _whole(
+    view: View, link: Link, drawing: Drawing, about: str = "", take: Callable[[Any], None] | None = None
+) -> None:
     """A figure, its menu in its corner, and the sentence that reads it."""
     name = view.__name__
     with st.container(key=f"whole_{name}", gap=None):
         with st.container(key=f"corner_{name}", horizontal=True, horizontal_alignment="right"):
             menu(view, link, drawing, about, (name, *_state(cached_source(), link)), _figure)
-        _figure(drawing, f"figure_{name}")
+        _figure(drawing, f"figure_{name}", take)
         if drawing.sentence:
             st.markdown(widgets.escaped(drawing.sentence))
     st.session_state["drawn"].append(Drawn(link, drawing.table))

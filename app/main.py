@@ -18,12 +18,14 @@ SIDEBAR_PX = 220
 def main() -> None:
     st.set_page_config(page_title="workbench", page_icon="🔬", layout="wide", initial_sidebar_state=SIDEBAR_PX)
     pages = {name: _streamlit_page(name) for name in PAGES}
-    page = st.navigation(list(pages.values()), position="hidden")
+    kept = st.Page("screens/kept.py", title="Kept", icon=":material/push_pin:", url_path="kept")
+    page = st.navigation([*pages.values(), kept], position="hidden")
     with st.sidebar:
         st.subheader("workbench")
         for name, described in PAGES.items():
             icon = f":material/{described.icon}:"
             widgets.page_link(name, described.title, icon, described.about, target=pages[name])
+        widgets.page_link("kept", "Kept", ":material/push_pin:", "Views that were kept, with their notes", target=kept)
     widgets.warn_of_unknown_keys()
     page.run()
     _problems()

@@ -17,7 +17,7 @@ from workbench.views import Link
 
 FIRST = 8  # series drawn where none were chosen
 MODEL_PX, STEP_PX = 170, 120
-OF_ALL_RUNS = ("training",)
+OF_ALL_RUNS = ("training", "heads")
 """Pages that show all models of the experiment unless two are compared."""
 
 
@@ -117,8 +117,7 @@ def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:
 
 def _titled(runs: list[Entry]) -> str:
     """An experiment in the few words that a select box shows; its title stands below."""
-    first, many = runs[0], f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
-    return f"{first.kind}: {many}" if first.kind == "recorded" else f"{first.kind}: {first.n_layers} layers, {many}"
+    return f"{runs[0].kind}: {len(runs)} run{'s' if len(runs) > 1 else ''}"
 
 
 def _run_words(entries: dict[str, Entry]) -> Callable[[str], str]:

@@ -75,7 +75,7 @@ class FrontEnd:
             return Response(body, media_type=kind, headers={"Cache-Control": "public, immutable, max-age=31536000"})
         if path == "/start":  # the first page has no name in its address
             return RedirectResponse("/?" + scope["query_string"].decode("latin-1"), 307)
-        if path.strip("/") in ("", *PAGES):
+        if path.strip("/") in ("", "kept", *PAGES):
             return Response(_document(), media_type="text/html", headers={"Cache-Control": "no-cache"})
         return None
 

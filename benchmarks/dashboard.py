@@ -39,7 +39,7 @@ from playwright.sync_api import Error, Page, sync_playwright
 from workbench.runs.run import Run
 from workbench.views.prompt import LENS
 
-CLICK, PAINT, PROMPT = 0.5, 1.0, 1.5  # seconds
+CLICK, PAINT, PROMPT = 0.5, 1.0, 1.0  # seconds
 BYTES, MEMORY = 1_000_000, 1024  # of a view; MiB of the server
 REPEATS, TOKENS = 3, 512
 ROOT = Path(__file__).parent.parent
@@ -290,15 +290,14 @@ def two_models(found: Findings, repeats: int) -> None:
         generate(runs, series=2, seeds=1, checkpoints=2)
         tokenizer = Run.open(runs / "text-resformer-s0").tokenizer
         with serving(runs) as (address, process), chromium(process) as new:
-            for name, figures in (("prompt", 2), ("attention", 0), ("intervene", 3)):
+            for name, figures in (("prompt", 2), ("attention", 0), ("intervene", 1)):
                 browser, changes = new(), []
                 both = "compare=1&a=text-resformer-s0&b=text-transformer-s0"
                 browser.open(f"{address}/{name}?{both}", figures)
                 for turn in range(repeats + 1):
                     text = tokenizer.decode(tokenizer.encode(prose(2000, seed=turn + 1))[:TOKENS])
                     changes.append(browser.after(functools.partial(ask, browser.page, text), figures))
-                limit = None if name == "intervene" else PROMPT  # it runs the models once more for each layer
-                found.changes(f"{name}: {TOKENS} new tokens through two models", changes[1:], limit)
+                found.changes(f"{name}: {TOKENS} new tokens through two models", changes[1:], PROMPT)
                 browser.page.context.close()
             browser = new()
             browser.open(f"{address}/prompt?show=layers&compare=1&a=text-resformer-s0&b=text-transformer-s0", 1)

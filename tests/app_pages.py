@@ -13,12 +13,13 @@ DEEP = {
     "training": {"show": "gradients", "models": "svformer,resformer", "a": "text-resformer-s1"},
     "depth": {"metric": "importance_entropy", "models": "svformer,resformer", "seed": "1", "a": "text-resformer-s1"},
     "attention": {"layer": "0", "head": "1", "a": "text-resformer-s1", "step": "8", "prompt": "return values"},
+    "heads": {"metric": "sink_mass", "end": "lowest", "a": "text-resformer-s1", "layer": "1", "head": "0"},
     "prompt": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "position": "1", "show": "layers", "quantity": "rank"},
     "intervene": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "show": "sweep", "sweep": "remove:part=mlp"},
 }  # fmt: skip
 """A link to each page that says more than the defaults."""
-FIGURES = {"start": 0, "training": 2, "depth": 1, "attention": 0, "prompt": 1, "intervene": 1}
-"""Figures of those links on a folder that has everything; the attention page draws itself."""
+FIGURES = {"start": 0, "training": 2, "depth": 1, "attention": 0, "heads": 2, "prompt": 1, "intervene": 1}
+"""Figures of those links on a folder that has everything; the attention page draws itself, and the text of these runs is not there."""
 COMPARE = {"compare": "1", "a": "text-resformer-s0", "b": "text-transformer-s1", "step": "20", "step_b": "0"}
 
 

@@ -99,9 +99,9 @@ def settled(page, figures=1):
 
 
 def files_of(page, view):
-    """Open what is beneath a figure; the part of the page that holds it."""
-    panel = page.locator(f".st-key-open_{view}")
-    panel.locator("summary").click()
+    """Open the menu of a figure; the part of the page that holds it."""
+    page.locator(f".st-key-open_{view} button").first.click()
+    panel = page.locator('[data-testid="stPopoverBody"]')
     panel.get_by_role("button", name="Numbers (CSV)").wait_for()
     return panel
 

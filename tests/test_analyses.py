@@ -280,8 +280,8 @@ def test_figures_are_drawn_as_pictures_too(three, tmp_path):
         drawn = page.with_suffix(".png").read_bytes()
         assert drawn.startswith(b"\x89PNG")
         width, height = (int.from_bytes(drawn[i : i + 4], "big") for i in (16, 20))
-        assert width == 2 * WIDTH
-        assert height >= 2 * 300
+        assert width == 3 * WIDTH
+        assert height >= 3 * 300
         vector = page.with_suffix(".svg").read_text()
         assert vector.startswith("<svg")
         assert "ResFormer" in vector

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -27,8 +28,8 @@ def page(browse):
 
 
 COVERING = {
-    "populated": set(DEEP), "empty": {"start", "training"}, "missing": {"prompt"}, "one": {"depth", "intervene"},
-    "damaged": {"start", "attention"}, "half_written": {"training", "depth", "prompt"}, "foreign": {"start", "intervene"},
+    "populated": set(DEEP), "empty": {"start", "training"}, "missing": {"prompt"}, "one": {"depth", "heads", "intervene"},
+    "damaged": {"start", "attention", "heads"}, "half_written": {"training", "depth", "prompt"}, "foreign": {"start", "intervene"},
 }  # fmt: skip
 """Of each kind of folder the pages that read of it what no other page does; the rest is slow."""
 
@@ -302,3 +303,14 @@ def test_no_page_writes_raw_html_and_pages_stay_short():
     for path in (APP / "screens").glob("*.py"):
         assert "import torch" not in path.read_text()
         assert len(path.read_text().splitlines()) <= 120
+
+
+def test_a_model_shown_by_default_that_goes_away_is_announced(page, populated, tmp_path):
+    folder = dashboard.copied(populated, tmp_path / "runs")
+    at = page(folder, "depth")
+    gone = at.selectbox(key="w_a").value
+    shutil.rmtree(folder / gone)
+    at.run()
+    shown = at.selectbox(key="w_a").value
+    assert shown != gone
+    assert [t.value for t in at.toast] == [f"Model A: {gone} is no longer there; {shown} is shown."]

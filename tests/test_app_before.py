@@ -21,6 +21,7 @@ RUN, PROMPT = "resformer-before-s0", "abcdef"
 LINKS = {
     "start": {"show": "here"}, "training": {"show": "loss"}, "depth": {"metric": "importance_entropy"},
     "attention": {"layer": "2", "head": "1", "prompt": PROMPT}, "prompt": {"show": "next", "prompt": PROMPT},
+    "heads": {"metric": "sink_mass"},
     "intervene": {"edits": "remove:part=mlp,layer=1", "sweep": "remove:part=mlp", "prompt": PROMPT},
 }  # fmt: skip
 
@@ -96,7 +97,7 @@ def test_depth_draws_every_stored_measure_and_its_difference_between_steps(brows
 
 
 def test_attention_sends_the_models_pattern(browse, before, computed):
-    (element,) = shown(browse, before, "attention").get("bidi_component")
+    (element,) = (e for e in shown(browse, before, "attention").get("bidi_component") if e.proto.bytes)
     data = element.proto.bytes
     end = 4 + int.from_bytes(data[:4], "little")
     (panel,) = json.loads(data[4:end])["panels"]

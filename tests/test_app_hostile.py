@@ -100,7 +100,7 @@ BOTH, MARKUP = {"compare": "1"}, {"prompt": HOSTILE["markup"]}
 LOOKS = [
     ("start", {"show": "verdicts"}), ("start", {"show": "demo"}), ("start", {"show": "model"} | BOTH), ("training", {}),
     ("training", {"show": "gradients"}), ("training", {"show": "coefficients"}), ("training", {"show": "loss"} | BOTH),
-    ("depth", {}), ("depth", BOTH), ("attention", MARKUP), ("attention", BOTH | MARKUP), ("prompt", {}),
+    ("depth", {}), ("depth", BOTH), ("attention", MARKUP), ("attention", BOTH | MARKUP), ("heads", {}), ("heads", BOTH), ("prompt", {}),
     ("prompt", {"show": "layers"} | MARKUP), ("prompt", {"show": "who"} | MARKUP), ("prompt", {"show": "carries"} | BOTH | MARKUP),
     ("intervene", MARKUP), ("intervene", BOTH | MARKUP),
 ]  # fmt: skip

@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 import browsing
 import dashboard
@@ -26,13 +27,13 @@ from workbench.runs.run import Run
 
 pytestmark = pytest.mark.slow
 PAGES = {
-    "?show=demo": 4, "?show=here": 0, "training": 3, "depth": 1, "attention?a=text-resformer-s0": 0,
+    "?show=demo": 4, "?show=here": 0, "training": 3, "depth": 1, "attention?a=text-resformer-s0": 0, "heads?a=race-svformer-s0": 3,
     "prompt?a=text-resformer-s0": 2, "prompt?show=layers": 1, "prompt?show=who": 1, "prompt?show=carries": 2,
-    "intervene?a=text-resformer-s0": 3,
+    "intervene?a=text-resformer-s0": 1, "prompt?show=follow": 1, "kept": 0,
 }  # fmt: skip
 """Address -> figures at least; the attention page draws itself."""
 BOTH = "compare=1&a=text-resformer-s0&b=text-transformer-s0&step=20&step_b=20"
-COMPARED = {"training": 2, "depth": 1, "attention": 0, "prompt": 2, "intervene": 3}
+COMPARED = {"training": 2, "depth": 1, "attention": 0, "heads": 2, "prompt": 2, "intervene": 1}
 LONG = 60  # checkpoints of one run, for work that takes long enough to be cancelled
 
 
@@ -140,7 +141,7 @@ def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
     page.locator('[data-testid="stSidebar"]').get_by_role("link", name="Depth").click()
     page.wait_for_url("**/depth?**metric=sink_mass**")
     settled(page)
-    page.get_by_text("Compare with a second model or step").click()
+    page.get_by_text("Compare", exact=True).click()
     page.wait_for_url("**compare=1**")
     settled(page)
     pick(page, "View", "map: layer by head")
@@ -221,7 +222,7 @@ def test_the_builder_tries_and_adds_edits_and_back_takes_them_out(opened, server
     settled(page, 3)
     first = drawn(page, "figure_effect")
     assert any(first)
-    pick(page, "What", "cut attention to the first token")
+    pick(page, "Change", "cut attention to the first token")
     page.wait_for_url("**kind=sink**")
     page.get_by_role("button", name="Add").click()
     page.wait_for_url("**edits=remove**sink**")
@@ -293,7 +294,7 @@ def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, serv
     assert "Importance entropy" in text
     assert 'role="img"' in text
     assert not re.search(r"<(script|link|img)[^>]* (src|href)=", text)
-    command = shlex.split(panel.locator('[data-testid="stCode"]').first.inner_text())
+    command = shlex.split(panel.locator('[data-testid="stCode"]').nth(1).inner_text())
     assert command[:2] == ["workbench", "view"]
     done = subprocess.run(
         [Path(sys.executable).parent / "workbench", *command[1:]],
@@ -307,15 +308,22 @@ def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, serv
     assert not wrong
 
 
-def test_the_drawer_tells_command_provenance_and_self_check(opened, server, tmp_path):
+def test_share_tells_link_and_command_and_the_drawer_provenance_and_self_check(opened, server, tmp_path):
     page, wrong, _ = opened()
     page.goto(f"{server}/depth?metric=importance_entropy&models=resformer&a=text-resformer-s0")
     settled(page)
+    page.get_by_role("button", name="Share").click()
+    link, command = (
+        page.locator('[data-testid="stPopoverBody"] [data-testid="stCode"]').nth(i).inner_text() for i in (0, 1)
+    )
+    assert link.startswith(f"{server}/depth?")
+    assert {"step", "seed", "view", "site"} & set(dict(parse_qsl(urlsplit(link).query))) >= {"step", "seed", "view"}
+    page.keyboard.press("Escape")
     page.get_by_text("Where this comes from").click()
     drawer = page.locator(".st-key-drawer")
     drawer.get_by_text("Provenance", exact=True).wait_for()
     drawer.locator('[data-testid="stDataFrame"]').wait_for()
-    command = shlex.split(drawer.locator('[data-testid="stCode"]').first.inner_text())
+    command = shlex.split(command)
     done = subprocess.run(
         [Path(sys.executable).parent / "workbench", *command[1:]],
         cwd=tmp_path,

@@ -57,8 +57,8 @@ def pointed(page, row, column, rows, columns, panel=0):
 
 
 def count(page):
-    """Tokens of the prompt: the last tick of the slider."""
-    return int(page.locator('[data-testid="stSlider"]').nth(1).inner_text().split()[-1]) + 1
+    """Tokens of the prompt: those of the strip."""
+    return page.locator(".tokens [role=option]").count()
 
 
 def test_a_click_on_a_head_enlarges_it_and_changes_the_address_and_back_undoes_it(at):
@@ -77,12 +77,12 @@ def test_hover_reads_tokens_and_weight_and_the_future_is_told(at):
     n = count(page)
     box, where = pointed(page, 0, 0, n, n)
     box.hover(position=where)
-    assert page.locator(".readout").inner_text() == "query 0 de → key 0 de: 1.000"
+    assert page.locator(".attention .readout").inner_text() == "query 0 de → key 0 de: 1.000"
     box, where = pointed(page, 2, 5, n, n)
     box.hover(position=where)
-    assert "the future" in page.locator(".readout").inner_text()
+    assert "the future" in page.locator(".attention .readout").inner_text()
     page.mouse.move(5, 5)
-    assert "Point at a cell" in page.locator(".readout").inner_text()
+    assert "Point at a cell" in page.locator(".attention .readout").inner_text()
 
 
 def test_a_held_query_shows_its_row_and_stays_while_the_head_changes(at):
@@ -120,7 +120,7 @@ def test_a_drag_refines_a_window_and_a_double_click_leaves_it(at):
     drawn(page)
     box, where = pointed(page, 0, 0, 4, 4)
     box.hover(position=where)
-    assert page.locator(".readout").inner_text().startswith("query 6 ")
+    assert page.locator(".attention .readout").inner_text().startswith("query 6 ")
     box.dblclick(position=where)
     page.wait_for_url(lambda url: "queries=" not in url and "keys=" not in url and "lock=" not in url)
 
@@ -136,10 +136,10 @@ def test_keys_alone_choose_a_head_read_cells_hold_and_zoom(at):
     drawn(page)
     page.locator(".map").first.focus()
     page.keyboard.press("ArrowDown")  # the last row's first cell
-    assert page.locator(".readout").inner_text().startswith(f"query {n - 1} ")
+    assert page.locator(".attention .readout").inner_text().startswith(f"query {n - 1} ")
     page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowRight")
-    assert re.match(rf"query {n - 2} .* → key 1 ", page.locator(".readout").inner_text())
+    assert re.match(rf"query {n - 2} .* → key 1 ", page.locator(".attention .readout").inner_text())
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile(f"lock={n - 2}"))
     drawn(page)
@@ -161,7 +161,7 @@ def test_two_models_and_their_difference_share_the_pointer(at):
     n = count(page)
     box, where = pointed(page, 5, 2, n, n, panel=2)
     box.hover(position=where)
-    found = re.search(r"A (\S+) B (\S+) A − B (\S+)", page.locator(".readout").inner_text())
+    found = re.search(r"A (\S+) B (\S+) A − B (\S+)", page.locator(".attention .readout").inner_text())
     a, b, minus = (float(v) for v in found.groups())
     assert minus == pytest.approx(a - b, abs=0.0015)
     assert page.locator(".lock:visible").count() == 3
@@ -175,7 +175,7 @@ def test_models_with_other_tokens_are_read_each_in_its_own(at):
     assert page.locator(".map").count() == 2
     box, where = pointed(page, 2, 1, 3, 3, panel=1)  # B reads q, v, z; A reads them twice
     box.hover(position=where)
-    assert re.fullmatch(r"query 2 z → key 1 v: B [0-9.]+", page.locator(".readout").inner_text().strip())
+    assert re.fullmatch(r"query 2 z → key 1 v: B [0-9.]+", page.locator(".attention .readout").inner_text().strip())
     box.click(position=where)
     page.wait_for_timeout(1000)
     assert "lock=" not in page.url
@@ -226,5 +226,5 @@ def test_hostile_tokens_are_only_text(at):
     n = count(page)
     box, where = pointed(page, n - 1, 0, n, n)
     box.hover(position=where)
-    assert "key 0 <" in page.locator(".readout").inner_text()
+    assert "key 0 <" in page.locator(".attention .readout").inner_text()
     assert page.locator(".attention script").count() == 0

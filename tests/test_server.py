@@ -106,7 +106,7 @@ def test_files_of_the_front_end_are_what_lies_on_disk(port, path):
         assert "immutable" in answer.getheader("Cache-Control")
 
 
-@pytest.mark.parametrize("name", ["", "start", "training", "depth", "attention", "prompt", "intervene"])
+@pytest.mark.parametrize("name", ["", "start", "training", "depth", "attention", "heads", "prompt", "intervene"])
 def test_every_page_gets_the_document_that_says_where_the_server_is(port, name):
     told = urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}?a=b", timeout=20)
     body = told.read()

@@ -24,7 +24,7 @@ PAGES = {
     "depth": f"depth?metric=importance_entropy&models=resformer&seed=0&{OF}", "attention": f"attention?layer=1&head=1&{OF}",
     "prompt": f"prompt?show=next&{OF}", "intervene": f"intervene?edits=remove:part%3Dmlp,layer%3D1&{OF}",
 }  # fmt: skip
-FIGURES = {"start": 4, "training": 3, "depth": 1, "attention": 0, "prompt": 2, "intervene": 3}
+FIGURES = {"start": 4, "training": 3, "depth": 1, "attention": 0, "prompt": 2, "intervene": 1}
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def drawn(visit, view):
 
 def sent(visit):
     """Weights of the enlarged head that the attention element gets."""
-    (element,) = visit.of("bidi_component")
+    (element,) = (e for e in visit.of("bidi_component") if e.bytes)
     end = 4 + int.from_bytes(element.bytes[:4], "little")
     (panel,) = json.loads(element.bytes[4:end])["panels"]
     begin, count = panel["weights"]

@@ -53,7 +53,8 @@ def _choices(bare: Link, link: Link) -> Link:
     """What a click, a drag and the keys choose in the element, as boxes and sliders; the rare ones behind a button."""
     found = attention.options(cached_source(), bare)
     layer = widgets.choose("Layer", "layer", list(range(found.layers)), found.layer, width=70)
-    head = widgets.choose("Head", "head", list(range(found.heads)), found.head, width=70)
+    sharp = attention.options(cached_source(), bare.but(layer=layer)).head
+    head = widgets.choose("Head", "head", list(range(found.heads)), sharp, width=70)
     more = st.popover("More", icon=":material/tune:")
     with more:
         queries = widgets.range_slider("Queries: rows shown", "queries", found.length)

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 def sinks(link: Link) -> None:
     """Where attention comes to rest: its course, and the step at which it passes one half."""
+    drawing = show(start.demo.forming, link)
     st.markdown(
         "Every sequence begins with the same *start token*; after that, each symbol hints at the next, and some, the *triggers*, call "
         "for a copy of the symbol before them. A head that copies has nothing to do anywhere else, but its weights must add up to 1. "
         "So it learns to **rest**: to look at the start token, whose value it learns to make small. That is an *attention sink*. "
         "The question is **when** it forms, and whether values shared between layers, or a gate that can close a head, change that."
     )
-    if show(start.demo.forming, link) is None:
+    if drawing is None:
         return
     st.markdown("The step at which the strongest head gives the start token half of its attention:")
     _steps(sink_steps(start.demo.sink_records(cached_source())), "sunk")
@@ -42,6 +43,7 @@ def sinks(link: Link) -> None:
 
 def race(link: Link) -> None:
     """When each model learns to copy."""
+    drawing = show(start.demo.race, link)
     st.markdown(
         "Each sequence is 16 to 32 random symbols, then the same again to its end. What comes first cannot be guessed. The repetition "
         "can, by looking back at what followed last time, and at some point in training each model finds out how: its loss "
@@ -49,7 +51,6 @@ def race(link: Link) -> None:
         "sequences, and differ only in their shortcut. (The distance of the copy changes from sequence to sequence: a head has to "
         "recognise symbols, counting back does not help.)"
     )
-    drawing = show(start.demo.race, link)
     if drawing is None:
         return
     st.markdown("The step at which each seed's loss falls below half of its start:")

@@ -32,9 +32,7 @@ def edit_builder(link: Link) -> None:
     )
     made = intervene.compose(kind, layers, heads if intervene.has_heads(kind) else [], value)
     first, second = st.columns(2)
-    first.button(
-        "Try", key="edit_set", help=f"Make just this change: {made}", on_click=_make, width="stretch", type="primary"
-    )
+    first.button("Try", key="edit_set", help=f"Make just this change: {made}", on_click=_make, width="stretch")
     second.button(
         "Add", key="edit_add", help=f"Make it beside the others: {made}", on_click=_make, args=(True,), width="stretch"
     )

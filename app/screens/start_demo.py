@@ -23,11 +23,11 @@ LIVE = 2  # seconds between looks at a demo that runs
 def story(link: Link) -> None:
     """What the demo asked, what came out, and what this size cannot tell."""
     source = cached_source()
-    st.subheader("What does a shortcut for values change?")
-    st.markdown(WORDS)
     own = [e for name in start.demo.EXPERIMENTS for e in start.demo.runs(source, name)]
     here = {e.architecture for e in (*own, *start.demo.text_models(source))}
-    st.markdown("\n".join(f"- **{a.label}**: {a.plain}." for name, a in ARCHITECTURES.items() if name in here))
+    with st.expander("What does a shortcut for values change? The question, and the models here"):
+        st.markdown(WORDS)
+        st.markdown("\n".join(f"- **{a.label}**: {a.plain}." for name, a in ARCHITECTURES.items() if name in here))
     status = start.demo.status(source.folder)
     live = bool(status and status.running)
     every = LIVE if live else None

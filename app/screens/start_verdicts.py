@@ -9,24 +9,32 @@ from app.cached_source import cached_source
 from app.figures import show
 from workbench.views import Link, start
 
+ABOUT = (
+    "What the field claims of such shortcuts, and what the runs of this experiment say of each claim; click one to read it. Only what "
+    "is stored is judged, nothing is measured here. A verdict needs three seeds or more, and stands among all claims here: one by one "
+    "some would look decided by chance."
+)
+
 
 def verdicts(link: Link) -> None:
     """Every claim from what is stored: an overview, one claim in full, and what the others lack."""
     source = cached_source()
-    st.markdown(
-        "What the field claims of such shortcuts, and what the runs of this experiment say of each claim. Only what is stored is "
-        "judged, nothing is measured here. A verdict needs three seeds or more, and stands among all claims "
-        "here: one by one some would look decided by chance."
-    )
 
     def work(progress):  # type: ignore[no-untyped-def]
         source.progress = progress
         return start.verdicts.judgements(source, link)
 
     found = background.run(start.verdicts.key(source, link), "Judging what is stored", work)
-    show(start.verdicts.verdicts, link)
     decided = [j for j in found if j.decided]
     names = {j.judged.claim.name: j for j in decided}
+
+    def take(clicked: list[str]) -> None:
+        if clicked[1] in names:
+            widgets.update_url(claim=clicked[1])
+        else:
+            st.toast(f"{clicked[0]}: nothing is decided of it here; why is told below.")
+
+    show(start.verdicts.verdicts, link, about=ABOUT, take=take)
     if decided:
         chosen = widgets.choose(
             "Claim", "claim", list(names), show=lambda n: f"{n.replace('_', ' ')}: {names[n].judged.verdict.words}"

@@ -47,7 +47,7 @@ def _ready(subject: Subject) -> bool:
         st.code(start.xray.command(entry, subject.step), language=None, wrap_lines=True)
         return False
     asked = st.session_state.setdefault("measuring", {})
-    if st.button("Measure it here", key=f"measure_{subject.tag}", icon=":material/play_arrow:", type="primary"):
+    if st.button("Measure it here", key=f"measure_{subject.tag}", icon=":material/play_arrow:"):
         asked[place] = entry.stamp
     st.caption("Or from a terminal; either way the numbers are stored beside the run and not measured again.")
     st.code(start.xray.command(entry, subject.step), language=None, wrap_lines=True)

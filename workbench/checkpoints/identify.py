@@ -2,6 +2,7 @@
 
 identify("runs/text-resformer-s0", "first")          # a step of a run
 identify("out/", 500)                                # of checkpoint-500/, step_000500/, ckpt_500.pt, ...
+identify("EleutherAI/pythia-70m@step1000")           # a name and revision of the Hub, in this machine's cache
 series("out/model_*.pt")                             # a glob
 series(r"out/run(?P<step>[0-9]+)k/weights\\.pt")      # a regular expression over the paths from its first plain folder on
 """
@@ -75,10 +76,33 @@ def checkpoints_at(path: str | Path) -> list[Checkpoint]:
             return [_placed(p, step) for step, p in series(path)]
         refuse_shards(place)
         place = inside[0]  # nanoGPT's `out/`: the step is inside
-    if not place.exists():
-        near = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
-        raise BadCheckpoint(f"{place} does not exist; {suggest(place.name, near)}")
-    return [_placed(place, step_in_name(place))]
+    if place.exists():
+        return [_placed(place, step_in_name(place))]
+    found = _in_hub_cache(path)
+    revision = STEP.search(str(path).partition("@")[2])
+    return [Checkpoint(found, int(revision[1]) if revision else None)]
+
+
+def hub_name(path: str | Path) -> str | None:
+    """The last part of a name of the Hub, without its revision, where a path is one and not a file or folder here."""
+    from workbench.checkpoints import hub
+
+    named = None if os.path.lexists(path) else hub.split(str(path))
+    return named[0].rpartition("/")[2] if named else None
+
+
+def _in_hub_cache(path: str | Path) -> Path:
+    """The folder of a name of the Hub (`gpt2`, `EleutherAI/pythia-70m@step1000`) in this machine's cache; raises `BadCheckpoint`."""
+    from workbench.checkpoints import hub
+
+    if (found := hub.snapshot(str(path))) is not None:
+        return found
+    place = Path(path)
+    near = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
+    said = f"{place} does not exist; {suggest(place.name, near)}"
+    if hub.split(str(path)) is not None and (cached := hub.names()):
+        said += f". As a name of the Hub it is not in the cache here; {suggest(str(path), cached)}"
+    raise BadCheckpoint(said)
 
 
 def _placed(path: Path, step: int | None) -> Checkpoint:
@@ -156,7 +180,7 @@ def series(where: str | Path) -> list[tuple[int, Path]]:
     if "(?P<step>" in text:
         checkpoints = _matching(text)
     elif is_pattern(text):
-        checkpoints = _named(Path(name) for name in glob.glob(text))  # noqa: PTH207 - absolute patterns too
+        checkpoints = _named(Path(name) for name in glob.glob(text)) or _revisions(text)  # noqa: PTH207 - absolute patterns too
     elif (folder := Path(where)).is_dir():
         refuse_shards(folder)
         checkpoints = [(s, p) for p in folder.iterdir() if (s := step_in_name(p)) is not None and is_checkpoint(p)]
@@ -221,6 +245,13 @@ def _named(paths: Iterable[Path]) -> list[tuple[int, Path]]:
             raise BadCheckpoint(f"{path} does not name its step; give a pattern with a (?P<step>...) group")
         checkpoints.append((step, path))
     return checkpoints
+
+
+def _revisions(text: str) -> list[tuple[int, Path]]:
+    """Of a pattern over revisions of a name of the Hub, `EleutherAI/pythia-70m@step*`, those in the cache that name a step."""
+    from workbench.checkpoints import hub
+
+    return [(int(n[1]), path) for ref, path in hub.revisions(text).items() if (n := STEP.search(ref))]
 
 
 def _matching(text: str) -> list[tuple[int, Path]]:

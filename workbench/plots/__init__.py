@@ -10,6 +10,7 @@ model.
 from workbench.plots.beside import beside
 from workbench.plots.compare import compared, difference, timelapse
 from workbench.plots.experiments import ablation, concentration, formation_table, intervals, race, sinks, verdicts
+from workbench.plots.flow import HEADS, Strand, ValuePath, value_path
 from workbench.plots.grids import Grid, grid_table, grids, unique
 from workbench.plots.losses import against_loss
 from workbench.plots.output import CONFIG, alt_text, paper, table
@@ -17,6 +18,7 @@ from workbench.plots.page import html
 from workbench.plots.records import FORMS, form_of, plot
 from workbench.plots.style import (
     DETAIL,
+    GREY,
     MINUS,
     colour,
     dressed,
@@ -32,9 +34,9 @@ from workbench.plots.tokens import attention_map, attention_pair, next_tokens
 from workbench.plots.training import coefficients, gradient_map, pace, relative
 
 __all__ = [
-    "CONFIG", "DETAIL", "FORMS", "MINUS", "Grid", "ablation", "against_loss", "alt_text", "attention_map",
-    "attention_pair", "beside", "coefficients", "colour", "compared", "concentration", "difference", "dressed",
-    "form_of", "formation_table", "gradient_map", "grid_table", "grids", "html", "intervals", "label", "narrow",
-    "next_tokens", "ordered", "pace", "paper", "plot", "race", "reading", "relative", "sinks", "site", "subtitle",
-    "symbol", "table", "timelapse", "unique", "verdicts",
+    "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "Grid", "Strand", "ValuePath", "ablation",
+    "against_loss", "alt_text", "attention_map", "attention_pair", "beside", "coefficients", "colour", "compared",
+    "concentration", "difference", "dressed", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
+    "html", "intervals", "label", "narrow", "next_tokens", "ordered", "pace", "paper", "plot", "race", "reading",
+    "relative", "sinks", "site", "subtitle", "symbol", "table", "timelapse", "unique", "value_path", "verdicts",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ PLACES = (
     r"C:\Program Files (x86)\Microsoft\Edge\Application\msedge.exe",
 )
 SECONDS = 60
+SCALES = {"svg": 1, "png": 3}
 
 
 def find_browser() -> str | None:
@@ -73,7 +74,7 @@ def figure(page: str, out: Path, *, width: int, height: int) -> Path:
     browser, kind = _found(), out.suffix[1:]
     with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
         inside = Path(folder) / "page.html"
-        script = f"<script>{_TO_IMAGE % (kind, width, height)}</script></body>"
+        script = f"<script>{_TO_IMAGE % (kind, width, height, SCALES[kind])}</script></body>"
         inside.write_text(page.replace("</body>", script), encoding="utf-8")
         process = _run(browser, folder, inside, "--dump-dom")
         found = re.search(r'<textarea id="drawn">data:image/[^,]*,(.*?)</textarea>', process.stdout, re.DOTALL)
@@ -88,7 +89,7 @@ def figure(page: str, out: Path, *, width: int, height: int) -> Path:
 
 _TO_IMAGE = """
 addEventListener('load', () =>
-  Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: '%s', width: %d, height: %d, scale: 3})
+  Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: '%s', width: %d, height: %d, scale: %d})
     .then(url => { const found = document.createElement('textarea'); found.id = 'drawn'; found.textContent = url;
                    document.body.replaceChildren(found) }))
 """

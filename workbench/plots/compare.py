@@ -85,6 +85,9 @@ def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
         layout["shapes"] = [s.to_plotly_json() for s in figure.layout.shapes]
         if len(figure.layout.annotations) == len(base.layout.annotations):  # panels are named after their step
             layout["annotations"] = [a.to_plotly_json() for a in figure.layout.annotations]
+        for axis in figure.select_yaxes():
+            if axis.categoryarray is not None:  # rows that are other ones at each step
+                layout[axis.plotly_name] = {k: axis[k] for k in ("categoryarray", "tickvals", "ticktext")}
         frames.append(go.Frame(data=[*present, *absent], name=label, traces=list(range(most)), layout=layout))
     base.frames = frames
     _hold(base, [f for _, f in figures])

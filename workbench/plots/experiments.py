@@ -189,21 +189,24 @@ def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
 
 
 STATUSES = {
-    "supported": ("supported", "#009E73"), "refuted": ("refuted", "#D55E00"), "unresolved": ("unresolved: seeds do not tell", "#E69F00"),
-    "gated": ("not tested: a condition is not met", "#9A9A9A"), "not_checkable": ("not checkable with these runs", "#C8C8C8"),
+    "supported": ("", "supported", "#009E73"), "refuted": ("x", "refuted", "#D55E00"),
+    "unresolved": ("/", "unresolved: seeds do not tell", "#E69F00"),
+    "gated": (".", "not tested: a condition is not met", "rgba(128,128,128,0.45)"),
+    "not_checkable": ("", "not checkable with these runs", "rgba(128,128,128,0.18)"),
 }  # fmt: skip
+"""Hatching, words and colour: the emptiest is the palest, by day and by night."""
 
 
 def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
     """Claims (question, name, status) as cells of bars, one bar for each question."""
     figure = go.Figure()
     questions = {q: wrapped(markup.escape(q), 46) for q, _, _ in found}
-    for status, (status_name, look) in STATUSES.items():
+    for status, (mark, status_name, look) in STATUSES.items():
         mine = [(question, name) for question, name, of in found if of == status]
         figure.add_bar(
             y=[questions[question] for question, _ in mine], x=[1] * len(mine), orientation="h", name=status_name,
-            marker={"color": look, "line": {"color": "white", "width": 1.5}}, customdata=[words(name) for _, name in mine],
-            hovertemplate=f"%{{customdata}}: {status_name}<extra></extra>",
+            marker={"color": look, "line": {"color": "rgba(128,128,128,0.4)", "width": 1}, "pattern": {"shape": mark, "solidity": 0.25}},
+            customdata=[[words(name), name] for _, name in mine], hovertemplate=f"%{{customdata[0]}}: {status_name}<extra></extra>",
         )  # fmt: skip
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text="claims", dtick=1)
@@ -213,8 +216,9 @@ def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figur
     figure = dressed(
         figure, "What these runs say of the field's claims", wrapped(under, 125), 100 + 36 * len(questions)
     )
-    below = {"orientation": "h", "x": 0, "xref": "container", "y": -54 / (36 * len(questions)), "yanchor": "top"}
-    return figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110)
+    below = {"orientation": "h", "x": 0, "xref": "paper", "y": -54 / (36 * len(questions)), "yanchor": "top"}
+    figure.update_yaxes(automargin=False)  # it counts the words of a wrapped question as if they stood in one line
+    return figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110, margin_l=290)
 
 
 def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:

@@ -15,7 +15,7 @@ CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 
 
 def alt_text(shown: go.Figure | pd.DataFrame) -> str:
-    """What a figure shows, in words: its title and subtitle, then each curve's ends or each map's extremes."""
+    """What a figure shows, in words: its title and subtitle, then each curve's ends, each map's extremes, named texts."""
     if isinstance(shown, pd.DataFrame):
         shown = plot(shown)
     words = [plain(shown.layout.title.text), plain(shown.layout.title.subtitle.text)]
@@ -24,6 +24,10 @@ def alt_text(shown: go.Figure | pd.DataFrame) -> str:
             z = np.asarray(trace.z, dtype=float)
             if np.isfinite(z).any():
                 words.append(f"{plain(trace.name) or 'map'}: {np.nanmin(z):.3g} to {np.nanmax(z):.3g}")
+        elif trace.type == "scatter" and trace.mode == "text" and trace.name:
+            words.append(f"{plain(trace.name)}: {', '.join(plain(text) for text in trace.text)}")
+        elif trace.type == "scatter" and trace.fill == "toself":
+            continue  # an area around or between numbers that others say
         elif trace.x is not None and len(trace.x) and trace.x[0] is not None and trace.hoverinfo != "skip":
             words.append(f"{plain(trace.name)}: {_ends(trace)}")
     return "; ".join(s for s in words if s)[:1500]
@@ -53,7 +57,9 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def paper(figure: go.Figure, background: str = "white") -> str:
     """The figure as an HTML page for pictures: dark on a background (CSS colour), without buttons."""
-    drawn = go.Figure(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor=background)
+    drawn = go.Figure(figure).update_layout(
+        font_color="#222", title_subtitle_font_color="#444", paper_bgcolor=background
+    )
     return drawn.to_html(
         include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False
     )

@@ -83,5 +83,5 @@ def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]
             reach = 1.5 * max(max(map(abs, chances)), 1e-3)
             figure.update_xaxes(title_text=f"probability, {MINUS}", range=[-reach, reach], row=1, col=i + 1)
         else:
-            figure.update_xaxes(title_text="probability", range=[0, min(1.0, 1.15 * largest)], row=1, col=i + 1)
+            figure.update_xaxes(title_text="probability", range=[0, 1.15 * largest], row=1, col=i + 1)
     return dressed(figure, "What comes next?", "the most probable tokens after the last one; higher: more certain", 280)

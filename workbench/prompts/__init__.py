@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from workbench.prompts.attention_maps import AttentionInputs, Pool, Window, attention_inputs, attention_map
     from workbench.prompts.attribution import Attribution, logit_attribution
     from workbench.prompts.edit_effects import Effect, Over, Sweep, edit_effect, edit_sweep
+    from workbench.prompts.flow import ValueFlow, value_flow
     from workbench.prompts.heads import Overview, attention_overview
     from workbench.prompts.identity import Identity, token_identity
     from workbench.prompts.lens import Lens, logit_lens
     from workbench.prompts.norms import ValueNorms, value_norms
+    from workbench.prompts.passages import Excerpt, excerpt, sharpest_pairs
     from workbench.prompts.patching import PatchSweep, patch_sweep
     from workbench.prompts.predictions import Predictions, next_tokens
     from workbench.prompts.self_check import check_model
@@ -28,8 +30,9 @@ _MODULES = {
     "attention_maps": ("AttentionInputs", "Pool", "Window", "attention_inputs", "attention_map"),
     "attribution": ("Attribution", "logit_attribution"),
     "edit_effects": ("Effect", "Over", "Sweep", "edit_effect", "edit_sweep"),
-    "heads": ("Overview", "attention_overview"), "identity": ("Identity", "token_identity"),
-    "lens": ("Lens", "logit_lens"), "norms": ("ValueNorms", "value_norms"), "patching": ("PatchSweep", "patch_sweep"),
+    "flow": ("ValueFlow", "value_flow"), "heads": ("Overview", "attention_overview"), "identity": ("Identity", "token_identity"),
+    "lens": ("Lens", "logit_lens"), "norms": ("ValueNorms", "value_norms"),
+    "passages": ("Excerpt", "excerpt", "sharpest_pairs"), "patching": ("PatchSweep", "patch_sweep"),
     "predictions": ("Predictions", "next_tokens"), "self_check": ("check_model",),
     "tokens": ("Prompt", "PromptLike", "tokenise"),
 }  # fmt: skip

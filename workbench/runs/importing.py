@@ -17,6 +17,7 @@ from workbench.checkpoints.identify import (
     WEIGHTS,
     Checkpoint,
     checkpoints_at,
+    hub_name,
     is_checkpoint,
     is_series,
     step_in_name,
@@ -53,7 +54,7 @@ def import_run(
     for a model that no library here computes, `WorkbenchError` for a name that is taken.
     """
     checkpoints = _checkpoints(path)
-    place = place_of(runs, name or _name(checkpoints))
+    place = place_of(runs, name or hub_name(path) or _name(checkpoints))
     if place.exists():
         raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
     if builder and (architecture or options):

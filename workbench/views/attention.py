@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from workbench import plots, prompts
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots import attention as figures
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
@@ -88,19 +88,24 @@ def options(source: Source, link: Link) -> Choice:
     tokens = [source.tokens(s, text) for s in subjects]
     T = len(tokens[0])
     layers, heads = min(s.entry.n_layers for s in subjects), min(s.entry.n_heads for s in subjects)
-    layer = _index("layer", link.whole("layer", layers - 1), layers)
+    pool: prompts.Pool = "max" if _known("pool", link.text("pool", "mean"), POOLS) == "max" else "mean"
+    layer, head = (
+        None if link.whole(key) is None else _index(key, link.whole(key), count)
+        for key, count in (("layer", layers), ("head", heads))
+    )
+    if layer is None or head is None:
+        layer, head = _most_concentrated(source, subjects, text, pool, (range(layers), range(heads)), (layer, head))
     branches = _branches(source, subjects[0], text, layer)
     branch = link.text("branch")
     if branch is not None:
         _known("set of keys", branch, branches)
     lock, scale = link.whole("lock"), "root" if T > LINEAR else "brightest"
     return Choice(
-        subjects=subjects, text=text, tokens=tokens, layers=layers, heads=heads, layer=layer,
-        head=_index("head", link.whole("head", 0), heads),
+        subjects=subjects, text=text, tokens=tokens, layers=layers, heads=heads, layer=layer, head=head,
         queries=positions(link.text("queries"), T), keys=positions(link.text("keys"), T),
         lock=None if lock is None else _index("position", lock, T),
         scale=_known("scale", link.text("scale", scale), SCALES),
-        pool="max" if _known("pool", link.text("pool", "mean"), POOLS) == "max" else "mean", branch=branch, branches=branches,
+        pool=pool, branch=branch, branches=branches,
     )  # fmt: skip
 
 
@@ -132,11 +137,11 @@ def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
     choice = options(source, link)
     found = []
     for i, (subject, tokens) in enumerate(zip(choice.subjects, choice.tokens, strict=True)):
-        overview = _overview(source, choice, subject, 2 * i)
+        overview = _overview(source, choice.subjects, choice.text, choice.pool, i)
         queries, keys = (_within(span, len(tokens)) for span in (choice.queries, choice.keys))
         window = _window(source, choice, i, queries, keys, choice.pool)
         column = _window(source, choice, i, (0, len(tokens)), keys, "mean")
-        _report(source, choice, 2 * i + 1, 1, 2)
+        _report(source, len(choice.subjects), 2 * i + 1, 1, 2)
         row = None
         if choice.lock is not None and (i == 0 or choice.alike):
             row = _window(source, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
@@ -144,24 +149,43 @@ def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
     return choice, found
 
 
-def _overview(source: Source, choice: Choice, subject: Subject, part: int) -> prompts.Overview:
+def _overview(source: Source, subjects: list[Subject], text: str, pool: prompts.Pool, i: int) -> prompts.Overview:
     """The overview of a subject, its pictures as fine as all of them together allow."""
-    pictures = sum(s.entry.n_layers * s.entry.n_heads for s in choice.subjects)
+    pictures = sum(s.entry.n_layers * s.entry.n_heads for s in subjects)
     fits = [b for b in BUCKETS if pictures * b * (b + 1) // 2 <= TILES]
     return source.query(
-        prompts.attention_overview, subject, choice.text, buckets=fits[0] if fits else BUCKETS[-1], pool=choice.pool,
-        progress=lambda done, total: _report(source, choice, part, done, total),
+        prompts.attention_overview, subjects[i], text, buckets=fits[0] if fits else BUCKETS[-1], pool=pool,
+        progress=lambda done, total: _report(source, len(subjects), 2 * i, done, total),
     )  # fmt: skip
+
+
+def _most_concentrated(
+    source: Source, subjects: list[Subject], text: str, pool: prompts.Pool, there: tuple[range, range],
+    asked: tuple[int | None, int | None],
+) -> tuple[int, int]:  # fmt: skip
+    """Layer and head whose attention is least even in the prompt, then with the weaker sink; of what is `asked`, if anything.
+
+    Of model A after training, so that one head is seen at all its steps.
+    """
+    a = subjects[0]
+    try:
+        found = _overview(source, [replace(a, step=a.entry.steps[-1]), *subjects[1:]], text, pool, 0)
+    except WorkbenchError:  # the last checkpoint cannot be opened; the chosen one may be
+        found = _overview(source, subjects, text, pool, 0)
+    heads = found.statistics.sort_values(["normalised_entropy", "sink_mass", "layer", "head"])
+    for name, count, given in zip(("layer", "head"), there, asked, strict=True):
+        heads = heads[heads[name].isin(count if given is None else [given])]
+    return int(heads["layer"].iloc[0]), int(heads["head"].iloc[0])
 
 
 def _branches(source: Source, subject: Subject, text: str, layer: int) -> list[str]:
     return source.derive(prompts.AttentionInputs.branches, prompts.attention_inputs, subject, text, layer)
 
 
-def _report(source: Source, choice: Choice, part: int, done: int, total: int) -> None:
+def _report(source: Source, models: int, part: int, done: int, total: int) -> None:
     """Report how far the work is, of 100; each model has two parts, all heads and the chosen one."""
     if source.progress is not None:
-        source.progress(round(100 * (part + done / total) / (2 * len(choice.subjects))), 100)
+        source.progress(round(100 * (part + done / total) / (2 * models)), 100)
 
 
 def _within(span: tuple[int, int], T: int) -> tuple[int, int]:

@@ -37,6 +37,9 @@ PAGES = {
         "Attention", "grid_on", "Where every head looks",
         ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch"),
     ),
+    "heads": Page(
+        "Heads", "target", "Which heads stand out, in all models", ("metric", "site", "variant", "end", "layer", "head")
+    ),
     "prompt": Page(
         "Prompt", "chat", "Your text: what is read, kept and predicted",
         ("show", "site", "layer", "head", "position", "target", "against", "quantity"),

@@ -11,10 +11,12 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import UnknownName, WorkbenchError
 from workbench.plots.grids import safe
+from workbench.views import follow  # noqa: F401  (a view of this page)
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
+from workbench.views.places import path_in_words, place, placed, position, quoted
 from workbench.views.source import Source, Subject, read_alike
 
 WINDOW, WORDS, TOP, SHOWN = 128, 24, 50, 10
@@ -41,37 +43,6 @@ VALUES = {
     "stream": ("Length of the hidden state", "norm", None, "what the next layer reads; the last row: what the final norm reads"),
 }  # fmt: skip
 SITES = {"stream": "hidden state", "own_v": "own values", "v": "effective values"}
-
-
-def position(source: Source, link: Link) -> tuple[int, list[str]]:
-    """The chosen position of model A's tokens, the last unless the link says, and the tokens."""
-    tokens = source.tokens(source.subjects(link)[0], source.prompt(link))
-    at = link.whole("position", len(tokens) - 1)
-    if at is None or not 0 <= at < len(tokens):
-        raise BadData(f"position {at}: the prompt has positions 0 to {len(tokens) - 1}")
-    return at, tokens
-
-
-def place(source: Source, link: Link, subject: Subject) -> int | None:
-    """The position in a subject's own tokens up to which it has read the same text as A; None where no token ends there."""
-    at, tokens = position(source, link)
-    own = source.tokens(subject, source.prompt(link))
-    if own[: at + 1] == tokens[: at + 1]:
-        return at
-    read = "".join(tokens[: at + 1])
-    found = int(np.searchsorted(np.cumsum([len(t) for t in own]), len(read)))
-    return found if "".join(own[: found + 1]) == read else None
-
-
-def _placed(source: Source, link: Link) -> tuple[list[tuple[Subject, int]], str]:
-    """Subjects with their positions, and a sentence about the one that is left out because its tokens end elsewhere."""
-    places = [(s, place(source, link, s)) for s in source.subjects(link)]
-    remarks = [
-        f"{s.title} is left out: none of its tokens ends where A's does here; choose another one."
-        for s, at in places
-        if at is None
-    ]
-    return [(s, at) for s, at in places if at is not None], " ".join(remarks)
 
 
 def _window(source: Source, link: Link, subject: Subject, most: int) -> tuple[int, int]:
@@ -175,7 +146,7 @@ def predictions(source: Source, link: Link) -> Drawing:
     """The likeliest tokens after the chosen position: of two models that read alike the same ones, and A - B."""
     at, tokens = position(source, link)
     text = source.prompt(link)
-    places, sentence = _placed(source, link)
+    places, sentence = placed(source, link)
     found = [source.query(prompts.next_tokens, subject, text, position=own, top=TOP) for subject, own in places]
     rows = [f.top.head(SHOWN) for f in found]
     alike = (
@@ -191,7 +162,7 @@ def predictions(source: Source, link: Link) -> Drawing:
     figure = plots.next_tokens(
         [(*f[["model", "series"]].iloc[0], f["token"].tolist(), f["probability"].tolist()) for f in frames]
     )
-    figure.update_layout(title_subtitle_text=f"after {_quoted(tokens[at])}, token {at}; probability, one text")
+    figure.update_layout(title_subtitle_text=f"after {quoted(tokens[at])}, token {at}; probability, one text")
     return Drawing(figure, pd.concat(frames, ignore_index=True).drop(columns="series"), sentence)
 
 
@@ -248,7 +219,7 @@ def attribution(source: Source, link: Link) -> Drawing:
     token, against = target(source, link), link.whole("against")
     layer, head = link.whole("layer"), link.whole("head")
     found: list[tuple[Subject, Any, pd.DataFrame]] = []
-    places, left_out = _placed(source, link)
+    places, left_out = placed(source, link)
     sentences = [left_out] if left_out else []
     for subject, own in places:
         whole = source.query(
@@ -272,11 +243,11 @@ def attribution(source: Source, link: Link) -> Drawing:
     first = found[0][1]
     where = "" if layer is None else f", layer {layer}" + ("" if head is None else f", head {head}")
     figure = _bars([(s.title, plots.colour(s.series), rows) for s, _, rows in found])
-    asked = f"the score (logit) of {_quoted(first.token)}"
-    asked += "" if first.against is None else f" minus that of {_quoted(first.against)}"
+    asked = f"the score (logit) of {quoted(first.token)}"
+    asked += "" if first.against is None else f" minus that of {quoted(first.against)}"
     plots.dressed(
-        figure, f"Who says {_quoted(first.token)}{where}",
-        f"what each part adds to {asked} after {_quoted(tokens[at])}, token {at}; right: pushes it up; final norm's scale held", 340,
+        figure, f"Who says {quoted(first.token)}{where}",
+        f"what each part adds to {asked} after {quoted(tokens[at])}, token {at}; right: pushes it up; final norm's scale held", 340,
     )  # fmt: skip
     frames = [rows.assign(model=s.title, logit=whole.logit, error=whole.error) for s, whole, rows in found]
     return Drawing(figure, pd.concat(frames, ignore_index=True), " ".join(sentences))
@@ -326,16 +297,7 @@ def _part(row: dict[Any, Any]) -> str:
         return "embedding"
     if pd.isna(row["head"]):
         return f"{ {'attn': 'attention', 'mlp': 'MLP'}.get(row['part'], row['part']) }{at}"
-    return f"head {int(row['head'])}" if pd.isna(row["path"]) else _path(row["path"])
-
-
-def _path(path: str) -> str:
-    """Whose values these are, in words."""
-    kind, _, layer = path.partition(".")
-    whose = f"layer {layer}'s" if layer else "the first layer's"
-    named = {"own": "own values", "first": "the first layer's values", "source": f"{whose} values",
-             "cross": f"{whose} keys and values", "table": "values from a table"}  # fmt: skip
-    return named.get(kind, path)
+    return f"head {int(row['head'])}" if pd.isna(row["path"]) else path_in_words(row["path"])
 
 
 def _after(rows: int) -> list[str]:
@@ -352,7 +314,3 @@ def _rows(kind: str) -> Callable[[int], tuple[list[str], str]]:
 
 def _named(tokens: Sequence[str], first: int) -> list[str]:
     return [f"{first + i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens)]
-
-
-def _quoted(token: str) -> str:
-    return f"“{safe(token)}”"

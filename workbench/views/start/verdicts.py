@@ -117,7 +117,7 @@ def verdicts(source: Source, link: Link) -> Drawing:
     check_part(link, "verdicts")
     judged = judgements(source, link)
     statuses = [(QUESTIONS[j.judged.claim.question], j.judged.claim.name, j.judged.verdict.status) for j in judged]
-    under = f"{len(_finished(source, link))} finished runs; from stored records alone; hover for the claims"
+    under = f"{len(_finished(source, link))} finished runs; from stored records alone; click a claim to read it"
     return Drawing(
         plots.verdicts(statuses, under), table(judged), expected_by_chance([j.judged.verdict for j in judged])
     )

@@ -1,0 +1,96 @@
+"""Kept: the views that were pinned, redrawn, with their notes; as one offline page, a notebook or a list to take along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import streamlit as st
+
+from app import background, widgets
+from app.cached_source import cached_source
+from app.figures import CONFIG
+from app.page_frame import toolbar
+from workbench import plots
+from workbench.errors import WorkbenchError
+from workbench.views import Drawing, Link, pins
+
+NONE = "Nothing is kept yet. The menu in the corner of any figure keeps it, with a note."
+
+
+def main() -> None:
+    """All pins of the folder, the newest first."""
+    source = cached_source()
+    with toolbar("header"):
+        st.title("Kept", width="content")
+        kept = _read()
+        if kept:
+            _take_along(kept)
+    if not kept:
+        st.info(NONE)
+    for pin in reversed(kept):
+        with st.container(border=True):
+            _pin(pin)
+    for run, why in source.problems.items():
+        st.warning(f"{widgets.escaped(run)} is left out: {widgets.escaped(why)}")
+
+
+def _read() -> list[pins.Pin]:
+    try:
+        return pins.pins(cached_source().folder)
+    except WorkbenchError as error:
+        st.warning(widgets.escaped(error))
+        return []
+
+
+def _take_along(kept: list[pins.Pin]) -> None:
+    folder = cached_source().folder
+    st.download_button(
+        "Page (HTML)", lambda: pins.html(cached_source(), kept), "kept.html", "text/html", on_click="ignore"
+    )
+    st.download_button("Notebook", pins.notebook(folder, kept), "kept.ipynb", "application/json", on_click="ignore")
+    st.download_button("Notes (Markdown)", pins.markdown(kept), "kept.md", "text/markdown", on_click="ignore")
+
+
+def _pin(pin: pins.Pin) -> None:
+    key = f"{pin.view}_{abs(hash(pin))}"
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.markdown(f"**{widgets.escaped(pin.note)}**" if pin.note else pin.view.replace("_", " "), width="stretch")
+        st.caption(pin.kept, width="content")
+        try:
+            link = Link.parse(pin.link)
+        except WorkbenchError as error:
+            st.caption(widgets.escaped(error))
+        else:
+            target = f"screens/{link.page}.py"
+            st.page_link(target, label="Open", icon=":material/open_in_new:", query_params=dict(link.options))
+        st.button(
+            "Let go", key=f"let_go_{key}", on_click=pins.let_go, args=(cached_source().folder, pin), type="tertiary"
+        )
+
+    def work(progress: background.Progress) -> Any:
+        source = cached_source()
+        source.progress = progress
+        return pin.draw(source)
+
+    try:
+        drawing: Drawing = background.run(("pin", pin, _now()), f"Drawing {pin.view.replace('_', ' ')}", work)
+    except WorkbenchError as error:
+        st.info(f"It cannot be drawn any more: {widgets.escaped(error)}")
+        return
+    except background.Running:
+        return
+    drawing.figure.update_layout(font_color=None, title_subtitle_font_color=None)
+    st.plotly_chart(
+        drawing.figure, width="stretch", key=f"pin_{key}", config=CONFIG, alt=plots.alt_text(drawing.figure)
+    )
+    if drawing.sentence:
+        st.markdown(widgets.escaped(drawing.sentence))
+
+
+def _now() -> int:
+    """The runs as they are: a pin is drawn anew once any of them changes."""
+    return hash(tuple((e.path, e.stamp) for e in cached_source().catalogue().entries))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The page Heads: the address names a head, its row is selected, and a passage leads to Attention with its query held."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs
+
+import pytest
+from app_pages import address, chart, charts, ignored, said
+
+from workbench.views import Link, Source, heads
+
+RUN = {"a": "race-svformer-s0", "layer": "0", "head": "1"}
+TABLE = "all_heads_induction_score_plain"
+
+
+@pytest.fixture
+def page(browse):
+    return lambda folder, **address: browse(folder, "heads", **address)
+
+
+def selected(at, key):
+    return at.session_state[key]["selection"]["rows"]
+
+
+def link_to_attention(at):
+    """The words and the address of the way to Attention on the chosen head."""
+    (found,) = [e.proto for e in at.get("page_link") if "in Attention" in e.proto.label]
+    return found.label, {key: value[0] for key, value in parse_qs(found.query_string).items()}
+
+
+def test_the_named_head_is_selected_and_followed(page, populated):
+    at = page(populated, **RUN)
+    assert len(charts(at)) == 3
+    assert not ignored(at)
+    (row,) = selected(at, TABLE)
+    assert at.dataframe[0].value["head"][row] == "SVFormer s0 · L0 H1"
+    assert chart(at, "history")["layout"]["title"]["text"].startswith("SVFormer s0 · L0 H1")
+    label, asked = link_to_attention(at)
+    assert "present prompt" in label
+    assert asked.items() >= RUN.items()
+
+
+def test_a_chosen_passage_leads_to_attention_with_its_query_held(page, populated):
+    found = heads.passages(Source(populated), Link("heads", RUN)).table
+    at = page(populated, **RUN, prompt=found["prompt"][3], lock=str(found["lock"][3]))
+    assert selected(at, "passages") == [3]
+    assert at.dataframe[1].value["text around"][3] == found["prompt"][3]
+    label, asked = link_to_attention(at)
+    assert "chosen passage" in label
+    assert asked.items() >= (RUN | {"prompt": found["prompt"][3], "lock": str(found["lock"][3])}).items()
+
+
+def test_the_first_head_of_all_is_followed_where_the_address_names_none(page, populated):
+    at = page(populated, set=Source(populated).catalogue().entry("race-svformer-s0").group)
+    assert selected(at, TABLE) == [0]
+    assert "a" not in at.query_params
+    at.selectbox(key="w_end").set_value("lowest").run()
+    assert address(at, "end") == "lowest"
+    assert at.dataframe[0].value["value"].is_monotonic_increasing
+
+
+@pytest.mark.parametrize("wish", [{"layer": "9"}, {"head": "-1"}, {"end": "<b>"}, {"metric": "loss"}, {"variant": "x"}])
+def test_what_the_address_asks_in_vain_is_ignored_with_a_word(page, populated, wish):
+    at = page(populated, **RUN | wish)
+    assert len(ignored(at)) == 1
+    assert len(charts(at)) == 3
+
+
+def test_measures_that_are_not_of_heads_are_not_offered(page, populated):
+    at = page(populated, a="text-resformer-s0")
+    assert at.selectbox(key="w_metric").options == ["sink mass"]
+    assert "is not here" in said(at)  # the text of these runs

@@ -1,0 +1,148 @@
+"""A researcher's ten tasks on the models that ship, in a real browser: what is asked for is there in three clicks at most."""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import parse_qs, quote, urlsplit
+
+import browsing
+import pytest
+from browsing import settled
+
+from workbench.views import pins
+
+pytestmark = pytest.mark.slow
+PROMPT = "def mean(values):\n    return sum(values) / len(values)"
+ON = f"prompt={quote(PROMPT)}"
+MOST = 3
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """An empty folder, which shows what ships."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    with browsing.served(runs) as url:
+        yield url
+
+
+@pytest.fixture
+def at(browser, server):
+    """`at(address)`: the page, and what clicks there and counts."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page, clicks = context.new_page(), []
+    page.set_default_timeout(120_000)  # the sharpest passages are looked for in a whole sample of text
+
+    def go(address, figures=1):
+        page.goto(f"{server}/{address}")
+        settled(page, figures)
+
+        def click(found, **how):
+            clicks.append(found)
+            assert len(clicks) <= MOST, "too many clicks"
+            found.click(**how)
+            page.wait_for_timeout(300)
+            settled(page, 0)
+
+        return page, click
+
+    yield go
+    context.close()
+
+
+def state(page):
+    return {key: values[0] for key, values in parse_qs(urlsplit(page.url).query).items()}
+
+
+def test_who_learned_first_and_by_how_much(at):
+    page, _ = at("training?a=induction-transformer-lr%3D0.003-s0")
+    assert page.locator(".gtitle", has_text="When does each model learn to copy").count() == 1
+    told = page.evaluate("document.querySelectorAll('.js-plotly-plot')[0]._fullData.map((t) => t.name)")
+    assert {"SVFormer", "Transformer"} <= set(told)
+
+
+def test_the_most_concentrated_head_on_my_prompt_stands_there(at):
+    page, _ = at(f"attention?{ON}", 0)
+    rows = page.locator(".attention .head.chosen")
+    assert rows.count() == 1
+    assert page.locator(".attention h4", has_text="Layer ").count() == 1
+
+
+def test_what_a_head_reads_is_one_click_on_a_token(at):
+    page, click = at(f"attention?{ON}", 0)
+    click(page.locator(".tokens [role=option]").nth(12))
+    assert state(page)["lock"] == "12"
+    page.locator(".attention .held").wait_for()
+
+
+def test_how_a_head_came_to_be_is_one_click_on_its_point(at):
+    page, click = at("heads", 3)
+    click(
+        page.locator(".st-key-figure_ranking .scatterlayer .points path").nth(3), force=True
+    )  # the figure catches it above the point
+    head = state(page)
+    assert {"a", "layer", "head"} <= head.keys()
+    words = f"L{head['layer']} H{head['head']}: "
+    page.locator(".st-key-figure_history .gtitle", has_text=words).wait_for()
+
+
+def test_a_path_is_cut_in_three_clicks(at):
+    page, click = at(f"intervene?{ON}")
+    click(page.locator('[data-testid="stSelectbox"]:has-text("Change") input').first)
+    click(page.get_by_role("option", name="cut attention to the first token", exact=True))
+    click(page.get_by_role("button", name="Try"))
+    assert state(page)["edits"] == "sink"
+    page.locator(".gtitle", has_text="What the change costs").wait_for()
+
+
+def test_two_prompts_are_patched_in_one_click(at):
+    first, second = quote("import os\nimport sys\nos."), quote("import os\nimport sys\nsys.")
+    page, click = at(f"intervene?prompt={first}&other={second}")
+    click(page.get_by_role("radio", name="Patching"))
+    page.get_by_text("tokens in the first text").wait_for()
+
+
+def test_a_value_is_followed_in_two_clicks(at):
+    page, click = at(f"prompt?{ON}", 2)
+    click(page.get_by_role("radio", name="Follow a value"))
+    click(page.locator(".tokens [role=option]").nth(3))
+    page.locator(".gtitle", has_text="followed").wait_for()
+    assert state(page)["position"] == "3"
+
+
+def test_a_figure_for_a_paper_takes_two_clicks(at, tmp_path):
+    page, click = at("depth?metric=token_identity_share&site=own_v")
+    click(page.get_by_role("button", name="Figure"))
+    with page.expect_download() as file:
+        click(page.get_by_role("button", name="SVG", exact=True))
+    file.value.save_as(tmp_path / "figure.svg")
+    drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
+    assert "Token identity share" in drawn
+    assert "rgb(255, 255, 255)" in drawn, "on white"
+
+
+def test_the_view_is_sent_in_one_click_with_every_choice(at, server):
+    page, click = at("depth")
+    click(page.get_by_role("button", name="Share"))
+    link = page.locator('[data-testid="stPopoverBody"] [data-testid="stCode"]').first.inner_text()
+    assert link.startswith(f"{server}/depth?")
+    assert {"set", "a", "step", "metric", "models", "view"} <= set(parse_qs(urlsplit(link).query))
+
+
+def test_the_definition_is_two_clicks_away(at):
+    page, click = at("depth?metric=token_identity_share&site=own_v")
+    click(page.get_by_role("button", name="Figure"))
+    click(page.get_by_text("Definition, baseline, caution"))
+    page.locator('[data-testid="stPopoverBody"]').get_by_text("token_identity_share").first.wait_for()
+
+
+def test_a_view_is_kept_in_two_clicks(at, runs):
+    page, click = at("depth?metric=token_identity_share&site=own_v")
+    click(page.get_by_role("button", name="Figure"))
+    click(page.get_by_role("button", name="Keep"))
+    (pin,) = pins.pins(runs)
+    assert pin.view == "layers"
+    assert json.loads((runs / pins.FILE).read_text())["pins"][0]["link"].startswith("depth?")

@@ -1,0 +1,88 @@
+"""Kept views: a file beside the runs, redrawn from their links, and taken along as a page or a notebook."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from app_pages import charts, said
+
+from workbench.errors import WorkbenchError
+from workbench.views import Link, Source, pins
+
+DEPTH = Link.parse("depth?metric=importance_entropy&models=resformer&seed=0")
+
+
+@pytest.fixture
+def folder(populated, tmp_path):
+    """A folder of its own: pins are written beside the runs."""
+    (tmp_path / "runs").mkdir()
+    for run in populated.iterdir():
+        (tmp_path / "runs" / run.name).symlink_to(run)
+    return tmp_path / "runs"
+
+
+def test_a_pin_is_kept_once_redrawn_and_let_go(folder):
+    assert pins.pins(folder) == []
+    pins.keep(folder, DEPTH, "layers", "first")
+    pins.keep(folder, DEPTH, "layers", "it falls with depth")
+    (pin,) = pins.pins(folder)
+    assert (pin.link, pin.view, pin.note) == (str(DEPTH), "layers", "it falls with depth")
+    assert len(pin.draw(Source(folder)).table)
+    pins.let_go(folder, pin)
+    assert pins.pins(folder) == []
+
+
+def test_what_cannot_be_drawn_any_more_is_said_and_the_rest_stands(folder):
+    pins.keep(folder, DEPTH, "layers", "<b>bold</b> claim")
+    pins.keep(folder, Link.parse("depth?metric=gone"), "layers")
+    page = pins.html(Source(folder), pins.pins(folder))
+    assert page.count("<figure") == 1
+    assert "&lt;b&gt;bold&lt;/b&gt; claim" in page
+    assert "Not drawn" in page
+
+
+def test_the_notebook_redraws_what_was_kept(folder):
+    pins.keep(folder, DEPTH, "layers", "a note")
+    cells = json.loads(pins.notebook(folder, pins.pins(folder)))["cells"]
+    names: dict = {}
+    exec(cells[0]["source"], names)
+    figure = eval(cells[2]["source"], names)
+    assert len(figure.data) == len(pins.pins(folder)[0].draw(Source(folder)).figure.data)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"pins": 3}', '{"pins": [{"link": "depth"}]}', '{"pins": [{"link": 1, "view": "x"}]}', "[]", "{"]
+)
+def test_a_damaged_file_of_pins_is_refused_by_name(folder, text):
+    (folder / pins.FILE).write_text(text)
+    with pytest.raises(WorkbenchError, match="pins"):
+        pins.pins(folder)
+    with pytest.raises(WorkbenchError, match="pins"):
+        pins.keep(folder, DEPTH, "layers")
+    assert (folder / pins.FILE).read_text() == text
+
+
+def test_a_folder_keeps_so_many_and_no_more(folder, monkeypatch):
+    monkeypatch.setattr(pins, "MAX_PINS", 1)
+    pins.keep(folder, DEPTH, "layers")
+    with pytest.raises(WorkbenchError, match="1 views are kept"):
+        pins.keep(folder, DEPTH.but(seed=1), "layers")
+
+
+def test_the_menu_of_a_figure_keeps_it_and_the_page_shows_it(folder, browse):
+    at = browse(folder, "depth", metric="importance_entropy")
+    at.session_state["open_layers"] = True
+    at.run()
+    at.text_input(key="note_layers").set_value("look here")
+    at.button(key="keep_layers").click().run()
+    assert not at.exception
+    (pin,) = pins.pins(folder)
+    assert pin.note == "look here"
+    assert "metric=importance_entropy" in pin.link
+    at = browse(folder, "kept")
+    assert not at.exception
+    assert "look here" in said(at)
+    assert len(charts(at)) == 1
+    (folder / pins.FILE).write_text("{")
+    assert "cannot be read" in said(browse(folder, "kept"))

@@ -1,0 +1,246 @@
+"""A value followed: its parts sum to it, its readers get what plain torch says, the view's sentence tells its table."""
+
+from __future__ import annotations
+
+import re
+
+import dashboard
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from prompt_ids import some_ids
+from typer.testing import CliRunner
+
+import workbench
+from tests import strangers
+from workbench import plots
+from workbench.cli import app
+from workbench.errors import BadData, WorkbenchError
+from workbench.prompts import value_flow
+from workbench.views import Link, drawings
+from workbench.views.follow import number
+
+AT = 6
+MADE = {  # of each architecture: the values of a layer from the own ones of all layers up to it
+    "transformer": lambda own: own[-1],
+    "gqa": lambda own: own[-1],
+    "neutreno": lambda own: own[-1],
+    "svformer": lambda own: own[0],
+    "resformer": lambda own: 0.5 * own[0] + 0.5 * own[-1] if len(own) > 1 else own[0],
+}
+
+
+def by_hand(model, ids, name):
+    """Of each layer: own values (zero where the layer projects none) and effective ones [T, head, d_head], pattern, W_O [head, ...]."""
+    _, cache = model.run_with_cache(ids)
+    weights, owns, found = model.state_dict(), [], []
+    for n in range(3):
+        x = cache[f"blocks.{n}.hook_resid_pre"][0]
+        x = (
+            x
+            / (x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+            * weights[f"blocks.{n}.ln1.weight"]
+        )
+        matrix = weights.get(f"blocks.{n}.attn.v_proj.weight")
+        own = torch.zeros_like(owns[0]) if matrix is None else (x @ matrix.T).unflatten(-1, (-1, 8))
+        owns.append(own.repeat_interleave(4 // own.shape[1], dim=1))
+        w_o = weights[f"blocks.{n}.attn.o_proj.weight"].T.unflatten(0, (4, 8))
+        found.append((owns[-1], MADE[name](owns), cache[f"blocks.{n}.attn.hook_pattern"][0], w_o))
+    return found
+
+
+def lengths(pattern, vectors, w_o):
+    """||A[h, q, p] x[p, h] W_O[h]||, one by one, [head, query, position]."""
+    heads, T = pattern.shape[:2]
+    found = torch.zeros(heads, T, T, dtype=torch.double)
+    for h in range(heads):
+        for q in range(T):
+            for p in range(q + 1):
+                found[h, q, p] = (pattern[h, q, p] * vectors[p, h] @ w_o[h]).norm()
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MADE)
+def test_readers_get_what_plain_torch_says(tiny, name):
+    model, ids = tiny(name, dtype=torch.float64), some_ids(12)
+    layers = by_hand(model, ids, name)
+    for layer in (0, 2):
+        flow = value_flow(model, ids, AT, layer, top=99)
+        here = flow.readers[(flow.readers["layer"] == layer) & (flow.readers["way"] == "attention")]
+        _, value, pattern, w_o = layers[layer]
+        each = lengths(pattern, value, w_o)
+        total, seen = each.sum(-1)[:, AT:], torch.arange(AT + 1, 13)
+        np.testing.assert_allclose(here["amount"], each[:, AT:, AT].sum(-1), rtol=1e-9)
+        np.testing.assert_allclose(here["total"], total.sum(-1), rtol=1e-9)
+        np.testing.assert_allclose(here["share"], each[:, AT:, AT].sum(-1) / total.sum(-1), rtol=1e-9)
+        np.testing.assert_allclose(here["even"], (total / seen).sum(-1) / total.sum(-1), rtol=1e-9)
+        for row in flow.queries.to_dict("records"):
+            assert row["amount"] == pytest.approx(float(each[row["head"], row["query"], AT]), rel=1e-9)
+            assert row["share"] == pytest.approx(row["amount"] / float(total[row["head"], row["query"] - AT]), rel=1e-9)
+        assert len(flow.queries) == 4 * 6
+        assert flow.norm == pytest.approx(
+            float(model.run_with_cache(ids)[1][f"blocks.{layer}.attn.hook_v"][0, AT].norm())
+        )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "coefficient", "way"), [
+    ("transformer", None, ""), ("resformer", 0.5, "attention"), ("svformer", 1.0, "attention"), ("neutreno", 0.4, "added"),
+])  # fmt: skip
+def test_later_layers_read_the_first_layers_value_again(tiny, name, coefficient, way):
+    model, ids = tiny(name, dtype=torch.float64), some_ids(12)
+    layers, later = by_hand(model, ids, name), value_flow(model, ids, AT, 0).readers.query("layer > 0")
+    if coefficient is None:
+        assert later.empty
+        return
+    assert set(zip(later["layer"], later["way"], later["path"], strict=True)) == {(n, way, "own") for n in (1, 2)}
+    first = layers[0][0]
+    for n, rows in later.groupby("layer"):
+        _, value, pattern, w_o = layers[n]
+        part, whole = lengths(pattern, coefficient * first, w_o), lengths(pattern, value, w_o).sum(-1)
+        alone = coefficient * torch.einsum("hd,hdm->hm", first[AT], w_o).norm(dim=-1)
+        np.testing.assert_allclose(rows["amount"], alone if way == "added" else part[:, AT:, AT].sum(-1), rtol=1e-9)
+        np.testing.assert_allclose(rows["total"], whole[:, AT] if way == "added" else whole[:, AT:].sum(-1), rtol=1e-9)
+    if name == "neutreno":  # and in each layer its own value is taken away at its own place
+        taken = value_flow(model, ids, AT, 2).readers.query("way == 'added' and path == 'value'")
+        assert taken["coefficient"].tolist() == [-0.4] * 4
+
+
+def test_projections_sum_to_the_length_in_every_architecture(awake, any_architecture):
+    model, ids = awake(any_architecture), some_ids(12)
+    _, cache = model.run_with_cache(ids)
+    for layer in range(3):
+        flow = value_flow(model, ids, AT, layer)
+        length = float(cache[f"blocks.{layer}.attn.hook_v"][0, AT].norm())
+        assert flow.parts["projection"].sum() == pytest.approx(length, abs=1e-5)
+        assert flow.parts["share"].sum() == pytest.approx(1, abs=1e-5)
+        assert set(flow.readers["layer"]) <= set(range(layer, 3))
+
+
+def test_a_transformer_has_one_source_and_svformers_later_layers_none_of_their_own(tiny):
+    ids, shares = some_ids(12), {}
+    for name in ("transformer", "svformer"):
+        shares[name] = value_flow(tiny(name), ids, AT, 2).parts.groupby("path")["share"].sum()
+    pd.testing.assert_series_equal(shares["transformer"], pd.Series({"own": 1.0}), check_index=False, check_names=False)
+    assert shares["svformer"]["own"] == 0
+    assert shares["svformer"]["first"] == pytest.approx(1)
+
+
+def test_shared_mixtures_are_told_by_what_was_projected(tiny):
+    """Layer 3 shares what layer 2 attends with: half the first layer's, half layer 2's own."""
+    model = tiny("resformer+cla", config={"n_layers": 4})
+    parts = value_flow(model, some_ids(12), AT, 3).parts.drop_duplicates("path").set_index("path")
+    assert parts["coefficient"].to_dict() == {"own": 0.0, "first": 0.5, "source.2": 0.5}
+
+
+@torch.no_grad()
+def test_several_vectors_that_a_later_layer_sums_are_measured_as_one(tiny):
+    model, ids = tiny("resformer_dense", dtype=torch.float64), some_ids(12)
+    rows = value_flow(model, ids, AT, 1).readers.query("layer == 2").set_index("path")
+    assert list(dict.fromkeys(rows.index)) == ["first", "own", "together"]
+    _, cache = model.run_with_cache(ids)
+    both = sum(cache[f"blocks.{n}.attn.own.hook_v"][0] for n in (0, 1))
+    each = lengths(cache["blocks.2.attn.hook_pattern"][0], both, model.blocks[2].attn.W_O)
+    np.testing.assert_allclose(rows.loc["together", "amount"], each[:, AT:, AT].sum(-1), rtol=1e-9)
+    apart = rows.loc["first", "amount"].to_numpy() + rows.loc["own", "amount"].to_numpy()
+    assert (rows.loc["together", "amount"].to_numpy() <= apart).all()
+
+
+@torch.no_grad()
+def test_an_observed_model_is_followed_as_our_own():
+    ids = some_ids()
+    observed = workbench.observe(strangers.large(strangers.GPT([(0.4, 0.6)] * 3)), ids, quiet=True)
+    flow = value_flow(observed, ids, AT, 1)
+    assert flow.error < 1e-5
+    found = flow.parts.drop_duplicates("path").set_index("path")["coefficient"]
+    assert found.to_dict() == pytest.approx({"first": 0.4, "own": 0.6}, abs=1e-5)
+    _, cache = observed.run_with_cache(ids)
+    w_o = observed.foreign.transformer.h[1].attn.c_proj.weight.T.unflatten(0, (4, 8))
+    each = lengths(*(cache[f"blocks.1.attn.hook_{x}"][0].double() for x in ("pattern", "v")), w_o.double())
+    np.testing.assert_allclose(flow.readers.query("layer == 1")["amount"], each[:, AT:, AT].sum(-1), rtol=1e-4)
+    headwise = strangers.large(strangers.GPT(attention=strangers.HeadwiseMixed))
+    headwise = workbench.observe(headwise, ids, quiet=True)
+    assert value_flow(headwise, ids, AT, 0).notes == ["Layers 1, 2: unknown what their values hold, left out."]
+    with pytest.raises(BadData, match="values of layer 1 hold more than what layers project"):
+        value_flow(headwise, ids, AT, 1)
+
+
+def test_gates_are_said_to_be_left_out_and_wrong_places_refused(tiny):
+    assert "gate" in value_flow(tiny("gated_attention"), some_ids(12), AT, 1).notes[0]
+    with pytest.raises(BadData, match=r"layers 0\.\.2"):
+        value_flow(tiny(), some_ids(12), AT, 3)
+    with pytest.raises(BadData, match="position 12"):
+        value_flow(tiny(), some_ids(12), 12, 0)
+
+
+# ---- the view --------------------------------------------------------------------------------------------------------
+
+
+def drawn(folder, **options):
+    chosen = {"a": "text-resformer-s0", "prompt": "return values", "show": "follow", "position": "0"} | options
+    chosen = {k: v for k, v in chosen.items() if v is not None}
+    ((_, drawing),) = drawings(dashboard.Kept(folder), Link("prompt", chosen), "follow")
+    return drawing
+
+
+def test_the_sentence_and_the_labels_tell_the_table(populated):
+    drawing = drawn(populated, layer="0")
+    table, said = drawing.table, drawing.sentence
+    source, here, later = (table[table["kind"] == kind] for kind in ("source", "reader", "later"))
+    assert (
+        f"is {number(source['amount'].sum())} long, made of own values {number(source['amount'].sum())} (100.0%)"
+        in said
+    )
+    amount, total = here["amount"].sum(), here["total"].sum()
+    assert f"{number(amount)} of the {number(total)} that they get in this layer ({amount / total:.1%};" in said
+    best = here.loc[here["amount"].idxmax()]
+    assert f"most through head {best['head']} ({number(best['amount'])}, {best['share']:.1%} of" in said
+    queries = table[(table["kind"] == "query") & (table["query"] > 0)]
+    most = queries.loc[queries["amount"].idxmax()]
+    assert (
+        f"(token {most['query']}) gets most, {number(most['amount'])} through head {most['head']}: {most['share']:.1%}"
+        in said
+    )
+    assert f"most layer 1: {number(later['amount'].sum())} of {number(later['total'].sum())}" in said
+    words = " ".join(text for t in drawing.figure.data if t.mode == "text" for text in t.text)
+    for row in here.to_dict("records"):
+        assert f"head {row['head']}: {number(row['amount'])} = {row['share']:.0%} (even: {row['even']:.0%})" in words
+    assert "own values" in plots.alt_text(drawing.figure)
+    labels = [y for t in drawing.figure.data if t.mode == "text" and t.textposition == "middle right" for y in t.y]
+    bars = {t.text for t in drawing.figure.data if t.fill == "toself" and t.text and len(t.x) == 4}
+    assert len([text for text in bars if text.startswith("head ")]) == len(here), "each strand ends in a bar"
+    assert min(np.diff(sorted(labels))) >= 14, "labels do not meet"
+
+
+def test_two_models_are_followed_below_each_other_and_a_layer_that_one_lacks_is_refused(populated):
+    drawing = drawn(populated, compare="1", b="text-transformer-s0")
+    assert {name[:2] for name in drawing.table["model"]} == {"A:", "B:"}
+    assert "No later layer reads any part of it again" in drawing.sentence
+    with pytest.raises(WorkbenchError, match=r"layers 0\.\.1"):
+        drawn(populated, layer="2")
+
+
+def test_the_last_token_is_read_by_itself_alone(populated):
+    said = drawn(populated, position=None, layer="0").sentence
+    assert "Only the token itself can read it" in said
+    assert not re.search("nan|Of later tokens", said)
+
+
+def test_a_command_draws_the_path(populated, tmp_path):
+    out = tmp_path / "path.html"
+    link = "prompt?a=text-resformer-s0&prompt=return%20values&position=0&layer=1&show=follow"
+    result = CliRunner().invoke(app, ["view", link, "--only", "follow", "--out", str(out), "--runs", str(populated)])
+    assert result.exit_code == 0, result.output
+    assert "followed" in out.read_text(encoding="utf-8")
+
+
+def test_the_page_follows_the_chosen_value(browse, populated):
+    at = browse(
+        populated, "prompt", a="text-resformer-s0", prompt="return values", show="follow", position="0", layer="all"
+    )
+    assert not at.exception
+    assert [c.proto.id for c in at.get("plotly_chart") if "figure_follow" in c.proto.id]
+    assert at.selectbox(key="w_layer").value == 1
+    assert not [i.value for i in at.info]

@@ -1,0 +1,273 @@
+"""Single heads: the ranking is the records' own numbers, and the passages are where the model itself attends most."""
+
+from __future__ import annotations
+
+import json
+
+import dashboard
+import numpy as np
+import pytest
+import torch
+from app_pages import numbers
+
+from workbench import plots, prompts
+from workbench.checkpoints.saving import save
+from workbench.data.tasks import SYMBOLS
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.models import build
+from workbench.runs.records import records, write_parquet
+from workbench.runs.run import Run
+from workbench.views import Link, attention, drawings, heads
+from workbench.views.base import timelapse
+
+SHAPE = {"n_layers": 2, "d_model": 64, "n_heads": 2, "d_mlp": 24, "d_vocab": 64, "n_ctx": 128}
+LAYER, HEAD, TOKEN = 1, 1, 7
+VALUES = {
+    ("transformer", 20): [0.2, 0.7, 0.1, 0.7], ("resformer", 20): [0.7, 0.3, 0.05, 0.9], ("transformer", 0): [0.05, 0.06, 0.05, 0.04],
+}  # fmt: skip
+"""Of heads (0, 0), (0, 1), (1, 0), (1, 1)."""
+
+
+def planted(seed=0):
+    """A model one of whose heads gives all it can to the token 7: its keys alone point where all queries point."""
+    model = build("transformer", SHAPE, seed=seed)
+    with torch.no_grad():
+        model.embed.weight.copy_(torch.eye(64) * 8)
+        for block in model.blocks:
+            block.attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+        attn, at = model.blocks[LAYER].attn, 32 * HEAD + 15  # of the pair of dimensions that turns most slowly
+        for projection in (attn.q_proj, attn.k_proj):
+            projection.weight[32 * HEAD : 32 * (HEAD + 1)] = 0
+        attn.q_proj.weight[at] = 1.0
+        attn.k_proj.weight[at, TOKEN] = 1.0
+    return model
+
+
+def told(name, seed=0):
+    """Records of sink_mass at the steps of `VALUES`, in no order."""
+    rows = []
+    for (architecture, step), values in VALUES.items():
+        common = {"run": f"small-{architecture}-s{seed}", "architecture": architecture, "seed": seed, "step": step,
+                  "metric": "sink_mass", "data": "validation", "T": 16, "n": 4, "unit": "share",
+                  "provenance": dashboard.known(data="d", metric="sink_mass", version=1)}  # fmt: skip
+        if architecture == name:
+            places = [(layer, head) for layer in range(2) for head in range(2)]
+            rows += [
+                common | {"layer": n, "head": h, "value": v, "se": 0.01}
+                for (n, h), v in zip(places, values, strict=True)
+            ][::-1]
+            rows += [common | {"layer": n, "control": "uniform_causal", "value": 0.125} for n in range(2)]
+    return records(rows)
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small") / "runs"
+    for name in ("transformer", "resformer"):
+        run = f"small-{name}-s0"
+        dashboard.run(folder, run, name, 0, "repeated", steps=())
+        path = folder / run / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model": SHAPE}))
+        write_parquet(told(name), folder / run / "records" / "aa-bb.parquet")
+    path = folder / "small-transformer-s0"
+    for step in (0, 20):
+        save(planted(step), path / f"step_{step:06d}", seed=0, step=step, run=path.name)
+    return dashboard.Kept(folder)
+
+
+def drawn(ask, link):
+    return dict(drawings(ask, Link.parse(link)))
+
+
+def only(ask, link, name):
+    ((_, drawing),) = drawings(ask, Link.parse(link), name)
+    return drawing
+
+
+# ---- the ranking ----
+
+
+def test_the_ranking_is_the_records_order_and_equal_heads_stand_by_run_layer_and_head(ask):
+    table = only(ask, "heads?end=highest", "ranking").table
+    assert table["name"].tolist() == [
+        "ResFormer s0 · L1 H1", "ResFormer s0 · L0 H0", "Transformer s0 · L0 H1", "Transformer s0 · L1 H1",
+        "ResFormer s0 · L0 H1", "Transformer s0 · L0 H0", "Transformer s0 · L1 H0", "ResFormer s0 · L1 H0",
+    ]  # fmt: skip
+    assert table["value"].tolist() == [0.9, 0.7, 0.7, 0.7, 0.3, 0.2, 0.1, 0.05]
+    assert table["rank"].tolist() == [*range(1, 9)]
+    assert table["init"].dropna().tolist() == [0.06, 0.04, 0.05, 0.05]  # of the Transformer alone
+    lowest = only(ask, "heads?end=lowest", "ranking").table
+    assert lowest["value"].tolist() == table["value"].tolist()[::-1]
+    assert lowest["name"].tolist()[4:7] == table["name"].tolist()[1:4]
+
+
+def test_the_figure_has_error_bars_the_baseline_and_the_first_head_on_top(ask):
+    drawing = only(ask, "heads", "ranking")
+    traces = {t.name: t for t in drawing.figure.data}
+    assert traces["Transformer"].marker.color == plots.colour("transformer")
+    assert sorted(numbers(traces["Transformer"].x)) == [0.1, 0.2, 0.7, 0.7]
+    assert set(numbers(traces["Transformer"].error_x.array)) == {0.01}
+    assert traces["uniform causal"].line.dash == "dot"
+    assert set(numbers(traces["uniform causal"].x)) == {0.125}
+    axis = drawing.figure.layout.yaxis
+    assert axis.categoryarray[0] == "ResFormer s0 · L1 H1"
+    assert axis.range[0] > axis.range[1]
+    for word in ("ResFormer s0 · L1 H1 with 0.9 share", "uniform causal): 0.125", "8 heads of 2 models"):
+        assert word in drawing.sentence
+
+
+def test_without_a_stored_control_the_baseline_is_random_init(ask, monkeypatch):
+    there = ask.records
+    monkeypatch.setattr(ask, "records", lambda *a: (f := there(*a))[f["control"].isna()])
+    monkeypatch.setattr(ask, "kept", {})
+    table = only(ask, "heads?models=transformer", "ranking").table
+    assert table["baseline"].tolist() == pytest.approx([0.05] * 4)
+    assert set(table["baseline_of"]) == {heads.INIT}
+    table = only(ask, "heads?models=resformer", "ranking").table
+    assert table["baseline"].isna().all()
+
+
+def test_the_end_follows_what_the_measure_says_of_itself(populated):
+    ask = dashboard.Kept(populated)
+    assert heads.options(ask, Link("heads", {"a": "race-svformer-s0"})).end == "highest"
+    assert heads.METRICS[0] == "row_entropy"
+    rows = ask.records(ask.catalogue().entries, ["sink_mass"])
+    lower = rows.assign(provenance=rows["provenance"].str.replace("higher: more", "lower: more"))
+    ask.records = lambda *_: lower
+    assert heads.options(ask, Link("heads", {"a": "text-resformer-s0"})).end == "lowest"
+
+
+def test_compared_runs_alone_are_ranked_each_at_its_own_step(ask):
+    link = "heads?compare=1&a=small-transformer-s0&b=small-transformer-s0&step=20&step_b=0&end=highest"
+    table = only(ask, link, "ranking").table
+    assert len(table) == 8
+    assert table["name"].tolist()[:3] == [
+        "A: Transformer s0 · L0 H1",
+        "A: Transformer s0 · L1 H1",
+        "A: Transformer s0 · L0 H0",
+    ]
+    with pytest.raises(UnknownName, match="end"):
+        heads.options(ask, Link.parse("heads?end=middle"))
+
+
+def test_a_time_lapse_names_the_rows_of_each_step(ask):
+    lapse = timelapse(
+        heads.ranking, ask, Link.parse("heads?models=transformer&a=small-transformer-s0&end=highest")
+    ).figure
+    assert [f.layout.yaxis.categoryarray[0] for f in lapse.frames] == [
+        "Transformer s0 · L0 H1",
+        "Transformer s0 · L0 H1",
+    ]
+    assert [f.layout.yaxis.categoryarray[1] for f in lapse.frames] == [
+        "Transformer s0 · L0 H0",
+        "Transformer s0 · L1 H1",
+    ]
+
+
+def test_runs_without_a_measure_of_heads_say_how_to_get_one(tmp_path):
+    dashboard.run(tmp_path, "bare-resformer-s0", "resformer", 0, "text", steps=(0,))
+    with pytest.raises(WorkbenchError, match=r"workbench measure .*bare-resformer-s0 -m row_entropy --steps all"):
+        drawn(dashboard.Kept(tmp_path), "heads")
+
+
+# ---- one head ----
+
+
+def test_the_history_is_the_chosen_head_among_those_of_its_run(ask):
+    drawing = only(ask, "heads?a=small-transformer-s0&layer=1&head=1", "history")
+    traces = {t.name: t for t in drawing.figure.data}
+    assert list(traces["Transformer"].x) == [0, 20]
+    assert list(traces["Transformer"].y) == [0.04, 0.7]
+    assert sum(t.legendgroup == "others" for t in drawing.figure.data) == 3
+    assert set(numbers(traces["uniform causal"].y)) == {0.125}
+    assert "from 0.04 at step 0 to 0.7 at step 20, the highest of its run's 4 heads" in drawing.sentence
+
+
+def test_the_head_is_the_first_of_the_ranking_where_the_link_names_none(ask):
+    def named(link):
+        found = heads.head_of(ask, Link.parse(link))
+        return found.entry.name, found.layer, found.head
+
+    assert named("heads") == ("small-resformer-s0", 1, 1)
+    assert named("heads?a=small-transformer-s0") == ("small-transformer-s0", 0, 1)
+    assert named("heads?layer=0") == ("small-resformer-s0", 0, 0)
+    assert named("heads?a=small-transformer-s0&layer=1&head=0") == ("small-transformer-s0", 1, 0)
+    with pytest.raises(UnknownName, match="layer of small-transformer-s0"):
+        named("heads?a=small-transformer-s0&layer=9&head=0")
+
+
+# ---- passages ----
+
+
+def test_a_planted_head_is_found_where_it_attends_with_the_models_own_weight(ask):
+    link = f"heads?a=small-transformer-s0&layer={LAYER}&head={HEAD}"
+    table = only(ask, link, "passages").table
+    run = Run.open(ask.folder / "small-transformer-s0")
+    model, ids = run.load(), run.data.sample(heads.DOCUMENTS, 16).ids
+    _, cache = model.run_with_cache(ids)
+    pattern = cache[f"blocks.{LAYER}.attn.hook_pattern"][:, HEAD].numpy()
+    others = np.tril(np.ones((16, 16), dtype=bool), -1)
+    others[:, 0] = False
+    largest = np.where(others, pattern, -1).max((1, 2))
+    assert table["weight"].to_numpy() == pytest.approx(np.sort(largest)[::-1][:10], abs=1e-4)
+    first = table.iloc[0]
+    assert first["weight"] > 0.9
+    assert first["key token"] == SYMBOLS[TOKEN]
+    assert first["distance"] == 1  # the query behind the token has the fewest others to look at
+    inputs = ask.query(prompts.attention_inputs, ask.subjects(Link.parse(link))[0], first["prompt"])
+    read = prompts.attention_map(inputs, LAYER, HEAD).weights  # the prompt, read as the Attention page reads it
+    assert read[first["lock"], first["lock"] - 1] == pytest.approx(first["weight"], abs=1e-4)
+
+
+def test_pairs_are_the_largest_weights_in_every_architecture(awake, any_architecture):
+    model = awake(any_architecture)
+    ids = torch.randint(61, (3, 19), generator=torch.Generator().manual_seed(1))
+    pairs = prompts.sharpest_pairs(model, ids).set_index(["layer", "head", "document"])
+    for document in range(3):
+        inputs = prompts.attention_inputs(model, ids[document : document + 1])
+        for layer in range(3):
+            for head in range(4):
+                weights = prompts.attention_map(inputs, layer, head).weights
+                row = pairs.loc[(layer, head, document)]
+                assert 0 < row["key"] < row["query"]
+                past = [weights[q, k] for q in range(19) for k in range(1, q)]
+                assert row["weight"] == pytest.approx(max(past), abs=1e-6)
+                assert weights[int(row["query"]), int(row["key"])] == pytest.approx(row["weight"], abs=1e-6)
+    with pytest.raises(BadData, match="at least 3"):
+        prompts.sharpest_pairs(model, ids[:, :2])
+
+
+def test_an_excerpt_of_text_reads_as_the_documents_own_tokens(populated):
+    model = Run.open(populated / "text-resformer-s0").load()
+    ids = model.tokenizer.encode("é = " + dashboard.PROSE)
+    for query, key in ((2, 1), (60, 50), (len(ids) - 1, 3)):
+        found = prompts.excerpt(model, ids, query, key)
+        again = model.tokenizer.encode(found.text)
+        assert 0 < len(found.text) <= 200
+        assert again[: found.query + 1] == ids[query - found.query : query + 1]
+
+
+def test_runs_without_weights_or_text_say_why_there_are_no_passages(ask, populated, tmp_path):
+    with pytest.raises(WorkbenchError, match="ResFormer s0 has no checkpoint, so no text can be read"):
+        only(ask, "heads", "passages")
+    with pytest.raises(WorkbenchError, match="the text that text-resformer-s0 was trained on is not here"):
+        only(dashboard.Kept(populated), "heads?a=text-resformer-s0", "passages")
+    folder = dashboard.copied(ask.folder, tmp_path / "runs")
+    path = folder / "small-transformer-s0" / "run.json"
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps(known | {"data": {"kind": "imported", "domains": ["unknown"]}}))
+    with pytest.raises(WorkbenchError, match="nothing says what small-transformer-s0"):
+        only(dashboard.Kept(folder), "heads?a=small-transformer-s0", "passages")
+
+
+# ---- where Attention opens ----
+
+
+def test_attention_opens_on_the_most_concentrated_head_at_all_steps(ask):
+    link = Link("attention", {"a": "small-transformer-s0", "prompt": "abchdefgij"})  # h is the token 7
+    for step in (20, 0):
+        found = attention.options(ask, link.but(step=step))
+        assert (found.layer, found.head) == (LAYER, HEAD)
+    assert attention.options(ask, link.but(layer=0)).layer == 0
+    assert attention.options(ask, link.but(head=0)).head == 0

@@ -1,0 +1,188 @@
+"""The path of a value as one drawing: what it is made of, the value, and who reads it; each strand as thick as its number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.plots.grids import safe
+from workbench.plots.style import dressed, wrapped
+
+THICK, PITCH, HEADING, FINEST = 190.0, 21.0, 30.0, 4.0
+"""Pixels: of all strands together, between two labels, above a group of strands, of a strand's piece on average."""
+LEFT, CENTRE, RIGHT, BAR = 0.27, 0.46, 0.64, 0.014
+"""Where the bars stand, from 0 to 1, and how wide they are."""
+HEADS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#6F7F8F", "#B5651D")
+"""Colours of heads in turn: Okabe and Ito's and two of the registry's, without the Transformer's and ResFormer's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strand:
+    """One strand: its name, how thick it is (in any unit that its side shares), its colour, and its numbers in words."""
+
+    name: str
+    size: float
+    says: str
+    colour: str
+    pieces: Sequence[tuple[str, float]] = field(default=())
+    """Names and sizes of what it consists of, told on hover."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValuePath:
+    """One model's path: groups of strands by heading on both sides of the value."""
+
+    title: str
+    centre: str
+    colour: str
+    sources: dict[str, list[Strand]]
+    readers: dict[str, list[Strand]]
+
+
+def value_path(paths: Sequence[ValuePath], title: str, under: str = "") -> go.Figure:
+    """Paths below each other: sources at the left, the value, its readers at the right.
+
+    Thickness is a share of its own side: sources of the value's length, readers of all that is read. A strand below 0 points
+    away and is hatched.
+    """
+    heights = [max(_height(path.sources), _height(path.readers)) for path in paths]
+    titles = [safe(path.title) for path in paths] if len(paths) > 1 else None
+    gap = 40 / (sum(heights) + 40 * (len(paths) - 1))
+    figure = make_subplots(len(paths), 1, row_heights=heights, vertical_spacing=gap, subplot_titles=titles)
+    for row, (path, height) in enumerate(zip(paths, heights, strict=True), 1):
+        where = {"row": row, "col": 1}
+        _side(figure, path, path.sources, height, where, left=True)
+        _side(figure, path, path.readers, height, where, left=False)
+        top = (height - THICK) / 2
+        _box(figure, (CENTRE, CENTRE + BAR), (top, top + THICK), path.colour, "", where)
+        _text(figure, *_above(path, height), path.title, where)
+        figure.update_xaxes(range=[0, 1], visible=False, fixedrange=True, **where)
+        figure.update_yaxes(range=[height, 0], visible=False, fixedrange=True, **where)
+    figure.update_layout(showlegend=False)
+    figure = dressed(figure, title, wrapped(under, 125), int(sum(heights) + 40 * (len(paths) - 1)))
+    figure.layout.margin.l = figure.layout.margin.r = figure.layout.margin.b = 12
+    return figure
+
+
+def _above(path: ValuePath, height: float) -> tuple[float, float, list[str], str]:
+    """Place, words and side of the value's own label, where no strand passes."""
+    words, left = [f"<b>{path.centre}</b>"], _height(path.sources)
+    if left > THICK + 2 * HEADING:  # strands come down from the left, too
+        return CENTRE + BAR, (height - left) / 2 + HEADING - 14, words, "middle left"
+    rises = left <= _height(path.readers)
+    return CENTRE + BAR * rises, (height - THICK) / 2 - 8, words, "top left" if rises else "top right"
+
+
+def _slots(groups: dict[str, list[Strand]]) -> list[float]:
+    """Pixels that every strand takes in its column."""
+    strands = [strand for group in groups.values() for strand in group]
+    whole = sum(abs(s.size) for s in strands) or 1.0
+    return [max(PITCH, abs(s.size) / whole * THICK + 4) for s in strands]
+
+
+def _height(groups: dict[str, list[Strand]]) -> float:
+    return max(THICK + 2 * HEADING, sum(_slots(groups)) + HEADING * len(groups))
+
+
+def _side(
+    figure: go.Figure, path: ValuePath, groups: dict[str, list[Strand]], height: float, where: dict[str, int], *, left: bool
+) -> None:  # fmt: skip
+    """The strands of one side, spread so that their labels do not meet, and joined to the value."""
+    slots = iter(_slots(groups))
+    whole = sum(abs(s.size) for group in groups.values() for s in group) or 1.0
+    y = (height - sum(_slots(groups)) - HEADING * len(groups)) / 2
+    joint = (height - THICK) / 2
+    bar = (LEFT - BAR, LEFT) if left else (RIGHT, RIGHT + BAR)
+    x, side = (bar[0] - 0.008, "middle left") if left else (bar[1] + 0.008, "middle right")
+    for heading, strands in groups.items():
+        _text(figure, x, y + HEADING - 14, [f"<i>{heading}</i>"], side, "", where)
+        y += HEADING
+        labels, places = [], []
+        for strand in strands:
+            slot, thick = next(slots), abs(strand.size) / whole * THICK
+            top = y + (slot - thick) / 2
+            ends = ((LEFT, CENTRE), (top, joint)) if left else ((CENTRE + BAR, RIGHT), (joint, top))
+            _ribbon(figure, ends, thick, strand, where)
+            _pieces(figure, bar, top, thick, strand, where)
+            labels.append(f"{safe(strand.name)}: {strand.says}")
+            places.append(y + slot / 2)
+            y, joint = y + slot, joint + thick
+        _text(figure, x, places, labels, side, f"{path.title}: {heading}", where)
+
+
+def _pieces(
+    figure: go.Figure, bar: tuple[float, float], top: float, thick: float, strand: Strand, where: dict[str, int]
+) -> None:
+    """A strand's bar, in pieces where it has some."""
+    pieces = strand.pieces if strand.pieces and thick > FINEST * len(strand.pieces) else [("", strand.size)]
+    whole = sum(abs(size) for _, size in pieces) or 1.0
+    for name, size in pieces:
+        end = top + thick * abs(size) / whole
+        says = f"{safe(strand.name)}, {safe(name)}: {size:.3g}" if name else f"{safe(strand.name)}: {strand.says}"
+        _box(figure, bar, (top, end), strand.colour, says, where)
+        top = end
+
+
+def _box(
+    figure: go.Figure, x: tuple[float, float], y: tuple[float, float], look: str, says: str, where: dict[str, int]
+) -> None:
+    _area(
+        figure,
+        [x[0], x[1], x[1], x[0]],
+        [y[0], y[0], y[1], y[1]],
+        look,
+        says,
+        where,
+        line={"color": "rgba(255,255,255,0.6)", "width": 0.5},
+    )
+
+
+def _ribbon(
+    figure: go.Figure, ends: tuple[tuple[float, float], tuple[float, float]], thick: float, strand: Strand,
+    where: dict[str, int],
+) -> None:  # fmt: skip
+    """A curved band from one bar to the next."""
+    t = np.linspace(0.0, 1.0, 24)
+    x = ends[0][0] + (ends[0][1] - ends[0][0]) * t
+    y = ends[1][0] + (ends[1][1] - ends[1][0]) * (3 * t**2 - 2 * t**3)
+    pattern: dict[str, Any] = {"fillpattern": {"shape": "/", "size": 6, "solidity": 0.3}} if strand.size < 0 else {}
+    _area(
+        figure, [*x, *x[::-1]], [*y, *(y + thick)[::-1]], strand.colour, f"{safe(strand.name)}: {strand.says}", where,
+        opacity=0.45, line={"width": 0, "simplify": False}, **pattern,
+    )  # fmt: skip
+
+
+def _area(
+    figure: go.Figure,
+    x: Sequence[float],
+    y: Sequence[float],
+    look: str,
+    says: str,
+    where: dict[str, int],
+    **options: Any,
+) -> None:
+    figure.add_scatter(
+        x=list(x), y=list(y), mode="lines", fill="toself", fillcolor=look, hoveron="fills", text=says,
+        hoverinfo="text" if says else "skip", showlegend=False, **options, **where,
+    )  # fmt: skip
+
+
+def _text(
+    figure: go.Figure,
+    x: float,
+    y: float | Sequence[float],
+    words: Sequence[str],
+    side: str,
+    name: str,
+    where: dict[str, int],
+) -> None:
+    places = [y] if isinstance(y, int | float) else list(y)
+    figure.add_scatter(
+        x=[x] * len(words), y=places, text=list(words), mode="text", textposition=side, textfont_size=12, name=name,
+        hoverinfo="none", showlegend=False, cliponaxis=False, **where,
+    )  # fmt: skip

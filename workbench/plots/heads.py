@@ -1,0 +1,120 @@
+"""Figures of single heads: those that stand out among all models, one head over training, the pairs it attends to most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench.plots.grids import safe, unique
+from workbench.plots.style import GREY, axis_title, colour, dressed, label, narrow, ordered, symbol
+
+ROW, MIN_HEIGHT = 21, 220
+WIDTH = 60
+"""Characters of a subtitle's line in a column of half a page."""
+FAINT = "rgba(128,128,128,0.35)"
+
+
+def ranking(
+    rows: pd.DataFrame, title: str, under: str, axis: tuple[str, str], chosen: Sequence[bool] = ()
+) -> go.Figure:
+    """A dot for each head, the first on top, with its standard error, its value at random init, and the baseline.
+
+    rows: name, architecture, value, se, init, baseline, baseline_of (`init` and the baselines may be NaN). `axis`: unit, and which way
+    to read it. `chosen`: rows whose name is bold. Custom data: the row's place.
+    """
+    names = unique([safe(name) for name in rows["name"]])
+    figure, y = go.Figure(), np.array(names, dtype=object)
+    for architecture in ordered(rows["architecture"]):
+        mine = (rows["architecture"] == architecture).to_numpy()
+        se = rows.loc[mine, "se"].astype("float64")
+        figure.add_scatter(
+            x=rows.loc[mine, "value"], y=y[mine], mode="markers", name=label(architecture),
+            marker={"color": colour(architecture), "symbol": symbol(architecture), "size": 9},
+            error_x={"array": se, "thickness": 1.2, "width": 3} if se.notna().any() else None,
+            hovertemplate="%{y}: %{x:.4g}<extra></extra>", customdata=[[int(i)] for i in np.flatnonzero(mine)],
+        )  # fmt: skip
+    if rows["init"].notna().any():
+        figure.add_scatter(
+            x=rows["init"], y=y, mode="markers", name="at random init", hoverinfo="skip",
+            marker={"color": GREY, "symbol": "circle-open", "size": 7},
+        )  # fmt: skip
+    _baseline_of_rows(figure, rows, y)
+    marked = [*chosen, *[False] * (len(names) - len(chosen))]
+    ticks = [f"<b>{n}</b>" if bold else n for n, bold in zip(names, marked, strict=True)]
+    figure.update_yaxes(
+        type="category", categoryorder="array", categoryarray=names, range=[len(names) - 0.4, -0.6], tickvals=names,
+        ticktext=ticks, tickfont_size=11,
+    )  # fmt: skip
+    figure.update_xaxes(title_text=axis_title(*axis), zeroline=False)
+    figure = dressed(figure, title, under, max(MIN_HEIGHT, ROW * len(names) + 60))
+    return narrow(figure, WIDTH)
+
+
+def _baseline_of_rows(figure: go.Figure, rows: pd.DataFrame, y: np.ndarray) -> None:
+    """A dotted line through all rows where the baseline is one number, else a stroke at each row's own."""
+    for name in sorted(rows["baseline_of"].dropna().unique()):
+        mine = (rows["baseline_of"] == name).to_numpy()
+        x = rows.loc[mine, "baseline"].to_numpy(dtype="float64")
+        one = mine.all() and float(np.ptp(x)) < 1e-9
+        figure.add_scatter(
+            x=x, y=y[mine], mode="lines" if one and len(x) > 1 else "markers", name=safe(name), hoverinfo="skip",
+            line={"color": GREY, "dash": "dot", "width": 1.5},
+            marker={"color": GREY, "symbol": "line-ns-open", "size": 14},
+        )  # fmt: skip
+
+
+def history(
+    mine: pd.DataFrame, others: pd.DataFrame, baseline: pd.DataFrame, title: str, under: str, axis: tuple[str, str]
+) -> go.Figure:
+    """One head over training steps in its architecture's colour, the other heads of its run thin and grey.
+
+    mine: architecture, step, value, se. others: layer, head, step, value. baseline: control, step, value; may be empty. `axis`: unit,
+    and which way to read it.
+    """
+    figure, architecture = go.Figure(), str(mine["architecture"].iloc[0])
+    se = mine["se"].astype("float64")
+    heads = list(others.sort_values(["layer", "head", "step"]).groupby(["layer", "head"]))
+    for i, ((layer, head), rows) in enumerate(heads):
+        figure.add_scatter(
+            x=rows["step"], y=rows["value"], mode="lines" if len(rows) > 1 else "markers", name="the run's other heads",
+            legendgroup="others", showlegend=i == 0, line={"color": FAINT, "width": 1}, marker={"color": FAINT, "size": 5},
+            hovertemplate=f"layer {layer}, head {head}, step %{{x}}: %{{y:.4g}}<extra></extra>",
+        )  # fmt: skip
+    for name, rows in baseline.groupby("control"):
+        figure.add_scatter(
+            x=rows["step"], y=rows["value"], mode="lines" if len(rows) > 1 else "markers", name=safe(name), hoverinfo="skip",
+            line={"color": GREY, "dash": "dot", "width": 1.5}, marker={"color": GREY, "symbol": "line-ew-open", "size": 14},
+        )  # fmt: skip
+    figure.add_scatter(
+        x=mine["step"], y=mine["value"], mode="lines+markers", name=label(architecture),
+        line={"color": colour(architecture), "width": 3}, marker={"symbol": symbol(architecture), "size": 7},
+        error_y={"array": se, "thickness": 1.2, "width": 3} if se.notna().any() else None,
+        hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
+    )  # fmt: skip
+    figure.update_xaxes(title_text="training step")
+    figure.update_yaxes(title_text=axis_title(*axis, width=30))
+    return narrow(dressed(figure, title, under, MIN_HEIGHT), WIDTH)
+
+
+def pairs(rows: pd.DataFrame, paint: str, title: str, under: str) -> go.Figure:
+    """A stem for each pair of tokens, as long as the weight. rows: key token, query token, distance, weight."""
+    told = zip(rows["key token"], rows["query token"], strict=True)
+    names = unique([f"{safe(key)} … {safe(query)}" for key, query in told])
+    weights = rows["weight"].to_numpy(dtype="float64")
+    figure = go.Figure()
+    figure.add_scatter(
+        x=weights, y=names, mode="markers", name="weight", showlegend=False, marker={"color": paint, "size": 10},
+        error_x={"array": np.zeros_like(weights), "arrayminus": weights, "symmetric": False, "width": 0, "thickness": 2},
+        customdata=rows["distance"], hovertemplate="%{y}: %{x:.3f}<br>%{customdata} tokens back<extra></extra>",
+    )  # fmt: skip
+    figure.update_yaxes(
+        type="category", categoryorder="array", categoryarray=names, range=[len(names) - 0.4, -0.6], tickfont_size=11,
+        title_text="key … query",
+    )  # fmt: skip
+    figure.update_xaxes(
+        title_text="attention of the query to the key", range=[0, 1.05 * max(1.0, float(weights.max()))]
+    )
+    return narrow(dressed(figure, title, under, max(MIN_HEIGHT, ROW * len(names) + 60)), WIDTH)

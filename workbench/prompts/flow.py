@@ -1,0 +1,290 @@
+"""Where one value comes from and who reads it: a layer, a position, numbers that sum.
+
+    flow = prompts.value_flow(model, "def main():", position=1, layer=2)
+    flow.parts        # v = sum over b of c_b x_b; the parts' projections on v sum to its length
+    flow.readers      # by head: sum over queries of A[query, position] * ||v W_O||, and the same of later layers
+
+Source: Kobayashi et al. (2020), Attention is Not Only a Weight, arXiv 2004.10102 (norm of the weighted, transformed vector).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData
+from workbench.kernels.joint import Softmax, joint_attention
+from workbench.models.decomposition import TOLERANCE
+from workbench.models.hooked import HookedModel
+from workbench.prompts.single_pass import by_layer, one_position, wide
+from workbench.prompts.softmaxes import recipes_of
+from workbench.prompts.tokens import PromptLike, single_prompt
+from workbench.prompts.value_sources import (
+    EFFECTIVE,
+    Base,
+    Composition,
+    LayerValues,
+    compositions,
+    layer_values,
+    output_matrix,
+    resolved,
+)
+
+PARTS = ["path", "head", "coefficient", "norm", "projection", "share"]
+READERS = [
+    "layer", "way", "path", "head", "coefficient", "attention", "norm", "amount", "total", "share", "even",
+]  # fmt: skip
+QUERIES = ["head", "query", "attention", "norm", "amount", "total", "share", "even"]
+WHOLE = "value"
+"""The path of the whole effective value, as its own layer reads it."""
+TOGETHER = "together"
+"""The path of several vectors of a value as one, where a later layer reads their sum: their norms would not add up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueFlow:
+    """A value of one layer at one position: what it is made of, and what reads it."""
+
+    tokens: list[str]
+    layer: int
+    position: int
+    norm: float
+    """Length of the effective value over all key-value heads."""
+    parts: pd.DataFrame
+    """A row for each source and key-value head: path (`own`, `first`, `source.<j>`, `table`), coefficient, norm of the part,
+    its projection on the whole value (in the value's units; negative: it points away), and share, projection / norm of the
+    value. Projections sum to the norm over all rows, by algebra; norms of parts do not.
+    """
+    readers: pd.DataFrame
+    """A row for each layer from this one on, way, path and head.
+
+    path: `value` in the chosen layer; in later ones each vector that the value is made of and that is read there again, and,
+    of several, their sum as `together`. way:
+    `attention`, `cross.<j>` (this layer's queries on layer j's keys) or `added` (beside the attention, at the token's own
+    place, as NeuTRENO's pull). coefficient: how much of the vector is in the value read there; attention: sum over queries
+    from the position on; norm: ||c x W_O||; amount: attention * norm; total: what the same queries get from all positions
+    through attention, sums of norms; share: amount / total (`added` comes on top of the total: a ratio); even: the share if
+    each of these queries spread the same total evenly over the positions it sees.
+    """
+    queries: pd.DataFrame
+    """The queries of each head of the chosen layer that get most of the value; columns as of `readers`, even = 1 / positions seen."""
+    notes: list[str]
+    """What is left out, in words."""
+
+    @property
+    def error(self) -> float:
+        """Distance between the sum of the parts' projections and the norm."""
+        return abs(float(self.parts["projection"].sum()) - self.norm)
+
+
+@dataclass
+class Reading:
+    """What one layer's attention reads at the position, and what its queries get in all."""
+
+    values: dict[int, Tensor]
+    """By the layer whose keys go with them, [kv_head, d_head]."""
+    columns: dict[int, Tensor]
+    """Attention of every query to the position, [head, T]."""
+    total: Tensor
+    """Norms that every query gets from all positions, summed, [head, T]."""
+    triangle: Tensor
+    """R of W_O^T = QR by head, [head, d_head, d_head]: ||x W_O|| = ||R x||."""
+    added: Mapping[Base, float] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def value_flow(model: HookedModel, prompt: PromptLike, position: int, layer: int, top: int = 5) -> ValueFlow:
+    """Sources and readers of the value that a layer's attention reads at a position (negative: from the end).
+
+    Costs one run and, for the chosen layer and each later one, its attention once more; no T x T array but one layer's
+    pattern at a time of observed models whose queries and keys do not give it. Gates on the head outputs are left out.
+    Norms are after W_O, so before anything that follows. `top`: queries of each head to keep. Raises `BadData` for a layer
+    or position that is not there, and for observed models whose values hold more than is known of them.
+    """
+    prompt = single_prompt(model, prompt)
+    at, n_layers = one_position(prompt.ids.shape[1], position), model.config.n_layers
+    if isinstance(layer, bool) or layer not in range(n_layers):
+        raise BadData(f"layer {layer!r}: the model has layers 0..{n_layers - 1}")
+    layers = layer_values(model)
+    run = _Run(model, layers, at, layer)
+    groups = {n: points.made_of + (points.read if n >= layer else []) for n, points in enumerate(layers)}
+    by_layer(model, prompt.ids, {n: list(dict.fromkeys(names)) for n, names in groups.items() if names}, run.reduce)
+    made = compositions(layers, run.mixes)
+    unknown = [n for n in run.readings if not run.explains(n, made[n])]
+    if layer in unknown:
+        raise BadData(
+            f"the values of layer {layer} hold more than what layers project, times one coefficient each, so where they come from "
+            "cannot be told"
+        )
+    whole = run.readings[layer].values[layer]
+    parts = _parts(
+        layer, whole, {base: (c, run.vectors[base]) for base, c in made[layer].items() if base in run.vectors}
+    )
+    notes = [f"Layers {', '.join(map(str, unknown))}: unknown what their values hold, left out."] if unknown else []
+    if any(points.changed for points in layers[layer:]):
+        notes.append("What changes the attention's output before W_O, as a gate, is left out.")
+    rows = [row for n in run.readings if n not in unknown for row in run.rows(n, made)]
+    readers = pd.DataFrame(rows, columns=READERS).astype({"layer": "Int64", "head": "Int64", "path": "string"})
+    return ValueFlow(
+        tokens=prompt.tokens, layer=layer, position=at, norm=float(whole.norm()), parts=parts, readers=readers,
+        queries=_queries(run.readings[layer], whole, layer, at, top), notes=notes,
+    )  # fmt: skip
+
+
+@dataclass
+class _Run:
+    """What one run shows, layer by layer."""
+
+    model: HookedModel
+    layers: Sequence[LayerValues]
+    at: int
+    layer: int
+    vectors: dict[Base, Tensor] = field(default_factory=dict)  # [kv_head, d_head], at the position
+    mixes: dict[int, list[float]] = field(default_factory=dict)
+    readings: dict[int, Reading] = field(default_factory=dict)
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+
+    def reduce(self, n: int, tensors: dict[str, Tensor]) -> None:
+        points = self.layers[n]
+        for base, name in points.vectors.items():
+            self.vectors.setdefault(base, wide(tensors[name][0, self.at]))
+        if points.mix:
+            self.mixes[n] = tensors[points.mix].tolist()
+        if n >= self.layer:
+            self.readings[n] = self._reading(points, tensors)
+            self.dtypes[n] = tensors[points.values[n]].dtype
+
+    def _reading(self, points: LayerValues, tensors: dict[str, Tensor]) -> Reading:
+        triangle = torch.linalg.qr(wide(output_matrix(self.model, points.layer)).mT, mode="r").R
+        values = {j: wide(tensors[name][0]) for j, name in points.values.items()}
+        sizes = [written(v, triangle) for v in values.values()]
+        here = torch.zeros(len(values), *sizes[0].shape, device=triangle.device, dtype=sizes[0].dtype)
+        here[:, self.at] = 1.0
+        # the attention of numbers in place of vectors: first the norms, then for each set of keys a 1 at the position
+        sets = [
+            torch.stack([size, *(here[i] if i == j else torch.zeros_like(size) for j in range(len(sizes)))], -1)
+            for i, size in enumerate(sizes)
+        ]
+        found = self._attend(points, tensors, sets)
+        columns = {j: found[..., i + 1].T for i, j in enumerate(values)}
+        weights = tensors[points.weights].tolist() if points.weights else []
+        at_position = {j: v[self.at] for j, v in values.items()}
+        return Reading(at_position, columns, found[..., 0].T, triangle, points.added(weights))
+
+    def _attend(self, points: LayerValues, tensors: dict[str, Tensor], values: Sequence[Tensor]) -> Tensor:
+        """The layer's attention of numbers [T, head, number] of each set of keys, [T, head, number]."""
+        if points.scores[0].endswith("hook_pattern"):
+            return torch.einsum("hqk,khn->qhn", wide(tensors[points.scores[0]][0]), values[0])
+        recipe = recipes_of(self.model).get(points.layer)
+        if recipe is not None:
+            softmaxes = recipe.softmaxes(tensors)
+        else:
+            q, k = (tensors[f"blocks.{points.layer}.attn.hook_{name}"] for name in ("rot_q", "rot_k"))
+            softmaxes = [Softmax(1.0, q, [k])]
+        heads = values[0].shape[1]
+        many = [
+            Softmax(s.weight, wide(s.q).to(values[0]), [_repeated(wide(k), heads).to(values[0]) for k in s.keys])
+            for s in softmaxes
+        ]
+        return joint_attention(many, [v[None] for v in values])[0]
+
+    def explains(self, n: int, made: Composition) -> bool:
+        """Whether a layer's effective value is the sum of its parts, up to rounding."""
+        found = self.readings[n].values[n]
+        parts = [c * self.vectors[base] for base, c in made.items() if base in self.vectors]
+        size = max([float(found.norm()), *(float(part.norm()) for part in parts)])
+        return float((found - sum(parts)).norm()) <= 10 * TOLERANCE[self.dtypes[n]] * size
+
+    def rows(self, n: int, made: Sequence[Composition]) -> Iterator[dict[str, Any]]:
+        """Rows of `ValueFlow.readers` of a layer."""
+        reading, chosen = self.readings[n], {base for base, c in made[self.layer].items() if c}
+        for j, column in reading.columns.items():
+            way = "attention" if j == n else f"cross.{j}"
+            if n == self.layer == j:
+                yield from self._of_heads(n, way, WHOLE, 1.0, reading.values[n], column)
+            else:
+                yield from self._of_vectors(n, way, {b: c for b, c in made[j].items() if b in chosen}, column)
+        itself = torch.zeros_like(reading.total)
+        itself[:, self.at] = 1.0
+        added = dict(reading.added)
+        if n == self.layer and (c := added.pop(EFFECTIVE, 0.0)):
+            yield from self._of_heads(n, "added", WHOLE, c, reading.values[n], itself)
+        effective = added.pop(EFFECTIVE, 0.0)
+        terms = resolved(self.layers[n], added, made)
+        for base, c in made[n].items() if effective else ():
+            terms[base] = terms.get(base, 0.0) + effective * c
+        yield from self._of_vectors(n, "added", {b: c for b, c in terms.items() if c and b in chosen}, itself)
+
+    def _of_vectors(self, n: int, way: str, terms: Composition, column: Tensor) -> Iterator[dict[str, Any]]:
+        for base, c in terms.items():
+            yield from self._of_heads(n, way, base, c, self.vectors[base], column)
+        if len(terms) > 1:
+            total = torch.stack([c * self.vectors[base] for base, c in terms.items()]).sum(0)
+            yield from self._of_heads(n, way, TOGETHER, 1.0, total, column)
+
+    def _of_heads(
+        self, n: int, way: str, base: Base, coefficient: float, vector: Tensor, column: Tensor
+    ) -> Iterator[dict[str, Any]]:
+        reading, after = self.readings[n], slice(self.at, self.at + 1 if way == "added" else None)
+        sets = len(reading.columns)
+        seen = torch.arange(1, reading.total.shape[1] + 1, device=column.device)[after] * sets
+        norms = abs(coefficient) * written(vector, reading.triangle)
+        for head, norm in enumerate(norms.tolist()):
+            total = reading.total[head, after]
+            attention, everything = float(column[head, after].abs().sum()), float(total.sum())
+            amount = attention * norm
+            yield {
+                "layer": n, "way": way, "path": base if base in (WHOLE, TOGETHER) else path_of(base, self.layer), "head": head,
+                "coefficient": coefficient, "attention": attention, "norm": norm, "amount": amount, "total": everything,
+                "share": amount / everything if everything else float("nan"),
+                "even": float((total / seen).sum()) / everything if everything and way != "added" else float("nan"),
+            }  # fmt: skip
+
+
+def path_of(base: Base, layer: int) -> str:
+    """A vector in a word, seen from a layer: `own`, `first`, `source.<j>`, `table`."""
+    if isinstance(base, str):
+        return "table"
+    return "own" if base == layer else "first" if base == 0 else f"source.{base}"
+
+
+def written(values: Tensor, triangle: Tensor) -> Tensor:
+    """Norms [..., head] of values [..., kv_head, d_head] after W_O, of which `triangle` is the R."""
+    return torch.einsum("...hd,hrd->...hr", _repeated(values, len(triangle)), triangle.to(values)).norm(dim=-1)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[-2], dim=-2)
+
+
+def _parts(layer: int, whole: Tensor, made: Mapping[Base, tuple[float, Tensor]]) -> pd.DataFrame:
+    """Rows of `ValueFlow.parts`; a layer that projects no values of its own has none of them."""
+    norm, rows = float(whole.norm()), list[dict[str, Any]]()
+    all_made = dict(made) if layer in made else {layer: (0.0, torch.zeros_like(whole)), **made}
+    for base, (coefficient, vector) in all_made.items():
+        part = coefficient * vector
+        projections = (part * whole).sum(-1) / norm if norm else torch.zeros(len(whole))
+        for head, (length, projection) in enumerate(zip(part.norm(dim=-1).tolist(), projections.tolist(), strict=True)):
+            share = projection / norm if norm else float("nan")
+            row = path_of(base, layer), head, coefficient, length, projection, share
+            rows.append(dict(zip(PARTS, row, strict=True)))
+    return pd.DataFrame(rows, columns=PARTS).astype({"head": "Int64", "path": "string"})
+
+
+def _queries(reading: Reading, whole: Tensor, layer: int, at: int, top: int) -> pd.DataFrame:
+    """Rows of `ValueFlow.queries`, for each head the largest amounts first."""
+    norms, column = written(whole, reading.triangle), reading.columns[layer].abs()
+    seen, rows = len(reading.columns), list[dict[str, Any]]()
+    for head, norm in enumerate(norms.tolist()):
+        best = column[head, at:].topk(min(top, column.shape[1] - at))
+        for weight, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            query, amount = at + place, weight * norm
+            total = float(reading.total[head, query])
+            row = head, query, weight, norm, amount, total, amount / total if total else float("nan")
+            rows.append(dict(zip(QUERIES, (*row, 1 / (seen * (query + 1))), strict=True)))
+    return pd.DataFrame(rows, columns=QUERIES).astype({"head": "Int64", "query": "Int64"})

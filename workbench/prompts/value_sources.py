@@ -1,0 +1,177 @@
+"""What the values of each layer are made of: vectors that layers project and tables hold, each times a coefficient.
+
+    v_n = sum over b of c_nb x_b,   b: a layer, whose own projection x_b is, or a table by token id
+
+Mixtures of mixtures (a layer that shares another's mixed values) are resolved to these. The same for our models, whose
+wiring says it, and for observed ones, whose coefficients were fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData
+from workbench.models import Transformer
+from workbench.models.hooked import HookedModel
+from workbench.models.joint_attention import JointAttention
+from workbench.observing.observed_model import Observed
+from workbench.observing.recognition.value_paths import NEGLIGIBLE
+from workbench.prompts.softmaxes import hook_points
+
+Base = int | str
+"""A layer, whose own projection is meant, or a table."""
+Composition = dict[Base, float]
+"""Coefficients of what layers project and tables hold."""
+EFFECTIVE = "effective"
+"""Stands for the effective values themselves, where something of them is added beside the attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerValues:
+    """Where one layer's values come from and what reads them; strings are names of hook points."""
+
+    layer: int
+    vectors: dict[Base, str]
+    """What it projects itself, and the tables it reads."""
+    sources: tuple[Base, ...]
+    """What its effective values are a sum of, in the order of the coefficients at `mix`."""
+    expanded: frozenset[Base]
+    """Sources that are read as they attend, after any mixing there."""
+    mix: str | None
+    """Coefficients of `sources`; None: one source, taken `alone` times."""
+    alone: float = 1.0
+    values: dict[int, str]
+    """Values that its attention reads, by the layer whose keys go with them; its own first."""
+    scores: list[str]
+    """What its attention weights are made of."""
+    weights: str | None = None
+    """Coefficients of what is added beside the attention."""
+    added: Callable[[Sequence[float]], Mapping[Base, float]] = field(default=lambda _: {})
+    """These coefficients -> how much of `EFFECTIVE` and of the sources is added to the head outputs at the token's own place."""
+    changed: bool = False
+    """Whether something else, as a gate, changes the head outputs."""
+    negligible: float = 0.0
+    """Coefficients up to this are none."""
+
+    @property
+    def made_of(self) -> list[str]:
+        """Hook points that tell what its values are made of."""
+        return [*self.vectors.values(), *([self.mix] if self.mix else [])]
+
+    @property
+    def read(self) -> list[str]:
+        """Hook points that tell who reads them."""
+        return list(dict.fromkeys([*self.values.values(), *self.scores, *([self.weights] if self.weights else [])]))
+
+
+def layer_values(model: HookedModel) -> list[LayerValues]:
+    """Of each layer; raises `BadData` where an observed model does not show its values or its attention."""
+    describe = _observed if isinstance(model, Observed) else _ours
+    return [describe(model, n) for n in range(model.config.n_layers)]
+
+
+def compositions(layers: Sequence[LayerValues], mixes: Mapping[int, Sequence[float]]) -> list[Composition]:
+    """Of each layer's effective values, from the coefficients in use."""
+    found: list[Composition] = []
+    for layer in layers:
+        weights = zip(layer.sources, mixes.get(layer.layer, [layer.alone]), strict=True)
+        found.append(resolved(layer, {j: w for j, w in weights if abs(w) > layer.negligible}, found))
+    return found
+
+
+def resolved(layer: LayerValues, weights: Mapping[Base, float], known: Sequence[Composition]) -> Composition:
+    """A weighted sum of what a layer reads, in what layers project and tables hold; `known`: of the layers before it."""
+    total: Composition = {}
+    for source, weight in weights.items():
+        parts = known[int(source)] if source in layer.expanded else {source: 1.0}
+        for base, part in parts.items():
+            total[base] = total.get(base, 0.0) + weight * part
+    return total
+
+
+def output_matrix(model: HookedModel, layer: int) -> Tensor:
+    """W_O of a layer [head, d_head, d_model]; raises `BadData` where an observed model shows none."""
+    if not isinstance(model, Observed):
+        matrix: Tensor = model.blocks[layer].attn.W_O
+        return matrix.detach()
+    place = model.structure.layers[layer].z
+    if place is None:
+        raise BadData(f"values cannot be followed here: no matrix W_O was found after the attention of layer {layer}")
+    module, width = model.foreign.get_submodule(place.module), model.config.n_heads * model.config.d_head
+    rows = torch.eye(width, dtype=module.weight.dtype, device=module.weight.device)
+    return (module(rows) - module(torch.zeros_like(rows))).unflatten(0, (model.config.n_heads, -1))  # without its bias
+
+
+def _ours(model: Any, n: int) -> LayerValues:
+    stem, attn = f"blocks.{n}.attn", model.blocks[n].attn
+    wiring = attn.projections["v"]
+    projects = wiring.shared_source is None
+    crossed = attn.attended.get("v", {}) if isinstance(attn, JointAttention) else {}
+    scores = attn.recipe().needs if isinstance(attn, JointAttention) else hook_points(n, ("rot_q", "rot_k"))
+    plain = [s for s in attn.outputs if not s.multiplies]
+    names = attn.coefficients.get("output", ())
+
+    def added(weights: Sequence[float]) -> Mapping[Base, float]:
+        return _added(plain, n, dict(zip(names, weights, strict=True)), list(wiring.sources))
+
+    return LayerValues(
+        layer=n,
+        vectors=({n: f"{stem}.own.hook_v"} if projects else {})
+        | {j: str(module.hook_v.name) for j, module, _ in attn.reads["v"] if isinstance(j, str)},
+        sources=(*wiring.mixed, n) if projects else (wiring.shared_source,),
+        expanded=frozenset(j for j, state in wiring.sources.items() if _attends_with(model, j, state)),
+        mix=f"{stem}.hook_v_mix" if wiring.mixer is not None else None,
+        values={n: f"{stem}.hook_v"} | {int(j): str(module.hook_v.name) for j, module in crossed.items()},
+        scores=sorted(scores), weights=f"{stem}.hook_output_mix" if names else None, added=added,
+        changed=len(plain) < len(attn.outputs),
+    )  # fmt: skip
+
+
+def _attends_with(model: Transformer, source: Base, state: str) -> bool:
+    """Whether what is read of a source is what it attends with, and not only its own projection."""
+    if not isinstance(source, int):
+        return False
+    return state == "effective" or source == 0 or model.blocks[source].attn.projections["v"].shared_source is not None
+
+
+def _added(shortcuts: Sequence[Any], layer: int, weights: Mapping[str, float], read: Sequence[Base]) -> Composition:
+    """Coefficients of the effective and the source values in what shortcuts add: they are linear, so ones tell."""
+    found: Composition = {}
+    for base in (EFFECTIVE, *read):
+        ones = {j: torch.full((1, 1, 1, 1), float(j == base), dtype=torch.double) for j in (EFFECTIVE, *read)}
+        z = v = ones.pop(EFFECTIVE)
+        z = torch.zeros_like(v)
+        for shortcut in shortcuts:
+            z = shortcut.output(layer, z, v, ones, z, weights)
+        if total := float(z):
+            found[base] = total
+    return found
+
+
+def _observed(model: Any, n: int) -> LayerValues:
+    stem, block = f"blocks.{n}.attn", model.blocks[n]
+    scores = [name for name in hook_points(n, ("rot_q", "rot_k")) if name in model.hook_dict]
+    scores = scores or hook_points(n, ("pattern",))
+    for name in (f"{stem}.hook_v", *scores):
+        if name not in model.hook_dict:
+            raise BadData(
+                f"values cannot be followed here: layer {n}: {model.absent.get(name, f'{name} is not shown')}"
+            )
+    own, mixed = f"{stem}.own.hook_v" in model.hook_dict, f"{stem}.hook_v_mix" in model.hook_dict
+    vectors: dict[Base, str] = {n: f"{stem}.own.hook_v"} if own else {} if mixed else {n: f"{stem}.hook_v"}
+    paths = [p for p in model.fitted_paths if p.layer == n]
+    beside = [p for p in paths if p.into == "output"]
+    alone = next((p.coefficients.get("own") for p in paths if p.into == "value" and p.exact and own), None)
+    one = beside[0] if len(beside) == 1 and beside[0].exact else None
+    added = {0 if s == "first" else EFFECTIVE: c for s, c in one.coefficients.items()} if one else {}
+    return LayerValues(
+        layer=n, vectors=vectors, sources=(*block.source_points, n) if mixed else (n,), expanded=frozenset(),
+        mix=f"{stem}.hook_v_mix" if mixed else None, alone=1.0 if alone is None else alone, negligible=NEGLIGIBLE,
+        values={n: f"{stem}.hook_v"}, scores=scores, added=lambda _: added,
+        changed=bool(model.structure.layers[n].changed) or (bool(beside) and one is None),
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""Views that were kept, each with a note: one file beside the runs, redrawn from their links whenever they are looked at."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import BadData, WorkbenchError
+from workbench.files import read_json, writable, write_json
+from workbench.plots.page import Page, heading, numbers, paragraph
+from workbench.views.base import Drawing, views_of
+from workbench.views.link import Link
+from workbench.views.source import Source
+
+FILE = ".pins.json"
+MAX_NOTE, MAX_PINS = 2000, 200  # characters of a note; pins of a folder
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One view of one link."""
+
+    link: str
+    view: str
+    note: str = ""
+    kept: str = ""
+    """When, in UTC."""
+
+    def draw(self, source: Source) -> Drawing:
+        """The view as the runs are now; raises `WorkbenchError` where it cannot be drawn any more."""
+        link = Link.parse(self.link)
+        return views_of(link.page, self.view)[self.view](source, link)
+
+
+def pins(folder: Path) -> list[Pin]:
+    """The pins of a folder of runs, the oldest first; raises `WorkbenchError` for a damaged file."""
+    if not (folder / FILE).exists():
+        return []
+    found = read_json(folder / FILE).get("pins")
+    fields = Pin.__dataclass_fields__
+    good = isinstance(found, list) and all(
+        isinstance(p, dict) and {"link", "view"} <= p.keys() <= fields.keys() and all(isinstance(v, str) for v in p.values())
+        for p in found
+    )  # fmt: skip
+    if not good:
+        raise BadData(f"{folder / FILE} does not hold pins; move it away and keep them anew")
+    return [Pin(**p) for p in found or ()]
+
+
+def keep(folder: Path, link: Link, view: str, note: str = "") -> None:
+    """Keep a view; the same one again has its note replaced. Raises `WorkbenchError` where the folder cannot be written."""
+    with _LOCK:
+        others = [p for p in pins(folder) if (p.link, p.view) != (str(link), view)]
+        if len(others) >= MAX_PINS:
+            raise WorkbenchError(f"{MAX_PINS} views are kept already; let one go first")
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        _write(folder, [*others, Pin(str(link), view, note[:MAX_NOTE], now)])
+
+
+def let_go(folder: Path, pin: Pin) -> None:
+    """Keep a pin no longer; nothing happens where it is gone already."""
+    with _LOCK:
+        _write(folder, [p for p in pins(folder) if p != pin])
+
+
+def _write(folder: Path, kept: Sequence[Pin]) -> None:
+    try:
+        write_json(writable(folder / FILE), {"pins": [asdict(p) for p in kept]})
+    except OSError as error:
+        raise WorkbenchError(f"cannot write {folder / FILE}: {error.strerror or error}") from error
+
+
+def drawn(source: Source, kept: Sequence[Pin]) -> Iterator[tuple[Pin, Drawing | str]]:
+    """Each pin with its drawing, or with why it cannot be drawn any more."""
+    for pin in kept:
+        try:
+            yield pin, pin.draw(source)
+        except WorkbenchError as reason:
+            yield pin, str(reason)
+
+
+def html(source: Source, kept: Sequence[Pin]) -> str:
+    """The pins as one offline page: notes, figures, sentences and numbers."""
+    page = Page("Kept views", wide=True)
+    page.add(heading("Kept views", 1))
+    for pin, drawing in drawn(source, kept):
+        page.add(heading(pin.note or pin.view.replace("_", " ")))
+        if isinstance(drawing, str):
+            page.add(paragraph(f"Not drawn: {drawing}", "small"))
+        else:
+            page.add(page.figure(drawing.figure), paragraph(drawing.sentence), numbers(drawing.table))
+        page.add(paragraph(f'{pin.kept}: workbench view "{pin.link}" --only {pin.view}', "small"))
+    return page.html()
+
+
+def markdown(kept: Sequence[Pin]) -> str:
+    """The pins as notes, links and commands."""
+    parts = [
+        f'- {p.note or p.view} ({p.kept})\n\n      workbench view "{p.link}" --only {p.view} --out {p.view}.svg\n'
+        for p in kept
+    ]
+    return "# Kept views\n\n" + "\n".join(parts)
+
+
+def notebook(folder: Path, kept: Sequence[Pin]) -> str:
+    """The pins as a notebook (nbformat 4.5) that redraws them."""
+    begin = (
+        "from pathlib import Path\n\nfrom workbench.views import Source\nfrom workbench.views.pins import Pin\n\n"
+        f"source = Source(Path({str(folder)!r}))"
+    )
+    cells = [_cell("code", "begin", begin)]
+    for i, pin in enumerate(kept):
+        cells.append(_cell("markdown", f"note-{i}", f"## {pin.view}\n\n{pin.note}"))
+        cells.append(_cell("code", f"pin-{i}", f"Pin({pin.link!r}, {pin.view!r}).draw(source).figure"))
+    return json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=1)
+
+
+def _cell(kind: str, name: str, text: str) -> dict[str, Any]:
+    cell: dict[str, Any] = {"cell_type": kind, "id": name, "metadata": {}, "source": text}
+    return cell | ({"execution_count": None, "outputs": []} if kind == "code" else {})
