@@ -51,6 +51,7 @@ def menu(
 
 def _files(drawing: Drawing, name: str) -> None:
     """Buttons first: what arrives later, such as the table, would move them from under a visitor's click."""
+    drawn_here = find_browser() is not None
     with st.container(horizontal=True, gap="xsmall"):
         for label, ending, kind, background_colour in (
             ("SVG", "svg", "image/svg+xml", "white"), ("PNG", "png", "image/png", "white"),
@@ -58,8 +59,8 @@ def _files(drawing: Drawing, name: str) -> None:
         ):  # fmt: skip
             st.download_button(
                 label, functools.partial(_picture, drawing, ending, background_colour), f"{name}.{ending}", kind,
-                key=f"{label}_{name}", on_click="ignore", disabled=find_browser() is None,
-                help=None if find_browser() else NO_BROWSER,
+                key=f"{label}_{name}", on_click="ignore", disabled=not drawn_here,
+                help=None if drawn_here else NO_BROWSER,
             )  # fmt: skip
         st.download_button(
             "Numbers (CSV)", lambda: plots.table(drawing.table).to_csv(index=False), f"{name}.csv", "text/csv",

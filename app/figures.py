@@ -107,7 +107,8 @@ def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: ba
     return view(source, link)
 
 
-def _figure(drawing: Drawing, key: str, take: Callable[[Any], None] | None = None) -> None:
+def chart(drawing: Drawing, key: str, take: Callable[[Any], None] | None = None) -> None:
+    """A figure in the ink of the page, without its menu; `take` as of `show`."""
     figure = drawing.figure
     figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
 
@@ -129,8 +130,8 @@ def _whole(
     name = view.__name__
     with st.container(key=f"whole_{name}", gap=None):
         with st.container(key=f"corner_{name}", horizontal=True, horizontal_alignment="right"):
-            menu(view, link, drawing, about, (name, *_state(cached_source(), link)), _figure)
-        _figure(drawing, f"figure_{name}", take)
+            menu(view, link, drawing, about, (name, *_state(cached_source(), link)), chart)
+        chart(drawing, f"figure_{name}", take)
         if drawing.sentence:
             st.markdown(widgets.escaped(drawing.sentence))
     st.session_state["drawn"].append(Drawn(link, drawing.table))

@@ -59,9 +59,14 @@ def state(page):
 
 def test_who_learned_first_and_by_how_much(at):
     page, _ = at("training?a=induction-transformer-lr%3D0.003-s0")
-    assert page.locator(".gtitle", has_text="When does each model learn to copy").count() == 1
-    told = page.evaluate("document.querySelectorAll('.js-plotly-plot')[0]._fullData.map((t) => t.name)")
-    assert {"SVFormer", "Transformer"} <= set(told)
+    plot = "document.querySelector('.st-key-figure_copy_loss .js-plotly-plot')"
+    curves = page.evaluate(
+        f"{plot}._fullData.filter((t) => t.mode === 'lines+markers').map((t) => [t.name, [...t.x], [...t.y]])"
+    )
+    half = {name: next(x for x, y in zip(steps, loss, strict=True) if y < loss[0] / 2) for name, steps, loss in curves}
+    assert 80 < half["Transformer"] - half["SVFormer"] < 140, (
+        "docs/induction.md: 271 and 165 at this rate, five seeds each"
+    )
 
 
 def test_the_most_concentrated_head_on_my_prompt_stands_there(at):
@@ -99,10 +104,11 @@ def test_a_path_is_cut_in_three_clicks(at):
 
 
 def test_two_prompts_are_patched_in_one_click(at):
-    first, second = quote("import os\nimport sys\nos."), quote("import os\nimport sys\nsys.")
+    first, second = quote("self.name = name\nself."), quote("self.path = path\nself.")
     page, click = at(f"intervene?prompt={first}&other={second}")
     click(page.get_by_role("radio", name="Patching"))
-    page.get_by_text("tokens in the first text").wait_for()
+    settled(page)
+    assert page.locator(".st-key-figure_patching", has_text="the first one's answer is fully back").count() == 1
 
 
 def test_a_value_is_followed_in_two_clicks(at):
@@ -136,7 +142,9 @@ def test_the_definition_is_two_clicks_away(at):
     page, click = at("depth?metric=token_identity_share&site=own_v")
     click(page.get_by_role("button", name="Figure"))
     click(page.get_by_text("Definition, baseline, caution"))
-    page.locator('[data-testid="stPopoverBody"]').get_by_text("token_identity_share").first.wait_for()
+    told = page.locator('[data-testid="stPopoverBody"] [data-testid="stText"]').first.inner_text()
+    assert len(told) > 100
+    assert "Caution" in told or "Source" in told
 
 
 def test_a_view_is_kept_in_two_clicks(at, runs):

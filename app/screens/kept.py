@@ -8,9 +8,8 @@ import streamlit as st
 
 from app import background, widgets
 from app.cached_source import cached_source
-from app.figures import CONFIG
+from app.figures import chart
 from app.page_frame import toolbar
-from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.views import Drawing, Link, pins
 
@@ -63,9 +62,7 @@ def _pin(pin: pins.Pin) -> None:
         else:
             target = f"screens/{link.page}.py"
             st.page_link(target, label="Open", icon=":material/open_in_new:", query_params=dict(link.options))
-        st.button(
-            "Let go", key=f"let_go_{key}", on_click=pins.let_go, args=(cached_source().folder, pin), type="tertiary"
-        )
+        st.button("Let go", key=f"let_go_{key}", on_click=_let_go, args=(pin,), type="tertiary")
 
     def work(progress: background.Progress) -> Any:
         source = cached_source()
@@ -79,12 +76,16 @@ def _pin(pin: pins.Pin) -> None:
         return
     except background.Running:
         return
-    drawing.figure.update_layout(font_color=None, title_subtitle_font_color=None)
-    st.plotly_chart(
-        drawing.figure, width="stretch", key=f"pin_{key}", config=CONFIG, alt=plots.alt_text(drawing.figure)
-    )
+    chart(drawing, f"pin_{key}")
     if drawing.sentence:
         st.markdown(widgets.escaped(drawing.sentence))
+
+
+def _let_go(pin: pins.Pin) -> None:
+    try:
+        pins.let_go(cached_source().folder, pin)
+    except WorkbenchError as error:
+        st.toast(widgets.escaped(error))
 
 
 def _now() -> int:

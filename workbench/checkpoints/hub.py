@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub import CachedRepoInfo, CacheNotFound, constants, scan_cache_dir, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 NAME = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@(?P<revision>[\w.*?/-]+))?")
 MAIN = "main"
@@ -30,7 +30,7 @@ def snapshot(name: str) -> Path | None:
         return None
     try:
         return Path(snapshot_download(named[0], revision=named[1], local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
+    except (LocalEntryNotFoundError, HFValidationError):
         return None
 
 

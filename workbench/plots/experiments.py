@@ -198,7 +198,7 @@ STATUSES = {
 
 
 def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
-    """Claims (question, name, status) as cells of bars, one bar for each question."""
+    """Claims (question, name, status) as cells of bars, one bar for each question; custom data: a claim in words, and its name."""
     figure = go.Figure()
     questions = {q: wrapped(markup.escape(q), 46) for q, _, _ in found}
     for status, (mark, status_name, look) in STATUSES.items():

@@ -67,22 +67,22 @@ def options(source: Source, link: Link) -> Options:
     metrics = sorted({m for e in runs for m in e.measured})
     if not metrics:
         raise WorkbenchError(_unmeasured(runs))
-    metric = _pick("measure", link.text("metric"), metrics, METRIC)
+    metric = pick("measure", link.text("metric"), metrics, METRIC)
     rows = source.records(runs, [metric])
     if rows.empty:
         raise WorkbenchError(f"the records of {metric.replace('_', ' ')} cannot be read")
     sites = sorted(rows["site"].dropna().unique())
-    site = _pick("place", link.text("site"), sites, "own_v") if sites else None
+    site = pick("place", link.text("site"), sites, "own_v") if sites else None
     rows = _placed(rows, site)
     variants = [PLAIN] * bool((rows["variant"].isna() & rows["control"].isna()).any()) + sorted(
         rows["variant"].dropna().unique()
     )
-    variant = _pick("variant", link.text("variant"), variants, PLAIN)
+    variant = pick("variant", link.text("variant"), variants, PLAIN)
     rows = _varied(rows, variant)
     forms = ["auto", *(form for form, axis in AXES.items() if rows[axis].nunique() > 1)]
-    form = _pick("view", link.text("view"), forms, "auto")
+    form = pick("view", link.text("view"), forms, "auto")
     seeds = ["all", *(str(s) for s in sorted(rows["seed"].dropna().unique()))]
-    seed = _pick("seed", link.text("seed"), seeds, "all")
+    seed = pick("seed", link.text("seed"), seeds, "all")
     steps = sorted(int(s) for s in rows["step"].dropna().unique())
     step = None
     if steps and form != "steps":
@@ -102,7 +102,8 @@ def about(metric: str) -> str:
     return inspect.getdoc(item.function) or "" if item else ""
 
 
-def _pick(kind: str, asked: str | None, choices: list[str], default: str) -> str:
+def pick(kind: str, asked: str | None, choices: list[str], default: str) -> str:
+    """What is asked for, else the default, else the first choice; raises `UnknownName` for what is no choice."""
     if asked is not None and asked not in choices:
         raise UnknownName(kind, asked, choices)
     return asked or (default if default in choices else choices[0])

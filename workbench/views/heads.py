@@ -20,7 +20,7 @@ from workbench.runs.records import one_sample
 from workbench.runs.run import Run
 from workbench.views.attention import short
 from workbench.views.base import Drawing, view
-from workbench.views.depth import PLAIN
+from workbench.views.depth import PLAIN, pick
 from workbench.views.link import Link
 from workbench.views.source import LETTERS, Source, Subject
 
@@ -78,20 +78,20 @@ def options(source: Source, link: Link) -> Options:
     metrics = source.keep(("heads", tuple((e.path, e.stamp) for e in runs)), lambda: _metrics(source, runs))
     if not metrics:
         raise WorkbenchError(_unmeasured(runs))
-    metric = _pick(
+    metric = pick(
         "measure of single heads", link.text("metric"), metrics, next((m for m in METRICS if m in metrics), "")
     )
     rows = source.records(runs, [metric])
     heads = rows[of_heads(rows)]
     sites = sorted(heads["site"].dropna().unique())
-    site = _pick("place", link.text("site"), sites, "own_v") if sites else None
+    site = pick("place", link.text("site"), sites, "own_v") if sites else None
     heads, rows = (f if site is None else f[f["site"] == site] for f in (heads, rows))
     variants = [PLAIN] * bool(heads["variant"].isna().any()) + sorted(heads["variant"].dropna().unique())
-    variant = _pick("variant", link.text("variant"), variants, PLAIN)
+    variant = pick("variant", link.text("variant"), variants, PLAIN)
     rows = rows[rows["variant"].isna() if variant == PLAIN else rows["variant"] == variant]
     rows = rows[of_heads(rows) | rows["control"].notna()]
     sensible = "lowest" if plots.reading(rows).startswith("lower") else "highest"
-    end = _pick("end", link.text("end"), list(ENDS), sensible)
+    end = pick("end", link.text("end"), list(ENDS), sensible)
     return Options(metrics, metric, sites, site, variants, variant, end, rows)
 
 
@@ -121,12 +121,6 @@ def _unmeasured(runs: Sequence[Entry]) -> str:
         "no measure of single heads is stored for these runs yet. In a terminal: "
         f"workbench measure {shlex.quote(runs[0].path)} -m {METRICS[0]} --steps all{given}"
     )
-
-
-def _pick(kind: str, asked: str | None, choices: list[str], default: str) -> str:
-    if asked is not None and asked not in choices:
-        raise UnknownName(kind, asked, choices)
-    return asked or (default if default in choices else choices[0])
 
 
 # ---- the ranking -----------------------------------------------------------------------------------------------------
