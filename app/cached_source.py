@@ -117,7 +117,7 @@ def _reading(cache: TableCache, runs: Sequence[Entry]) -> AbstractContextManager
 
 @st.cache_resource(show_spinner=False)
 def _tables() -> tuple[RecordCache, TelemetryCache]:
-    return RecordCache(), TelemetryCache()
+    return RecordCache(root()), TelemetryCache(root())
 
 
 @st.cache_resource(show_spinner=False)

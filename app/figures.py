@@ -26,7 +26,7 @@ OF_MODELS = ("attention", "prompt", "intervene")
 """Pages that read models A and B, and no other run."""
 CONFIG = plots.CONFIG | {"displayModeBar": False}
 """Pictures are in a figure's menu, in the ink of paper whatever the theme; a drag zooms, a double click goes back."""
-MAX_DRAWINGS, MAX_ROWS = 96, 400_000  # figures kept, rows behind all of them
+MAX_DRAWINGS, MAX_BYTES = 96, 120_000_000  # figures kept, bytes of the tables behind them
 
 
 def show(
@@ -95,10 +95,16 @@ def _drawn(view: View, source: Source, link: Link) -> Drawing:
         return drawing
     drawing = view(source, link)
     kept[key] = drawing, dict(source.problems)
-    while len(kept) > MAX_DRAWINGS or sum(len(d.table) for d, _ in list(kept.values())) > MAX_ROWS:
+    while len(kept) > MAX_DRAWINGS or (
+        len(kept) > 1 and sum(_bytes(d.table) for d, _ in list(kept.values())) > MAX_BYTES
+    ):
         with contextlib.suppress(KeyError):  # another visitor was as fast
             kept.popitem(last=False)
     return drawing
+
+
+def _bytes(table: pd.DataFrame) -> int:
+    return int(table.memory_usage(index=False).sum())
 
 
 def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: background.Progress) -> Any:

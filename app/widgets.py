@@ -46,18 +46,18 @@ def _mirror(key: str, write: Callable[[Any], str], clears: Sequence[str] = ()) -
 
 def choose(
     label: str, key: str, options: Sequence[Any], default: Any = None, *, show: Callable[[Any], str] = str,
-    slider: bool = False, only_if_many: bool = False, clears: Sequence[str] = (), **kwargs: Any,
+    slider: bool = False, only_if_many: bool = False, clears: Sequence[str] = (), elsewhere: Sequence[str] = (), **kwargs: Any,
 ) -> Any:  # fmt: skip
     """A select box (or slider) over options, mirrored in the URL under `key`; None where there is nothing to choose from.
 
     `only_if_many`: nothing is drawn where there is one option. `clears`: keys that mean nothing once another option is chosen;
-    they leave the URL with it.
+    they leave the URL with it. `elsewhere`: what the key may say on another page; the default stands in for it without a warning.
     """
     if not options:
         return None
     default = default if default in options else options[0]
     asked, texts = st.query_params.get(key), {str(option): option for option in options}
-    if asked is not None and asked not in texts:
+    if asked is not None and asked not in texts and asked not in elsewhere:
         warn_ignored(label)
     if only_if_many and len(options) < 2:
         return options[0]

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
-import re
 import signal
 import sys
 import warnings
@@ -24,6 +22,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from family_configs import ATTENTION, LENGTH, VOCABULARY, TooSlow, built, families, runnable
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
@@ -31,48 +30,8 @@ from workbench.observing import Observed, observe
 
 TABLE = Path(__file__).with_suffix(".csv")
 LIMIT = 1e-4  # relative to the largest entry, at least 1
-MOST_PARAMETERS = 40_000_000  # a family that stays larger could not be shrunk
-LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH = 4, 64, 4, 128, 24
-SIZES: dict[str, Any] = dict.fromkeys(
-    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS
-)
-SIZES |= dict.fromkeys(
-    ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "model_dim"), WIDTH
-)
-SIZES |= dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), HEADS)
-SIZES |= dict.fromkeys(("num_key_value_heads", "n_kv_heads", "num_kv_heads", "multi_query_group_num"), 2)
-SIZES |= dict.fromkeys(
-    ("head_dim", "attention_head_dim", "v_head_dim", "kv_channels", "global_head_dim"), WIDTH // HEADS
-)
-SIZES |= dict.fromkeys(
-    ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size"), 2 * WIDTH
-)
-SIZES |= dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 128)
-SIZES |= dict.fromkeys(
-    ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim", "intermediate_size_mlp"), 32
-)
-SIZES |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
-SIZES |= dict.fromkeys(("num_experts_per_tok", "top_k", "moe_topk", "moe_k", "num_experts_per_token"), 2)
-SIZES |= dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "index_head_dim"), 16)
-SIZES |= dict.fromkeys(("mamba_d_state", "state_size", "mamba_d_head", "ssm_state_size", "mamba_head_dim"), 16)
-SIZES |= {
-    "vocab_size": VOCABULARY, "qk_rope_head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "mamba_n_heads": 8, "mamba_num_heads": 8,
-    "mamba_n_groups": 1, "n_groups": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "laurel_rank": 8, "index_n_heads": 2,
-    "index_topk": 64, "lru_width": WIDTH, "mamba_expand": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
-    "num_kv_shared_layers": 1, "use_cache": False, "is_decoder": True, "rotary_dim": 8, "attn_layer_indices": [1, 3],
-    "encoder_layers": 1, "encoder_attention_heads": HEADS, "encoder_ffn_dim": 2 * WIDTH, "attention_types": [[["global", "local"], 2]],
-}  # fmt: skip
-"""Settings of configurations by name, small."""
-RARE = set(SIZES) - {"num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "pad_token_id"}
 OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo", "output_proj", "o")
-ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-STATISTICS = ("row_entropy", "sink", "received")
-
-
-class TooSlow(Exception):
-    """A family ran past its limit."""
+STATISTICS = ("row_entropy", "sink", "received", "null")
 
 
 @contextlib.contextmanager
@@ -87,74 +46,6 @@ def limited(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def families() -> list[str]:
-    """Every model type with a causal language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def small_configs(family: str) -> Iterator[Any]:
-    """A family's configuration with the sizes that it names made small, then with some of them left as they are."""
-    from transformers import CONFIG_MAPPING
-
-    default = CONFIG_MAPPING[family]()
-    default = default.get_text_config(decoder=True) if hasattr(default, "get_text_config") else default
-    values = default.to_dict() | {name: getattr(default, name) for name in default.attribute_map}
-    named = {name: value for name, value in SIZES.items() if name in values}
-    if values.get("num_key_value_heads", 0) == values.get("num_attention_heads", 0):
-        named.pop("num_key_value_heads", None)  # as many as there are heads
-        named |= {"num_key_value_heads": HEADS} if "num_key_value_heads" in values else {}
-    for left in (
-        (),
-        ("head_dim",),
-        ("qk_rope_head_dim", "head_dim"),
-        ("num_key_value_heads",),
-        ("num_kv_shared_layers",),
-        tuple(RARE & set(named)),
-    ):
-        with contextlib.suppress(Exception):  # whatever a combination of sizes raises, the next is tried
-            yield type(default)(**{name: value for name, value in named.items() if name not in left})
-
-
-def runnable(family: str, ids: Tensor) -> tuple[Any, nn.Module]:
-    """The first of a family's small configurations that is built and runs, and its module with eager attention."""
-    reason: Exception | None = None
-    for config in small_configs(family):
-        try:
-            module = built(config, "eager")
-            module(ids)
-            return config, module
-        except TooSlow:
-            raise
-        except Exception as error:
-            reason = reason or error
-    raise reason or WorkbenchError("no configuration can be made small")
-
-
-def built(config: Any, implementation: str) -> nn.Module:
-    """The module on random weights, large enough for attention to be far from uniform."""
-    from transformers import AutoModelForCausalLM
-
-    def make() -> nn.Module:
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation)
-
-    with torch.device("meta"):
-        size = sum(p.numel() for p in make().parameters())
-    if size > MOST_PARAMETERS:
-        raise WorkbenchError(f"{size:,} parameters: its sizes have other names")
-    torch.manual_seed(0)
-    module = make().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, p in module.named_parameters():
-            if "sink" in name:
-                p.copy_(torch.randn(p.shape, generator=generator))
-            elif ATTENTION.search(name) and p.ndim == 2:
-                p.mul_(4)
-    return module
 
 
 def off(found: Tensor, truth: Tensor) -> float:
@@ -216,16 +107,23 @@ def compared(observed: Observed, module: nn.Module, eager: nn.Module, ids: Tenso
             truth = {
                 "row_entropy": torch.special.entr(pattern).sum(-1), "sink": pattern[..., 0], "received": pattern.sum(-2),
             }  # fmt: skip
-            for name in STATISTICS:
+            if layer.attention.has_null:
+                truth["null"] = (1 - pattern.sum(-1)).clamp_min(0)
+                truth["row_entropy"] += torch.special.entr(truth["null"])
+            for name in truth:
                 if (point := f"blocks.{i}.attn.hook_{name}") in cache:
                     note(name, off(cache[point], truth[name]))
-    states = getattr(module(ids, output_hidden_states=True), "hidden_states", None) or ()
-    if len(states) == len(observed.structure.layers) + 1:
-        for i, state in enumerate(states[:-1]):  # the last one is normed in most families
-            if (point := f"blocks.{i}.hook_resid_pre") in cache:
-                note("stream", off(cache[point], state))
     names = dict(module.named_modules())
     inputs, outputs = hooked(module, ids, [n for n in names if n])
+    states = getattr(module(ids, output_hidden_states=True), "hidden_states", None) or ()
+    start = outputs.get(observed.structure.layers[0].block)
+    after = (
+        len(states) and start is not None and torch.equal(states[0], start)
+    )  # state spaces count from the first block's output
+    if len(states) == len(observed.structure.layers) + 1:
+        for i, state in enumerate(states[:-1]):  # the last one is normed in most families
+            if (point := f"blocks.{i}.hook_resid_{'post' if after else 'pre'}") in cache:
+                note("stream", off(cache[point], state))
     for i, layer in enumerate(observed.structure.layers):
         if (point := f"blocks.{i}.hook_resid_post") in cache and layer.block in outputs:
             note("stream", off(cache[point], outputs[layer.block]))
@@ -250,7 +148,7 @@ def row_of(family: str, implementation: str, seconds: int) -> dict[str, Any]:
         with limited(seconds), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config, eager = runnable(family, ids)
-            module = eager if implementation == "eager" else built(config, implementation)
+            module = eager if implementation == "eager" else built(family, config, implementation)
             if module is not eager:
                 module.load_state_dict(eager.state_dict())
             module(ids)

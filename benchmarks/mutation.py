@@ -34,7 +34,11 @@ from typing import Any
 
 from mutants import Mutant, mutants_of, sample
 
-ROOMS = ("models", "kernels", "metrics", "statistics", "claims", "checkpoints", "observing", "training", "runs")
+LIBRARY = (
+    "models", "kernels", "metrics", "statistics", "claims", "checkpoints", "observing", "training", "runs",
+    "data", "interventions", "measurement", "prompts", "views", "plots",
+)  # fmt: skip
+ROOMS = {name: f"workbench/{name}/" for name in LIBRARY} | {"app": "app/"}
 HEAVY = (
     "torch",
     "transformers",
@@ -96,8 +100,8 @@ def main() -> int:
 def choose(tree: Path, each: int, seed: int) -> list[Mutant]:
     """`each` of every room, one room after the other in turn."""
     rooms = []
-    for room in ROOMS:
-        files = sorted((tree / "workbench" / room).rglob("*.py"))
+    for room in ROOMS.values():
+        files = sorted((tree / room).rglob("*.py"))
         rooms.append(sample([mutant for file in files for mutant in mutants_of(tree, file)], each, seed))
     return [room[i] for i in range(each) for room in rooms if i < len(room)]
 
@@ -184,7 +188,7 @@ class Coverage:
         self.out, self.copy = out, copy
         self.fixtures: dict[str, set[str]] = defaultdict(set)
         self.seconds: Counter[str] = Counter()
-        sources = [str(copy / "workbench" / room) for room in ROOMS]
+        sources = [str(copy / room) for room in ROOMS.values()]
         self.coverage = coverage.Coverage(
             data_file=str(out.with_suffix(".coverage")), source=sources, config_file=False
         )
@@ -360,12 +364,12 @@ def table(rows: list[dict[str, Any]], keys: set[str]) -> str:
     rows = [row for row in rows if row["key"] in keys]
     reasons = json.loads(REASONS.read_text(encoding="utf-8"))
     text = ["| room | mutants | caught | of all | equal to the program | of the others |", "|---|---|---|---|---|---|"]
-    for room in (*ROOMS, ""):
-        mine = [row for row in rows if row["path"].startswith(f"workbench/{room}")]
+    for room, folder in (ROOMS | {"all": ""}).items():
+        mine = [row for row in rows if row["path"].startswith(folder)]
         caught = sum(row["outcome"] in CAUGHT for row in mine)
         equal = sum(row["outcome"] not in CAUGHT and row["key"] in reasons for row in mine)
         shares = [f"{caught / max(n, 1):.0%}" for n in (len(mine), len(mine) - equal)]
-        text.append(f"| {room or 'all'} | {len(mine)} | {caught} | {shares[0]} | {equal} | {shares[1]} |")
+        text.append(f"| {room} | {len(mine)} | {caught} | {shares[0]} | {equal} | {shares[1]} |")
     for row in rows:
         if row["outcome"] not in CAUGHT and row["key"] not in reasons:
             text.append(

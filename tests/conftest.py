@@ -241,9 +241,53 @@ def browser():
         chromium.close()
 
 
-@pytest.fixture
-def screenshots(tmp_path):
-    """Where pictures of pages go: $WORKBENCH_SCREENSHOTS, else a folder that pytest forgets."""
-    folder = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
+@pytest.fixture(scope="session")
+def shown(populated, tmp_path_factory):
+    """The runs that pages show in a browser, one of them long: those of $WORKBENCH_RUNS where it is set."""
+    if folder := os.environ.get("WORKBENCH_RUNS"):
+        return Path(folder)
+    folder = dashboard.copied(populated, tmp_path_factory.mktemp("shown") / "runs")
+    dashboard.run(folder, "long", "mqa", 0, "text", steps=range(dashboard.LONG))
     return folder
+
+
+@pytest.fixture(scope="session")
+def server(shown):
+    """The address of one dashboard for all tests that only look: who writes into its runs, or wants it cold, starts another."""
+    import browsing
+
+    with browsing.served(shown) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def visitor(browser):
+    """One person's browser."""
+    context = browser.new_context()
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def new_page(browser, visitor):
+    """`new_page(scheme, width, height)`: a page until the test ends, of the one visitor, or with `more` of another person's browser.
+
+    The visitor's last page stays open, empty, and with it the process that has compiled the front end, for the next test.
+    """
+    others = []
+
+    def make(scheme="light", width=1280, height=900, **more):
+        if more:
+            others.append(browser.new_context(**more))
+        page = (others[-1] if more else visitor).new_page()
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(color_scheme=scheme)
+        return page
+
+    yield make
+    for context in others:
+        context.close()
+    for page in visitor.pages[:-1]:
+        page.close()
+    for page in visitor.pages:
+        page.goto("about:blank")

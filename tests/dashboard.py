@@ -25,6 +25,7 @@ MAIN = Path(__file__).parent.parent / "app" / "main.py"
 MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 24, "d_vocab": 64, "n_ctx": 128}
 TRAIN = {"steps": 20, "batch": 2, "T": 16, "lr": 1e-3, "warmup": 5}
 STEPS = (0, 8, 20)
+LONG = 60  # checkpoints of one run, for work that takes long enough to be cancelled
 FORMED = {"svformer": 5, "transformer": 12}  # where the copy loss crosses the line, plus the seed
 TEXT = ("transformer", "resformer", "svformer", "denseformer")
 PROSE = "def mean(values):\n    return sum(values) / len(values)\n" * 20

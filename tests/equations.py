@@ -45,6 +45,7 @@ PARTS = {  # name -> (family, its settings)
     ),
     "bank_of_values": ("bank", {"bank_layers": None}),
     "gated_attention": ("gate", {}),
+    "held_start": ("held_start", {"start_norm": 0}),
     "cut_skip": ("cut_skip", {"cut": "both"}),
 }  # fmt: skip
 TOGETHER = {  # what was published for some of them together
@@ -129,6 +130,11 @@ def logits(name, weights, shape, ids, options):
         if shared(n, "v") != n:
             return (V[shared(n, "v")],) * 2
         own = x @ p[f"blocks.{n}.attn.v_proj.weight"].T
+        if "held_start" in s and (held := s["held_start"]["start_norm"]) != "free":
+            start = torch.cat(
+                [held * head(own[:, :1], g) / head(own[:, :1], g).norm(dim=-1, keepdim=True) for g in range(G)], -1
+            )
+            own = torch.cat([start, own[:, 1:]], 1)
         if "resformer" in s:
             o, layers = s["resformer"], s["resformer"]["layers"]
             if n > o["source_layer"] and (

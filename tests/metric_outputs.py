@@ -26,7 +26,8 @@ from workbench.runs.run import Run
 
 GOLDEN = Path(__file__).parent / "golden"
 FILE = GOLDEN / "metric_outputs.json"
-MEASURES: dict[str, Any] = {**METRICS, **INTERVENTIONS}
+NOT_OURS = ("null_mass",)  # of what only observed models have; held to the truth in test_observing_null
+MEASURES: dict[str, Any] = {n: m for n, m in {**METRICS, **INTERVENTIONS}.items() if n not in NOT_OURS}
 GROUP = ["site", "part", "layer", "source", "variant", "control", "unit"]
 WITHIN = ["head", "position", "index"]
 DOCUMENTS, T = 8, 64

@@ -32,6 +32,7 @@ STRANGERS = {
     "torch.softmax": lambda: GPT(LAMBDAS, eagerly("torch")),
     "F.softmax": lambda: GPT(LAMBDAS, eagerly("functional")),
     "tensor.softmax": lambda: GPT(LAMBDAS, eagerly("method")),
+    "softmax by hand": lambda: GPT(LAMBDAS, eagerly("by hand")),
     "einsum": lambda: GPT(LAMBDAS, eagerly("einsum")),
     "baddbmm": lambda: GPT(LAMBDAS, eagerly("baddbmm")),
     "repeated heads": lambda: GPT(attention=GroupedAttention),

@@ -71,8 +71,9 @@ class Scaled(GPTBlock):
         return x + 0.22 * self.mlp(self.ln_2(x))
 
 
-def by_hand(q, k, v, layer):
-    e = (q @ k.mT * q.shape[-1] ** -0.5).exp().tril()
+def squared(q, k, v, layer):
+    """Attention without an exponential."""
+    e = (q @ k.mT * q.shape[-1] ** -0.5).relu().square().tril() + 1e-6 * torch.ones(q.shape[2], q.shape[2]).tril()
     return e / e.sum(-1, keepdim=True) @ v
 
 
@@ -82,8 +83,8 @@ def hybrid(block=GPTBlock):
 
 
 def half_written():
-    """Block 0 attends with a softmax by hand, later ones in one call; values of all are mixed with the first."""
-    attend = [by_hand, None, eagerly("torch")]
+    """Block 0 attends with something that is no softmax, later ones in one call; values of all are mixed with the first."""
+    attend = [squared, None, eagerly("torch")]
     pairs = [(1.0, 1.0), (0.3, 0.7), (0.3, 0.7)]
     return GPT(attention=lambda i: FusedAttention(i, pairs[i], *([attend[i]] if attend[i] else [])))
 

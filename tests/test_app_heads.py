@@ -70,3 +70,11 @@ def test_measures_that_are_not_of_heads_are_not_offered(page, populated):
     at = page(populated, a="text-resformer-s0")
     assert at.selectbox(key="w_metric").options == ["sink mass"]
     assert "is not here" in said(at)  # the text of these runs
+
+
+def test_a_measure_of_layers_that_comes_from_depth_is_named_and_not_called_ignored(page, populated):
+    at = page(populated, a="text-resformer-s0", metric="token_identity_share")
+    assert not ignored(at)
+    assert "Token identity share has no number of single heads; they are ranked by" in said(at)
+    assert charts(at)
+    assert ignored(page(populated, a="text-resformer-s0", metric="token_identity"))

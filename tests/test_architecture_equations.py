@@ -89,6 +89,8 @@ CASES = [
     ("bank_of_values", {"bank_layers": [0, 2]}, {}),
     ("gated_attention", {}, {}),
     *(("cut_skip", {"cut": cut}, {}) for cut in ("attn", "mlp", "both")),
+    ("held_start", {}, {}),
+    ("held_start+resformer", {"start_norm": 1.5}, {}),
     # combinations
     ("resformer+neutreno", {}, {}),
     ("resformer+neutreno", {"neutreno_lambda": 0.7, "source_layer": 1}, {}),

@@ -1,13 +1,12 @@
-"""The dashboard in a real headless Chromium: every page, links, choices, prompts, files, time-lapse, cancelling, two people.
+"""The dashboard in a real headless Chromium: links, choices, prompts, files, time-lapse, cancelling, two people.
 
-Screenshots go to $WORKBENCH_SCREENSHOTS, else to pytest's temporary folder; $WORKBENCH_RUNS shows that folder's runs.
+$WORKBENCH_RUNS shows that folder's runs, and pictures of all pages go to $WORKBENCH_SCREENSHOTS (`test_browser_everyone`).
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -16,59 +15,26 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 import browsing
-import dashboard
 import pandas as pd
 import pytest
 import torch
-from browsing import downloaded, drawn, files_of, pick, picture, settled, typed
+from browsing import downloaded, drawn, files_of, pick, settled, typed
 
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
 
 pytestmark = pytest.mark.slow
-PAGES = {
-    "?show=demo": 4, "?show=here": 0, "training": 3, "depth": 1, "attention?a=text-resformer-s0": 0, "heads?a=race-svformer-s0": 3,
-    "prompt?a=text-resformer-s0": 2, "prompt?show=layers": 1, "prompt?show=who": 1, "prompt?show=carries": 2,
-    "intervene?a=text-resformer-s0": 1, "prompt?show=follow": 1, "kept": 0,
-}  # fmt: skip
-"""Address -> figures at least; the attention page draws itself."""
-BOTH = "compare=1&a=text-resformer-s0&b=text-transformer-s0&step=20&step_b=20"
-COMPARED = {"training": 2, "depth": 1, "attention": 0, "heads": 2, "prompt": 2, "intervene": 1}
-LONG = 60  # checkpoints of one run, for work that takes long enough to be cancelled
-
-
-@pytest.fixture(scope="module")
-def runs(populated, tmp_path_factory):
-    folder = os.environ.get("WORKBENCH_RUNS")
-    if folder:
-        return Path(folder)
-    folder = dashboard.copied(populated, tmp_path_factory.mktemp("copied") / "runs")
-    dashboard.run(folder, "long", "mqa", 0, "text", steps=range(LONG))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(runs):
-    """The dashboard's address."""
-    with browsing.served(runs) as url:
-        yield url
 
 
 @pytest.fixture
-def opened(browser, server):
+def opened(new_page, server):
     """`opened(scheme)`: a page, and the lists of what went wrong and of what left this machine."""
-    contexts = []
 
-    def make(scheme="light"):
-        context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
+    def make(scheme="light", **more):
         wrong, outside = [], []
-        page = browsing.watched(context.new_page(), server, wrong, outside)
-        return page, wrong, outside
+        return browsing.watched(new_page(scheme, **more), server, wrong, outside), wrong, outside
 
-    yield make
-    for context in contexts:
-        context.close()
+    return make
 
 
 def next_probability(runs, name, text, step="last"):
@@ -79,45 +45,6 @@ def next_probability(runs, name, text, step="last"):
 
 
 # ---- pages and links ----
-
-
-def test_every_page_by_deep_link_without_a_word_to_the_outside(opened, server, screenshots):
-    page, wrong, outside = opened()
-    schemes = ["light", "dark"]
-    for name, figures in PAGES.items():
-        page.goto(f"{server}/{name}")
-        settled(page, figures)
-        assert page.locator('[role="dialog"]').count() == 0
-        assert page.locator('[data-testid="stAlert"]:has-text("ignored")').count() == 0
-        if name.startswith("attention"):
-            page.get_by_role("button", name="Layer 0, head 0").wait_for()
-        for scheme in schemes:
-            page.emulate_media(color_scheme=scheme)
-            page.wait_for_timeout(500)
-            background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
-            brightness = sum(int(c) for c in background.strip("rgba()").split(",")[:3])
-            assert (brightness < 384) == (scheme == "dark"), background
-            picture(page, screenshots / f"{re.sub(r'[^a-z]+', '_', name).strip('_')}_{scheme}.png")
-        schemes.reverse()
-    assert not wrong
-    assert not outside
-
-
-def test_comparing_draws_a_and_b_and_their_difference_on_every_page(opened, server):
-    page, wrong, outside = opened()
-    for name, figures in COMPARED.items():
-        page.goto(f"{server}/{name}?{BOTH}")
-        settled(page, figures)
-        if name == "attention":
-            page.locator('[aria-label^="B: Layer 0, head 1"]').wait_for()
-        else:
-            page.locator(".js-plotly-plot", has_text="B: Transformer").first.wait_for()
-    page.goto(f"{server}/depth?{BOTH}&metric=importance_entropy")
-    settled(page)
-    names = page.evaluate("document.querySelector('.js-plotly-plot').data.map((t) => t.name)")
-    assert {"A: ResFormer · s0, step 20", "B: Transformer · s0, step 20", "A − B"} <= set(names)
-    assert not wrong
-    assert not outside
 
 
 def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
@@ -147,7 +74,7 @@ def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
     pick(page, "View", "map: layer by head")
     page.wait_for_url("**view=heads**")
     settled(page)
-    other, _, _ = opened()
+    other, _, _ = opened(locale="en-US")  # that of another person, with nothing kept
     other.goto(page.url)
     settled(other)
     for p in (page, other):
@@ -157,7 +84,7 @@ def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
     assert not wrong
 
 
-def test_the_step_slider_moves_the_figure_and_the_address(opened, server, runs):
+def test_the_step_slider_moves_the_figure_and_the_address(opened, server, shown):
     page, wrong, _ = opened()
     page.goto(f"{server}/prompt?a=text-resformer-s0&prompt=return%20values")
     settled(page, 2)
@@ -166,30 +93,15 @@ def test_the_step_slider_moves_the_figure_and_the_address(opened, server, runs):
     page.wait_for_url("**step=8**")
     settled(page, 2)
     assert drawn(page, "figure_predictions", "x")[0] == pytest.approx(
-        next_probability(runs, "text-resformer-s0", "return values", 8), abs=1e-5
+        next_probability(shown, "text-resformer-s0", "return values", 8), abs=1e-5
     )
     assert not wrong
-
-
-def test_a_click_on_a_head_enlarges_it_and_back_returns(opened, server):
-    page, wrong, outside = opened()
-    page.goto(f"{server}/attention?a=text-resformer-s0&prompt=return%20values&layer=1&head=0")
-    page.get_by_role("button", name="Layer 0, head 1").click()
-    page.wait_for_url("**layer=0&head=1**")
-    settled(page, 0)
-    assert page.get_by_role("button", name="Layer 0, head 1").get_attribute("aria-pressed") == "true"
-    page.go_back()
-    page.wait_for_url("**layer=1&head=0**")
-    page.wait_for_function("true")
-    page.locator('[aria-pressed="true"][aria-label^="Layer 1, head 0"]').wait_for()
-    assert not wrong
-    assert not outside
 
 
 # ---- prompts and edits ----
 
 
-def test_a_typed_prompt_reaches_the_model_and_the_address_as_one_step_back(opened, server, runs):
+def test_a_typed_prompt_reaches_the_model_and_the_address_as_one_step_back(opened, server, shown):
     page, wrong, _ = opened()
     page.goto(f"{server}/prompt?a=text-resformer-s0")
     settled(page, 2)
@@ -199,7 +111,7 @@ def test_a_typed_prompt_reaches_the_model_and_the_address_as_one_step_back(opene
     assert page.evaluate("document.activeElement.tagName") == "TEXTAREA"
     assert page.locator(".js-plotly-plot b").count() == 0
     found = drawn(page, "figure_predictions", "x")[0]
-    assert found == pytest.approx(next_probability(runs, "text-resformer-s0", "return values <b>now</b>"), abs=1e-5)
+    assert found == pytest.approx(next_probability(shown, "text-resformer-s0", "return values <b>now</b>"), abs=1e-5)
     typed(page, "x" * 100_000)
     page.wait_for_url("**stored=**")
     page.locator('[data-testid="stAlert"]').wait_for()
@@ -241,9 +153,9 @@ def test_the_builder_tries_and_adds_edits_and_back_takes_them_out(opened, server
     assert not wrong
 
 
-def test_two_people_on_one_model_get_their_own_numbers(opened, server, runs):
+def test_two_people_on_one_model_get_their_own_numbers(opened, server, shown):
     texts = ["return values", "def mean of len"]
-    pages = [opened()[0] for _ in texts]
+    pages = [opened(**browser)[0] for browser in ({}, {"locale": "en-US"})]
     for page in pages:
         page.goto(f"{server}/prompt?a=text-resformer-s0")
     for page in pages:
@@ -254,14 +166,14 @@ def test_two_people_on_one_model_get_their_own_numbers(opened, server, runs):
         page.wait_for_url("**prompt=**")
         settled(page, 2)
         found = drawn(page, "figure_predictions", "x")[0]
-        assert found == pytest.approx(next_probability(runs, "text-resformer-s0", text), abs=1e-5)
+        assert found == pytest.approx(next_probability(shown, "text-resformer-s0", text), abs=1e-5)
     edits = {
         "remove:part=mlp,layer=1": "blocks.1.hook_mlp_out",
         "remove:part=attention,layer=0": "blocks.0.hook_attn_out",
     }
     for page, edit in zip(pages, edits, strict=True):
         page.goto(f"{server}/intervene?a=text-resformer-s0&prompt=return%20values&edits={edit}")
-    model = Run.open(runs / "text-resformer-s0").load()
+    model = Run.open(shown / "text-resformer-s0").load()
     ids = torch.tensor([model.tokenizer.encode("return values")])
 
     def losses(*hooks):
@@ -278,7 +190,7 @@ def test_two_people_on_one_model_get_their_own_numbers(opened, server, runs):
 # ---- files, commands, time-lapse ----
 
 
-def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, server, runs, tmp_path):
+def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, server, shown, tmp_path):
     page, wrong, _ = opened()
     page.goto(f"{server}/depth?metric=importance_entropy&models=resformer&a=text-resformer-s0")
     settled(page)
@@ -286,7 +198,7 @@ def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, serv
     panel.locator('[data-testid="stDataFrame"]').wait_for()
     name, text = downloaded(page, panel.get_by_role("button", name="Numbers (CSV)"))
     table = pd.read_csv(io.StringIO(text))
-    stored = load_records([runs / f"text-resformer-s{s}" for s in range(2)]).query("metric == 'importance_entropy'")
+    stored = load_records([shown / f"text-resformer-s{s}" for s in range(2)]).query("metric == 'importance_entropy'")
     assert name == "layers.csv"
     assert sorted(table["value"]) == pytest.approx(sorted(stored["value"]))
     name, text = downloaded(page, panel.get_by_role("button", name="Figure (HTML)"))

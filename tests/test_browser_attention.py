@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import browsing
-import dashboard
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -13,31 +12,18 @@ A = "a=text-resformer-s0"
 BOTH = f"{A}&compare=1&b=text-resformer-s1"
 
 
-@pytest.fixture(scope="module")
-def server(populated, tmp_path_factory):
-    """The dashboard's address."""
-    with browsing.served(dashboard.copied(populated, tmp_path_factory.mktemp("copied") / "runs")) as url:
-        yield url
-
-
 @pytest.fixture
-def at(browser, server):
+def at(new_page, server):
     """`at("layer=1")`: the page at that address with its picture drawn; nothing may go wrong in it until the test ends."""
-    contexts, wrong = [], []
+    wrong = []
 
-    def go(query=A, scheme="light", sharp=1):
-        context = browser.new_context(
-            viewport={"width": 1280, "height": 900}, color_scheme=scheme, device_scale_factor=sharp
-        )
-        contexts.append(context)
-        page = browsing.watched(context.new_page(), server, wrong, wrong)
+    def go(query=A, scheme="light", **more):
+        page = browsing.watched(new_page(scheme, **more), server, wrong, wrong)
         page.goto(f"{server}/attention?{query}")
         drawn(page)
         return page
 
     yield go
-    for context in contexts:
-        context.close()
     assert not wrong
 
 
@@ -197,12 +183,11 @@ def test_a_row_of_numbers_enlarges_its_head(at):
     page.get_by_role("heading", name="Layer 0, head 0").wait_for()
 
 
-def test_colours_follow_the_theme_and_the_scale(at, screenshots):
+def test_colours_follow_the_theme_and_the_scale(at):
     seen = {}
     for scheme in ("light", "dark"):
         page = at(f"{BOTH}&layer=1&lock=6", scheme)
         page.locator(".maps").scroll_into_view_if_needed()
-        page.screenshot(path=screenshots / f"attention_{scheme}.png")
         seen[scheme] = page.locator(".attention").evaluate("e => getComputedStyle(e).color")
     bright = {scheme: sum(map(int, re.findall(r"\d+", colour)[:3])) for scheme, colour in seen.items()}
     assert bright["light"] < 200 < 600 < bright["dark"]
@@ -215,7 +200,7 @@ def test_colours_follow_the_theme_and_the_scale(at, screenshots):
 
 
 def test_sharp_screens_get_as_many_pixels_as_they_have(at):
-    for canvas in at(sharp=2).locator(".attention canvas").all():
+    for canvas in at(device_scale_factor=2).locator(".attention canvas").all():
         width, shown = canvas.evaluate("c => [c.width, c.getBoundingClientRect().width]")
         assert width == pytest.approx(2 * shown, abs=1)
 

@@ -6,26 +6,29 @@ import io
 import os
 import re
 import subprocess
-import sys
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import browsing
-import dashboard
 import pandas as pd
 import pytest
-from browsing import downloaded, files_of, settled
+from browsing import downloaded, files_of, picture, settled
+from typer.testing import CliRunner
 
 from workbench import plots
+from workbench.cli import app
 
 pytestmark = pytest.mark.slow
 A, BOTH = "a=text-resformer-s0&step=20", "a=text-resformer-s0&step=20&compare=1&b=text-transformer-s0&step_b=20"
 PAGES = {
-    "?show=model": 4, "?show=here": 0, "?show=verdicts": 1, "?show=demo": 4,
-    "training?show=loss": 3, "training?show=gradients": 2, "training?show=coefficients": 1, "training?show=pace": 2,
-    "depth?metric=sink_mass": 1, "attention?layer=1&head=0": 0, "heads?metric=sink_mass": 2, "prompt?show=next": 2, "prompt?show=layers": 1,
-    "prompt?show=who": 1, "prompt?show=carries": 2, "intervene?sweep=remove:part%3Dmlp": 3,
+    "?show=here": 0, "?show=verdicts": 1, "?show=demo": 4, f"?show=model&{BOTH}": 4,
+    "training": 3, "training?show=gradients": 2, "training?show=coefficients": 1, "training?show=pace": 2, f"training?{BOTH}": 2,
+    "depth?metric=sink_mass": 1, f"depth?metric=importance_entropy&{BOTH}": 1, "kept": 0,
+    "attention?layer=1&head=0": 0, f"attention?{BOTH}": 0, "heads?a=race-svformer-s0": 3, f"heads?{BOTH}": 2,
+    "prompt": 2, "prompt?show=layers": 1, "prompt?show=who": 1, "prompt?show=carries": 2, "prompt?show=follow": 1,
+    f"prompt?show=next&{BOTH}": 2, f"prompt?show=layers&{BOTH}": 1,
+    "intervene?sweep=remove:part%3Dmlp": 3, f"intervene?{BOTH}": 1,
 }  # fmt: skip
-"""Address -> figures; the attention page draws itself."""
+"""Address -> figures at least; the attention page draws itself."""
 FAINT = """
 () => {
   const pixel = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
@@ -92,6 +95,35 @@ CUT = """
   }).map((t) => t.textContent);
 })
 """
+DARK = """
+(dark) => {
+  const [r, g, b] = getComputedStyle(document.querySelector('.stApp')).backgroundColor.match(/\\d+/g).map(Number);
+  return (r + g + b < 384) === dark;
+}
+"""
+WIDE = (
+    "(({ scrollWidth, clientWidth }) => scrollWidth > clientWidth)(document.querySelector('[data-testid=\"stMain\"]'))"
+)
+TRACES = "[...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => plot.data.map((t) => [t.name, t.type]))"
+COLOURS = """
+[...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => plot._fullData.flatMap((t) =>
+  t.showlegend === false || !t.visible ? [] : [[t.name, t.line?.color && t.mode ? t.line.color : t.marker?.color]]))
+"""
+WORDS = """
+() => {
+  const said = [];
+  const look = (root) => {
+    for (const e of root.querySelectorAll('*')) {
+      if (e.shadowRoot) look(e.shadowRoot);
+      if (e.matches('.js-plotly-plot')) said.push(e.textContent);
+      if (e.hasAttribute('aria-label')) said.push(e.getAttribute('aria-label'));
+    }
+  };
+  look(document.body);
+  return said.join('\\n');
+}
+"""
+FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 FOCUS = """
 () => {
   let e = document.activeElement;
@@ -112,55 +144,117 @@ FOCUS = """
 """
 
 
-@pytest.fixture(scope="module")
-def server(populated, tmp_path_factory):
-    """The dashboard's address."""
-    with browsing.served(dashboard.copied(populated, tmp_path_factory.mktemp("copied") / "runs")) as url:
-        yield url
-
-
 @pytest.fixture
-def opened(browser, server):
-    """`opened(scheme, width)`: a page; nothing may go wrong in it until the test ends."""
-    contexts, wrong = [], []
-
-    def make(scheme="light", width=1280, **more):
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **more))
-        return browsing.watched(contexts[-1].new_page(), server, wrong, wrong)
-
-    yield make
-    for context in contexts:
-        context.close()
+def opened(new_page, server):
+    """`opened()`: a page; nothing may go wrong in it until the test ends."""
+    wrong = []
+    yield lambda **more: browsing.watched(new_page(**more), server, wrong, wrong)
     assert not wrong
 
 
 def at(page, server, address, figures):
     """Open an address with models to look at, and wait until it is drawn."""
-    page.goto(f"{server}/{address}&{A if 'a=' not in address else ''}".rstrip("&"))
+    joint = "&" if "?" in address else "?"
+    page.goto(f"{server}/{address}{'' if 'a=' in address else joint + A}")
     settled(page, figures)
     if address.startswith("attention"):
         page.locator(".attention .map canvas").first.wait_for()
 
 
-def test_every_page_can_be_read_by_day_and_night_on_a_laptop_and_in_a_narrow_window(opened, server):
-    """Contrast, names of controls and figures, nothing cut off and nothing to scroll sideways; every other page opens at night."""
-    page = opened()
+# ---- every page, each visited once ----
+
+
+@dataclass
+class Seen:
+    """What is found on a page; by day and by night where it depends on that."""
+
+    dialogues: int
+    ignored: int
+    wide: list[int]
+    cut: list[str]
+    words: str
+    traces: list[list[str]]
+    unnamed: list[str] = field(default_factory=list)
+    faint: dict[str, list[str]] = field(default_factory=dict)
+    colours: dict[str, list[list[str]]] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def every_page(visitor, server):
+    """Address -> what is seen there, every other page opened at night; what went wrong, and what left this machine."""
+    wrong, outside, found = [], [], {}
+    page = browsing.watched(visitor.new_page(), server, wrong, outside)
     schemes = ["light", "dark"]
-    main = "document.querySelector('[data-testid=\"stMain\"]')"
-    for address, figures in [*PAGES.items(), (f"?show=model&{BOTH}", 4), (f"prompt?show=layers&{BOTH}", 1)]:
-        at(page, server, address, figures)
-        for width in (1280, 1024):
-            page.set_viewport_size({"width": width, "height": 900})
-            page.wait_for_timeout(300)
-            assert page.evaluate(f"{main}.scrollWidth <= {main}.clientWidth"), (width, address)
-            assert width < 1280 or page.evaluate(CUT) == [], address
+    for address, figures in PAGES.items():
         page.set_viewport_size({"width": 1280, "height": 900})
-        assert page.evaluate(FAINT) == [], (schemes[0], address)
-        schemes.reverse()
         page.emulate_media(color_scheme=schemes[0])
-        page.wait_for_timeout(1500)
-        assert page.evaluate(FAINT) == [], (schemes[0], address)
-        assert page.evaluate(UNNAMED) == [], address
+        at(page, server, address, figures)
+        found[address] = seen = Seen(
+            page.locator('[role="dialog"]').count(), page.locator('[data-testid="stAlert"]:has-text("ignored")').count(),
+            [], page.evaluate(CUT), page.evaluate(WORDS), page.evaluate(TRACES),
+        )  # fmt: skip
+        for scheme in schemes:
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_function(DARK, arg=scheme == "dark")
+            seen.faint[scheme], seen.colours[scheme] = faint(page), page.evaluate(COLOURS)
+            picture(page, f"{re.sub(r'[^a-z]+', '_', address).strip('_')}_{scheme}.png")
+        seen.unnamed = page.evaluate(UNNAMED)
+        seen.wide += [1280] if page.evaluate(WIDE) else []
+        page.set_viewport_size({"width": 1024, "height": 900})
+        page.wait_for_timeout(300)
+        seen.wide += [1024] if page.evaluate(WIDE) else []
+        page.goto("about:blank")  # what is left is not laid out again
+        schemes.reverse()
+    page.close()
+    return found, wrong, outside
+
+
+def faint(page):
+    """What is hard to read on a page once its colours have faded in, which a busy machine takes its time for."""
+    for wait in (500, 500, 1000, 2000):
+        page.wait_for_timeout(wait)
+        if not (found := page.evaluate(FAINT)):
+            break
+    return found
+
+
+def test_every_page_opens_by_its_link_without_a_word_to_the_outside(every_page):
+    found, wrong, outside = every_page
+    assert not wrong
+    assert not outside
+    assert {address: s for address, s in found.items() if s.dialogues or s.ignored} == {}
+
+
+def test_every_page_can_be_read_by_day_and_night_on_a_laptop_and_in_a_narrow_window(every_page):
+    """Contrast, names of controls and figures, nothing cut off and nothing to scroll sideways."""
+    found, _, _ = every_page
+    flaws = {address: (s.faint["light"], s.faint["dark"], s.unnamed, s.cut, s.wide) for address, s in found.items()}
+    assert {address: flaw for address, flaw in flaws.items() if any(flaw)} == {}
+
+
+def test_comparing_draws_a_and_b_and_their_difference_on_every_page(every_page):
+    both = {address: seen for address, seen in every_page[0].items() if BOTH in address}
+    assert len(both) == 8
+    for address, seen in both.items():
+        assert ("B: Layer 0, head 1" if address.startswith("attention") else "B: Transformer") in seen.words, address
+    names = {name for name, _ in both[f"depth?metric=importance_entropy&{BOTH}"].traces}
+    assert {"A: ResFormer · s0, step 20", "B: Transformer · s0, step 20", "A − B"} <= names
+
+
+def test_a_model_has_one_colour_on_every_page_in_light_and_dark(every_page):
+    wanted = {"ResFormer": plots.colour("resformer"), "Transformer": plots.colour("transformer")}
+    seen = set()
+    for address, page in every_page[0].items():
+        for scheme, traces in page.colours.items():
+            for name, colour in traces:
+                model = re.sub(r"^[AB]: | · .*$", "", str(name))
+                if model in wanted and isinstance(colour, str):
+                    assert colour.upper() == wanted[model], (address, name)
+                    seen.add((address, scheme, model))
+    assert len(seen) >= 20
+
+
+# ---- the keyboard, and commands ----
 
 
 @pytest.mark.parametrize(
@@ -175,13 +269,13 @@ def test_the_tabulator_reaches_every_control_and_shows_where_it_is(opened, serve
     page = opened()
     page.set_viewport_size({"width": 1280, "height": 2400})
     at(page, server, address, figures)
+    page.add_style_tag(content="* { transition: none !important; }")  # colours that fade in are there at once
     reached, unseen, last = [], [], None
     for _ in range(120):
         page.keyboard.press("Tab")
-        page.wait_for_timeout(40)
+        page.evaluate(FRAMES)
         if last and page.evaluate("window.undressed()") == last["dress"]:
             unseen.append(last)
-        page.wait_for_timeout(160)  # colours fade in
         last = page.evaluate(FOCUS)
         if last is None:
             break
@@ -218,29 +312,14 @@ def test_keys_alone_change_the_view_and_the_address(opened, server):
     page.get_by_role("button", name="Numbers (CSV)").wait_for()
 
 
-def test_a_model_has_one_colour_on_every_page_in_light_and_dark(opened, server):
-    wanted = {"ResFormer": plots.colour("resformer"), "Transformer": plots.colour("transformer")}
-    seen = set()
-    colours = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => plot._fullData.flatMap((t) =>
-      t.showlegend === false || !t.visible ? [] : [[t.name, t.line?.color && t.mode ? t.line.color : t.marker?.color]]))"""
-    page = opened()
-    for address in ("?show=demo", "training?show=loss", "training?show=pace", "depth?metric=importance_entropy",
-                    f"depth?metric=importance_entropy&{BOTH}", f"prompt?show=next&{BOTH}", f"?show=model&{BOTH}"):  # fmt: skip
-        at(page, server, address, 1)
-        for scheme in ("dark", "light"):
-            page.emulate_media(color_scheme=scheme)
-            page.wait_for_timeout(500)
-            for name, colour in page.evaluate(colours):
-                model = re.sub(r"^[AB]: | · .*$", "", str(name))
-                if model in wanted and isinstance(colour, str):
-                    assert colour.upper() == wanted[model], (address, name)
-                    seen.add((address, scheme, model))
-    assert len(seen) >= 20
-
-
-def test_the_command_of_every_page_pasted_into_a_shell_writes_the_numbers_that_the_page_gives(opened, server, tmp_path):
+def test_the_command_of_every_page_pasted_into_a_shell_writes_the_numbers_that_the_page_gives(
+    opened, server, tmp_path, monkeypatch
+):
     page = opened(permissions=["clipboard-read", "clipboard-write"])
-    shell = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    (told := tmp_path / "workbench").write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    told.chmod(0o755)
+    shell = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    monkeypatch.chdir(tmp_path)
     for address, view in {
         "?show=model": "token_share", "training?show=gradients": "gradients", "depth?metric=sink_mass&view=heads": "layers",
         "prompt?show=who&prompt=def%20f(%22a%22):%20%24x": "attribution", "intervene?edits=remove:part%3Dmlp": "effect",
@@ -251,10 +330,9 @@ def test_the_command_of_every_page_pasted_into_a_shell_writes_the_numbers_that_t
         code = panel.locator('[data-testid="stCode"]').nth(1)
         browsing.insist(page.locator("h1").first.hover, code.hover, code.locator("button").first.click)
         pasted = page.evaluate("navigator.clipboard.readText()").replace(f"{view}.svg", f"{view}.parquet")
-        done = subprocess.run(
-            ["bash", "-c", pasted], cwd=tmp_path, env=shell, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, (pasted, done.stderr + done.stdout)
+        words = subprocess.run(["bash", "-c", pasted], env=shell, capture_output=True, text=True, check=True).stdout
+        done = CliRunner().invoke(app, words.split("\0")[:-1])
+        assert done.exit_code == 0, (pasted, done.output)
         written = plots.table(pd.read_parquet(tmp_path / f"{view}.parquet"))
         assert len(written) == len(told), address
         numbers = [c for c in written if pd.api.types.is_float_dtype(written[c]) and c in told]

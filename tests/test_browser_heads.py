@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import browsing
-import dashboard
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -19,27 +18,25 @@ def choose(page, table, row):
     browsing.settled(page, 3)
 
 
-def test_rows_choose_a_head_and_a_passage_that_attention_opens(browser, populated, tmp_path):
+def test_rows_choose_a_head_and_a_passage_that_attention_opens(new_page, server):
     wrong = []
-    with browsing.served(dashboard.copied(populated, tmp_path / "runs")) as url:
-        page = browsing.watched(browser.new_page(viewport={"width": 1280, "height": 1000}), url, wrong, wrong)
-        page.goto(f"{url}/heads?a=race-svformer-s0")
-        browsing.settled(page, 3)
-        choose(page, 0, 3)
-        assert "layer=" in page.url
-        assert "head=" in page.url
-        shown = page.url
-        choose(page, 1, 1)
-        assert "prompt=" in page.url
-        assert "lock=" in page.url
-        page.get_by_text("in Attention, on the chosen passage").click()
-        page.locator(".attention .map canvas").first.wait_for(timeout=60_000)
-        page.locator(".attention", has_text="looks at").first.wait_for()
-        page.go_back()
-        browsing.settled(page, 3)
-        page.get_by_text("on the chosen passage").wait_for()
-        page.goto(shown)
-        browsing.settled(page, 3)
-        page.get_by_text("on the present prompt").wait_for()
-        page.close()
+    page = browsing.watched(new_page(height=1000), server, wrong, wrong)
+    page.goto(f"{server}/heads?a=race-svformer-s0")
+    browsing.settled(page, 3)
+    choose(page, 0, 3)
+    assert "layer=" in page.url
+    assert "head=" in page.url
+    shown = page.url
+    choose(page, 1, 1)
+    assert "prompt=" in page.url
+    assert "lock=" in page.url
+    page.get_by_text("in Attention, on the chosen passage").click()
+    page.locator(".attention .map canvas").first.wait_for(timeout=60_000)
+    page.locator(".attention", has_text="looks at").first.wait_for()
+    page.go_back()
+    browsing.settled(page, 3)
+    page.get_by_text("on the chosen passage").wait_for()
+    page.goto(shown)
+    browsing.settled(page, 3)
+    page.get_by_text("on the present prompt").wait_for()
     assert not wrong

@@ -30,10 +30,9 @@ def server(runs):
 
 
 @pytest.fixture
-def at(browser, server):
+def at(new_page, server):
     """`at(address)`: the page, and what clicks there and counts."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    page, clicks = context.new_page(), []
+    page, clicks = new_page(height=800), []
     page.set_default_timeout(120_000)  # the sharpest passages are looked for in a whole sample of text
 
     def go(address, figures=1):
@@ -49,8 +48,7 @@ def at(browser, server):
 
         return page, click
 
-    yield go
-    context.close()
+    return go
 
 
 def state(page):

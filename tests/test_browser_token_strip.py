@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import browsing
-import dashboard
 import numpy as np
 import pytest
 
@@ -32,27 +31,19 @@ async ([script, style]) => {
 """The element on an empty page: `show(data)` gives milliseconds, `leave()` takes the last one away."""
 
 
-@pytest.fixture(scope="module")
-def server(populated, tmp_path_factory):
-    """The dashboard's address."""
-    with browsing.served(dashboard.copied(populated, tmp_path_factory.mktemp("copied") / "runs")) as url:
-        yield url
-
-
 @pytest.fixture
-def at(browser, server):
+def at(new_page, server):
     """`at("prompt?...")`: that page, once a token can be chosen or pointed at; nothing may go wrong in it until the test ends."""
-    context, wrong = browser.new_context(viewport={"width": 1280, "height": 900}), []
+    wrong = []
 
     def go(address):
-        page = browsing.watched(context.new_page(), server, wrong, wrong)
+        page = browsing.watched(new_page(), server, wrong, wrong)
         page.goto(f"{server}/{address}")
         page.locator(".token.chosen, .map canvas").first.wait_for()
         browsing.settled(page, 0)
         return page
 
     yield go
-    context.close()
     assert not wrong
 
 

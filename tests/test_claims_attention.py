@@ -157,6 +157,30 @@ def test_a_gate_prevents_the_sink(gated, vanilla, status):
     assert "5 seeds" in found.sentence
 
 
+@pytest.mark.parametrize(
+    ("mass", "zero", "status"),
+    [(-0.4, 50, "supported"), (-0.4, 110, "unresolved"), (0.0, 50, "unresolved"), (0.05, 200, "refuted")],
+)
+def test_the_sink_waits_for_the_drain(mass, zero, status):
+    made = runs("transformer", "held_start", "held_start[start_norm=1.0]", seeds=5, task="backcopy")
+    luck = [0.0, 0.02, -0.02, 0.01, -0.01]
+    starts = {"transformer": 110, "held_start": zero, "held_start[start_norm=1.0]": 110}
+    names = {of["run"]: of["model"] for of in made}
+    rows, told = formed(
+        made, lambda of: starts[of["model"]] + 500 * luck[of["seed"]] * (of["model"] == "held_start"), lambda of: 60
+    )
+    held = [mass + luck[r["seed"]] if names[r["run"]].endswith("]") and r["value"] > 0.5 else 0 for r in rows]
+    found = judged(
+        "the_sink_waits_for_the_drain",
+        made,
+        [r | {"value": r["value"] + h} for r, h in zip(rows, held, strict=True)],
+        told,
+    )
+    assert found.status == status, found.sentence
+    assert "copying learned by 60" in found.sentence
+    assert set(found.table["unit"]) == {"share", "steps"}
+
+
 def test_where_vanilla_forms_no_sink_there_is_no_delay():
     made = runs("transformer", "svformer", seeds=5, task="backcopy")
     found = judged("sharing_values_delays_the_sink", made, *formed(made, lambda of: 9_999, lambda of: 60))

@@ -328,6 +328,24 @@ assert torch._dynamo.config.skip_nnmodule_hook_guards and torch.compiler.get_def
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_hooks_of_before_the_compiler_is_imported_are_heard_or_refused_by_name(fullgraph):
+    """A whole graph has no place for them, and the model has learned of the compiler too late to step out of it."""
+    code = f"""
+import sys, torch, workbench
+model = workbench.build("resformer", {{"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 16, "d_vocab": 9, "n_ctx": 8}})
+ids = torch.tensor([[1, 2, 3]])
+with model.hooks([("{POINT}", lambda value, hook: torch.zeros_like(value))]):
+    without_values = model(ids)
+    assert "torch._dynamo" not in sys.modules
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph={fullgraph})(ids), without_values)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (found.returncode == 1) == fullgraph, found.stderr
+    assert ("compile the model itself, torch.compile(model), and where nothing" in found.stderr) == fullgraph
+
+
 # ---- PyTorch's own backend -------------------------------------------------------------------------------------------
 
 

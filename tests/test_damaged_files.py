@@ -91,9 +91,12 @@ def test_what_a_user_allows_by_name_is_read(tmp_path, tiny):
         ("mp_rank_00_model_states.pt", "DeepSpeed shards.*zero_to_fp32"),
         ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed shards"),
         ("__0_0.distcp", "FSDP shards.*merge-weights"),
+        ("model_and_optim/__0_0.distcp", "OLMo-core's shards.*convert_checkpoint_to_hf"),
+        ("lit_model.pth", "LitGPT model.*convert_from_litgpt"),
     ],
 )
 def test_shards_of_other_libraries_are_refused_with_the_cure(tmp_path, file, told):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_bytes(b"")
     with pytest.raises(BadCheckpoint, match=told):
         workbench.load(tmp_path)
@@ -142,6 +145,15 @@ def test_old_files_of_more_storage_than_bytes_are_refused_before_memory_is_spent
     assert torch.equal(read_state(file)[0]["b"], shared[:20].view(4, 5).T)
     file.write_bytes(file.read_bytes().replace(b"K\x28", b"J" + (2**30).to_bytes(4, "little")))
     with pytest.raises(BadCheckpoint, match="storage would take 4294967296 bytes, and the whole file has"):
+        read_state(file)
+
+
+def test_many_storages_of_an_old_file_may_not_take_more_than_its_bytes_together(tmp_path):
+    file = tmp_path / "a.pt"
+    torch.save({str(i): torch.ones(40) for i in range(50)}, file, _use_new_zipfile_serialization=False)
+    assert len(read_state(file)[0]) == 50
+    file.write_bytes(file.read_bytes().replace(b"K\x28N", b"M\xb8\x0bN"))  # 3,000 elements each, in 13 kB
+    with pytest.raises(BadCheckpoint, match="storages would take 24000 bytes or more, and the whole file has 13"):
         read_state(file)
 
 

@@ -12,7 +12,8 @@ import urllib.request
 
 import pytest
 
-from workbench.studies.demo import EXPERIMENTS, jobs
+from workbench.reports.folder import up_to_date
+from workbench.studies.demo import EXPERIMENTS, jobs, ready
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 PATIENCE = 400.0
@@ -58,6 +59,14 @@ def test_plan_pairs_every_architecture_with_every_seed_and_trains_on_text_where_
     assert {job.name[-3:] for job in plan[: sizes["sinks"]]} == {"-s0"}
 
 
+@pytest.mark.parametrize("text", ["{", "{}", '{"name": 3, "data": []}'])
+def test_a_damaged_run_is_a_model_that_is_not_ready(tmp_path, text):
+    first = jobs(tmp_path, quick=True)[0]
+    (tmp_path / first.name).mkdir()
+    (tmp_path / first.name / "run.json").write_text(text)
+    assert not ready(first)
+
+
 @pytest.mark.slow
 def test_quick_demo_trains_measures_reports_and_reuses(tmp_path):
     done = subprocess.run(
@@ -85,6 +94,17 @@ def test_quick_demo_trains_measures_reports_and_reuses(tmp_path):
     )
     assert again.returncode == 0, again.stderr
     assert work(tmp_path) == written, "nothing is trained or measured twice"
+    planned = jobs(tmp_path, seeds=1, quick=True)
+    assert all(map(ready, planned))
+    assert not any(map(ready, jobs(tmp_path, seeds=1))), "those of the whole demo are trained longer"
+    assert up_to_date(tmp_path / "report.html", tmp_path)
+    (lost,) = {path.parent for path in written if path.parts[-3] == planned[0].name and path.suffix == ".parquet"} - {
+        tmp_path / planned[0].name / "telemetry"
+    }
+    lost.rename(tmp_path / "aside")
+    assert [ready(job) for job in planned] == [False, *[True] * (len(planned) - 1)], "what is not measured any more is"
+    assert not up_to_date(tmp_path / "report.html", tmp_path)
+    (tmp_path / "aside").rename(lost)
     for question in ("race_to_induction", "deep_values"):
         command = [sys.executable, "-m", f"analyses.{question}", "--runs", tmp_path, "--out", tmp_path / "results"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT, check=False)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.server
+import json
 import shutil
+import threading
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import transformers
+import typer.testing
 
 import workbench
 from workbench.checkpoints import hub
 from workbench.checkpoints.identify import identify, series
+from workbench.cli import app
 from workbench.errors import BadCheckpoint, ObservedInstead
 from workbench.runs.importing import import_run
 
@@ -93,3 +101,102 @@ def test_without_a_cache_there_are_no_names(tmp_path, monkeypatch):
     assert hub.names() == []
     with pytest.raises(BadCheckpoint, match="does not exist"):
         identify("gpt2")
+
+
+# ---- fetching, where it is asked for ---------------------------------------------------------------------------------
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """One repository as the Hub's own interface tells of it: two branches, a README that nothing needs, the weights twice."""
+
+    folder: ClassVar[Path]
+    asked: ClassVar[list[str]]
+
+    def do_GET(self):
+        type(self).asked.append(self.path)
+        commits = {"main": "a" * 40, "step10": "b" * 40}
+        *_, revision = self.path.partition("?")[0].rpartition("/")
+        names = [*sorted(p.name for p in self.folder.iterdir()), "README.md", "pytorch_model.bin"]
+        if self.path.startswith("/api/models/lab/tiny/refs"):
+            branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in commits.items()]
+            self.answer(json.dumps({"branches": branches, "converts": [], "tags": []}).encode())
+        elif self.path.startswith("/api/models/lab/tiny/tree") and revision in (*commits, *commits.values()):
+            files = [{"type": "file", "path": name, "size": 1, "oid": "c" * 40} for name in names]
+            self.answer(json.dumps(files).encode())
+        elif self.path.startswith("/api/models/lab/tiny/revision") and revision in (*commits, *commits.values()):
+            self.answer(json.dumps({"id": "lab/tiny", "sha": commits.get(revision, revision), "siblings": []}).encode())
+        elif self.path.startswith("/lab/tiny/resolve/") and (file := self.folder / revision).is_file():
+            commit = self.path.split("/")[4]
+            data = file.read_bytes()
+            etag = f'"{hashlib.sha256(data).hexdigest()}"'
+            self.answer(data, {"ETag": etag, "X-Repo-Commit": commits.get(commit, commit)})
+        else:
+            self.answer(b"{}", {"X-Error-Code": "RevisionNotFound" if "/tiny" in self.path else "RepoNotFound"}, 404)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def answer(self, data, headers=None, status=200):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def served(gpt2, tmp_path, monkeypatch):
+    """A server that plays the Hub, and an empty cache; what was asked of it."""
+    kind = type("Served", (Hub,), {"folder": gpt2, "asked": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in {
+        "ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path / "hub"),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    yield kind.asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_asked_for_is_fetched_once_without_what_no_model_needs(served, gpt2):
+    (folder,) = hub.download("lab/tiny@step10")
+    assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in gpt2.iterdir())
+    assert not [path for path in served if "README" in path or path.endswith(".bin")]
+    with pytest.warns(ObservedInstead):
+        ours, theirs = workbench.load("lab/tiny@step10"), workbench.load(gpt2)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(IDS), theirs(IDS), atol=0, rtol=0)
+
+
+def test_the_revisions_of_a_pattern_are_fetched(served):
+    hub.download("lab/tiny@step*")
+    assert hub.names() == ["lab/tiny@step10"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("lab/tiny@step7*", "has no revision step7"), ("lab/tiny@step11", "RevisionNotFound"), ("lab/other", "RepositoryNotFound"),
+     ("../x", "no name of the Hub")],
+)  # fmt: skip
+def test_what_is_not_there_to_fetch_is_said_in_a_sentence(served, name, said, tmp_path):
+    with pytest.raises(BadCheckpoint, match=said):
+        hub.download(name)
+    assert not list((tmp_path / "hub").glob("models--*/snapshots/*/*"))
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "lab/tiny", "--prompt", "3 1"], ["import", "lab/tiny"], ["xray", "lab/tiny"]]
+)
+def test_a_command_fetches_when_told_to_and_never_else(served, monkeypatch, command, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = typer.testing.CliRunner().invoke(app, command)
+    assert isinstance(asked.exception, BadCheckpoint)
+    assert served == []
+    typer.testing.CliRunner().invoke(app, [*command, "--download"])
+    assert hub.names() == ["lab/tiny"]

@@ -11,13 +11,9 @@ import torch.nn.functional as F
 
 from workbench.kernels.reference import statistics_of
 from workbench.names import STATISTICS
-from workbench.observing.interception.attention_calls import (
-    attention_axes,
-    interface_call,
-    product_call,
-    sdpa_call,
-)
+from workbench.observing.interception.fused_calls import interface_call, sdpa_call
 from workbench.observing.interception.masks import CAUSAL, FUTURE, mask_kind, masked_statistics, pattern_statistics
+from workbench.observing.interception.product_calls import attention_axes, product_call
 from workbench.observing.interception.tensor_layouts import (
     by_position,
     from_heads,

@@ -24,14 +24,10 @@ from torch import nn
 from workbench.errors import BadData, UnknownName, WorkbenchError
 
 
-def by_hand(q, k, v, layer):
-    e = (q @ k.mT * q.shape[-1] ** -0.5).exp().tril()
-    return e / e.sum(-1, keepdim=True) @ v
-
-
-def with_sink(q, k, v, layer):
-    scores = (q @ k.mT).masked_fill(~BEFORE, -math.inf)
-    return F.softmax(F.pad(scores, (0, 1)), -1)[..., :-1] @ v
+def with_register(q, k, v, layer):
+    k, v = (torch.cat((x[:, :, :1], x), 2) for x in (k, v))  # one more key, seen by all
+    scores = (q @ k.mT).masked_fill(~F.pad(BEFORE, (1, 0), value=True), -math.inf)
+    return F.softmax(scores, -1) @ v
 
 
 def noisy(q, k, v, layer):
@@ -49,8 +45,7 @@ REFUSALS = {
         "sees later positions",
     ),
     "custom kernel": (lambda: GPT(attend=lambda q, k, v, i: flash(q, k, v)), "flash_attn_forward.*custom kernel"),
-    "hand-written": (lambda: GPT(attend=by_hand), "no attention was seen.*hand-written softmax"),
-    "sink logits": (lambda: GPT(attend=with_sink), "extra columns: sink logits"),
+    "a register": (lambda: GPT(attend=with_register), "extra columns: a prefix or a cache"),
     "two calls": (lambda: GPT(attend=twice), "makes 2 attention calls"),
     "a module for each head": (lambda: GPT(attention=ListOfHeads), "makes 4 attention calls .*heads.0"),
     "two decoders": (Pair, "several stacks of blocks: student.transformer.h and teacher.transformer.h; .*blocks="),

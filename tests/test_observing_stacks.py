@@ -83,7 +83,7 @@ def test_a_block_without_attention_keeps_its_number_and_shows_its_stream(block, 
 
 
 @torch.no_grad()
-def test_layers_beside_one_with_a_softmax_by_hand_are_no_shallower_decoder(ids):
+def test_layers_beside_one_without_a_softmax_are_no_shallower_decoder(ids):
     """Without the first layer the second one's values would pass for the first ones, and the others' for a mixture of them."""
     observed = see(large(half_written()), ids)
     assert observed.architecture == "unknown"

@@ -10,10 +10,12 @@ import dashboard
 import numpy as np
 import pandas as pd
 import pytest
+from plotly.subplots import make_subplots
 
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
+from workbench.plots.style import outer_titles
 from workbench.reports.diagnosis import concentration
 from workbench.runs.records import provenance, records
 from workbench.statistics.formation import formation_steps
@@ -104,6 +106,12 @@ def test_panels_of_one_unit_share_their_scales():
     maps = plots.plot(of(rows(), "sink_mass", step=20))
     assert {t.coloraxis for t in maps.data} == {"coloraxis"}
     assert (maps.layout.coloraxis.cmin, maps.layout.coloraxis.cmax) == (0, 1)
+
+
+def test_only_the_lowest_panel_of_each_column_names_its_axis():
+    figure = make_subplots(2, 2).update_xaxes(title_text="step")
+    outer_titles(figure, 3, 2)
+    assert [axis.title.text for axis in figure.select_xaxes()][:3] == ["", "step", "step"]
 
 
 def test_nothing_to_plot_and_unknown_forms_are_refused():

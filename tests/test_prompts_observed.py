@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import strangers
 import torch
 from prompt_ids import some_ids
 
 import workbench
-from tests import strangers
 from workbench.errors import BadData
 from workbench.prompts import (
     attention_inputs,

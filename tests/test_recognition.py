@@ -12,6 +12,7 @@ from strangers import GPT, large
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition import projections
 from workbench.observing.recognition.architecture import recognize_architecture
+from workbench.observing.recognition.attention_reference import near, reference, score_factor
 from workbench.observing.recognition.projections import (
     Projection,
     find_projection,
@@ -20,7 +21,7 @@ from workbench.observing.recognition.projections import (
     same_projection,
 )
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import Execution, Trace, TracedTensor, _near, _reference, _scale
+from workbench.observing.recognition.trace import Execution, Trace, TracedTensor
 from workbench.observing.recognition.value_paths import (
     explained,
     fit,
@@ -203,10 +204,10 @@ def attended(scale=0.5):
 def test_an_attention_is_reproduced_up_to_rounding_in_its_own_type(off, same):
     q, k, v, z, _, past = attended()
     for mask, causal, kind in ((None, True, CAUSAL), (past, False, "packed sequences")):
-        reference, _ = _reference(q, k, v, 0.5, mask, causal, kind)
-        assert _near(reference, z * (1 + off), v.dtype) is same
-    assert _reference(q, k, v, 0.5, "blocks", True, "a mask of type str") is None
-    assert not _near(_reference(q, k, v, 0.4, None, True, CAUSAL)[0], z, v.dtype)
+        found, _ = reference(q, k, v, 0.5, mask, causal, kind)
+        assert near(found, z * (1 + off), v.dtype) is same
+    assert reference(q, k, v, 0.5, "blocks", True, "a mask of type str") is None
+    assert not near(reference(q, k, v, 0.4, None, True, CAUSAL)[0], z, v.dtype)
 
 
 @pytest.mark.parametrize(("off", "same"), [(0.0, True), (0.8e-9, True), (1.2e-9, False)])
@@ -216,10 +217,10 @@ def test_scores_have_a_scale_where_they_are_one_multiple_of_the_dot_products_tha
     hidden = scores.masked_fill(~past, -torch.inf)
     far = scores.abs().masked_fill(~past, 0).flatten().argmax()
     hidden.view(-1)[far] *= 1 + off * 1.06  # one score alone: the factor follows it by a fraction
-    found = _scale(hidden, allowed, q, k)
+    found = score_factor(hidden, allowed, q, k)
     assert (found == pytest.approx(0.3)) if same else (found is None)
-    assert _scale(scores[:, :2], allowed[:, :2], q, k) is None, "other heads than the queries'"
-    assert _scale(torch.zeros_like(scores), allowed, q * 0, k) is None, "nothing to compare with"
+    assert score_factor(scores[:, :2], allowed[:, :2], q, k) is None, "other heads than the queries'"
+    assert score_factor(torch.zeros_like(scores), allowed, q * 0, k) is None, "nothing to compare with"
 
 
 def layers_of(values, owns, *, z=None, k=None, added=None):

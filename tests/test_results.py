@@ -14,7 +14,9 @@ from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import digest, replacing, write_json, write_text
 from workbench.runs.records import (
     COLUMNS,
+    MARK,
     SAMPLE_COLUMNS,
+    SUM,
     Store,
     checked,
     load_records,
@@ -239,9 +241,30 @@ def test_digests_tell_parts_apart():
     assert len(digest("x")) == 16
 
 
-def test_a_bit_that_flipped_in_a_page_is_found(tmp_path):
+def test_no_flipped_bit_is_read_as_other_rows(tmp_path):
+    """Wherever it is: pages, their headers, the footer, its length, the sum and the mark before it."""
     path = tmp_path / "a.parquet"
     write_parquet(records([{"run": "r", "metric": "m", "step": i, "value": i / 7} for i in range(100)]), path)
+    data, whole = path.read_bytes(), read_parquet([path])
+    mark = data.index(MARK)
+    for place in sorted(
+        {*range(0, len(data), 97), *range(mark, mark + len(MARK) + SUM), *range(len(data) - 8, len(data))}
+    ):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        if mark <= place < mark + len(MARK):  # then it has no sum, and what it holds is sound
+            pd.testing.assert_frame_equal(read_parquet([path]), whole)
+            continue
+        for read in (read_parquet, lambda paths: _telemetry(*paths)):
+            with pytest.raises(BadCheckpoint, match=r"cannot read .*a\.parquet: its bytes are not those"):
+                read([path])
+
+
+def test_a_table_without_a_sum_is_read_as_it_is(tmp_path):
+    """Of another program, or of this one before it wrote sums; its pages have checksums of their own where it made some."""
+    path = tmp_path / "a.parquet"
+    rows = records([{"run": "r", "metric": "m", "step": i, "value": i / 7} for i in range(100)])
+    rows.to_parquet(path, index=False, write_page_checksum=True)
+    pd.testing.assert_frame_equal(read_parquet([path]), rows)
     data = bytearray(path.read_bytes())
     column = pq.ParquetFile(path).metadata.row_group(0).column(COLUMNS.index("value"))
     data[column.dictionary_page_offset + column.total_compressed_size - 1] ^= 1
@@ -250,3 +273,10 @@ def test_a_bit_that_flipped_in_a_page_is_found(tmp_path):
         read_parquet([path])
     with pytest.raises(BadCheckpoint, match=r"cannot read .*a\.parquet.*(CRC|checksum)"):
         _telemetry(path)
+
+
+def test_other_programs_read_a_table_with_its_sum(tmp_path):
+    path, rows = tmp_path / "a.parquet", records([{"run": "r", "metric": "m", "step": 1, "value": 0.5}])
+    write_parquet(rows, path)
+    assert MARK in path.read_bytes()
+    pd.testing.assert_frame_equal(typed(pd.read_parquet(path)), rows)

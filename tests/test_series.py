@@ -78,13 +78,13 @@ def test_a_series_is_measured_step_by_step(trained):
 def test_an_imported_series_is_a_run_that_loads_and_measures(trained, tmp_path, tiny):
     runs = tmp_path / "runs"
     run = import_run(
-        trained, runs, name="theirs", architecture="resformer", config={"rms_norm_eps": 1e-5, "rope_theta": 1e4}
+        trained, runs, name="theirs", architecture="resformer", seed=5, config={"rms_norm_eps": 1e-5, "rope_theta": 1e4}
     )
     assert (run.name, run.architecture, run.steps, run.seed, run.finished) == (
         "theirs",
         "resformer",
         [3, 20, 100],
-        0,
+        5,
         True,
     )
     assert [r.name for r in list_runs(runs)[0]] == ["theirs"]

@@ -25,7 +25,7 @@ from workbench.training.recipe import rate_factors
 FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml"))
 NAMED = {
     "learning_rate", "lambda", "source_layer", "target_layers", "first_layer_rate", "bos", "lengths", "sizes",
-    "sinks", "sinks_without_start", "induction", "losses", "value_paths", "models", "mini",
+    "sinks", "sinks_held", "sinks_without_start", "induction", "losses", "value_paths", "models", "mini",
 }  # fmt: skip
 SMALL = """
 question = "Is it earlier?"
@@ -62,7 +62,7 @@ def test_every_study_has_its_file():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_cell_of_the_study_files_can_be_built(file, quick):
     study = read_study(file)
-    many = ("sinks", "sinks_without_start", "induction", "losses", "value_paths", "bos")
+    many = ("sinks", "sinks_held", "sinks_without_start", "induction", "losses", "value_paths", "bos")
     assert len(study.seeds) >= (5 if file.stem in many else 1 if file.stem == "models" else 3), "models decides nothing"
     for job in plan(study, Path("runs"), quick=quick)[: len(study.cells)]:
         model, recipe = sizes(job)
@@ -329,11 +329,11 @@ def test_each_model_takes_its_own_best_value_of_the_tuned_axis(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_study_runs_in_its_quick_form(file, tmp_path_factory, forkserver, monkeypatch):
-    """With one seed, and of each study up to five cells from all over it: more would be the same work again."""
+    """With one seed, and of each study up to three cells from all over it: more would be the same work again."""
     monkeypatch.setattr(runner, "QUICK_SEEDS", 1)
     root = tmp_path_factory.getbasetemp() / "quick-studies"  # one corpus for all
     study = read_study(file)
-    study = dataclasses.replace(study, cells=study.cells[:: -(-len(study.cells) // 5)])
+    study = dataclasses.replace(study, cells=study.cells[:: -(-len(study.cells) // 3)])
     frame = run_study(study, root, quick=True)
     assert (frame["failed"] == "").all(), frame[frame["failed"] != ""][["run", "failed"]].to_dict("records")
     assert frame["validation_loss"].notna().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from workbench.runs import table_cache
-from workbench.runs.records import facts, load_records, records, write_parquet
-from workbench.runs.table_cache import RecordCache, TelemetryCache, _compact
+from workbench.runs import packed_tables, table_cache
+from workbench.runs.packed_tables import compact
+from workbench.runs.records import TEXT, facts, load_records, records, write_parquet
+from workbench.runs.table_cache import RecordCache, TelemetryCache
 from workbench.views import Source
 
 ORDER = ["run", "metric", "step", "site", "layer", "head", "position", "variant", "control"]
@@ -29,6 +31,7 @@ def ask(tmp_path):
 
 
 def alike(a, b):
+    a = a.astype(dict.fromkeys(TEXT, "str"))  # an answer holds texts as categories
     a, b = (f.sort_values(ORDER).reset_index(drop=True) for f in (a, b))
     pd.testing.assert_frame_equal(a, b)
 
@@ -142,7 +145,7 @@ def test_kept_columns_say_something_in_few_bytes():
         "head": [None, None], "variant": [None, None], "value": [0.1, 0.2],
     }  # fmt: skip
     kinds = {"head": pa.int64(), "layer": pa.int64(), "variant": pa.string()}
-    kept = _compact(pa.table({name: pa.array(values, kinds.get(name)) for name, values in rows.items()}))
+    kept = compact(pa.table({name: pa.array(values, kinds.get(name)) for name, values in rows.items()}))
     assert kept.column_names == ["metric", "step", "layer", "value"]
     assert [str(kept[name].type) for name in ("step", "layer", "value")] == ["int64", "int32", "double"]
     assert pa.types.is_dictionary(kept["metric"].type)
@@ -186,3 +189,72 @@ def test_of_a_growing_telemetry_only_new_parts_are_read_and_a_new_beginning_forg
     assert seen() == ([], [])
     part(run, "000000-000010", 2)
     assert seen() == ([0, 1], ["000000"])
+
+
+# ---- packed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packing(ask, monkeypatch):
+    """Two runs are many, and nothing changes any more."""
+    monkeypatch.setattr(table_cache, "FEW", 2)
+    monkeypatch.setattr(packed_tables, "MAX_FILES", 1)
+    return lambda: [dataclasses.replace(e, seen=time.time_ns() + 10**10) for e in ask.catalogue().entries]
+
+
+def test_a_new_server_reads_many_runs_from_one_file_and_the_same_rows(ask, packing, monkeypatch):
+    plain, choices = RecordCache(), (["token_importance"], ["sink_mass", "value_drain"], None, ["nothing"])
+    wanted, names = [plain.rows(packing(), metrics)[0] for metrics in choices], plain.metrics(packing())
+    RecordCache(ask.folder).rows(packing(), ["sink_mass"])
+    monkeypatch.setattr(table_cache, "run_records", lambda path: pytest.fail(f"{path} was opened"))
+    later = RecordCache(ask.folder)
+    assert later.unread(packing()) == 0
+    assert later.metrics(packing()) == names
+    for metrics, frame in zip(choices, wanted, strict=True):
+        cached, problems = later.rows(packing()[::-1], metrics)
+        alike(cached, frame.astype(dict.fromkeys(TEXT, "str")))
+        assert not problems
+
+
+def test_a_packed_run_that_changes_is_read_from_its_own_files_and_packed_anew(ask, packing):
+    path = Path(packing()[1].path) / "records" / "bb.parquet"
+    RecordCache(ask.folder).rows(packing())
+    write_parquet(records([{"metric": "sink_mass", "layer": 0, "value": 7.0, "step": 20, "run": "x"}]), path)
+    cache = RecordCache(ask.folder)
+    assert cache.unread(packing()) == 1
+    assert (cache.rows(packing(), ["sink_mass"])[0]["value"] == 7.0).sum() == 1
+    write_parquet(
+        records([{"metric": "sink_mass", "layer": 0, "value": 8.0, "step": 20, "run": "x"}]),
+        Path(packing()[0].path) / "records" / "bb.parquet",
+    )
+    again = RecordCache(ask.folder).rows(packing(), ["sink_mass"])[0][
+        "value"
+    ]  # two are loose now and packed; both files become one
+    assert {7.0, 8.0} <= set(again)
+    assert len(list((ask.folder / ".tables").iterdir())) == 1
+    later = RecordCache(ask.folder)
+    assert later.unread(packing()) == 0
+    assert sorted(later.rows(packing(), ["sink_mass"])[0]["value"]) == sorted(again)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda p: p.write_bytes(p.read_bytes()[:-9]),
+        lambda p: p.write_bytes(p.read_bytes()[:200] + b"x" + p.read_bytes()[201:]),
+    ],
+)
+def test_a_damaged_packed_file_is_none(ask, packing, harm):
+    wanted = RecordCache(ask.folder).rows(packing())[0]
+    (file,) = (ask.folder / ".tables").iterdir()
+    harm(file)
+    cached, problems = RecordCache(ask.folder).rows(packing())
+    alike(cached, wanted.astype(dict.fromkeys(TEXT, "str")))
+    assert not problems
+
+
+def test_runs_of_a_folder_that_cannot_be_written_stay_in_memory(ask, packing):
+    (ask.folder / ".tables").write_text("in the way")
+    cache = RecordCache(ask.folder)
+    assert set(cache.rows(packing())[0]["run"]) == {"text-resformer-s0", "text-resformer-s1"}
+    assert cache.unread(packing()) == 0

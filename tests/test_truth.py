@@ -65,7 +65,8 @@ def trained(tmp_path_factory):
 
 
 def test_every_measure_has_a_truth():
-    assert {*METRICS, *INTERVENTIONS} == {*TRUTHS, *PROBES, *CLOCK}
+    elsewhere = {"null_mass"}  # no model of ours has any: test_observing_null holds it to the truth
+    assert {*METRICS, *INTERVENTIONS} - elsewhere == {*TRUTHS, *PROBES, *CLOCK}
 
 
 def test_the_models_have_learned(trained):

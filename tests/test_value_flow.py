@@ -8,12 +8,12 @@ import dashboard
 import numpy as np
 import pandas as pd
 import pytest
+import strangers
 import torch
 from prompt_ids import some_ids
 from typer.testing import CliRunner
 
 import workbench
-from tests import strangers
 from workbench import plots
 from workbench.cli import app
 from workbench.errors import BadData, WorkbenchError

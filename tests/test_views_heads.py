@@ -108,7 +108,7 @@ def test_the_figure_has_error_bars_the_baseline_and_the_first_head_on_top(ask):
     assert traces["Transformer"].marker.color == plots.colour("transformer")
     assert sorted(numbers(traces["Transformer"].x)) == [0.1, 0.2, 0.7, 0.7]
     assert set(numbers(traces["Transformer"].error_x.array)) == {0.01}
-    assert traces["uniform causal"].line.dash == "dot"
+    assert (traces["uniform causal"].mode, traces["uniform causal"].line.dash) == ("lines", "dot")
     assert set(numbers(traces["uniform causal"].x)) == {0.125}
     axis = drawing.figure.layout.yaxis
     assert axis.categoryarray[0] == "ResFormer s0 · L1 H1"

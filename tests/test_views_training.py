@@ -273,7 +273,8 @@ def test_only_parts_that_are_new_are_read_again(tmp_path, monkeypatch):
         frame, problems = seen.rows(entries, ["update_ratio"])
         assert not problems
         stored = Run.open(path).telemetry("metric == 'update_ratio'")
-        pd.testing.assert_frame_equal(frame.assign(run=stored["run"], architecture=stored["architecture"]), stored)
+        shown = frame.astype(stored.dtypes.to_dict()).assign(run=stored["run"], architecture=stored["architecture"])
+        pd.testing.assert_frame_equal(shown, stored)
         return frame
 
     assert len(rows()) == 24

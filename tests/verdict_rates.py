@@ -126,6 +126,12 @@ def gates(rng: np.random.Generator) -> Table:
     return made, [r | {"value": r["value"] + rng.normal(0, 0.02)} for r in rows], told
 
 
+def held(rng: np.random.Generator) -> Table:
+    made = runs("transformer", "held_start", "held_start[start_norm=1.0]", seeds=SEEDS, task="backcopy", n_layers=2)
+    rows, told = formed(made, lambda of: rng.normal(150, 30), lambda of: 60)
+    return made, [r | {"value": r["value"] + rng.normal(0, 0.02)} for r in rows], told
+
+
 def overtaken(rng: np.random.Generator) -> Table:
     made = [of for T in (128, 256) for of in runs("transformer", "svformer", seeds=SEEDS, T=T)]
 
@@ -215,6 +221,7 @@ NOISE: dict[str, Callable[[np.random.Generator], Table]] = {
     "sinks_drains_and_peaks_vanish_together": with_sinks(
         of_layers(*RESIDUAL, metrics={"value_drain": [{"site": "own_v"}], "hidden_peak": [{"site": "stream"}]})),
     "start_token_decides_the_sinks": start_tokens, "sharing_values_delays_the_sink": delayed, "a_gate_prevents_the_sink": gates,
+    "the_sink_waits_for_the_drain": held,
     "smoothing_and_concentration_are_linked": with_sinks(of_layers(*RESIDUAL, metrics=LINKED)),
     "neutreno_smooths_less": of_layers("transformer", "neutreno", metrics={"token_similarity": [{"site": "stream"}]}),
     "token_information_is_preserved": of_layers(*RESIDUAL, metrics={"token_probe": [{"site": "stream"}, {"site": "z"}]}),

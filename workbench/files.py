@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -108,9 +108,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def digest(*parts: object) -> str:
     """A short content address: the first 16 hex digits of the SHA-256 of the parts."""
+    return digest_of(parts)
+
+
+def digest_of(parts: Iterable[object]) -> str:
+    """As `digest`, of parts that are made one after the other; bytes may be a view of them."""
     sha = hashlib.sha256()
     for part in parts:
-        data = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True, default=str).encode()
+        data = part
+        if not isinstance(data, bytes | memoryview):
+            data = json.dumps(data, sort_keys=True, default=str).encode()
         sha.update(len(data).to_bytes(8, "little"))
         sha.update(data)  # apart: weights are large, and a concatenation would copy them
     return sha.hexdigest()[:16]

@@ -48,6 +48,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "rot_k": _block("attn.hook_rot_k", "pos kv_head d_head", "key after rotary position encoding"),
     "v": _block("attn.hook_v", "pos kv_head d_head", "effective value: what the attention pattern multiplies"),
     "own_v": _block("attn.own.hook_v", "pos kv_head d_head", "value projected from this layer's own input"),
+    "latent": _block(
+        "attn.hook_latent", "pos latent", "what keys and values are projected from, where it is compressed (MLA)"
+    ),
     "first_v": _block("attn.source.0.hook_v", "pos kv_head d_head", "first layer's value as it arrives here"),
     "v_mix": Activation(
         hook="blocks.{layer}.attn.hook_v_mix", axes="source", meaning="value coefficients in use: sources, own last"
@@ -101,6 +104,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "row_max": _block("attn.hook_row_max", "head pos", "largest attention weight of each query"),
     "sink": _block("attn.hook_sink", "head pos", "attention of each query to position 0"),
     "lse": _block("attn.hook_lse", "head pos", "log-sum-exp of each query's scores"),
+    "null": _block("attn.hook_null", "head pos", "attention of each query that goes to no token (sink logits)"),
     "dwa_in": _block("hook_dwa_in", "pos d_model", "raw block output, before the average of outputs"),
     "dwa_weights": Activation(
         hook="blocks.{layer}.hook_dwa_weights",
@@ -151,6 +155,9 @@ class ByHookName(dict[str, V]):
 STATISTICS = ("received", "row_entropy", "row_max", "sink", "lse")
 """Attention statistics that the kernel streams: hook points `attn.hook_<name>`, no T x T array behind them."""
 
+NULL = "null"
+"""One more statistic where a column of the softmax is no key: what of each row goes to no token."""
+
 QUADRATIC = ("hook_attn_scores", "hook_pattern")
 """Hook points whose tensors grow with the square of the length."""
 
@@ -167,7 +174,7 @@ def position_axis(hook: str) -> int | None:
 
 def is_statistic(hook: str) -> bool:
     """Whether a hook point shows a streamed statistic: it can be read, not replaced, and carries no gradient."""
-    return hook.rsplit("hook_", 1)[-1] in STATISTICS
+    return hook.rsplit("hook_", 1)[-1] in (*STATISTICS, NULL)
 
 
 def stream_hook(index: int | str, n_layers: int) -> str:

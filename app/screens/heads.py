@@ -51,7 +51,13 @@ def _choices(link: Link) -> tuple[Link, heads.Head]:
     source = cached_source()
     bare = link.but(**dict.fromkeys(("metric", "site", "variant", "end", "layer", "head")))
     found = heads.options(source, bare)
-    bare = bare.but(metric=widgets.choose("Measure", "metric", found.metrics, found.metric, show=_words, width=200))
+    of_layers, asked = heads.of_layers(source, bare, found), st.query_params.get("metric")
+    metric = widgets.choose(
+        "Measure", "metric", found.metrics, found.metric, show=_words, width=200, elsewhere=of_layers
+    )
+    if asked in of_layers:
+        st.caption(f"{_words(asked).capitalize()} has no number of single heads; they are ranked by {_words(metric)}.")
+    bare = bare.but(metric=metric)
     found = heads.options(source, bare)
     if found.sites:
         bare = bare.but(site=widgets.choose("Where", "site", found.sites, found.site, show=plots.site, width=150))

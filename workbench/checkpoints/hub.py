@@ -1,6 +1,6 @@
 """Names of the Hugging Face Hub, as far as this machine's cache holds them: `gpt2`, `EleutherAI/pythia-70m@step1000`.
 
-Nothing is downloaded here; `hf download NAME --revision REVISION` fills the cache.
+Only `download` uses the network, and only where it was asked for (`--download`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from huggingface_hub import CachedRepoInfo, CacheNotFound, constants, scan_cache_dir, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from workbench.errors import BadCheckpoint, suggest
+
+BESIDE = ("*.json", "*.model", "*.txt")  # a model's configuration and its tokenizer
 NAME = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@(?P<revision>[\w.*?/-]+))?")
 MAIN = "main"
 
@@ -30,7 +33,10 @@ def snapshot(name: str) -> Path | None:
         return None
     try:
         return Path(snapshot_download(named[0], revision=named[1], local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
+    except LocalEntryNotFoundError as error:
+        partial = getattr(error, "snapshot_path", None)  # files that no model needs were left out when it was fetched
+        return Path(partial) if partial else None
+    except HFValidationError:
         return None
 
 
@@ -44,6 +50,33 @@ def revisions(name: str) -> dict[str, Path]:
         for repo in _cached() if repo.repo_id == named[0] and repo.repo_type == "model"
         for revision in repo.revisions for ref in revision.refs if fnmatch.fnmatchcase(ref, named[1])
     }  # fmt: skip
+
+
+def download(name: str) -> list[Path]:
+    """Fetch `NAME`, `NAME@REVISION` or the revisions of `NAME@PATTERN` into the cache: weights, configuration, tokenizer.
+
+    Of weights in both forms safetensors alone. Raises `BadCheckpoint` for what is no name, not there, or without a network.
+    """
+    if (named := split(name)) is None:
+        raise BadCheckpoint(f"{name} is no name of the Hub, as gpt2 or EleutherAI/pythia-70m@step1000")
+    repo, revision, api = *named, HfApi()
+    try:
+        wanted = [revision]
+        if any(sign in revision for sign in "*?"):
+            refs = api.list_repo_refs(repo)
+            there = [ref.name for ref in (*refs.branches, *refs.tags)]
+            if not (wanted := fnmatch.filter(there, revision)):
+                raise BadCheckpoint(f"{repo} has no revision {revision}; {suggest(revision, there)}")
+        return [_fetched(api, repo, ref) for ref in wanted]
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise BadCheckpoint(f"{name} cannot be fetched: {type(error).__name__}: {first}") from error
+
+
+def _fetched(api: HfApi, repo: str, revision: str) -> Path:
+    there = api.list_repo_files(repo, revision=revision)
+    weights = next((end for end in ("*.safetensors", "*.bin") if fnmatch.filter(there, end)), "*.safetensors")
+    return Path(snapshot_download(repo, revision=revision, allow_patterns=[*BESIDE, weights]))
 
 
 def names() -> list[str]:

@@ -24,17 +24,23 @@ from workbench.files import read_json
 RUN_FILE = "run.json"
 BUILDERS = "WORKBENCH_BUILDERS"
 """Environment variable with the builders (`package.module:function`) that may run; a file's word is not enough."""
-CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
+CONFIG, WEIGHTS, PICKLED, ADAPTER = "config.json", "model.safetensors", "pytorch_model.bin", "adapter_config.json"
 ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 OTHERS = re.compile(r"optim|optimizer|scheduler|rng_state|scaler|training_args", re.I)
 SPECIAL = re.compile(r"[()\[\]{}^$+*?|\\]")
 STEP = re.compile(r"(?:step|iter|itr|checkpoint|ckpt|model|epoch=\d+-step)[-_=]?(\d+)(?!.*\d)", re.I)
 WITHOUT = "without weights: its numbers can be looked at, and `workbench study` trains it anew"
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
-SHARDS = {
-    "DeepSpeed": ("*mp_rank_*_model_states.pt", "zero_pp_rank_*", "*_optim_states.pt", "global_step*/mp_rank_*"),
-    "FSDP": ("*.distcp", "pytorch_model_fsdp_*", "*_fsdp_*/*.distcp"),
-}
+ELSEWHERE = {  # what lies in folders of other libraries -> whose it is, and what makes weights of it
+    "*mp_rank_*_model_states.pt zero_pp_rank_* *_optim_states.pt global_step*/mp_rank_*":
+        "DeepSpeed shards, not weights: zero_to_fp32.py, which stands in it, writes one file",
+    "model_and_optim/*.distcp":
+        "OLMo-core's shards, not weights: its examples/huggingface/convert_checkpoint_to_hf.py writes a Hugging Face directory",
+    "*.distcp pytorch_model_fsdp_* *_fsdp_*/*.distcp":
+        "FSDP shards, not weights: `accelerate merge-weights` or torch.distributed.checkpoint.format_utils.dcp_to_torch_save "
+        "writes one file",
+    "lit_model.pth": "a LitGPT model: `litgpt convert_from_litgpt FOLDER OUT` and its tutorial's next step write a Hugging Face directory",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,10 +77,11 @@ def checkpoints_at(path: str | Path) -> list[Checkpoint]:
     """The checkpoint at a path, or those of the series it means, by step; the only one in a folder needs no step."""
     place = Path(path)
     if is_series(path):
+        if place.is_dir():
+            refuse_shards(place)
         inside = [p for p in place.iterdir() if is_checkpoint(p)] if place.is_dir() else []
         if len(inside) != 1 or step_in_name(inside[0]) is not None:
             return [_placed(p, step) for step, p in series(path)]
-        refuse_shards(place)
         place = inside[0]  # nanoGPT's `out/`: the step is inside
     if place.exists():
         return [_placed(place, step_in_name(place))]
@@ -210,20 +217,16 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_directory(folder: Path) -> bool:
-    """Whether a folder is one checkpoint in Hugging Face's form, whole or not."""
-    names = (CONFIG, *(f"{n}{end}" for n in (WEIGHTS, PICKLED) for end in ("", ".index.json")))
+    """Whether a folder is one checkpoint in Hugging Face's form, whole or not, or an adapter."""
+    names = (CONFIG, ADAPTER, *(f"{n}{end}" for n in (WEIGHTS, PICKLED) for end in ("", ".index.json")))
     return any((folder / name).exists() for name in names)
 
 
 def refuse_shards(folder: Path) -> None:
-    """Raise `BadCheckpoint` for a directory of DeepSpeed or FSDP shards, saying how to put them together."""
-    cures = {
-        "DeepSpeed": "zero_to_fp32.py, which stands in it, writes one file",
-        "FSDP": "`accelerate merge-weights` or torch.distributed.checkpoint.format_utils.dcp_to_torch_save writes one file",
-    }
-    for library, patterns in SHARDS.items():
-        if any(True for pattern in patterns for _ in folder.glob(pattern)):
-            raise BadCheckpoint(f"{folder} holds {library} shards, not weights: {cures[library]}; open that")
+    """Raise `BadCheckpoint` for a directory of shards or of another library's form, saying what makes weights of it."""
+    for patterns, cure in ELSEWHERE.items():
+        if any(True for pattern in patterns.split() for _ in folder.glob(pattern)):
+            raise BadCheckpoint(f"{folder} holds {cure}; open that")
 
 
 def _advice(folder: Path) -> str:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from workbench.checkpoints import builders, transformers_modules
+from workbench.checkpoints.adapters import read
 from workbench.checkpoints.fill import build, fill
 from workbench.checkpoints.identify import BUILDERS, RUN_FILE, Checkpoint, identify
 from workbench.checkpoints.infer import Given, infer
-from workbench.checkpoints.read import read
 from workbench.checkpoints.state import Device, Dtype, Info, State
 from workbench.checkpoints.vocabulary import tokenizer_beside
 from workbench.config import ModelConfig

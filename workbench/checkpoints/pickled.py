@@ -10,7 +10,7 @@ import mmap
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def unpickle(path: Path) -> Any:
     if magic != b"PK\3\4":  # before PyTorch 1.6: tensors follow one another, so they are read at once
         refuse_other_kinds(path)
         _refuse_more_than_the_file(path)
-        return _placed(_load(path), path, None)
+        return _placed(_load(path, on=_within_the_file(path)), path, None)
     records = _records(path)
     with FakeTensorMode():
         return _placed(_load(path), path, records)
@@ -63,9 +63,25 @@ def _refuse_more_than_the_file(path: Path) -> None:
         note(_load(path, whole))  # a file would make room for as long a text as the pickle claims
 
 
-def _load(path: Path, opened: Any = None) -> Any:
+def _within_the_file(path: Path) -> Callable[[Any, str], Any]:
+    """A place for the storages of a file, each told once: raises `BadCheckpoint` where all together are more than its bytes."""
+    size, wanted = path.stat().st_size, 0
+
+    def place(storage: Any, location: str) -> Any:
+        nonlocal wanted
+        if (wanted := wanted + storage.nbytes()) > size:
+            told = f"its tensors' storages would take {wanted} bytes or more, and the whole file has {size}"
+            raise BadCheckpoint(f"{path} is damaged: {told}; copy it again")
+        return storage
+
+    return place
+
+
+def _load(path: Path, opened: Any = None, on: Any = "cpu") -> Any:
     try:
-        return torch.load(opened or path, map_location="cpu", weights_only=True)
+        return torch.load(opened or path, map_location=on, weights_only=True)
+    except BadCheckpoint:  # of a storage, while it is given its place
+        raise
     except Exception as error:  # the unpickler raises whatever damaged bytes make it stumble over, MemoryError included
         raise BadCheckpoint(f"{path} {_why(path, error)}") from error
 

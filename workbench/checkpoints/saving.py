@@ -5,7 +5,7 @@ A step is `config.json` (the Llama config plus the key `workbench`) and `model.s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from workbench.checkpoints.identify import CONFIG, WEIGHTS
 from workbench.checkpoints.llama import HEAD, SETTINGS, llama_name
 from workbench.checkpoints.vocabulary import export_tokenizer
 from workbench.errors import WorkbenchError
-from workbench.files import digest, replacing, write_json
+from workbench.files import digest_of, replacing, write_json
 from workbench.models import Transformer
 
 
@@ -91,8 +91,12 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
 
 
 def weights_hash(model: Transformer) -> str:
-    """Content address of a model: architecture, options, config and every tensor's bytes."""
-    parts: list[object] = [model.architecture, model.options, repr(model.config), str(model.embed.weight.dtype)]
+    """Content address of a model: architecture, options, config and every tensor's bytes, none of them copied on a CPU."""
+    return digest_of(_parts(model))
+
+
+def _parts(model: Transformer) -> Iterator[object]:
+    yield from (model.architecture, model.options, repr(model.config), str(model.embed.weight.dtype))
     for name, tensor in sorted(model.named_parameters()):
-        parts += [name, tensor.detach().to("cpu").flatten().contiguous().view(torch.uint8).numpy().tobytes()]
-    return digest(*parts)
+        yield name
+        yield memoryview(tensor.detach().to("cpu").flatten().contiguous().view(torch.uint8).numpy())

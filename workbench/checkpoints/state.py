@@ -24,7 +24,8 @@ Dtype = torch.dtype | None
 class Info:
     """Facts of a checkpoint: `format`, `step` and `config` where it says them, prefixes `stripped` from tensor names.
 
-    `code` is a training script's text, for reading only. `beside`: what else the file holds.
+    `code` is a training script's text, for reading only. `beside`: what else the file holds. `base`: the
+    folder of the model that an adapter was merged into.
     """
 
     format: str
@@ -35,6 +36,7 @@ class Info:
     code: str | None = None
     beside: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
+    base: Path | None = None
 
     @cached_property
     def sha256(self) -> dict[str, str]:

@@ -39,7 +39,7 @@ def module_of(state: State, reason: NotCovered, dtype: Dtype = None) -> Any:
     form = formats().get(state.info.format)
     module = form.module(state, dtype) if form and form.module else None
     if module is None and state.info.path.is_dir() and state.info.config and "workbench" not in state.info.config:
-        module = _from_transformers(state, reason, dtype)
+        module = from_transformers(state, reason, dtype)
     if module is None:
         raise type(reason)(
             f"{reason}. Fill the module they were trained in, module.load_state_dict(workbench.read_state(path)[0]), and open "
@@ -49,10 +49,11 @@ def module_of(state: State, reason: NotCovered, dtype: Dtype = None) -> Any:
     return module
 
 
-def _from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
+def from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
+    """The causal model that transformers makes of a directory; raises `BadCheckpoint` that begins with `reason`."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    folder = state.info.path
+    folder = state.info.base or state.info.path
     if "auto_map" in (state.info.config or {}) and (state.info.config or {}).get("model_type") not in CONFIG_MAPPING:
         raise BadCheckpoint(f"{reason}. {folder}/config.json asks for code of its own (auto_map), which is never run")
     try:
@@ -84,7 +85,7 @@ def _filled(state: State, config: Any, dtype: torch.dtype) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     given: dict[str, Any] = {"config": config, "output_loading_info": True, "dtype": dtype}
-    if not state.info.stripped:
+    if not state.info.stripped and state.info.base is None:
         given |= {"local_files_only": True, "trust_remote_code": False}
         return AutoModelForCausalLM.from_pretrained(state.info.path, **given)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[

@@ -91,7 +91,8 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
         group = text.comparable(better, worse)
         intervals[name] = group.difference(group.losses(), better, worse)
     for model in (m for m in text.models if m.startswith("resformer_learnable")):
-        intervals[f"growth per layer of {model}'s coefficients"] = _growth(text, model)
+        if slopes := _slopes(text, model):
+            intervals[f"growth per layer of {model}'s coefficients"] = over_seeds(slopes)
     if not intervals:
         raise InsufficientEvidence("Needs trained coefficients (resformer_learnable) or residuals in late against early layers "
             "(resformer_sparse, and with --option layers=[1,2])."
@@ -104,29 +105,34 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
 
 
 def _placements(text: Evidence) -> list[tuple[str, str, str]]:
-    """(comparison, late model, other model) of the residuals in some layers only."""
-    if "resformer_sparse" not in text.models:
+    """(comparison, late model, other model) of one residual in some layers alone: in as many early ones, and in all of them."""
+    chosen = _with_options(text, "layers")
+    chosen = chosen[chosen["chosen"].map(lambda layers: isinstance(layers, list) and len(layers) > 1)]
+    if chosen.empty:
         return []
-    late = "resformer_sparse"
-    mine = json.loads(text.runs.loc[text.runs["model"] == late, "options"].iloc[0])
-    early = [
-        name
-        for name, layers in _with_options(text, "layers")[["model", "chosen"]].to_numpy()
-        if name != late and isinstance(layers, list) and max(layers) < min(mine["layers"])
-    ]
-    pairs = [("late - early layers' loss", late, name) for name in early[:1]]
-    return pairs + ([("late - all layers' loss", late, "resformer")] if "resformer" in text.models else [])
+    rest = chosen["options"].map(lambda o: json.dumps({k: v for k, v in json.loads(o).items() if k != "layers"}))
+    found: list[tuple[str, str, str]] = []
+    for _, group in chosen.groupby(rest):
+        named = {str(name): layers for name, layers in zip(group["model"], group["chosen"], strict=True)}
+        late = max(named, key=lambda name: (min(named[name]), max(named[name])))
+        early = [name for name, layers in named.items() if max(layers) < min(named[late])]
+        whole = [name for name, layers in named.items() if set(layers) > set(named[late])]
+        found += [("late - early layers' loss", late, name) for name in early[:1]]
+        found += [("late - all layers' loss", late, name) for name in whole[:1]]
+    if "resformer" in text.models and not any(name.startswith("late - all") for name, *_ in found):
+        found.append(("late - all layers' loss", late, "resformer"))
+    return found
 
 
-def _growth(evidence: Evidence, model: str) -> Interval:
+def _slopes(evidence: Evidence, model: str) -> list[float]:
+    """Growth of the first layer's trained coefficients per layer, of each seed that wrote them down."""
     rows = evidence.of_model(evidence.written("coefficient"), model)
     rows = at_last_step(rows[(rows["part"] == "lambda_v1") & rows["layer"].notna()])
-    slopes = [
-        np.polyfit(r["layer"].astype(float), r["value"].astype(float), 1)[0]
+    return [
+        float(np.polyfit(r["layer"].astype(float), r["value"].astype(float), 1)[0])
         for _, r in rows.groupby("seed")
         if r["layer"].nunique() > 1
     ]
-    return over_seeds(slopes)
 
 
 @claim(

@@ -23,6 +23,10 @@ from workbench.statistics.sinks import SINK_MASS, sink_kind
 SINK_RATE = 0.05  # of a layer's heads: below, single documents pass by chance
 SINK_SEEDS = 5  # one seed reproduced a published picture here and two did not
 WRITING = ("no-op", "broadcast", "mixed")  # what a sink may do, of `sink_kind`
+HELD = (
+    "held_start",
+    "held_start[start_norm=1.0]",
+)  # the start token's value at zero, and as large as others' are in training
 METHODS = ("resformer", "svformer", "resformer_constant", "resformer_learnable", "resformer_sparse")
 
 
@@ -108,7 +112,7 @@ def gated(
 
 def _from_one(evidence: Evidence, metric: str, model: str, **axes: Any) -> Interval:
     """Change of |ln ratio| in the layer where the Transformer's is largest, over seeds: below 0 is toward 1."""
-    rows = evidence.rows(metric, **axes)
+    rows = evidence.of_models(["transformer", model]).rows(metric, **axes)  # of others it may be 0
     rows = rows[rows["layer"] > 0].assign(value=lambda r: np.abs(np.log(r["value"].astype(float))))
     return _at_top(evidence, rows, model)
 
@@ -177,8 +181,7 @@ def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
         pair = arm.comparable("transformer", METHODS)
         need_sinks(pair)
         model = pair.first_of(METHODS)
-        strongest = pair.rows("sink_mass").groupby(["run", "seed", "layer", "head"], as_index=False)["value"].mean()
-        strongest = strongest.loc[strongest.groupby("run")["value"].idxmax()]
+        strongest = _strongest(pair)
         changes[bos] = pair.by_seed(strongest, model) - pair.by_seed(strongest, "transformer")
     interaction = paired_seeds(changes[True], changes[False])
     sentence = (
@@ -222,6 +225,13 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     )  # fmt: skip
 
 
+def _strongest(pair: Evidence) -> pd.DataFrame:
+    """Sink mass of each run's strongest head at its last step."""
+    rows = pair.rows("sink_mass")
+    heads = rows.groupby(["run", "seed", "layer", "head"], as_index=False)["value"].mean()
+    return heads.loc[heads.groupby("run")["value"].idxmax()].assign(metric="sink_mass")
+
+
 def _in_most(steps: pd.Series) -> bool:
     """Whether a sink formed in more than half of the seeds."""
     return bool(steps.notna().sum() > len(steps) / 2)
@@ -259,10 +269,44 @@ def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
     pair = evidence.of_task("backcopy").comparable("transformer", "gated_attention")
     steps = {name: _sink_steps(pair, name) for name in ("transformer", "gated_attention")}
     _need_one_half(steps["transformer"], "prevent")
-    rows = pair.rows("sink_mass")
-    top = rows.groupby(["run", "seed", "layer", "head"], as_index=False)["value"].mean()
-    less = pair.difference(top.loc[top.groupby("run")["value"].idxmax()].assign(metric="sink_mass"), "gated_attention")
+    less = pair.difference(_strongest(pair), "gated_attention")
     told = "; ".join(f"{model_name(n)} forms a sink in {s.notna().sum()} of {len(s)} seeds" for n, s in steps.items())
     sentence = f"{told}. Sink mass of the strongest head at the end, gated minus Transformer: {less}."
     doubt = _in_most(steps["gated_attention"])
     return judged({"strongest head": less}, -1, sentence, "share", doubt=doubt, min_seeds=SINK_SEEDS)
+
+
+@claim(
+    supports="with the start token's value held at the size of the others' from the first step, the strongest head gives it less of "
+    "its attention at the end than vanilla's does, and with it held at zero half of it at an earlier step",
+    refutes="it gives it more, and half of it later",
+    scale="two layers of one head on Bigram-Backcopy, five seeds, a vanilla model whose sink forms; both arms",
+    published="sink and drain grow together (Guo et al. 2024: sinks, drained values); which of them waits for the other is not held apart",
+    source="this project, after Guo et al. 2024", metrics=("sink_mass", "value_drain"), steps="series", shows={"metric": "sink_mass"},
+)  # fmt: skip
+def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
+    """A head rests on the start token because its value is nothing: held at a size it draws less, held at zero sooner."""
+    zero, held = HELD
+    pair = evidence.of_task("backcopy").comparable("transformer", zero, held)
+    steps = {name: _sink_steps(pair, name) for name in ("transformer", zero, held)}
+    _need_one_half(steps["transformer"], "bring forward")
+    at = {name: s.fillna(pair.runs["steps"].max()) for name, s in steps.items()}
+    less, sooner = pair.difference(_strongest(pair), held), paired_seeds(at[zero], at["transformer"])
+    copied = copying_steps(pair)
+    told = "; ".join(
+        f"{model_name(n)} {at[n].median():.0f} ({s.notna().sum()} of {len(s)} seeds formed one, copying learned by "
+        f"{copied[n].median():.0f})"
+        for n, s in steps.items()
+    )
+    shrunk = ""
+    with contextlib.suppress(InsufficientEvidence):  # a norm that is held may still be small beside the others'
+        drain = pair.known(pair.rows("value_drain", site="own_v"), held).groupby("layer")["value"].mean()
+        shrunk = (
+            f" Held at a size, the value ends at {drain.min():.2f} to {drain.max():.2f} of the others', which grow."
+        )
+    sentence = (
+        f"Step of one half, middle seed: {told}. Minus the Transformer: with the value held at a size the strongest head's sink "
+        f"mass at the end {less}, with it held at zero {sooner} steps.{shrunk}"
+    )
+    intervals, units = {"held at a size, mass": less, "held at zero, steps": sooner}, {"held at zero, steps": "steps"}
+    return judged(intervals, -1, sentence, "share", units, min_seeds=SINK_SEEDS)

@@ -36,7 +36,18 @@ PresetName = Annotated[str, typer.Option(help="A name from `workbench list prese
 Options = Annotated[list[str] | None, typer.Option(help="Architecture option as key=value, e.g. lambda_v1=0.3.")]
 ModelKeys = Annotated[list[str] | None, typer.Option(help="Config key as key=value, e.g. n_layers=8.")]
 RecipeKeys = Annotated[list[str] | None, typer.Option(help="Training key as key=value, e.g. steps=1000, lr=1e-3.")]
+Download = Annotated[
+    bool, typer.Option("--download", help="Fetch a name of the Hub first; else only this machine's cache is read.")
+]
 Step = Annotated[str, typer.Option(help="last, first, or a number.")]
+
+
+def fetch(path: object, download: bool) -> None:
+    """With `--download`, bring a name of the Hub into the cache; what lies under that path here goes first."""
+    from workbench.checkpoints import hub
+
+    if download and not Path(str(path)).exists():
+        hub.download(str(path))
 
 
 def key_values(pairs: list[str] | None, kind: str) -> dict[str, Any]:

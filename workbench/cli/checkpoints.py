@@ -9,10 +9,12 @@ import typer
 
 from workbench.cli.arguments import (
     Device,
+    Download,
     Options,
     Runs,
     Step,
     app,
+    fetch,
     key_values,
     step_of,
 )
@@ -34,6 +36,7 @@ def import_checkpoints(
         typer.Option(help="Your own code: package.module:function(settings) -> the module the weights fill."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Tells runs of one model apart.")] = None,
+    download: Download = False,
     runs: Runs = None,
 ) -> None:
     """Make a run of anyone's checkpoints, to measure it and see it on the dashboard. Nothing in them is ever run."""
@@ -42,6 +45,7 @@ def import_checkpoints(
     from workbench.runs.importing import import_run
     from workbench.runs.run import runs_folder
 
+    fetch(path, download)
     settings = key_values(option, "option")
     with status("reading") as progress:
         run = import_run(
@@ -79,10 +83,12 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends it; repeat for more.")] = None,
     step: Step = "last",
     device: Device = None,
+    download: Download = False,
 ) -> None:
     """Continue a text, token by token."""
     from workbench.checkpoints.opening import load
 
+    fetch(path, download)
     model = load(path, step=step_of(step), device=device)
     start, texts = (prompt, True) if model.tokenizer else (_ids(prompt), False)
     pieces = model.stream(

@@ -9,10 +9,12 @@ import typer
 
 from workbench.cli.arguments import (
     Device,
+    Download,
     Json,
     Out,
     Runs,
     app,
+    fetch,
     steps_of,
 )
 
@@ -160,6 +162,7 @@ def xray(
         bool, typer.Option("--layers", help="Replace values layer by layer too: three passes for each.")
     ] = False,
     png: Annotated[bool, typer.Option(help="Draw the page as a PNG too; needs Chrome, Chromium or Edge.")] = True,
+    download: Download = False,
     runs: Runs = None,
     device: Device = None,
 ) -> None:
@@ -170,6 +173,7 @@ def xray(
     from workbench.runs.run import runs_folder
 
     named = runs_folder(runs) / path
+    fetch(path, download)
     thing = path if path.exists() or not named.exists() else named
     with status(f"measuring {thing.name}") as progress:
         page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=progress, announce=say)

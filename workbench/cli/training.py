@@ -43,7 +43,7 @@ def demo(
     Everything that is there already is reused; Ctrl-C stops and the same command goes on.
     """
     from workbench.console import demo_progress, say
-    from workbench.reports.folder import write_report
+    from workbench.reports.folder import up_to_date, write_report
     from workbench.runs.run import runs_folder
     from workbench.studies.demo import run_demo
     from workbench.views.serving import make_folder, serve, stop, wait
@@ -54,7 +54,8 @@ def demo(
     try:
         with demo_progress() as progress:
             run_demo(folder, seeds=seeds, quick=quick, text=text, workers=workers, device=device, progress=progress)
-        say(f"report: {write_report(folder, folder / 'report.html')}")
+        page = folder / "report.html"
+        say(f"report: {page if up_to_date(page, folder) else write_report(folder, page)}")
         if server is not None:
             wait(server)
     except KeyboardInterrupt:

@@ -49,11 +49,15 @@ class Reduction:
             return {}
         if not set(self.metric.arguments).isdisjoint(LAYER_WEIGHTS) and not _weights_of(layer, model):
             return {}
-        return {a: hook for a, hook in points.items() if hook is not None} if all(points.values()) else {}
+        if not all(points.values()):
+            return {}
+        points |= {alias: _hook_of(alias, layer, model) for alias in self.metric.optional}
+        return {a: hook for a, hook in points.items() if hook is not None}
 
     def feed(self, layer: Any, inputs: Mapping[str, Tensor], documents: range) -> None:
         """Reduce one batch: `inputs` by name, `documents` the row of each sequence in the sample."""
         given = {a: inputs[self.site if a == "vectors" and self.site else a] for a in self.metric.arguments}
+        given |= {a: inputs[a] for a in self.metric.optional if a in inputs}
         if self.metric.form == "per_sequence":
             self.parts.setdefault(layer, []).append(self.metric.function(**given, **self.options).double().cpu())
             return

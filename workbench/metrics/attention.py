@@ -37,7 +37,8 @@ def token_importance(received: Float[Tensor, "batch head pos"]) -> Float[Tensor,
     """Share of all attention that each position receives, heads averaged.
 
     p_j = (1/T) sum_i Abar_ij with Abar the head mean. The printed formula of Zhou et al. sums rows (a constant); their
-    code sums columns, as here. Caution: early positions receive more under any causal attention; compare with the control.
+    code sums columns, as here; less than 1 in all where a column of the softmax is no key (`null_mass`). Caution: early
+    positions receive more under any causal attention; compare with the control.
     """
     return received.mean(1) / received.shape[-1]
 
@@ -47,15 +48,21 @@ def token_importance(received: Float[Tensor, "batch head pos"]) -> Float[Tensor,
     variants={"deficit": {"deficit": True}, "per_head": {"per_head": True}}, controls={"uniform_causal": uniform_entropy},
 )  # fmt: skip
 def importance_entropy(
-    received: Float[Tensor, "batch head pos"], *, deficit: bool = False, per_head: bool = False
+    received: Float[Tensor, "batch head pos"],
+    null: Float[Tensor, "batch head pos"] | None = None,
+    *,
+    deficit: bool = False,
+    per_head: bool = False,
 ) -> Float[Tensor, " batch *heads"]:
     """Entropy of token importance: low where attention is concentrated on few tokens.
 
     e = -sum_j p_j ln p_j; deficit = e_uniform(T) - e, 0 for uniform causal attention. `per_head` takes the entropy of each
-    head's own column sums. Caution: grows with T, and averaging heads first hides their differences.
+    head's own column sums. What goes to no token, where a softmax has a column for that, is one more part of the sum.
+    Caution: grows with T, and averaging heads first hides their differences.
     """
     T = received.shape[-1]
-    value = entropy((received if per_head else received.mean(1)).double() / T)
+    sums = received if null is None else torch.cat((received, null.sum(-1, keepdim=True)), -1)
+    value = entropy((sums if per_head else sums.mean(1)).double() / T)
     return uniform_entropy(T) - value if deficit else value
 
 
@@ -77,9 +84,12 @@ class ConcentrationParts:
         self.n, self.negentropy = 0, 0.0  # sum over sequences of sum p ln p
         self.sum = torch.zeros((), dtype=torch.double)
 
-    def update(self, received: Float[Tensor, "batch head pos"]) -> None:
-        """Add the sequences of a batch."""
+    def update(
+        self, received: Float[Tensor, "batch head pos"], null: Float[Tensor, "batch head pos"] | None = None
+    ) -> None:
+        """Add the sequences of a batch; of what goes to tokens, where some attention goes to none (`null`)."""
         p = (received.double().mean(1) / received.shape[-1]).cpu()
+        p = p if null is None else p / p.sum(-1, keepdim=True)
         self._add(len(p), -float(entropy(p).sum()), p.sum(0))
 
     def merge(self, other: ConcentrationParts) -> None:
@@ -118,7 +128,8 @@ def row_entropy(
 ) -> Float[Tensor, "batch head"]:
     """Mean over queries of the entropy of each head's attention row.
 
-    H_i = -sum_j A_ij ln A_ij; normalised: mean over i >= 2 of H_i / ln i. Caution: the mean of exp(H) is not exp of the mean.
+    H_i = -sum_j A_ij ln A_ij, what goes to no token counted as one key; normalised: mean over i >= 2 of H_i / ln i. Caution:
+    the mean of exp(H) is not exp of the mean.
     """
     if not normalised:
         return row_entropy.mean(-1)
@@ -244,6 +255,18 @@ def sink_rate(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, " batch"]:
 def sink_mass(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
     """Mean attention of the queries after the first to position 0."""
     return sink[..., 1:].mean(-1)
+
+
+@metric(
+    unit="share", range="0..1", reading="higher: more of the attention goes nowhere", source="Miller 2023 (off by one); gpt-oss",
+)  # fmt: skip
+def null_mass(null: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
+    """Mean over queries of the attention that goes to no token, where a column of the softmax is no key.
+
+    1 - sum_j A_ij: the share of a learned sink logit, or of the one that softmax_1 adds to its denominator. Caution: such a
+    head can rest without a sink on the first token, so read it beside `sink_mass`.
+    """
+    return null.mean(-1)
 
 
 @metric(

@@ -63,10 +63,18 @@ class Metric:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What it reads; `vectors` stands for each of `sites` in turn."""
+        """What it cannot do without; `vectors` stands for each of `sites` in turn."""
+        return tuple(p.name for p in self._parameters() if p.default is p.empty)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """What it reads besides where a model has it: arguments whose default is None."""
+        return tuple(p.name for p in self._parameters() if p.default is not p.empty)
+
+    def _parameters(self) -> list[inspect.Parameter]:
         call = self.function.update if inspect.isclass(self.function) else self.function  # type: ignore[attr-defined]
         parameters = inspect.signature(call).parameters.values()
-        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self")
+        return [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -116,7 +124,7 @@ def metric(
         )  # fmt: skip
         if made.name in METRICS:
             raise ValueError(f"metric {made.name!r} is registered already")
-        _refuse(f"argument of {made.name}", made.arguments, [*ACTIVATIONS, *GIVEN, "vectors"])
+        _refuse(f"argument of {made.name}", [*made.arguments, *made.optional], [*ACTIVATIONS, *GIVEN, "vectors"])
         _refuse(f"site of {made.name}", made.sites, ACTIVATIONS)
         _refuse(f"axis of {made.name}", made.axes, AXES)
         METRICS[made.name] = made

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from workbench.metrics.base import metric, wide
 
+COLUMNS = 64  # of vectors that are widened at a time
+
 
 @metric(
     unit="norm", range=">= 0", reading="higher: larger value vector", source="Guo et al. 2024, arXiv 2406.12335",
@@ -57,13 +59,15 @@ class TokenIdentityShare:
         if self.shuffle:
             order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(tokens.shape[1]))
             tokens = tokens[:, order.to(tokens.device)]
-        flat, ids = vectors.flatten(2).flatten(0, 1).double(), tokens.flatten()
+        flat, ids = vectors.flatten(2).flatten(0, 1), tokens.flatten()
         types, inverse = ids.unique(return_inverse=True)
-        sums = flat.new_zeros(len(types), flat.shape[1]).index_add_(0, inverse, flat)
-        squares = flat.new_zeros(len(types)).index_add_(0, inverse, flat.square().sum(-1))
-        kept = sums.to(
-            torch.promote_types(vectors.dtype, torch.float32)
-        ).cpu()  # the bulk of it, of every type and layer
+        # what is kept first, and little beside it: what is freed between two kept tensors would split the heap
+        kept = torch.empty(len(types), flat.shape[1], dtype=torch.promote_types(flat.dtype, torch.float32))
+        squares = torch.zeros(len(types), dtype=torch.double, device=flat.device)
+        for part, into in zip(flat.split(COLUMNS, 1), kept.split(COLUMNS, 1), strict=True):
+            part = part.double()
+            into.copy_(part.new_zeros(len(types), part.shape[1]).index_add_(0, inverse, part))
+            squares.index_add_(0, inverse, part.square().sum(-1))
         self._add(types.cpu(), inverse.bincount().double().cpu(), kept, squares.cpu())
 
     def _add(self, ids: Tensor, counts: Tensor, sums: Tensor, squares: Tensor) -> None:

@@ -118,6 +118,9 @@ class Attention(HookedModule):
             own = effective = self.run_hook_on_copy(hook, sources[wiring.shared_source])
         else:
             own = getattr(self, _PROJECTION[name])(x).view(*x.shape[:2], -1, self.config.d_head)
+            if name == "v":
+                for shortcut in self.wiring.own_values:
+                    own = shortcut.own_value(self.layer, own, x, memory["past"])
             if name in self.shows_own:
                 own = self.own.run_hook(hook, own)
             if wiring.mixer is None:

@@ -17,6 +17,11 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 
+IN_A_GRAPH = (
+    "hooks are no part of a graph: compile the model itself, torch.compile(model), and where nothing was compiled in this "
+    "process yet, before it gets its first hook"
+)
+
 
 class HookState:
     """One per model: `enabled` while a hook point may have hooks. While it is not, no hook point is looked at.
@@ -81,7 +86,7 @@ class HookPoint(transformer_lens.hook_points.HookPoint):
 def is_hooked(point: nn.Module) -> bool:
     """Whether a hook point has hooks. A graph would keep the answer for good, so none is made of it."""
     if torch.compiler.is_compiling():  # a part of the model, compiled alone: PyTorch goes on outside the graph
-        raise WorkbenchError("hooks are no part of a graph: compile the model itself, torch.compile(model)")
+        raise WorkbenchError(IN_A_GRAPH)
     return bool(point._forward_hooks or point._backward_hooks)
 
 

@@ -21,7 +21,7 @@ from workbench.kernels.cross_entropy import MIN_LOGITS, sequence_losses
 from workbench.models import generation
 from workbench.models.activations import Cache, RebuiltPatterns
 from workbench.models.cache import KeyValueCache
-from workbench.models.hook_points import HookedModule, HookPoint, HookState, cache_submodules, is_hooked, outside_graphs
+from workbench.models.hook_points import IN_A_GRAPH, HookedModule, HookPoint, HookState, cache_submodules, is_hooked
 from workbench.models.lens_tools import LensTools
 from workbench.names import QUADRATIC, ByHookName, NamedHookPoints, either_name, hook_name, is_statistic, position_axis
 
@@ -119,8 +119,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
         ids = self.to_tokens(tokens)
         if torch.compiler.is_compiling():
             if self.hook_state.enabled:
-                run = outside_graphs(self)
-                return run(ids, return_type, loss_per_token=loss_per_token, past_kv_cache=past_kv_cache)
+                raise WorkbenchError(IN_A_GRAPH)  # where parts of it are allowed, PyTorch goes on outside
             if past_kv_cache is None:
                 logits = self.logits(ids)
             else:

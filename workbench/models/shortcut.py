@@ -4,6 +4,7 @@
 |---|---|---|
 | `reshaped` | the shape of the decoder | GQA, MQA |
 | `shared_source` | construction: a layer uses another's projection, or a table, in place of its own | SVFormer, CLA, Bank of Values |
+| `own_value` | the layer's own values, before any mixing | the start token's held value |
 | `sources`, `weights` | q, k, v: a weighted sum of earlier layers' tensors and the layer's own | ResFormer, q and k residuals |
 | `softmaxes` | the attention: several softmaxes, or one over the keys of several layers | cross-layer attention |
 | `output` | after pattern x value, before `hook_z` and W_O | NeuTRENO, identity mapping, gates |
@@ -81,6 +82,10 @@ class Shortcut(nn.Module):
     def shared_source(self, projection: Projection, layer: int) -> Source:
         """The layer or table whose query, key or value `layer` uses as it is; `layer` where it projects its own."""
         return layer
+
+    def own_value(self, layer: int, v: Tensor, x: Tensor, past: int) -> Tensor:
+        """The layer's own values [batch, pos, kv_head, d_head] from themselves and its input; `past` positions came before."""
+        return v
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         """Whose `tensor` this shortcut reads at `layer`: of q, k, v; of rot_q, rot_k, v where it defines `softmaxes`."""

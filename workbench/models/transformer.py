@@ -167,8 +167,9 @@ class Transformer(HookedModel):
     def normalised(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Token ids [batch, pos] -> what the unembedding reads [batch, pos, d_model]."""
         x = self.run_hook("hook_embed", self.embed(tokens))
-        rotation = self.rotary(tokens.shape[1], x, 0 if cache is None else cache.length)
-        memory: Memory = {}
+        past = 0 if cache is None else cache.length
+        rotation = self.rotary(tokens.shape[1], x, past)
+        memory: Memory = {"past": past}
         history = [x]
         for shortcut in self.preparing:
             memory.update(shortcut.prepare(tokens))

@@ -38,6 +38,7 @@ class LayerWiring:
     joint: Shortcut | None  # defines the layer's softmaxes; None: one softmax over its own keys
     attended: dict[str, tuple[Source, ...]]
     """Layers whose rotated queries or keys (`rot_q`, `rot_k`) or values (`v`) these softmaxes read."""
+    own_values: tuple[Shortcut, ...]  # change the layer's own values, in the order of the model's name
     outputs: tuple[Shortcut, ...]  # change the head outputs, those that multiply last
     constants: dict[str, dict[str, float]]
     """Coefficients of `outputs` and of `joint`, by path (`output`, `pattern`) and by what they multiply."""
@@ -79,6 +80,7 @@ def _layer(layer: int, shortcuts: Sequence[Shortcut]) -> LayerWiring:
         projections={name: _projection(name, layer, shortcuts, joint) for name in PROJECTIONS},
         joint=joint,
         attended={name: js for name, js in attended.items() if js},
+        own_values=tuple(s for s in shortcuts if overrides(s, "own_value")),
         outputs=tuple(sorted((s for s in shortcuts if overrides(s, "output")), key=lambda s: s.multiplies)),
         constants={path: _constants(path, layer, shortcuts) for path in PATHS},
     )

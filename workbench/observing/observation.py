@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import BadData, WorkbenchError
-from workbench.observing.interception.function_mode import COMPILED_NOTE, uncompiled, unwrapped
+from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
 from workbench.observing.interception.tensor_layouts import tensors_in
 from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
 from workbench.observing.recognition.decoder import recognize_decoder
@@ -53,8 +53,8 @@ def observe(
     run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
     notes += more
     _check_trace_changes_nothing(inner, run, plain, tokens)
-    if COMPILED_NOTE not in notes and _is_compiled_inside(inner, run, plain, tokens):
-        notes.append(COMPILED_NOTE)
+    if COMPILED_NOTE not in notes and (note := _other_path(inner, run, plain, tokens)):
+        notes.append(note)
     recognize = _recognizer(run_all, tokens, blocks)
     structure, paths = recognize(inner, None)
     observed = Observed(
@@ -105,12 +105,14 @@ def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None)
     return recognize
 
 
-def _is_compiled_inside(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> bool:
-    """Whether its usual run differs from the uncompiled one, as functions under torch.compile may make it."""
-    if "torch._dynamo" not in sys.modules:
-        return False
+def _other_path(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> str:
+    """Why its usual run differs from the plain one, as functions under torch.compile and fused layers may make it; else empty."""
+    fused = any(isinstance(part, nn.TransformerEncoderLayer) for part in module.modules())
+    if "torch._dynamo" not in sys.modules and not fused:
+        return ""
     with torch.inference_mode(False), torch.no_grad():
-        return not same_tensors(run(module, tokens), plain)
+        same = same_tensors(run(module, tokens), plain)
+    return "" if same else FAST_PATH_NOTE if fused else COMPILED_NOTE
 
 
 def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
@@ -156,8 +158,7 @@ def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, token
             "module.eval(), or pass observe() a call= that starts afresh"
         )
     raise WorkbenchError(
-        f"{type(module).__name__} takes another path when it is traced: its output changes. PyTorch's fused encoder layers do "
-        "so: torch.backends.mha.set_fastpath_enabled(False)"
+        f"{type(module).__name__} takes another path when it is traced: its output changes. Have it run alike with hooks on its parts"
     )
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.names import ACTIVATIONS, STATISTICS
+from workbench.names import ACTIVATIONS, NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition.projections import Projection, TensorLocation
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure
+from workbench.observing.recognition.trace import BY_HAND
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, ValuePath
 
 _NO_PROJECTION = (
@@ -25,6 +26,8 @@ _NO_BLOCK = (
 _NO_ATTENTION = (
     "the block has no attention that can be read (a mixer of another kind, a custom kernel, a softmax by hand)"
 )
+_KINDS = {"fused": "fused", BY_HAND: "softmax by hand"}
+_OTHER_MIXER = "in some blocks of a mixer that is no attention which can be read"
 _NO_SUM = "no two outputs in the block add up to what it adds to the stream (scaled, normed or averaged)"
 _NOT_MIXED = "not in these values"
 
@@ -50,7 +53,7 @@ def _sites_of_ends(structure: DecoderStructure) -> Iterator[Site]:
 
 def _sites_of_layer(layer: LayerStructure, sources: tuple[int, ...]) -> Iterator[Site]:
     attention = layer.attention
-    kind = "scaled dot product" if attention.kind == "fused" else "softmax"
+    kind = {"fused": "scaled dot product", BY_HAND: "softmax by hand"}.get(attention.kind, "softmax")
     call = f"{kind} in {attention.within.name or 'the module'}"
     inline = "the block is no part of its own: the stream can be read here, not replaced" if layer.inline else ""
     yield (
@@ -60,7 +63,10 @@ def _sites_of_layer(layer: LayerStructure, sources: tuple[int, ...]) -> Iterator
         inline if layer.has_stream else _NO_STREAM if layer.inline else _NO_BLOCK,
     )
     if not layer.is_read:
-        missing = ("attn_out", "mlp_out", "q", "k", "v", "own_v", "first_v", "z", "rot_q", "rot_k", "scores", "pattern")
+        for site, location in (("attn_out", layer.attn_out), ("mlp_out", layer.mlp_out)):
+            found, where, why = _place(location, _NO_ATTENTION)
+            yield site, found, where, why or (_OTHER_MIXER if site == "attn_out" else "")
+        missing = ("q", "k", "v", "own_v", "first_v", "z", "rot_q", "rot_k", "scores", "pattern")
         yield from ((site, False, "", _NO_ATTENTION) for site in (*missing, *STATISTICS))
         return
     yield "attn_out", *_place(layer.attn_out, _NO_SUM)
@@ -70,6 +76,8 @@ def _sites_of_layer(layer: LayerStructure, sources: tuple[int, ...]) -> Iterator
     repeats = attention.repeats
     yield "v", True, call, f"each key-value head is repeated {repeats} times" if repeats > 1 else ""
     yield "own_v", *_place(layer.v, _NO_PROJECTION)
+    if layer.latent is not None:
+        yield "latent", *_place(layer.latent, "")
     first = 0 in sources
     why = "" if first else f"see source.{sources[0]}" if sources else _NOT_MIXED
     yield "first_v", first, call if first else "", why
@@ -80,7 +88,12 @@ def _sites_of_layer(layer: LayerStructure, sources: tuple[int, ...]) -> Iterator
     for site in ("rot_q", "rot_k"):
         yield site, layer.pattern_from_qk, *((call, "") if layer.pattern_from_qk else ("", why))
     for site in ("scores", "pattern", *STATISTICS):
+        if site == "scores" and attention.kind == BY_HAND:
+            yield site, False, "", "the softmax is written out: its scores are no tensor of their own"
+            continue
         yield site, layer.has_statistics, *((call, masked or attention.note) if layer.has_statistics else ("", why))
+    if attention.has_null:
+        yield NULL, layer.has_statistics, call, ""
 
 
 def _place(location: TensorLocation | None, missing: str) -> tuple[bool, str, str]:
@@ -137,10 +150,10 @@ def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
 
 def _attention_kinds(layers: list[LayerStructure]) -> str:
     kinds = {
-        f"{'fused' if a.kind == 'fused' else 'eager softmax'}, {a.mask}{'' if a.exact else ', not reproduced'}"
+        f"{_KINDS.get(a.kind, 'eager softmax')}, {a.mask}{'' if a.exact else ', not reproduced'}"
         for a in (layer.attention for layer in layers if layer.is_read)
     }
-    return "; ".join(sorted(kinds))
+    return "; ".join(sorted(kinds)) or "none"
 
 
 def _layer_list(layers: list[Any]) -> str:

@@ -138,14 +138,20 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
     say = [", ".join(words(d) for d in measured["data"].dropna().unique()[:4])]
     lengths = ", ".join(str(t) for t in sorted(measured["T"].dropna().unique()))
     n = sorted(measured["n"].dropna().unique())
+    runs = measured[["architecture", "seed", "run"]].drop_duplicates()  # of hundreds of thousands of rows a few hundred
     seeds = (
-        measured["seed"].astype("str").fillna(measured["run"]).groupby(measured["architecture"], dropna=False).nunique()
+        runs["seed"]
+        .astype("str")
+        .fillna(runs["run"].astype("str"))
+        .groupby(runs["architecture"], dropna=False)
+        .nunique()
     )
     say.append(f"T = {lengths}" if lengths else "")
     say.append(f"n = {n[0]}{f' to {n[-1]}' if len(n) > 1 else ''} documents" if n else "")
     few, many = int(seeds.min()), int(seeds.max())
     say.append(f"{few}{f' to {many}' if many > few else ''} seed{'s' if many > 1 else ''} per model")
-    assumed = set(measured.loc[measured["provenance"].str.contains('"assumed":true', na=False), "architecture"])
+    guessed = [text for text in measured["provenance"].dropna().unique() if '"assumed":true' in text]
+    assumed = set(measured.loc[measured["provenance"].isin(guessed), "architecture"]) if guessed else set()
     if assumed:
         say.append(f"architecture assumed: {', '.join(map(label, ordered(assumed)))}")
     return wrapped("; ".join(s for s in (*say, *extra) if s), 125)

@@ -15,6 +15,7 @@ from workbench.errors import WorkbenchError
 from workbench.plots.compare import AXES, subtracted
 from workbench.plots.records import checked, plot
 from workbench.plots.style import DIVERGING, SEQUENTIAL, dressed, label, ordered, outer_titles, subtitle, words
+from workbench.runs.records import typed
 
 RATIO = "A ÷ B"  # the difference of two logarithms
 # of a curve, of a map over steps, cells of a figure that carry their number
@@ -30,10 +31,21 @@ def thinned(frame: pd.DataFrame, most: int = MAX_POINTS) -> tuple[pd.DataFrame, 
     if len(steps) <= most:
         return frame, 1
     width = -(-int(steps[-1] - steps[0] + 1) // most)
-    axes = [c for c in frame.columns if c not in ("value", "se")]
+    axes = varying(frame, ["step", *(c for c in frame.columns if c not in ("value", "se", "step"))])
     binned = frame.assign(step=(frame["step"] // width * width).astype("Int64"))
     means = binned.groupby(axes, dropna=False, as_index=False, sort=False)[["value", "se"]].mean()
-    return means[frame.columns], width
+    return alike(means, frame), width
+
+
+def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+    """The columns that tell rows apart, and the first: grouping by what is the same everywhere costs and changes nothing."""
+    return [columns[0], *(c for c in columns[1:] if frame[c].nunique(dropna=False) > 1)]
+
+
+def alike(means: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
+    """With the columns of the frame, those that are the same in all of it as they are there."""
+    same = {c: frame[c].iloc[[0] * len(means)].set_axis(means.index) for c in frame.columns if c not in means}
+    return means.assign(**same)[frame.columns]
 
 
 def curve_difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
@@ -74,7 +86,8 @@ def on_tokens(figure: go.Figure, log_x: bool = False) -> go.Figure:
 
 def relative(frame: pd.DataFrame, baseline: str = "transformer") -> pd.DataFrame:
     """Each run's numbers minus those of the baseline of the same seed, step and data; the baseline itself is left out."""
-    axes = ["metric", "seed", "step", "data", "T", "site", "part", "layer", "head", "position", "variant", "control"]
+    axes = ["seed", "metric", "step", "data", "T", "site", "part", "layer", "head", "position", "variant", "control"]
+    axes = varying(frame, axes)
     base = frame[frame["architecture"] == baseline].groupby(axes, dropna=False, as_index=False)["value"].mean()
     paired = frame[frame["architecture"] != baseline].merge(base, on=axes, suffixes=("", "_base"))
     if paired.empty:
@@ -84,9 +97,32 @@ def relative(frame: pd.DataFrame, baseline: str = "transformer") -> pd.DataFrame
 
 def matrices(frame: pd.DataFrame) -> pd.DataFrame:
     """Gradient norms of weight matrices, those after clipping where a loop clips first; raises `WorkbenchError` for none."""
+    return checked(frame[_of_matrices(frame)].assign(variant=None))
+
+
+def matrices_at(frame: pd.DataFrame, step: float | None = None) -> pd.DataFrame:
+    """The same at one step, see `at_step`: of a million rows only those are looked at."""
+    norms = frame[_of_matrices(frame)]
+    return matrices(at_step(norms, step) if len(norms) else norms)
+
+
+def means_of_matrices(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same over all steps, the mean over the runs of each architecture."""
+    norms = frame[_of_matrices(frame)]
+    keys = ["architecture", "part", "layer", "step"]
+    means = norms.groupby(keys, dropna=False, as_index=False, observed=True)["value"].mean()
+    return checked(typed(means.assign(metric="gradient_norm", unit=norms["unit"].iloc[0] if len(norms) else None)))
+
+
+def steps_of_matrices(frame: pd.DataFrame) -> list[int]:
+    """Steps at which gradients of weight matrices were written down."""
+    return sorted(int(s) for s in frame.loc[_of_matrices(frame), "step"].dropna().unique())
+
+
+def _of_matrices(frame: pd.DataFrame) -> pd.Series:
     plain = frame["variant"].isna() | (frame["variant"] == "clipped")
-    norms = frame[(frame["metric"] == "gradient_norm") & plain & frame["part"].str.startswith("W_", na=False)]
-    return checked(norms.assign(variant=None))
+    parts = [part for part in frame["part"].dropna().unique() if str(part).startswith("W_")]
+    return (frame["metric"] == "gradient_norm") & plain & frame["part"].isin(parts)
 
 
 def clipped(frame: pd.DataFrame) -> bool:
@@ -126,18 +162,25 @@ def gradient_layers(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool 
 
 def gradient_map(frame: pd.DataFrame) -> go.Figure:
     """Gradient norm of each matrix and layer over training, logarithmic colour, one panel per architecture on one scale."""
-    rows = matrices(frame)
-    return gradient_maps([(label(name), rows[rows["architecture"] == name]) for name in ordered(rows["architecture"])])
+    rows = means_of_matrices(frame)
+    parts = [(label(name), rows[rows["architecture"] == name]) for name in ordered(rows["architecture"])]
+    return gradient_maps(parts, told=matrices_at(frame))
 
 
-def gradient_maps(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False) -> go.Figure:
-    """The same over training for each (name, rows); `compare`: of A, of B, and A divided by B."""
+def gradient_maps(
+    parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False, told: pd.DataFrame | None = None
+) -> go.Figure:
+    """The same over training for each (name, rows); `compare`: of A, of B, and A divided by B.
+
+    `told`: rows that name data and seeds for the subtitle, where the parts are means.
+    """
     thin = [(name, *thinned(rows, MAX_COLUMNS)) for name, rows in parts]
     found, width = pd.concat([rows for _, rows, _ in thin]), max(width for _, _, width in thin)
     order = _row_order(found)  # the same for all: a matrix that a model lacks is left blank
     grids = [(name, _over_steps(rows).reindex(order)) for name, rows, _ in thin]
     caption = f"each column the mean of {width} steps" if width > 1 else ""
-    under = subtitle(found, "each matrix: the first layer below", *_reading(found), caption)
+    told = found if told is None else told
+    under = subtitle(told, "each matrix: the first layer below", *_reading(told), caption)
     height = max(180, min(9 * max(len(grid) for _, grid in grids), 560))
     figure = _maps(grids, "%{y} at step %{x}", compare=compare, height=height, across="training step")
     for trace, axis in zip(figure.data, figure.select_yaxes(), strict=False):

@@ -22,6 +22,8 @@ from workbench.kernels.pooled import bucket_edges
 from workbench.models.hooked import HookedModel
 from workbench.prompts.single_pass import by_layer, chosen_positions
 from workbench.prompts.softmaxes import (
+    LayerArrays,
+    PatternArrays,
     SoftmaxArrays,
     hook_points,
     needed_points,
@@ -45,14 +47,14 @@ class AttentionInputs:
     """What every map of a prompt is made from, without the model."""
 
     T: int
-    layers: list[list[SoftmaxArrays]]
+    layers: list[list[LayerArrays]]
     """The softmaxes of each layer."""
 
     def branches(self, layer: int) -> list[str]:
         """Whose keys a layer sees: `own`, `first`, `cross`, `cross.<layer>`. Raises `UnknownName` for a layer."""
         return [branch for softmax in self.softmaxes(layer) for branch in softmax.branches]
 
-    def softmaxes(self, layer: int) -> list[SoftmaxArrays]:
+    def softmaxes(self, layer: int) -> list[LayerArrays]:
         """The softmaxes of a layer; raises `UnknownName` for another."""
         if layer not in range(len(self.layers)):
             raise UnknownName("layer", layer, map(str, range(len(self.layers))))
@@ -67,16 +69,18 @@ def attention_inputs(model: HookedModel, prompt: PromptLike) -> AttentionInputs:
     attention. Raises `BadData` for a prompt that cannot be read and where an observed model shows no attention.
     """
     ids, recipes = single_prompt(model, prompt).ids, recipes_of(model)
-    layers: dict[int, list[SoftmaxArrays]] = {}
+    layers: dict[int, list[LayerArrays]] = {}
 
     def reduce(layer: int, tensors: dict[str, Tensor]) -> None:
         if layer in recipes:
-            layers[layer] = softmaxes_of(recipes[layer], tensors)
+            layers[layer] = list[LayerArrays](softmaxes_of(recipes[layer], tensors))
+        elif hook_points(layer, ("pattern",))[0] in tensors:
+            layers[layer] = [PatternArrays.of(layer, tensors)]
         else:
             q, k, lse = (tensors[name] for name in hook_points(layer, READ))
             layers[layer] = [SoftmaxArrays.of(Softmax(1.0, q, [k]), ["own"], lse)]
 
-    by_layer(model, ids, needed_points(model, READ), reduce)
+    by_layer(model, ids, needed_points(model, READ, ids.shape[1]), reduce)
     return AttentionInputs(T=ids.shape[1], layers=[layers[n] for n in range(model.config.n_layers)])
 
 
@@ -111,7 +115,7 @@ def attention_map(
     those are more. Raises `UnknownName` for a layer, head, pool or branch, `BadData` for an empty window.
     """
     softmaxes = inputs.softmaxes(layer)
-    heads = len(softmaxes[0].lse)
+    heads = softmaxes[0].heads
     if isinstance(head, bool) or head not in range(heads):
         raise UnknownName("head", head, map(str, range(heads)))
     check_pool(pool)
@@ -146,7 +150,7 @@ def _strips(edges: list[int], width: int) -> list[tuple[int, int]]:
 
 
 def _weights(
-    softmaxes: Sequence[SoftmaxArrays], head: int, queries: range, keys: range, branch: str | None
+    softmaxes: Sequence[LayerArrays], head: int, queries: range, keys: range, branch: str | None
 ) -> np.ndarray:
     """Weights [query, key] of one head; the future is 0."""
     parts = [w for _, name, w in weights_by_keys(softmaxes, head, queries, keys) if branch in (None, name)]

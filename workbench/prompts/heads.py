@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from workbench.kernels.pooled import bucket_edges, pooled_attention, pooled_maximum
-from workbench.metrics.attention import effective_keys, row_entropy, sink_mass
+from workbench.metrics.attention import effective_keys, null_mass, row_entropy, sink_mass
 from workbench.metrics.base import METRICS
 from workbench.models.hooked import HookedModel
+from workbench.names import NULL
 from workbench.prompts.attention_maps import STRIP, AttentionInputs, Pool, attention_map, check_pool
 from workbench.prompts.single_pass import array, by_layer
 from workbench.prompts.softmaxes import (
+    LayerArrays,
+    PatternArrays,
     SoftmaxArrays,
     hook_points,
     needed_points,
@@ -45,7 +48,7 @@ class Overview:
     edges: list[int]
     """First position of each bucket, and T."""
     statistics: pd.DataFrame
-    """A row for each head: layer, head, row_entropy (nats), normalised_entropy, effective_keys, sink_mass."""
+    """A row for each head: layer, head, row_entropy (nats), normalised_entropy, effective_keys, sink_mass; null_mass where there is one."""
     uniform: dict[str, float]
     """The same statistics under uniform causal attention of this length."""
 
@@ -70,20 +73,22 @@ def attention_overview(
     tables: dict[int, pd.DataFrame] = {}
 
     def reduce(layer: int, tensors: dict[str, Tensor]) -> None:
+        rot_q, rot_k, entropy, sink, null = (tensors.get(name) for name in hook_points(layer, (*READ, NULL)))
         if layer in recipes:
             softmaxes = softmaxes_of(recipes[layer], tensors)
             entropy, sink = _statistics(softmaxes)
-            inputs = AttentionInputs(T=T, layers=[softmaxes])
-            heads = range(len(softmaxes[0].lse))
-            tiles[layer] = np.stack([attention_map(inputs, 0, h, most=buckets, pool=pool).weights for h in heads])
+            tiles[layer] = _drawn(softmaxes, T, buckets, pool)
+        elif rot_q is None or rot_k is None:
+            tiles[layer] = _drawn([PatternArrays.of(layer, tensors)], T, buckets, pool)
         else:
-            q, k, entropy, sink = (tensors[name] for name in hook_points(layer, READ))
-            tiles[layer] = _tiles(q, k, buckets, pool)
-        tables[layer] = _per_head(layer, entropy, sink)
+            tiles[layer] = _tiles(rot_q, rot_k, buckets, pool)
+        assert entropy is not None
+        assert sink is not None
+        tables[layer] = _per_head(layer, entropy, sink, null)
         if progress is not None:
             progress(len(tiles), n_layers)
 
-    by_layer(model, ids, needed_points(model, READ), reduce)
+    by_layer(model, ids, needed_points(model, READ, T), reduce)
     uniform = {n: METRICS[n].controls["uniform_causal"](T) for n in ("row_entropy", "effective_keys", "sink_mass")}
     return Overview(
         tiles=np.stack([tiles[n] for n in range(n_layers)]),
@@ -93,12 +98,13 @@ def attention_overview(
     )
 
 
-def _per_head(layer: int, entropy: Tensor, sink: Tensor) -> pd.DataFrame:
-    """A row for each head from what its rows' entropies and sinks [1, head, T] are."""
+def _per_head(layer: int, entropy: Tensor, sink: Tensor, null: Tensor | None) -> pd.DataFrame:
+    """A row for each head from what its rows' entropies, sinks and shares of no token [1, head, T] are."""
     columns: Mapping[str, Tensor] = {
         "row_entropy": row_entropy(entropy), "normalised_entropy": row_entropy(entropy, normalised=True),
         "effective_keys": effective_keys(entropy), "sink_mass": sink_mass(sink),
     }  # fmt: skip
+    columns = columns if null is None else {**columns, "null_mass": null_mass(null)}
     heads = {"layer": layer, "head": range(entropy.shape[1])}
     return pd.DataFrame(heads | {name: array(column[0]).tolist() for name, column in columns.items()})
 
@@ -108,6 +114,12 @@ def _tiles(q: Tensor, k: Tensor, buckets: int, pool: Pool) -> np.ndarray:
     cells = array((pooled_attention if pool == "mean" else pooled_maximum)(q, k, buckets=buckets)[0])
     cells[:, np.triu(np.ones(cells.shape[1:], dtype=bool), 1)] = np.nan
     return cells
+
+
+def _drawn(softmaxes: Sequence[LayerArrays], T: int, buckets: int, pool: Pool) -> np.ndarray:
+    """Pooled attention [head, query bucket, key bucket] from windows of it."""
+    inputs, heads = AttentionInputs(T=T, layers=[list(softmaxes)]), range(softmaxes[0].heads)
+    return np.stack([attention_map(inputs, 0, h, most=buckets, pool=pool).weights for h in heads])
 
 
 def _statistics(softmaxes: Sequence[SoftmaxArrays]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from workbench.data.tasks import SYMBOLS
 from workbench.errors import BadData
 from workbench.models.hooked import HookedModel
 from workbench.prompts.attention_maps import attention_inputs
-from workbench.prompts.softmaxes import SoftmaxArrays, weights_by_keys
+from workbench.prompts.softmaxes import LayerArrays, weights_by_keys
 from workbench.prompts.tokens import tokenise
 
 MOST = 200
@@ -58,14 +58,14 @@ def sharpest_pairs(
         with model.lock:
             inputs = attention_inputs(model, ids[document : document + 1])
         for layer, softmaxes in enumerate(inputs.layers):
-            for head in range(len(softmaxes[0].lse)):
+            for head in range(softmaxes[0].heads):
                 rows.append((layer, head, document, *_largest(softmaxes, head, T)))
         if progress is not None:
             progress(document + 1, documents)
     return pd.DataFrame(rows, columns=["layer", "head", "document", "query", "key", "weight"])
 
 
-def _largest(softmaxes: Sequence[SoftmaxArrays], head: int, T: int) -> tuple[int, int, float]:
+def _largest(softmaxes: Sequence[LayerArrays], head: int, T: int) -> tuple[int, int, float]:
     """Query, key and weight of a head's sharpest pair."""
     weights = torch.zeros(T, T)
     for _, _, part in weights_by_keys(softmaxes, head, range(T), range(T)):

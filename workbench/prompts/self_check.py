@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from workbench.models.decomposition import decompose
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
 from workbench.prompts.attention_maps import attention_inputs, attention_map
+from workbench.prompts.softmaxes import PatternArrays
 from workbench.prompts.tokens import PromptLike, single_prompt
 
 MAX_TOKENS = 256
@@ -67,12 +69,13 @@ def _row_error(model: HookedModel, ids: Tensor) -> float:
         inputs = attention_inputs(model, ids)
     except WorkbenchError as reason:  # an observed model that shows no attention
         raise BadData(str(reason)) from reason
-    sums = [
-        attention_map(inputs, layer, head, most=ids.shape[1]).weights
-        for layer, softmaxes in enumerate(inputs.layers)
-        for head in range(len(softmaxes[0].lse))
-    ]
-    return max(float(abs(torch.from_numpy(w).nan_to_num().sum(-1) - 1).max()) for w in sums)
+    errors = []
+    for layer, softmaxes in enumerate(inputs.layers):
+        nulls = [s.null for s in softmaxes if isinstance(s, PatternArrays) and s.null is not None]
+        for head in range(softmaxes[0].heads):
+            rows = np.nan_to_num(attention_map(inputs, layer, head, most=ids.shape[1]).weights).sum(-1)
+            errors.append(float(abs(rows + sum(null[head] for null in nulls) - 1).max()))
+    return max(errors)
 
 
 def _sum_error(model: HookedModel, ids: Tensor, by: str) -> float:

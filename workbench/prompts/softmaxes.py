@@ -19,6 +19,7 @@ from workbench.kernels.joint import Softmax
 from workbench.kernels.pooled import attention_window
 from workbench.models.hooked import HookedModel
 from workbench.models.joint_attention import Recipe
+from workbench.names import NULL
 from workbench.prompts.single_pass import array
 
 
@@ -44,6 +45,51 @@ class SoftmaxArrays:
         q, *keys = (array(x[0]) for x in (softmax.q, *softmax.keys))
         return cls(weight=float(softmax.weight), queries=q, keys=keys, branches=branches, lse=array(lse[0]))
 
+    @property
+    def heads(self) -> int:
+        """How many query heads there are."""
+        return len(self.lse)
+
+    def weights(self, head: int, rows: slice, columns: slice) -> Iterator[Tensor]:
+        """[query, key] of each set of keys; the future is 0."""
+        q, lse = torch.from_numpy(self.queries[None, :, head, None]), torch.from_numpy(self.lse[None, head, None])
+        for every in self.keys:
+            k = torch.from_numpy(every[None, :, head * every.shape[1] // self.heads, None])
+            weights = attention_window(q, k, lse, rows, columns)[0, 0]
+            yield weights if self.weight == 1.0 else weights.mul_(self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternArrays:
+    """The whole pattern of an observed layer that rotated queries and keys alone do not make: masked, or with sink logits."""
+
+    pattern: np.ndarray
+    """float32 [head, T, T]."""
+    null: np.ndarray | None
+    """float32 [head, T]: what of each row goes to no token and is missing in its sum; None where nothing does."""
+    branches: tuple[str, ...] = ("own",)
+
+    @property
+    def heads(self) -> int:
+        """How many query heads there are."""
+        return len(self.pattern)
+
+    def weights(self, head: int, rows: slice, columns: slice) -> Iterator[Tensor]:
+        """[query, key]; the future is 0."""
+        yield torch.from_numpy(self.pattern[head, rows, columns].copy())
+
+    @classmethod
+    def of(cls, layer: int, tensors: Mapping[str, Tensor]) -> PatternArrays:
+        """Of a layer's activations [1, head, ...] by name."""
+        pattern, null = (tensors.get(name) for name in hook_points(layer, ("pattern", NULL)))
+        assert pattern is not None
+        return cls(pattern=array(pattern[0]), null=None if null is None else array(null[0]))
+
+
+LayerArrays = SoftmaxArrays | PatternArrays
+MOST_BYTES = 2**31
+"""Of the whole patterns of a model that are kept for its maps."""
+
 
 def recipes_of(model: HookedModel) -> dict[int, Recipe]:
     """How to make the attention of the layers that are no single softmax over their own keys."""
@@ -55,16 +101,27 @@ def hook_points(layer: int, names: Sequence[str]) -> list[str]:
     return [f"blocks.{layer}.attn.hook_{name}" for name in names]
 
 
-def needed_points(model: HookedModel, names: Sequence[str]) -> dict[int, list[str]]:
+def needed_points(model: HookedModel, names: Sequence[str], T: int) -> dict[int, list[str]]:
     """What each layer's maps are made from: `names` of ordinary layers, else what the softmaxes read.
 
-    Raises `BadData` in words where an observed model does not show it.
+    An observed layer whose rotated queries and keys do not make its pattern gives the pattern in their place. Raises
+    `BadData` in words where it does not show that either, or where patterns of T tokens take more than `MOST_BYTES`.
     """
-    recipes, needed = recipes_of(model), dict[int, list[str]]()
+    recipes, needed, whole = recipes_of(model), dict[int, list[str]](), 0
     for layer in range(model.config.n_layers):
         needed[layer] = sorted(recipes[layer].needs) if layer in recipes else hook_points(layer, names)
+        (pattern,) = hook_points(layer, ("pattern",))
+        if layer not in recipes and pattern in model.hook_dict and any(n in model.absent for n in needed[layer]):
+            kept = [name for name in names if name not in ("rot_q", "rot_k", "lse")]
+            kept += [NULL] if hook_points(layer, (NULL,))[0] in model.hook_dict else []
+            needed[layer], whole = [pattern, *hook_points(layer, kept)], whole + model.config.n_heads * T * T * 4
         if why := next((model.absent[name] for name in needed[layer] if name in model.absent), None):
             raise BadData(f"this model's attention cannot be drawn: layer {layer} is {why}")
+    if whole > MOST_BYTES:
+        most = int((MOST_BYTES / whole) ** 0.5 * T)
+        raise BadData(
+            f"this model's maps are made of whole patterns, {whole / 2**30:.1f} GiB for {T} tokens: give {most} at most"
+        )
     return needed
 
 
@@ -74,7 +131,7 @@ def softmaxes_of(recipe: Recipe, tensors: Mapping[str, Tensor]) -> list[SoftmaxA
 
 
 def weights_by_keys(
-    softmaxes: Sequence[SoftmaxArrays], head: int, queries: range, keys: range
+    softmaxes: Sequence[LayerArrays], head: int, queries: range, keys: range
 ) -> Iterator[tuple[int, str, Tensor]]:
     """(place, branch, weights [query, key]) of every set of keys of every softmax, times the softmax's weight.
 
@@ -82,8 +139,5 @@ def weights_by_keys(
     """
     rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
     for softmax in softmaxes:
-        q, lse = torch.from_numpy(softmax.queries[None, :, head, None]), torch.from_numpy(softmax.lse[None, head, None])
-        for place, (branch, every) in enumerate(zip(softmax.branches, softmax.keys, strict=True)):
-            k = torch.from_numpy(every[None, :, head * every.shape[1] // len(softmax.lse), None])
-            weights = attention_window(q, k, lse, rows, columns)[0, 0]
-            yield place, branch, weights if softmax.weight == 1.0 else weights.mul_(softmax.weight)
+        each = zip(softmax.branches, softmax.weights(head, rows, columns), strict=True)
+        yield from ((place, branch, weights) for place, (branch, weights) in enumerate(each))

@@ -95,14 +95,14 @@ def sinks(frame: pd.DataFrame) -> str:
     if mass.empty:
         return "Not measured: this model's attention gives no statistics."
     heads = mass[mass["head"].notna()]
-    strong = heads[heads["value"] > SINK_MASS]
+    strong, rest = heads[heads["value"] > SINK_MASS], _null(frame)
     top = heads.sort_values("value").iloc[-1]
     floor = f"uniform attention would give {even.iloc[0]:.1%}" if len(even) else ""
     place = f"layer {int(top['layer'])}, head {int(top['head'])}"
     if strong.empty:
         return (
             f"There is no sink to drain: the strongest head ({place}) gives the first token "
-            f"{_percent(top['value'], top['se'])} of its attention, {floor}; a sink here means more than {SINK_MASS:.0%}."
+            f"{_percent(top['value'], top['se'])} of its attention, {floor}; a sink here means more than {SINK_MASS:.0%}.{rest}"
         )
     layers = sorted({int(n) for n in strong["layer"]})
     drain = _drain(frame)
@@ -119,8 +119,18 @@ def sinks(frame: pd.DataFrame) -> str:
         )
     return (
         f"{len(strong)} of {len(heads)} heads give the first token more than {SINK_MASS:.0%} of their attention (strongest "
-        f"{_percent(top['value'], top['se'])}, {place}; {floor}); {drained}."
+        f"{_percent(top['value'], top['se'])}, {place}; {floor}); {drained}.{rest}"
     )
+
+
+def _null(frame: pd.DataFrame) -> str:
+    """How much of the attention goes to no token, where softmaxes have a column that is no key."""
+    null = _at(frame, "null_mass")
+    if null.empty:
+        return ""
+    top = null.sort_values("value").iloc[-1]
+    most = f"{_percent(top['value'], top['se'])} in layer {int(top['layer'])}, head {int(top['head'])}"
+    return f" Heads can also rest on a column that is no token: {null['value'].mean():.1%} of all attention, {most}."
 
 
 def _drain(frame: pd.DataFrame, *, last: bool = True) -> pd.DataFrame:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import plots
+from workbench.checkpoints.identify import RUN_FILE
 from workbench.claims import DECIDED
 from workbench.claims.analysis import Judged, chosen
 from workbench.claims.collect import samples_of, stored
@@ -28,6 +29,18 @@ BESIDE = {
     "value_drain": ("Norm of the first token's own value against the others'", "own_v"),
     "hidden_peak": ("Norm of the first token's state against the others'", "stream"),
 }
+
+
+def up_to_date(page: Path, runs: Path) -> bool:
+    """Whether a page is newer than all runs of a folder, what is measured of them, and this code.
+
+    A run that was taken away since is not missed: `workbench report` writes the page in any case.
+    """
+    if not page.exists():
+        return False
+    code = Path(__file__).parents[1].rglob("*.py")
+    kept = (file for run in runs.iterdir() if (run / RUN_FILE).exists() for file in (run, *run.rglob("*")))
+    return page.stat().st_mtime > max(file.stat().st_mtime for file in (*code, *kept))
 
 
 def write_report(runs: Path, out: Path) -> Path:

@@ -136,6 +136,8 @@ def xray(
     names = [BY_LAYER if layers and m == TOGETHER else m for m in METRICS if m != SHORT or length >= 64]
     if (structure := getattr(subject, "structure", None)) is not None and structure.logits is None:
         names = [m for m in names if m not in ("loss", TOGETHER, BY_LAYER)]  # those read logits
+    if any(name.endswith(".hook_null") for name in getattr(subject, "hook_dict", ())):
+        names.append("null_mass")
     if announce:
         announce(_cost(subject, data, n, length, layers))
 
@@ -204,7 +206,10 @@ def rows_of(name: str, frame: pd.DataFrame) -> pd.DataFrame:
 
 def _shown(name: str, rows: pd.DataFrame) -> bool:
     """Whether a question's rows hold something measured that its picture can show."""
-    rows = rows[rows["metric"] == "sink_mass"] if name == "sinks" else rows
+    if name == "sinks":
+        rows = rows[rows["metric"] == "sink_mass"]
+    elif name == "residual":
+        rows = rows[rows["variant"].isin(("token_mean", "zero"))]
     return bool((rows["value"].notna() & rows["control"].isna()).any())
 
 

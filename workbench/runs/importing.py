@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoints import builders
+from workbench.checkpoints.adapters import read
 from workbench.checkpoints.identify import (
     RUN_FILE,
     WEIGHTS,
@@ -24,7 +25,6 @@ from workbench.checkpoints.identify import (
 )
 from workbench.checkpoints.infer import Given
 from workbench.checkpoints.opening import opened
-from workbench.checkpoints.read import read
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.transformers_modules import quiet
 from workbench.checkpoints.vocabulary import SETTINGS, TOKENIZER, tokenizer_beside

@@ -11,6 +11,7 @@ of the same weights and data (`Store.put`). `one_sample` then picks one of sever
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ import pandas as pd
 from filelock import FileLock
 
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import open_regular, replacing
+from workbench.files import read_bytes, replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,6 +41,7 @@ SAMPLE_COLUMNS = (
 """One value per document, for resampling; kept where a record has no position axis."""
 KNOWN, NEEDED = {*COLUMNS, *SAMPLE_COLUMNS}, ("metric", "value")
 MAX_TABLE = 1 << 31  # bytes of a file
+MARK, SUM = b"\0workbench sum\0", 16  # what stands before a file's sum, and the sum's bytes
 _VERSION = re.compile(r'"version":(\d+)')
 
 
@@ -61,15 +63,38 @@ def typed(frame: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> pd.DataFrame
     return pd.DataFrame(arrays, index=frame.index)
 
 
-def write_parquet(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table atomically; text columns are dictionary-encoded, so repeated provenance is cheap."""
+def write_parquet(frame: pd.DataFrame, path: Path, **how: Any) -> None:
+    """Write a table atomically; text columns are dictionary-encoded, so repeated provenance is cheap.
+
+    Parquet sums up its pages alone, not its headers and its footer. So a sum of all other bytes stands before the footer,
+    where the format lets anything stand and other readers pass over it. `how`: of pandas' `to_parquet`.
+    """
+    data = frame.to_parquet(None, index=False, write_page_checksum=True, **how)
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     with replacing(path) as part:
-        frame.to_parquet(part, index=False, write_page_checksum=True)  # held against the bytes by every reader
+        part.write_bytes(data[:footer] + MARK + _sum(data) + data[footer:])
 
 
 def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed: Sequence[str] = ()) -> pd.DataFrame:
     """Rows of all the files, typed; `BadCheckpoint` names a file that cannot be read or lacks what is `needed`."""
     return typed(_read(paths, needed).to_pandas(), columns)
+
+
+def _sum(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=SUM).digest()
+
+
+def table_bytes(path: Path) -> bytes:
+    """A table's file; raises `OSError` where it is too large or not as `write_parquet` wrote it.
+
+    Without a sum it is taken as it is: other programs write none, nor did this one before.
+    """
+    data = read_bytes(path, MAX_TABLE)
+    if (at := data.rfind(MARK)) >= 0:
+        rest = at + len(MARK) + SUM
+        if _sum(data[:at] + data[rest:]) != data[at + len(MARK) : rest]:
+            raise OSError("its bytes are not those that were written; copy it again")
+    return data
 
 
 def _read(paths: Iterable[Path], needed: Sequence[str] = ()) -> pa.Table:
@@ -79,9 +104,8 @@ def _read(paths: Iterable[Path], needed: Sequence[str] = ()) -> pa.Table:
     tables = []
     for path in paths:
         try:
-            # opened once, so a file that is replaced meanwhile stays the one it was
-            with open_regular(path, MAX_TABLE) as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
-                tables.append(checked(file.read(), path, needed))
+            content = pa.BufferReader(table_bytes(path))
+            tables.append(checked(pq.ParquetFile(content, page_checksum_verification=True).read(), path, needed))
         except damage() as error:
             raise BadCheckpoint(f"cannot read {path}: {error}") from error
     return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
@@ -245,15 +269,13 @@ class Store:
 
 def metrics_of(folder: Path) -> tuple[str, ...]:
     """Names of the metrics that a run has records of; files that cannot be read count as empty."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     names: set[str] = set()
     for path in record_files(folder):
-        with (
-            contextlib.suppress(*damage()),
-            open_regular(path, MAX_TABLE) as raw,
-            pq.ParquetFile(raw, page_checksum_verification=True) as file,
-        ):
+        with contextlib.suppress(*damage()):
+            file = pq.ParquetFile(pa.BufferReader(table_bytes(path)), page_checksum_verification=True)
             names |= set(file.read(columns=["metric"])["metric"].unique().to_pylist())
     return tuple(sorted(str(name) for name in names if name is not None))
 

@@ -19,30 +19,33 @@ import numpy as np
 import pandas as pd
 
 from workbench.errors import BadCheckpoint
-from workbench.files import read_bytes
 from workbench.runs.catalogue import Entry
-from workbench.runs.records import MAX_TABLE, NEEDED, TEXT, WHOLE, checked, damage, records, run_records, typed
+from workbench.runs.packed_tables import ANSWERED, ByMetric, Packs, compact
+from workbench.runs.records import COLUMNS, NEEDED, TEXT, WHOLE, checked, damage, records, run_records, table_bytes
 from workbench.runs.run import Run
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ANSWERED = ("run", "architecture")  # columns that the answer fills in
-MAX_ANSWERS = 200_000_000  # bytes of answers that are kept
-
-ByMetric = dict[str, list[Any]]
-"""Arrow tables of each metric."""
+MAX_ANSWERS = 100_000_000  # bytes of answers that are kept
+FEW, TOGETHER = 20, 200  # runs that are packed into a file: at least, at most
 Part = tuple[str, int, int]
 """A file's name, when it changed, its bytes."""
 
 
 class TableCache(ABC):
-    """Tables of runs by path and metric; `kind` names them in messages. Several threads may read at once."""
+    """Tables of runs by path and metric; `kind` names them in messages. Several threads may read at once.
+
+    `folder`: the folder of runs under which tables of many runs are packed into few files; None keeps all in memory.
+    """
 
     kind: str
 
-    def __init__(self, budget: int = MAX_ANSWERS) -> None:
+    def __init__(self, folder: Path | None = None, budget: int = MAX_ANSWERS) -> None:
         self.runs: dict[str, tuple[object, ByMetric | str]] = {}
+        self.loose: dict[str, Entry] = {}
+        """Runs in memory that may be packed."""
+        self.packs = Packs(folder, self.kind)
         self.answers: OrderedDict[Any, tuple[pd.DataFrame, dict[str, str]]] = OrderedDict()
         self.budget, self.lock = budget, threading.Lock()
 
@@ -52,17 +55,22 @@ class TableCache(ABC):
 
     def unread(self, entries: Iterable[Entry]) -> int:
         """How many of the runs have not been read as they are now."""
-        return sum(e.path not in self.runs or self.runs[e.path][0] != e.stamp for e in entries)
+        return sum(not self._held(e) and self.packs.metrics(e) is None for e in entries)
 
     def metrics(self, entries: Iterable[Entry]) -> set[str]:
         """Names of the metrics (or quantities) of runs; those whose files are damaged count as empty."""
         with self.lock:
-            return {name for entry in entries if not isinstance(run := self._run(entry), str) for name in run}
+            found = list(entries)
+            self._gather(found)
+            return {name for entry in found for name in self._names(entry)}
 
     def rows(
         self, entries: Sequence[Entry], metrics: Sequence[str] | None = None
     ) -> tuple[pd.DataFrame, dict[str, str]]:
-        """Rows of runs (all, or of some metrics), `architecture` being the series; and what is wrong with the others."""
+        """Rows of runs (all, or of some metrics), `architecture` being the series; and what is wrong with the others.
+
+        Provenance is a category: of a million rows each holds a number.
+        """
         key = tuple((e.path, e.series, e.stamp) for e in entries), None if metrics is None else tuple(metrics)
         with self.lock:
             if key not in self.answers:
@@ -72,29 +80,62 @@ class TableCache(ABC):
             return self.answers[key]
 
     def _answer(self, entries: Sequence[Entry], metrics: Sequence[str] | None) -> tuple[pd.DataFrame, dict[str, str]]:
+        self._gather(entries)
         tables, lengths, problems = [], [], dict[str, str]()
         for entry in entries:
-            run = self._run(entry)
+            run = self.runs[entry.path][1] if self._held(entry) else None
             if isinstance(run, str):
                 problems[entry.name], run = run, {}
-            parts = [t for name, of_metric in run.items() if metrics is None or name in metrics for t in of_metric]
+            try:
+                parts = self.packs.tables(entry, metrics) if run is None else _of(run, metrics)
+            except BadCheckpoint:  # a packed file that is gone or damaged: each run has its own
+                return self._answer(entries, metrics)
             tables += parts
             lengths.append(sum(map(len, parts)))
         if not sum(lengths):
             return records([]), problems
-        frame = typed(_joined(tables).to_pandas())
-        series, names = (np.repeat([getattr(e, k) for e in entries], lengths) for k in ("series", "name"))
-        return frame.assign(architecture=series, run=names).astype(dict.fromkeys(ANSWERED, "str")), problems
+        named = {
+            k: _repeated([str(getattr(e, v)) for e in entries], lengths)
+            for k, v in zip(ANSWERED, ("name", "series"), strict=True)
+        }
+        return _frame(_joined(tables), named), problems
 
-    def _run(self, entry: Entry) -> ByMetric | str:
-        stamp, tables = self.runs.get(entry.path, (None, ""))
-        if stamp != entry.stamp:
+    def _held(self, entry: Entry) -> bool:
+        return self.runs.get(entry.path, (None,))[0] == entry.stamp
+
+    def _names(self, entry: Entry) -> Iterable[str]:
+        if self._held(entry):
+            run = self.runs[entry.path][1]
+            return () if isinstance(run, str) else run
+        return self.packs.metrics(entry) or ()
+
+    def _gather(self, entries: Sequence[Entry]) -> None:
+        """Read the runs that were not read as they are now; many of them are written down together, for the next server."""
+        for entry in entries:
+            if self._held(entry) or self.packs.metrics(entry) is not None:
+                continue
             try:
-                tables = self._read(Path(entry.path))
+                tables: ByMetric | str = self._read(Path(entry.path))
             except (BadCheckpoint, OSError) as error:
                 tables = f"{self.kind}: {error}"
             self.runs[entry.path] = entry.stamp, tables
-        return tables
+            self.loose.pop(entry.path, None)
+            if not isinstance(tables, str) and self.packs.may_hold(entry):
+                self.loose[entry.path] = entry
+            if len(self.loose) >= TOGETHER:
+                self._pack()
+        if len(self.loose) >= FEW:
+            self._pack()
+
+    def _pack(self) -> None:
+        runs = [(e, tables) for e in self.loose.values() if not isinstance(tables := self.runs[e.path][1], str)]
+        if self.packs.add(runs):
+            for entry, _ in runs:
+                self._forget(entry)
+        self.loose.clear()
+
+    def _forget(self, entry: Entry) -> None:
+        del self.runs[entry.path]
 
     def _shrink(self) -> None:
         """Drop the answers that were used longest ago, but not the last."""
@@ -103,13 +144,49 @@ class TableCache(ABC):
             self.answers.popitem(last=False)
 
 
+def _of(run: ByMetric, metrics: Sequence[str] | None) -> list[pa.Table]:
+    return [t for name, tables in run.items() if metrics is None or name in metrics for t in tables]
+
+
+def _repeated(names: Sequence[str], lengths: Sequence[int]) -> Any:
+    """Each name so many times."""
+    return pd.array(list(names), dtype="str").take(np.repeat(np.arange(len(names)), lengths))
+
+
+def _frame(table: pa.Table, named: dict[str, Any]) -> pd.DataFrame:
+    """All columns of records: texts (`provenance`, which is long, as a category), nullable whole numbers, floats; absent ones are null."""
+    import pyarrow as pa
+
+    many, arrays = len(table), dict[str, Any]()
+    for name in COLUMNS:
+        column = table[name].combine_chunks() if name in table.column_names else None
+        if name in named:
+            arrays[name] = named[name]
+        elif name in TEXT:
+            codes = np.full(many, -1) if column is None else column.indices.fill_null(-1).to_numpy()
+            texts = [] if column is None else column.dictionary.to_pylist()
+            if name == "provenance":
+                arrays[name] = pd.Categorical.from_codes(codes, pd.Index(texts, dtype="str"))
+            else:  # what is mapped and joined: of a category that would make another one
+                arrays[name] = pd.array(texts, dtype="str").take(codes, allow_fill=True)
+        elif name in WHOLE:
+            mask = np.ones(many, bool) if column is None else column.is_null().to_numpy(zero_copy_only=False)
+            values = np.zeros(many, "int64") if column is None else column.fill_null(0).cast(pa.int64()).to_numpy()
+            arrays[name] = pd.arrays.IntegerArray(values, mask)
+        else:
+            arrays[name] = (
+                np.full(many, np.nan) if column is None else column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+            )
+    return pd.DataFrame(arrays)
+
+
 class RecordCache(TableCache):
     """Records of runs as `run_records` shows them."""
 
     kind = "records"
 
     def _read(self, path: Path) -> ByMetric:
-        return {name: [_compact(rows)] for name, rows in _by_metric(run_records(path)).items()}
+        return {name: [compact(rows)] for name, rows in _by_metric(run_records(path)).items()}
 
 
 @dataclass
@@ -127,9 +204,13 @@ class TelemetryCache(TableCache):
 
     kind = "telemetry"
 
-    def __init__(self, budget: int = MAX_ANSWERS) -> None:
-        super().__init__(budget)
+    def __init__(self, folder: Path | None = None, budget: int = MAX_ANSWERS) -> None:
+        super().__init__(folder, budget)
         self.parts: dict[Path, _Parts] = {}
+
+    def _forget(self, entry: Entry) -> None:
+        super()._forget(entry)
+        self.parts.pop(Path(entry.path), None)
 
     def _read(self, path: Path) -> ByMetric:
         now, known = _parts_of(path), self.parts.pop(path, _Parts())
@@ -159,7 +240,7 @@ def _telemetry(file: Path) -> ByMetric:
     import pyarrow.parquet as pq
 
     try:
-        content = pa.BufferReader(read_bytes(file, MAX_TABLE))  # half the time of reading these small files by path
+        content = pa.BufferReader(table_bytes(file))  # half the time of reading these small files by path
         try:
             opened = pq.ParquetFile(content, read_dictionary=list(TEXT), page_checksum_verification=True)
         except KeyError:  # a table without one of them
@@ -167,7 +248,7 @@ def _telemetry(file: Path) -> ByMetric:
         table = checked(opened.read(use_threads=False), file, NEEDED)
     except damage() as error:
         raise BadCheckpoint(f"cannot read {file}: {error}") from error
-    return {name: [rows] for name, rows in _by_metric(_compact(table)).items()}
+    return {name: [rows] for name, rows in _by_metric(compact(table)).items()}
 
 
 def _by_metric(table: pa.Table) -> dict[str, pa.Table]:
@@ -177,21 +258,6 @@ def _by_metric(table: pa.Table) -> dict[str, pa.Table]:
         return {}
     names = table["metric"].cast("string")
     return {name: table.filter(pc.equal(names, name)) for name in names.unique().to_pylist() if name is not None}
-
-
-def _compact(rows: pa.Table) -> pa.Table:
-    """Without the columns that say nothing; whole numbers in half the bytes, texts as numbers into a list of texts."""
-    import pyarrow as pa
-
-    kept = [c for c in rows.column_names if c not in ANSWERED and rows[c].null_count < len(rows)]
-    rows = rows.select(kept)
-    for i, column in enumerate(kept):
-        if column in WHOLE:
-            with contextlib.suppress(pa.ArrowInvalid):  # a number too large for it stays as it is
-                rows = rows.set_column(i, column, rows[column].cast(pa.int32()))
-        elif column in TEXT and not pa.types.is_dictionary(rows[column].type):
-            rows = rows.set_column(i, column, rows[column].cast("string").dictionary_encode())
-    return rows.combine_chunks()
 
 
 def _merged(parts: Sequence[ByMetric]) -> ByMetric:

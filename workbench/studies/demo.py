@@ -59,6 +59,37 @@ def jobs(
     ]  # fmt: skip
 
 
+def ready(job: Job) -> bool:
+    """Whether a job's model is trained under these settings and measured, so that no process is needed to see it."""
+    from workbench.runs.catalogue import DAMAGE
+    from workbench.runs.records import load_records
+    from workbench.runs.run import RUN_FILE, Run
+
+    experiment, _, _, runs, quick, _ = job.arguments
+    if not (runs / job.name / RUN_FILE).exists():
+        return False
+    try:
+        run, (data, _, recipe) = Run.open(runs / job.name), _setting(experiment, runs, quick)
+        same = run.info["data"].get("hash") == data.describe().get("hash")
+        if not (run.finished and same and run.train.replace(checkpoints=recipe.checkpoints) == recipe):
+            return False
+        stored = load_records([run.path])
+        there = set(zip(stored["metric"], stored["step"], strict=True))
+        wanted = ((metric, step) for metric, steps in _measured(experiment).items() for step in run.resolve(steps))
+        return all(pair in there for pair in wanted)
+    except DAMAGE:  # its training says what is wrong with it, and the other models go on
+        return False
+
+
+def _measured(experiment: str) -> dict[str, str]:
+    """Metrics of an experiment's models, and at which of their steps."""
+    if experiment.startswith("sinks"):
+        return dict.fromkeys(SINK_METRICS, "all")
+    if experiment == "race":
+        return dict.fromkeys(RACE_METRICS, "all")
+    return dict.fromkeys(TEXT_METRICS, "ends") | {"value_ablation": "last"} | dict.fromkeys(SERIES_METRICS, "all")
+
+
 def work(experiment: str, architecture: str, seed: int, runs: Path, quick: bool, device: str | None) -> str:
     """Train and measure one model and return its run's name; both steps go on where they were."""
     import torch
@@ -86,9 +117,10 @@ def work(experiment: str, architecture: str, seed: int, runs: Path, quick: bool,
         measure(train(architecture, data, **given), RACE_METRICS, data, steps="all", n=32, batch=32)
     else:
         run, n = train(architecture, data, **given), 16 if quick else 64
-        measure(run, TEXT_METRICS, data, steps="ends", n=n)
-        measure(run, "value_ablation", data, n=n)
-        measure(run, SERIES_METRICS, data, steps="all", n=n)
+        for chosen in ("ends", "last", "all"):
+            measure(
+                run, [metric for metric, s in _measured(experiment).items() if s == chosen], data, steps=chosen, n=n
+            )
     return name
 
 
@@ -142,7 +174,11 @@ def run_demo(
     runs.mkdir(parents=True, exist_ok=True)
     planned = jobs(runs, seeds=seeds, quick=quick, text=text, device=device)
     status = Status(runs / STATUS, planned, progress)
-    run_jobs(planned, workers, lambda job, error: status.done(job.name, error))
+    if left := [job for job in planned if not ready(job)]:
+        for job in planned:
+            if job not in left:
+                status.done(job.name, None)
+        run_jobs(left, workers, lambda job, error: status.done(job.name, error))
     status.finish()
     if status.failures:
         name, error = next(iter(status.failures.items()))

@@ -26,16 +26,16 @@ from workbench.checkpoints.vocabulary import TOKENIZER
 from workbench.claims.analysis import chosen
 from workbench.claims.collect import TELEMETRY, Progress, collect
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, replacing, write_json
+from workbench.files import read_json, write_json
 from workbench.measurement.measuring import measure
-from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet
+from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, write_parquet
 from workbench.runs.run import RUN_FILE, STUDY, Run, written_now
 from workbench.studies.runner import plan
 from workbench.studies.study_file import Study
 
 WRITTEN = (*TELEMETRY, "chain_loss")
 COARSE = 10  # steps between rows of the training losses, once there are more than this many of them:
-MANY = 600
+MANY = 500
 
 
 def ship(
@@ -115,10 +115,7 @@ def _write(frame: pd.DataFrame, path: Path) -> None:
     kept = frame.dropna(axis="columns", how="all").sort_values(["metric", "step"], kind="stable")
     small: dict[str, Any] = {str(c): "Int32" for c in kept if str(kept[c].dtype) == "Int64"}
     small |= {c: "float32" for c in ("value", "se") if c in kept}
-    with replacing(path) as part:
-        kept.astype(small).to_parquet(
-            part, index=False, compression="zstd", compression_level=19, write_page_checksum=True
-        )
+    write_parquet(kept.astype(small), path, compression="zstd", compression_level=19)
 
 
 def _minutes(run: Run) -> float:

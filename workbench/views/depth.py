@@ -123,7 +123,9 @@ def layers(source: Source, link: Link) -> Drawing:
     else:
         rows = rows if chosen.seed == "all" else rows[rows["seed"] == int(chosen.seed)]
         rows = one_sample(rows if chosen.step is None else _at(rows, chosen.step, form))
-        parts = {e.series: rows[rows["architecture"] == e.series] for e in source.chosen(link)}
+        parts = {
+            name: rows[rows["architecture"] == name] for name in dict.fromkeys(e.series for e in source.chosen(link))
+        }
     if gone := [label(name) for name, part in parts.items() if part.empty]:
         sentences.append(f"Nothing of this is stored for {', '.join(gone)}.")
     found = [part for part in parts.values() if len(part)] or [rows]

@@ -95,6 +95,11 @@ def options(source: Source, link: Link) -> Options:
     return Options(metrics, metric, sites, site, variants, variant, end, rows)
 
 
+def of_layers(source: Source, link: Link, found: Options) -> list[str]:
+    """Measures that are stored for these runs, but not of single heads: what Depth shows and this page cannot."""
+    return sorted({m for e in _runs(source, link) for m in e.measured} - {*found.metrics})
+
+
 def of_heads(rows: pd.DataFrame) -> pd.Series:
     """Which rows are one number of one head."""
     alone = rows[[*ALONE, "control"]].isna().all(axis=1)

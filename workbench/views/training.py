@@ -176,7 +176,7 @@ CLIPPED = "Recorded inside a Trainer that clips first: these are the norms after
 def logged(source: Source, link: Link) -> list[int]:
     """Steps at which gradients were written down."""
     rows = source.telemetry(runs(source, link), ["gradient_norm"])
-    return sorted(int(s) for s in drawn.matrices(rows)["step"].unique())
+    return drawn.steps_of_matrices(rows)
 
 
 @view("training")
@@ -184,7 +184,7 @@ def gradients(source: Source, link: Link) -> Drawing:
     """Norm of each matrix's gradient in each layer at one step: of every model, or of A, of B, and A - B."""
     parts = _rows(source, link, "gradient_norm")
     wanted = link.whole("at", link.whole("step"))
-    rows = [drawn.at_step(drawn.matrices(part), wanted) for part in parts]
+    rows = [drawn.matrices_at(part, wanted) for part in parts]
     named = _named(rows) if link.on("compare") else _by_series(rows[0])
     figure = drawn.gradient_layers(named, compare=link.on("compare") and len(named) == 2)
     return Drawing(figure, pd.concat(rows, ignore_index=True), _clipped(parts))
@@ -194,9 +194,10 @@ def gradients(source: Source, link: Link) -> Drawing:
 def gradients_over_time(source: Source, link: Link) -> Drawing:
     """The same over all steps: a row for each matrix of each layer."""
     parts = _rows(source, link, "gradient_norm")
+    if len(parts) == 1:
+        return Drawing(drawn.gradient_map(parts[0]), drawn.means_of_matrices(parts[0]), _clipped(parts))
     rows = [drawn.matrices(part) for part in parts]
-    figure = drawn.gradient_maps(_named(rows), compare=True) if len(rows) == 2 else drawn.gradient_map(rows[0])
-    return Drawing(figure, pd.concat(rows, ignore_index=True), _clipped(parts))
+    return Drawing(drawn.gradient_maps(_named(rows), compare=True), pd.concat(rows, ignore_index=True), _clipped(parts))
 
 
 def _named(parts: Sequence[pd.DataFrame]) -> list[tuple[str, pd.DataFrame]]:

@@ -17,21 +17,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
-from workbench.observing.interception.attention_calls import (
-    PRODUCTS,
-    FusedCall,
-    ProductCall,
-    interface_call,
-    product_call,
-    sdpa_call,
-)
+from workbench.observing.interception.fused_calls import FusedCall, aten_call, flex_call, interface_call, sdpa_call
+from workbench.observing.interception.product_calls import PRODUCTS, ProductCall, product_call
 
 ATTENTION_LIKE = re.compile(r"attn|attention|flash|sdpa|encoder_layer_fwd", re.IGNORECASE)
 MATRICES = ("linear", "addmm", "matmul", "__matmul__", "mm", "einsum")
 _KINDS = {"scaled_dot_product_attention": "fused", "softmax": "softmax", "multi_head_attention_forward": "composite"}
-_SEEN_BY_MODE = ("eager", "sdpa")  # these run through torch functions
+_ATEN = re.compile(r"_scaled_dot_product_\w*attention\w*")
+_SEEN_BY_MODE = ("eager", "sdpa", "flex_attention")  # these run through torch functions
+_WHOLE = {"fused": sdpa_call, "flex": flex_call, "aten": aten_call}
 
 
 class CallHandler(Protocol):
@@ -61,6 +58,10 @@ def _kind(function: Any) -> str | None:
         return "product"
     if name in MATRICES:
         return "matrix"
+    if isinstance(function, HigherOrderOperator) and name == "flex_attention":
+        return "flex"
+    if _ATEN.match(name) and "backward" not in name:
+        return "aten"
     return _KINDS.get(name) or ("other" if ATTENTION_LIKE.search(name) else None)
 
 
@@ -81,8 +82,8 @@ class InterceptionMode(TorchFunctionMode):
         if kind is None or self.silent:  # nearly always
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if kind == "fused":
-            return self.handler.fused(sdpa_call(func, args, kwargs))
+        if kind in _WHOLE:
+            return self.handler.fused(_WHOLE[kind](func, args, kwargs))
         if kind == "softmax":
             return self._softmax(func, args, kwargs)
         if kind == "composite":
@@ -166,14 +167,22 @@ def _silently(mode: InterceptionMode, function: Callable[..., Any], *args: Any, 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """While open, compiled code runs as it was written: a compiled graph would run past the mode."""
-    if "torch._dynamo" not in sys.modules:  # then nothing can have been compiled
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    """While open, compiled code and PyTorch's encoder layers run as they were written: their fused forms run past the mode."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        if "torch._dynamo" not in sys.modules:  # then nothing can have been compiled
+            yield
+        else:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
+FAST_PATH_NOTE = (
+    "PyTorch's fused encoder layers: runs that are listened to take their plain path; the two may round differently"
+)
 COMPILED_NOTE = "torch.compile: runs that are listened to are eager, others compiled; the two may round differently"
 
 

@@ -6,6 +6,9 @@ a T x T array already, the pattern never becomes one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,6 +22,15 @@ FAR, LATER_FAR = (
     500.0,
 )  # so do these below the row's best, of which the exponential is 0; the second for later keys alone
 _ROWS = 256
+Modify = Callable[[Tensor, int, int, int], Tensor]
+"""Scaled scores [query, key] of a sequence and head, from which query on -> the scores in use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsWithNull(AttentionStatistics):
+    """Statistics of a pattern whose rows sum to less than 1, as a column of the softmax is no key; `lse` includes that column."""
+
+    null: Float[Tensor, "batch head pos"]  # 1 - sum_j A_ij
 
 
 def mask_kind(mask: object, causal: bool, length: int, window: int | None = None) -> str:
@@ -88,8 +100,11 @@ def masked_statistics(
     scale: float,
     mask: Tensor | None,
     causal: bool,
+    modify: Modify | None = None,
 ) -> tuple[Float[Tensor, "batch pos head d_value"], AttentionStatistics]:
     """Attention output and statistics under any mask, as `scaled_dot_product_attention` reads it, in strips.
+
+    `modify`: what scaled scores become before they are masked, of FlexAttention.
 
     Rows that see no key have no attention: all their statistics are 0 but lse, which is -inf. Float32 or better.
     """
@@ -110,6 +125,8 @@ def masked_statistics(
             for start in range(0, length, _ROWS):
                 rows = slice(start, min(start + _ROWS, length))
                 scores = q[b, rows, h].to(wide) @ key.T * scale
+                if modify is not None:
+                    scores = modify(scores, b, h, start)
                 if full is not None:
                     part = full[b, h if full.shape[1] > 1 else 0, rows]
                     hidden = ~part if part.dtype == torch.bool else part <= HIDDEN
@@ -137,11 +154,21 @@ def is_distribution(pattern: Float[Tensor, "*any pos pos"]) -> bool:
 
 @torch.no_grad()
 def pattern_statistics(
-    lse: Float[Tensor, "batch head pos"], pattern: Float[Tensor, "batch head pos pos"]
+    lse: Float[Tensor, "batch head pos"],
+    pattern: Float[Tensor, "batch head pos pos"],
+    null: Float[Tensor, "batch head pos"] | None = None,
 ) -> AttentionStatistics:
-    """Statistics of a pattern that the module itself has formed, a head at a time; float32 or better."""
+    """Statistics of a pattern that the module itself has formed, a head at a time; float32 or better.
+
+    `null`: the share of each row that goes to no key, which counts in its entropy as one more column.
+    """
     wide = torch.promote_types(pattern.dtype, torch.float32)
     heads = (head.to(wide) for heads in pattern for head in heads)
     by_head = [(p.sum(0), torch.special.entr(p).sum(-1), p.amax(-1), p[:, 0]) for p in heads]
     received, entropy, top, sink = (torch.stack(x).unflatten(0, pattern.shape[:2]) for x in zip(*by_head, strict=True))
-    return AttentionStatistics(received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse.to(wide))
+    if null is None:
+        return AttentionStatistics(received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse.to(wide))
+    entropy, null = entropy + torch.special.entr(null.to(wide)), null.to(wide)
+    return StatisticsWithNull(
+        received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse.to(wide), null=null
+    )

@@ -14,8 +14,7 @@ from torch import Tensor
 from workbench.errors import WorkbenchError
 from workbench.kernels.attention import AttentionStatistics
 from workbench.models.activations import probabilities
-from workbench.names import STATISTICS
-from workbench.observing.interception.attention_calls import FusedCall, ProductCall, arrange, restore
+from workbench.observing.interception.fused_calls import FusedCall
 from workbench.observing.interception.masks import (
     CAUSAL,
     FUTURE,
@@ -26,10 +25,12 @@ from workbench.observing.interception.masks import (
     visible,
     window_mask,
 )
+from workbench.observing.interception.product_calls import ProductCall, arrange, restore
 from workbench.observing.interception.tensor_layouts import from_heads, get_at, replaced_at, to_heads
 from workbench.observing.listening.run import HookedRun
+from workbench.observing.recognition.attention_reference import causal_attention
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import NO_DISTRIBUTION, TracedAttention, causal_attention
+from workbench.observing.recognition.trace import BY_HAND, NO_DISTRIBUTION, TracedAttention
 from workbench.observing.recognition.value_paths import fit
 
 _MAX_FITTED = 4096  # positions: enough for coefficients to 1e-7
@@ -42,7 +43,13 @@ class AttentionHooks:
         self.run, self.layers = run, run.layers
         self.batch, self.length = run.batch, run.length
         self.lse: dict[int, Tensor] = {}  # of eager scores whose statistics are hooked
-        self.mask_kinds: dict[int, tuple[str, Tensor]] = {}  # by id, with the mask so that its id stays its own
+        self.scores: dict[
+            int, Tensor
+        ] = {}  # products of queries and keys under a softmax that is written out, where statistics are
+        self.null: dict[int, Tensor] = {}  # of these, what of each row goes to columns that are no keys
+        self.mask_kinds: dict[
+            int, tuple[str, Any]
+        ] = {}  # by id, with what the mask is made of so that its id stays its own
 
     def matrix(self, output: Any) -> Any:
         """Fire on a projection that is a bare matrix product."""
@@ -64,7 +71,7 @@ class AttentionHooks:
         if i < 0 or layer.attention.kind != "fused" or layer.calls != (count,) or i not in self.run.intercepted:
             return call.run()
         q, k, v = call.heads(self.batch)
-        depends = self.run.hooks_any(i, "rot_q", "rot_k", *STATISTICS)
+        depends = self.run.hooks_any(i, "rot_q", "rot_k", *layer.statistics)
         self._check(i, q, k, self._mask_kind(call) if depends else CAUSAL, call.dropout)
         repeats = _repeats(v, layer.attention)
         short_k, short_v = k[:, :, ::repeats], v[:, :, ::repeats]
@@ -93,12 +100,12 @@ class AttentionHooks:
 
     def _mask_kind(self, call: FusedCall) -> str:
         """What a mask does, worked out once for all layers that share it."""
-        if isinstance(call.mask, Tensor) and id(call.mask) in self.mask_kinds:
-            return self.mask_kinds[id(call.mask)][0]
-        kind = mask_kind(call.mask, call.causal, self.length, call.window)
-        if isinstance(call.mask, Tensor):
-            self.mask_kinds[id(call.mask)] = kind, call.mask
-        return kind
+        source = call.mask_source
+        if source is None:
+            return call.mask_kind(self.length)
+        if id(source) not in self.mask_kinds:
+            self.mask_kinds[id(source)] = call.mask_kind(self.length), source
+        return self.mask_kinds[id(source)][0]
 
     def _inputs(self, i: int, q: Tensor, k: Tensor, v: Tensor, factor: float) -> dict[str, Tensor]:
         """Fire on q, k, v [batch, pos, head, d_head] as the attention reads them; what was replaced, by name."""
@@ -152,17 +159,18 @@ class AttentionHooks:
             return pattern_statistics(_scores(q, k, call).logsumexp(-1), pattern)
         if (kind := self._mask_kind(call)) == CAUSAL:
             return causal_attention(q, k, v, call.scale)[1]
-        mask = call.mask
+        mask = call.mask_tensor(self.length)
         if not isinstance(mask, Tensor):
             if call.window is None:
                 raise WorkbenchError(f"attention in {layer.attention.within.name} has {kind}: no statistics of it")
             mask = window_mask(self.length, call.window, q.device)
-        return masked_statistics(q, k, v, scale=call.scale, mask=mask, causal=call.causal)[1]
+        options: Any = {"scale": call.scale, "mask": mask, "causal": call.causal, "modify": call.modify}
+        return masked_statistics(q, k, v, **options)[1]
 
     def _show_statistics(self, i: int, compute: Callable[[], AttentionStatistics]) -> None:
-        if self.run.hooks_any(i, *STATISTICS):
+        if self.run.hooks_any(i, *self.layers[i].statistics):
             statistics = compute()
-            for name in STATISTICS:
+            for name in self.layers[i].statistics:
                 self.run.show(self.run.point(i, name), getattr(statistics, name))
 
     def _check(self, i: int, q: Tensor, k: Tensor, kind: str = CAUSAL, dropout: float = 0.0) -> None:
@@ -174,7 +182,7 @@ class AttentionHooks:
             raise WorkbenchError(
                 f"{where} lets {q.shape[1]} queries attend to {k.shape[1]} keys for {self.length} tokens; give whole sequences"
             )
-        if kind == FUTURE and self.run.hooks_any(i, *STATISTICS):
+        if kind == FUTURE and self.run.hooks_any(i, *self.layers[i].statistics):
             raise WorkbenchError(f"{where} {kind} now, which it did not on the example tokens")
         if known == CAUSAL != kind and self.run.hooks_any(i, "rot_q", "rot_k"):
             raise WorkbenchError(
@@ -186,16 +194,17 @@ class AttentionHooks:
         """Fire around the two products of an eager attention."""
         i, count = self.run.count_call("product")
         layer = self.layers[i]
-        if i < 0 or layer.attention.kind != "eager" or i not in self.run.intercepted:
+        if i < 0 or layer.attention.kind not in ("eager", BY_HAND) or i not in self.run.intercepted:
             return call.run()
         if count == layer.calls[0]:
             return self._score_product(i, call)
-        return self._value_product(i, call) if count == layer.calls[2] else call.run()
+        return self._value_product(i, call) if count == layer.calls[-1] else call.run()
 
     def _score_product(self, i: int, call: ProductCall) -> Any:
-        if not self.run.hooks_any(i, "rot_q", "rot_k"):
-            return call.run()
         attention = self.layers[i].attention
+        by_hand = attention.kind == BY_HAND and self.run.hooks_any(i, *self.layers[i].statistics)
+        if not by_hand and not self.run.hooks_any(i, "rot_q", "rot_k"):
+            return call.run()
         which, q_order, k_order = attention.axes[:3]
         arranged = call.arranged(which, q_order), call.arranged(1 - which, k_order)
         q, k = (to_heads(x, self.batch) for x in arranged)
@@ -207,7 +216,10 @@ class AttentionHooks:
         if (out := self.run.fire_at(i, "rot_k", short)) is not short:
             wide = from_heads(out.repeat_interleave(repeats, dim=2), arranged[1])
             changed[1 - which] = call.restored(1 - which, wide, k_order)
-        return call.run(changed)
+        scores = call.run(changed)
+        if by_hand:
+            self.scores[i] = scores.detach().reshape(self.batch, -1, self.length, self.length)
+        return scores
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Fire on an eager attention's scores."""
@@ -215,15 +227,20 @@ class AttentionHooks:
         layer = self.layers[i]
         if i < 0 or layer.attention.kind != "eager" or count != layer.calls[1]:
             return run(scores)
-        shaped = scores.reshape(self.batch, -1, *scores.shape[-2:])
+        attention, names = layer.attention, layer.statistics
+        shaped = scores[..., attention.columns].reshape(self.batch, -1, self.length, self.length)
         out = self.run.fire_at(i, "attn_scores", shaped)
-        used = scores if out is shaped else out.reshape(scores.shape)
+        used = scores if out is shaped else _with_tokens(scores, out, attention.columns)
         pattern = run(used)
-        if self.run.hooks_any(i, "rot_q", "rot_k", *STATISTICS):
+        if self.run.hooks_any(i, "rot_q", "rot_k", *names):
             kind = mask_kind(visible(shaped[:, :1]), False, self.length)
             self._check(i, shaped[:, 0], shaped[:, 0].mT, kind)
-        if self.run.hooks_any(i, *STATISTICS):
-            self.lse[i] = out.detach().to(torch.promote_types(out.dtype, torch.float32)).logsumexp(-1)
+        if self.run.hooks_any(i, *names):
+            wide = torch.promote_types(out.dtype, torch.float32)
+            self.lse[i] = used.detach().to(wide).logsumexp(-1).view(shaped.shape[:3])
+            if attention.has_null:
+                null = pattern.detach().to(wide).sum(-1) - pattern[..., attention.columns].detach().to(wide).sum(-1)
+                self.null[i] = null.clamp_min(0).view(shaped.shape[:3])
         return pattern
 
     def _value_product(self, i: int, call: ProductCall) -> Any:
@@ -243,10 +260,17 @@ class AttentionHooks:
         used = self.run.fire_at(i, "pattern", shaped)
         if used is not shaped:
             changed[which] = used.reshape(pattern.shape)
-        if (lse := self.lse.pop(i, None)) is not None:
+        lse = self.lse.pop(i, None)
+        if (scores := self.scores.pop(i, None)) is not None:
+            lse = _lse_by_hand(scores, shaped, attention.scale)
+            self._check(i, shaped[:, 0], shaped[:, 0].mT, mask_kind(shaped[:, :1] > 0, False, self.length))
+        if lse is not None:
             if used is shaped and not is_distribution(used):
                 raise WorkbenchError(f"layer {i}: {NO_DISTRIBUTION} on these tokens, so it has no statistics")
-            self._show_statistics(i, lambda: pattern_statistics(lse, used))
+            null = self.null.pop(i, None)
+            if null is not None and used is not shaped:
+                null = (1 - used.sum(-1)).clamp_min(0)
+            self._show_statistics(i, lambda: pattern_statistics(lse, used, null))
         raw = call.run(changed)
         if self.layers[i].z is None and self.run.hooks_any(i, "z"):
             lined = arrange(raw, call.letters[2], z_order)
@@ -259,12 +283,32 @@ class AttentionHooks:
 def _scores(q: Tensor, k: Tensor, call: FusedCall) -> Tensor:
     """Scaled, masked scores [batch, head, query, key] of a fused call."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, _wide(k, q.shape[2])) * call.scale
+    if call.modify is not None:
+        each = [[call.modify(head, b, h, 0) for h, head in enumerate(heads)] for b, heads in enumerate(scores)]
+        scores = torch.stack([torch.stack(heads) for heads in each])
+    mask = call.mask_tensor(scores.shape[-1])
     if call.causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
-    if call.mask is None:
+    if mask is None:
         return scores
-    return scores.masked_fill(~call.mask, float("-inf")) if call.mask.dtype == torch.bool else scores + call.mask
+    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+
+
+def _lse_by_hand(dots: Tensor, pattern: Tensor, factor: float) -> Tensor:
+    """Log-sum-exps [batch, head, query] of the scores under a pattern, from the largest weight of each row."""
+    wide = torch.promote_types(pattern.dtype, torch.float32)
+    top, place = pattern.detach().max(-1, keepdim=True)
+    return (dots.gather(-1, place).to(wide) * factor - top.to(wide).log())[..., 0]
+
+
+def _with_tokens(scores: Tensor, tokens: Tensor, columns: slice) -> Tensor:
+    """Scores of a softmax in which those of tokens are replaced."""
+    if tokens.numel() == scores.numel():
+        return tokens.reshape(scores.shape)
+    changed = scores.clone()
+    changed[..., columns] = tokens.reshape(changed[..., columns].shape)
+    return changed
 
 
 def _repeats(x: Tensor, attention: TracedAttention) -> int:

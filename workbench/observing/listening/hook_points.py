@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from workbench.models.hook_points import HookedModule, HookPoint
-from workbench.names import STATISTICS
 from workbench.observing.recognition.structure import LayerStructure
 
 
@@ -39,8 +38,9 @@ class BlockPoints(HookedModule):
         self.add_hook_points(*streams, *(n for n in ("attn_out", "mlp_out") if getattr(layer, n) is not None))
         names = [*(("v", "z") if layer.is_read else ()), *(n for n in ("q", "k") if getattr(layer, n) is not None)]
         names += ["rot_q", "rot_k"] if layer.pattern_from_qk else []
-        names += [*STATISTICS, "attn_scores", "pattern"] if layer.has_statistics else []
+        names += [*layer.statistics, *layer.squares]
         names += ["v_mix"] if mixed and sources else []
+        names += ["latent"] if layer.latent is not None else []
         attn.add_hook_points(*names)
         if layer.v is not None:
             attn.own = _value_point()

@@ -80,6 +80,8 @@ class ModuleHooks:
                 location = getattr(layer, name)
                 if location is not None and is_hooked(point := getattr(block, f"hook_{name}")):
                     yield _ReadTensor(location, False, partial(self._fire_addition, point), i)
+            if layer.latent is not None and self.run.hooks_any(i, "latent"):
+                yield _ReadTensor(layer.latent, True, partial(self.run.fire_at, i, "latent"), i)
             if layer.z is not None and self.run.hooks_any(i, "z"):
                 yield _ReadTensor(layer.z, True, partial(self._fire_z, i), i)
         for p in self.run.module_projections:

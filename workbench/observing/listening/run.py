@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.models.hook_points import HookPoint, is_hooked
-from workbench.names import STATISTICS
+from workbench.names import NULL, STATISTICS
 from workbench.observing.interception.function_mode import InterceptionMode
 from workbench.observing.interception.tensor_layouts import by_position, from_positions
 from workbench.observing.listening.hook_points import DecoderPoints
@@ -18,7 +18,7 @@ from workbench.observing.recognition.projections import Projection
 from workbench.observing.recognition.structure import DecoderStructure
 from workbench.observing.recognition.trace import MATRIX
 
-_INTERCEPTED = ("v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "v_mix", *STATISTICS)
+_INTERCEPTED = ("v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "v_mix", *STATISTICS, NULL)
 
 
 class HookedProjection(NamedTuple):

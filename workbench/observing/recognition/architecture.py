@@ -59,9 +59,9 @@ def _value_name(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -
             return "cla", {}
         return "svformer", {"anchors": tuple(p.layer for p in values if p.layer not in shared)}
     if all(set(p.coefficients) <= {"first", "own"} and p.head is None for p in later):
-        if all(abs(p.coefficients["first"]) < NEGLIGIBLE for p in later):
+        if all(abs(p.coefficients.get("first", 0.0)) < NEGLIGIBLE for p in later):
             return None, {}  # only scaled
-        options: dict[str, Any] = _constant("lambda_v1", [p.coefficients["first"] for p in later])
+        options: dict[str, Any] = _constant("lambda_v1", [p.coefficients.get("first", 0.0) for p in later])
         options |= _constant("lambda_own", [p.coefficients.get("own", 0.0) for p in later])
         if len(later) < len(layers) - 1:
             options["layers"] = tuple(p.layer for p in later)

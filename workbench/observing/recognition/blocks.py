@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[tupl
         a for a in trace.attentions
         if not prefixes or any(e.name == p or e.name.startswith(f"{p}.") for p in prefixes for e in a.within.stack())
     ]  # fmt: skip
+    if not attentions and (without := _blocks_without_attention(trace, prefixes)):
+        return without
     if not attentions:
         raise WorkbenchError(_no_attention(trace, prefixes))
-    attentions = _without_side_softmaxes(attentions)
+    attentions = _without_side_softmaxes([a for a in attentions if not a.is_aside] or attentions)
     if refused := next((a for a in attentions if a.refusal), None):
         raise WorkbenchError(f"attention in {_name(refused.within)} cannot be read: {refused.refusal}")
     if (inline := _inline_blocks(trace, attentions)) is not None:
@@ -48,9 +51,16 @@ def with_unread(
     """The chosen blocks, and in their order those of the same list whose attention was not seen: state spaces, hand-written."""
     lists = {block.name.rpartition(".")[0] for _, block in pairs}
     numbered = all(block.name.rpartition(".")[2].isdigit() for _, block in pairs)
-    if len(lists) > 1 or not numbered or pairs[0][1].kind == INLINE:
-        return pairs
     known, like = {id(block): attention for attention, block in pairs}, stream_of(trace, pairs[0][1])
+    if pairs[0][1].kind == INLINE or (numbered and len(lists) > 1):
+        return pairs
+    if (
+        not numbered
+    ):  # the parts that attend, of blocks whose streams are not seen: those of the same name under other numbers
+        names = {re.sub(NUMBER, "*", block.name, count=1) for _, block in pairs if number(block.name) is not None}
+        alike = [e for e in trace.executions if re.sub(NUMBER, "*", e.name, count=1) in names]
+        other = [(known.get(id(e)) or _unread(e, s[0].rows), e) for e in alike if (s := stream_of(trace, e))]
+        return other if len(other) > len(pairs) else pairs
     parents = {id(e.parent) for e in trace.executions if e.name != MATRIX}
     found = []
     for entry in trace.executions:
@@ -63,6 +73,28 @@ def with_unread(
             if weights and streams and like and streams[0].shape == like[0].shape:
                 found.append((_unread(entry, streams[0].rows), entry))
     return found
+
+
+def _blocks_without_attention(trace: Trace, prefixes: list[str]) -> list[tuple[TracedAttention, Execution]]:
+    """Blocks of a module in which no attention was called: the outermost numbered parts that hand a stream on, each to the next.
+
+    Empty where something else was called that may be an attention, which is refused by its name.
+    """
+    if trace.other_calls or any(isinstance(part, torch.jit.ScriptModule) for part in trace.module.modules()):
+        return []
+    parents = {id(e.parent) for e in trace.executions if e.name != MATRIX}
+    lists: dict[str, list[Execution]] = {}
+    for entry in trace.executions:
+        prefix, _, last = entry.name.rpartition(".")
+        chosen = not prefixes or any(entry.name.startswith(f"{p}.") for p in prefixes)
+        if chosen and last.isdigit() and id(entry) in parents and stream_of(trace, entry):
+            lists.setdefault(prefix, []).append(entry)
+    for blocks in sorted(lists.values(), key=lambda found: len(found[0].stack())):
+        streams = [s for e in blocks if (s := stream_of(trace, e))]
+        hands_on = all(torch.equal(a[1].rows, b[0].rows) for a, b in pairwise(streams))
+        if len(blocks) > 1 and hands_on:
+            return [(_unread(e, s[0].rows), e) for e, s in zip(blocks, streams, strict=True)]
+    return []
 
 
 def _unread(block: Execution, rows: Tensor) -> TracedAttention:
@@ -170,7 +202,7 @@ def _no_attention(trace: Trace, prefixes: list[str]) -> str:
     if trace.other_calls and all("extra columns" in call for call in trace.other_calls):
         return (
             f"no attention was seen that can be read: {', '.join(sorted(trace.other_calls))} was. A cache can be turned off "
-            "(use_cache=False); learned sinks in the softmax are not read, under any attn_implementation"
+            "(use_cache=False); keys with values that are no tokens (a prefix, registers) are not read: call it without them"
         )
     if trace.other_calls:
         return (

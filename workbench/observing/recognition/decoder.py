@@ -49,12 +49,13 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     vocabulary = _vocabulary_of(trace.module, embed, logits)
     if logits is not None and embed is not None and logits.shape[-1] == width != vocabulary:
         path = head = final = None  # hidden states of a module without a head
-    attended, block = next((layer, block) for layer, (_, block) in zip(layers, chosen, strict=True) if layer.is_read)
+    places = [(layer, block) for layer, (_, block) in zip(layers, chosen, strict=True)]
+    attended, block = next((place for place in places if place[0].is_read), places[0])
     attention = attended.attention
     config = ObservedConfig(
         n_layers=len(layers), d_model=width, n_heads=attention.heads, n_key_value_heads=attention.kv_heads,
         d_mlp=mlp_width(trace, attended, block), d_vocab=vocabulary, n_ctx=_context_of(trace, embed),
-        head_width=attention.q.shape[-1],
+        head_width=attention.q.shape[-1] if attended.is_read else 0,
     )  # fmt: skip
     notes = ["positions are written over after they have passed: copies are handed out"] if trace.in_place else []
     if unread := [f"{i} ({layer.block})" for i, layer in enumerate(layers) if not layer.is_read]:

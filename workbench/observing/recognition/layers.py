@@ -13,15 +13,25 @@ from workbench.observing.recognition.blocks import INLINE, NUMBER, is_stream, nu
 from workbench.observing.recognition.own_values import OwnValues, find_own_values, same_own_values
 from workbench.observing.recognition.projections import TensorLocation, find_projection, run_index
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import MATRIX, UNREAD, Execution, Trace, TracedAttention, is_matrix, rows_at
+from workbench.observing.recognition.trace import (
+    BY_HAND,
+    MATRIX,
+    UNREAD,
+    Execution,
+    Trace,
+    TracedAttention,
+    is_matrix,
+    rows_at,
+)
 from workbench.observing.recognition.value_paths import EXACT, explained
 
 
 def recognize_layers(trace: Trace, blocks: list[tuple[TracedAttention, Execution]]) -> list[LayerStructure]:
     """The layers of a traced run: each attention with the execution of the block that holds it."""
     layers = [_layer(trace, attention, block) for attention, block in blocks]
-    read = [(layer, block) for layer, (_, block) in zip(layers, blocks, strict=True) if layer.is_read]
-    _find_projections(trace, *(list(x) for x in zip(*read, strict=True)))
+    _find_projections(
+        trace, [(layer, block) for layer, (_, block) in zip(layers, blocks, strict=True) if layer.is_read]
+    )
     for layer, (_, block) in zip(layers, blocks, strict=True):
         _find_additions(trace, layer, block)
     return layers
@@ -31,7 +41,9 @@ def _layer(trace: Trace, attention: TracedAttention, block: Execution) -> LayerS
     inline = block.kind == INLINE
     streams = (block.inputs[0], block.outputs[0]) if inline else stream_of(trace, block)
     assert streams is not None
-    kinds = {"fused": ["fused"], "eager": ["product", "softmax", "product"], UNREAD: []}[attention.kind]
+    kinds = {"fused": ["fused"], "eager": ["product", "softmax", "product"], BY_HAND: ["product"] * 2, UNREAD: []}[
+        attention.kind
+    ]
     calls = tuple(
         sum(block.start < t < time and kind == k for t, k in trace.calls)
         for time, kind in zip(attention.times, kinds, strict=True)
@@ -52,26 +64,40 @@ def inside_of(trace: Trace, block: Execution) -> list[Execution]:
     return [e for e in trace.executions if block.start < e.start < block.end]
 
 
-def _find_projections(trace: Trace, layers: list[LayerStructure], blocks: list[Execution]) -> None:
+def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]]) -> None:
     """Find q, k and v where their numbers show them; a mixed value's projection is that of a block where it is plain."""
     plain = list[tuple[LayerStructure, OwnValues]]()
-    for layer, block in zip(layers, blocks, strict=True):
+    for layer, block in read:
         before = [e for e in inside_of(trace, block) if e.end < layer.attention.times[-1]]
         layer.q = find_projection(before, layer.attention.q, starts=trace.starts)
         layer.k = find_projection(before, layer.attention.k, starts=trace.starts)
         if (own := find_own_values(trace.module, before, layer.attention.v)) is not None:
             layer.v = own.place
             plain.append((layer, own))
-    for layer, block in zip(layers, blocks, strict=True):
+    for layer, block in read:
         if layer.v is None and plain:
             known, own = plain[0]
             inside = inside_of(trace, block)
             layer.v = same_own_values(trace.module, inside, own, partial(_renamed, was=known, now=layer))
+        layer.latent = _latent(trace, layer, block)
         if layer.v is not None:
             layer.rows["own"] = layer.v.heads_in(_output_rows(trace, block, layer.v))
-        layer.z = _output_projection(trace, layer, block, layers[0].attention.v)
+        layer.z = _output_projection(trace, layer, block, read[0][0].attention.v)
         if layer.z is not None:
-            _compare_outputs(layer, layers[0].attention.v)
+            _compare_outputs(layer, read[0][0].attention.v)
+
+
+def _latent(trace: Trace, layer: LayerStructure, block: Execution) -> TensorLocation | None:
+    """The compressed state that a block's values are projected from: what their matrix reads, narrower than what it makes."""
+    if layer.v is None or layer.v.module == MATRIX:
+        return None
+    inside = inside_of(trace, block)
+    entry = [e for e in inside if e.name == layer.v.module][layer.v.run]
+    widest, made = layer.rows["in"].shape[1], _output_rows(trace, block, layer.v).shape[1]
+    if not is_matrix(trace, entry) or len(entry.inputs) != 1 or not is_stream(trace, entry.inputs[0]):
+        return None
+    narrow = entry.inputs[0].rows.shape[1] < min(widest, made)
+    return _location(entry, entry.inputs[0].path, inside) if narrow else None
 
 
 def _renamed(name: str, was: LayerStructure, now: LayerStructure) -> str:
@@ -133,7 +159,7 @@ def _compare_outputs(layer: LayerStructure, first: Tensor) -> None:
 
 
 def _find_additions(trace: Trace, layer: LayerStructure, block: Execution) -> None:
-    """Outputs that sum to what the block adds to its stream: the attention's, and the MLP's."""
+    """Outputs that sum to what the block adds to its stream: the attention's (or another mixer's), and the MLP's."""
     inside, target = inside_of(trace, block), layer.rows["out"].double() - layer.rows["in"].double()
     outputs = [
         (e, t) for e in sorted(inside, key=lambda e: (len(e.stack()), e.start)) for t in e.outputs
@@ -153,11 +179,10 @@ def _find_additions(trace: Trace, layer: LayerStructure, block: Execution) -> No
             if apart and sums(output.rows, its_output.rows):
                 pair = sorted([(entry, output), (other, its_output)], key=lambda p: _distance(p[0], time))
                 layer.adds = True
-                if layer.is_read:
-                    layer.attn_out, layer.mlp_out = (_location(e, t.path, inside) for e, t in pair)
+                layer.attn_out, layer.mlp_out = (_location(e, t.path, inside) for e, t in pair)
                 return
-    alone = next((_location(e, t.path, inside) for e, t in after if sums(t.rows)), None)
-    layer.adds, layer.attn_out = alone is not None, alone if layer.is_read else None
+    layer.attn_out = next((_location(e, t.path, inside) for e, t in after if sums(t.rows)), None)
+    layer.adds = layer.attn_out is not None
 
 
 def _location(entry: Execution, path: TensorPath, among: list[Execution]) -> TensorLocation:

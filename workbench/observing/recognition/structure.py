@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from workbench.config import ObservedConfig
+from workbench.names import NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.projections import Projection, TensorLocation
-from workbench.observing.recognition.trace import UNREAD, TracedAttention
+from workbench.observing.recognition.trace import BY_HAND, UNREAD, TracedAttention
 
 UNLIMITED = 2**30
 """Context length, or vocabulary, of a module that does not show it."""
@@ -29,6 +30,7 @@ class LayerStructure:
     q: Projection | None = None
     k: Projection | None = None
     v: Projection | None = None
+    latent: TensorLocation | None = None  # what the matrix of the values reads, where that is narrower than the stream
     z: TensorLocation | None = None  # what W_O multiplies
     changed: str = ""  # what stands between the attention's output and W_O
     attn_out: TensorLocation | None = None
@@ -48,6 +50,19 @@ class LayerStructure:
     def has_statistics(self) -> bool:
         """Whether attention statistics can be given exactly."""
         return self.attention.is_distribution and (self.attention.exact or self.attention.kind == "eager")
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the attention statistics that can be given exactly."""
+        null = (NULL,) if self.attention.has_null else ()
+        return (*STATISTICS, *null) if self.has_statistics else ()
+
+    @property
+    def squares(self) -> tuple[str, ...]:
+        """Names of what it shows over queries and keys: the scores of a softmax that is written out are no tensor of its own."""
+        if not self.has_statistics:
+            return ()
+        return ("pattern",) if self.attention.kind == BY_HAND else ("attn_scores", "pattern")
 
     @property
     def pattern_from_qk(self) -> bool:

@@ -17,17 +17,10 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from workbench.errors import WorkbenchError
-from workbench.kernels.attention import AttentionStatistics, attention_statistics
-from workbench.observing.interception.attention_calls import FusedCall, ProductCall, arrange, attention_axes
 from workbench.observing.interception.function_mode import attention_functions, intercepting
-from workbench.observing.interception.masks import (
-    CAUSAL,
-    FUTURE,
-    is_distribution,
-    mask_kind,
-    masked_statistics,
-    visible,
-)
+from workbench.observing.interception.fused_calls import FusedCall
+from workbench.observing.interception.masks import FUTURE, Modify, is_distribution, mask_kind, visible
+from workbench.observing.interception.product_calls import ProductCall, arrange, attention_axes
 from workbench.observing.interception.tensor_layouts import (
     TensorPath,
     by_position,
@@ -36,15 +29,18 @@ from workbench.observing.interception.tensor_layouts import (
     tensors_in,
     to_heads,
 )
+from workbench.observing.recognition.attention_reference import near, reference
+from workbench.observing.recognition.seen_softmax import SeenSoftmax, softmax_by_hand
 
 ROWS = 192
 MATRIX = "(matrix)"
 """Stands for a module's name where a product with a parameter is called by itself; its runs are counted in a block."""
 NO_DISTRIBUTION = "what multiplies the values is no distribution (entries below 0, or rows that sum to more than 1)"
+NO_KEY = "a column of its softmax is no key (sink logits): a share of each row goes to no token, shown as null"
+BY_HAND = "by hand"
+"""Kind of an attention whose softmax is written out."""
 UNREAD = "unread"
 """Kind of what stands for the attention of a block that shows none."""
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""How far an attention's output may be from the reference, relative to its largest entry, to count as the same computation."""
 
 
 @dataclass
@@ -82,7 +78,7 @@ class Execution:
 class TracedAttention:
     """One attention of the traced run: how it is called, where, and rows of its inputs and outputs."""
 
-    kind: str  # fused, eager, or `UNREAD`
+    kind: str  # fused, eager, `BY_HAND`, or `UNREAD`
     within: Execution
     times: tuple[int, ...]  # of its call, or of the products and softmax
     heads: int
@@ -97,9 +93,16 @@ class TracedAttention:
     exact: bool = True  # whether softmax(q k) v under the mask gives its output
     scale: float = 1.0  # score over q . k, of an eager attention
     note: str = ""
+    is_aside: bool = (
+        False  # whether its queries are no positions, so that it is something else than the block's attention
+    )
     is_distribution: bool = True  # whether what multiplies the values is >= 0 with rows that sum to at most 1
     lse: Tensor | None = None  # [row, head], where the reference gives its output
     axes: Any = ()  # of an eager attention: which operand is q, orders of q and k; the pattern, of it, v and z
+    columns: slice = field(
+        default_factory=lambda: slice(None)
+    )  # of an eager attention's softmax: those that are tokens
+    has_null: bool = False  # whether the others are no keys at all, so that rows of the pattern sum to less than 1
 
 
 class Trace:
@@ -122,7 +125,7 @@ class Trace:
         self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of tensors that the module still holds
         self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # their rows, which many modules share
         self._products: list[tuple[int, ProductCall, Tensor]] = []
-        self._softmax: tuple[int, Tensor, Tensor, tuple[int, ProductCall]] | None = None
+        self._softmax: SeenSoftmax | None = None
 
     def run(self, call: Callable[[Tensor], Any]) -> Any:
         """The module's output in the traced run."""
@@ -137,8 +140,8 @@ class Trace:
 
     def _look_for_writing(self) -> None:
         """Notice tensors that were written over, and forget those that the module has let go."""
-        for key, (reference, version) in list(self._versions.items()):
-            tensor = reference()
+        for key, (held, version) in list(self._versions.items()):
+            tensor = held()
             if tensor is None:
                 del self._versions[key]
                 self._kept.pop(key, None)
@@ -180,8 +183,8 @@ class Trace:
         if rows is None:
             return
         version = -1 if tensor.is_inference() else tensor._version
-        reference, at, kept = self._kept.get(id(tensor), (None, 0, None))
-        if kept is None or reference is None or reference() is not tensor or at != version or version < 0:
+        held, at, kept = self._kept.get(id(tensor), (None, 0, None))
+        if kept is None or held is None or held() is not tensor or at != version or version < 0:
             kept = rows[self.rows]  # a copy
             self._kept[id(tensor)] = weakref.ref(tensor), version, kept
         into.append(TracedTensor(path, kept, tuple(tensor.shape)))
@@ -221,16 +224,17 @@ class Trace:
             self._remember(tensor)
         if self._unfit(q, k, "fused", time):
             return raw
-        mask = mask_kind(call.mask, call.causal, self.length, call.window)
+        mask, tensor = call.mask_kind(self.length), call.mask_tensor(self.length)
         z = call.z(output, self.batch)
-        self._record("fused", (time,), q, k, v, z, mask, call.scale, call.mask, call.causal, call.dropout)
+        self._record("fused", (time,), q, k, v, z, mask, call.scale, tensor, call.causal, call.dropout, call.modify)
         return raw
 
     def product(self, call: ProductCall) -> Any:
         """Run the product; it may be the scores, or the values under a pattern."""
         out = call.run()
         time = self._count("product")
-        if self._softmax is not None and self._is_value_product(call, out, time):
+        seen = self._softmax or softmax_by_hand(call, self._products, self.length)
+        if seen is not None and self._is_value_product(seen, call, out, time):
             self._softmax = None
         self._products = [*self._products[-2:], (time, call, out)]
         return out
@@ -239,14 +243,13 @@ class Trace:
         """Run the softmax; it may be an attention pattern."""
         pattern = run(scores)
         time = self._count("softmax")
-        if scores.shape[-2:] != (self.length, self.length):
-            if scores.ndim > 3 and scores.shape[-2] == self.length:
-                shape = tuple(scores.shape)
-                self.other_calls.add(f"softmax over {shape} (extra columns: sink logits, a prefix or a cache)")
-            return pattern
-        before = [(t, call) for t, call, out in self._products if out.numel() == scores.numel()]
-        if before:
-            self._softmax = time, scores, pattern, before[-1]
+        if scores.shape[-2] == self.length <= scores.shape[-1]:
+            if scores.ndim > 3 and scores.shape[-1] > self.length:
+                self.other_calls.add(_extra_columns(scores))
+            size = scores.numel() // scores.shape[-1] * self.length
+            before = [(t, call) for t, call, out in self._products if out.numel() == size]
+            if before:
+                self._softmax = SeenSoftmax(time, scores, pattern, before[-1])
         return pattern
 
     def _count(self, kind: str) -> int:
@@ -254,14 +257,16 @@ class Trace:
         self.calls.append((time, kind))
         return time
 
-    def _is_value_product(self, call: ProductCall, out: Tensor, time: int) -> bool:
-        assert self._softmax is not None
-        at, scores, pattern, (before, score_call) = self._softmax
-        alike = [x.shape[-2:] == pattern.shape[-2:] and x.numel() == pattern.numel() for x in call.operands]
+    def _is_value_product(self, seen: SeenSoftmax, call: ProductCall, out: Tensor, time: int) -> bool:
+        size = seen.pattern.numel() // seen.pattern.shape[-1] * self.length
+        alike = [x.shape[-2:] == (self.length, self.length) and x.numel() == size for x in call.operands]
         if not any(alike):
             return False
         which = alike.index(True)
         used = call.operands[which]
+        if (columns := seen.tokens(used, self.length)) is None:
+            return False
+        pattern, (before, score_call) = seen.pattern[..., columns], seen.product
         altered = not torch.equal(used.reshape(pattern.shape), pattern.to(used.dtype))
         if (axes := attention_axes(score_call, call, which)) is None:
             return False
@@ -272,10 +277,11 @@ class Trace:
         z = to_heads(arrange(out, call.letters[2], z_order), self.batch)
         if self._unfit(q, k, "eager", time):
             return True
-        scores = scores.reshape(self.batch, -1, self.length, self.length)
+        scores = seen.scores[..., columns].reshape(self.batch, -1, self.length, self.length)
         allowed = visible(scores)
-        mask, scale = mask_kind(allowed, False, self.length), _scale(scores, allowed, q, k)
-        self._record("eager", (before, at, time), q, k, v, z, mask, scale or 1.0, allowed, False, 0.0)
+        mask, scale = mask_kind(allowed, False, self.length), seen.factor(scores, allowed, q, k)
+        kind, times = ("eager", (before, seen.time, time)) if seen.time else (BY_HAND, (before, time))
+        self._record(kind, times, q, k, v, z, mask, scale or 1.0, allowed, False, 0.0)
         attention = self.attentions[-1]
         attention.axes = first, q_order, k_order, which, p_order, v_order, z_order
         if scale is None:
@@ -285,6 +291,10 @@ class Trace:
         attention.exact &= scale is not None and not altered
         if not is_distribution(used):
             attention.is_distribution, attention.note = False, NO_DISTRIBUTION
+        elif seen.scores.shape[-1] > self.length:
+            attention.columns, attention.has_null, attention.note = columns, True, NO_KEY
+            attention.exact = False  # rot_q and rot_k alone do not make it
+            self.other_calls.discard(_extra_columns(seen.scores))
         return True
 
     def _unfit(self, q: Tensor, k: Tensor, kind: str, time: int) -> bool:
@@ -296,6 +306,7 @@ class Trace:
         if reason:
             none, heads = q.new_zeros(0), (q.shape[2], k.shape[2])
             unfit = TracedAttention(kind, self._within(), (time,), *heads, 1, none, none, none, none, "", reason)
+            unfit.is_aside = self.length != q.shape[1] != k.shape[1]
             self.attentions.append(unfit)
         return bool(reason)
 
@@ -306,7 +317,7 @@ class Trace:
 
     def _record(
         self, kind: str, times: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, z: Tensor, mask: str, scale: float,
-        tensor: Any, causal: bool, dropout: float,
+        tensor: Any, causal: bool, dropout: float, modify: Modify | None = None,
     ) -> None:  # fmt: skip
         repeats = head_repeats(k, v)
         k, v = k[:, :, ::repeats], v[:, :, ::repeats]
@@ -321,8 +332,8 @@ class Trace:
             scale=scale,
         )  # fmt: skip
         if not refusal:
-            found = _reference(q, k, v, scale, tensor, causal, mask)
-            attention.exact = found is not None and _near(found[0], z, v.dtype)
+            found = reference(q, k, v, scale, tensor, causal, mask, modify)
+            attention.exact = found is not None and near(found[0], z, v.dtype)
             if found is not None and attention.exact:
                 attention.lse = self._pick(found[1].lse.transpose(1, 2))
             if not attention.exact:
@@ -333,54 +344,8 @@ class Trace:
         return x.flatten(0, 1)[self.rows].clone()
 
 
-def _scale(scores: Tensor, allowed: Tensor, q: Tensor, k: Tensor) -> float | None:
-    """The factor between q . k and the scores [batch, head, query, key] where they are not masked; None where there is none."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    top = torch.zeros((), dtype=torch.double)
-    sums = torch.zeros(2, dtype=torch.double)
-    group = q.shape[2] // k.shape[2]
-    if scores.shape[1] != q.shape[2]:
-        return None
-    pairs = [(b, h) for b in range(q.shape[0]) for h in range(q.shape[2])]
-    dots = [(q[b, :, h].to(dtype) @ k[b, :, h // group].to(dtype).T).double() for b, h in pairs]
-    for dot, (b, h) in zip(dots, pairs, strict=True):
-        allowed_dots, score = dot[allowed[b, h]], scores[b, h][allowed[b, h]].double()
-        sums += torch.stack([(allowed_dots * score).sum(), allowed_dots.square().sum()]).cpu()
-        top = torch.maximum(top, score.abs().max().cpu())
-    if not sums[1]:
-        return None
-    factor = float(sums[0] / sums[1])
-    worst = max(
-        float((dot * factor - scores[b, h].double())[allowed[b, h]].abs().max())
-        for dot, (b, h) in zip(dots, pairs, strict=True)
-    )
-    return factor if worst <= TOLERANCE.get(q.dtype, 1e-2) * max(float(top), 1e-6) else None
-
-
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, tensor: Any, causal: bool, mask: str
-) -> tuple[Tensor, AttentionStatistics] | None:
-    """The reference's output and statistics of an attention; None under a mask that it cannot read."""
-    if mask == CAUSAL:
-        return causal_attention(q, k, v, scale)
-    if isinstance(tensor, Tensor) and not mask.startswith("a mask of type"):
-        return masked_statistics(q, k, v, scale=scale, mask=tensor, causal=causal)
-    return None
-
-
-def _near(reference: Tensor, z: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the reference gives the attention's own output, in the type of its values."""
-    wide = torch.promote_types(z.dtype, torch.float32)
-    error = (reference.to(wide) - z.to(wide)).abs().max()
-    return bool(error <= TOLERANCE.get(dtype, 1e-2) * z.to(wide).abs().max().clamp_min(1e-20))
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Any]:
-    """`attention_statistics` in v's type, with a value width of its own."""
-    wide, own = max(q.shape[-1], v.shape[-1]), v.shape[-1]
-    q, k, v = (nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
-    z, statistics = attention_statistics(q.to(v.dtype), k.to(v.dtype), v, scale=scale)
-    return z[..., :own], statistics
+def _extra_columns(scores: Tensor) -> str:
+    return f"softmax over {tuple(scores.shape)} (extra columns: a prefix or a cache)"
 
 
 def rows_at(tensors: list[TracedTensor], path: TensorPath) -> Tensor | None:

@@ -60,7 +60,9 @@ def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
 def fit_value_paths(layers: Sequence[LayerStructure]) -> list[ValuePath]:
     """Every layer's value path, and its output path where something is added to the attention's output."""
     owns = [layer.rows.get("own") for layer in layers]
-    start = next(i for i, layer in enumerate(layers) if layer.is_read)
+    start = next((i for i, layer in enumerate(layers) if layer.is_read), None)
+    if start is None:
+        return []
     first = layers[start].attention.v if (own := owns[start]) is None else own
     name: Source = start or "first"
     paths: list[ValuePath] = []

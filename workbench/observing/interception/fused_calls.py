@@ -1,0 +1,163 @@
+"""Whole attentions in one call: PyTorch's public and private functions, FlexAttention, Hugging Face's interface.
+
+A call keeps its original function and arguments, so that running it untouched changes no bit of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.observing.interception.masks import FUTURE, Modify, mask_kind
+from workbench.observing.interception.tensor_layouts import from_heads, to_heads
+
+CHANGED = "changes its scores by a function (score_mod)"
+_FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_INTERFACE = ("module", "query", "key", "value", "attention_mask")
+
+
+@dataclass(frozen=True)
+class FlexForm:
+    """The functions of one FlexAttention call: of a score and its place (None: left as they are), of what may be seen."""
+
+    score_mod: Callable[..., Tensor] | None
+    mask_mod: Callable[..., Tensor]
+    sizes: tuple[int, int]  # batch and heads of the mask, 1 where it is shared
+    buffers: tuple[tuple[Any, ...], tuple[Any, ...]]  # what compiled code hands these functions besides
+
+    def mask(self, length: int, device: torch.device) -> Tensor:
+        """Bool [batch or 1, head or 1, query, key]."""
+        from torch.nn.attention.flex_attention import create_mask
+
+        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # told from a score_mod by how many it takes
+            return self.mask_mod(b, h, i, j, *self.buffers[1])
+
+        return create_mask(seen, *self.sizes, length, length, device=str(device))
+
+    def modify(self, scores: Tensor, sequence: int, head: int, first: int) -> Tensor:
+        """Scaled scores [query, key] of one head as changed, from query `first` on."""
+        assert self.score_mod is not None
+        score_mod, buffers = self.score_mod, self.buffers[0]
+        b, h = (torch.tensor(i, device=scores.device) for i in (sequence, head))
+        rows, columns = (torch.arange(n, device=scores.device) for n in scores.shape)
+
+        def one(score: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score_mod(score, b, h, i, j, *buffers)
+
+        return torch.vmap(torch.vmap(one, (0, None, 0)), (0, 0, None))(scores, rows + first, columns)
+
+
+@dataclass
+class FusedCall:
+    """One call that does a whole attention: q, k, v [..., pos, d_head] in, the heads' outputs out."""
+
+    function: Callable[..., Any]
+    named: dict[str, Any]
+    mask: Any
+    causal: bool
+    dropout: float
+    scale: float
+    window: int | None = None  # number of latest keys that can be seen, where an argument limits them
+    output: tuple[int, ...] = ()  # path to the heads' outputs in what it returns
+    heads_first: bool = True  # whether its output is [..., head, pos, d_head]
+    flex: FlexForm | None = None  # of FlexAttention: its functions of scores and positions
+
+    @property
+    def mask_source(self) -> Any:
+        """What the mask is made of: the same object in all layers that share it."""
+        return self.mask if self.flex is None else self.flex.mask_mod
+
+    def mask_tensor(self, length: int) -> Any:
+        """The mask as `scaled_dot_product_attention` takes it; that of FlexAttention is made here."""
+        return self.mask if self.flex is None else self.flex.mask(length, self.named["query"].device)
+
+    def mask_kind(self, length: int) -> str:
+        """What its mask does, in words."""
+        kind = mask_kind(self.mask_tensor(length), self.causal, length, self.window)
+        return CHANGED if kind != FUTURE and self.flex is not None and self.flex.score_mod is not None else kind
+
+    @property
+    def modify(self) -> Modify | None:
+        """How it changes its scores before they are masked; None where it does not."""
+        return None if self.flex is None or self.flex.score_mod is None else self.flex.modify
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as the call was given them."""
+        return self.named["query"], self.named["key"], self.named["value"]
+
+    def heads(self, batch: int) -> list[Tensor]:
+        """q, k and v, each [batch, pos, head, d_head]."""
+        return [to_heads(x, batch) for x in self.qkv]
+
+    def run(self, changed: Mapping[str, Tensor] | None = None) -> Any:
+        """The original function's output, with some of query, key and value [batch, pos, head, d_head] replaced."""
+        replaced = {name: from_heads(x, self.named[name]) for name, x in (changed or {}).items()}
+        return self.function(**self.named | replaced)
+
+    def z(self, raw: Tensor, batch: int) -> Tensor:
+        """The heads' outputs [batch, pos, head, d_head]."""
+        return to_heads(raw, batch) if self.heads_first else raw.reshape(batch, raw.shape[1], -1, raw.shape[-1])
+
+    def raw(self, z: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `z`."""
+        return from_heads(z, like) if self.heads_first else z.reshape(like.shape)
+
+
+def sdpa_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
+    """A call of `torch.nn.functional.scaled_dot_product_attention`."""
+    named = dict(zip(_FUSED, args, strict=False)) | dict(kwargs)
+    scale = named.get("scale")
+    scale = named["query"].shape[-1] ** -0.5 if scale is None else float(scale)
+    causal, dropout = bool(named.get("is_causal", False)), float(named.get("dropout_p", 0.0))
+    return FusedCall(function, named, named.get("attn_mask"), causal, dropout, scale)
+
+
+def interface_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
+    """A call of a function that is registered in Hugging Face's `AttentionInterface`."""
+    named = dict(zip(_INTERFACE, args, strict=False)) | dict(kwargs)
+    mask, causal, scale = named.get("attention_mask"), named.get("is_causal"), named.get("scaling")
+    causal = mask is None and bool(getattr(named["module"], "is_causal", True) if causal is None else causal)
+    scale = named["query"].shape[-1] ** -0.5 if scale is None else float(scale)
+    return FusedCall(
+        lambda **values: function(*[values.pop(name) for name in _INTERFACE if name in values], **values), named, mask, causal,
+        float(named.get("dropout") or 0.0), scale, window=named.get("sliding_window"), output=(0,), heads_first=False,
+    )  # fmt: skip
+
+
+_FLEX = (
+    "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_other_buffers", "mask_mod_other_buffers",
+)  # fmt: skip
+
+
+def flex_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
+    """A call of FlexAttention, as its higher-order operator gets it."""
+    named = dict(zip(_FLEX, args, strict=False)) | dict(kwargs)
+    score_mod, block_mask = named["score_mod"], named["block_mask"]
+    plain = score_mod is None or getattr(score_mod, "__name__", "") == "_identity"
+    sizes = next((tuple(x.shape[:2]) for x in block_mask if isinstance(x, Tensor) and x.ndim > 2), (1, 1))
+    buffers = tuple(named.get("score_mod_other_buffers", ())), tuple(named.get("mask_mod_other_buffers", ()))
+    form = FlexForm(None if plain else score_mod, block_mask[-1], (sizes[0], sizes[1]), buffers)
+    return FusedCall(
+        lambda **values: function(*[values[name] for name in _FLEX if name in values]), named, None, False, 0.0,
+        float(named["scale"]), output=(0,), flex=form,
+    )  # fmt: skip
+
+
+def aten_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
+    """A call of one of PyTorch's private attention functions, `torch.ops.aten._scaled_dot_product_*`."""
+    schema = getattr(function, "default", function)._schema
+    named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+    mask, scale = named.get("attn_mask", named.get("attn_bias")), named.get("scale")
+    scale = named["query"].shape[-1] ** -0.5 if scale is None else float(scale)
+    positions = [a.name for a in schema.arguments if not a.kwarg_only]
+
+    def run(**values: Any) -> Any:
+        return function(*[values.pop(name) for name in positions if name in values], **values)
+
+    causal, dropout = bool(named.get("is_causal", False)), float(named.get("dropout_p", 0.0))
+    return FusedCall(run, named, mask, causal, dropout, scale, output=(0,))

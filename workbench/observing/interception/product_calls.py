@@ -1,0 +1,113 @@
+"""Products of two tensors in a forward pass, which an attention written step by step is made of.
+
+A call keeps its original function and arguments, so that running it untouched changes no bit of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+PRODUCTS = {"matmul": 0, "__matmul__": 0, "bmm": 0, "baddbmm": 1}
+"""Functions of two matrices by name, and where their first one stands."""
+
+
+@dataclass
+class ProductCall:
+    """A product of two tensors over one shared axis, with a letter for each axis."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    places: tuple[int, int]  # of the two tensors among the arguments
+    letters: tuple[str, str, str]  # of the two and of the result
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """The two tensors."""
+        return self.args[self.places[0]], self.args[self.places[1]]
+
+    def run(self, changed: Mapping[int, Tensor] | None = None) -> Any:
+        """The original function's output, with operand 0 or 1 replaced."""
+        args = list(self.args)
+        for which, value in (changed or {}).items():
+            args[self.places[which]] = value
+        return self.function(*args, **self.kwargs)
+
+    def arranged(self, which: int, order: str) -> Tensor:
+        """An operand (or 2: pass the result to `arrange`) with its axes in `order`; an axis it lacks has length 1."""
+        return arrange(self.operands[which], self.letters[which], order)
+
+    def restored(self, which: int, x: Tensor, order: str) -> Tensor:
+        """The inverse of `arranged` for a tensor that takes the operand's place."""
+        return restore(x, order, self.letters[which])
+
+
+def product_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ProductCall | None:
+    """The product behind a call, None where it is not one of two tensors of three axes or more."""
+    name = getattr(function, "__name__", "")
+    if name == "einsum":
+        return _einsum_call(function, args, kwargs)
+    first = PRODUCTS[name]
+    if "batch1" in kwargs and "batch2" in kwargs:
+        args = (*args[:1], kwargs["batch1"], kwargs["batch2"])
+        kwargs = {key: value for key, value in kwargs.items() if not key.startswith("batch")}
+    pair = args[first : first + 2]
+    if len(pair) < 2 or not all(isinstance(x, Tensor) and x.ndim > 2 for x in pair):
+        return None
+    lead = "abefgh"[-(max(x.ndim for x in pair) - 2) :]
+    a, b = (lead[len(lead) - x.ndim + 2 :] for x in pair)
+    return ProductCall(function, args, kwargs, (first, first + 1), (f"{a}ic", f"{b}cj", f"{lead}ij"))
+
+
+def _einsum_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ProductCall | None:
+    arguments = (args[0], *args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else args
+    equation = arguments[0] if len(arguments) == 3 else None
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None  # without a named result, or with an ellipsis
+    terms, out = equation.replace(" ", "").split("->")
+    letters = terms.split(",")
+    if len(letters) != 2 or not all(len(set(term)) == len(term) for term in (*letters, out)):
+        return None
+    return ProductCall(function, arguments, kwargs, (1, 2), (letters[0], letters[1], out))
+
+
+def arrange(x: Tensor, letters: str, order: str) -> Tensor:
+    """x, whose axes are `letters`, with its axes in `order`; an axis it lacks has length 1."""
+    x = x.permute([letters.index(c) for c in order if c in letters])
+    for place, c in enumerate(order):
+        if c not in letters:
+            x = x.unsqueeze(place)
+    return x
+
+
+def restore(x: Tensor, order: str, letters: str) -> Tensor:
+    """The inverse of `arrange`."""
+    for place in reversed([i for i, c in enumerate(order) if c not in letters]):
+        x = x.squeeze(place)
+    kept = [c for c in order if c in letters]
+    return x.permute([kept.index(c) for c in letters])
+
+
+def attention_axes(
+    scores: ProductCall, values: ProductCall, pattern: int
+) -> tuple[tuple[int, str, str], tuple[str, str, str]] | None:
+    """How the axes of q, k, v and z lie, from the two products around a softmax.
+
+    Returns (which operand is q, order of q, order of k) and (order of the pattern, of v, of z), each order ending in
+    (query or key, d_head); None where the products are not of this form.
+    """
+    out = scores.letters[2]
+    lead, query, key = out[:-2], out[-2], out[-1]
+    a, b, _ = scores.letters
+    first = 0 if query in a and key in b else 1
+    q, k = (a, b) if first == 0 else (b, a)
+    inner = [c for c in q if c in k and c not in out]
+    p, v, z = values.letters[pattern], values.letters[1 - pattern], values.letters[2]
+    width = [c for c in v if c not in p and c in z]
+    if query not in q or key not in k or len(inner) != 1 or len(width) != 1 or p[-1] not in v or p[-2] not in z:
+        return None
+    return (first, lead + query + inner[0], lead + key + inner[0]), (p, p[:-2] + p[-1] + width[0], p[:-1] + width[0])

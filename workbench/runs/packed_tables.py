@@ -1,0 +1,247 @@
+"""Tables of many runs in a few files, so that a server that starts anew reads these and not thousands of small ones.
+
+    runs/.tables/records-1f00c2….parquet
+
+A row group is a metric, its rows in the order of the runs; which runs, their stamps and how many rows each has stand in the
+file's metadata. A run whose stamp is another one by now is not read from here, and a file that is damaged is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import BadCheckpoint, WorkbenchError
+from workbench.files import digest, replacing
+from workbench.runs.catalogue import Entry
+from workbench.runs.records import COLUMNS, TEXT, WHOLE, checked, damage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FOLDER, VERSION, ABOUT = ".tables", 1, b"workbench"
+ANSWERED = ("run", "architecture")  # columns that an answer fills in
+MAX_FILES, MAX_HELD = 8, 96_000_000  # files before they become one; bytes of tables in memory
+
+ByMetric = dict[str, list[Any]]
+"""Arrow tables of each metric."""
+Said = tuple[tuple[int, ...], dict[str, int]]
+"""A run's stamp, and how many rows of each metric it has."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A file: its metrics in the order of its row groups, and of each run its stamp and its first and last row of each."""
+
+    path: Path
+    metrics: tuple[str, ...]
+    runs: dict[str, tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
+
+    def of(self, entry: Entry, root: Path) -> dict[str, tuple[int, int]] | None:
+        """First row and number of rows of each metric that the run has; None where it is not here as it is now."""
+        stamp, places = self.runs.get(_name(entry, root), (None, ()))
+        if stamp != entry.stamp:
+            return None
+        return {metric: place for metric, place in zip(self.metrics, places, strict=True) if place[1]}
+
+    def index(self, metric: str) -> int | None:
+        """Which row group holds a metric."""
+        return self.metrics.index(metric) if metric in self.metrics else None
+
+
+class Packs:
+    """The packed tables of a kind under a folder of runs; nothing is kept where `root` is None or cannot be written."""
+
+    def __init__(self, root: Path | None, kind: str) -> None:
+        self.root, self.kind = root, kind
+        self.files: list[Pack] | None = None
+        self.held: OrderedDict[tuple[Path, str], pa.Table] = OrderedDict()
+
+    def metrics(self, entry: Entry) -> list[str] | None:
+        """The metrics of a run; None where it is not packed as it is now."""
+        found = self._find(entry)
+        return None if found is None else list(found[1])
+
+    def tables(self, entry: Entry, metrics: Sequence[str] | None) -> list[pa.Table]:
+        """Tables of a packed run; raises `BadCheckpoint` where its file is gone or damaged, and nothing is packed any more."""
+        found = self._find(entry)
+        assert found is not None
+        pack, places = found
+        wanted = [m for m in places if metrics is None or m in metrics]
+        return [self._metric(pack, m).slice(*places[m]) for m in wanted]
+
+    def may_hold(self, entry: Entry) -> bool:
+        """Whether a run that was read may be written down here: it is of this folder, and nothing writes it."""
+        inside = self.root is not None and self.root in Path(entry.path).parents
+        return inside and entry.settled and not entry.being_written
+
+    def add(self, runs: Sequence[tuple[Entry, ByMetric]]) -> bool:
+        """Write a file of these runs, and one in place of all files where they are many; False where that cannot be."""
+        if self.root is None:
+            return False
+        try:
+            files, said, tables = self._listed(), dict[str, Said](), dict[str, ByMetric]()
+            for entry, of_run in runs:
+                name = _name(entry, self.root)
+                said[name], tables[name] = (entry.stamp, {m: sum(map(len, t)) for m, t in of_run.items()}), of_run
+            files.append(self._write(said, lambda metric: [t for of in tables.values() for t in of.get(metric, ())]))
+            if len(files) > MAX_FILES:
+                self._merge()
+        except (WorkbenchError, OSError):  # read-only, full
+            self.root = None
+            return False
+        return True
+
+    def _find(self, entry: Entry) -> tuple[Pack, dict[str, tuple[int, int]]] | None:
+        if self.root is None:
+            return None
+        found = ((pack, pack.of(entry, self.root)) for pack in reversed(self._listed()))
+        return next(((pack, places) for pack, places in found if places is not None), None)
+
+    def _listed(self) -> list[Pack]:
+        if self.files is None:
+            assert self.root is not None
+            self.files = []
+            for path in sorted((self.root / FOLDER).glob(f"{self.kind}-*.parquet"), key=_changed):
+                with contextlib.suppress(BadCheckpoint):  # its runs are read from their own files
+                    self.files.append(_opened(path))
+        return self.files
+
+    def _metric(self, pack: Pack, metric: str) -> pa.Table:
+        key = pack.path, metric
+        if key not in self.held:
+            try:
+                self.held[key] = _row_group(pack, pack.metrics.index(metric))
+            except BadCheckpoint:
+                self.root = None  # what was written cannot be read: each run has its own files
+                raise
+            while len(self.held) > 1 and sum(t.nbytes for t in self.held.values()) > MAX_HELD:
+                self.held.popitem(last=False)
+        self.held.move_to_end(key)
+        return self.held[key]
+
+    def _write(self, runs: Mapping[str, Said], tables: Callable[[str], list[pa.Table]]) -> Pack:
+        """A file of runs, metric by metric; `tables` gives those of a metric in the order of the runs."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        assert self.root is not None
+        metrics = sorted({metric for _, rows in runs.values() for metric in rows})
+        about = {
+            "version": VERSION,
+            "metrics": metrics,
+            "runs": {n: [stamp, [rows.get(m, 0) for m in metrics]] for n, (stamp, rows) in runs.items()},
+        }
+        kinds = [
+            (c, pa.string() if c in TEXT else pa.int64() if c in WHOLE else pa.float64())
+            for c in COLUMNS
+            if c not in ANSWERED
+        ]
+        schema = pa.schema(kinds, {ABOUT: json.dumps(about).encode()})
+        path = self.root / FOLDER / f"{self.kind}-{digest(about)}.parquet"
+        with (
+            replacing(path) as part,
+            pq.ParquetWriter(part, schema, compression="zstd", write_page_checksum=True) as file,
+        ):
+            for metric in metrics:
+                table = pa.concat_tables(tables(metric), promote_options="permissive")
+                known = table.column_names
+                columns = [table[c].cast(k) if c in known else pa.nulls(len(table), k) for c, k in kinds]
+                file.write_table(pa.table(columns, schema=schema), row_group_size=max(1, len(table)))
+        return _opened(path)
+
+    def _merge(self) -> None:
+        """One file in place of all: of each run what the newest file says."""
+        files = self._listed()
+        newest = {name: pack for pack in files for name in pack.runs}
+        said = {
+            name: (pack.runs[name][0], {m: n for m, (_, n) in zip(pack.metrics, pack.runs[name][1], strict=True) if n})
+            for name, pack in newest.items()
+        }
+
+        def tables(metric: str) -> list[pa.Table]:
+            groups = {p.path: (_row_group(p, i), i) for p in files for i in [p.index(metric)] if i is not None}
+            found = ((groups[pack.path], pack.runs[name][1]) for name, pack in newest.items() if pack.path in groups)
+            return [table.slice(*places[i]) for (table, i), places in found]
+
+        self.files = [self._write(said, tables)]
+        self.held.clear()
+        for pack in files:
+            if pack.path != self.files[0].path:
+                pack.path.unlink(missing_ok=True)
+
+
+def compact(rows: pa.Table) -> pa.Table:
+    """Without the columns that say nothing; whole numbers in half the bytes, texts as numbers into a list of texts."""
+    import pyarrow as pa
+
+    kept = [c for c in rows.column_names if c not in ANSWERED and rows[c].null_count < len(rows)]
+    rows = rows.select(kept)
+    for i, column in enumerate(kept):
+        if column in WHOLE:
+            with contextlib.suppress(pa.ArrowInvalid):  # a number too large for it stays as it is
+                rows = rows.set_column(i, column, rows[column].cast(pa.int32()))
+        elif column in TEXT and not pa.types.is_dictionary(rows[column].type):
+            rows = rows.set_column(i, column, rows[column].cast("string").dictionary_encode())
+    return rows.combine_chunks()
+
+
+def _name(entry: Entry, root: Path) -> str:
+    return entry.path.removeprefix(f"{root}/")
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _opened(path: Path) -> Pack:
+    """What a file says of itself; raises `BadCheckpoint` where it is not as it was written."""
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            says, lengths = json.loads(file.schema_arrow.metadata[ABOUT]), file.metadata
+            metrics, counts = tuple(map(str, says["metrics"])), [rows for _, rows in says["runs"].values()]
+            ends = [list(accumulate(column)) for column in zip(*counts, strict=True)]
+            if says["version"] != VERSION or [lengths.row_group(i).num_rows for i in range(len(metrics))] != [
+                e[-1] for e in ends
+            ]:
+                raise BadCheckpoint(f"{path} is not as it was written")
+            places = [
+                tuple((end[i] - n, n) for end, n in zip(ends, rows, strict=True)) for i, rows in enumerate(counts)
+            ]
+            runs = {n: (tuple(said[0]), at) for (n, said), at in zip(says["runs"].items(), places, strict=True)}
+            return Pack(path, metrics, runs)
+    except _broken() as error:
+        raise BadCheckpoint(f"cannot read {path}: {error}") from error
+
+
+def _broken() -> tuple[type[Exception], ...]:
+    """What a file that is not as it was written raises."""
+    return *damage(), ValueError, TypeError, IndexError
+
+
+def _row_group(pack: Pack, index: int) -> pa.Table:
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(
+            pack.path, read_dictionary=[c for c in TEXT if c not in ANSWERED], page_checksum_verification=True
+        ) as file:
+            group = file.metadata.row_group(index)
+            columns = [group.column(i) for i in range(group.num_columns)]
+            said = [
+                c.path_in_schema for c in columns if c.statistics is None or c.statistics.null_count < group.num_rows
+            ]
+            return compact(checked(file.read_row_group(index, columns=said), pack.path, ("metric", "value")))
+    except _broken() as error:
+        raise BadCheckpoint(f"cannot read {pack.path}: {error}") from error
