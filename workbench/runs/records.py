@@ -63,13 +63,25 @@ def typed(frame: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> pd.DataFrame
     return pd.DataFrame(arrays, index=frame.index)
 
 
-def write_parquet(frame: pd.DataFrame, path: Path, **how: Any) -> None:
-    """Write a table atomically; text columns are dictionary-encoded, so repeated provenance is cheap.
+def write_parquet(frame: pd.DataFrame, path: Path) -> None:
+    """Write a table atomically; text columns are dictionary-encoded, so repeated provenance is cheap."""
+    import pyarrow as pa
+
+    write_table(pa.Table.from_pandas(frame, preserve_index=False), path)
+
+
+def write_table(table: pa.Table, path: Path, **how: Any) -> None:
+    """The same of an Arrow table; `how`: of pyarrow's `write_table`.
 
     Parquet sums up its pages alone, not its headers and its footer. So a sum of all other bytes stands before the footer,
-    where the format lets anything stand and other readers pass over it. `how`: of pandas' `to_parquet`.
+    where the format lets anything stand and other readers pass over it.
     """
-    data = frame.to_parquet(None, index=False, write_page_checksum=True, **how)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    written = pa.BufferOutputStream()
+    pq.write_table(table, written, write_page_checksum=True, **how)
+    data = written.getvalue().to_pybytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     with replacing(path) as part:
         part.write_bytes(data[:footer] + MARK + _sum(data) + data[footer:])

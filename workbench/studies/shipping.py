@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import torch
 
 from workbench.checkpoints.identify import step_folder
@@ -28,7 +29,7 @@ from workbench.claims.collect import TELEMETRY, Progress, collect
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, write_json
 from workbench.measurement.measuring import measure
-from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, write_parquet
+from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, write_table
 from workbench.runs.run import RUN_FILE, STUDY, Run, written_now
 from workbench.studies.runner import plan
 from workbench.studies.study_file import Study
@@ -108,14 +109,19 @@ def _ship_run(run: Run, place: Path, study: str, *, with_weights: bool) -> None:
 
 
 def _write(frame: pd.DataFrame, path: Path) -> None:
-    """A table of records in few bytes: seven digits, no empty columns, steps in order."""
+    """A table of records in few bytes: seven digits, no empty columns, steps in order, nothing that only other readers ask for."""
     if frame.empty:
         path.unlink(missing_ok=True)
         return
     kept = frame.dropna(axis="columns", how="all").sort_values(["metric", "step"], kind="stable")
     small: dict[str, Any] = {str(c): "Int32" for c in kept if str(kept[c].dtype) == "Int64"}
     small |= {c: "float32" for c in ("value", "se") if c in kept}
-    write_parquet(kept.astype(small), path, compression="zstd", compression_level=19)
+    table = pa.Table.from_pandas(kept.astype(small), preserve_index=False).replace_schema_metadata(None)
+    numbers = [column.name for column in table.schema if pa.types.is_floating(column.type)]
+    write_table(
+        table, path, compression="zstd", compression_level=22, write_statistics=False, store_schema=False,
+        use_dictionary=[c for c in table.column_names if c not in numbers], use_byte_stream_split=numbers,
+    )  # fmt: skip
 
 
 def _minutes(run: Run) -> float:
