@@ -20,6 +20,7 @@ from workbench.models.activations import Cache
 from workbench.models.hook_points import HookPoint
 from workbench.models.hooked import HookedModel, LossFn, NamesFilter
 from workbench.names import is_statistic
+from workbench.observing.anatomy import ObservedAnatomy
 from workbench.observing.interception.tensor_layouts import get_at
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
 from workbench.observing.listening.module_hooks import listening
@@ -50,7 +51,7 @@ class Observed(HookedModel):
         self, foreign: nn.Module, structure: DecoderStructure, paths: list[ValuePath], *, outer: nn.Module, call: Call,
         call_all: Call, recognize: Recognize, notes: list[str], tokenizer: Any,
     ) -> None:  # fmt: skip
-        name, options, reason = recognize_architecture(structure.layers, paths)
+        name, options, reason = recognize_architecture(structure.layers, paths, structure.arriving)
         super().__init__(structure.config, name)
         self.options, self.tokenizer = options, tokenizer
         self.source = {"path": f"observed {type(foreign).__name__}"}
@@ -107,7 +108,8 @@ class Observed(HookedModel):
         called with targets. Raises `WorkbenchError` where it gives no logits at all.
         """
         with self.lock:  # no context manager of ours: an idle call adds as little Python as it can
-            before, self.all_positions = self.all_positions, return_type in ("loss", "both")
+            before = self.all_positions
+            self.all_positions = before or return_type in ("loss", "both")
             try:
                 return super().forward(tokens, return_type, **kwargs)
             finally:
@@ -116,7 +118,25 @@ class Observed(HookedModel):
     def everywhere(self, tokens: Any) -> Tensor:
         """Logits [batch, pos, d_vocab] of every position, also where the module gives the last ones only."""
         with self._of_all_positions():
-            return super().forward(tokens)
+            return self(tokens)
+
+    def everywhere_with_cache(self, tokens: Any, names: NamesFilter) -> tuple[Tensor, Cache]:
+        """Logits of every position and the named activations of the same run."""
+        with self._of_all_positions():
+            return self.run_with_cache(tokens, names)
+
+    @property
+    def ln_final(self) -> Any:
+        """Refused: what norms an observed module's last stream need be no part of its own; `decompose` goes through it."""
+        raise WorkbenchError(
+            f"{type(self.foreign).__name__} is observed from outside, its final norm is not ours to apply: ask workbench.decompose, "
+            "prompts.logit_attribution or prompts.logit_lens"
+        )
+
+    def anatomy(self) -> ObservedAnatomy:
+        """What its stream and its logits are made of, found in a traced run on the example tokens with the weights of now."""
+        with self.lock:
+            return ObservedAnatomy(self, *self._recognize(self.foreign, None))
 
     def new_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a foreign module keeps its own cache."""

@@ -48,6 +48,8 @@ def _sites_of_ends(structure: DecoderStructure) -> Iterator[Site]:
     found = structure.logits is not None
     yield "embed", *_place(structure.embed, "no table that reads the tokens")
     yield "stream final", *_place(structure.head, "no matrix after the blocks makes the logits")
+    ending = structure.ending
+    yield "final norm", *((False, "", ending) if isinstance(ending, str) else (True, ending.words, ""))
     yield "logits", found, *(("output", "") if found else ("", "the module returns no [batch, pos, d_vocab]"))
 
 

@@ -29,9 +29,9 @@ from workbench.observing.interception.product_calls import ProductCall, arrange,
 from workbench.observing.interception.tensor_layouts import from_heads, get_at, replaced_at, to_heads
 from workbench.observing.listening.run import HookedRun
 from workbench.observing.recognition.attention_reference import causal_attention
+from workbench.observing.recognition.least_squares import fit
 from workbench.observing.recognition.structure import LayerStructure
 from workbench.observing.recognition.trace import BY_HAND, NO_DISTRIBUTION, TracedAttention
-from workbench.observing.recognition.value_paths import fit
 
 _MAX_FITTED = 4096  # positions: enough for coefficients to 1e-7
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from workbench.observing.recognition.stream_sums import StreamSum
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.value_paths import EXACT, NEGLIGIBLE, Source, ValuePath, fit
+from workbench.observing.recognition.value_paths import NEGLIGIBLE, Source, ValuePath
 
 _SAME = 1e-3  # coefficients this near are one published constant
 
 
 def recognize_architecture(
-    layers: Sequence[LayerStructure], paths: Sequence[ValuePath]
+    layers: Sequence[LayerStructure], paths: Sequence[ValuePath], arriving: Sequence[StreamSum]
 ) -> tuple[str, dict[str, Any], str]:
     """(name, options, reason): a registered architecture; `unknown` with the reason where none agrees."""
     if not all(layer.is_read for layer in layers):
@@ -39,8 +40,9 @@ def recognize_architecture(
             return "unknown", {}, "something is added to the attention's output; see value_paths()"
         parts.append("neutreno")
         options |= _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])
-    if (left := _stream_residual(layers)) is not None:
-        if left > EXACT.get(layers[0].rows["in"].dtype, 1e-2):
+    if mixed := [s for s in arriving[:-1] if not s.is_plain]:
+        if not all(s.exact for s in mixed):
+            left = max(s.residual for s in mixed)
             return "unknown", {}, f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it"
         parts.append("denseformer")
     return "+".join(parts) or "transformer", options, ""
@@ -75,14 +77,3 @@ def _constant(name: str, values: Sequence[float]) -> dict[str, float]:
     """An option, where all layers share it."""
     mean = sum(values) / len(values)
     return {name: mean} if max(abs(v - mean) for v in values) < _SAME else {}
-
-
-def _stream_residual(layers: Sequence[LayerStructure]) -> float | None:
-    """What weighted sums of the embedding and earlier blocks' outputs leave of the blocks' inputs; None where these are plain."""
-    left = None
-    for i, layer in enumerate(layers[1:], 1):
-        rows = layer.rows["in"]
-        if not torch.equal(rows, layers[i - 1].rows["out"]):
-            sources = [layers[0].rows["in"], *(earlier.rows["out"] for earlier in layers[:i])]
-            left = max(left or 0.0, fit(rows, sources)[1])
-    return left

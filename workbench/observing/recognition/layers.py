@@ -10,6 +10,7 @@ from torch import Tensor
 
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.blocks import INLINE, NUMBER, is_stream, number, stream_of
+from workbench.observing.recognition.least_squares import EXACT
 from workbench.observing.recognition.own_values import OwnValues, find_own_values, same_own_values
 from workbench.observing.recognition.projections import TensorLocation, find_projection, run_index
 from workbench.observing.recognition.structure import LayerStructure
@@ -23,7 +24,9 @@ from workbench.observing.recognition.trace import (
     is_matrix,
     rows_at,
 )
-from workbench.observing.recognition.value_paths import EXACT, explained
+from workbench.observing.recognition.value_paths import explained
+
+SHARE = "W_O reads a share of pattern x values, by head and position (a gate)"
 
 
 def recognize_layers(trace: Trace, blocks: list[tuple[TracedAttention, Execution]]) -> list[LayerStructure]:
@@ -149,7 +152,7 @@ def _compare_outputs(layer: LayerStructure, first: Tensor) -> None:
     if float((heads - share[..., None] * z).norm()) > slack * float(heads.norm()):
         layer.changed = "W_O reads more than pattern x values: something changes the heads' outputs (a gate, a norm)"
         return
-    layer.changed = "W_O reads a share of pattern x values, by head and position (a gate)"
+    layer.changed = SHARE
     if attention.lse is not None:
         lse, sharpest = attention.lse.double(), (share - 0.5).abs().argmin(0, keepdim=True)
         sink = (lse - share.logit(1e-12)).gather(0, sharpest)
@@ -178,11 +181,14 @@ def _find_additions(trace: Trace, layer: LayerStructure, block: Execution) -> No
             apart = other.start > entry.end or other.end < entry.start
             if apart and sums(output.rows, its_output.rows):
                 pair = sorted([(entry, output), (other, its_output)], key=lambda p: _distance(p[0], time))
-                layer.adds = True
+                layer.adds, layer.rows["attn_out"] = True, pair[0][1].rows
                 layer.attn_out, layer.mlp_out = (_location(e, t.path, inside) for e, t in pair)
                 return
-    layer.attn_out = next((_location(e, t.path, inside) for e, t in after if sums(t.rows)), None)
-    layer.adds = layer.attn_out is not None
+    for entry, output in after:
+        if sums(output.rows):
+            layer.adds, layer.rows["attn_out"] = True, output.rows
+            layer.attn_out = _location(entry, output.path, inside)
+            return
 
 
 def _location(entry: Execution, path: TensorPath, among: list[Execution]) -> TensorLocation:

@@ -10,7 +10,9 @@ from workbench.config import ObservedConfig
 from workbench.names import NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.interception.tensor_layouts import TensorPath
+from workbench.observing.recognition.ending import LinearEnding
 from workbench.observing.recognition.projections import Projection, TensorLocation
+from workbench.observing.recognition.stream_sums import StreamSum
 from workbench.observing.recognition.trace import BY_HAND, UNREAD, TracedAttention
 
 UNLIMITED = 2**30
@@ -82,3 +84,5 @@ class DecoderStructure:
     logits: TensorPath | None
     in_place: bool
     notes: list[str]
+    ending: LinearEnding | str = ""  # what makes the logits of the last stream; why that is not known, in words
+    arriving: list[StreamSum] = field(default_factory=list)  # of what each block and the final norm read

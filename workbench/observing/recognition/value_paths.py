@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import Tensor
 
+from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.structure import LayerStructure
 
 Source = str | int  # `first`, `own`, or the layer whose own values are read
 NEGLIGIBLE = 1e-6  # coefficients below this are zero
-EXACT = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Residuals below this are rounding."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +31,6 @@ class ValuePath:
     residual: float
     exact: bool
     head: int | None = None
-
-
-def fit(target: Tensor, sources: Sequence[Tensor]) -> tuple[list[float], float]:
-    """Least-squares coefficients of `sources` for `target`, all of one shape, and the relative residual; float64."""
-    y = target.detach().double().flatten()
-    size = float(y.norm())
-    if not sources or not size:
-        return [0.0] * len(sources), 0.0 if not size else 1.0
-    x = torch.stack([s.detach().double().flatten() for s in sources], dim=1)
-    solution = torch.linalg.lstsq(x.cpu(), y.cpu()[:, None], driver="gelsd").solution[:, 0]
-    return solution.tolist(), float((x.cpu() @ solution - y.cpu()).norm()) / size
 
 
 def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
