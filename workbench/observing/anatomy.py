@@ -86,7 +86,8 @@ class ObservedAnatomy(Anatomy):
             width = n + 1
             padded = [row + [0.0] * (width - len(row)) for row in sources]
             read = [sum(w * row[i] for w, row in zip(arrives.weights, padded, strict=True)) for i in range(width)]
-            outs.append([*read, 1.0])
+            keep, again = self.structure.layers[n].keeps if n < layer else (1.0, 0.0)
+            outs.append([keep * read[0] + again, *(keep * weight for weight in read[1:]), 1.0])
         return read
 
     # ---- heads -------------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class ObservedAnatomy(Anatomy):
             added = _times(first, _wide(read(bases["first"]), z.shape[2]))
             parts["first"] = parts["first"] + added if "first" in parts else added
         if layer.changed == SHARE:  # the same share of every part, of each head and position
-            whole = sum(parts.values())
+            whole = torch.stack(list(parts.values())).sum(0)
             share = (z * whole).sum(-1, keepdim=True) / whole.square().sum(-1, keepdim=True)
             return {path: share * part for path, part in parts.items()}
         return parts

@@ -64,6 +64,9 @@ class AttentionHooks:
     def other(self, name: str) -> None:
         """Calls of other functions fire nothing."""
 
+    def wrote(self) -> None:
+        """Nor do those that write over a tensor: where they do, hooks get copies."""
+
     def fused(self, call: FusedCall) -> Any:
         """Fire around one whole attention."""
         i, count = self.run.count_call("fused")

@@ -15,6 +15,7 @@ NOT_LINEAR = (
     "the logits are not what the head makes of what it reads: something follows it (a soft cap, a mixture of heads)"
 )
 
+_ALMOST = 1e-2
 _ROWS = 8192  # of the head that are widened at a time
 
 
@@ -49,8 +50,11 @@ def find_ending(stream: Tensor, read: Tensor, logits: Tensor, weight: Tensor) ->
     part, rest = made - made.mean(0), seen - seen.mean(0)
     size = float(part.square().sum())
     factor = float((part * rest).sum()) / size if size else 1.0
-    factor = 1.0 if abs(factor - 1) < EXACT.get(logits.dtype, 1e-2) else factor
-    bias, tolerance = (seen - factor * made).mean(0), 10 * EXACT.get(logits.dtype, 1e-2)
+    tolerance = EXACT.get(logits.dtype, 1e-2)
+    if tolerance < abs(factor - 1) < _ALMOST:
+        return NOT_LINEAR  # no factor that anybody chose, but a cap that small logits hardly reach
+    factor = 1.0 if abs(factor - 1) <= tolerance else factor
+    bias = (seen - factor * made).mean(0)
     if float((factor * made + bias - seen).norm()) > tolerance * float(torch.maximum(seen.norm(), made.norm())):
         return NOT_LINEAR
     adds = float(bias.norm()) * len(seen) ** 0.5 > tolerance * float(seen.norm())

@@ -19,6 +19,13 @@ UNLIMITED = 2**30
 """Context length, or vocabulary, of a module that does not show it."""
 
 
+@dataclass(frozen=True)
+class Addition(TensorLocation):
+    """An output that is added to the stream, times a factor."""
+
+    factor: float = 1.0
+
+
 @dataclass
 class LayerStructure:
     """One run of a block: where its tensors pass."""
@@ -35,8 +42,9 @@ class LayerStructure:
     latent: TensorLocation | None = None  # what the matrix of the values reads, where that is narrower than the stream
     z: TensorLocation | None = None  # what W_O multiplies
     changed: str = ""  # what stands between the attention's output and W_O
-    attn_out: TensorLocation | None = None
-    mlp_out: TensorLocation | None = None
+    attn_out: Addition | None = None
+    mlp_out: Addition | None = None
+    keeps: tuple[float, float] = (1.0, 0.0)  # how much of what it and the first block read is in its output
     rows: dict[str, Tensor] = field(default_factory=dict)  # of the traced run: stream in and out, own values, z
     inline: tuple[str, ...] = ()  # modules that run in it, where the block itself is no module
     stream: TensorLocation | None = None  # there: what first reads the stream
