@@ -5,8 +5,9 @@
 The list is made by code: all causal language models that the installed transformers maps, eager and fused attention each, at
 width 64 and random weights. Truth: logits of a plain run (bitwise); `output_attentions` of the eager module (entropy, first column
 and column sums of each row, and the pattern times our values); hooks on its blocks and `output_hidden_states` (streams), on its
-value projections where they are named so (own values), on its output projections (z); parts of its logits against their sum. A
-number is wrong where it is off by more than 1e-4. Writes `benchmarks/families.csv`, one row per family and kind of attention; exits with 1 where a number is wrong.
+value projections where they are named so (own values), on its output projections (z); parts of its logits against their sum.
+A number is wrong where it is off by more than 1e-4. Writes `benchmarks/families.csv`, one row per family and kind of attention;
+exits with 1 where a number is wrong.
 """
 
 from __future__ import annotations
