@@ -20,7 +20,7 @@ from workbench.names import stream_hook
 from workbench.observing.recognition.frozen_norm import FrozenNorm, fit_norm
 from workbench.observing.recognition.layers import SHARE
 from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
-from workbench.observing.recognition.value_paths import NEGLIGIBLE, Source, ValuePath
+from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath, mixture_of
 
 
 class ObservedAnatomy(Anatomy):
@@ -47,6 +47,7 @@ class ObservedAnatomy(Anatomy):
                 names += [f"blocks.{n}.attn.hook_z"]
             if by == "value_path" and structure.is_read:
                 names += [*self._attention_points(n), f"blocks.{n}.attn.hook_v", *self._bases(n).values()]
+                names += [self._weights_point(n)] if mixture_of(self.paths, n).by_token else []
         if frozen:
             if isinstance(self.structure.ending, str):
                 raise BadData(f"this model's logits cannot be taken apart: {self.structure.ending}")
@@ -160,6 +161,8 @@ class ObservedAnatomy(Anatomy):
             raise BadData(
                 f"layer {n} shows no value paths: its {what} hold more than what layers project, times one coefficient each"
             )
+        if (mixture := mixture_of(self.paths, n)).by_token and into == "value":
+            return dict.fromkeys(mixture.order)  # weights are read from the run
         if any(p.head is not None for p in mine):
             return {s: torch.tensor([p.coefficients[s] for p in mine])[:, None] for s in mine[0].coefficients}
         return {s: c for p in mine for s, c in p.coefficients.items() if abs(c) > NEGLIGIBLE}
@@ -167,7 +170,12 @@ class ObservedAnatomy(Anatomy):
     def _bases(self, n: int) -> dict[str, str]:
         """Hook points of what a layer's values are made of, by path."""
         sources = {**self._fitted(n, "value"), **self._fitted(n, "output")}
-        return {_path(s): self._projected(n if s == "own" else 0 if s == "first" else int(s)) for s in sources}
+        tables = {_path(s): f"blocks.{n}.attn.table.hook_v" for s in sources if str(s).startswith(TABLE)}
+        layers = {s: n if s == "own" else 0 if s == "first" else s for s in sources if _path(s) not in tables}
+        return tables | {_path(s): self._projected(int(j)) for s, j in layers.items()}
+
+    def _weights_point(self, n: int) -> str:
+        return f"blocks.{n}.attn.hook_v_weights"
 
     def _projected(self, n: int) -> str:
         """Hook point of what a layer projects: of its values, where they are nothing else."""
@@ -178,6 +186,8 @@ class ObservedAnatomy(Anatomy):
         """What W_O reads [batch, pos, head, d_head] by where the values come from."""
         layer, bases = self.structure.layers[n], self._bases(n)
         value, beside = self._fitted(n, "value"), self._fitted(n, "output")
+        if mixture_of(self.paths, n).by_token:
+            value = dict(zip(value, read(self._weights_point(n))[..., None, :].unbind(-1), strict=True))
         parts: dict[str, Tensor] = {}
         for source, c in value.items():
             v = _times(c, read(bases[_path(source)]))
@@ -231,7 +241,9 @@ def output_map(foreign: nn.Module, layer: LayerStructure) -> tuple[Tensor, Tenso
 
 
 def _path(source: Source) -> str:
-    return source if isinstance(source, str) else f"source.{source}"
+    if isinstance(source, str):
+        return "table" if source.startswith(TABLE) else source
+    return f"source.{source}"
 
 
 def _times(c: Any, x: Tensor) -> Tensor:

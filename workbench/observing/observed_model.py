@@ -29,10 +29,9 @@ from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
 from workbench.observing.recognition.value_paths import (
     ValuePath,
-    is_mixture,
+    mixture_of,
     sharing_note,
     value_path_table,
-    value_sources,
 )
 from workbench.observing.summary import describe, missing_hooks, site_table
 
@@ -75,15 +74,14 @@ class Observed(HookedModel):
         if self.structure.embed is not None:
             self.hook_embed = HookPoint()
         self.blocks = nn.ModuleList(
-            BlockPoints(layer, value_sources(self.fitted_paths, i), is_mixture(self.fitted_paths, i))
-            for i, layer in enumerate(self.structure.layers)
+            BlockPoints(layer, mixture_of(self.fitted_paths, i)) for i, layer in enumerate(self.structure.layers)
         )
         if self.structure.head is not None:
             self.unembed = HeadPoints(self.foreign.get_submodule(self.structure.head.module))  # type: ignore[assignment]
 
     def is_read_only(self, name: str) -> bool:
         """Whether a hook point can only be read: statistics, fitted coefficients, copies of earlier layers' values."""
-        copy = name.endswith("hook_v_mix") or ".attn.source." in name
+        copy = name.endswith(("hook_v_mix", "hook_v_weights")) or ".attn.source." in name or ".attn.table." in name
         return copy or is_statistic(name) or (bool(self.structure.layers[0].inline) and ".hook_resid_" in name)
 
     def listening(self, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -203,9 +201,11 @@ class Observed(HookedModel):
         return self.foreign.parameters(recurse)
 
     def value_paths(self, tokens: Any = None) -> pd.DataFrame:
-        """Where each layer's effective values come from, fitted now: layer, source, coefficient, residual, head, into.
+        """Where each layer's effective values come from, fitted now: layer, source, coefficient, spread, residual, head, into.
 
-        `source`: `first` (the first layer's values), `own`, or an earlier layer. `residual`: what the fit leaves, relative
+        `source`: `first` (the first layer's values), `own`, an earlier layer, or `table NAME`, looked up by token id.
+        `spread`: where weights depend on the token (`attn.hook_v_weights` has them), their standard deviation over tokens; the
+        coefficient is then their mean, and NaN says that it is a constant. `residual`: what the fit leaves, relative
         to the target; about 1e-7 where a path is exact in float32. `head`: where heads have coefficients of their own.
         `into`: `value`, or `output` for what is added between attention and W_O. On the example tokens unless others are
         given; at least a few dozen positions make a sharp fit.
@@ -218,7 +218,7 @@ class Observed(HookedModel):
     def sites(self) -> pd.DataFrame:
         """What was found, where, and what not: site, layer, found, where, note."""
         blocks: Any = self.blocks
-        return site_table(self.structure, [block.sources for block in blocks])
+        return site_table(self.structure, [block.mixture for block in blocks])
 
     def __repr__(self) -> str:
         name = f"{type(self.foreign).__name__}: {self.architecture}"

@@ -9,7 +9,7 @@ import torch
 
 from workbench.observing.recognition.stream_sums import StreamSum
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.value_paths import NEGLIGIBLE, Source, ValuePath
+from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath
 
 _SAME = 1e-3  # coefficients this near are one published constant
 
@@ -29,6 +29,8 @@ def recognize_architecture(
     if not all(p.exact for p in paths):
         worst = max(paths, key=lambda p: p.residual)
         return "unknown", {}, f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained"
+    if gated := [p for p in values if p.by_token]:
+        return "unknown", {}, _gates(gated)
     if any(not _near(p.coefficients, {"own": 1.0}) for p in values):
         name, options = _value_name(values, layers)
         if name is None:
@@ -48,11 +50,28 @@ def recognize_architecture(
     return "+".join(parts) or "transformer", options, ""
 
 
+def _gates(paths: Sequence[ValuePath]) -> str:
+    """What weights by token are of, in words, after whom such gates are known."""
+    names = list(dict.fromkeys(s for p in paths for s in p.coefficients if p.spread[s] > _SAME))
+    looked_up = any(isinstance(s, str) and s.startswith(TABLE) for s in names)
+    known = " (as nanochat's value embeddings)" if looked_up else " (as SATFormer)" if "first" in names else ""
+    of = " and ".join(str(s) if isinstance(s, str) else f"layer {s}" for s in names)
+    layers = ", ".join(map(str, dict.fromkeys(p.layer for p in paths)))
+    return f"values are weighted by token in layers {layers}: gates on {of}{known}; see value_paths()"
+
+
 def _near(one: Mapping[Source, float], other: Mapping[Source, float]) -> bool:
     return all(abs(one.get(k, 0.0) - other.get(k, 0.0)) < _SAME for k in {*one, *other})
 
 
 def _value_name(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> tuple[str | None, dict[str, Any]]:
+    looked_up = [p for p in values if any(isinstance(s, str) and s.startswith(TABLE) for s in p.coefficients)]
+    if looked_up:
+        replaced = all(
+            abs(c) < _SAME for p in looked_up for s, c in p.coefficients.items() if not str(s).startswith(TABLE)
+        )
+        plain = all(set(p.coefficients) <= {"own"} or abs(p.coefficients.get("first", 0.0)) < _SAME for p in values)
+        return ("bank_of_values" if replaced else "value_embedding") if plain else None, {}
     later = [p for p in values if p.layer and not _near(p.coefficients, {"own": 1.0})]
     shared = {p.layer: s for p in later for s in p.coefficients if s != "own" and _near(p.coefficients, {s: 1.0})}
     if len(shared) == len(later):

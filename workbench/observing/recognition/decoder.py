@@ -18,7 +18,7 @@ from workbench.observing.recognition.layers import mlp_width, recognize_layers
 from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import TensorLocation, run_index
 from workbench.observing.recognition.stream_sums import stream_sums
-from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure
+from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure, Table
 from workbench.observing.recognition.trace import Execution, Trace, is_matrix, rows_at
 
 CONTEXT = (
@@ -71,7 +71,28 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     arriving = stream_sums(
         [*(layer.rows["in"] for layer in layers), last_stream], [layer.rows["out"] for layer in layers]
     )
-    return DecoderStructure(config, layers, starts, reads, ends, path, trace.in_place, notes, ending, arriving)
+    tables = _tables_of_values(trace, embed, layers)
+    return DecoderStructure(config, layers, starts, reads, ends, path, trace.in_place, notes, ending, tables, arriving)
+
+
+def _tables_of_values(
+    trace: Trace, embed: tuple[Execution, TensorPath] | None, layers: Sequence[LayerStructure]
+) -> dict[str, Table]:
+    """Tables by token id, other than the embedding, whose rows are as wide as the values of a layer."""
+    widths = {layer.attention.v.flatten(1).shape[1] for layer in layers if layer.is_read}
+    found: dict[str, Table] = {}
+    for entry in trace.executions:
+        if (
+            entry.reads_tokens
+            and entry.name not in found
+            and is_matrix(trace, entry)
+            and (not embed or entry is not embed[0])
+        ):
+            for seen in entry.outputs:
+                if seen.rows.shape[1] in widths:
+                    place = TensorLocation(entry.name, run_index(entry, trace.executions), seen.path)
+                    found[entry.name] = Table(place, seen.rows)
+    return found
 
 
 def _ending(

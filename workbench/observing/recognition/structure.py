@@ -80,6 +80,14 @@ class LayerStructure:
         return self.attention.exact and self.attention.mask == CAUSAL
 
 
+@dataclass(frozen=True)
+class Table:
+    """A module that looks vectors up by token id: where they pass, and rows of the traced run."""
+
+    place: TensorLocation
+    rows: Tensor
+
+
 @dataclass
 class DecoderStructure:
     """All layers and both ends, and notes on what is unusual."""
@@ -93,4 +101,5 @@ class DecoderStructure:
     in_place: bool
     notes: list[str]
     ending: LinearEnding | str = ""  # what makes the logits of the last stream; why that is not known, in words
+    tables: dict[str, Table] = field(default_factory=dict)  # by name, those wide enough for values, the embedding aside
     arriving: list[StreamSum] = field(default_factory=list)  # of what each block and the final norm read
