@@ -5,8 +5,9 @@
 The list is made by code: all causal language models that the installed transformers maps, eager and fused attention each, at
 width 64 and random weights. Truth: logits of a plain run (bitwise); `output_attentions` of the eager module (entropy, first column
 and column sums of each row, and the pattern times our values); hooks on its blocks and `output_hidden_states` (streams), on its
-value projections where they are named so (own values), on its output projections (z). A number is wrong where it is off by more
-than 1e-4. Writes `benchmarks/families.csv`, one row per family and kind of attention; exits with 1 where a number is wrong.
+value projections where they are named so (own values), on its output projections (z); parts of its logits against their sum.
+A number is wrong where it is off by more than 1e-4. Writes `benchmarks/families.csv`, one row per family and kind of attention;
+exits with 1 where a number is wrong.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from family_configs import ATTENTION, LENGTH, VOCABULARY, TooSlow, built, famili
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
+from workbench.models.decomposition import decompose
 from workbench.observing import Observed, observe
 
 TABLE = Path(__file__).with_suffix(".csv")
@@ -159,6 +161,7 @@ def row_of(family: str, implementation: str, seconds: int) -> dict[str, Any]:
             row["streams"] = observed.structure.layers[0].has_stream
             row["why"] = "; ".join(observed.notes)
             row |= compared(observed, module, eager, ids)
+            row |= taken_apart(observed, ids)
     except TooSlow as slow:
         row |= {"status": "too slow", "why": str(slow)}
     except Exception as error:  # a family that cannot be built or is refused is a row of the table, whatever it raises
@@ -168,8 +171,20 @@ def row_of(family: str, implementation: str, seconds: int) -> dict[str, Any]:
     return row
 
 
+def taken_apart(observed: Observed, ids: Tensor) -> dict[str, Any]:
+    """The finest level at which its logits are taken apart, how far those parts are from their sum, and why not finer."""
+    row: dict[str, Any] = {"parts_by": "", "parts": None, "parts_why": ""}
+    for by in ("layer", "head", "value_path"):
+        try:
+            found = decompose(observed, ids, "logits", by, tokens=5)
+        except WorkbenchError as reason:
+            return row | {"parts_why": str(reason)[:160]}
+        row |= {"parts_by": by, "parts": found.error / float(found.parts.abs().sum(0).max())}
+    return row
+
+
 def is_wrong(row: dict[str, Any]) -> bool:
-    measured = {name: row.get(name) for name in (*STATISTICS, "v", "own_v", "z", "stream")}
+    measured = {name: row.get(name) for name in (*STATISTICS, "v", "own_v", "z", "stream", "parts")}
     return row["status"] == "failed" or bool(row.get("logits")) or any(
         value is not None and not value <= LIMIT for value in measured.values()
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import odd_stacks
 import pytest
-import strangers
 import torch
 from seams import COVERING
 
@@ -42,7 +42,7 @@ def test_what_an_observed_model_has_no_parts_for_does_not_apply():
     import workbench
 
     torch.manual_seed(0)
-    observed = workbench.observe(strangers.GPT().eval(), IDS % 61, quiet=True)
+    observed = workbench.observe(odd_stacks.Outside().eval(), IDS % 61, quiet=True)
     found = check_model(observed, IDS % 61).set_index("check")
     assert found.loc["parts of the stream", "holds"] is None
     assert found.loc["causality", "holds"]

@@ -10,7 +10,8 @@ from seams import COVERING
 
 import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.models.decomposition import TOLERANCE, decompose
+from workbench.models.anatomy import TOLERANCE
+from workbench.models.decomposition import decompose
 from workbench.names import stream_hook, value_path
 
 WIDE = torch.float64

@@ -103,6 +103,14 @@ def test_an_observed_model_whose_output_does_not_follow_its_last_stream_has_no_l
         logit_lens(observed, some_ids())
 
 
-def test_what_an_observed_model_cannot_be_asked_is_said(observed):
-    with pytest.raises(BadData, match="parts cannot be told of a model that is observed from outside"):
-        logit_attribution(observed, some_ids(), -1, 5)
+def test_an_observed_model_says_who_says_so(observed):
+    """Levels that sum to the logit the module gives, value paths among them; `test_observing_parts` has what is refused."""
+    ids = some_ids()
+    found = logit_attribution(observed, ids, -1, 5, 11)
+    row = observed.foreign(ids)[0][0, -1].detach()
+    assert found.logit == pytest.approx(float(row[5] - row[11]), abs=1e-5)
+    assert list(found.totals) == ["layer", "head", "value_path"]
+    assert found.error < 1e-4
+    assert set(found.frame["path"].dropna()) == {"own", "first"}
+    with pytest.raises(BadData, match="token id 61 leaves"):
+        logit_attribution(observed, ids, -1, 61)

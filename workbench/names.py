@@ -55,6 +55,11 @@ ACTIVATIONS: dict[str, Activation] = {
     "v_mix": Activation(
         hook="blocks.{layer}.attn.hook_v_mix", axes="source", meaning="value coefficients in use: sources, own last"
     ),
+    "v_weights": _block(
+        "attn.hook_v_weights",
+        "pos kv_head source",
+        "value coefficients of each token, where they depend on it: own last",
+    ),
     "table_v": _block("attn.table.hook_v", "pos kv_head d_head", "value looked up by token id"),
     "cross_v": _block("attn.cross.hook_v", "pos kv_head d_head", "another layer's value, attended to beside the own"),
     "own_q": _block("attn.own.hook_q", "pos head d_head", "query as projected here, where it is mixed"),
@@ -167,7 +172,7 @@ def position_axis(hook: str) -> int | None:
     point = hook.rsplit(".", 1)[-1]
     if point.endswith("_mix") or point == "hook_dwa_weights":
         return None
-    if point in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k"):
+    if point in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k", "hook_v_weights"):
         return -3
     return -1 if is_statistic(hook) else -2
 

@@ -141,6 +141,11 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
         loss = next_token_loss(logits, ids, per_token=loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
 
+    def everywhere(self, tokens: Any) -> Tensor:
+        """Logits [batch, pos, d_vocab] of every position."""
+        logits: Tensor = self(tokens)
+        return logits
+
     def setup(self) -> None:
         """Name the hook points and share the hook state among all modules that have or are any."""
         super().setup()

@@ -100,7 +100,7 @@ def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None)
         trace = Trace(module, example if tokens is None else tokens)
         output = trace.run(lambda ids: call(module, ids))
         structure = recognize_decoder(trace, output, blocks)
-        return structure, fit_value_paths(structure.layers)
+        return structure, fit_value_paths(structure.layers, structure.tables)
 
     return recognize
 

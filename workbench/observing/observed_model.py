@@ -20,6 +20,7 @@ from workbench.models.activations import Cache
 from workbench.models.hook_points import HookPoint
 from workbench.models.hooked import HookedModel, LossFn, NamesFilter
 from workbench.names import is_statistic
+from workbench.observing.anatomy import ObservedAnatomy
 from workbench.observing.interception.tensor_layouts import get_at
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
 from workbench.observing.listening.module_hooks import listening
@@ -28,10 +29,9 @@ from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
 from workbench.observing.recognition.value_paths import (
     ValuePath,
-    is_mixture,
+    mixture_of,
     sharing_note,
     value_path_table,
-    value_sources,
 )
 from workbench.observing.summary import describe, missing_hooks, site_table
 
@@ -50,7 +50,7 @@ class Observed(HookedModel):
         self, foreign: nn.Module, structure: DecoderStructure, paths: list[ValuePath], *, outer: nn.Module, call: Call,
         call_all: Call, recognize: Recognize, notes: list[str], tokenizer: Any,
     ) -> None:  # fmt: skip
-        name, options, reason = recognize_architecture(structure.layers, paths)
+        name, options, reason = recognize_architecture(structure.layers, paths, structure.arriving)
         super().__init__(structure.config, name)
         self.options, self.tokenizer = options, tokenizer
         self.source = {"path": f"observed {type(foreign).__name__}"}
@@ -74,15 +74,14 @@ class Observed(HookedModel):
         if self.structure.embed is not None:
             self.hook_embed = HookPoint()
         self.blocks = nn.ModuleList(
-            BlockPoints(layer, value_sources(self.fitted_paths, i), is_mixture(self.fitted_paths, i))
-            for i, layer in enumerate(self.structure.layers)
+            BlockPoints(layer, mixture_of(self.fitted_paths, i)) for i, layer in enumerate(self.structure.layers)
         )
         if self.structure.head is not None:
             self.unembed = HeadPoints(self.foreign.get_submodule(self.structure.head.module))  # type: ignore[assignment]
 
     def is_read_only(self, name: str) -> bool:
         """Whether a hook point can only be read: statistics, fitted coefficients, copies of earlier layers' values."""
-        copy = name.endswith("hook_v_mix") or ".attn.source." in name
+        copy = name.endswith(("hook_v_mix", "hook_v_weights")) or ".attn.source." in name or ".attn.table." in name
         return copy or is_statistic(name) or (bool(self.structure.layers[0].inline) and ".hook_resid_" in name)
 
     def listening(self, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -107,7 +106,8 @@ class Observed(HookedModel):
         called with targets. Raises `WorkbenchError` where it gives no logits at all.
         """
         with self.lock:  # no context manager of ours: an idle call adds as little Python as it can
-            before, self.all_positions = self.all_positions, return_type in ("loss", "both")
+            before = self.all_positions
+            self.all_positions = before or return_type in ("loss", "both")
             try:
                 return super().forward(tokens, return_type, **kwargs)
             finally:
@@ -116,7 +116,25 @@ class Observed(HookedModel):
     def everywhere(self, tokens: Any) -> Tensor:
         """Logits [batch, pos, d_vocab] of every position, also where the module gives the last ones only."""
         with self._of_all_positions():
-            return super().forward(tokens)
+            return self(tokens)
+
+    def everywhere_with_cache(self, tokens: Any, names: NamesFilter) -> tuple[Tensor, Cache]:
+        """Logits of every position and the named activations of the same run."""
+        with self._of_all_positions():
+            return self.run_with_cache(tokens, names)
+
+    @property
+    def ln_final(self) -> Any:
+        """Refused: what norms an observed module's last stream need be no part of its own; `decompose` goes through it."""
+        raise WorkbenchError(
+            f"{type(self.foreign).__name__} is observed from outside, its final norm is not ours to apply: ask workbench.decompose, "
+            "prompts.logit_attribution or prompts.logit_lens"
+        )
+
+    def anatomy(self) -> ObservedAnatomy:
+        """What its stream and its logits are made of, found in a traced run on the example tokens with the weights of now."""
+        with self.lock:
+            return ObservedAnatomy(self, *self._recognize(self.foreign, None))
 
     def new_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a foreign module keeps its own cache."""
@@ -183,9 +201,11 @@ class Observed(HookedModel):
         return self.foreign.parameters(recurse)
 
     def value_paths(self, tokens: Any = None) -> pd.DataFrame:
-        """Where each layer's effective values come from, fitted now: layer, source, coefficient, residual, head, into.
+        """Where each layer's effective values come from, fitted now: layer, source, coefficient, spread, residual, head, into.
 
-        `source`: `first` (the first layer's values), `own`, or an earlier layer. `residual`: what the fit leaves, relative
+        `source`: `first` (the first layer's values), `own`, an earlier layer, or `table NAME`, looked up by token id.
+        `spread`: where weights depend on the token (`attn.hook_v_weights` has them), their standard deviation over tokens; the
+        coefficient is then their mean, and NaN says that it is a constant. `residual`: what the fit leaves, relative
         to the target; about 1e-7 where a path is exact in float32. `head`: where heads have coefficients of their own.
         `into`: `value`, or `output` for what is added between attention and W_O. On the example tokens unless others are
         given; at least a few dozen positions make a sharp fit.
@@ -198,7 +218,7 @@ class Observed(HookedModel):
     def sites(self) -> pd.DataFrame:
         """What was found, where, and what not: site, layer, found, where, note."""
         blocks: Any = self.blocks
-        return site_table(self.structure, [block.sources for block in blocks])
+        return site_table(self.structure, [block.mixture for block in blocks])
 
     def __repr__(self) -> str:
         name = f"{type(self.foreign).__name__}: {self.architecture}"

@@ -12,7 +12,7 @@ from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition.projections import Projection, TensorLocation
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure
 from workbench.observing.recognition.trace import BY_HAND
-from workbench.observing.recognition.value_paths import NEGLIGIBLE, ValuePath
+from workbench.observing.recognition.value_paths import NEGLIGIBLE, Mixture, ValuePath
 
 _NO_PROJECTION = (
     "no output in the block has its numbers: no value projection of its own, or values changed beyond recognition"
@@ -35,11 +35,11 @@ Site = tuple[str, bool, str, str]
 """site, whether it was found, where, note"""
 
 
-def site_table(structure: DecoderStructure, sources: Sequence[tuple[int, ...]]) -> pd.DataFrame:
-    """One row per activation of our vocabulary and layer: site, layer, found, where, note. `sources`: of each layer's values."""
+def site_table(structure: DecoderStructure, mixtures: Sequence[Mixture]) -> pd.DataFrame:
+    """One row per activation of our vocabulary and layer: site, layer, found, where, note. `mixtures`: of each layer's values."""
     rows: list[tuple[Any, ...]] = [(None, *site) for site in _sites_of_ends(structure)]
     for i, layer in enumerate(structure.layers):
-        rows += [(i, *site) for site in _sites_of_layer(layer, sources[i])]
+        rows += [(i, *site) for site in _sites_of_layer(layer, mixtures[i])]
     table = pd.DataFrame(rows, columns=["layer", "site", "found", "where", "note"])
     return table[["site", "layer", "found", "where", "note"]].astype({"layer": "Int64"})
 
@@ -48,10 +48,12 @@ def _sites_of_ends(structure: DecoderStructure) -> Iterator[Site]:
     found = structure.logits is not None
     yield "embed", *_place(structure.embed, "no table that reads the tokens")
     yield "stream final", *_place(structure.head, "no matrix after the blocks makes the logits")
+    ending = structure.ending
+    yield "final norm", *((False, "", ending) if isinstance(ending, str) else (True, ending.words, ""))
     yield "logits", found, *(("output", "") if found else ("", "the module returns no [batch, pos, d_vocab]"))
 
 
-def _sites_of_layer(layer: LayerStructure, sources: tuple[int, ...]) -> Iterator[Site]:
+def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
     attention = layer.attention
     kind = {"fused": "scaled dot product", BY_HAND: "softmax by hand"}.get(attention.kind, "softmax")
     call = f"{kind} in {attention.within.name or 'the module'}"
@@ -78,9 +80,13 @@ def _sites_of_layer(layer: LayerStructure, sources: tuple[int, ...]) -> Iterator
     yield "own_v", *_place(layer.v, _NO_PROJECTION)
     if layer.latent is not None:
         yield "latent", *_place(layer.latent, "")
-    first = 0 in sources
+    sources, first = mixture.sources, 0 in mixture.sources
     why = "" if first else f"see source.{sources[0]}" if sources else _NOT_MIXED
     yield "first_v", first, call if first else "", why
+    if mixture.table:
+        yield "table_v", True, mixture.table, ""
+    if mixture.by_token:
+        yield "v_weights", True, call, ""
     no_w_o = "no matrix W_O found: the attention's own output"
     yield "z", True, *((layer.z.module, layer.changed) if layer.z else (call, no_w_o))
     masked = "" if attention.mask == CAUSAL else attention.mask
@@ -142,8 +148,12 @@ def describe(
 def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
     for path in paths:
         shown = {s: c for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE or not path.exact}
-        if set(shown) - {"own"} or path.into == "output" or not path.exact:
-            terms = " + ".join(f"{c:.7g} {s if isinstance(s, str) else f'layer {s}'}" for s, c in shown.items()) or "?"
+        if set(shown) - {"own"} or path.into == "output" or path.by_token or not path.exact:
+            spreads = {s: f" ± {x:.2g}" for s, x in path.spread.items()}
+            each = (
+                f"{c:.7g}{spreads.get(s, '')} {s if isinstance(s, str) else f'layer {s}'}" for s, c in shown.items()
+            )
+            terms = (" + ".join(each) or "?") + (" by token" if path.by_token else "")
             head = "" if path.head is None else f" head {path.head}"
             yield f"  layer {path.layer}{head} {path.into} = {terms} (residual {path.residual:.1e})"
 

@@ -7,17 +7,18 @@ parts.frame.query("level == 'head' and layer == 3")
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 import torch
 
-from workbench.errors import BadData
+from workbench.errors import BadData, WorkbenchError
 from workbench.models.activations import Cache, RebuiltPatterns
-from workbench.models.decomposition import By, Decomposition, decompose, needed
+from workbench.models.anatomy import TOLERANCE, Anatomy, By
+from workbench.models.decomposition import Decomposition, anatomy_of, decompose
 from workbench.models.hooked import HookedModel
-from workbench.prompts.single_pass import by_layer, decoder, one_position
+from workbench.prompts.single_pass import by_layer, one_position
 from workbench.prompts.tokens import PromptLike, single_prompt
 
 LEVELS: tuple[By, ...] = ("layer", "head", "value_path")
@@ -34,13 +35,16 @@ class Attribution:
     frame: pd.DataFrame
     """A row for each part of each level.
 
-    level: `layer`, `head` or `value_path`; part: `embed`, `attn` or `mlp`; layer and head, absent where they do not apply;
-    path: `own`, `first`, `source.<j>`, `table`, `cross`, ..., of the last level; value in logits.
+    level: `layer`, `head` or `value_path`; part: `embed`, `attn`, `mlp` or `bias` (what the final norm and the head of an
+    observed model add by themselves); layer and head, absent where they do not apply (an `attn` without a head beside heads is
+    what W_O adds by itself); path: `own`, `first`, `source.<j>`, `table`, `cross`, ..., of the last level; value in logits.
     """
     logit: float
     """What the model computed."""
     totals: dict[str, float]
     """Sum of the parts of each level."""
+    notes: list[str] = field(default_factory=list)
+    """Levels that an observed model does not show, and why."""
 
     @property
     def error(self) -> float:
@@ -55,32 +59,57 @@ def logit_attribution(
     """What embedding, attention and MLP of each layer, each head and each value path add to a logit at a position.
 
     The final norm's scale is frozen; what a part does through later layers is in those. Costs one run and, for each value
-    path of a layer, its attention once more: O(L T^2 d_model) time and O(L T d_model) memory, no T x T array. Raises
-    `BadData` for an observed model, a position outside the prompt or an id outside the vocabulary, `WorkbenchError` where
-    the parts do not sum to the logit, as after a hook changed a stream.
+    path of a layer, its attention once more: O(L T^2 d_model) time and O(L T d_model) memory, no T x T array (of observed
+    models one more run on the example tokens, and the patterns of layers whose queries and keys do not make them). Raises
+    `BadData` for an observed model whose layers or end cannot be taken apart, a position outside the prompt or an id
+    outside the vocabulary, `WorkbenchError` where the parts do not sum to the logit, as after a hook changed a stream.
     """
-    ours, prompt = decoder(model, "parts"), single_prompt(model, prompt)
-    at, layers = one_position(prompt.ids.shape[1], position), ours.config.n_layers
+    prompt, n_layers = single_prompt(model, prompt), model.config.n_layers
+    at = one_position(prompt.ids.shape[1], position)
     chosen = [token] if against is None else [token, against]
     for i in chosen:
-        if isinstance(i, bool) or not isinstance(i, int) or i not in range(ours.config.d_vocab):
-            raise BadData(f"token id {i!r} leaves the vocabulary 0..{ours.config.d_vocab - 1}")
-    names = list(dict.fromkeys(name for by in LEVELS for name in needed(ours, by, layers, frozen=True)))
+        if isinstance(i, bool) or not isinstance(i, int) or i not in range(model.config.d_vocab):
+            raise BadData(f"token id {i!r} leaves the vocabulary 0..{model.config.d_vocab - 1}")
+    anatomy = anatomy_of(model)
+    levels, names, notes = _levels(anatomy, n_layers)
     tensors = RebuiltPatterns()
-    logits = by_layer(ours, prompt.ids, {n: [n] for n in names}, lambda _, one: tensors.update(one), slice(at, at + 1))
-    cache = Cache(tensors.with_recipes(ours.recipes()), ours, has_batch_dim=True)
+    logits = by_layer(model, prompt.ids, {n: [n] for n in names}, lambda _, one: tensors.update(one), slice(at, at + 1))
+    cache = Cache(tensors.with_recipes(model.recipes()), model, has_batch_dim=True)
+    row = logits[0, 0].double()
+    logit = float(row[token] - (0.0 if against is None else row[against]))
     rows: list[dict[str, Any]] = []
-    for by in LEVELS:
-        parts = decompose(ours, cache, to="logits", by=by, tokens=token, against=against, pos=(at, at + 1))
+    for by in levels:
+        parts = decompose(
+            model, cache, to="logits", by=by, tokens=token, against=against, pos=(at, at + 1), anatomy=anatomy
+        )
         rows += _rows(by, parts)
     frame = pd.DataFrame(rows, columns=COLUMNS).astype({"layer": "Int64", "head": "Int64", "path": "string"})
-    row = logits[0, 0].double()
     strings = prompt.strings(chosen)
-    return Attribution(
-        position=at, token=strings[0], against=None if against is None else strings[1], frame=frame,
-        logit=float(row[token] - (0.0 if against is None else row[against])),
-        totals={by: float(frame.loc[frame["level"] == by, "value"].sum()) for by in LEVELS},
+    found = Attribution(
+        position=at, token=strings[0], against=None if against is None else strings[1], frame=frame, logit=logit,
+        totals={by: float(frame.loc[frame["level"] == by, "value"].sum()) for by in levels}, notes=notes,
     )  # fmt: skip
+    size = float(frame.loc[frame["level"] == "layer", "value"].abs().sum())
+    if not found.error <= 2 * TOLERANCE[model.embed.weight.dtype] * max(size, abs(logit)):
+        raise WorkbenchError(
+            f"the parts sum to {found.totals['layer']:.6g}, the model computed {logit:.6g}: a hook changed it"
+        )
+    return found
+
+
+def _levels(anatomy: Anatomy, n_layers: int) -> tuple[list[By], list[str], list[str]]:
+    """Levels that a model shows, the hook points they read, and why finer ones are missing."""
+    levels, names, notes = list[By](), list[str](), list[str]()
+    for by in LEVELS:
+        try:
+            names += anatomy.needed(by, n_layers, frozen=True)
+        except BadData as reason:
+            if by == "layer":
+                raise
+            notes.append(f"No parts by {by.replace('_', ' ')}: {reason}.")
+        else:
+            levels.append(by)
+    return levels, list(dict.fromkeys(names)), notes
 
 
 def _rows(level: str, parts: Decomposition) -> list[dict[str, Any]]:
@@ -91,8 +120,8 @@ def _rows(level: str, parts: Decomposition) -> list[dict[str, Any]]:
 
 
 def _place(label: str) -> tuple[str, int | None, int | None, str | None]:
-    """(part, layer, head, path) of a label: `embed`, `2_mlp_out`, `L1H0.first`."""
-    if label == "embed":
+    """(part, layer, head, path) of a label: `embed`, `bias`, `2_mlp_out`, `2_attn_bias`, `L1H0.first`."""
+    if "_" not in label and not label.startswith("L"):
         return label, None, None, None
     if match := re.fullmatch(r"L(\d+)H(\d+)(?:\.(.+))?", label):
         return "attn", int(match[1]), int(match[2]), match[3]

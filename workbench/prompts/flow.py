@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workbench.errors import BadData
 from workbench.kernels.joint import Softmax, joint_attention
-from workbench.models.decomposition import TOLERANCE
+from workbench.models.anatomy import TOLERANCE
 from workbench.models.hooked import HookedModel
 from workbench.prompts.single_pass import by_layer, one_position, wide
 from workbench.prompts.softmaxes import recipes_of

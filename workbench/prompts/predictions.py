@@ -13,7 +13,7 @@ from torch import Tensor
 from workbench.errors import BadData
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
-from workbench.prompts.single_pass import array, by_layer, decoder, log_probabilities, one_position, wide
+from workbench.prompts.single_pass import array, by_layer, log_probabilities, one_position, wide
 from workbench.prompts.tokens import PromptLike, single_prompt
 
 
@@ -64,8 +64,7 @@ def _count(top: int, vocabulary: int) -> int:
 def _output(model: HookedModel, ids: Tensor) -> Iterable[tuple[slice, Tensor]]:
     """(positions, log-probabilities) of the whole prompt, as `log_probabilities`."""
     if not isinstance(model, Transformer):
-        everywhere = getattr(model, "everywhere", model)
-        return [(slice(0, ids.shape[1]), wide(everywhere(ids)[0]).log_softmax(-1))]
+        return [(slice(0, ids.shape[1]), wide(model.everywhere(ids)[0]).log_softmax(-1))]
     normed: list[Tensor] = []
     by_layer(model, ids, {"head": ["unembed.hook_in"]}, lambda _, tensors: normed.extend(tensors.values()))
-    return log_probabilities(decoder(model, "predictions"), normed[0][0], normed=True)
+    return log_probabilities(model, normed[0][0], normed=True)

@@ -33,7 +33,7 @@ def check_model(model: HookedModel, prompt: PromptLike) -> pd.DataFrame:
     What the model has no parts for holds None and says why in `meaning`; a sum that its decomposition refuses does not hold.
     """
     ids = single_prompt(model, prompt).ids[:, :MAX_TOKENS]
-    run = getattr(model, "everywhere", model)  # an observed module may give logits of the last position only
+    run = model.everywhere
     logits = run(ids)
     size = float(logits.abs().max())
 

@@ -37,12 +37,12 @@ def one_position(T: int, position: int) -> int:
 @torch.no_grad()
 def by_layer(
     model: HookedModel, ids: Tensor, names: Mapping[Any, Sequence[str]],
-    reduce: Callable[[Any, dict[str, Tensor]], None], head: slice = slice(0, 1),
+    reduce: Callable[[Any, dict[str, Tensor]], None], head: slice | None = None,
 ) -> Tensor:  # fmt: skip
     """Run once; `reduce(key, {name: activation})` for each group of hook points, as soon as all of it has fired.
 
     A group is dropped once it is reduced, so memory is one layer's. Returns logits [1, pos, d_vocab] of the positions in
-    `head` alone where the model is ours: the logits of a long prompt would outweigh everything else.
+    `head`; None: they are not wanted. Our models make no others: the logits of a long prompt would outweigh everything else.
     """
     owner = {name: key for key, group in names.items() for name in group}
     model.hook_names(list(owner))  # refused by name before anything runs
@@ -56,20 +56,14 @@ def by_layer(
             reduce(key, waiting.pop(key))
 
     def cut(tensor: Tensor, hook: Any) -> Tensor:
-        return tensor[:, head]
+        return tensor[:, slice(0, 1) if head is None else head]
 
     points: list[Any] = [(name, collect) for name in owner]
-    with model.hooks(points + ([("unembed.hook_in", cut)] if isinstance(model, Transformer) else [])):
-        return model(ids)
-
-
-def decoder(model: HookedModel, what: str) -> Transformer:
-    """The model where it is one of ours; raises `BadData` for an observed one, which shows no final norm to go through."""
-    if not isinstance(model, Transformer):
-        raise BadData(
-            f"{what} cannot be told of a model that is observed from outside: it does not show its final norm"
-        )
-    return model
+    if isinstance(model, Transformer):
+        with model.hooks([*points, ("unembed.hook_in", cut)]):
+            return model(ids)
+    with model.hooks(points):
+        return model(ids) if head is None else model.everywhere(ids)[:, head]
 
 
 def streams(model: HookedModel) -> dict[int, str]:

@@ -19,6 +19,7 @@ from workbench.errors import BadData
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
 from workbench.models.joint_attention import JointAttention
+from workbench.observing.anatomy import output_map
 from workbench.observing.observed_model import Observed
 from workbench.observing.recognition.value_paths import NEGLIGIBLE
 from workbench.prompts.softmaxes import hook_points
@@ -99,12 +100,10 @@ def output_matrix(model: HookedModel, layer: int) -> Tensor:
     if not isinstance(model, Observed):
         matrix: Tensor = model.blocks[layer].attn.W_O
         return matrix.detach()
-    place = model.structure.layers[layer].z
-    if place is None:
+    structure = model.structure.layers[layer]
+    if structure.z is None:
         raise BadData(f"values cannot be followed here: no matrix W_O was found after the attention of layer {layer}")
-    module, width = model.foreign.get_submodule(place.module), model.config.n_heads * model.config.d_head
-    rows = torch.eye(width, dtype=module.weight.dtype, device=module.weight.device)
-    return (module(rows) - module(torch.zeros_like(rows))).unflatten(0, (model.config.n_heads, -1))  # without its bias
+    return output_map(model.foreign, structure)[0]
 
 
 def _ours(model: Any, n: int) -> LayerValues:

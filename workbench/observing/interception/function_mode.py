@@ -26,6 +26,7 @@ from workbench.observing.interception.product_calls import PRODUCTS, ProductCall
 ATTENTION_LIKE = re.compile(r"attn|attention|flash|sdpa|encoder_layer_fwd", re.IGNORECASE)
 MATRICES = ("linear", "addmm", "matmul", "__matmul__", "mm", "einsum")
 _KINDS = {"scaled_dot_product_attention": "fused", "softmax": "softmax", "multi_head_attention_forward": "composite"}
+_WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")  # names of functions that write over what they are given
 _ATEN = re.compile(r"_scaled_dot_product_\w*attention\w*")
 _SEEN_BY_MODE = ("eager", "sdpa", "flex_attention")  # these run through torch functions
 _WHOLE = {"fused": sdpa_call, "flex": flex_call, "aten": aten_call}
@@ -49,6 +50,9 @@ class CallHandler(Protocol):
     def other(self, name: str) -> None:
         """A call that may be an attention which cannot be read, by the function's name."""
 
+    def wrote(self) -> None:
+        """A tensor has just been written over."""
+
 
 @functools.cache
 def _kind(function: Any) -> str | None:
@@ -62,6 +66,8 @@ def _kind(function: Any) -> str | None:
         return "flex"
     if _ATEN.match(name) and "backward" not in name:
         return "aten"
+    if _WRITES.fullmatch(name):
+        return "writing"
     return _KINDS.get(name) or ("other" if ATTENTION_LIKE.search(name) else None)
 
 
@@ -84,6 +90,10 @@ class InterceptionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if kind in _WHOLE:
             return self.handler.fused(_WHOLE[kind](func, args, kwargs))
+        if kind == "writing":
+            out = func(*args, **kwargs)
+            self.handler.wrote()
+            return out
         if kind == "softmax":
             return self._softmax(func, args, kwargs)
         if kind == "composite":

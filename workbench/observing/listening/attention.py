@@ -29,9 +29,10 @@ from workbench.observing.interception.product_calls import ProductCall, arrange,
 from workbench.observing.interception.tensor_layouts import from_heads, get_at, replaced_at, to_heads
 from workbench.observing.listening.run import HookedRun
 from workbench.observing.recognition.attention_reference import causal_attention
+from workbench.observing.recognition.least_squares import fit, weights_by_token
 from workbench.observing.recognition.structure import LayerStructure
 from workbench.observing.recognition.trace import BY_HAND, NO_DISTRIBUTION, TracedAttention
-from workbench.observing.recognition.value_paths import fit
+from workbench.observing.recognition.value_paths import TABLE
 
 _MAX_FITTED = 4096  # positions: enough for coefficients to 1e-7
 
@@ -63,6 +64,9 @@ class AttentionHooks:
 
     def other(self, name: str) -> None:
         """Calls of other functions fire nothing."""
+
+    def wrote(self) -> None:
+        """Nor do those that write over a tensor: where they do, hooks get copies."""
 
     def fused(self, call: FusedCall) -> Any:
         """Fire around one whole attention."""
@@ -129,20 +133,29 @@ class AttentionHooks:
 
     def _sources(self, i: int, v: Tensor) -> None:
         """Show the sources of a mixed value and their coefficients in it."""
-        run, own = self.run, self.run.own_values
-        if i in run.own_values_read and self.layers[i].v is None and not run.points.blocks[i].sources:
+        run, own, block = self.run, self.run.own_values, self.run.points.blocks[i]
+        if i in run.own_values_read and self.layers[i].v is None and not block.mixture.sources:
             own[i] = v
         if i not in run.mixtures:
             return
         for j, point in run.mixtures[i].items():
             run.show(point, own[j])
-        if run.hooks_any(i, "v_mix"):
-            values = [own[j] for j in (*run.mixtures[i], i) if j in own]
-            target, *values = (x.flatten(0, 1)[:_MAX_FITTED] for x in (v, *values))
-            coefficients, _ = fit(target, values)
-            coefficients = coefficients if i in own else [*coefficients, 0.0]
-            dtype = torch.promote_types(v.dtype, torch.float32)
-            run.show(run.point(i, "v_mix"), v.new_tensor(coefficients, dtype=dtype))
+        table = run.tables[block.mixture.table].reshape(v.shape) if block.mixture.table else None
+        if table is not None:
+            run.show(block.table_point, table)
+        if not run.hooks_any(i, "v_mix", "v_weights"):
+            return
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        if run.hooks_any(i, "v_weights"):
+            named: dict[Any, Any] = {"own": own.get(i), "first": own.get(0), TABLE + block.mixture.table: table, **own}
+            weights, _ = weights_by_token(v, [named[s] for s in block.mixture.order])
+            run.show(run.point(i, "v_weights"), weights.to(dtype))
+            return
+        values = [own[j] for j in (*run.mixtures[i], i) if j in own]
+        target, *values = (x.flatten(0, 1)[:_MAX_FITTED] for x in (v, *values))
+        coefficients, _ = fit(target, values)
+        coefficients = coefficients if i in own else [*coefficients, 0.0]
+        run.show(run.point(i, "v_mix"), v.new_tensor(coefficients, dtype=dtype))
 
     def _pattern(self, i: int, scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """The pattern [batch, head, query, key] of scores after the hooks, and whether one of them replaced anything."""

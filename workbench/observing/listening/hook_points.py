@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from workbench.models.hook_points import HookedModule, HookPoint
 from workbench.observing.recognition.structure import LayerStructure
+from workbench.observing.recognition.value_paths import Mixture
 
 
 class HeadPoints(HookedModule):
@@ -25,27 +26,26 @@ class HeadPoints(HookedModule):
 
 
 class BlockPoints(HookedModule):
-    """Hook points of one layer: of what was recognised in it, and of the layers whose values are mixed into its own.
+    """Hook points of one layer: of what was recognised in it, and of what is mixed into its values."""
 
-    `sources`: those layers. `mixed`: whether its effective values are a mixture, whose coefficients can be shown.
-    """
-
-    def __init__(self, layer: LayerStructure, sources: tuple[int, ...], mixed: bool) -> None:
+    def __init__(self, layer: LayerStructure, mixture: Mixture) -> None:
         super().__init__()
-        self.sources = sources
+        self.mixture, sources = mixture, mixture.sources
         self.attn = attn = HookedModule()
         streams = ("resid_pre", "resid_post") if layer.has_stream else ()
         self.add_hook_points(*streams, *(n for n in ("attn_out", "mlp_out") if getattr(layer, n) is not None))
         names = [*(("v", "z") if layer.is_read else ()), *(n for n in ("q", "k") if getattr(layer, n) is not None)]
         names += ["rot_q", "rot_k"] if layer.pattern_from_qk else []
         names += [*layer.statistics, *layer.squares]
-        names += ["v_mix"] if mixed and sources else []
+        names += ["v_weights"] if mixture.by_token else ["v_mix"] if mixture.mixed and sources else []
         names += ["latent"] if layer.latent is not None else []
         attn.add_hook_points(*names)
         if layer.v is not None:
             attn.own = _value_point()
         if sources:
             attn.source = nn.ModuleDict({str(j): _value_point() for j in sources})
+        if mixture.table:
+            attn.table = _value_point()
 
     @property
     def own_point(self) -> HookPoint | None:
@@ -56,7 +56,12 @@ class BlockPoints(HookedModule):
     @property
     def source_points(self) -> dict[int, HookPoint]:
         """The hook points of the earlier layers' own values that are mixed into this layer's."""
-        return {j: self.attn.source[str(j)].hook_v for j in self.sources}
+        return {j: self.attn.source[str(j)].hook_v for j in self.mixture.sources}
+
+    @property
+    def table_point(self) -> HookPoint | None:
+        """The hook point of values looked up by token id, None where the layer reads none."""
+        return self.attn.table.hook_v if self.mixture.table else None
 
 
 class DecoderPoints(NamedTuple):

@@ -79,7 +79,7 @@ class ModuleHooks:
             for name in ("attn_out", "mlp_out"):
                 location = getattr(layer, name)
                 if location is not None and is_hooked(point := getattr(block, f"hook_{name}")):
-                    yield _ReadTensor(location, False, partial(self._fire_addition, point), i)
+                    yield _ReadTensor(location, False, partial(self._fire_addition, point, location.factor), i)
             if layer.latent is not None and self.run.hooks_any(i, "latent"):
                 yield _ReadTensor(layer.latent, True, partial(self.run.fire_at, i, "latent"), i)
             if layer.z is not None and self.run.hooks_any(i, "z"):
@@ -92,6 +92,8 @@ class ModuleHooks:
         run, structure, points = self.run, self.run.structure, self.run.points
         if structure.embed is not None and points.embed is not None and is_hooked(points.embed):
             yield _ReadTensor(structure.embed, False, partial(run.fire, points.embed), None)
+        for name in run.tables_read:
+            yield _ReadTensor(structure.tables[name].place, False, partial(run.keep_table, name), None)
         if structure.head is not None and points.head is not None and is_hooked(points.head):
             yield _ReadTensor(structure.head, True, partial(run.fire, points.head), None)
         if structure.final is not None and is_hooked(last := self.blocks[-1].hook_resid_post):
@@ -105,11 +107,12 @@ class ModuleHooks:
             self.run.show(point, shown)
         return tensor
 
-    def _fire_addition(self, point: Any, output: Tensor) -> Tensor:
+    def _fire_addition(self, point: Any, factor: float, output: Tensor) -> Tensor:
         """What is added to the stream [batch, pos, d_model], which some modules write as [batch * pos, d_model]."""
         shaped = output.view(self.run.batch, self.run.length, -1)
-        fired = self.run.fire(point, shaped)
-        return output if fired is shaped else fired.view(output.shape)
+        added = shaped if factor == 1 else shaped * factor
+        fired = self.run.fire(point, added)
+        return output if fired is added else (fired if factor == 1 else fired / factor).view(output.shape)
 
     def _fire_z(self, i: int, tensor: Tensor) -> Tensor:
         heads = tensor.unflatten(-1, (self.layers[i].attention.heads, -1))

@@ -18,7 +18,7 @@ from workbench.observing.recognition.projections import Projection
 from workbench.observing.recognition.structure import DecoderStructure
 from workbench.observing.recognition.trace import MATRIX
 
-_INTERCEPTED = ("v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "v_mix", *STATISTICS, NULL)
+_INTERCEPTED = ("v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "v_mix", "v_weights", *STATISTICS, NULL)
 
 
 class HookedProjection(NamedTuple):
@@ -49,10 +49,10 @@ class HookedRun:
             for modules in attentions
         ]
         sources = {i: block.source_points for i, block in enumerate(points.blocks)}
-        self.mixtures = {  # layers of which the sources or their coefficients are hooked
-            i: s for i, s in sources.items() if "v_mix" in self.attention_points[i] or any(map(is_hooked, s.values()))
-        }
+        self.mixtures = {i: s for i, s in sources.items() if self._mixes(i, s)}
         self.own_values_read = {j for i in self.mixtures for j in (*sources[i], i)}
+        self.tables: dict[str, Tensor] = {}  # [batch, pos, width], of those that are read
+        self.tables_read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
         projections = [hooked_one for i in sources for hooked_one in self._hooked_projections(i)]
         self.module_projections = [p for p in projections if p.projection.module != MATRIX]
         self.matrix_projections: dict[tuple[int, int], list[HookedProjection]] = {}  # by layer, and which matrix there
@@ -61,6 +61,17 @@ class HookedRun:
                 self.matrix_projections.setdefault((p.layer, p.projection.run), []).append(p)
         hooked_layers = {i for i, named in enumerate(self.attention_points) if named.keys() & set(_INTERCEPTED)}
         self.intercepted = hooked_layers | self.own_values_read | {i for i, _ in self.matrix_projections}
+
+    def _mixes(self, i: int, sources: dict[int, HookPoint]) -> bool:
+        """Whether what is mixed into a layer's values, or how much of it, is hooked."""
+        table = self.points.blocks[i].table_point
+        shown = [*sources.values(), *([] if table is None else [table])]
+        return bool({"v_mix", "v_weights"} & self.attention_points[i].keys()) or any(map(is_hooked, shown))
+
+    def keep_table(self, name: str, looked_up: Tensor) -> Tensor:
+        """Keep what a table gives for the layers that read it."""
+        self.tables[name] = looked_up
+        return looked_up
 
     def _hooked_projections(self, i: int) -> Iterator[HookedProjection]:
         layer = self.layers[i]

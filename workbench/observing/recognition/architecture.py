@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from workbench.observing.recognition.stream_sums import StreamSum
 from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.value_paths import EXACT, NEGLIGIBLE, Source, ValuePath, fit
+from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath
 
 _SAME = 1e-3  # coefficients this near are one published constant
 
 
 def recognize_architecture(
-    layers: Sequence[LayerStructure], paths: Sequence[ValuePath]
+    layers: Sequence[LayerStructure], paths: Sequence[ValuePath], arriving: Sequence[StreamSum]
 ) -> tuple[str, dict[str, Any], str]:
     """(name, options, reason): a registered architecture; `unknown` with the reason where none agrees."""
     if not all(layer.is_read for layer in layers):
@@ -28,6 +29,8 @@ def recognize_architecture(
     if not all(p.exact for p in paths):
         worst = max(paths, key=lambda p: p.residual)
         return "unknown", {}, f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained"
+    if gated := [p for p in values if p.by_token]:
+        return "unknown", {}, _gates(gated)
     if any(not _near(p.coefficients, {"own": 1.0}) for p in values):
         name, options = _value_name(values, layers)
         if name is None:
@@ -39,11 +42,22 @@ def recognize_architecture(
             return "unknown", {}, "something is added to the attention's output; see value_paths()"
         parts.append("neutreno")
         options |= _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])
-    if (left := _stream_residual(layers)) is not None:
-        if left > EXACT.get(layers[0].rows["in"].dtype, 1e-2):
+    if mixed := [s for s in arriving[:-1] if not s.is_plain]:
+        if not all(s.exact for s in mixed):
+            left = max(s.residual for s in mixed)
             return "unknown", {}, f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it"
         parts.append("denseformer")
     return "+".join(parts) or "transformer", options, ""
+
+
+def _gates(paths: Sequence[ValuePath]) -> str:
+    """What weights by token are of, in words, after whom such gates are known."""
+    names = list(dict.fromkeys(s for p in paths for s in p.coefficients if p.spread[s] > _SAME))
+    looked_up = any(isinstance(s, str) and s.startswith(TABLE) for s in names)
+    known = " (as nanochat's value embeddings)" if looked_up else " (as SATFormer)" if "first" in names else ""
+    of = " and ".join(str(s) if isinstance(s, str) else f"layer {s}" for s in names)
+    layers = ", ".join(map(str, dict.fromkeys(p.layer for p in paths)))
+    return f"values are weighted by token in layers {layers}: gates on {of}{known}; see value_paths()"
 
 
 def _near(one: Mapping[Source, float], other: Mapping[Source, float]) -> bool:
@@ -51,6 +65,13 @@ def _near(one: Mapping[Source, float], other: Mapping[Source, float]) -> bool:
 
 
 def _value_name(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> tuple[str | None, dict[str, Any]]:
+    looked_up = [p for p in values if any(isinstance(s, str) and s.startswith(TABLE) for s in p.coefficients)]
+    if looked_up:
+        replaced = all(
+            abs(c) < _SAME for p in looked_up for s, c in p.coefficients.items() if not str(s).startswith(TABLE)
+        )
+        plain = all(set(p.coefficients) <= {"own"} or abs(p.coefficients.get("first", 0.0)) < _SAME for p in values)
+        return ("bank_of_values" if replaced else "value_embedding") if plain else None, {}
     later = [p for p in values if p.layer and not _near(p.coefficients, {"own": 1.0})]
     shared = {p.layer: s for p in later for s in p.coefficients if s != "own" and _near(p.coefficients, {s: 1.0})}
     if len(shared) == len(later):
@@ -75,14 +96,3 @@ def _constant(name: str, values: Sequence[float]) -> dict[str, float]:
     """An option, where all layers share it."""
     mean = sum(values) / len(values)
     return {name: mean} if max(abs(v - mean) for v in values) < _SAME else {}
-
-
-def _stream_residual(layers: Sequence[LayerStructure]) -> float | None:
-    """What weighted sums of the embedding and earlier blocks' outputs leave of the blocks' inputs; None where these are plain."""
-    left = None
-    for i, layer in enumerate(layers[1:], 1):
-        rows = layer.rows["in"]
-        if not torch.equal(rows, layers[i - 1].rows["out"]):
-            sources = [layers[0].rows["in"], *(earlier.rows["out"] for earlier in layers[:i])]
-            left = max(left or 0.0, fit(rows, sources)[1])
-    return left

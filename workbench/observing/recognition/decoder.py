@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ObservedConfig
-from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_in
+from workbench.observing.interception.tensor_layouts import TensorPath, by_position, get_at, tensors_in
 from workbench.observing.recognition.blocks import chosen_blocks, first_reader
+from workbench.observing.recognition.ending import LinearEnding, find_ending
 from workbench.observing.recognition.layers import mlp_width, recognize_layers
+from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import TensorLocation, run_index
-from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure
+from workbench.observing.recognition.stream_sums import stream_sums
+from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure, Table
 from workbench.observing.recognition.trace import Execution, Trace, is_matrix, rows_at
-from workbench.observing.recognition.value_paths import EXACT, fit
 
 CONTEXT = (
     "max_position_embeddings", "n_positions", "block_size", "n_ctx", "max_seq_len", "max_seq_length", "context_length",
@@ -25,6 +27,7 @@ CONTEXT = (
 )  # fmt: skip
 """Names of settings that say how long an input may be."""
 _FEW = 48  # rows that tell a sum of streams from anything else
+NO_STREAM = "the stream was not found, so what makes the logits of it is not known"
 SETTINGS = ("config", "cfg", "args", "hparams")
 """Attributes in which modules keep their settings."""
 
@@ -62,7 +65,47 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
         seen = f"; seen: {', '.join(sorted(trace.other_calls))}" if trace.other_calls else ""
         notes.append(f"no attention that can be read in layers {', '.join(unread)}: only their streams are shown{seen}")
     starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
-    return DecoderStructure(config, layers, starts, reads, ends, path, trace.in_place, notes)
+    last_stream = layers[-1].rows["out"] if final is None else rows_at(final[0].inputs, final[1])
+    assert last_stream is not None
+    ending = _ending(trace, head, logits, last_stream) if streams_known else NO_STREAM
+    arriving = stream_sums(
+        [*(layer.rows["in"] for layer in layers), last_stream], [layer.rows["out"] for layer in layers]
+    )
+    tables = _tables_of_values(trace, embed, layers)
+    return DecoderStructure(config, layers, starts, reads, ends, path, trace.in_place, notes, ending, tables, arriving)
+
+
+def _tables_of_values(
+    trace: Trace, embed: tuple[Execution, TensorPath] | None, layers: Sequence[LayerStructure]
+) -> dict[str, Table]:
+    """Tables by token id, other than the embedding, whose rows are as wide as the values of a layer."""
+    widths = {layer.attention.v.flatten(1).shape[1] for layer in layers if layer.is_read}
+    found: dict[str, Table] = {}
+    for entry in trace.executions:
+        if (
+            entry.reads_tokens
+            and entry.name not in found
+            and is_matrix(trace, entry)
+            and (not embed or entry is not embed[0])
+        ):
+            for seen in entry.outputs:
+                if seen.rows.shape[1] in widths:
+                    place = TensorLocation(entry.name, run_index(entry, trace.executions), seen.path)
+                    found[entry.name] = Table(place, seen.rows)
+    return found
+
+
+def _ending(
+    trace: Trace, head: tuple[Execution, TensorPath] | None, logits: Tensor | None, stream: Tensor
+) -> LinearEnding | str:
+    """What makes the logits of the last stream [row, d_model]; why that is not known, in words."""
+    made = None if logits is None else by_position(logits, trace.batch, trace.length)
+    if head is None or made is None:
+        return "no matrix after the blocks makes logits of every position"
+    read, few = rows_at(head[0].inputs, head[1]), slice(_FEW)
+    assert read is not None
+    weight: Any = trace.module.get_submodule(head[0].name).weight
+    return find_ending(stream[few], read[few], made[trace.rows[few]], weight.detach())
 
 
 def _pass_a_stream(layers: Sequence[LayerStructure]) -> bool:

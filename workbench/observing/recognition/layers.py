@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from workbench.observing.interception.tensor_layouts import TensorPath
+from workbench.observing.recognition.additions import find_additions
 from workbench.observing.recognition.blocks import INLINE, NUMBER, is_stream, number, stream_of
+from workbench.observing.recognition.least_squares import EXACT
 from workbench.observing.recognition.own_values import OwnValues, find_own_values, same_own_values
 from workbench.observing.recognition.projections import TensorLocation, find_projection, run_index
 from workbench.observing.recognition.structure import LayerStructure
@@ -23,7 +25,9 @@ from workbench.observing.recognition.trace import (
     is_matrix,
     rows_at,
 )
-from workbench.observing.recognition.value_paths import EXACT, explained
+from workbench.observing.recognition.value_paths import explained
+
+SHARE = "W_O reads a share of pattern x values, by head and position (a gate)"
 
 
 def recognize_layers(trace: Trace, blocks: list[tuple[TracedAttention, Execution]]) -> list[LayerStructure]:
@@ -33,7 +37,7 @@ def recognize_layers(trace: Trace, blocks: list[tuple[TracedAttention, Execution
         trace, [(layer, block) for layer, (_, block) in zip(layers, blocks, strict=True) if layer.is_read]
     )
     for layer, (_, block) in zip(layers, blocks, strict=True):
-        _find_additions(trace, layer, block)
+        find_additions(trace, layer, block, inside_of(trace, block), layers[0].rows["in"])
     return layers
 
 
@@ -149,7 +153,7 @@ def _compare_outputs(layer: LayerStructure, first: Tensor) -> None:
     if float((heads - share[..., None] * z).norm()) > slack * float(heads.norm()):
         layer.changed = "W_O reads more than pattern x values: something changes the heads' outputs (a gate, a norm)"
         return
-    layer.changed = "W_O reads a share of pattern x values, by head and position (a gate)"
+    layer.changed = SHARE
     if attention.lse is not None:
         lse, sharpest = attention.lse.double(), (share - 0.5).abs().argmin(0, keepdim=True)
         sink = (lse - share.logit(1e-12)).gather(0, sharpest)
@@ -158,40 +162,8 @@ def _compare_outputs(layer: LayerStructure, first: Tensor) -> None:
             attention.exact, attention.is_distribution, attention.note = False, False, layer.changed
 
 
-def _find_additions(trace: Trace, layer: LayerStructure, block: Execution) -> None:
-    """Outputs that sum to what the block adds to its stream: the attention's (or another mixer's), and the MLP's."""
-    inside, target = inside_of(trace, block), layer.rows["out"].double() - layer.rows["in"].double()
-    outputs = [
-        (e, t) for e in sorted(inside, key=lambda e: (len(e.stack()), e.start)) for t in e.outputs
-        if e.name != MATRIX and t.rows.shape == layer.rows["in"].shape and (len(t.shape) == 2 or is_stream(trace, t))
-    ]  # fmt: skip
-    size = layer.rows["out"].double().abs().max()
-    eps = torch.finfo(layer.rows["out"].dtype).eps * 32
-
-    def sums(*parts: Tensor) -> bool:
-        return bool((sum(p.double() for p in parts) - target).abs().max() <= eps * size)
-
-    time = layer.attention.times[-1] if layer.is_read else block.start
-    after = [(entry, output) for entry, output in outputs if entry.end > time]
-    for entry, output in after:
-        for other, its_output in outputs:
-            apart = other.start > entry.end or other.end < entry.start
-            if apart and sums(output.rows, its_output.rows):
-                pair = sorted([(entry, output), (other, its_output)], key=lambda p: _distance(p[0], time))
-                layer.adds = True
-                layer.attn_out, layer.mlp_out = (_location(e, t.path, inside) for e, t in pair)
-                return
-    layer.attn_out = next((_location(e, t.path, inside) for e, t in after if sums(t.rows)), None)
-    layer.adds = layer.attn_out is not None
-
-
 def _location(entry: Execution, path: TensorPath, among: list[Execution]) -> TensorLocation:
     return TensorLocation(entry.name, run_index(entry, among), path)
-
-
-def _distance(entry: Execution, time: int) -> int:
-    """How soon after an attention an execution begins; those that hold it first, those before it last."""
-    return 0 if entry.holds(time) else entry.start - time if entry.start > time else 10**9
 
 
 def mlp_width(trace: Trace, layer: LayerStructure, block: Execution) -> int:

@@ -10,11 +10,20 @@ from workbench.config import ObservedConfig
 from workbench.names import NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.interception.tensor_layouts import TensorPath
+from workbench.observing.recognition.ending import LinearEnding
 from workbench.observing.recognition.projections import Projection, TensorLocation
+from workbench.observing.recognition.stream_sums import StreamSum
 from workbench.observing.recognition.trace import BY_HAND, UNREAD, TracedAttention
 
 UNLIMITED = 2**30
 """Context length, or vocabulary, of a module that does not show it."""
+
+
+@dataclass(frozen=True)
+class Addition(TensorLocation):
+    """An output that is added to the stream, times a factor."""
+
+    factor: float = 1.0
 
 
 @dataclass
@@ -33,8 +42,9 @@ class LayerStructure:
     latent: TensorLocation | None = None  # what the matrix of the values reads, where that is narrower than the stream
     z: TensorLocation | None = None  # what W_O multiplies
     changed: str = ""  # what stands between the attention's output and W_O
-    attn_out: TensorLocation | None = None
-    mlp_out: TensorLocation | None = None
+    attn_out: Addition | None = None
+    mlp_out: Addition | None = None
+    keeps: tuple[float, float] = (1.0, 0.0)  # how much of what it and the first block read is in its output
     rows: dict[str, Tensor] = field(default_factory=dict)  # of the traced run: stream in and out, own values, z
     inline: tuple[str, ...] = ()  # modules that run in it, where the block itself is no module
     stream: TensorLocation | None = None  # there: what first reads the stream
@@ -70,6 +80,14 @@ class LayerStructure:
         return self.attention.exact and self.attention.mask == CAUSAL
 
 
+@dataclass(frozen=True)
+class Table:
+    """A module that looks vectors up by token id: where they pass, and rows of the traced run."""
+
+    place: TensorLocation
+    rows: Tensor
+
+
 @dataclass
 class DecoderStructure:
     """All layers and both ends, and notes on what is unusual."""
@@ -82,3 +100,6 @@ class DecoderStructure:
     logits: TensorPath | None
     in_place: bool
     notes: list[str]
+    ending: LinearEnding | str = ""  # what makes the logits of the last stream; why that is not known, in words
+    tables: dict[str, Table] = field(default_factory=dict)  # by name, those wide enough for values, the embedding aside
+    arriving: list[StreamSum] = field(default_factory=list)  # of what each block and the final norm read

@@ -138,6 +138,10 @@ class Trace:
         self._kept.clear()
         return output
 
+    def wrote(self) -> None:
+        """Look at once: a block's own variables are gone when it returns."""
+        self._look_for_writing()
+
     def _look_for_writing(self) -> None:
         """Notice tensors that were written over, and forget those that the module has let go."""
         for key, (held, version) in list(self._versions.items()):

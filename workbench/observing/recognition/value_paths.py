@@ -1,4 +1,7 @@
-"""Where effective values come from: least squares of them on own projections and on earlier layers' values.
+"""Where effective values come from: least squares of them on own projections, earlier layers' values and tables by token id.
+
+Coefficients are constants where constants explain the values; else a weight for each token and head (gates), where that does,
+told by its mean and its spread.
 
 The fit is in float64 over all sampled positions, heads and dimensions, so that a float32 model gives its coefficients to
 1e-6. `residual` is the share of the target's norm that the fit leaves: about 1e-7 where a path is exact in float32, and
@@ -8,19 +11,20 @@ large where the values hold more than these sources.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import Tensor
 
-from workbench.observing.recognition.structure import LayerStructure
+from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
+from workbench.observing.recognition.structure import LayerStructure, Table
 
-Source = str | int  # `first`, `own`, or the layer whose own values are read
+Source = (
+    str | int
+)  # `first`, `own`, the layer whose own values are read, or `table NAME`: the module that looks values up
+TABLE = "table "
 NEGLIGIBLE = 1e-6  # coefficients below this are zero
-EXACT = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Residuals below this are rounding."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,13 @@ class ValuePath:
     residual: float
     exact: bool
     head: int | None = None
+    spread: Mapping[Source, float] = field(default_factory=dict)
+    """Standard deviation over tokens, where weights depend on them; the coefficients are then means."""
 
-
-def fit(target: Tensor, sources: Sequence[Tensor]) -> tuple[list[float], float]:
-    """Least-squares coefficients of `sources` for `target`, all of one shape, and the relative residual; float64."""
-    y = target.detach().double().flatten()
-    size = float(y.norm())
-    if not sources or not size:
-        return [0.0] * len(sources), 0.0 if not size else 1.0
-    x = torch.stack([s.detach().double().flatten() for s in sources], dim=1)
-    solution = torch.linalg.lstsq(x.cpu(), y.cpu()[:, None], driver="gelsd").solution[:, 0]
-    return solution.tolist(), float((x.cpu() @ solution - y.cpu()).norm()) / size
+    @property
+    def by_token(self) -> bool:
+        """Whether its weights depend on the token."""
+        return bool(self.spread)
 
 
 def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
@@ -57,7 +57,7 @@ def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
     return fit(added, [x.repeat_interleave(z.shape[1] // v.shape[1], dim=1) for x in (v, first)])[1] < 10 * tolerance
 
 
-def fit_value_paths(layers: Sequence[LayerStructure]) -> list[ValuePath]:
+def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table]) -> list[ValuePath]:
     """Every layer's value path, and its output path where something is added to the attention's output."""
     owns = [layer.rows.get("own") for layer in layers]
     start = next((i for i, layer in enumerate(layers) if layer.is_read), None)
@@ -74,7 +74,11 @@ def fit_value_paths(layers: Sequence[LayerStructure]) -> list[ValuePath]:
             near["own"] = own
         far: dict[Source, Tensor] = {j: own for j, own in enumerate(owns[:i]) if j > start and own is not None}
         # a first layer whose values hold more than its matrices make has no sources: nothing of them is explained
-        paths += _fit_simplest(i, "value", layer.attention.v, near, far)
+        looked_up: dict[Source, Tensor] = {
+            TABLE + n: table.rows.view(target.shape)
+            for n, table in tables.items() if table.rows.shape == (target := layer.attention.v).flatten(1).shape
+        }  # fmt: skip
+        paths += _fit_simplest(i, "value", layer.attention.v, near, far, looked_up)
         if (z := layer.rows.get("z")) is not None:
             added = z.double() - layer.attention.z.double()
             if float(added.norm()) > 10 * EXACT.get(z.dtype, 1e-2) * float(z.double().norm()):
@@ -82,14 +86,17 @@ def fit_value_paths(layers: Sequence[LayerStructure]) -> list[ValuePath]:
                 here: dict[Source, Tensor] = {name: first} if i > start else {}
                 here["own"] = layer.attention.v
                 repeated = {k: s.repeat_interleave(wide, dim=1) for k, s in here.items()}
-                paths += _fit_simplest(i, "output", added.to(z.dtype), repeated, {})
+                paths += _fit_simplest(i, "output", added.to(z.dtype), repeated, {}, {})
     return paths
 
 
 def _fit_simplest(
-    layer: int, into: str, target: Tensor, near: Mapping[Source, Tensor], far: Mapping[Source, Tensor]
-) -> list[ValuePath]:
-    """The simplest set of sources that explains a target [row, head, d_head]: near ones, all, or a set for each head."""
+    layer: int, into: str, target: Tensor, near: Mapping[Source, Tensor], far: Mapping[Source, Tensor],
+    tables: Mapping[Source, Tensor],
+) -> list[ValuePath]:  # fmt: skip
+    """The simplest that explains a target [row, head, d_head]: constants of near sources, of all, of a table beside the near
+    ones, a set of constants for each head, weights for each token.
+    """
     tolerance = EXACT.get(target.dtype, 1e-2)
     near = {k: s for k, s in near.items() if s.shape == target.shape}
     every = near | {k: s for k, s in far.items() if s.shape == target.shape}
@@ -97,25 +104,71 @@ def _fit_simplest(
     plain = ValuePath(layer, into, dict(zip(near, values, strict=True)), residual, residual < tolerance)
     if plain.exact:
         return [plain]
-    values, residual = fit(target, list(every.values()))
-    if residual < tolerance:
-        kept = {k: s for (k, s), c in zip(every.items(), values, strict=True) if abs(c) > tolerance or k in near}
-        values, residual = fit(target, list(kept.values()))
-        return [ValuePath(layer, into, dict(zip(kept, values, strict=True)), residual, residual < 2 * tolerance)]
+    for some in (every, *(_before_own(near, {k: t}) for k, t in tables.items())):
+        values, residual = fit(target, list(some.values()))
+        if residual < tolerance:
+            kept = {k: s for (k, s), c in zip(some.items(), values, strict=True) if abs(c) > tolerance or k in near}
+            values, residual = fit(target, list(kept.values()))
+            return [ValuePath(layer, into, dict(zip(kept, values, strict=True)), residual, residual < 2 * tolerance)]
     heads = []
     for head in range(target.shape[1]):
         values, residual = fit(target[:, head], [s[:, head] for s in near.values()])
         heads.append(ValuePath(layer, into, dict(zip(near, values, strict=True)), residual, residual < tolerance, head))
-    return heads if all(path.exact for path in heads) else [plain]
+    if all(path.exact for path in heads):
+        return heads
+    return (_fit_by_token(layer, target, near, {**far, **tables}) if into == "value" else []) or [plain]
+
+
+def _before_own(near: Mapping[Source, Tensor], more: Mapping[Source, Tensor]) -> dict[Source, Tensor]:
+    """Sources in their order: others, own last."""
+    return {k: s for k, s in {**near, **more}.items() if k != "own"} | {k: s for k, s in near.items() if k == "own"}
+
+
+def _fit_by_token(
+    layer: int, target: Tensor, near: Mapping[Source, Tensor], others: Mapping[Source, Tensor]
+) -> list[ValuePath]:
+    """The fewest sources of which weights for each token and head explain a target [row, head, d_head]; empty where none do.
+
+    Each vector has its own weights, so at most half as many sources are tried as it has numbers.
+    """
+    tolerance = EXACT.get(target.dtype, 1e-2)
+    own: dict[Source, Tensor] = {k: s for k, s in near.items() if k == "own"}
+    beside: dict[Source, Tensor] = {k: s for k, s in {**near, **others}.items() if k != "own" and s.shape == target.shape}
+    sets: list[dict[Source, Tensor]] = [
+        own,
+        *({k: s} | own for k, s in beside.items()),
+        *({k: s} for k, s in beside.items()),
+    ]
+    if "first" in beside:
+        sets += [{"first": beside["first"], k: s} | own for k, s in beside.items() if k != "first"]
+    for some in sets:
+        if not some or 2 * len(some) > target.shape[-1]:
+            continue
+        weights, residual = weights_by_token(target, list(some.values()))
+        if residual < tolerance:
+            shared = float((weights - weights[:, :1]).abs().max()) < 10 * tolerance * float(weights.abs().max())
+            each: list[int | None] = [None] if shared else list(range(target.shape[1]))
+            return [_of_tokens(layer, weights[:, head or 0], list(some), residual, head) for head in each]
+    return []
+
+
+def _of_tokens(layer: int, weights: Tensor, names: Sequence[Source], residual: float, head: int | None) -> ValuePath:
+    """Mean and spread of weights [row, source]."""
+    mean, spread = ([float(x) for x in stat] for stat in (weights.mean(0), weights.std(0, correction=0)))
+    coefficients, spreads = dict(zip(names, mean, strict=True)), dict(zip(names, spread, strict=True))
+    return ValuePath(layer, "value", coefficients, residual, exact=True, head=head, spread=spreads)
 
 
 def value_path_table(paths: Sequence[ValuePath]) -> pd.DataFrame:
-    """One row per layer and source: layer, source, coefficient, residual, head (where each has its own), into."""
+    """One row per layer and source: layer, source, coefficient, spread (of weights by token), residual, head, into."""
     rows: list[dict[str, Any]] = [
-        {"layer": p.layer, "source": s, "coefficient": c, "residual": p.residual, "head": p.head, "into": p.into}
+        {
+            "layer": p.layer, "source": s, "coefficient": c, "spread": p.spread.get(s, float("nan")), "residual": p.residual,
+            "head": p.head, "into": p.into,
+        }
         for p in paths for s, c in p.coefficients.items()
     ]  # fmt: skip
-    table = pd.DataFrame(rows, columns=["layer", "source", "coefficient", "residual", "head", "into"])
+    table = pd.DataFrame(rows, columns=["layer", "source", "coefficient", "spread", "residual", "head", "into"])
     return table.astype({"source": object, "head": "Int64"})
 
 
@@ -124,7 +177,8 @@ def sharing_note(paths: Sequence[ValuePath]) -> str:
     readers: dict[int, list[int]] = {}
     for path in paths:
         read = {0 if s == "first" else s for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE}
-        if path.into == "value" and path.exact and len(read) == 1 and "own" not in read:
+        alone = len(read) == 1 and all(isinstance(source, int) for source in read)
+        if path.into == "value" and path.exact and alone and not path.by_token:
             readers.setdefault(int(read.pop()), []).append(path.layer)
     if not readers:
         return ""
@@ -132,16 +186,29 @@ def sharing_note(paths: Sequence[ValuePath]) -> str:
     return f"layers read another's values ({pairs}): a change of its own_v reaches them all, one of v a single layer's attention"
 
 
-def value_sources(paths: Sequence[ValuePath], layer: int) -> tuple[int, ...]:
-    """Layers whose own values are in the effective values of a layer, itself aside."""
+@dataclass(frozen=True)
+class Mixture:
+    """What a layer's values are a mixture of: what hook points show of it."""
+
+    sources: tuple[
+        int, ...
+    ] = ()  # layers whose own values are in its effective ones, or added beside them; itself aside
+    table: str = ""  # module that looks values up by token id
+    mixed: bool = False  # whether coefficients can be shown
+    by_token: bool = False  # whether they are weights of each token and head
+    order: tuple[Source, ...] = ()  # of these weights
+
+
+def mixture_of(paths: Sequence[ValuePath], layer: int) -> Mixture:
+    """What the values of a layer are a mixture of."""
     mine = [p for p in paths if p.layer == layer and p.exact]
-    values = [p.coefficients for p in mine if p.into == "value" and p.head is None]
-    sources = {0 if s == "first" else s for c in values for s, x in c.items() if s != "own" and abs(x) > NEGLIGIBLE}
+    values = [p for p in mine if p.into == "value" and (p.head is None or p.by_token)]
+    read = [s for p in values for s, c in p.coefficients.items() if s != "own" and (p.by_token or abs(c) > NEGLIGIBLE)]
+    sources = {0 if s == "first" else s for s in read if s == "first" or isinstance(s, int)}
     outputs = [p.coefficients for p in mine if p.into == "output"]
     sources |= {0 for c in outputs if abs(c.get("first", 0.0)) > NEGLIGIBLE}
-    return tuple(sorted(j for j in sources if isinstance(j, int)))
-
-
-def is_mixture(paths: Sequence[ValuePath], layer: int) -> bool:
-    """Whether the effective values of a layer are fitted by more than its own."""
-    return any(p.layer == layer and p.into == "value" and set(p.coefficients) - {"own"} for p in paths)
+    table = next((s.removeprefix(TABLE) for s in read if isinstance(s, str) and s.startswith(TABLE)), "")
+    mixed = any(p.layer == layer and p.into == "value" and set(p.coefficients) - {"own"} for p in paths)
+    by_token = bool(table) or any(p.by_token for p in values)
+    order = tuple(s for s in values[0].coefficients if s == "own" or s in read) if by_token else ()
+    return Mixture(tuple(sorted(j for j in sources if isinstance(j, int))), table, mixed or by_token, by_token, order)

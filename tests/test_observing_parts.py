@@ -1,0 +1,237 @@
+"""What the stream and the logits of foreign decoders are made of: parts that sum to them, and each is what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from observed import LAMBDAS, STRANGERS, see
+from odd_stacks import Gated, Headed, Outside, Scaled, Streams, hybrid, negative, sinking
+from strangers import GPT, HEADS, D, GPTBlock, large
+from torch import nn
+
+import workbench
+from workbench.errors import BadData, WorkbenchError
+from workbench.models.decomposition import decompose
+from workbench.prompts import check_model, logit_attribution
+
+WIDE = torch.float64
+LEVELS = ("layer", "head", "value_path")
+
+
+class RootMeanSquare(nn.Module):
+    """Its gain is one more than its weight, as in Gemma."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + self.weight)
+
+
+class PostNormed(GPTBlock):
+    """What parts make is normed before it is added, as in Gemma 2 and OLMo 2."""
+
+    def __init__(self, attention):
+        super().__init__(attention)
+        self.after_1, self.after_2 = RootMeanSquare(), nn.LayerNorm(D)
+
+    def forward(self, x, memory):
+        x = x + self.after_1(self.attn(self.ln_1(x), memory))
+        return x + self.after_2(self.mlp(self.ln_2(x)))
+
+
+class Recalling(GPTBlock):
+    """The stream is scaled and what the first block reads comes back."""
+
+    def forward(self, x, memory):
+        x = 0.8 * x + 0.3 * memory.setdefault("x", x)
+        x = x + self.attn(self.ln_1(x), memory)
+        return x + self.mlp(self.ln_2(x))
+
+
+class WritingOver(GPTBlock):
+    """Parallel, and the MLP's output is written over before anything returns."""
+
+    def forward(self, x, memory):
+        y = self.mlp(self.ln_2(x))
+        y += self.attn(self.ln_1(x), memory)
+        return x + y
+
+
+class Ended(GPT):
+    """A decoder with an end of its own: `norm` of the stream, `then` of the logits."""
+
+    def __init__(self, norm=None, then=None, **options):
+        super().__init__(**options)
+        self.transformer["ln_f"], self.then = norm or nn.Identity(), then
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        return self.then(logits) if self.then else logits
+
+
+ENDINGS = {
+    "root mean square": (RootMeanSquare, None),
+    "mean and variance, shift": (lambda: nn.LayerNorm(D), None),
+    "no norm": (nn.Identity, None),
+    "logits times 0.25": (RootMeanSquare, lambda x: 0.25 * x),
+}
+BLOCKS = {"scaled": Scaled, "post-normed": PostNormed, "recalling": Recalling, "writing over": WritingOver}
+
+
+def wide(module):
+    return large(module).to(WIDE)
+
+
+def sums(observed, ids, tolerance=1e-9):
+    """Every level of the last stream and of the logits, held against the module's own."""
+    true = observed.everywhere(ids)
+    for by in LEVELS:
+        assert decompose(observed, ids, by=by).error < tolerance
+        found = decompose(observed, ids, "logits", by)
+        torch.testing.assert_close(found.parts.sum(0), true, atol=tolerance, rtol=0)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STRANGERS)
+def test_parts_sum_to_the_logits_of_every_stranger(name, ids):
+    observed = see(large(STRANGERS[name]()), ids)
+    sums(observed, ids, 1e-4)
+    frame = logit_attribution(observed, ids[:1], 9, 5, 11).frame
+    for finer, coarser in (("head", "layer"), ("value_path", "head")):
+        keys = ["part", "layer"] if coarser == "layer" else ["part", "layer", "head"]
+        apart, whole = (frame[frame["level"] == x].groupby(keys, dropna=False)["value"].sum() for x in (finer, coarser))
+        assert (apart - whole).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_each_part_is_what_plain_torch_says(ids):
+    """Of values that are mixed by 0.3141592 and 0.7, through W_O, the frozen norm and the head."""
+    module = wide(GPT(LAMBDAS))
+    observed = see(module, ids)
+    found = sums(observed, ids)
+    _, cache = observed.run_with_cache(ids)
+    part, attn = module.transformer, module.transformer.h[1].attn
+    stream = cache["blocks.2.hook_resid_post"]
+    scale = (stream.var(-1, unbiased=False, keepdim=True) + part.ln_f.eps).sqrt()
+
+    def arrives(x):
+        return (x - x.mean(-1, keepdim=True)) / scale * part.ln_f.weight @ module.lm_head.weight.T
+
+    w_o = attn.c_proj.weight.T.unflatten(0, (HEADS, -1))
+    for head in range(HEADS):
+        pattern = cache["blocks.1.attn.hook_pattern"][:, head]
+        for path, c in zip(("first", "own"), LAMBDAS[1], strict=True):
+            v = cache[f"blocks.1.attn.{path}.hook_v"][:, :, head]
+            torch.testing.assert_close(found[f"L1H{head}.{path}"], arrives(pattern @ (c * v) @ w_o[head]))
+    torch.testing.assert_close(found["2_mlp_out"], arrives(cache["blocks.2.hook_mlp_out"]))
+    torch.testing.assert_close(found["embed"], arrives(cache["blocks.0.hook_resid_pre"]))
+    torch.testing.assert_close(found["1_attn_bias"], arrives(attn.c_proj.bias).expand_as(found["1_attn_bias"]))
+    bias = (module.lm_head.weight @ part.ln_f.bias).expand_as(found["bias"])
+    torch.testing.assert_close(found["bias"], bias, atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("words", ENDINGS)
+def test_ends_of_every_kind_are_gone_through(words, ids):
+    norm, then = ENDINGS[words]
+    observed = see(wide(Ended(norm(), then)), ids)
+    row = observed.sites.set_index("site").loc["final norm"]
+    assert row["found"]
+    assert words in ("no norm", row["where"]) or words in row["where"]
+    sums(observed, ids)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_that_norm_scale_recall_or_write_over_are_taken_apart(name, ids):
+    module = wide(GPT(block=BLOCKS[name]))
+    observed = see(module, ids)
+    sums(observed, ids)
+    _, cache = observed.run_with_cache(ids)
+    block, x = module.transformer.h[1], cache["blocks.1.hook_resid_pre"]
+    if name == "scaled":
+        attended = 0.22 * block.attn(block.ln_1(x), {})
+        torch.testing.assert_close(cache["blocks.1.hook_attn_out"], attended)
+        with observed.hooks([("blocks.1.hook_attn_out", lambda x, hook: 0 * x)]):
+            changed = observed.run_with_cache(ids, "blocks.1.hook_resid_post")[1]["blocks.1.hook_resid_post"]
+        torch.testing.assert_close(changed, x + 0.22 * block.mlp(block.ln_2(x)))
+    if name == "recalling":
+        weight = decompose(observed, ids)["embed"] / cache["blocks.0.hook_resid_pre"]
+        # 1.1 E in the first block, then 0.8 times and 0.3 more in each
+        torch.testing.assert_close(weight, torch.full_like(weight, (1.1 * 0.8 + 0.3) * 0.8 + 0.3))
+
+
+@torch.no_grad()
+def test_a_head_of_several_mixers_and_last_positions_are_read(ids):
+    sums(see(large(GPT(last=True)), ids), ids, 1e-4)
+    labels = decompose(see(large(hybrid()), ids), ids, by="value_path").labels
+    assert "0_attn_out" in labels
+    assert "L1H3.own" in labels
+    shared = see(large(GPT(attention=lambda i: Gated(i, per_head=True))), ids)
+    assert sums(shared, ids, 1e-4)["L1H0.own"].abs().max() > 0
+
+
+@torch.no_grad()
+def test_parts_are_those_of_the_weights_of_now(ids):
+    """A live module trains on: its norm, its head and its mixing are found when they are asked for."""
+    module = wide(GPT(LAMBDAS))
+    observed = see(module, ids)
+    module.transformer["ln_f"].weight.mul_(3)
+    module.transformer["h"][1].attn.lambdas = (0.9, 0.2)
+    module.lm_head.weight.add_(0.1)
+    sums(observed, ids)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("make", "to", "by", "told"),
+    [
+        (lambda: Ended(nn.LayerNorm(D), lambda x: 3 * torch.tanh(x / 3)), "logits", "layer", "a soft cap"),
+        (Headed, "logits", "layer", "no norm of the last stream"),
+        (Outside, None, "layer", "the stream is kept outside it"),
+        (Streams, "logits", "layer", "several streams"),
+        (lambda: GPT(attention=Gated), None, "value_path", "layer 0 shows no value paths: W_O reads more than"),
+        (lambda: GPT(attend=negative), None, "value_path", "is no distribution"),
+        (lambda: GPT(attend=sinking("eager")), None, "value_path", "a sink takes its share"),
+        (lambda: GPT(attend=lambda q, k, v, i: F.scaled_dot_product_attention(q, k, v.abs(), is_causal=True)), None,
+         "value_path", "its values hold more than what layers project"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_taken_apart_is_refused_in_words(make, to, by, told, ids):
+    observed = see(large(make()), ids)
+    with pytest.raises(BadData, match=told):
+        decompose(observed, ids, to, by)
+
+
+@torch.no_grad()
+def test_a_level_that_is_missing_is_a_note_and_the_others_answer(ids):
+    found = logit_attribution(see(large(GPT(attention=Gated)), ids), ids[:1], -1, 5)
+    assert list(found.totals) == ["layer", "head"]
+    assert found.notes[0].startswith("No parts by value path: layer 0 shows no value paths: W_O reads more")
+    with pytest.raises(BadData, match="a soft cap"):
+        logit_attribution(see(large(Ended(None, lambda x: 3 * torch.tanh(x / 3))), ids), ids[:1], -1, 5)
+
+
+@torch.no_grad()
+def test_sums_that_a_hook_breaks_are_refused(ids):
+    observed = see(large(GPT(LAMBDAS)), ids)
+    with (
+        observed.hooks([("blocks.1.hook_resid_post", lambda x, hook: 2 * x)]),
+        pytest.raises(WorkbenchError, match="parts by layer miss the stream by"),
+    ):
+        decompose(observed, ids)
+    with (
+        observed.hooks([("unembed.hook_in", lambda x, hook: x + 1)]),
+        pytest.raises(WorkbenchError, match="miss logits by"),
+    ):
+        decompose(observed, ids, "logits")
+    assert check_model(observed, ids[:1]).set_index("check").loc[["parts of the stream", "value paths"], "holds"].all()
+    with pytest.raises(WorkbenchError, match="final norm is not ours to apply"):
+        workbench.measure(observed, "logit_attribution", ids)

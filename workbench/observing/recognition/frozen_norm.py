@@ -1,0 +1,74 @@
+"""Whether one tensor is a norm of another: u = gain * (x - mean x) / divisor + shift, with a divisor for each position.
+
+Fitted in float64 by alternating least squares, so that root-mean-square and layer norms of any library, with or without
+weights, a multiple and the identity are all found, and nothing else is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.observing.recognition.least_squares import EXACT
+
+_STEPS = 40  # of alternating least squares; two to five do unless a norm's epsilon weighs
+_MIN_ROWS = 4
+
+
+@dataclass(frozen=True)
+class FrozenNorm:
+    """A norm whose divisors are held: linear in what it reads."""
+
+    centred: bool
+    gain: Tensor  # float64 [d_model]
+    shift: Tensor | None  # float64 [d_model]; None where it adds nothing
+
+    def read(self, x: Tensor) -> Tensor:
+        """What is divided, [..., d_model]."""
+        return x - x.mean(-1, keepdim=True) if self.centred else x
+
+    def divisor(self, x: Tensor, u: Tensor) -> Tensor:
+        """The divisors [..., 1] of a run in which it read x and made u [..., d_model]."""
+        part, made = self.read(x) * self.gain.to(x), u if self.shift is None else u - self.shift.to(u)
+        return part.square().sum(-1, keepdim=True) / (made * part).sum(-1, keepdim=True)
+
+
+def fit_norm(x: Tensor, u: Tensor) -> FrozenNorm | None:
+    """The norm that makes u of x [row, d_model], the simplest that does; None where none does."""
+    if x.shape != u.shape or len(x) < _MIN_ROWS or not float(u.norm()):
+        return None
+    tolerance = EXACT.get(u.dtype, 1e-2)
+    x, u = x.double(), u.double()
+    for centred in (False, True):
+        part = x - x.mean(-1, keepdim=True) if centred else x
+        size = part.square().mean(-1, keepdim=True).sqrt()
+        for shifted in (False, True):
+            for start in (torch.ones_like(size), size):
+                found = _alternate(part, u, start.clamp_min(1e-300), shifted, tolerance)
+                if found is not None:
+                    return FrozenNorm(centred, *found)
+    return None
+
+
+def _alternate(
+    x: Tensor, u: Tensor, divisor: Tensor, shifted: bool, tolerance: float
+) -> tuple[Tensor, Tensor | None] | None:
+    """Gain and shift [d_model] of u = gain * x / divisor + shift, from a first guess of the divisors [row, 1]."""
+    size, before, found = float(u.norm()), float("inf"), None
+    for _ in range(_STEPS):
+        part = x / divisor
+        shift, rest, made = torch.zeros_like(u[0]), part, u
+        if shifted:
+            rest, made = part - part.mean(0), u - u.mean(0)
+        gain = (rest * made).sum(0) / rest.square().sum(0).clamp_min(1e-300)
+        if shifted:
+            shift = u.mean(0) - gain * part.mean(0)
+        left = float((gain * part + shift - u).norm()) / size
+        if not left < 0.9 * before:
+            break
+        before, found = left, (gain, shift if shifted else None)
+        whole = x * gain
+        divisor = whole.square().sum(-1, keepdim=True) / ((u - shift) * whole).sum(-1, keepdim=True)
+    return found if before < tolerance else None
