@@ -39,9 +39,9 @@ def warn_ignored(label: str) -> None:
 
 
 def _mirror(key: str, write: Callable[[Any], str], clears: Sequence[str] = ()) -> None:
+    """Write what a widget says; an option that is None takes the key out."""
     value = st.session_state[f"w_{key}"]
-    if value is not None:
-        update_url(**dict.fromkeys(clears), **{key: write(value)})
+    update_url(**dict.fromkeys(clears), **{key: None if value is None else write(value)})
 
 
 def choose(

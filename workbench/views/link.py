@@ -11,7 +11,7 @@ from workbench.errors import BadData, UnknownName
 
 SELECTION = ("set", "a", "step", "compare", "b", "step_b", "models", "prompt", "stored")
 """Keys that every page carries along: the experiment, models A and B at their steps, the compared series, the prompt."""
-SWITCHES = {"compare", "log", "depth"}
+SWITCHES = {"compare", "log", "depth", "behind"}
 """Keys that are on (1) or off (0)."""
 
 
@@ -32,7 +32,9 @@ PAGES = {
         "Training", "trending_down", "Losses, gradients, coefficients over time",
         ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),
     ),
-    "depth": Page("Depth", "layers", "Any measure over layers", ("metric", "site", "variant", "view", "seed", "depth")),
+    "depth": Page(
+        "Depth", "layers", "Any measure over layers", ("metric", "site", "variant", "view", "seed", "depth", "behind", "layer", "head"),
+    ),
     "attention": Page(
         "Attention", "grid_on", "Where every head looks",
         ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch"),
