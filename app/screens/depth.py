@@ -11,7 +11,7 @@ from app.figures import show
 from app.page_frame import page, toolbar
 from app.prompt_box import OF_A_PROMPT
 from app.row_table import row_table
-from app.selection import choose_models
+from app.run_table import choose_models
 from workbench import plots
 from workbench.views import Link, depth
 

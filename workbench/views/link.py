@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,8 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from workbench.errors import BadData, UnknownName
 
-SELECTION = ("set", "a", "step", "compare", "b", "step_b", "models", "prompt", "stored")
-"""Keys that every page carries along: the experiment, models A and B at their steps, the compared series, the prompt."""
+SELECTION = ("set", "a", "step", "compare", "b", "step_b", "by", "find", "models", "prompt", "stored")
+"""Keys that every page carries along: the experiment, models A and B at their steps, which runs are compared and by what, the prompt."""
 SWITCHES = {"compare", "log", "depth", "behind"}
 """Keys that are on (1) or off (0)."""
 
@@ -111,6 +112,11 @@ class Link:
         return self.options.get(key) == "1"
 
     def many(self, key: str) -> list[str] | None:
-        """A list `a,b`; None where the link does not say."""
+        """A list `a,b`; None where the link does not say. Commas in brackets, as of `layers=[1, 2]`, are part of a name."""
         value = self.options.get(key)
-        return None if value is None else [part for part in value.split(",") if part]
+        return None if value is None else listed(value)
+
+
+def listed(text: str) -> list[str]:
+    """The parts of `a,b layers=[1, 2]`."""
+    return [part for part in re.split(r",(?![^\[]*\])", text) if part]
