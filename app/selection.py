@@ -8,14 +8,11 @@ import streamlit as st
 
 from app import widgets
 from app.cached_source import cached_source
-from workbench import plots
-from workbench.errors import WorkbenchError
 from workbench.models.registry import label
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Entry
 from workbench.views import Link
 
-FIRST = 8  # series drawn where none were chosen
 MODEL_PX, STEP_PX = 170, 120
 OF_ALL_RUNS = ("training", "heads")
 """Pages that show all models of the experiment unless two are compared."""
@@ -53,7 +50,7 @@ def _experiment(page: str, groups: dict[str, list[Entry]]) -> str:
     default = of_a if of_a and "set" not in st.query_params else source.group(Link(page))[0].group
     group = widgets.choose(
         "Experiment", "set", list(groups), default, show=lambda g: _titled(groups[g]),
-        help="Runs of one data, shape and recipe: what may be compared", clears=("a", "step", "b", "step_b", "models"),
+        help="Runs of one data, shape and recipe: what may be compared", clears=("a", "step", "b", "step_b", "by", "find", "models"),
     )  # fmt: skip
     st.caption(widgets.escaped(groups[group][0].title))
     if not any(e.steps for e in groups[group]):
@@ -86,20 +83,6 @@ def _say_if_gone(key: str, label: str, name: str, names: list[str]) -> None:
         if before not in everything:
             gone = f"{label}: {before} is no longer there; {name} is shown."
             st.toast(gone, icon=":material/folder_off:", duration="infinite")
-
-
-def choose_models(link: Link) -> Link:
-    """Pills over the compared series of the experiment, the first few unless told otherwise; the link with the chosen ones."""
-    runs = cached_source().group(link)
-    names = plots.ordered({e.series for e in runs})
-    asked = st.query_params.get("models", ",".join(names[:FIRST])).split(",")
-    with st.popover(f"{sum(n in asked for n in names)} of {len(names)} models", icon=":material/checklist:"):
-        chosen = widgets.choose_many("Models", "models", names, names[:FIRST], show=label)
-        if len(names) > FIRST and "models" not in st.query_params:
-            st.caption(f"The first {FIRST} of {len(names)} are drawn; click on others to add them.")
-    if not chosen:
-        raise WorkbenchError("Choose at least one model.")
-    return link.but(models=",".join(chosen))
 
 
 def _without_checkpoints(runs: list[Entry]) -> str:

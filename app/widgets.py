@@ -13,7 +13,7 @@ from typing import Any
 
 import streamlit as st
 
-from workbench.views.link import PAGES, SELECTION, Link
+from workbench.views.link import PAGES, SELECTION, Link, listed
 
 KEYS = {*SELECTION, *(key for page in PAGES.values() for key in page.keys)}
 SHARED = ("layer", "head", "target", "against", "metric", "variant")
@@ -39,9 +39,9 @@ def warn_ignored(label: str) -> None:
 
 
 def _mirror(key: str, write: Callable[[Any], str], clears: Sequence[str] = ()) -> None:
+    """Write what a widget says; an option that is None takes the key out."""
     value = st.session_state[f"w_{key}"]
-    if value is not None:
-        update_url(**dict.fromkeys(clears), **{key: write(value)})
+    update_url(**dict.fromkeys(clears), **{key: None if value is None else write(value)})
 
 
 def choose(
@@ -97,19 +97,19 @@ def segments(
 
 def choose_many(
     label: str, key: str, options: Sequence[str], default: Sequence[str] | None = None, *,
-    show: Callable[[str], str] = str,
+    show: Callable[[str], str] = str, clears: Sequence[str] = (),
 ) -> list[str]:  # fmt: skip
     """Pills over options, mirrored in the URL as `a,b`; all of them unless told otherwise."""
     asked = st.query_params.get(key)
-    wanted = [o for o in options if asked is not None and o in asked.split(",")]
-    if asked and set(asked.split(",")) - set(options):
+    wanted = [o for o in options if asked is not None and o in listed(asked)]
+    if asked and set(listed(asked)) - set(options):
         warn_ignored(label)
     st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(default or options)
     write = ",".join
     return list(
         st.pills(
             label, options, selection_mode="multi", key=f"w_{key}", format_func=show, on_change=_mirror,
-            args=(key, write),
+            args=(key, write, clears),
         )
         or ()
     )  # fmt: skip
@@ -143,15 +143,17 @@ def toggle(label: str, key: str, *, help: str | None = None) -> bool:  # noqa: A
     return st.toggle(label, key=f"w_{key}", on_change=_mirror, args=(key, lambda on: str(int(on))), help=help)
 
 
-def text_line(label: str, key: str, default: str = "", *, rows: int = 1, **kwargs: Any) -> str:
-    """A short text, mirrored in the URL; an empty one is left out of it. `rows`: more than one keeps line ends."""
+def text_line(
+    label: str, key: str, default: str = "", *, rows: int = 1, clears: Sequence[str] = (), **kwargs: Any
+) -> str:
+    """A short text, mirrored in the URL; an empty one is left out of it. `rows`: more than one keeps line ends. `clears` as of `choose`."""
     st.session_state[f"w_{key}"] = st.query_params.get(key, default)[:MAX_TEXT]
-    common = {"key": f"w_{key}", "on_change": _keep_line, "args": (key,), "max_chars": MAX_TEXT, **kwargs}
+    common = {"key": f"w_{key}", "on_change": _keep_line, "args": (key, clears), "max_chars": MAX_TEXT, **kwargs}
     return st.text_input(label, **common) if rows == 1 else st.text_area(label, height=28 * rows + 20, **common)
 
 
-def _keep_line(key: str) -> None:
-    update_url(**{key: st.session_state[f"w_{key}"] or None})
+def _keep_line(key: str, clears: Sequence[str]) -> None:
+    update_url(**dict.fromkeys(clears), **{key: st.session_state[f"w_{key}"] or None})
 
 
 def warn_of_unknown_keys() -> None:

@@ -13,8 +13,9 @@ from workbench.files import write_json
 
 APP = Path(__file__).parent.parent / "app"
 SHOWN = {
-    "populated": ("model", "here", "verdicts", "demo"), "empty": ("demo",), "missing": ("model",),
-    "damaged": ("model", "here", "verdicts", "demo"), "half_written": ("here", "demo"), "foreign": ("here", "verdicts"),
+    "populated": ("finding", "model", "here", "verdicts", "demo"), "empty": ("demo",), "missing": ("model",),
+    "damaged": ("finding", "model", "here", "verdicts", "demo"), "half_written": ("here", "demo"),
+    "foreign": ("finding", "here", "verdicts"),
 }  # fmt: skip
 """Parts of the page that each kind of folder is a question to."""
 
@@ -40,7 +41,7 @@ def test_no_part_breaks_on_any_folder(page, folders, kind, show):
     for chart in charts(at):
         assert len(chart.alt) > 20
     if kind == "populated":
-        assert len(charts(at)) == {"model": 4, "here": 0, "verdicts": 2, "demo": 4}[show]
+        assert len(charts(at)) == {"finding": 2, "model": 4, "here": 0, "verdicts": 2, "demo": 4}[show]
         assert not at.warning or show == "verdicts"
     if kind in ("empty", "missing"):
         assert "make demo" in said(at)
@@ -52,8 +53,10 @@ def test_a_demo_alone_is_told_first_and_other_runs_are_looked_at(page, populated
     folder = dashboard.copied(populated, tmp_path / "runs")
     (folder / "text-resformer-s0").rename(folder / "mine")
     at = page(folder)
-    assert "Does attention concentrate, and where?" in said(at)
-    assert at.button_group(key="w_show").value == "model"
+    assert at.button_group(key="w_show").value == "finding"
+    assert at.header[0].value.replace("\\", "") == "SVFormer copies 7 [7, 7] steps earlier than the Transformer."
+    assert len(charts(at)) == 2
+    assert "How transformers use" not in said(at).split("SVFormer copies")[0]
 
 
 def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):

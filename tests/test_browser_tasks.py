@@ -71,7 +71,7 @@ def test_the_most_concentrated_head_on_my_prompt_stands_there(at):
     page, _ = at(f"attention?{ON}", 0)
     rows = page.locator(".attention .head.chosen")
     assert rows.count() == 1
-    assert page.locator(".attention h4", has_text="Layer ").count() == 1
+    assert page.locator(".attention h2", has_text="Layer ").count() == 1
 
 
 def test_what_a_head_reads_is_one_click_on_a_token(at):

@@ -164,8 +164,8 @@ def part(folder, name, end):
 def test_of_a_growing_telemetry_only_new_parts_are_read_and_a_new_beginning_forgets_the_old(ask, monkeypatch):
     """Part 1 grows, part 2 appears, then the run begins anew under the same names."""
     run, cache, opened = ask.folder / "text-resformer-s1", TelemetryCache(), []
-    real = table_cache._telemetry
-    monkeypatch.setattr(table_cache, "_telemetry", lambda file: opened.append(file.name[:6]) or real(file))
+    real = table_cache._part
+    monkeypatch.setattr(table_cache, "_part", lambda file: opened.append(file.name[:6]) or real(file))
 
     def seen():
         (entry,) = (e for e in ask.catalogue().entries if e.name == run.name)
@@ -206,7 +206,7 @@ def test_a_new_server_reads_many_runs_from_one_file_and_the_same_rows(ask, packi
     plain, choices = RecordCache(), (["token_importance"], ["sink_mass", "value_drain"], None, ["nothing"])
     wanted, names = [plain.rows(packing(), metrics)[0] for metrics in choices], plain.metrics(packing())
     RecordCache(ask.folder).rows(packing(), ["sink_mass"])
-    monkeypatch.setattr(table_cache, "run_records", lambda path: pytest.fail(f"{path} was opened"))
+    monkeypatch.setattr(table_cache, "_part", lambda path: pytest.fail(f"{path} was opened"))
     later = RecordCache(ask.folder)
     assert later.unread(packing()) == 0
     assert later.metrics(packing()) == names

@@ -23,7 +23,7 @@ def ask(populated):
 
 
 def drawn(ask, link):
-    ((_, drawing),) = drawings(ask, Link.parse(link))
+    ((_, drawing),) = drawings(ask, Link.parse(link), "layers")
     return drawing
 
 
@@ -266,7 +266,7 @@ def test_depth_refuses_what_is_not_there(ask, link, word):
 def test_a_link_writes_its_page_and_its_tables(ask, tmp_path):
     link = Link.parse("depth?metric=sink_mass&a=text-resformer-s0&compare=1")
     page, reasons = write(ask, link, tmp_path / "v.html", command="workbench view x")
-    assert not reasons
+    assert reasons == {"behind": "drawn with behind=1"}
     assert "workbench view x" in page.read_text()
     table = pd.read_csv(write(ask, link, tmp_path / "v.csv")[0])
     assert set(table["metric"]) == {"sink_mass"}

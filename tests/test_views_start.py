@@ -11,6 +11,7 @@ import pytest
 from workbench import plots
 from workbench.claims.analysis import chosen
 from workbench.claims.collect import stored
+from workbench.data.embedded import SHIPPED
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.reports import xray as xrays
 from workbench.runs.records import load_records, one_sample, provenance, records
@@ -27,6 +28,68 @@ def ask(populated):
 
 def link(show, **options):
     return Link("start", {"show": show} | {k: str(v) for k, v in options.items()})
+
+
+# ---- what was found ----
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """The study of learning to copy that ships: three rates, five seeds of six models."""
+    folder = tmp_path_factory.mktemp("shipped")
+    for run in (SHIPPED / "evidence" / "induction").iterdir():
+        (folder / run.name).symlink_to(run)
+    return dashboard.Kept(folder)
+
+
+def test_the_finding_is_told_at_the_rate_that_was_best_for_the_baseline(shipped):
+    found = start.finding.finding(shipped, link("finding"))
+    assert sorted(found.rates.values()) == [0.003, 0.006, 0.012]
+    ends = {}
+    for group, rate in found.rates.items():
+        rows = shipped.telemetry([e for e in shipped.group(link("finding", set=group)) if e.series == "transformer"])
+        rows = rows[(rows["metric"] == "copy_loss") & (rows["step"] == rows["step"].max())]
+        ends[rate] = rows["value"].mean()
+    assert min(ends, key=ends.get) == found.rates[found.group]
+    other = next(group for group in found.rates if group != found.group)
+    asked = start.finding.finding(shipped, link("finding", set=other))
+    assert asked.group == other
+    assert (
+        f"{found.rates[found.group]:g} is the one"
+        in start.finding.finding_differences(shipped, link("finding", set=other)).sentence
+    )
+
+
+def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
+    found = start.finding.finding(shipped, link("finding"))
+    evidence, _ = stored([Run.open(e.path) for e in shipped.group(link("finding", set=found.group))])
+    (claim,) = chosen(claims=["value_paths_speed_up_induction"])
+    judged = claim.judge(evidence).table.set_index("comparison")
+    for name in ("svformer", "resformer", "residual_k"):
+        row = judged.loc[f"{name} at rate 0.003"]
+        assert (row["value"], row["low"], row["high"]) == pytest.approx(
+            (found.intervals[name].value, found.intervals[name].low, found.intervals[name].high)
+        )
+    told = start.finding.headline(found)
+    assert "SVFormer 106 [93.2, 118]" in told, "docs/induction.md: 271 and 165"
+    assert told.endswith("3 unresolved.")
+    drawing = start.finding.finding_differences(shipped, link("finding"))
+    hollow = dict(zip(drawing.figure.data[0].y, drawing.figure.data[0].marker.symbol, strict=True))
+    assert hollow["key residual (control)"] == "circle-open", "decided by itself, not among five"
+    assert hollow["SVFormer"] == "circle"
+
+
+def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path):
+    group = start.finding.finding(shipped, link("finding")).group
+    for entry in shipped.group(link("finding", set=group)):
+        if entry.seed < 2 and entry.series in ("transformer", "svformer"):
+            shutil.copytree(entry.path, tmp_path / "two" / entry.name)
+            if entry.series == "svformer":
+                shutil.copytree(entry.path, tmp_path / "one" / entry.name)
+    told = start.finding.headline(start.finding.finding(Source(tmp_path / "two"), link("finding")))
+    assert told.startswith("Unresolved: 2 seeds of each model")
+    with pytest.raises(WorkbenchError, match="a Transformer and another model"):
+        start.finding.finding(Source(tmp_path / "one"), link("finding"))
 
 
 # ---- this model ----

@@ -164,7 +164,7 @@ class View {
   drawHeads(width) {
     const { panels, colours, whole, root } = this.data, shown = panels.filter((p) => p.tiles);
     this.heads.replaceChildren();
-    made("h4", "", this.heads, "All heads: click one to enlarge it");
+    made("h2", "", this.heads, "All heads: click one to enlarge it");
     const row = made("div", "panels", this.heads);
     const each = Math.floor((width - GUTTER * (shown.length - 1)) / shown.length);
     const top = whole ? 1 : Math.max(...shown.filter((p) => !p.signed).map((p) => p.scale[0]));
@@ -273,7 +273,7 @@ class View {
     const { panels, layer, head, cell, whole, minus } = this.data;
     this.maps.replaceChildren();
     const line = made("div", "headline", this.maps);
-    made("h4", "", line, `Layer ${layer}, head ${head}`);
+    made("h2", "", line, `Layer ${layer}, head ${head}`);
     const all = made("button", "reset", line, "Whole prompt");
     all.type = "button";
     all.addEventListener("click", () => this.ask({ whole: true }));
@@ -512,7 +512,7 @@ class View {
     const { panels, lock, held } = this.data, shown = panels.filter((p) => p.row);
     this.held.replaceChildren();
     if (lock === null || !shown.length) return;
-    const line = made("div", "headline", this.held), title = made("h4", "", line, `Query ${lock} `);
+    const line = made("div", "headline", this.held), title = made("h2", "", line, `Query ${lock} `);
     made("bdi", "token", title, held);
     title.append(` looks at, layer ${this.data.layer}, head ${this.data.head}`);
     const off = made("button", "reset", line, "Let go");

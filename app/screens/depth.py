@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pandas as pd
+import streamlit as st
+
 from app import widgets
 from app.cached_source import cached_source
 from app.figures import show
 from app.page_frame import page, toolbar
-from app.selection import choose_models
+from app.prompt_box import OF_A_PROMPT
+from app.row_table import row_table
+from app.run_table import choose_models
 from workbench import plots
 from workbench.views import Link, depth
 
@@ -21,7 +26,42 @@ def _body(link: Link) -> None:
         if not link.on("compare"):
             link = choose_models(link)
         link = _choices(link)
-    show(depth.layers, link)
+    show(depth.layers, link, take=lambda at: widgets.update_url(layer=at[0], behind=1))
+    if widgets.toggle(
+        "Documents behind a number", "behind", help="Those that pull it most; a click on a point asks for its layer's"
+    ):
+        _behind(link.but(behind=1))
+
+
+def _behind(link: Link) -> None:
+    """The documents that pull a number of model A most; a chosen one becomes the prompt of all pages."""
+    source = cached_source()
+    bare = link.but(layer=None, head=None)
+    found = depth.cell(source, bare)
+    with toolbar("cell"):
+        if found.layers:
+            bare = bare.but(layer=widgets.choose("Layer", "layer", found.layers, found.layer, width=90))
+            found = depth.cell(source, bare)
+        if found.heads:
+            bare = bare.but(
+                head=widgets.choose("Head", "head", [None, *found.heads], None, show=str, width=90, placeholder="all")
+            )
+    drawing = show(depth.behind, bare, long="Reading these documents")
+    if drawing is None or drawing.table["prompt"].isna().all():
+        return
+    table, prompt = drawing.table, st.query_params.get("prompt")
+
+    def take(row: pd.Series) -> None:
+        widgets.update_url(**dict.fromkeys(("stored", *OF_A_PROMPT)) | {"prompt": row["prompt"]})
+
+    row_table(
+        "documents", table[["document", "value", "pull", "prompt"]].rename(columns={"prompt": "how it begins"}),
+        table["prompt"] == prompt, table, take, "Documents that pull the mean most",
+    )  # fmt: skip
+    if (table["prompt"] == prompt).any():
+        widgets.page_link("attention", "The chosen document in Attention", ":material/grid_on:", a=found.entry.name)
+    else:
+        st.caption("Choose a document to read it on Attention and the other pages.")
 
 
 def _choices(link: Link) -> Link:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -12,10 +10,10 @@ import streamlit as st
 from app import widgets
 from app.cached_source import cached_source
 from app.prompt_box import OF_A_PROMPT
+from app.row_table import row_table
 from workbench.views import Link, heads
 
-COLUMNS = {"rank": "", "name": "head", "value": "value", "se": "± se", "baseline": "baseline", "init": "random init"}
-HEIGHT = 300  # pixels
+COLUMNS = {"rank": "#", "name": "head", "value": "value", "se": "± se", "baseline": "baseline", "init": "random init"}
 
 
 def all_heads(link: Link, picked: heads.Head) -> None:
@@ -23,7 +21,7 @@ def all_heads(link: Link, picked: heads.Head) -> None:
     table = heads.ranked(cached_source(), link)
     shown = table[list(COLUMNS)].rename(columns=COLUMNS).dropna(axis=1, how="all")
     mine = heads.is_picked(table, picked)
-    _rows(
+    row_table(
         f"all_heads_{link.text('metric')}_{link.text('variant')}",
         shown,
         mine,
@@ -67,23 +65,5 @@ def _texts(picked: heads.Head, table: pd.DataFrame) -> bool:
         widgets.update_url(**gone | head | {"prompt": row["prompt"], "lock": at})
 
     shown = table[["weight", "prompt"]].rename(columns={"prompt": "text around"})
-    _rows("passages", shown, mine, table, take, "Passages of the chosen head")
+    row_table("passages", shown, mine, table, take, "Passages of the chosen head")
     return bool(mine.any())
-
-
-def _rows(
-    key: str, shown: pd.DataFrame, mine: pd.Series, rows: pd.DataFrame, take: Callable[[pd.Series], None], alt: str
-) -> None:
-    """A table in which the first row of `mine` is selected; `take(row)` is called with another that a person selects."""
-    chosen = [i for i, yes in enumerate(mine) if yes][:1]
-    st.session_state[key] = {"selection": {"rows": chosen, "columns": [], "cells": []}}
-
-    def changed() -> None:
-        for i in st.session_state[key]["selection"]["rows"]:
-            take(rows.iloc[i])
-
-    numbers: dict[Any, Any] = {c: st.column_config.NumberColumn(format="%.3g") for c in shown.select_dtypes("float")}
-    st.dataframe(
-        shown, hide_index=True, width="stretch", height=HEIGHT, key=key, on_select=changed, selection_mode="single-row", alt=alt,
-        column_config=numbers | {"": st.column_config.NumberColumn(width=45)},
-    )  # fmt: skip

@@ -8,8 +8,8 @@ from app import widgets
 from app.cached_source import cached_source
 from app.figures import show
 from app.page_frame import page, toolbar
+from app.run_table import choose_models
 from app.screens import head_tables
-from app.selection import choose_models
 from workbench import plots
 from workbench.views import Link, heads
 

@@ -1,4 +1,4 @@
-"""Start: one model at a glance, what is in the folder, what its runs decide, and the demo's story; then what to click next."""
+"""Start: what was found, one model at a glance, what is in the folder, what its runs decide, and the demo's story."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from app import widgets
 from app.cached_source import cached_source, root
 from app.page_frame import page
 from app.screens.start_demo import story
+from app.screens.start_finding import finding
 from app.screens.start_verdicts import verdicts
 from app.screens.start_xray import glance
+from workbench.errors import WorkbenchError
 from workbench.views import Link, start
 
 ABOUT = (
@@ -31,11 +33,21 @@ def _first_run() -> None:
 def _body(link: Link) -> None:
     source = cached_source()
     found = start.demo.status(source.folder)
-    first = "demo" if (found and found.running) or start.demo.only_demo(source) else "model"
-    first = "verdicts" if all(e.shipped and not e.steps for e in source.group(link)) else first
     parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.racers(source)]
+    first = "demo" if (found and found.running) or start.demo.only_demo(source) else _first(link)
     shown = widgets.segments("Part", "show", parts, first, show=start.parts.PARTS.__getitem__)
-    {"model": glance, "here": _here, "verdicts": verdicts, "demo": story}[shown](link.but(show=shown))
+    {"finding": finding, "model": glance, "here": _here, "verdicts": verdicts, "demo": story}[shown](
+        link.but(show=shown)
+    )
+
+
+def _first(link: Link) -> str:
+    """The finding where there is one; else a model at a glance where one can be looked into."""
+    try:
+        start.finding.finding(cached_source(), link.but(set=st.query_params.get("set")))
+    except WorkbenchError:
+        return "model" if any(e.steps for e in cached_source().group(link)) else "here"
+    return "finding"
 
 
 def _here(link: Link) -> None:

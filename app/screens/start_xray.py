@@ -26,7 +26,7 @@ def glance(link: Link) -> None:
     with figures_side_by_side(WHOLE_PX if len(subjects) > 1 else NARROW_PX):
         for name, question in QUESTIONS.items():
             with st.container(border=True):
-                st.subheader(question)
+                st.header(question)
                 show(start.xray.ANSWERS[name], link, about=READ)
 
 

@@ -7,8 +7,8 @@ import streamlit as st
 from app import widgets
 from app.cached_source import cached_source
 from app.page_frame import page, toolbar
+from app.run_table import choose_models
 from app.screens.training_parts import PARTS
-from app.selection import choose_models
 from workbench.views import Link, training
 
 ABOUT = (

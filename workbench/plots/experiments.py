@@ -222,7 +222,10 @@ def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figur
 
 
 def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:
-    """Comparisons (comparison, value, low, high, unit) with their 95 % intervals, a panel for each unit, 0 marked."""
+    """Comparisons (comparison, value, low, high, unit) with their 95 % intervals, a panel for each unit, 0 marked.
+
+    Where they have a `verdict` too, those that are unresolved are drawn hollow.
+    """
     units = list(dict.fromkeys(table["unit"].fillna(""))) if "unit" in table else [""]
     parts = [table[table["unit"].fillna("") == unit] if "unit" in table else table for unit in units]
     figure = make_subplots(
@@ -230,16 +233,19 @@ def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:
     )
     for i, (unit, part) in enumerate(zip(units, parts, strict=True), 1):
         value, low, high = (part[c].astype(float) for c in ("value", "low", "high"))
+        hollow = part["verdict"] == "unresolved" if "verdict" in part else pd.Series(False, part.index)
         figure.add_scatter(
             x=value, y=[markup.escape(str(c)) for c in part["comparison"]], mode="markers", showlegend=False, name="value",
-            marker={"color": colour(MINUS), "size": 9}, customdata=list(zip(low, high, strict=True)),
+            marker={"color": colour(MINUS), "size": 9, "symbol": ["circle-open" if h else "circle" for h in hollow]},
             error_x={"array": high - value, "arrayminus": value - low, "color": colour(MINUS), "thickness": 1.6},
+            customdata=list(zip(low, high, strict=True)),
             hovertemplate="%{y}<br>%{x:.4g} [%{customdata[0]:.4g}, %{customdata[1]:.4g}]<extra></extra>", row=i, col=1,
         )  # fmt: skip
         figure.add_vline(x=0, line={"color": GREY, "dash": "dot"}, row=i, col=1)
         figure.update_xaxes(title_text=markup.escape(str(unit)) or "value", row=i, col=1)
         figure.update_yaxes(autorange="reversed", row=i, col=1)
     caption = wrapped(
-        "; ".join(s for s in (under, "whisker: 95 % interval; one that reaches across 0 decides nothing") if s), 125
-    )
+        "; ".join(s for s in (under, "hollow: unresolved among all" if "verdict" in table else "",
+                              "whisker: 95 % interval; one that reaches across 0 decides nothing") if s), 125
+    )  # fmt: skip
     return dressed(figure, title, caption, 40 + 70 * len(units) + 26 * len(table))

@@ -110,6 +110,7 @@ def _line(
         marker={"size": 5 if init else 7, "symbol": symbol(architecture) + ("-open" if init else ""),
                 "maxdisplayed": MAX_MARKS if len(curve) > 24 else 0},
         legendgroup=name, showlegend=not init and name not in legend.names,
+        customdata=[[int(n)] for n in curve.index] if x == "layer" and (curve.index % 1 == 0).all() else None,
         hovertemplate=f"{name}{at}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>", **where,
     )  # fmt: skip
     if not init:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import digest, replacing
 from workbench.runs.catalogue import Entry
-from workbench.runs.records import COLUMNS, TEXT, WHOLE, checked, damage
+from workbench.runs.records import COLUMNS, NEEDED, TEXT, WHOLE, checked, damage
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 FOLDER, VERSION, ABOUT = ".tables", 1, b"workbench"
 ANSWERED = ("run", "architecture")  # columns that an answer fills in
@@ -192,6 +193,17 @@ def compact(rows: pa.Table) -> pa.Table:
     return rows.combine_chunks()
 
 
+def filled(file: pq.ParquetFile, always: Sequence[str] = (), groups: Sequence[int] | None = None) -> list[str]:
+    """The columns of an open file, or of some of its row groups, that are not null all through, and those that are `always` read."""
+    found = dict.fromkeys(always)
+    for index in range(file.metadata.num_row_groups) if groups is None else groups:
+        group = file.metadata.row_group(index)
+        for column in map(group.column, range(group.num_columns)):
+            if column.statistics is None or column.statistics.null_count < group.num_rows:
+                found[column.path_in_schema] = None
+    return list(found)
+
+
 def _name(entry: Entry, root: Path) -> str:
     return entry.path.removeprefix(f"{root}/")
 
@@ -237,11 +249,7 @@ def _row_group(pack: Pack, index: int) -> pa.Table:
         with pq.ParquetFile(
             pack.path, read_dictionary=[c for c in TEXT if c not in ANSWERED], page_checksum_verification=True
         ) as file:
-            group = file.metadata.row_group(index)
-            columns = [group.column(i) for i in range(group.num_columns)]
-            said = [
-                c.path_in_schema for c in columns if c.statistics is None or c.statistics.null_count < group.num_rows
-            ]
-            return compact(checked(file.read_row_group(index, columns=said), pack.path, ("metric", "value")))
+            columns = filled(file, groups=[index])
+            return compact(checked(file.read_row_group(index, columns=columns), pack.path, NEEDED))
     except _broken() as error:
         raise BadCheckpoint(f"cannot read {pack.path}: {error}") from error

@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 import pandas as pd
 
 from workbench import plots
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError
 from workbench.models.registry import label
+from workbench.plots import documents as drawn
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
+from workbench.views import documents
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
+from workbench.views.measures import PLAIN, Measure, pick, placed, varied
 from workbench.views.source import Source, Subject
 
 FORMS = {
@@ -27,26 +30,19 @@ AXES = {
 }  # fmt: skip
 MAPS = ("positions", "heads", "pairs")
 RELATIVE = "relative depth: 0 the first layer, 1 the last"
-PLAIN, METRIC = "plain", "token_identity_share"
+METRIC = "token_identity_share"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Measure):
     """What there is to choose from, and what is chosen."""
 
-    metrics: list[str]
-    metric: str
-    sites: list[str]
-    site: str | None
-    variants: list[str]
-    variant: str
     forms: list[str]
     form: str
     seeds: list[str]
     seed: str
     steps: list[int]
     step: int | None
-    rows: pd.DataFrame  # of the chosen measure, place and variant; all runs, all steps
 
 
 def _unmeasured(runs: Sequence[Entry]) -> str:
@@ -73,12 +69,12 @@ def options(source: Source, link: Link) -> Options:
         raise WorkbenchError(f"the records of {metric.replace('_', ' ')} cannot be read")
     sites = sorted(rows["site"].dropna().unique())
     site = pick("place", link.text("site"), sites, "own_v") if sites else None
-    rows = _placed(rows, site)
+    rows = placed(rows, site)
     variants = [PLAIN] * bool((rows["variant"].isna() & rows["control"].isna()).any()) + sorted(
         rows["variant"].dropna().unique()
     )
     variant = pick("variant", link.text("variant"), variants, PLAIN)
-    rows = _varied(rows, variant)
+    rows = varied(rows, variant)
     forms = ["auto", *(form for form, axis in AXES.items() if rows[axis].nunique() > 1)]
     form = pick("view", link.text("view"), forms, "auto")
     seeds = ["all", *(str(s) for s in sorted(rows["seed"].dropna().unique()))]
@@ -88,7 +84,7 @@ def options(source: Source, link: Link) -> Options:
     if steps and form != "steps":
         asked = link.whole("step")
         step = asked if asked in steps else max((s for s in steps if asked is None or s <= asked), default=steps[0])
-    return Options(metrics, metric, sites, site, variants, variant, forms, form, seeds, seed, steps, step, rows)
+    return Options(metrics, metric, sites, site, variants, variant, rows, forms, form, seeds, seed, steps, step)
 
 
 def about(metric: str) -> str:
@@ -100,13 +96,6 @@ def about(metric: str) -> str:
 
     item = METRICS.get(metric) or INTERVENTIONS.get(metric)
     return inspect.getdoc(item.function) or "" if item else ""
-
-
-def pick(kind: str, asked: str | None, choices: list[str], default: str) -> str:
-    """What is asked for, else the default, else the first choice; raises `UnknownName` for what is no choice."""
-    if asked is not None and asked not in choices:
-        raise UnknownName(kind, asked, choices)
-    return asked or (default if default in choices else choices[0])
 
 
 @view("depth")
@@ -147,14 +136,6 @@ def layers(source: Source, link: Link) -> Drawing:
     return Drawing(figure, everything, " ".join(sentences))
 
 
-def _placed(rows: pd.DataFrame, site: str | None) -> pd.DataFrame:
-    return rows if site is None else rows[rows["site"] == site]
-
-
-def _varied(rows: pd.DataFrame, variant: str) -> pd.DataFrame:
-    return rows[rows["variant"].isna()] if variant == PLAIN else rows[rows["variant"] == variant]
-
-
 def _more_seeds(
     source: Source, chosen: Options, subjects: Sequence[Subject], form: str | None
 ) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
@@ -169,7 +150,7 @@ def _more_seeds(
     found = []
     for seed in sorted((kin[0].keys() & kin[1].keys()) - {a.entry.seed}):
         entries = [entries[seed] for entries in kin]
-        rows = _varied(_placed(source.records(entries, [chosen.metric]), chosen.site), chosen.variant)
+        rows = varied(placed(source.records(entries, [chosen.metric]), chosen.site), chosen.variant)
         try:
             pair = [_of(rows, replace(s, entry=e), form) for s, e in zip(subjects, entries, strict=True)]
         except WorkbenchError:  # not measured at this step
@@ -209,3 +190,42 @@ def _at(rows: pd.DataFrame, step: int, form: str | None) -> pd.DataFrame:
         )
     maps = form in MAPS or (form is None and plots.form_of(here) in MAPS)
     return here if maps else rows[rows["step"].isin([0, step])]
+
+
+# ---- the documents behind a number -----------------------------------------------------------------------------------
+
+
+def cell(source: Source, link: Link) -> documents.Cell:
+    """The number of model A that the link's `layer` and `head` mean, with the value of each document behind it."""
+    chosen = options(source, link)
+    asked = link.text("a")
+    runs = source.chosen(link) if asked is None else [source.catalogue().entry(asked)]
+    mine = [e for e in runs if chosen.rows["run"].eq(e.name).any()]
+    if not mine:
+        raise WorkbenchError(f"nothing of {chosen.metric.replace('_', ' ')} is stored for {asked or 'these runs'}")
+    return documents.cell(source, link, chosen, mine[0], chosen.step)
+
+
+@view("depth")
+def behind(source: Source, link: Link) -> Drawing:
+    """The documents that pull a number of model A most, as far as each is from the mean, with how it begins."""
+    if not link.on("behind"):
+        raise WorkbenchError("drawn with behind=1")
+    found, chosen = cell(source, link), options(source, link)
+    table, values = documents.pulling(source, found), found.values
+    at = "".join(f", {kind} {n}" for kind, n in (("layer", found.layer), ("head", found.head)) if n is not None)
+    measure = _title(chosen, None)
+    under = (
+        f"{label(found.entry.series)}, seed {found.entry.seed}, step {found.step}; the {len(table)} of {len(values)} documents that are "
+        "furthest from the mean, dotted"
+    )
+    mine = chosen.rows[chosen.rows["run"] == found.entry.name]
+    figure = drawn.documents(
+        table, values.mean(), plots.colour(found.entry.series), f"{measure}{at}: documents behind it", under,
+        (found.unit, plots.reading(mine)),
+    )  # fmt: skip
+    without = values.drop(table["document"]).mean() if len(values) > len(table) else float("nan")
+    sentence = f"Mean {values.mean():.4g}; without these {len(table)} documents {without:.4g}."
+    if table["prompt"].isna().all():
+        sentence += " Their texts are not here: they were measured on another sample than the run's own."
+    return Drawing(figure, table, sentence)

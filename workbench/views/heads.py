@@ -20,8 +20,8 @@ from workbench.runs.records import one_sample
 from workbench.runs.run import Run
 from workbench.views.attention import short
 from workbench.views.base import Drawing, view
-from workbench.views.depth import PLAIN, pick
 from workbench.views.link import Link
+from workbench.views.measures import PLAIN, Measure, pick, placed, varied
 from workbench.views.source import LETTERS, Source, Subject
 
 METRICS, TOP = ("row_entropy", "sink_mass"), 20
@@ -35,17 +35,10 @@ ALONE = ("position", "index", "source", "part")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What there is to choose from, and what is chosen."""
+class Options(Measure):
+    """What there is to choose from, and what is chosen; `rows` has heads and controls."""
 
-    metrics: list[str]
-    metric: str
-    sites: list[str]
-    site: str | None
-    variants: list[str]
-    variant: str
     end: str
-    rows: pd.DataFrame  # of the chosen measure, place and variant: heads and controls; all runs, all steps
 
 
 @dataclass(frozen=True)
@@ -85,14 +78,14 @@ def options(source: Source, link: Link) -> Options:
     heads = rows[of_heads(rows)]
     sites = sorted(heads["site"].dropna().unique())
     site = pick("place", link.text("site"), sites, "own_v") if sites else None
-    heads, rows = (f if site is None else f[f["site"] == site] for f in (heads, rows))
+    heads, rows = placed(heads, site), placed(rows, site)
     variants = [PLAIN] * bool(heads["variant"].isna().any()) + sorted(heads["variant"].dropna().unique())
     variant = pick("variant", link.text("variant"), variants, PLAIN)
-    rows = rows[rows["variant"].isna() if variant == PLAIN else rows["variant"] == variant]
+    rows = varied(rows, variant)
     rows = rows[of_heads(rows) | rows["control"].notna()]
     sensible = "lowest" if plots.reading(rows).startswith("lower") else "highest"
     end = pick("end", link.text("end"), list(ENDS), sensible)
-    return Options(metrics, metric, sites, site, variants, variant, end, rows)
+    return Options(metrics, metric, sites, site, variants, variant, rows, end)
 
 
 def of_layers(source: Source, link: Link, found: Options) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,9 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from workbench.errors import BadData, UnknownName
 
-SELECTION = ("set", "a", "step", "compare", "b", "step_b", "models", "prompt", "stored")
-"""Keys that every page carries along: the experiment, models A and B at their steps, the compared series, the prompt."""
-SWITCHES = {"compare", "log", "depth"}
+SELECTION = ("set", "a", "step", "compare", "b", "step_b", "by", "find", "models", "prompt", "stored")
+"""Keys that every page carries along: the experiment, models A and B at their steps, which runs are compared and by what, the prompt."""
+SWITCHES = {"compare", "log", "depth", "behind"}
 """Keys that are on (1) or off (0)."""
 
 
@@ -32,7 +33,9 @@ PAGES = {
         "Training", "trending_down", "Losses, gradients, coefficients over time",
         ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),
     ),
-    "depth": Page("Depth", "layers", "Any measure over layers", ("metric", "site", "variant", "view", "seed", "depth")),
+    "depth": Page(
+        "Depth", "layers", "Any measure over layers", ("metric", "site", "variant", "view", "seed", "depth", "behind", "layer", "head"),
+    ),
     "attention": Page(
         "Attention", "grid_on", "Where every head looks",
         ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch"),
@@ -109,6 +112,11 @@ class Link:
         return self.options.get(key) == "1"
 
     def many(self, key: str) -> list[str] | None:
-        """A list `a,b`; None where the link does not say."""
+        """A list `a,b`; None where the link does not say. Commas in brackets, as of `layers=[1, 2]`, are part of a name."""
         value = self.options.get(key)
-        return None if value is None else [part for part in value.split(",") if part]
+        return None if value is None else listed(value)
+
+
+def listed(text: str) -> list[str]:
+    """The parts of `a,b layers=[1, 2]`."""
+    return [part for part in re.split(r",(?![^\[]*\])", text) if part]

@@ -117,9 +117,22 @@ class Source:
             raise UnknownName("experiment", asked, groups)
         return groups[asked]
 
+    def found(self, link: Link) -> list[Entry]:
+        """Runs of the experiment that the link's search words find, their series told apart by what it says (`by`)."""
+        runs, by = self.group(link), link.many("by")
+        if by is not None:
+            for name in by:
+                if name not in (known := facets(runs)):
+                    raise UnknownName("option to tell models apart by", name, known)
+            runs = [dataclasses.replace(e, series=series_by(e, by)) for e in runs]
+        words = (link.text("find") or "").lower().split()
+        return [e for e in runs if all(word in _searched(e) for word in words)] if words else runs
+
     def chosen(self, link: Link) -> list[Entry]:
-        """Runs of the chosen series of the experiment: the link's `models`, else all of it."""
-        runs, names = self.group(link), link.many("models")
+        """Runs of the chosen series of the experiment: the link's `models`, else all that are found."""
+        runs, names = self.found(link), link.many("models")
+        if not runs:
+            raise WorkbenchError(f"no run of this experiment has all of the words {str(link.text('find'))!r}")
         if names is None:
             return runs
         for name in names:
@@ -222,6 +235,33 @@ class Source:
         if text is None:  # an empty one is refused where it is read, as any that cannot be read
             text = example(self.subjects(link)[0].entry)
         return text
+
+
+def facets(runs: Sequence[Entry]) -> list[str]:
+    """What runs of one experiment may be told apart by beside their architecture: options in which any differ, and the seed."""
+    alike: dict[str, list[Entry]] = {}
+    for entry in runs:
+        alike.setdefault(entry.architecture, []).append(entry)
+    names = {
+        k
+        for kin in alike.values()
+        for e in kin
+        for k in e.options
+        if any(o.options.get(k) != e.options[k] for o in kin)
+    }
+    return [*sorted(names), *(["seed"] if len({e.seed for e in runs}) > 1 else [])]
+
+
+def series_by(entry: Entry, by: Sequence[str]) -> str:
+    """A run's series where these options (and `seed`) tell runs apart."""
+    options = "".join(f" {k}={entry.options[k]}" for k in sorted(by) if k in entry.options)
+    return entry.architecture + options + (f"{DETAIL}s{entry.seed}" if "seed" in by else "")
+
+
+def _searched(entry: Entry) -> str:
+    """What search words are looked for in."""
+    options = " ".join(f"{k}={v}" for k, v in entry.options.items())
+    return f"{entry.name} {label(entry.architecture)} {entry.series} s{entry.seed} {options}".lower()
 
 
 def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:

@@ -113,10 +113,10 @@ def _domains(parts: Sequence[pd.DataFrame], link: Link) -> list[pd.DataFrame]:
         raise UnknownName("domain", str(asked), (TOTAL, EACH))
     if asked == EACH:
         return list(parts)
-    return [_mean_of_domains(part) for part in parts]
+    return [mean_of_domains(part) for part in parts]
 
 
-def _mean_of_domains(rows: pd.DataFrame) -> pd.DataFrame:
+def mean_of_domains(rows: pd.DataFrame) -> pd.DataFrame:
     """One row in place of the domains' at a step: mean value, error of a mean of independent means, all documents."""
     names = sorted(rows["data"].dropna().unique())
     if len(names) < 2:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.views.link import Link
 
-PARTS = {"model": "This model", "here": "What is here", "verdicts": "Verdicts", "demo": "The demo"}
+PARTS = {
+    "finding": "What was found", "model": "This model", "here": "What is here", "verdicts": "Verdicts", "demo": "The demo",
+}  # fmt: skip
 
 
 def check_part(link: Link, part: str) -> None:

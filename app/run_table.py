@@ -1,0 +1,86 @@
+"""Which runs a page of many draws: search words, what tells their lines apart, and a table or pills of the models found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+import streamlit as st
+
+from app import widgets
+from app.cached_source import cached_source
+from app.row_table import rows_table
+from workbench import plots
+from workbench.errors import WorkbenchError
+from workbench.plots.style import plain
+from workbench.runs.catalogue import Entry
+from workbench.views import Link
+from workbench.views.link import listed
+from workbench.views.source import facets
+
+FIRST = 8  # series drawn where none were chosen, and most that stand as pills
+APART = "Lines are told apart by, beside the architecture"
+
+
+def choose_models(link: Link) -> Link:
+    """The chosen series of the experiment, the first few found unless told otherwise; the link with them, and how they were found."""
+    source = cached_source()
+    options = facets(source.group(link))
+    asked = [name for name in listed(st.query_params.get("by", "")) if name in options]
+    by = ",".join(asked) if "by" in st.query_params else None
+    bare = link.but(by=by, find=st.query_params.get("find"), models=None)
+    runs = source.found(bare)
+    names = plots.ordered({e.series for e in runs})
+    many = len(names) > FIRST
+    chosen = _asked(names)
+    panel = st.popover(
+        f"{len(chosen)} of {len(names)} models", icon=":material/checklist:", key="runs_panel", on_change="rerun" if many else "ignore"
+    )  # fmt: skip
+    if panel.open or not many:
+        with panel:
+            widgets.text_line(
+                "Find", "find", clears=("models",), placeholder="words of name, model, option or seed: resformer s0"
+            )
+            if options:
+                default = [name for name in options if name != "seed"]
+                widgets.choose_many(APART, "by", options, default, clears=("models",))
+            if many:
+                _table(names, runs, chosen)
+            elif names:
+                chosen = widgets.choose_many("Models", "models", names, names, show=_words)
+    if not names:
+        raise WorkbenchError(f"No run of this experiment has all of the words “{st.query_params.get('find')}”.")
+    if not chosen:
+        raise WorkbenchError("Choose at least one model.")
+    return bare.but(models=",".join(chosen))
+
+
+def _asked(names: Sequence[str]) -> list[str]:
+    """The series that the address names, as far as they are there."""
+    text = st.query_params.get("models")
+    there = [name for name in names if name in listed(text or "")]
+    if len(names) > FIRST and set(listed(text or "")) - set(names):
+        widgets.warn_ignored("models")
+    return there if there or text == "" else list(names[:FIRST])
+
+
+def _table(names: Sequence[str], runs: Sequence[Entry], chosen: Sequence[str]) -> None:
+    """A row for each series, those that are drawn selected."""
+    kin: dict[str, list[Entry]] = {name: [] for name in names}
+    for entry in runs:
+        kin[entry.series].append(entry)
+    rows = [
+        {"model": _words(name), "runs": len(mine), "seeds": ", ".join(map(str, sorted({e.seed for e in mine}))),
+         "trained to step": max(e.steps[-1] if e.steps else e.last for e in mine), "measures": max(len(e.measured) for e in mine)}
+        for name, mine in kin.items()
+    ]  # fmt: skip
+
+    def take(places: list[int]) -> None:
+        widgets.update_url(models=",".join(names[i] for i in places))
+
+    st.caption(f"{len(runs)} runs in {len(names)} lines; those selected are drawn.")
+    rows_table("runs_of_page", pd.DataFrame(rows), [names.index(n) for n in chosen], take, "Models to draw")
+
+
+def _words(series: str) -> str:
+    return plain(plots.label(series))

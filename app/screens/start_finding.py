@@ -1,0 +1,46 @@
+"""What was found on the Start page: one sentence from the numbers, its figures, where to go next; definitions fold."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app import widgets
+from app.cached_source import cached_source
+from app.figures import show
+from app.page_frame import figures_side_by_side
+from workbench.models.registry import ARCHITECTURES
+from workbench.views import Link, start
+
+HALF_PX = 440
+WORDS = {
+    "Value": "what attention carries from one token to a later one; an attention weight says how much of it.",
+    "Value path": "a shortcut that hands the first layer's values, made of the bare tokens, to deeper layers.",
+    "Copying": "predicting a sequence that stood there before, by looking back at what followed last time (an *induction head*).",
+    "Paired seeds": "models that start from the same weights and read the same batches, compared seed by seed.",
+    "Unresolved": "the seeds do not tell the two apart; that is no proof that they are alike.",
+}
+
+
+def finding(link: Link) -> None:
+    """The headline of the chosen experiment, or of the one that the rule gives where none is chosen."""
+    asked = link.but(set=st.query_params.get("set"))
+    found = start.finding.finding(cached_source(), asked)
+    st.header(widgets.escaped(start.finding.headline(found)))
+    with figures_side_by_side(HALF_PX):
+        for view in (start.finding.finding_differences, start.finding.finding_curves):
+            with st.container():
+                show(view, asked)
+    _next(found)
+    with st.expander("What these words mean"):
+        words = WORDS | {
+            a.label: f"{a.plain}." for name in found.intervals if (a := ARCHITECTURES.get(name.split(" ")[0]))
+        }
+        st.markdown("\n".join(f"- **{word}**: {said}" for word, said in words.items()))
+
+
+def _next(found: start.finding.Finding) -> None:
+    """Three ways on."""
+    with st.container(horizontal=True, key="next"):
+        widgets.page_link("training", "Watch them learn", ":material/trending_down:", set=found.group)
+        widgets.page_link("attention", "Look into a model", ":material/grid_on:")
+        widgets.page_link("start", "Every claim, judged", ":material/gavel:", set=found.group, show="verdicts")

@@ -1,0 +1,57 @@
+"""Which runs a page draws: search words, what tells their lines apart, and names with commas in them."""
+
+from __future__ import annotations
+
+import dashboard
+import pytest
+
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.files import read_json, write_json
+from workbench.runs.records import records, write_parquet
+from workbench.views import Link, Source, depth
+from workbench.views.source import facets
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """A Transformer and ResFormers of two sets of layers, three seeds each."""
+    for seed in range(3):
+        for name, layers in (("transformer", None), ("resformer", [1]), ("resformer", [0, 1])):
+            run = f"text-{name}{'' if layers is None else len(layers)}-s{seed}"
+            common = dashboard.run(tmp_path, run, name, seed, "text", steps=())
+            path = tmp_path / run / "run.json"
+            write_json(path, read_json(path) | {"options": {} if layers is None else {"layers": layers}})
+            write_parquet(records(dashboard.measured(common, "text")), tmp_path / run / "records" / "a.parquet")
+    return Source(tmp_path)
+
+
+def series(ask, **options):
+    runs = ask.chosen(Link("depth", options))
+    return {name: sum(e.series == name for e in runs) for name in dict.fromkeys(e.series for e in runs)}
+
+
+def test_lines_are_told_apart_by_options_seeds_or_the_architecture_alone(ask):
+    assert facets(ask.group(Link("depth"))) == ["layers", "seed"]
+    assert series(ask) == {"resformer layers=[1]": 3, "resformer layers=[0, 1]": 3, "transformer": 3}
+    assert series(ask, by="") == {"resformer": 6, "transformer": 3}
+    assert series(ask, by="seed") == {"transformer · s0": 1, "transformer · s1": 1, "transformer · s2": 1} | {
+        f"resformer · s{n}": 2 for n in range(3)
+    }
+    assert len(series(ask, by="layers,seed")) == 9
+    with pytest.raises(UnknownName, match="colour"):
+        series(ask, by="colour")
+
+
+def test_search_words_find_names_models_options_and_seeds(ask):
+    assert series(ask, find="ResFormer s1") == {"resformer layers=[1]": 1, "resformer layers=[0, 1]": 1}
+    assert series(ask, find="layers=[1]") == {"resformer layers=[1]": 3}
+    with pytest.raises(WorkbenchError, match="has all of the words 'svformer'"):
+        series(ask, find="svformer")
+
+
+def test_a_name_with_commas_is_one_name_and_each_line_is_drawn(ask):
+    wanted = "transformer,resformer layers=[0, 1]"
+    assert series(ask, models=wanted) == {"resformer layers=[0, 1]": 3, "transformer": 3}
+    drawing = depth.layers(ask, Link("depth", {"metric": "importance_entropy", "by": "seed", "find": "transformer"}))
+    names = {t.name for t in drawing.figure.data if t.mode == "lines+markers" and t.showlegend is not False}
+    assert names == {"Transformer · s0", "Transformer · s1", "Transformer · s2"}

@@ -1,0 +1,40 @@
+"""The documents behind a mean: how far each is from it."""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench.plots.grids import safe, unique
+from workbench.plots.style import GREY, axis_title, dressed
+
+ROW, LONGEST = 24, 60
+"""Pixels of a document's row, and characters of its text there."""
+
+
+def documents(rows: pd.DataFrame, mean: float, paint: str, title: str, under: str, axis: tuple[str, str]) -> go.Figure:
+    """A stem from the mean to each document's value. rows: document, value, prompt (null where the text is not known).
+
+    `axis`: unit, and which way to read it. Custom data: the row's place.
+    """
+    names = unique([safe(_named(d, text)) for d, text in zip(rows["document"], rows["prompt"], strict=True)])
+    values = rows["value"].to_numpy(dtype="float64")
+    figure = go.Figure()
+    figure.add_scatter(
+        x=values, y=names, mode="markers", name="document", showlegend=False, marker={"color": paint, "size": 10},
+        error_x={"array": mean - values, "arrayminus": 0 * values, "symmetric": False, "width": 0, "thickness": 2},
+        customdata=[[i] for i in range(len(names))], hovertemplate="%{y}<br>%{x:.4g}<extra></extra>",
+    )  # fmt: skip
+    figure.add_vline(x=mean, line={"color": GREY, "dash": "dot"})
+    figure.update_yaxes(
+        type="category", categoryorder="array", categoryarray=names, range=[len(names) - 0.4, -0.6], tickfont_size=11
+    )
+    figure.update_xaxes(title_text=axis_title(*axis))
+    return dressed(figure, title, under, ROW * len(names) + 90)
+
+
+def _named(document: int, text: str | None) -> str:
+    said = " ".join(str(text or "").split())
+    return (
+        f"{document}: {said[: LONGEST - 1] + '…' if len(said) > LONGEST else said}" if said else f"document {document}"
+    )

@@ -1,0 +1,256 @@
+"""The first sentence of the Start page: what the best replicated comparison with the Transformer says.
+
+Nothing is chosen for its effect. The experiment is the first of: learning to copy, then loss; of each the one with most paired
+seeds, then with most runs. Of several learning rates it is the one at which the Transformer's own final loss of that kind is least.
+All models of the experiment are compared, and the verdicts corrected for their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import pandas as pd
+
+from workbench import plots
+from workbench.claims.verdict import Verdict, corrected, decide, interval_table
+from workbench.errors import WorkbenchError
+from workbench.files import digest
+from workbench.models.registry import label
+from workbench.runs.catalogue import Entry
+from workbench.runs.run import Run
+from workbench.statistics.error_bars import MIN_SEEDS, Interval, paired_seeds
+from workbench.statistics.formation import formation_steps
+from workbench.views import training
+from workbench.views.base import Drawing, view
+from workbench.views.link import Link
+from workbench.views.source import Source
+from workbench.views.start.parts import check_part
+from workbench.views.training import VANILLA, mean_of_domains
+
+NAMED = 2  # models that the sentence names
+HALF_PAGE = 58  # characters
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What runs are compared by: a quantity that training wrote down, and how a smaller or larger number is said."""
+
+    quantity: str
+    verb: str
+    unit: str
+    less: str
+    more: str
+    title: str
+    note: str = ""
+
+
+COPYING = Outcome(
+    "copy_loss", "copies", "steps", "earlier", "later", "Step of learning to copy, minus the Transformer's",
+    "The step is the first at which the loss where copying works is below half of its start; a run that never is counts with its last.",
+)  # fmt: skip
+LOSS = Outcome(
+    "validation_loss", "ends", "nats", "lower in validation loss", "higher in validation loss",
+    "Final validation loss, minus the Transformer's",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One experiment's comparison with the Transformer, by series: intervals over paired seeds, and verdicts on all together."""
+
+    outcome: Outcome
+    group: str
+    title: str
+    rates: dict[str, float]
+    """Experiments that differ from this one in the learning rate alone, itself included, each with its rate."""
+    best: str
+    """That of `rates` at which the Transformer's own loss ends lowest."""
+    intervals: dict[str, Interval]
+    verdicts: dict[str, Verdict]
+
+    @property
+    def seeds(self) -> tuple[int, int]:
+        """Least and most paired seeds behind an interval."""
+        counts = [i.n for i in self.intervals.values()]
+        return min(counts), max(counts)
+
+
+def finding(source: Source, link: Link) -> Finding:
+    """What the chosen experiment says, or where none is chosen the one that the rule gives.
+
+    Raises `WorkbenchError` where no finished runs of a Transformer and of another model share a seed.
+    """
+    experiments = _experiments(source)
+    asked = link.text("set")
+    if asked is not None:
+        found = [group for group in experiments if group == asked]
+    else:
+        found = sorted(experiments, key=lambda group: _standing(experiments[group]), reverse=True)[:1]
+    if not found:
+        raise WorkbenchError(
+            "one sentence takes a Transformer and another model here, both finished, from one seed: train both with the same --seed"
+        )
+    key = ("finding", asked, *((e.path, e.series, e.stamp) for runs in experiments.values() for e in runs))
+    return source.keep(key, lambda: _compared(source, experiments, found[0], by_rule=asked is None))
+
+
+def _experiments(source: Source) -> dict[str, list[Entry]]:
+    """Finished runs of every experiment with a Transformer and another model of one seed."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in source.catalogue().entries:
+        if entry.finished and not entry.imported:
+            groups.setdefault(entry.group, []).append(entry)
+    return {name: runs for name, runs in groups.items() if _paired(runs)}
+
+
+def _paired(runs: Sequence[Entry]) -> int:
+    """The most seeds that the Transformer and another series have in common."""
+    seeds: dict[str, set[int]] = {}
+    for entry in runs:
+        seeds.setdefault(entry.series, set()).add(entry.seed)
+    base = seeds.pop(VANILLA, set())
+    return max((len(base & others) for others in seeds.values()), default=0)
+
+
+def _standing(runs: Sequence[Entry]) -> tuple[bool, bool, int, int, str]:
+    """The larger, the sooner an experiment is told."""
+    paired = _paired(runs)
+    return paired >= MIN_SEEDS, runs[0].kind == "repeated", paired, len(runs), runs[0].group
+
+
+def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *, by_rule: bool) -> Finding:
+    outcome = COPYING if experiments[group][0].kind == "repeated" else LOSS
+    rates = _rates(experiments, group)
+    ends = {name: _ending(source, experiments[name], outcome) for name in rates}
+    best = min(ends, key=lambda name: (ends[name], name))
+    chosen = best if by_rule else group
+    numbers = _numbers(source, experiments[chosen], outcome)
+    base = numbers.pop(VANILLA, pd.Series(dtype=float))
+    intervals = {name: paired_seeds(numbers[name], base) for name in plots.ordered(numbers)}
+    intervals = {name: interval for name, interval in intervals.items() if interval.n}
+    if not intervals:
+        raise WorkbenchError(f"{outcome.quantity.replace('_', ' ')} was not written down to the end of these runs")
+    alone = []
+    for interval in intervals.values():
+        status, p = decide({"difference": interval}, -1)
+        alone.append(Verdict(status, "", p=p))
+    verdicts = dict(zip(intervals, corrected(alone), strict=True))
+    return Finding(outcome, chosen, experiments[chosen][0].title, rates, best, intervals, verdicts)
+
+
+def _rates(experiments: dict[str, list[Entry]], group: str) -> dict[str, float]:
+    """The experiments that differ from one in the learning rate alone, each with its rate."""
+
+    def said(name: str) -> tuple[float, str]:
+        run = Run.open(experiments[name][0].path)
+        recipe = {k: v for k, v in asdict(run.train).items() if k != "lr"}
+        return run.train.lr, digest(run.info["model"], recipe, run.info["data"])
+
+    shape = group.rpartition("-")[0]  # kind, layers and width
+    alike = {name: said(name) for name in experiments if name.rpartition("-")[0] == shape}
+    return {name: lr for name, (lr, setting) in alike.items() if setting == alike[group][1]}
+
+
+def _ending(source: Source, runs: Sequence[Entry], outcome: Outcome) -> float:
+    """The Transformer's mean final loss."""
+    found = _at_the_end(source, [e for e in runs if e.series == VANILLA], outcome.quantity)
+    return float(found["value"].mean()) if len(found) else float("inf")
+
+
+def _at_the_end(source: Source, runs: Sequence[Entry], quantity: str) -> pd.DataFrame:
+    """One row for each run, domains averaged, of those that wrote to the last step that any of them wrote."""
+    rows = source.telemetry(runs, [quantity])
+    rows = mean_of_domains(rows[rows["variant"].isna() & rows["control"].isna()])
+    return rows[rows["step"] == rows["step"].max()]
+
+
+def _numbers(source: Source, runs: Sequence[Entry], outcome: Outcome) -> dict[str, pd.Series]:
+    """Of every series the outcome of each seed."""
+    if outcome is COPYING:
+        steps = formation_steps(source.telemetry(runs, [outcome.quantity]))
+        found = steps.assign(value=steps["formation_step"].fillna(steps["last_step"]).astype(float))
+    else:
+        found = _at_the_end(source, runs, outcome.quantity)
+    return {str(name): rows.groupby("seed")["value"].mean() for name, rows in found.groupby("architecture")}
+
+
+# ---- in words ----------------------------------------------------------------------------------------------------------
+
+
+def headline(found: Finding) -> str:
+    """The finding in one sentence, for people who have read nothing yet."""
+    outcome, many, (_, seeds) = found.outcome, len(found.intervals), found.seeds
+    if seeds < MIN_SEEDS:
+        have = f"{seeds} seed{'s' if seeds > 1 else ''}"
+        return f"Unresolved: {have} of each model cannot tell them apart; a verdict takes {MIN_SEEDS}."
+    decided = [name for name, verdict in found.verdicts.items() if verdict.status != "unresolved"]
+    if not decided:
+        who = f"none of {many} models" if many > 1 else f"{label(next(iter(found.intervals)))} not clearly"
+        clearly = "clearly " if many > 1 else ""
+        return f"Unresolved over {seeds} seeds: {who} {outcome.verb} {clearly}{outcome.less} or {outcome.more} than the Transformer."
+    first, others = decided[0], decided[1:NAMED]
+    said = [f"{label(first)} {outcome.verb} {_amount(found.intervals[first], outcome)} than the Transformer"]
+    said += [
+        f"{label(name)} {_amount(found.intervals[name], outcome, after=found.intervals[first])}" for name in others
+    ]
+    rest = [f"{len(decided) - NAMED} more decided"] if len(decided) > NAMED else []
+    rest += [f"{many - len(decided)} unresolved"] if many > len(decided) else []
+    return f"{', '.join(said)}{'; ' if rest else ''}{', '.join(rest)}."
+
+
+def _amount(interval: Interval, outcome: Outcome, after: Interval | None = None) -> str:
+    """`31 [13, 48] steps earlier`; after one of the same sign the numbers alone."""
+    low, high = sorted((abs(interval.low), abs(interval.high)))
+    numbers = f"{abs(interval.value):.3g} [{low:.3g}, {high:.3g}]"
+    if after is not None and (after.value < 0) == (interval.value < 0):
+        return numbers
+    return f"{numbers} {outcome.unit} {_direction(interval, outcome)}"
+
+
+def _direction(interval: Interval, outcome: Outcome) -> str:
+    return outcome.less if interval.value < 0 else outcome.more
+
+
+def _how(found: Finding) -> str:
+    """What the numbers are, and by which rule they were chosen."""
+    few, many = found.seeds
+    seeds = f"{few}" if few == many else f"{few} to {many}"
+    said = [
+        f"Means over {seeds} paired seeds with 95 % intervals; the verdicts are corrected (Holm) for all {len(found.intervals)} models.",
+        found.outcome.note,
+    ]
+    if len(found.rates) > 1:
+        rate, best = found.rates[found.group], found.rates[found.best]
+        own = f"at which the Transformer's own final loss is lowest, of {len(found.rates)} here"
+        said.append(
+            f"Learning rate {rate:g}, {own}."
+            if rate == best
+            else f"Learning rate {rate:g}, chosen here; {best:g} is the one {own}."
+        )
+    return " ".join(filter(None, said))
+
+
+@view("start")
+def finding_curves(source: Source, link: Link) -> Drawing:
+    """What the finding is read off: the loss of every model of the experiment over training."""
+    check_part(link, "finding")
+    found = finding(source, link)
+    curves = training.copy_loss if found.outcome is COPYING else training.loss
+    drawing = curves(source, Link("training", {"set": found.group}))
+    return replace(drawing, figure=plots.narrow(drawing.figure, HALF_PAGE), sentence="")
+
+
+@view("start")
+def finding_differences(source: Source, link: Link) -> Drawing:
+    """What every model of the experiment does earlier, later, better or worse than the Transformer, with intervals over seeds."""
+    check_part(link, "finding")
+    found = finding(source, link)
+    table = interval_table({label(name): i for name, i in found.intervals.items()}, found.outcome.unit)
+    table = table.assign(verdict=[
+        "unresolved" if v.status == "unresolved" else _direction(found.intervals[name], found.outcome)
+        for name, v in found.verdicts.items()
+    ])  # fmt: skip
+    under = f"{found.title}; left of 0: {found.outcome.less}"
+    figure = plots.narrow(plots.intervals(table, found.outcome.title, under), HALF_PAGE)
+    return Drawing(figure, table, _how(found))
