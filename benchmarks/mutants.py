@@ -4,8 +4,8 @@ A mutant replaces one expression or statement: a comparison's edge, a sign, a fa
 constant off by one, a default, a check that no longer refuses, a call that no longer happens. Annotations, docstrings, the
 words of messages, `strict=` of zip, `frozen=` of a dataclass and what only type checkers read are left alone. So is what no
 number and no word depends on, and somebody chose by eye: where figures and pages are made (`DRAWN`) the sizes, margins, gaps,
-opacities and frames that an argument or entry names (`_LOOKS`); limits, waiting times and pixels in a constant that says so
-(`_LIMITS`); and calls of the garbage collector.
+opacities and frames that an argument or entry names (`_LOOKS`) and how far a shown number is rounded; limits, waiting times and
+pixels in a constant that says so (`_LIMITS`); and calls of the garbage collector.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ def _chosen(node: ast.AST, drawn: bool) -> bool:
             return all(isinstance(name, ast.Name) and _LIMITS.search(name.id) for name in names)
         case ast.Assign(targets=[ast.Name(id=name)]):
             return name.isupper() and bool(_LIMITS.search(name))
+        case ast.Call(func=ast.Name(id="round"), args=[_, ast.Constant()]):
+            return drawn
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="gc")))):
             return True
     return False

@@ -5,10 +5,11 @@
 The fast suite runs once under coverage, a context for each test and each fixture, so that a line's tests are those that ran it
 or use a fixture that did, and after them the other tests of the same files (what a cache or a session's fixture already held
 was not run again); that is kept in `tests.json`, and only files of tests that have changed are run again: delete it when the
-program has. Each mutant is then written into a copy of the tree and its tests run there, cheapest files first, until one
-fails, none is left, or `--cap` CPU seconds are spent. A mutant that hangs counts as caught. Rows are appended to `mutants.jsonl`
-as they come, so an interrupted run goes on; the table of rooms is printed at the end, with the survivors that have no reason in
-`equivalent_mutants.json`. `--again` runs those that were not caught once more, after tests were added. Linux: processes are forked.
+program has. Each mutant is then written into a copy of the tree and its tests run there, those files first that are called after
+the file or its folder, cheap ones first, until one fails, none is left, or `--cap` CPU seconds are spent. A mutant that hangs
+counts as caught. Rows are appended to `mutants.jsonl` as they come, so an interrupted run goes on; the table of rooms is printed
+at the end, with the survivors that have no reason in `equivalent_mutants.json`. `--again` runs those that were not caught once
+more, after tests were added. Linux: processes are forked.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -241,14 +243,20 @@ class Tests:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def of(self, mutant: Mutant, lines: range) -> list[str]:
-        """The tests that run one of the lines, then their neighbours; the cheapest file first, a file's own order kept."""
+        """The tests that run one of the lines, then their neighbours; files by subject, then by cost, a file's own order kept."""
         direct = set().union(*(self.by_line[mutant.path][line] for line in lines))
         files: dict[str, float] = Counter()
         for test in direct:
             files[test.split("::")[0]] += self.seconds[test]
-        order = sorted(files, key=lambda file: files[file])
+        order = sorted(files, key=lambda file: (not _speaks_of(file, mutant.path), files[file]))
         near = [test for file in order for test in self.by_file[file] if test in direct]
         return near + [test for file in order for test in self.by_file[file] if test not in direct]
+
+
+def _speaks_of(tests: str, path: str) -> bool:
+    """Whether the names of a file of tests and of a file or its folder share a word (its first five letters)."""
+    ours, theirs = ({word[:5] for word in re.split(r"[/_.]", name)} for name in (tests, path))
+    return bool(ours & theirs - {"tests", "test", "py", "workb", "app"})
 
 
 def covered(copies: list[Path], kept: Path) -> Tests:
