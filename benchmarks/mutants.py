@@ -2,7 +2,10 @@
 
 A mutant replaces one expression or statement: a comparison's edge, a sign, a factor, a term of a sum, an axis, an index or
 constant off by one, a default, a check that no longer refuses, a call that no longer happens. Annotations, docstrings, the
-words of messages, `strict=` of zip, `frozen=` of a dataclass and what only type checkers read are left alone.
+words of messages, `strict=` of zip, `frozen=` of a dataclass and what only type checkers read are left alone. So is what no
+number and no word depends on, and somebody chose by eye: where figures and pages are made (`DRAWN`) the sizes, margins, gaps,
+opacities and frames that an argument or entry names (`_LOOKS`) and how far a shown number is rounded; limits, waiting times and
+pixels in a constant that says so (`_LIMITS`); and calls of the garbage collector.
 """
 
 from __future__ import annotations
@@ -23,6 +26,12 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Pow: ast.Mult,
 }  # fmt: skip
 _ASSERTIONS = ("strict", "frozen")  # of zip and of a dataclass: they state what holds already
+_LOOKS = re.compile(
+    r"(^|_)(height|width|size|opacity|margin|pad|gap|standoff|thickness|spacing|spinner|max_entries|wrap_lines|hide_index|cliponaxis"
+    r"|showgrid|zeroline|automargin|alignment)$"
+)
+_LIMITS = re.compile(r"^(MAX|MOST|CHUNK)_?|_(S|MS|PX)$")
+DRAWN = ("workbench/plots/", "workbench/views/", "app/")
 _WORDS = (ast.JoinedStr, ast.List, ast.Tuple)
 _PATH = re.compile(r"(folder|path|root|runs|directory|parent|here)$")  # what a file's name is joined to by a slash
 
@@ -64,7 +73,8 @@ def mutants_of(root: Path, path: Path) -> list[Mutant]:
 
     found: list[Mutant] = []
     seen: dict[tuple[str, str, str], int] = {}
-    for node, kind, text, always in _edits(whole, at_import=True):
+    drawn = path.relative_to(root).as_posix().startswith(DRAWN)
+    for node, kind, text, always in _edits(whole, at_import=True, drawn=drawn):
         start, end = at(node.lineno, node.col_offset), at(node.end_lineno or 0, node.end_col_offset or 0)
         before = source[start:end]
         repeat = seen[kind, before, text] = seen.get((kind, before, text), -1) + 1
@@ -86,7 +96,9 @@ def sample(candidates: list[Mutant], count: int, seed: int) -> list[Mutant]:
 Edit = tuple[ast.expr | ast.stmt, str, str, bool]
 
 
-def _edits(node: ast.AST, at_import: bool) -> Iterator[Edit]:
+def _edits(node: ast.AST, at_import: bool, drawn: bool) -> Iterator[Edit]:
+    if _chosen(node, drawn):
+        return
     if isinstance(node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert):
         return
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -102,9 +114,29 @@ def _edits(node: ast.AST, at_import: bool) -> Iterator[Edit]:
     for name, child in ast.iter_fields(node):
         if name in ("annotation", "returns", "type_params"):
             continue
-        for one in child if isinstance(child, list) else [child]:
-            if isinstance(one, ast.AST):
-                yield from _edits(one, at_import and not (inside and name == "body"))
+        for at, one in enumerate(child if isinstance(child, list) else [child]):
+            if isinstance(one, ast.AST) and not (isinstance(node, ast.Dict) and drawn and _looks(node.keys[at])):
+                yield from _edits(one, at_import and not (inside and name == "body"), drawn)
+
+
+def _looks(key: ast.expr | None) -> bool:
+    return isinstance(key, ast.Constant) and bool(_LOOKS.search(str(key.value)))
+
+
+def _chosen(node: ast.AST, drawn: bool) -> bool:
+    """What somebody chose by eye, and nothing is computed from."""
+    match node:
+        case ast.keyword(arg=str() as name):
+            return drawn and bool(_LOOKS.search(name))
+        case ast.Assign(targets=[ast.Tuple(elts=names)]):
+            return all(isinstance(name, ast.Name) and _LIMITS.search(name.id) for name in names)
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return name.isupper() and bool(_LIMITS.search(name))
+        case ast.Call(func=ast.Name(id="round"), args=[_, ast.Constant()]):
+            return drawn
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="gc")))):
+            return True
+    return False
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -4,19 +4,23 @@
 
 The fast suite runs once under coverage, a context for each test and each fixture, so that a line's tests are those that ran it
 or use a fixture that did, and after them the other tests of the same files (what a cache or a session's fixture already held
-was not run again). Each mutant is then written into a copy of the tree and its tests run there, cheapest files first, until one
-fails, none is left, or `--cap` CPU seconds are spent. A mutant that hangs counts as caught. Rows are appended to `mutants.jsonl`
-as they come, so an interrupted run goes on; the table of rooms is printed at the end, with the survivors that have no reason in
-`equivalent_mutants.json`. `--again` runs those that were not caught once more, after tests were added. Linux: processes are forked.
+was not run again); that is kept in `tests.json`, and only files of tests that have changed are run again: delete it when the
+program has. Each mutant is then written into a copy of the tree and its tests run there, those files first that are called after
+the file or its folder, cheap ones first, until one fails, none is left, or `--cap` CPU seconds are spent. A mutant that hangs
+counts as caught. Rows are appended to `mutants.jsonl` as they come, so an interrupted run goes on; the table of rooms is printed
+at the end, with the survivors that have no reason in `equivalent_mutants.json`. `--again` runs those that were not caught once
+more, after tests were added. Linux: processes are forked.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -85,7 +89,6 @@ def main() -> int:
         copies = [copied(asked.tree.resolve(), Path(folder) / str(job) / "tree") for job in range(asked.jobs)]
         rows = asked.out / "mutants.jsonl"
         if asked.again:
-            (asked.out / "tests.json").unlink(missing_ok=True)
             kept = [row for row in rows.read_text().splitlines() if json.loads(row)["outcome"] in CAUGHT]
             rows.write_text("".join(f"{row}\n" for row in kept))
         tests = covered(copies, asked.out / "tests.json")
@@ -240,46 +243,71 @@ class Tests:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def of(self, mutant: Mutant, lines: range) -> list[str]:
-        """The tests that run one of the lines, then their neighbours; the cheapest file first, a file's own order kept."""
+        """The tests that run one of the lines, then their neighbours; files by subject, then by cost, a file's own order kept."""
         direct = set().union(*(self.by_line[mutant.path][line] for line in lines))
         files: dict[str, float] = Counter()
         for test in direct:
             files[test.split("::")[0]] += self.seconds[test]
-        order = sorted(files, key=lambda file: files[file])
+        order = sorted(files, key=lambda file: (not _speaks_of(file, mutant.path), files[file]))
         near = [test for file in order for test in self.by_file[file] if test in direct]
         return near + [test for file in order for test in self.by_file[file] if test not in direct]
 
 
+def _speaks_of(tests: str, path: str) -> bool:
+    """Whether the names of a file of tests and of a file or its folder share a word (its first five letters)."""
+    ours, theirs = ({word[:5] for word in re.split(r"[/_.]", name)} for name in (tests, path))
+    return bool(ours & theirs - {"tests", "test", "py", "workb", "app"})
+
+
 def covered(copies: list[Path], kept: Path) -> Tests:
-    """The fast suite once under coverage, its files dealt out to the copies; kept in a file for the next time."""
-    if not kept.exists():
-        files = sorted((copies[0] / "tests").glob("test_*.py"))
-        random.Random(0).shuffle(files)
-        parts = [kept.with_suffix(f".{number}.json") for number in range(len(copies))]
-        waiting = dict(zip(copies, range(len(copies)), strict=True))
+    """The files of the fast suite once under coverage, dealt out to the copies; kept, and those that have changed run again."""
+    parts = json.loads(kept.read_text()) if kept.exists() else []
+    have = {file: digest for part in parts for file, digest in part["files"].items()}
+    now = {
+        file.relative_to(copies[0]).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in (copies[0] / "tests").glob("test_*.py")
+    }
+    changed = sorted(file for file, digest in now.items() if have.get(file) != digest)
+    random.Random(0).shuffle(changed)
+    shares = [changed[number :: len(copies)] for number in range(len(copies))]
+    waiting = {copy: (number, mine) for number, (copy, mine) in enumerate(zip(copies, shares, strict=True)) if mine}
 
-        def start(copy: Path) -> Running | None:
-            if (number := waiting.pop(copy, None)) is None:
-                return None
-            mine = [str(file.relative_to(copies[0])) for file in files[number :: len(copies)]]
-            pid = forked(copy, mine, Coverage(copy, parts[number]), parts[number].with_suffix(".log"))
-            return Running(
-                pid, time.monotonic() + 3 * 3600, lambda code: print("suite under coverage: exit", code, flush=True)
-            )
+    def start(copy: Path) -> Running | None:
+        if copy not in waiting:
+            return None
+        number, mine = waiting.pop(copy)
+        out = kept.with_suffix(f".{number}.json")
+        pid = forked(copy, mine, Coverage(copy, out), out.with_suffix(".log"))
 
-        run_jobs(copies, start)
-        kept.write_text(json.dumps([json.loads(part.read_text()) for part in parts]))
+        def finish(code: int | None) -> None:
+            print("suite under coverage: exit", code, flush=True)
+            parts.append(json.loads(out.read_text()) | {"files": {file: now[file] for file in mine}})
+            kept.write_text(json.dumps(parts))
+
+        return Running(pid, time.monotonic() + 3 * 3600, finish)
+
+    run_jobs(copies, start)
+    return _known(parts, now)
+
+
+def _known(parts: list[dict[str, Any]], files: dict[str, str]) -> Tests:
+    """What the runs say of the files as they are now."""
     tests = Tests()
-    for part in json.loads(kept.read_text()):
+    for part in parts:
         users = defaultdict(set)
+        ours = {file for file, digest in part["files"].items() if files.get(file) == digest}
         for test, fixtures in part["fixtures"].items():
-            tests.by_file[test.split("::")[0]].append(test)
-            for name in fixtures:
-                users[name].add(test)
+            if test.split("::")[0] in ours:
+                tests.by_file[test.split("::")[0]].append(test)
+                for name in fixtures:
+                    users[name].add(test)
         for path, lines in part["lines"].items():
             for line, contexts in lines.items():
                 for name in (part["contexts"][number] for number in contexts):
-                    tests.by_line[path][int(line)] |= users[name] if name.startswith("fixture ") else {name}
+                    if name.startswith("fixture "):
+                        tests.by_line[path][int(line)] |= users[name]
+                    elif name.split("::")[0] in ours:
+                        tests.by_line[path][int(line)].add(name)
         tests.seconds |= part["seconds"]
     return tests
 

@@ -47,6 +47,19 @@ def address(at, key):
     return value if isinstance(value, str) else value[0]
 
 
+def elements(at, runs):
+    """What stands on a page from top to bottom, a line each: its kind, label, key, choices and value; frames of others left out."""
+    found = []
+    for one in at.main:
+        facts = [getattr(one, name, None) for name in ("label", "key", "options", "value", "disabled", "help")]
+        if not isinstance(facts[3], bool | int | float | str | list | tuple):
+            facts = facts[:2]  # boxes, tables and what elements of ours hold
+        if any(fact is not None for fact in facts):
+            line = " | ".join([one.type, *("" if fact is None else str(fact) for fact in facts)])
+            found.append(line.replace("\\", "").replace(str(runs), "RUNS"))
+    return found
+
+
 def said(at):
     kinds = (
         "title",

@@ -239,6 +239,8 @@ def test_page_puts_what_is_decided_in_front_and_folds_the_rest(three, tmp_path):
     front, _, folded = page.partition("<h2>Not decided here</h2>")
     for j in found.judged:
         assert f'id="{j.claim.name}"' in (front if j.verdict.status in DECIDED else folded)
+    drawn = [j.verdict.status in DECIDED for j in found.judged if j.figure is not None]
+    assert (front.count("<figure"), folded.count("<figure")) == (sum(drawn), 0)
     assert page.count("<script") <= 2 * sum(j.figure is not None for j in found.judged) + 2
     assert "http" not in folded.split("<h2>Provenance</h2>")[1], "nothing is fetched"
     assert "workbench analyze x" in folded

@@ -9,9 +9,10 @@ import subprocess
 import sys
 
 import dashboard
+import figure_outputs
 import pytest
 import torch
-from app_pages import APP, COMPARE, DEEP, FIGURES, FOLDERS, address, chart, charts, ignored, numbers, said
+from app_pages import APP, COMPARE, DEEP, FIGURES, FOLDERS, address, chart, charts, elements, ignored, numbers, said
 
 from workbench import plots
 from workbench.models import ARCHITECTURES
@@ -48,6 +49,8 @@ def test_a_deep_link_is_drawn_or_explained_on_any_folder(page, folders, kind, na
     assert at.title[0].value == name.capitalize()
     for found in charts(at):
         assert len(found.alt) > 20
+    if kind == "populated":
+        assert elements(at, folders[kind]) == figure_outputs.kept(figure_outputs.PAGES)[name]
     if kind in ("populated", "one"):
         assert len(charts(at)) == FIGURES[name]
         assert not at.warning

@@ -70,6 +70,18 @@ def test_each_edit_compiles_to_another_program(made):
         assert ast.dump(ast.parse(mutant.applied(SOURCE))) != ast.dump(ast.parse(SOURCE)), mutant
 
 
+def test_what_is_chosen_by_eye_is_left_alone_where_figures_are_made(made, tmp_path):
+    source = 'MAX_ROWS = 500\nROWS = 5\ndraw(x=1, height=40 + 2, line={"width": 3, "y": 4})\ngc.collect()\n'
+    for folder, texts in (
+        ("app", ["6", "pass", "2", "5"]),
+        ("metrics", ["6", "pass", "2", "(40 - 2)", "(40)", "41", "3", "4", "5"]),
+    ):
+        path = tmp_path / folder / "a.py"
+        path.parent.mkdir()
+        path.write_text(source, encoding="utf-8")
+        assert [m.text for m in made[0].mutants_of(tmp_path, path)] == texts
+
+
 def test_what_runs_on_import_is_known(made):
     assert {m.line for m in made[1] if m.always} == {7, 10}
 

@@ -146,6 +146,13 @@ def test_a_chain_that_would_copy_the_start_is_refused() -> None:
         chain[pair] = 1.0
         with pytest.raises(BadData, match="START"):
             backcopy_tokens(1, 4, chain, triggers, generator=torch.Generator())
+    for said, batch, T in (("batch is 0", 0, 4), ("T is 1", 1, 1)):
+        with pytest.raises(BadData, match=said):
+            backcopy_tokens(batch, T, torch.eye(3), torch.zeros(3, dtype=torch.bool), generator=torch.Generator())
+    least = backcopy_tokens(
+        1, 2, torch.tensor([[0, 1.0], [0, 1.0]]), torch.zeros(2, dtype=torch.bool), generator=torch.Generator()
+    )
+    assert least.tolist() == [[0, 1]]
 
 
 def test_the_chain_is_one_language_and_its_batches_are_drawn_by_seed_and_step() -> None:

@@ -159,6 +159,8 @@ def test_documents_end_with_the_end_token(corpus: Corpus, tokenizer: Tokenizer) 
     assert int((found.ids == tokenizer.eos_id).sum()) == 3
     assert not (found.ids == tokenizer.bos_id).any()
     assert (found.domains, found.sources) == (["a", "b", "b"], ["s0", "s2", "s3"])
+    none = tokenize(Corpus((), {}), tokenizer, "train")
+    assert (len(none.ids), len(none.domains)) == (0, 0)
 
 
 def test_the_begin_token_is_an_option(corpus: Corpus, tokenizer: Tokenizer) -> None:

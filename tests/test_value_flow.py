@@ -106,6 +106,10 @@ def test_later_layers_read_the_first_layers_value_again(tiny, name, coefficient,
     if name == "neutreno":  # and in each layer its own value is taken away at its own place
         taken = value_flow(model, ids, AT, 2).readers.query("way == 'added' and path == 'value'")
         assert taken["coefficient"].tolist() == [-0.4] * 4
+        both = value_flow(tiny("resformer+neutreno", dtype=torch.float64), ids, AT, 0).readers.query(
+            "layer > 0 and way == 'added'"
+        )
+        assert set(both["coefficient"]) == {0.2 - 0.2 * 0.5}, "towards the first one, away from what has half of it"
 
 
 def test_projections_sum_to_the_length_in_every_architecture(awake, any_architecture):
