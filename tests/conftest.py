@@ -54,9 +54,9 @@ def any_architecture(request):
 
 @pytest.fixture
 def forkserver(monkeypatch):
-    """Processes of a pool come from one that has imported torch, not each from nothing."""
+    """Processes of a pool come from one that has imported what they train and measure with, not each from nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workbench.measurement.measuring", "workbench.training.loop"])
+    context.set_forkserver_preload(["workbench.observing", "workbench.studies.runner", "torch._dynamo", "scipy.stats"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
 
 

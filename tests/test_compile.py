@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 from seams import COVERING
-from torch._dynamo.utils import counters
 
 from workbench.errors import BadData
 from workbench.models.hooked import next_token_loss
@@ -28,7 +27,7 @@ broken_graphs = pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch loo
 def fresh():
     """No graphs of other tests, nor counts of them."""
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -39,11 +38,11 @@ def ids():
 
 
 def graphs():
-    return counters["stats"]["unique_graphs"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def breaks():
-    return sum(counters["graph_break"].values())
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def erase(value, hook):
@@ -265,16 +264,16 @@ def test_cached_decoding_is_one_graph_for_many_steps(tiny):
 @pytest.mark.parametrize("architecture", COVERING)
 def test_cached_decoding_breaks_no_graph(tiny, architecture):
     model = tiny(architecture, config={"n_layers": 2})
-    check_decoding(torch.compile(model, backend="eager", fullgraph=True), model, [9, 1, 3], reserve=13)
+    check_decoding(torch.compile(model, backend="eager", fullgraph=True), model, [9, 1], reserve=10)
 
 
 @pytest.mark.slow
 def test_cached_decoding_breaks_no_graph_whatever_the_room_type_and_mode(tiny):
     model = tiny("resformer", config={"n_layers": 2})
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    check_decoding(compiled, model, [3, 1, 1, 1, 1])  # the room grows twice
+    check_decoding(torch.compile(model, backend="eager", fullgraph=True), model, [3, 1, 1, 1, 1])  # the room grows twice
     torch._dynamo.reset()
     with torch.inference_mode():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         check_decoding(compiled, model, [8, 1, 6], dtype=torch.bfloat16)
 
 
@@ -315,31 +314,19 @@ def test_the_loss_is_part_of_the_graph(tiny, ids):
 
 
 @pytest.mark.slow
-def test_without_a_compiled_model_the_compiler_is_not_imported():
-    code = """
-import sys, torch, workbench
-model = workbench.build("cross_layer", {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 16, "d_vocab": 9, "n_ctx": 8})
-model.run_with_cache(torch.tensor([[1, 2, 3]]))
-assert "torch._dynamo" not in sys.modules
-import torch._dynamo.config
-assert torch._dynamo.config.skip_nnmodule_hook_guards and torch.compiler.get_default_backend() == "inductor"
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_hooks_of_before_the_compiler_is_imported_are_heard_or_refused_by_name(fullgraph):
-    """A whole graph has no place for them, and the model has learned of the compiler too late to step out of it."""
+    """Models import no compiler. A whole graph has no place for hooks, and this one has learned too late to step out of it."""
     code = f"""
 import sys, torch, workbench
 model = workbench.build("resformer", {{"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 16, "d_vocab": 9, "n_ctx": 8}})
 ids = torch.tensor([[1, 2, 3]])
+model.run_with_cache(ids)
 with model.hooks([("{POINT}", lambda value, hook: torch.zeros_like(value))]):
     without_values = model(ids)
     assert "torch._dynamo" not in sys.modules
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph={fullgraph})(ids), without_values)
+assert torch._dynamo.config.skip_nnmodule_hook_guards and torch.compiler.get_default_backend() == "inductor"
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (found.returncode == 1) == fullgraph, found.stderr
@@ -361,7 +348,7 @@ def test_machine_code_decodes_as_the_model_does(tiny):
 @needs_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's backend uses what PyTorch deprecates
 def test_machine_code_is_faster_equal_and_hears_hooks(tiny):
-    model = tiny("cross_layer", std=0.02, config={"n_layers": 4, "d_model": 128, "d_mlp": 352, "d_vocab": 512})
+    model = tiny("cross_layer", std=0.02, config={"n_layers": 2, "d_model": 128, "d_mlp": 352, "d_vocab": 512})
     ids = torch.randint(512, (1, 64), generator=torch.Generator().manual_seed(5))
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(ids), model(ids), atol=1e-5, rtol=1e-4)
@@ -381,8 +368,6 @@ def test_machine_code_is_faster_equal_and_hears_hooks(tiny):
             run(ids)
         return time.process_time() - start
 
-    with torch.no_grad():
-        compiled(ids)
-        ratio = sorted(seconds(compiled) / seconds(model) for _ in range(15))[7]
+    ratio = sorted(seconds(compiled) / seconds(model) for _ in range(15))[7]
     assert breaks() == 0
     assert ratio < 0.9 * 1.3

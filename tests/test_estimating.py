@@ -45,8 +45,8 @@ if kind == "training":
     recipe = TrainConfig(steps=3, batch=batch, T=T, warmup=1, validate_every=3, save_every=3, validation_sequences=4)
     train(architecture, RepeatedData(config.d_vocab), name="r", runs=Path(root), model=config, train=recipe, device="cpu")
 else:
-    ids = torch.randint(config.d_vocab, (3 * batch, T), generator=torch.Generator().manual_seed(5))
-    measure(build(architecture, config), metrics, Sample(ids, range(3 * batch), "x"), batch=batch)
+    ids = torch.randint(config.d_vocab, (2 * batch, T), generator=torch.Generator().manual_seed(5))
+    measure(build(architecture, config), metrics, Sample(ids, range(2 * batch), "x"), batch=batch)
 print(json.dumps([before, status("VmHWM:")]))
 """
 METRICS = ["loss", "importance_entropy", "sink_mass", "token_similarity"]
@@ -108,7 +108,7 @@ def test_measuring_takes_what_was_foretold(shape, tmp_path):
     model, batch, T = SHAPES[shape]
     at_once = 4 * batch
     metrics = METRICS + SUMMED.get(shape, [])
-    told = foretold(model, metrics, n=3 * at_once, T=T, batch=at_once)
+    told = foretold(model, metrics, n=2 * at_once, T=T, batch=at_once)
     if shape == "batch":  # where the allocator keeps most
         whole, _ = ratios(told, *real("measuring", "resformer", (model, at_once, T), tmp_path / "as it is", metrics))
         assert 1 / 1.5 < whole < 1.5
@@ -123,7 +123,7 @@ def test_measuring_takes_what_was_foretold(shape, tmp_path):
 def test_what_is_held_beside_tensors_is_foretold(metrics, tmp_path):
     """A small model on a few long documents: code read in and memory not given back are most of what a fresh process adds."""
     model = ModelConfig(n_layers=2, d_model=32, n_heads=2, d_mlp=48, d_vocab=256, n_ctx=1024)
-    told = foretold(model, metrics, n=6, T=1024, batch=2)
+    told = foretold(model, metrics, n=4, T=1024, batch=2)
     parts = told.set_index("part")["bytes"]
     whole, beside = ratios(told, *real("measuring", "resformer", (model, 2, 1024), tmp_path, metrics))
     assert parts["allocator"] > parts[["weights", "activations", "statistics"]].sum()

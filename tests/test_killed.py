@@ -112,15 +112,15 @@ def test_a_killed_series_goes_on_where_it_was(tmp_path, how):
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal_ends_an_analysis_with_one_sentence_and_it_goes_on(tmp_path):
     runs = quick_runs(tmp_path / "runs", ("transformer", "resformer", "svformer"))
-    command = ["analyze", *runs, "--question", "smoothing", "--out", tmp_path / "out", "--n", "16", "--workers", "2"]
-    process = started(*command)
+    command = ["analyze", *runs, "--question", "smoothing", "--out", tmp_path / "out", "--n", "16"]
+    process = started(*command, "--workers", "2")
     said, errors = killed(process, runs, signal.SIGINT, 1)
     assert process.returncode == 130
     assert errors.strip().splitlines()[-1] == "workbench: stopped; the same command goes on from here"
     assert "Traceback" not in errors
     assert not said
     before = kept(runs)
-    again = started(*command)
+    again = started(*command, "--workers", "1")
     told, errors = again.communicate(timeout=280)
     assert again.returncode == 0, errors
     assert "neutreno_smooths_less: not checkable" in told
