@@ -92,8 +92,6 @@ class ModuleHooks:
         run, structure, points = self.run, self.run.structure, self.run.points
         if structure.embed is not None and points.embed is not None and is_hooked(points.embed):
             yield _ReadTensor(structure.embed, False, partial(run.fire, points.embed), None)
-        for name in run.tables_read:
-            yield _ReadTensor(structure.tables[name].place, False, partial(run.keep_table, name), None)
         if structure.head is not None and points.head is not None and is_hooked(points.head):
             yield _ReadTensor(structure.head, True, partial(run.fire, points.head), None)
         if structure.final is not None and is_hooked(last := self.blocks[-1].hook_resid_post):

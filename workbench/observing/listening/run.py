@@ -52,7 +52,9 @@ class HookedRun:
         self.mixtures = {i: s for i, s in sources.items() if self._mixes(i, s)}
         self.own_values_read = {j for i in self.mixtures for j in (*sources[i], i)}
         self.tables: dict[str, Tensor] = {}  # [batch, pos, width], of those that are read
-        self.tables_read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
+        read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
+        self.tables_at = {structure.tables[name].run: name for name in read}
+        self.lookups = 0  # of any tables, in all
         projections = [hooked_one for i in sources for hooked_one in self._hooked_projections(i)]
         self.module_projections = [p for p in projections if p.projection.module != MATRIX]
         self.matrix_projections: dict[tuple[int, int], list[HookedProjection]] = {}  # by layer, and which matrix there
@@ -67,11 +69,6 @@ class HookedRun:
         table = self.points.blocks[i].table_point
         shown = [*sources.values(), *([] if table is None else [table])]
         return bool({"v_mix", "v_weights"} & self.attention_points[i].keys()) or any(map(is_hooked, shown))
-
-    def keep_table(self, name: str, looked_up: Tensor) -> Tensor:
-        """Keep what a table gives for the layers that read it."""
-        self.tables[name] = looked_up
-        return looked_up
 
     def _hooked_projections(self, i: int) -> Iterator[HookedProjection]:
         layer = self.layers[i]

@@ -42,11 +42,31 @@ def recognize_architecture(
             return "unknown", {}, "something is added to the attention's output; see value_paths()"
         parts.append("neutreno")
         options |= _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])
+    for into in ("query", "key"):
+        every = [p.coefficients for p in paths if p.into == into]
+        mixed_here = [c for c in every if not _near(c, {"first": 1.0})]
+        if len(mixed_here) < len(every) and parts[:1] != ["cla"]:
+            return (
+                "unknown",
+                {},
+                f"layers read the first one's {'queries' if into == 'query' else 'keys'}; see value_paths()",
+            )
+        if mixed_here:
+            parts.append(f"residual_{into[0]}")
+            options |= _constant(f"lambda_{into[0]}1", [c["first"] for c in mixed_here])
+            options |= _constant(f"lambda_{into[0]}_own", [c["own"] for c in mixed_here])
     if mixed := [s for s in arriving[:-1] if not s.is_plain]:
         if not all(s.exact for s in mixed):
             left = max(s.residual for s in mixed)
             return "unknown", {}, f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it"
-        parts.append("denseformer")
+        again = [s.weights for s in mixed if all(abs(w) < _SAME for w in s.weights[1:-1])]
+        if len(again) == len(mixed):
+            parts.append("residual_hidden")
+            options |= _constant("lambda_h1", [w[0] for w in again]) | _constant("lambda_h_own", [w[-1] for w in again])
+        else:
+            parts.append("denseformer")
+    if any(layer.keeps != (1.0, 0.0) for layer in layers):
+        return "unknown", {}, "blocks scale the stream they read, or add what the first one read again"
     return "+".join(parts) or "transformer", options, ""
 
 

@@ -81,17 +81,12 @@ def _tables_of_values(
     """Tables by token id, other than the embedding, whose rows are as wide as the values of a layer."""
     widths = {layer.attention.v.flatten(1).shape[1] for layer in layers if layer.is_read}
     found: dict[str, Table] = {}
-    for entry in trace.executions:
-        if (
-            entry.reads_tokens
-            and entry.name not in found
-            and is_matrix(trace, entry)
-            and (not embed or entry is not embed[0])
-        ):
+    for run, entry in enumerate(trace.lookups):
+        within = entry.parent.name if entry.parent and entry.kind == f"{entry.parent.name}.weight" else ""
+        if entry.reads_tokens and entry.kind and not (embed and within == embed[0].name):
             for seen in entry.outputs:
                 if seen.rows.shape[1] in widths:
-                    place = TensorLocation(entry.name, run_index(entry, trace.executions), seen.path)
-                    found[entry.name] = Table(place, seen.rows)
+                    found.setdefault(within or entry.kind, Table(run, seen.rows))
     return found
 
 
