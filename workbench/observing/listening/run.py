@@ -37,6 +37,11 @@ class HookedRun:
         self.module, self.structure, self.points = module, structure, points
         self.layers = structure.layers
         self.batch, self.length = tokens.shape
+        if structure.positions_first and self.batch == self.length > 1:
+            raise WorkbenchError(
+                f"{self.batch} sequences of {self.length} tokens: this module puts positions first, and only other numbers tell "
+                "them from sequences; give more or fewer sequences"
+            )
         self.mode: InterceptionMode | None = None
         self.running: list[int] = []  # layers, innermost last
         self.runs: Counter[str] = Counter()  # of each module, in all

@@ -102,6 +102,7 @@ class DecoderStructure:
     final: TensorLocation | None  # what the final norm reads, where that is not the last block's output
     logits: TensorPath | None
     in_place: bool
+    positions_first: bool  # whether streams are [pos, batch, d_model]
     notes: list[str]
     ending: LinearEnding | str = ""  # what makes the logits of the last stream; why that is not known, in words
     tables: dict[str, Table] = field(default_factory=dict)  # by name, those wide enough for values, the embedding aside

@@ -183,11 +183,16 @@ class Trace:
         parent = self.running[-1] if self.running else None
         entry = Execution(name, type(module).__name__, parent, self._tick())
         for path, tensor in tensors_in((args, kwargs)):
-            same = tensor.shape == self.tokens.shape and not tensor.is_floating_point()
-            entry.reads_tokens |= same and torch.equal(tensor, self.tokens)
+            entry.reads_tokens |= self._is_tokens(tensor)
             self._keep(entry.inputs, path, tensor)
         self.executions.append(entry)
         self.running.append(entry)
+
+    def _is_tokens(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the tokens [batch, pos], or [pos, batch]."""
+        return not tensor.is_floating_point() and any(
+            tensor.shape == ids.shape and torch.equal(tensor, ids) for ids in (self.tokens, self.tokens.T)
+        )
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._look_for_writing()
