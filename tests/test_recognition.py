@@ -260,12 +260,14 @@ def layers_of(values, owns, *, z=None, k=None, added=None):
 V = [random(ROWS, HEADS, WIDTH, seed=i) for i in range(4)]
 
 
+def named(layers, paths):
+    ends = [layer.rows["in"] for layer in layers] + [layers[-1].rows["out"]]
+    return recognize_architecture(layers, paths, stream_sums(ends, [layer.rows["out"] for layer in layers]))
+
+
 def architecture_of(values, owns, **more):
     layers = layers_of(values, owns, **more)
-    ends = [layer.rows["in"] for layer in layers] + [layers[-1].rows["out"]]
-    sums = stream_sums(ends, [layer.rows["out"] for layer in layers])
-    name, options, reason = recognize_architecture(layers, fit_value_paths(layers, {}), sums)
-    return name, options, reason
+    return named(layers, fit_value_paths(layers, {}))
 
 
 def test_values_of_their_own_make_a_transformer():
@@ -288,7 +290,7 @@ def test_values_that_are_only_scaled_or_mixed_by_head_are_of_no_architecture():
     share = torch.tensor([0.1, 0.2, 0.3])[:, None]
     layers = layers_of([V[0], *(share * V[0] + v for v in V[1:])], V)
     paths = fit_value_paths(layers, {})
-    name, _, reason = recognize_architecture(layers, paths)
+    name, _, reason = named(layers, paths)
     assert (name, reason) == ("unknown", "values are mixed in a way of their own; see value_paths()")
     assert [p.head for p in paths] == [None, *[0, 1, 2] * 3]
     assert [p.coefficients["first"] for p in paths[1:]] == pytest.approx([0.1, 0.2, 0.3] * 3, abs=1e-6)
@@ -298,7 +300,7 @@ def test_values_of_all_layers_so_far_make_a_dense_resformer_unless_heads_differ(
     dense = [V[0], 0.5 * V[0] + V[1], 0.2 * V[0] + 0.3 * V[1] + V[2], 0.1 * V[1] + 0.6 * V[2] + V[3]]
     layers = layers_of(dense, V)
     paths = fit_value_paths(layers, {})
-    assert recognize_architecture(layers, paths) == ("resformer_dense", {}, "")
+    assert named(layers, paths) == ("resformer_dense", {}, "")
     assert paths[2].coefficients == pytest.approx({"first": 0.2, "own": 1.0, 1: 0.3}, abs=1e-6)
     assert paths[3].coefficients == pytest.approx({"first": 0.0, "own": 1.0, 1: 0.1, 2: 0.6}, abs=1e-6)
     assert [mixture_of(paths, i).sources for i in range(4)] == [(), (0,), (0, 1), (1, 2)]
@@ -335,7 +337,7 @@ def test_a_pull_toward_the_first_values_is_neutreno_and_any_other_addition_is_un
     assert [mixture_of(paths, i).sources for i in range(4)] == [(), (0,), (0,), (0,)]
     assert not mixture_of([p for p in paths if p.into == "output"], 1).mixed
     table = value_path_table(paths)
-    assert list(table.columns) == ["layer", "source", "coefficient", "residual", "head", "into"]
+    assert list(table.columns) == ["layer", "source", "coefficient", "spread", "residual", "head", "into"]
     assert table[table["into"] == "output"]["source"].tolist() == ["first", "own"] * 3
     assert table["head"].isna().all()
 
@@ -359,7 +361,7 @@ def test_a_stream_that_averages_what_blocks_made_is_denseformers_and_any_other_c
             layer.rows["out"] = random(ROWS, 8, seed=400 + i)
             made = [layers[0].rows["in"], *(earlier.rows["out"] for earlier in layers[: i + 1])]
             before = change(made)
-        return recognize_architecture(layers, paths)
+        return named(layers, paths)
 
     assert told(lambda made: made[-1]) == ("transformer", {}, "")
     assert told(lambda made: 0.9 * made[-1] + 0.2 * made[0] - 0.1 * made[-2]) == ("denseformer", {}, "")

@@ -95,7 +95,7 @@ def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]]
         layer.z = _output_projection(trace, layer, block, read[0][0].attention.v)
         if layer.z is not None:
             _compare_outputs(layer, read[0][0].attention.v)
-    for name in ("q", "k"):
+    for name in ("q", "k") if read else ():
         _find_mixed(trace, read, name)
 
 
