@@ -34,6 +34,7 @@ STRANGERS = {
     "tensor.softmax": lambda: GPT(LAMBDAS, eagerly("method")),
     "softmax by hand": lambda: GPT(LAMBDAS, eagerly("by hand")),
     "einsum": lambda: GPT(LAMBDAS, eagerly("einsum")),
+    "ellipsis": lambda: GPT(LAMBDAS, eagerly("ellipsis")),
     "baddbmm": lambda: GPT(LAMBDAS, eagerly("baddbmm")),
     "repeated heads": lambda: GPT(attention=GroupedAttention),
     "repeated by hand": lambda: GPT(attention=lambda i: GroupedAttention(i, "by hand")),

@@ -146,3 +146,30 @@ class Headed(GPT):
             x = block(x, {})
         x = nn.functional.gelu(self.dense(self.first_norm(x)))
         return self.lm_head(self.transformer.ln_f(x))
+
+
+class PositionsFirst(GPT):
+    """Streams are [pos, batch, d_model], as in fairseq; logits are too where they are not turned at the end."""
+
+    def __init__(self, turned=True, **options):
+        super().__init__(attention=PositionsFirstAttention, **options)
+        self.turned = turned
+
+    def forward(self, idx, targets=None):
+        ids = idx.T
+        x = self.transformer.wte(ids) + self.transformer.wpe(torch.arange(len(ids)))[:, None]
+        memory = {}
+        for block in self.transformer.h:
+            x = block(x, memory)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        return logits.transpose(0, 1) if self.turned else logits
+
+
+class PositionsFirstAttention(FusedAttention):
+    """Values are 0.3 of the first layer's and 0.7 of its own."""
+
+    def forward(self, x, memory):
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for y in self.c_attn(x).split(D, dim=2))
+        first = memory.setdefault("v", v)
+        y = self.attend(q, k, 0.3 * first + 0.7 * v if self.layer else v)
+        return self.c_proj(y.permute(2, 0, 1, 3).flatten(2))

@@ -180,11 +180,14 @@ def test_an_einsum_is_a_product_where_its_equation_names_every_axis_once():
     assert call.letters == ("bihd", "bjhd", "bhij")
     assert torch.equal(call.run({0: -a}), torch.einsum("bihd,bjhd->bhij", -a, b))
     assert product_call(torch.einsum, ("bihd,bjhd->bhij", [a, b]), {}).operands[1] is b
+    spelled = product_call(torch.einsum, ("...hd,...gd->...hg", a, b), {})
+    assert torch.equal(torch.einsum("{},{}->{}".format(*spelled.letters), a, b), spelled.run())
+    assert product_call(torch.einsum, ("...hd,...gd->...hg", a, b[:1]), {}) is None, "an axis is broadcast"
     q = call.arranged(0, "bhidz")
     assert torch.equal(q, a.transpose(1, 2)[..., None]), "an axis that it lacks has length 1"
     assert torch.equal(call.restored(0, q, "bhidz"), a)
     for equation, tensors in (
-        ("bihd,bjhd", (a, b)), ("...d,...d->...", (a, b)), ("bihd->bhid", (a,)), ("iihd,bjhd->bhij", (a, b)), ("b,b,b->b", (a, b, a)),
+        ("bihd,bjhd", (a, b)), ("...d,...d->...", (a, b[0])), ("bihd->bhid", (a,)), ("iihd,bjhd->bhij", (a, b)), ("b,b,b->b", (a, b, a)),
     ):  # fmt: skip
         assert product_call(torch.einsum, (equation, *tensors), {}) is None
 

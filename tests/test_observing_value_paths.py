@@ -11,10 +11,13 @@ from hidden_mixes import MIXED, SHARES, UNMIXED, Apart, HeadNorm, mixed
 from observed import LAMBDAS, STRANGERS, see
 from strangers import (
     GPT,
+    HEADS,
+    D,
     DenselyMixed,
     HeadwiseMixed,
     eagerly,
     large,
+    split,
 )
 from torch import nn
 
@@ -54,8 +57,10 @@ def test_architectures_are_named_by_their_value_paths(name, architecture, option
 
 
 @pytest.mark.parametrize(
-    "architecture", ["transformer", "resformer", "svformer", "neutreno", "denseformer", "resformer+neutreno"]
-)
+    "architecture",
+    ["transformer", "resformer", "svformer", "neutreno", "denseformer", "resformer+neutreno", "residual_hidden", "value_embedding",
+     "resformer+residual_q+residual_k"],
+)  # fmt: skip
 def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, ids):
     model = tiny(architecture)
     with torch.no_grad():
@@ -63,6 +68,38 @@ def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, i
             if name.startswith("dwa"):  # at the start its averages pass everything on
                 p += 0.1
     assert see(model, ids).architecture == architecture
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_mixed_queries_and_keys_are_told_behind_their_rotation(tiny, name, ids):
+    """Coefficients come from positions that are not turned and are checked by the lengths of all others."""
+    observed = see(tiny(f"residual_{name}", **{f"lambda_{name}1": -0.3, f"lambda_{name}_own": 0.8}), ids)
+    assert observed.options == pytest.approx({f"lambda_{name}1": -0.3, f"lambda_{name}_own": 0.8}, abs=1e-6)
+    paths = observed.value_paths()
+    found = paths[paths["into"] == {"q": "query", "k": "key"}[name]].set_index(["layer", "source"])["coefficient"]
+    assert found.to_dict() == pytest.approx(
+        {(n, s): c for n in (1, 2) for s, c in (("first", -0.3), ("own", 0.8))}, abs=1e-6
+    )
+
+
+class NormedMixture(Apart):
+    """Mixed queries are normed, so that their lengths say nothing."""
+
+    def forward(self, x, memory):
+        q = self.q(x)
+        q = HeadNorm.forward(self, 0.5 * memory.setdefault("q", q) + 0.5 * q)
+        y = F.scaled_dot_product_attention(*(split(z) for z in (q, self.k(x), self.v(x))), is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(x.shape))
+
+
+def test_queries_that_are_normed_after_they_are_mixed_are_not_guessed_at(ids):
+    def make(layer):
+        attention = NormedMixture(layer)
+        attention.weight = nn.Parameter(torch.ones(D // HEADS))
+        return attention
+
+    observed = see(large(GPT(attention=make)), ids)
+    assert set(observed.value_paths()["into"]) == {"value"}
 
 
 def shares(q, k, v, layer, kept={}):  # noqa: B006 - what the first layer of each pair leaves for the second

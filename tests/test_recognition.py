@@ -13,6 +13,7 @@ from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition import projections
 from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.attention_reference import near, reference, score_factor
+from workbench.observing.recognition.least_squares import fit, fit_rotated, weights_by_token
 from workbench.observing.recognition.projections import (
     Projection,
     find_projection,
@@ -20,16 +21,10 @@ from workbench.observing.recognition.projections import (
     matching_head_columns,
     same_projection,
 )
+from workbench.observing.recognition.stream_sums import stream_sums
 from workbench.observing.recognition.structure import LayerStructure
 from workbench.observing.recognition.trace import Execution, Trace, TracedTensor
-from workbench.observing.recognition.value_paths import (
-    explained,
-    fit,
-    fit_value_paths,
-    is_mixture,
-    value_path_table,
-    value_sources,
-)
+from workbench.observing.recognition.value_paths import explained, fit_value_paths, mixture_of, value_path_table
 
 ROWS, HEADS, WIDTH = 50, 3, 4
 
@@ -169,6 +164,31 @@ def test_a_fit_gives_the_coefficients_and_the_share_of_the_norm_that_is_left():
     assert values == pytest.approx([1.0, 1.0]), "of equal sources, equal shares"
 
 
+def test_every_vector_has_weights_of_its_own():
+    x, y, w = (random(ROWS, HEADS, n, seed=n) for n in (5, 6, 2))
+    y = y[..., :5]
+    weights, left = weights_by_token(w[..., :1] * x + w[..., 1:] * y, [x, y])
+    torch.testing.assert_close(weights, w.double(), atol=1e-5, rtol=0)
+    assert left < 1e-6
+    assert weights_by_token(x * x, [x, y])[1] > 0.1
+    none, left = weights_by_token(torch.zeros(3, 4), [torch.zeros(3, 4)])
+    assert (none.abs().max(), left) == (0, 0)
+
+
+def test_rotated_mixtures_are_told_from_rows_that_are_not_turned():
+    first, own = random(ROWS, HEADS, WIDTH, seed=1), random(ROWS, HEADS, WIDTH, seed=2)
+    starts = torch.arange(ROWS) < 3
+    turn = torch.linalg.qr(random(ROWS, WIDTH, WIDTH, seed=3))[0]
+    turn[starts] = torch.eye(WIDTH, dtype=turn.dtype)
+    turned = lambda x: 0.5 * torch.einsum("rij,rhj->rhi", turn, x)  # noqa: E731
+    mixed = turned(0.3 * first - 0.8 * own)
+    found = fit_rotated((turned(first), first), (mixed, own), starts=starts)
+    assert found[:2] == pytest.approx((0.3, -0.8), abs=1e-6)
+    normed = torch.nn.functional.normalize(mixed, dim=-1)
+    assert fit_rotated((turned(first), first), (normed, own), starts=starts) is None
+    assert fit_rotated((turned(first), first), (mixed, own), starts=torch.zeros(ROWS, dtype=torch.bool)) is None
+
+
 def test_head_outputs_are_explained_by_the_attention_and_at_most_a_sum_of_values():
     z, v, first = (random(ROWS, n, WIDTH, seed=i) for i, n in enumerate((6, 3, 3)))
     wide = lambda x: x.repeat_interleave(2, dim=1)  # noqa: E731
@@ -240,10 +260,14 @@ def layers_of(values, owns, *, z=None, k=None, added=None):
 V = [random(ROWS, HEADS, WIDTH, seed=i) for i in range(4)]
 
 
+def named(layers, paths):
+    ends = [layer.rows["in"] for layer in layers] + [layers[-1].rows["out"]]
+    return recognize_architecture(layers, paths, stream_sums(ends, [layer.rows["out"] for layer in layers]))
+
+
 def architecture_of(values, owns, **more):
     layers = layers_of(values, owns, **more)
-    name, options, reason = recognize_architecture(layers, fit_value_paths(layers))
-    return name, options, reason
+    return named(layers, fit_value_paths(layers, {}))
 
 
 def test_values_of_their_own_make_a_transformer():
@@ -265,8 +289,8 @@ def test_values_that_are_only_scaled_or_mixed_by_head_are_of_no_architecture():
     assert architecture_of([V[0], *(2 * v for v in V[1:])], V)[0] == "unknown"
     share = torch.tensor([0.1, 0.2, 0.3])[:, None]
     layers = layers_of([V[0], *(share * V[0] + v for v in V[1:])], V)
-    paths = fit_value_paths(layers)
-    name, _, reason = recognize_architecture(layers, paths)
+    paths = fit_value_paths(layers, {})
+    name, _, reason = named(layers, paths)
     assert (name, reason) == ("unknown", "values are mixed in a way of their own; see value_paths()")
     assert [p.head for p in paths] == [None, *[0, 1, 2] * 3]
     assert [p.coefficients["first"] for p in paths[1:]] == pytest.approx([0.1, 0.2, 0.3] * 3, abs=1e-6)
@@ -275,12 +299,12 @@ def test_values_that_are_only_scaled_or_mixed_by_head_are_of_no_architecture():
 def test_values_of_all_layers_so_far_make_a_dense_resformer_unless_heads_differ():
     dense = [V[0], 0.5 * V[0] + V[1], 0.2 * V[0] + 0.3 * V[1] + V[2], 0.1 * V[1] + 0.6 * V[2] + V[3]]
     layers = layers_of(dense, V)
-    paths = fit_value_paths(layers)
-    assert recognize_architecture(layers, paths) == ("resformer_dense", {}, "")
+    paths = fit_value_paths(layers, {})
+    assert named(layers, paths) == ("resformer_dense", {}, "")
     assert paths[2].coefficients == pytest.approx({"first": 0.2, "own": 1.0, 1: 0.3}, abs=1e-6)
     assert paths[3].coefficients == pytest.approx({"first": 0.0, "own": 1.0, 1: 0.1, 2: 0.6}, abs=1e-6)
-    assert [value_sources(paths, i) for i in range(4)] == [(), (0,), (0, 1), (1, 2)]
-    assert [is_mixture(paths, i) for i in range(4)] == [False, True, True, True]
+    assert [mixture_of(paths, i).sources for i in range(4)] == [(), (0,), (0, 1), (1, 2)]
+    assert [mixture_of(paths, i).mixed for i in range(4)] == [False, True, True, True]
     by_head = [*dense[:3], torch.tensor([0.1, 0.2, 0.3])[:, None] * V[0] + V[3]]
     assert architecture_of(by_head, V)[0] == "unknown"
     pair = [V[0], V[1], 0.5 * V[1] + 0.5 * V[0], V[3]]
@@ -309,11 +333,11 @@ def test_a_pull_toward_the_first_values_is_neutreno_and_any_other_addition_is_un
     share = torch.tensor([0.1, 0.2, 0.3])[:, None]
     assert architecture_of(V, V, added=[None, *(share * (V[0] - v) for v in V[1:])])[0] == "unknown"
     layers = layers_of(V, V, added=pulled(0.4))
-    paths = fit_value_paths(layers)
-    assert [value_sources(paths, i) for i in range(4)] == [(), (0,), (0,), (0,)]
-    assert not is_mixture([p for p in paths if p.into == "output"], 1)
+    paths = fit_value_paths(layers, {})
+    assert [mixture_of(paths, i).sources for i in range(4)] == [(), (0,), (0,), (0,)]
+    assert not mixture_of([p for p in paths if p.into == "output"], 1).mixed
     table = value_path_table(paths)
-    assert list(table.columns) == ["layer", "source", "coefficient", "residual", "head", "into"]
+    assert list(table.columns) == ["layer", "source", "coefficient", "spread", "residual", "head", "into"]
     assert table[table["into"] == "output"]["source"].tolist() == ["first", "own"] * 3
     assert table["head"].isna().all()
 
@@ -328,7 +352,7 @@ def test_values_that_nothing_explains_are_told_with_the_layer_and_the_share():
 
 def test_a_stream_that_averages_what_blocks_made_is_denseformers_and_any_other_change_unknown():
     layers = layers_of(V, V)
-    paths = fit_value_paths(layers)
+    paths = fit_value_paths(layers, {})
 
     def told(change):
         before = layers[0].rows["in"]
@@ -337,7 +361,7 @@ def test_a_stream_that_averages_what_blocks_made_is_denseformers_and_any_other_c
             layer.rows["out"] = random(ROWS, 8, seed=400 + i)
             made = [layers[0].rows["in"], *(earlier.rows["out"] for earlier in layers[: i + 1])]
             before = change(made)
-        return recognize_architecture(layers, paths)
+        return named(layers, paths)
 
     assert told(lambda made: made[-1]) == ("transformer", {}, "")
     assert told(lambda made: 0.9 * made[-1] + 0.2 * made[0] - 0.1 * made[-2]) == ("denseformer", {}, "")

@@ -126,6 +126,8 @@ def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
     if ids.numel() < MIN_POSITIONS or ids.shape[1] < 2:
         raise BadData(f"example_tokens of shape {tuple(ids.shape)}: {MIN_POSITIONS} positions or more tell parts apart")
     device = next((p.device for p in module.parameters()), ids.device)
+    if ids.shape[0] == ids.shape[1]:  # sequences and positions are told apart by how many there are
+        ids = ids[:-1]
     with torch.inference_mode(False):
         return ids.to(device, torch.long).clone()
 

@@ -166,6 +166,8 @@ class Observed(HookedModel):
         logits = get_at(output, self.structure.logits)
         if logits.ndim == 2 and len(logits) == tokens.numel():
             logits = logits.view(*tokens.shape, -1)
+        if self.structure.positions_first and logits.shape[:2] == tokens.T.shape != tokens.shape:
+            logits = logits.transpose(0, 1)
         if self.all_positions and logits.shape[:2] != tokens.shape:
             raise WorkbenchError(
                 f"{type(self.foreign).__name__} gives logits {tuple(logits.shape)} for tokens {tuple(tokens.shape)}: a loss "

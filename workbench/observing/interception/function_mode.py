@@ -25,7 +25,12 @@ from workbench.observing.interception.product_calls import PRODUCTS, ProductCall
 
 ATTENTION_LIKE = re.compile(r"attn|attention|flash|sdpa|encoder_layer_fwd", re.IGNORECASE)
 MATRICES = ("linear", "addmm", "matmul", "__matmul__", "mm", "einsum")
-_KINDS = {"scaled_dot_product_attention": "fused", "softmax": "softmax", "multi_head_attention_forward": "composite"}
+_KINDS = {
+    "scaled_dot_product_attention": "fused",
+    "softmax": "softmax",
+    "multi_head_attention_forward": "composite",
+    "embedding": "lookup",
+}
 _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")  # names of functions that write over what they are given
 _ATEN = re.compile(r"_scaled_dot_product_\w*attention\w*")
 _SEEN_BY_MODE = ("eager", "sdpa", "flex_attention")  # these run through torch functions
@@ -46,6 +51,9 @@ class CallHandler(Protocol):
 
     def matrix(self, output: Any) -> Any:
         """The output of a product with a parameter or a view of one, or of any `linear`, which has run."""
+
+    def looked_up(self, ids: Any, table: Any, output: Any) -> None:
+        """The vectors of a table by ids, which were looked up."""
 
     def other(self, name: str) -> None:
         """A call that may be an attention which cannot be read, by the function's name."""
@@ -93,6 +101,11 @@ class InterceptionMode(TorchFunctionMode):
         if kind == "writing":
             out = func(*args, **kwargs)
             self.handler.wrote()
+            return out
+        if kind == "lookup":
+            out = func(*args, **kwargs)
+            ids, table = (*args, *kwargs.values())[:2]
+            self.handler.looked_up(ids, table, out)
             return out
         if kind == "softmax":
             return self._softmax(func, args, kwargs)

@@ -5,6 +5,7 @@ A call keeps its original function and arguments, so that running it untouched c
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,13 +67,32 @@ def product_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
 def _einsum_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ProductCall | None:
     arguments = (args[0], *args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else args
     equation = arguments[0] if len(arguments) == 3 else None
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return None  # without a named result, or with an ellipsis
+    if not isinstance(equation, str) or "->" not in equation:
+        return None  # without a named result
     terms, out = equation.replace(" ", "").split("->")
     letters = terms.split(",")
+    if len(letters) == 2 and "..." in equation:
+        if (spelled := _spelled_out(letters, out, arguments[1:])) is None:
+            return None
+        letters, out = spelled
     if len(letters) != 2 or not all(len(set(term)) == len(term) for term in (*letters, out)):
         return None
     return ProductCall(function, arguments, kwargs, (1, 2), (letters[0], letters[1], out))
+
+
+def _spelled_out(terms: list[str], out: str, tensors: tuple[Any, ...]) -> tuple[list[str], str] | None:
+    """Terms and result of an equation with letters in the place of its ellipses; None where they stand for axes of length 1 too."""
+    counts = [x.ndim - len(term.replace("...", "")) for term, x in zip(terms, tensors, strict=True)]
+    widths = {n for term, n in zip(terms, counts, strict=True) if "..." in term}
+    free = [c for c in string.ascii_letters if c not in "".join([*terms, out])]
+    if "..." not in out or len(widths) != 1 or (n := widths.pop()) > len(free):
+        return None
+    axes = "".join(free[:n])
+    spelled = [term.replace("...", axes) for term in (*terms, out)]
+    sizes = [dict(zip(term, x.shape, strict=True)) for term, x in zip(spelled[:2], tensors, strict=True)]
+    if any(size != sizes[1].get(c, size) for c, size in sizes[0].items() if c in axes):
+        return None  # broadcast over
+    return spelled[:2], spelled[2]
 
 
 def arrange(x: Tensor, letters: str, order: str) -> Tensor:

@@ -62,6 +62,13 @@ class AttentionHooks:
             output = run.fire_projection(projection, output)
         return output
 
+    def looked_up(self, ids: Any, table: Any, output: Any) -> None:
+        """Keep what tables of values give for the layers that read it."""
+        run = self.run
+        place, run.lookups = run.lookups, run.lookups + 1
+        if place in run.tables_at and isinstance(output, Tensor):
+            run.tables[run.tables_at[place]] = output
+
     def other(self, name: str) -> None:
         """Calls of other functions fire nothing."""
 

@@ -92,8 +92,6 @@ class ModuleHooks:
         run, structure, points = self.run, self.run.structure, self.run.points
         if structure.embed is not None and points.embed is not None and is_hooked(points.embed):
             yield _ReadTensor(structure.embed, False, partial(run.fire, points.embed), None)
-        for name in run.tables_read:
-            yield _ReadTensor(structure.tables[name].place, False, partial(run.keep_table, name), None)
         if structure.head is not None and points.head is not None and is_hooked(points.head):
             yield _ReadTensor(structure.head, True, partial(run.fire, points.head), None)
         if structure.final is not None and is_hooked(last := self.blocks[-1].hook_resid_post):
@@ -133,7 +131,7 @@ class ModuleHooks:
         if i < 0 or not self.layers[i].has_stream or not is_hooked(point := self.blocks[i].hook_resid_pre):
             return None
         inputs = args, kwargs
-        changed = _fired(inputs, self.layers[i].stream_in, partial(run.fire, point))
+        changed = self._fired(inputs, self.layers[i].stream_in, partial(run.fire, point))
         return None if changed is inputs else changed
 
     def _leave_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -143,7 +141,7 @@ class ModuleHooks:
             return None
         if self.run.structure.final is not None and i == len(self.layers) - 1:
             return None
-        changed = _fired(output, self.layers[i].stream_out, partial(self.run.fire, point))
+        changed = self._fired(output, self.layers[i].stream_out, partial(self.run.fire, point))
         return None if changed is output else changed
 
     def _before(self, name: str, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -153,14 +151,14 @@ class ModuleHooks:
         inputs = args, kwargs
         for read in reads:
             if read.is_input and self._is_here(read):
-                inputs = _fired(inputs, read.location.path, read.fire)
+                inputs = self._fired(inputs, read.location.path, read.fire)
         return None if inputs[0] is args and inputs[1] is kwargs else inputs
 
     def _after(self, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         changed = output
         for read in reads:
             if not read.is_input and self._is_here(read):
-                changed = _fired(changed, read.location.path, read.fire)
+                changed = self._fired(changed, read.location.path, read.fire)
         return None if changed is output else changed
 
     def _is_here(self, read: _ReadTensor) -> bool:
@@ -171,8 +169,12 @@ class ModuleHooks:
         in_layer = bool(run.running) and run.running[-1] == read.layer
         return in_layer and run.within[-1][location.module] == location.run + 1
 
-
-def _fired(structure: Any, path: TensorPath, fire: Callable[[Tensor], Tensor]) -> Any:
-    tensor = get_at(structure, path)
-    fired = fire(tensor)
-    return structure if fired is tensor else replaced_at(structure, path, fired)
+    def _fired(self, structure: Any, path: TensorPath, fire: Callable[[Tensor], Tensor]) -> Any:
+        """Fire on the tensor at a path, [batch, pos, ...] whichever comes first in the module."""
+        tensor, run = get_at(structure, path), self.run
+        turned = run.structure.positions_first and tensor.ndim == 3 and tensor.shape[:2] == (run.length, run.batch)
+        shown = tensor.transpose(0, 1) if turned else tensor
+        fired = fire(shown)
+        if fired is shown:
+            return structure
+        return replaced_at(structure, path, fired.transpose(0, 1) if turned else fired)

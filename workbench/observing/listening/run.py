@@ -37,6 +37,11 @@ class HookedRun:
         self.module, self.structure, self.points = module, structure, points
         self.layers = structure.layers
         self.batch, self.length = tokens.shape
+        if structure.positions_first and self.batch == self.length > 1:
+            raise WorkbenchError(
+                f"{self.batch} sequences of {self.length} tokens: this module puts positions first, and only other numbers tell "
+                "them from sequences; give more or fewer sequences"
+            )
         self.mode: InterceptionMode | None = None
         self.running: list[int] = []  # layers, innermost last
         self.runs: Counter[str] = Counter()  # of each module, in all
@@ -52,7 +57,9 @@ class HookedRun:
         self.mixtures = {i: s for i, s in sources.items() if self._mixes(i, s)}
         self.own_values_read = {j for i in self.mixtures for j in (*sources[i], i)}
         self.tables: dict[str, Tensor] = {}  # [batch, pos, width], of those that are read
-        self.tables_read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
+        read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
+        self.tables_at = {structure.tables[name].run: name for name in read}
+        self.lookups = 0  # of any tables, in all
         projections = [hooked_one for i in sources for hooked_one in self._hooked_projections(i)]
         self.module_projections = [p for p in projections if p.projection.module != MATRIX]
         self.matrix_projections: dict[tuple[int, int], list[HookedProjection]] = {}  # by layer, and which matrix there
@@ -67,11 +74,6 @@ class HookedRun:
         table = self.points.blocks[i].table_point
         shown = [*sources.values(), *([] if table is None else [table])]
         return bool({"v_mix", "v_weights"} & self.attention_points[i].keys()) or any(map(is_hooked, shown))
-
-    def keep_table(self, name: str, looked_up: Tensor) -> Tensor:
-        """Keep what a table gives for the layers that read it."""
-        self.tables[name] = looked_up
-        return looked_up
 
     def _hooked_projections(self, i: int) -> Iterator[HookedProjection]:
         layer = self.layers[i]

@@ -14,40 +14,89 @@ from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Sourc
 _SAME = 1e-3  # coefficients this near are one published constant
 
 
+class _UnknownArchitecture(Exception):
+    """Why a decoder is of no registered architecture."""
+
+
+Named = tuple[list[str], dict[str, Any]]
+"""Names of shortcuts and their options."""
+
+
 def recognize_architecture(
     layers: Sequence[LayerStructure], paths: Sequence[ValuePath], arriving: Sequence[StreamSum]
 ) -> tuple[str, dict[str, Any], str]:
     """(name, options, reason): a registered architecture; `unknown` with the reason where none agrees."""
     if not all(layer.is_read for layer in layers):
         return "unknown", {}, ""
-    if not layers[0].has_stream and not layers[0].inline:
-        return "unknown", {}, "what blocks read and return is no stream, so what happens between them is not known"
-    values = [p for p in paths if p.into == "value"]
-    outputs = [p for p in paths if p.into == "output"]
     parts: list[str] = []
     options: dict[str, Any] = {}
-    if not all(p.exact for p in paths):
-        worst = max(paths, key=lambda p: p.residual)
-        return "unknown", {}, f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained"
-    if gated := [p for p in values if p.by_token]:
-        return "unknown", {}, _gates(gated)
-    if any(not _near(p.coefficients, {"own": 1.0}) for p in values):
-        name, options = _value_name(values, layers)
-        if name is None:
-            return "unknown", {}, "values are mixed in a way of their own; see value_paths()"
-        parts.append(name)
-    if outputs:
-        pulls = [p.coefficients for p in outputs]
-        if any(abs(c.get("first", 0.0) + c["own"]) > _SAME for c in pulls) or any(p.head is not None for p in outputs):
-            return "unknown", {}, "something is added to the attention's output; see value_paths()"
-        parts.append("neutreno")
-        options |= _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])
-    if mixed := [s for s in arriving[:-1] if not s.is_plain]:
-        if not all(s.exact for s in mixed):
-            left = max(s.residual for s in mixed)
-            return "unknown", {}, f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it"
-        parts.append("denseformer")
+    try:
+        if not layers[0].has_stream and not layers[0].inline:
+            raise _UnknownArchitecture(
+                "what blocks read and return is no stream, so what happens between them is not known"
+            )
+        if not all(p.exact for p in paths):
+            worst = max(paths, key=lambda p: p.residual)
+            raise _UnknownArchitecture(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
+        parts, options = _values(paths, layers)
+        shared = parts == ["cla"]
+        for more, its in (_outputs(paths), _queries_and_keys(paths, shared), _streams(arriving, layers)):
+            parts, options = parts + more, options | its
+    except _UnknownArchitecture as reason:
+        return "unknown", {}, str(reason)
     return "+".join(parts) or "transformer", options, ""
+
+
+def _values(paths: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Named:
+    values = [p for p in paths if p.into == "value"]
+    if gated := [p for p in values if p.by_token]:
+        raise _UnknownArchitecture(_gates(gated))
+    if all(_near(p.coefficients, {"own": 1.0}) for p in values):
+        return [], {}
+    name, options = _value_name(values, layers)
+    if name is None:
+        raise _UnknownArchitecture("values are mixed in a way of their own; see value_paths()")
+    return [name], options
+
+
+def _outputs(paths: Sequence[ValuePath]) -> Named:
+    outputs = [p for p in paths if p.into == "output"]
+    pulls = [p.coefficients for p in outputs]
+    if any(abs(c.get("first", 0.0) + c["own"]) > _SAME for c in pulls) or any(p.head is not None for p in outputs):
+        raise _UnknownArchitecture("something is added to the attention's output; see value_paths()")
+    return (["neutreno"], _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])) if pulls else ([], {})
+
+
+def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
+    """Mixed ones; `shared`: whether the name says already that layers read another's keys."""
+    parts: list[str] = []
+    options: dict[str, Any] = {}
+    for into in ("query", "key"):
+        every = [p.coefficients for p in paths if p.into == into]
+        mixed = [c for c in every if not _near(c, {"first": 1.0})]
+        if len(mixed) < len(every) and not shared:
+            raise _UnknownArchitecture(f"layers read another's {into} vectors; see value_paths()")
+        if mixed:
+            parts.append(f"residual_{into[0]}")
+            options |= _constant(f"lambda_{into[0]}1", [c["first"] for c in mixed])
+            options |= _constant(f"lambda_{into[0]}_own", [c["own"] for c in mixed])
+    return parts, options
+
+
+def _streams(arriving: Sequence[StreamSum], layers: Sequence[LayerStructure]) -> Named:
+    if any(layer.keeps != (1.0, 0.0) for layer in layers):
+        raise _UnknownArchitecture("blocks scale the stream they read, or add what the first one read again")
+    mixed = [s for s in arriving[:-1] if not s.is_plain]
+    if not all(s.exact for s in mixed):
+        left = max(s.residual for s in mixed)
+        raise _UnknownArchitecture(f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it")
+    again = [s.weights for s in mixed if all(abs(w) < _SAME for w in s.weights[1:-1])]
+    if len(again) < len(mixed):
+        return ["denseformer"], {}
+    if not again:
+        return [], {}
+    options = _constant("lambda_h1", [w[0] for w in again]) | _constant("lambda_h_own", [w[-1] for w in again])
+    return ["residual_hidden"], options
 
 
 def _gates(paths: Sequence[ValuePath]) -> str:

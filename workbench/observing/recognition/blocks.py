@@ -179,7 +179,7 @@ def first_reader(trace: Trace, block: Execution, width: int) -> tuple[Execution,
 
 
 def stream_of(trace: Trace, entry: Execution) -> tuple[TracedTensor, TracedTensor] | None:
-    """The stream [batch, pos, d_model] that an execution reads and the one it returns, of one width."""
+    """The stream [batch, pos, d_model] (or positions first) that an execution reads and the one it returns, of one width."""
     for output in entry.outputs:
         for read in entry.inputs:
             if read.shape == output.shape and is_stream(trace, output):
@@ -188,8 +188,8 @@ def stream_of(trace: Trace, entry: Execution) -> tuple[TracedTensor, TracedTenso
 
 
 def is_stream(trace: Trace, tensor: TracedTensor) -> bool:
-    """Whether a tensor is [batch, pos, any]."""
-    return len(tensor.shape) == 3 and tensor.shape[:2] == (trace.batch, trace.length)
+    """Whether a tensor is [batch, pos, any] or [pos, batch, any]."""
+    return len(tensor.shape) == 3 and tensor.shape[:2] in ((trace.batch, trace.length), (trace.length, trace.batch))
 
 
 def _no_attention(trace: Trace, prefixes: list[str]) -> str:

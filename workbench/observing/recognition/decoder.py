@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workbench.config import ObservedConfig
 from workbench.observing.interception.tensor_layouts import TensorPath, by_position, get_at, tensors_in
-from workbench.observing.recognition.blocks import chosen_blocks, first_reader
+from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
 from workbench.observing.recognition.layers import mlp_width, recognize_layers
 from workbench.observing.recognition.least_squares import EXACT, fit
@@ -64,6 +64,9 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     if unread := [f"{i} ({layer.block})" for i, layer in enumerate(layers) if not layer.is_read]:
         seen = f"; seen: {', '.join(sorted(trace.other_calls))}" if trace.other_calls else ""
         notes.append(f"no attention that can be read in layers {', '.join(unread)}: only their streams are shown{seen}")
+    shape = first.inputs[0].shape if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0].shape
+    if positions_first := shape[:2] != (trace.batch, trace.length):
+        notes.append("streams are [pos, batch, d_model] inside the module: hooks get and give [batch, pos, d_model]")
     starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
     last_stream = layers[-1].rows["out"] if final is None else rows_at(final[0].inputs, final[1])
     assert last_stream is not None
@@ -72,7 +75,9 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
         [*(layer.rows["in"] for layer in layers), last_stream], [layer.rows["out"] for layer in layers]
     )
     tables = _tables_of_values(trace, embed, layers)
-    return DecoderStructure(config, layers, starts, reads, ends, path, trace.in_place, notes, ending, tables, arriving)
+    return DecoderStructure(
+        config, layers, starts, reads, ends, path, trace.in_place, positions_first, notes, ending, tables, arriving
+    )
 
 
 def _tables_of_values(
@@ -81,17 +86,12 @@ def _tables_of_values(
     """Tables by token id, other than the embedding, whose rows are as wide as the values of a layer."""
     widths = {layer.attention.v.flatten(1).shape[1] for layer in layers if layer.is_read}
     found: dict[str, Table] = {}
-    for entry in trace.executions:
-        if (
-            entry.reads_tokens
-            and entry.name not in found
-            and is_matrix(trace, entry)
-            and (not embed or entry is not embed[0])
-        ):
+    for run, entry in enumerate(trace.lookups):
+        within = entry.parent.name if entry.parent and entry.kind == f"{entry.parent.name}.weight" else ""
+        if entry.reads_tokens and entry.kind and not (embed and within == embed[0].name):
             for seen in entry.outputs:
                 if seen.rows.shape[1] in widths:
-                    place = TensorLocation(entry.name, run_index(entry, trace.executions), seen.path)
-                    found[entry.name] = Table(place, seen.rows)
+                    found.setdefault(within or entry.kind, Table(run, seen.rows))
     return found
 
 
@@ -124,10 +124,11 @@ def _location(trace: Trace, end: tuple[Execution, TensorPath] | None) -> TensorL
 
 
 def _is_logits(x: Tensor, trace: Trace) -> bool:
-    """[batch, pos, d_vocab], of the last position alone, or [batch * pos, d_vocab]."""
+    """[batch, pos, d_vocab], of the last position alone, [pos, batch, d_vocab] or [batch * pos, d_vocab]."""
     flat = x.ndim == 2 and x.shape[0] == trace.batch * trace.length
     deep = x.ndim == 3 and x.shape[0] == trace.batch and x.shape[1] in (trace.length, 1)
-    return x.is_floating_point() and (flat or deep)
+    turned = x.ndim == 3 and x.shape[:2] == (trace.length, trace.batch)
+    return x.is_floating_point() and (flat or deep or turned)
 
 
 def _find_embedding(trace: Trace, block: Execution, width: int) -> tuple[Execution, TensorPath] | None:

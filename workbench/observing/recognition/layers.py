@@ -11,9 +11,15 @@ from torch import Tensor
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.additions import find_additions
 from workbench.observing.recognition.blocks import INLINE, NUMBER, is_stream, number, stream_of
-from workbench.observing.recognition.least_squares import EXACT
+from workbench.observing.recognition.least_squares import EXACT, fit_rotated
 from workbench.observing.recognition.own_values import OwnValues, find_own_values, same_own_values
-from workbench.observing.recognition.projections import TensorLocation, find_projection, run_index
+from workbench.observing.recognition.projections import (
+    Projection,
+    TensorLocation,
+    find_projection,
+    run_index,
+    same_projection,
+)
 from workbench.observing.recognition.structure import LayerStructure
 from workbench.observing.recognition.trace import (
     BY_HAND,
@@ -89,6 +95,27 @@ def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]]
         layer.z = _output_projection(trace, layer, block, read[0][0].attention.v)
         if layer.z is not None:
             _compare_outputs(layer, read[0][0].attention.v)
+    for name in ("q", "k") if read else ():
+        _find_mixed(trace, read, name)
+
+
+def _find_mixed(trace: Trace, read: list[tuple[LayerStructure, Execution]], name: str) -> None:
+    """Queries or keys that no output holds, where they are the first layer's and their own, each times a number."""
+    first, block = read[0]
+    known: Projection | None = getattr(first, name)
+    if known is None:
+        return
+    sources = known.heads_in(_output_rows(trace, block, known))
+    for layer, block in read[1:]:
+        own = None
+        if getattr(layer, name) is None:
+            own = same_projection(known, inside_of(trace, block), _renamed(known.module, first, layer))
+        if own is not None:
+            rows = own.heads_in(_output_rows(trace, block, own))
+            pairs = [(getattr(at.attention, name), x) for at, x in ((first, sources), (layer, rows))]
+            found = fit_rotated(*pairs, starts=trace.starts)
+            if found is not None:
+                layer.mixed[name] = found
 
 
 def _latent(trace: Trace, layer: LayerStructure, block: Execution) -> TensorLocation | None:

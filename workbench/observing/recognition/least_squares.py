@@ -30,3 +30,22 @@ def weights_by_token(target: Tensor, sources: Sequence[Tensor]) -> tuple[Tensor,
     weights = torch.linalg.solve(gram + ridge * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), dots)
     size = float(y.norm())
     return weights, float(((x @ weights[..., None])[..., 0] - y).norm()) / size if size else 0.0
+
+
+def fit_rotated(
+    plain: tuple[Tensor, Tensor], mixed: tuple[Tensor, Tensor], *, starts: Tensor
+) -> tuple[float, float, float] | None:
+    """Numbers a and b of mixed queries or keys a * first + b * own, and what they leave; None where they are no such mixture.
+
+    Pairs of rotated and projected heads [row, head, d_head]: of the first layer, which says by how much scores are scaled, and
+    of the mixed one. `starts`: rows that no rotary encoding turns, which give the numbers; lengths of all rows check them.
+    """
+    (first_used, first), (used, own) = ([x.detach().double() for x in pair] for pair in (plain, mixed))
+    if not first_used.shape == first.shape == used.shape == own.shape or not bool(starts.any()):
+        return None
+    (scale,), _ = fit(first_used[starts], [first[starts]])
+    (a, b), _ = fit(used[starts], [scale * first[starts], scale * own[starts]])
+    left = (scale * (a * first + b * own)).norm(dim=-1) - used.norm(dim=-1)
+    residual = float(left.norm() / used.norm().clamp_min(1e-300))
+    exact = residual < EXACT.get(mixed[0].dtype, 1e-2) and abs(a) > EXACT.get(mixed[0].dtype, 1e-2)
+    return (a, b, residual) if exact else None

@@ -46,6 +46,9 @@ class LayerStructure:
     mlp_out: Addition | None = None
     keeps: tuple[float, float] = (1.0, 0.0)  # how much of what it and the first block read is in its output
     rows: dict[str, Tensor] = field(default_factory=dict)  # of the traced run: stream in and out, own values, z
+    mixed: dict[str, tuple[float, float, float]] = field(
+        default_factory=dict
+    )  # q, k: of the first layer's, of its own, what is left
     inline: tuple[str, ...] = ()  # modules that run in it, where the block itself is no module
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found
@@ -82,9 +85,9 @@ class LayerStructure:
 
 @dataclass(frozen=True)
 class Table:
-    """A module that looks vectors up by token id: where they pass, and rows of the traced run."""
+    """Vectors that are looked up by token id: which of all such calls it is, and rows of the traced run."""
 
-    place: TensorLocation
+    run: int
     rows: Tensor
 
 
@@ -99,6 +102,7 @@ class DecoderStructure:
     final: TensorLocation | None  # what the final norm reads, where that is not the last block's output
     logits: TensorPath | None
     in_place: bool
+    positions_first: bool  # whether streams are [pos, batch, d_model]
     notes: list[str]
     ending: LinearEnding | str = ""  # what makes the logits of the last stream; why that is not known, in words
     tables: dict[str, Table] = field(default_factory=dict)  # by name, those wide enough for values, the embedding aside

@@ -37,6 +37,8 @@ MATRIX = "(matrix)"
 """Stands for a module's name where a product with a parameter is called by itself; its runs are counted in a block."""
 NO_DISTRIBUTION = "what multiplies the values is no distribution (entries below 0, or rows that sum to more than 1)"
 NO_KEY = "a column of its softmax is no key (sink logits): a share of each row goes to no token, shown as null"
+LOOKUP = "(lookup)"
+"""Stands for a module's name where vectors are looked up in a parameter; its runs are counted in all, `kind` names the parameter."""
 BY_HAND = "by hand"
 """Kind of an attention whose softmax is written out."""
 UNREAD = "unread"
@@ -118,6 +120,7 @@ class Trace:
         self.time = 0
         self.running: list[Execution] = []
         self.executions: list[Execution] = []
+        self.lookups: list[Execution] = []
         self.attentions: list[TracedAttention] = []
         self.calls: list[tuple[int, str]] = []  # time and class of every call that is counted
         self.other_calls: set[str] = set()
@@ -137,6 +140,17 @@ class Trace:
         self._versions.clear()
         self._kept.clear()
         return output
+
+    def looked_up(self, ids: Any, table: Any, output: Any) -> None:
+        """Note vectors that are looked up by the tokens in a parameter, by its name."""
+        name = next((n for n, p in self.module.named_parameters() if p is table), "")
+        entry = Execution(LOOKUP, name, self.running[-1] if self.running else None, self._tick())
+        entry.end = self._tick()
+        entry.reads_tokens = (
+            isinstance(ids, Tensor) and ids.shape == self.tokens.shape and torch.equal(ids, self.tokens)
+        )
+        self._keep(entry.outputs, (), output)
+        self.lookups.append(entry)
 
     def wrote(self) -> None:
         """Look at once: a block's own variables are gone when it returns."""
@@ -169,11 +183,16 @@ class Trace:
         parent = self.running[-1] if self.running else None
         entry = Execution(name, type(module).__name__, parent, self._tick())
         for path, tensor in tensors_in((args, kwargs)):
-            same = tensor.shape == self.tokens.shape and not tensor.is_floating_point()
-            entry.reads_tokens |= same and torch.equal(tensor, self.tokens)
+            entry.reads_tokens |= self._is_tokens(tensor)
             self._keep(entry.inputs, path, tensor)
         self.executions.append(entry)
         self.running.append(entry)
+
+    def _is_tokens(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the tokens [batch, pos], or [pos, batch]."""
+        return not tensor.is_floating_point() and any(
+            tensor.shape == ids.shape and torch.equal(tensor, ids) for ids in (self.tokens, self.tokens.T)
+        )
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._look_for_writing()

@@ -32,7 +32,7 @@ class ValuePath:
     """One fitted value path of a layer: coefficients by source, for one head or all, and what the fit leaves."""
 
     layer: int
-    into: str  # value, or output: what is added between attention and W_O
+    into: str  # value, output (what is added between attention and W_O), query or key (before their rotation)
     coefficients: Mapping[Source, float]
     residual: float
     exact: bool
@@ -69,6 +69,8 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
     for i, layer in enumerate(layers):
         if not layer.is_read:
             continue
+        for short, (a, b, left) in layer.mixed.items():
+            paths.append(ValuePath(i, {"q": "query", "k": "key"}[short], {name: a, "own": b}, left, exact=True))
         near: dict[Source, Tensor] = {name: first} if i > start else {}
         if (own := owns[i]) is not None:
             near["own"] = own
@@ -133,7 +135,9 @@ def _fit_by_token(
     """
     tolerance = EXACT.get(target.dtype, 1e-2)
     own: dict[Source, Tensor] = {k: s for k, s in near.items() if k == "own"}
-    beside: dict[Source, Tensor] = {k: s for k, s in {**near, **others}.items() if k != "own" and s.shape == target.shape}
+    beside: dict[Source, Tensor] = {
+        k: s for k, s in {**near, **others}.items() if k != "own" and s.shape == target.shape
+    }
     sets: list[dict[Source, Tensor]] = [
         own,
         *({k: s} | own for k, s in beside.items()),
