@@ -27,7 +27,7 @@ def server(tmp_path_factory):
 @pytest.mark.skipif(not AXE, reason="axe-core is not here: `npm pack axe-core`, then WORKBENCH_AXE=package/axe.min.js")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_violation_on_any_page(new_page, server, scheme):
-    page, script, found = new_page(color_scheme=scheme), Path(AXE).read_text(encoding="utf-8"), []
+    page, script, found = new_page(scheme), Path(AXE).read_text(encoding="utf-8"), []
     page.set_default_timeout(120_000)
     for address in PAGES:
         page.goto(f"{server}/{address}")
