@@ -30,11 +30,13 @@ def choose_models(link: Link) -> Link:
     by = ",".join(asked) if "by" in st.query_params else None
     bare = link.but(by=by, find=st.query_params.get("find"), models=None)
     runs = source.found(bare)
-    names = plots.ordered({e.series for e in runs})
+    names = _in_order(runs)
     many = len(names) > FIRST
     chosen = _asked(names)
+    # an open panel closes where its name changes, so that of many models has no count
     panel = st.popover(
-        f"{len(chosen)} of {len(names)} models", icon=":material/checklist:", key="runs_panel", on_change="rerun" if many else "ignore"
+        "Models" if many else f"{len(chosen)} of {len(names)} models", icon=":material/checklist:", key="runs_panel",
+        on_change="rerun" if many else "ignore",
     )  # fmt: skip
     if panel.open or not many:
         with panel:
@@ -53,6 +55,13 @@ def choose_models(link: Link) -> Link:
     if not chosen:
         raise WorkbenchError("Choose at least one model.")
     return bare.but(models=",".join(chosen))
+
+
+def _in_order(runs: Sequence[Entry]) -> list[str]:
+    """The series of runs: by architecture in the order of the registry, then options, then seed."""
+    place = {name: i for i, name in enumerate(plots.ordered({e.architecture for e in runs}))}
+    by_place = sorted(runs, key=lambda e: (place[e.architecture], e.series.partition(plots.DETAIL)[0], e.seed))
+    return list(dict.fromkeys(e.series for e in by_place))
 
 
 def _asked(names: Sequence[str]) -> list[str]:
@@ -78,7 +87,7 @@ def _table(names: Sequence[str], runs: Sequence[Entry], chosen: Sequence[str]) -
     def take(places: list[int]) -> None:
         widgets.update_url(models=",".join(names[i] for i in places))
 
-    st.caption(f"{len(runs)} runs in {len(names)} lines; those selected are drawn.")
+    st.caption(f"{len(runs)} runs in {len(names)} lines; the {len(chosen)} selected are drawn.")
     rows_table("runs_of_page", pd.DataFrame(rows), [names.index(n) for n in chosen], take, "Models to draw")
 
 

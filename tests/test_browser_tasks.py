@@ -117,6 +117,17 @@ def test_a_value_is_followed_in_two_clicks(at):
     assert state(page)["position"] == "3"
 
 
+def test_a_document_behind_a_number_is_read_in_three_clicks(at):
+    page, click = at("depth?metric=loss&a=models-resformer-s0")
+    click(page.get_by_text("Documents behind a number"))
+    page.locator(".gtitle", has_text="documents behind it").wait_for()
+    click(page.locator(".st-key-documents canvas").first, position={"x": 15, "y": 60})  # the first row
+    click(page.get_by_text("The chosen document in Attention"))
+    assert urlsplit(page.url).path == "/attention"
+    assert len(state(page)["prompt"]) > 50
+    page.locator(".attention .map canvas").first.wait_for()
+
+
 def test_a_figure_for_a_paper_takes_two_clicks(at, tmp_path):
     page, click = at("depth?metric=token_identity_share&site=own_v")
     click(page.get_by_role("button", name="Figure"))

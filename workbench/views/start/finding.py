@@ -7,10 +7,11 @@ All models of the experiment are compared, and the verdicts corrected for their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.claims.verdict import Verdict, corrected, decide, interval_table
@@ -231,26 +232,37 @@ def _how(found: Finding) -> str:
     return " ".join(filter(None, said))
 
 
+def _kept(source: Source, link: Link, name: str, draw: Callable[[Finding], Drawing]) -> Drawing:
+    """A drawing of the finding, made once for the runs as they are."""
+    check_part(link, "finding")
+    found = finding(source, link)
+    stamps = ((e.path, e.series, e.stamp) for e in source.group(Link("start", {"set": found.group})))
+    drawing: Drawing = source.keep((name, link.text("set"), *stamps), lambda: draw(found))
+    return replace(drawing, figure=go.Figure(drawing.figure))  # the kept one is shared
+
+
 @view("start")
 def finding_curves(source: Source, link: Link) -> Drawing:
     """What the finding is read off: the loss of every model of the experiment over training."""
-    check_part(link, "finding")
-    found = finding(source, link)
-    curves = training.copy_loss if found.outcome is COPYING else training.loss
-    drawing = curves(source, Link("training", {"set": found.group}))
-    return replace(drawing, figure=plots.narrow(drawing.figure, HALF_PAGE), sentence="")
+
+    def draw(found: Finding) -> Drawing:
+        curves = training.copy_loss if found.outcome is COPYING else training.loss
+        drawing = curves(source, Link("training", {"set": found.group}))
+        return replace(drawing, figure=plots.narrow(drawing.figure, HALF_PAGE), sentence="")
+
+    return _kept(source, link, "finding curves", draw)
 
 
 @view("start")
 def finding_differences(source: Source, link: Link) -> Drawing:
     """What every model of the experiment does earlier, later, better or worse than the Transformer, with intervals over seeds."""
-    check_part(link, "finding")
-    found = finding(source, link)
-    table = interval_table({label(name): i for name, i in found.intervals.items()}, found.outcome.unit)
-    table = table.assign(verdict=[
-        "unresolved" if v.status == "unresolved" else _direction(found.intervals[name], found.outcome)
-        for name, v in found.verdicts.items()
-    ])  # fmt: skip
-    under = f"{found.title}; left of 0: {found.outcome.less}"
-    figure = plots.narrow(plots.intervals(table, found.outcome.title, under), HALF_PAGE)
-    return Drawing(figure, table, _how(found))
+
+    def draw(found: Finding) -> Drawing:
+        table = interval_table({label(name): i for name, i in found.intervals.items()}, found.outcome.unit)
+        statuses = zip(found.intervals.values(), found.verdicts.values(), strict=True)
+        said = ["unresolved" if v.status == "unresolved" else _direction(i, found.outcome) for i, v in statuses]
+        under = f"{found.title}; left of 0: {found.outcome.less}"
+        figure = plots.intervals(table.assign(verdict=said), found.outcome.title, under)
+        return Drawing(plots.narrow(figure, HALF_PAGE), table.assign(verdict=said), _how(found))
+
+    return _kept(source, link, "finding differences", draw)
