@@ -2,7 +2,7 @@
 
 A mutant replaces one expression or statement: a comparison's edge, a sign, a factor, a term of a sum, an axis, an index or
 constant off by one, a default, a check that no longer refuses, a call that no longer happens. Annotations, docstrings, the
-words of messages, `strict=` of zip, `frozen=` of a dataclass and what only type checkers read are left alone. So is what no
+words of messages, `strict=` of zip, `frozen=` and `kw_only=` of a dataclass and what only type checkers read are left alone. So is what no
 number and no word depends on, and somebody chose by eye: where figures and pages are made (`DRAWN`) the sizes, margins, gaps,
 opacities and frames that an argument or entry names (`_LOOKS`) and how far a shown number is rounded; limits, waiting times and
 pixels in a constant that says so (`_LIMITS`); and calls of the garbage collector.
@@ -25,7 +25,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
     ast.Pow: ast.Mult,
 }  # fmt: skip
-_ASSERTIONS = ("strict", "frozen")  # of zip and of a dataclass: they state what holds already
+_ASSERTIONS = ("strict", "frozen", "kw_only")  # of zip and of a dataclass: they state what holds already
 _LOOKS = re.compile(
     r"(^|_)(height|width|size|opacity|margin|pad|gap|standoff|thickness|spacing|spinner|max_entries|wrap_lines|hide_index|cliponaxis"
     r"|showgrid|zeroline|automargin|alignment)$"
