@@ -2,10 +2,10 @@
 
 A mutant replaces one expression or statement: a comparison's edge, a sign, a factor, a term of a sum, an axis, an index or
 constant off by one, a default, a check that no longer refuses, a call that no longer happens. Annotations, docstrings, the
-words of messages, `strict=` of zip, `frozen=` of a dataclass and what only type checkers read are left alone. So is what no
+words of messages, `strict=` of zip, `frozen=` and `kw_only=` of a dataclass and what only type checkers read are left alone. So is what no
 number and no word depends on, and somebody chose by eye: where figures and pages are made (`DRAWN`) the sizes, margins, gaps,
 opacities and frames that an argument or entry names (`_LOOKS`) and how far a shown number is rounded; limits, waiting times and
-pixels in a constant that says so (`_LIMITS`); and calls of the garbage collector.
+pixels in a constant that says so (`_LIMITS`), and whether exactly these are let in; and calls of the garbage collector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
     ast.Pow: ast.Mult,
 }  # fmt: skip
-_ASSERTIONS = ("strict", "frozen")  # of zip and of a dataclass: they state what holds already
+_ASSERTIONS = ("strict", "frozen", "kw_only")  # of zip and of a dataclass: they state what holds already
 _LOOKS = re.compile(
     r"(^|_)(height|width|size|opacity|margin|pad|gap|standoff|thickness|spacing|spinner|max_entries|wrap_lines|hide_index|cliponaxis"
     r"|showgrid|zeroline|automargin|alignment)$"
@@ -142,7 +142,7 @@ def _chosen(node: ast.AST, drawn: bool) -> bool:
 def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
     """(kind, new text) of the edits of one node itself."""
     match node:
-        case ast.Compare(ops=[op]) if type(op) in _EDGES:
+        case ast.Compare(ops=[op], comparators=[right]) if type(op) in _EDGES and not _limit(op, right):
             yield "comparison", _with(node, ops=[_EDGES[type(op)]()])
         case ast.BoolOp(op=op):
             yield "and, or", _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
@@ -174,6 +174,15 @@ def _with(node: ast.AST, **fields: object) -> str:
     same = dict(ast.iter_fields(node)) | fields
     text = ast.unparse(ast.fix_missing_locations(ast.copy_location(type(node)(**same), node)))
     return f"({text})" if isinstance(node, ast.expr) else text
+
+
+def _limit(op: ast.cmpop, right: ast.expr) -> bool:
+    """Whether exactly the limit is let in: as good as another limit by one, which is left alone as well."""
+    return (
+        isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+        and isinstance(right, ast.Name)
+        and bool(_LIMITS.search(right.id))
+    )
 
 
 def _wordy(node: ast.AST) -> bool:

@@ -32,6 +32,7 @@ from workbench.views.base import View, views_of
 
 FRACTION = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[-+]?\d+)?")
 GOLDEN = Path(__file__).parent / "golden"
+ANEW = "where this was meant: `python tests/figure_outputs.py`, and look at what git shows"
 FIGURES, PAGES = GOLDEN / "figures.json", GOLDEN / "pages.json"
 A, BOTH = "a=text-resformer-s1", "compare=1&a=text-resformer-s0&b=text-transformer-s1&step=20&step_b=20"
 TEXT = "prompt=return%20sum(values)"

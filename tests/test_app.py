@@ -50,7 +50,7 @@ def test_a_deep_link_is_drawn_or_explained_on_any_folder(page, folders, kind, na
     for found in charts(at):
         assert len(found.alt) > 20
     if kind == "populated":
-        assert elements(at, folders[kind]) == figure_outputs.kept(figure_outputs.PAGES)[name]
+        assert elements(at, folders[kind]) == figure_outputs.kept(figure_outputs.PAGES)[name], figure_outputs.ANEW
     if kind in ("populated", "one"):
         assert len(charts(at)) == FIGURES[name]
         assert not at.warning

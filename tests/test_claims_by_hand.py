@@ -143,7 +143,7 @@ def test_short_sequences_have_no_sink_rate_and_their_sinks_are_known_by_mass_alo
     mass = [r for r in rows if r["metric"] == "sink_mass"]
     said = need_sinks(evidence(made, mass))
     assert said == need_sinks(evidence(made, rows)) == "vanilla has sinks in 5 of 5 seeds (strongest head 50%)"
-    spread = [r | {"value": 0.04} if r["metric"] == "sink_rate" else r for r in rows]
+    spread = [r | {"value": 0.05} if r["metric"] == "sink_rate" else r for r in rows]
     with pytest.raises(InsufficientEvidence, match="No sink formed"):
         need_sinks(evidence(made, spread))
 

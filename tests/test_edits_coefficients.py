@@ -89,6 +89,15 @@ def test_a_coefficient_of_zero_is_the_shortcut_taken_away(awake, architecture):
         torch.testing.assert_close(model(ids), arriving, rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_what_arrives_is_exchanged_for_the_effective_values_of_another_layer(tiny):
+    model, ids = tiny("resformer"), some_tokens()
+    alone = model(ids)
+    for layer, same in ((0, True), (1, False)):  # what arrives at layer 2 are the values of layer 0
+        with edited(model, f"values:layer=2,site=arriving,how=layer,from_layer={layer}", tokens=ids):
+            assert torch.allclose(model(ids), alone, rtol=0, atol=1e-6) == same
+
+
 def test_a_coefficient_holds_at_its_layer_and_after_errors(tiny):
     """NeuTRENO has one number for all layers: it is set at the hook point of each, and never stays."""
     model, ids = tiny("neutreno"), some_tokens()

@@ -22,9 +22,9 @@ def test_views_draw_and_say_what_they_did(source, link):
     assert list(found) == list(kept)
     for name, parts in kept.items():
         if isinstance(parts, str):
-            assert found[name] == parts, name
+            assert found[name] == parts, (name, figure_outputs.ANEW)
             continue
-        assert [words for words, *_ in found[name]] == [words for words, *_ in parts], name
+        assert [words for words, *_ in found[name]] == [words for words, *_ in parts], (name, figure_outputs.ANEW)
         for (words, *numbers), (_, *before) in zip(found[name], parts, strict=True):
             for now, then in zip(numbers, before, strict=True):
-                assert now == pytest.approx(then, rel=2e-3, abs=1e-5), (name, words)
+                assert now == pytest.approx(then, rel=2e-3, abs=1e-5), (name, words, figure_outputs.ANEW)

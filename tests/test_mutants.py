@@ -71,7 +71,9 @@ def test_each_edit_compiles_to_another_program(made):
 
 
 def test_what_is_chosen_by_eye_is_left_alone_where_figures_are_made(made, tmp_path):
-    source = 'MAX_ROWS = 500\nROWS = 5\ndraw(x=1, height=40 + 2, line={"width": 3, "y": 4})\ngc.collect()\n'
+    source = (
+        'MAX_ROWS = 500\nROWS = 5\ndraw(x=1, height=40 + 2, line={"width": 3, "y": 4})\ngc.collect()\na < MAX_ROWS\n'
+    )
     for folder, texts in (
         ("app", ["6", "pass", "2", "5"]),
         ("metrics", ["6", "pass", "2", "(40 - 2)", "(40)", "41", "3", "4", "5"]),

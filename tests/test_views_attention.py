@@ -205,6 +205,13 @@ def test_keys_of_one_layer_alone_can_be_chosen_where_a_layer_sees_several(ask):
     said = [drawn(ask, "weights", of.but(branch=n)).figure.layout.title.subtitle.text for n in names]
     assert "keys of the layer itself alone" in said[names.index("own")]
     assert any("keys of the first layer alone" in s for s in said)
+    beside = link(a="text-transformer-s0", layer=1, head=0)
+    compared = of.but(
+        compare=1, b="text-transformer-s0", branch=names[0]
+    )  # which has no such keys: all of its are shown
+    shown = [np.asarray(t.z, dtype=float) for t in drawn(ask, "weights", compared).figure.data]
+    for found, alone in zip(shown, (parts[0], heat(drawn(ask, "weights", beside))), strict=False):
+        np.testing.assert_allclose(found, alone, atol=1e-6)
 
 
 # ---- what is refused ----
