@@ -1,4 +1,7 @@
-"""Shared fixtures: one thread, no network, tiny models."""
+"""Shared fixtures: one thread, no network, tiny models.
+
+What takes long to import is imported where it is used: the process that hands tests to others reads this file, and no more.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import dashboard
-import own_loop
 import pytest
-import seams
-import torch
-import training_runs
-
-from workbench.models import build
-
-torch.set_num_threads(1)
 
 
 def pytest_configure():
@@ -33,6 +27,9 @@ def pytest_configure():
 
 def pytest_collection_finish():
     """What is imported by now stays to the end: the collector need not walk through it again and again."""
+    import torch
+
+    torch.set_num_threads(1)
     gc.freeze()
 
 
@@ -46,10 +43,12 @@ def without_evidence(monkeypatch, tmp_path_factory):
         monkeypatch.setattr(f"workbench.views.source.{name}", tmp_path_factory.getbasetemp() / "nothing-shipped")
 
 
-@pytest.fixture(params=seams.COVERING)
-def any_architecture(request):
-    """Each architecture of those that stand for all, in turn."""
-    return request.param
+def pytest_generate_tests(metafunc):
+    """`any_architecture`: each of those that stand for all, in turn."""
+    if "any_architecture" in metafunc.fixturenames:
+        import seams
+
+        metafunc.parametrize("any_architecture", seams.COVERING)
 
 
 @pytest.fixture
@@ -63,6 +62,7 @@ def forkserver(monkeypatch):
 @pytest.fixture
 def tiny():
     """`tiny("resformer", n_key_value_heads=2, lambda_v1=0.3)`: a small random model, matrices large enough to matter."""
+    from workbench.models import build
 
     def make(architecture="transformer", *, seed=0, std=0.2, dtype=None, config=None, **options):
         return build(architecture, {**TINY, "init_std": std, **(config or {})}, seed=seed, dtype=dtype, **options)
@@ -73,6 +73,7 @@ def tiny():
 @pytest.fixture
 def awake(tiny):
     """`tiny` whose learned coefficients and gains have left their neutral start."""
+    import torch
 
     def make(architecture="transformer", **options):
         model = tiny(architecture, **options)
@@ -89,6 +90,8 @@ def awake(tiny):
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory):
     """A run that was trained at one go."""
+    import training_runs
+
     run = training_runs.start(tmp_path_factory.mktemp("uninterrupted"))
     with training_runs.unchanged(run.path):
         yield run
@@ -97,6 +100,8 @@ def uninterrupted(tmp_path_factory):
 @pytest.fixture
 def forked(forkserver):
     """`forked(root)`: a training in another process, and the pipe of its steps."""
+    import training_runs
+
     return training_runs.launched
 
 
@@ -107,6 +112,7 @@ def forked(forkserver):
 def measured_runs(tmp_path_factory):
     """One short run per architecture on repeated tokens, shared by all tests: their records grow."""
     import measured
+    import training_runs
 
     runs = measured.trained(root := tmp_path_factory.mktemp("runs"))
     with training_runs.unchanged(root):
@@ -136,6 +142,9 @@ def forwards(monkeypatch):
 @pytest.fixture
 def gpt():
     """A small GPT as in many a notebook, which knows nothing of the workbench."""
+    import own_loop
+    import torch
+
     torch.manual_seed(0)
     return own_loop.GPT()
 
@@ -143,6 +152,8 @@ def gpt():
 @pytest.fixture
 def ids():
     """Two sequences of 40 token ids below 61."""
+    import torch
+
     return torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
@@ -152,6 +163,8 @@ def ids():
 @pytest.fixture
 def fresh_memory_is_nan():
     """Whatever the kernel does not write shows as NaN."""
+    import torch
+
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -167,6 +180,8 @@ def fresh_memory_is_nan():
 @pytest.fixture(scope="session")
 def populated(tmp_path_factory):
     """A small folder of runs with their numbers, which all tests share: who writes into it takes a copy."""
+    import dashboard
+
     folder = dashboard.populate(tmp_path_factory.mktemp("runs"))
     made = dashboard.listing(folder)
     yield folder
@@ -176,6 +191,8 @@ def populated(tmp_path_factory):
 @pytest.fixture(scope="session")
 def folders(populated, tmp_path_factory):
     """Every kind of folder that a page may be shown."""
+    import dashboard
+
     made = {"populated": populated, "empty": tmp_path_factory.mktemp("empty")}
     made["missing"] = made["empty"] / "nowhere"
     made["one"] = tmp_path_factory.mktemp("one")
@@ -208,6 +225,7 @@ def dashboard_settings():
 @pytest.fixture
 def browse(monkeypatch, scanned_once, dashboard_settings):
     """`browse(folder, "depth", metric="...")`: the page as a browser at that address sees it, once its work is done."""
+    import dashboard
     from streamlit.testing.v1 import AppTest
 
     from app import background
@@ -244,6 +262,8 @@ def browser():
 @pytest.fixture(scope="session")
 def shown(populated, tmp_path_factory):
     """The runs that pages show in a browser, one of them long: those of $WORKBENCH_RUNS where it is set."""
+    import dashboard
+
     if folder := os.environ.get("WORKBENCH_RUNS"):
         return Path(folder)
     folder = dashboard.copied(populated, tmp_path_factory.mktemp("shown") / "runs")

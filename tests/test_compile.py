@@ -270,7 +270,9 @@ def test_cached_decoding_breaks_no_graph(tiny, architecture):
 @pytest.mark.slow
 def test_cached_decoding_breaks_no_graph_whatever_the_room_type_and_mode(tiny):
     model = tiny("resformer", config={"n_layers": 2})
-    check_decoding(torch.compile(model, backend="eager", fullgraph=True), model, [3, 1, 1, 1, 1])  # the room grows twice
+    check_decoding(
+        torch.compile(model, backend="eager", fullgraph=True), model, [3, 1, 1, 1, 1]
+    )  # the room grows twice
     torch._dynamo.reset()
     with torch.inference_mode():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -8,6 +8,7 @@ from seams import COVERING
 
 from workbench.data.sources import Sample
 from workbench.interventions import INTERVENTIONS
+from workbench.models.live_bytes import LiveBytes
 
 WIDE = torch.float64
 
@@ -103,6 +104,22 @@ def test_which_documents_share_a_batch_changes_no_ablation(awake, architecture):
     whole, *others = ([row["value"] for row in run("skip_ablation", model, ids, batch=n)] for n in (6, 5, 1))
     for values in others:
         assert values == pytest.approx(whole, abs=1e-10)
+
+
+@pytest.mark.parametrize(("architecture", "at_most"), [("resformer", 1.1), ("cross_layer", 1.3)])
+def test_ablating_a_path_holds_little_beside_a_forward(tiny, architecture, at_most):
+    """What another document has there is held while the loss is taken; logits of either run are not."""
+    model = tiny(architecture, config={"d_vocab": 500})
+    ids = torch.randint(500, (8, 64), generator=torch.Generator().manual_seed(0))
+
+    def most(work):
+        with LiveBytes(model.parameters()) as live, torch.no_grad():
+            start = live.now
+            work()
+        return live.peak - start
+
+    whole = most(lambda: model(ids[:4], return_type="loss"))
+    assert most(lambda: run("skip_ablation", model, ids, batch=4)) < at_most * whole
 
 
 def test_models_without_a_value_path_have_no_skip_to_ablate(tiny, ids):

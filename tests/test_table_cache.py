@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from workbench.errors import BadCheckpoint
 from workbench.runs import packed_tables, table_cache
 from workbench.runs.packed_tables import compact
 from workbench.runs.records import TEXT, facts, load_records, records, write_parquet
@@ -252,6 +254,20 @@ def test_a_damaged_packed_file_is_none(ask, packing, harm):
     cached, problems = RecordCache(ask.folder).rows(packing())
     alike(cached, wanted.astype(dict.fromkeys(TEXT, "str")))
     assert not problems
+
+
+def test_a_byte_of_a_packed_file_that_changes_is_noticed_wherever_it_is(ask, packing):
+    """Pages have sums of Parquet's own; headers and the footer, which says how many rows are null, have not."""
+    RecordCache(ask.folder).rows(packing())
+    (file,) = (ask.folder / ".tables").iterdir()
+    whole, draw = file.read_bytes(), random.Random(0)
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for at in (draw.randrange(4, footer) if i % 3 == 0 else draw.randrange(footer, len(whole)) for i in range(150)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
+        with pytest.raises(BadCheckpoint):  # noqa: PT012 - where it is noticed hangs on the byte
+            pack = packed_tables._opened(file)
+            for i in range(len(pack.metrics)):
+                packed_tables._row_group(pack, i)
 
 
 def test_runs_of_a_folder_that_cannot_be_written_stay_in_memory(ask, packing):

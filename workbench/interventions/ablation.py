@@ -24,12 +24,20 @@ def branches(model: Any) -> dict[int, list[str]]:
     return by_layer
 
 
+def _read(model: Any, ids: Tensor, names: list[str], read: Callable[[str, Tensor], None]) -> None:
+    """Hand what arrives at these points to `read`, and keep nothing of the run: its logits may be larger than all else."""
+    with model.hooks([(name, lambda value, hook: read(hook.name, value)) for name in names]):
+        model(ids, return_type=None)
+
+
 def _position_mean(model: Any, batches: list[Tensor], names: list[str]) -> dict[str, Tensor]:
     totals: dict[str, Tensor] = {}
+
+    def add(name: str, value: Tensor) -> None:
+        totals[name] = totals.get(name, 0) + value.sum((0, 1), dtype=torch.float64)
+
     for ids in batches:
-        _, cache = model.run_with_cache(ids, names_filter=names)
-        for name in names:
-            totals[name] = totals.get(name, 0) + cache[name].double().sum((0, 1))
+        _read(model, ids, names, add)
     count = sum(ids.numel() for ids in batches)
     return {name: total / count for name, total in totals.items()}
 
@@ -81,9 +89,10 @@ def _losses_of_others(model: Any, sample: Any, batch: int, names: list[str]) -> 
     others, only = replace(sample, ids=sample.ids.roll(1, 0)), len(sample.ids) == 1
     found = []
     for ids, before in zip(batches_of(model, sample, batch), batches_of(model, others, batch), strict=True):
-        _, cache = model.run_with_cache(before, names_filter=names)
-        values = {name: cache[name].flip(1) if only else cache[name] for name in names}
-        with model.hooks([(name, lambda _, hook, values=values: values[hook.name]) for name in names]):
+        values: dict[str, Tensor] = {}
+        _read(model, before, names, values.__setitem__)
+        put = lambda _, hook, values=values: values.pop(hook.name).flip(1) if only else values.pop(hook.name)  # noqa: E731
+        with model.hooks([(name, put) for name in names]):
             found.append(losses(model, [ids]))
     return torch.cat(found)
 

@@ -3,24 +3,26 @@
     runs/.tables/records-1f00c2….parquet
 
 A row group is a metric, its rows in the order of the runs; which runs, their stamps and how many rows each has stand in the
-file's metadata. A run whose stamp is another one by now is not read from here, and a file that is damaged is none.
+file's metadata. A run whose stamp is another one by now is not read from here, and a file that is damaged is none: before the
+footer stand sums of each row group's bytes and of what follows them, since Parquet sums up its pages alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import digest, replacing
+from workbench.files import digest, open_regular, replacing
 from workbench.runs.catalogue import Entry
-from workbench.runs.records import COLUMNS, NEEDED, TEXT, WHOLE, checked, damage
+from workbench.runs.records import COLUMNS, MARK, MAX_TABLE, NEEDED, SUM, TEXT, WHOLE, checked, damage, table_sum
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,7 +30,11 @@ if TYPE_CHECKING:
 
 FOLDER, VERSION, ABOUT = ".tables", 1, b"workbench"
 ANSWERED = ("run", "architecture")  # columns that an answer fills in
-MAX_FILES, MAX_HELD = 8, 96_000_000  # files before they become one; bytes of tables in memory
+MAX_FILES, MAX_HELD, MAX_GROUPS = (
+    8,
+    96_000_000,
+    4096,
+)  # files before they become one; bytes in memory; metrics of a file
 
 ByMetric = dict[str, list[Any]]
 """Arrow tables of each metric."""
@@ -41,6 +47,7 @@ class Pack:
     """A file: its metrics in the order of its row groups, and of each run its stamp and its first and last row of each."""
 
     path: Path
+    groups: tuple[tuple[int, bytes], ...]  # where each row group begins, and its sum; last, where they end
     metrics: tuple[str, ...]
     runs: dict[str, tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
@@ -155,6 +162,8 @@ class Packs:
                 known = table.column_names
                 columns = [table[c].cast(k) if c in known else pa.nulls(len(table), k) for c, k in kinds]
                 file.write_table(pa.table(columns, schema=schema), row_group_size=max(1, len(table)))
+            file.close()
+            _seal(part)
         return _opened(path)
 
     def _merge(self) -> None:
@@ -215,11 +224,54 @@ def _changed(path: Path) -> int:
         return 0
 
 
+def _seal(path: Path) -> None:
+    """Put the row groups' places and sums before a file's footer, and a sum of these and the footer before them."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+    columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
+    starts = [
+        min(o for c in of for o in (c.dictionary_page_offset, c.data_page_offset) if o is not None) for of in columns
+    ]
+    with path.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        end = file.tell() - int.from_bytes(file.read(4), "little")
+        file.seek(end)
+        footer, places = file.read(), [*starts, end]
+        sums = [table_sum(_between(file, a, b)) for a, b in pairwise(places)]
+        said = b"".join(at.to_bytes(8, "little") + one for at, one in zip(places, [*sums, bytes(SUM)], strict=True))
+        file.seek(end)
+        file.write(MARK + table_sum(said + footer) + said + footer)
+
+
+def _sealed(path: Path) -> tuple[tuple[int, bytes], ...]:
+    """Where each row group begins and its sum, and where they end; raises `BadCheckpoint` where this is not what was written."""
+    with open_regular(path, MAX_TABLE) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(-8, os.SEEK_END)
+        footer = int.from_bytes(file.read(4), "little") + 8
+        one = 8 + SUM
+        tail = _between(file, max(0, size - footer - MAX_GROUPS * one), size)
+    at = tail.rfind(MARK)
+    said = tail[at + len(MARK) + SUM :]
+    if at < 0 or footer > len(said) or table_sum(said) != tail[at + len(MARK) : at + len(MARK) + SUM]:
+        raise BadCheckpoint(f"{path} is not as it was written")
+    entries = [said[i : i + one] for i in range(0, len(said) - footer, one)]
+    return tuple((int.from_bytes(entry[:8], "little"), entry[8:]) for entry in entries)
+
+
+def _between(file: BinaryIO, begin: int, end: int) -> bytes:
+    file.seek(begin)
+    return file.read(end - begin)
+
+
 def _opened(path: Path) -> Pack:
     """What a file says of itself; raises `BadCheckpoint` where it is not as it was written."""
     import pyarrow.parquet as pq
 
     try:
+        sealed = _sealed(path)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             says, lengths = json.loads(file.schema_arrow.metadata[ABOUT]), file.metadata
             metrics, counts = tuple(map(str, says["metrics"])), [rows for _, rows in says["runs"].values()]
@@ -232,7 +284,7 @@ def _opened(path: Path) -> Pack:
                 tuple((end[i] - n, n) for end, n in zip(ends, rows, strict=True)) for i, rows in enumerate(counts)
             ]
             runs = {n: (tuple(said[0]), at) for (n, said), at in zip(says["runs"].items(), places, strict=True)}
-            return Pack(path, metrics, runs)
+            return Pack(path, sealed, metrics, runs)
     except _broken() as error:
         raise BadCheckpoint(f"cannot read {path}: {error}") from error
 
@@ -246,6 +298,10 @@ def _row_group(pack: Pack, index: int) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
+        (begin, told), (end, _) = pack.groups[index : index + 2]
+        with open_regular(pack.path, MAX_TABLE) as file:
+            if table_sum(_between(file, begin, end)) != told:
+                raise BadCheckpoint(f"{pack.path} is not as it was written")
         with pq.ParquetFile(
             pack.path, read_dictionary=[c for c in TEXT if c not in ANSWERED], page_checksum_verification=True
         ) as file:

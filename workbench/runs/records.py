@@ -84,7 +84,7 @@ def write_table(table: pa.Table, path: Path, **how: Any) -> None:
     data = written.getvalue().to_pybytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     with replacing(path) as part:
-        part.write_bytes(data[:footer] + MARK + _sum(data) + data[footer:])
+        part.write_bytes(data[:footer] + MARK + table_sum(data) + data[footer:])
 
 
 def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed: Sequence[str] = ()) -> pd.DataFrame:
@@ -92,7 +92,8 @@ def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed
     return typed(_read(paths, needed).to_pandas(), columns)
 
 
-def _sum(data: bytes) -> bytes:
+def table_sum(data: bytes) -> bytes:
+    """A sum of a file's bytes, `SUM` of them."""
     return hashlib.blake2b(data, digest_size=SUM).digest()
 
 
@@ -104,7 +105,7 @@ def table_bytes(path: Path) -> bytes:
     data = read_bytes(path, MAX_TABLE)
     if (at := data.rfind(MARK)) >= 0:
         rest = at + len(MARK) + SUM
-        if _sum(data[:at] + data[rest:]) != data[at + len(MARK) : rest]:
+        if table_sum(data[:at] + data[rest:]) != data[at + len(MARK) : rest]:
             raise OSError("its bytes are not those that were written; copy it again")
     return data
 
