@@ -44,30 +44,15 @@ LIBRARY = (
 )  # fmt: skip
 ROOMS = {name: f"workbench/{name}/" for name in LIBRARY} | {"app": "app/"}
 HEAVY = (
-    "torch",
-    "transformers",
-    "transformer_lens",
-    "pandas",
-    "scipy.stats",
-    "plotly.graph_objects",
-    "streamlit.testing.v1",
-)
+    "torch", "transformers", "transformer_lens", "pandas", "scipy.stats", "plotly.graph_objects", "streamlit.testing.v1",
+)  # fmt: skip
 FAST = [
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:xdist",
-    "-W",
-    "ignore::pytest.PytestAssertRewriteWarning",
-    "-m",
-    "not slow",
-]
+    "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", "not slow",
+]  # fmt: skip
 OUTCOMES = {0: "survived", 5: "no test"}
 CAUGHT = ("caught", "hung")
-REASONS = Path(__file__).with_name(
-    "equivalent_mutants.json"
-)  # why no input tells a mutant from the program, by its key
+REASONS = Path(__file__).with_name("equivalent_mutants.json")
+"""Why no input tells a mutant from the program, by its key."""
 
 
 def main() -> int:
