@@ -67,16 +67,24 @@ class _Sums:
         self.keeps = (1.0, 0.0)
         streams = [self.before] if torch.equal(self.before, first) else [self.before, first]
         self.basis = torch.linalg.qr(torch.stack([_few(s) for s in streams], dim=1)).Q
+        self.few_added, self.few_out = _few(self.out) - _few(self.before), _few(self.out)
+        self._known: dict[int, Tensor] = {}  # a few rows of outputs, by id
+
+    def _few(self, part: Tensor) -> Tensor:
+        if id(part) not in self._known:
+            self._known[id(part)] = _few(part)
+        return self._known[id(part)]
 
     def plain(self, parts: list[Tensor]) -> list[float] | None:
         """They are what is added."""
+        if float((sum(self._few(part) for part in parts) - self.few_added).abs().max()) > self.slack:
+            return None
         left = sum((part.double() for part in parts), -self.target)
         return [1.0] * len(parts) if float(left.abs().max()) <= self.slack else None
 
     def scaled(self, parts: list[Tensor]) -> list[float] | None:
         """They are, each times a number."""
-        x, y = torch.stack([_few(part) for part in parts], dim=1), _few(self.out) - _few(self.before)
-        if not self._spans(x, y):
+        if not self._spans(torch.stack([self._few(part) for part in parts], dim=1), self.few_added):
             return None
         factors, _ = fit(self.target, parts)
         left = sum((c * part.double() for c, part in zip(factors, parts, strict=True)), -self.target)
@@ -84,7 +92,7 @@ class _Sums:
 
     def kept(self, parts: list[Tensor]) -> list[float] | None:
         """They are, beside multiples of what the block and the first block read."""
-        left = _few(self.out) - sum(_few(part) for part in parts)
+        left = self.few_out - sum(self._few(part) for part in parts)
         if float((left - self.basis @ (self.basis.T @ left)).norm()) > self.tolerance * float(left.norm()):
             return None
         streams = [self.before, self.first][: self.basis.shape[1]]
