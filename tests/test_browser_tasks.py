@@ -69,8 +69,8 @@ def test_who_learned_first_and_by_how_much(at):
 
 def test_the_most_concentrated_head_on_my_prompt_stands_there(at):
     page, _ = at(f"attention?{ON}", 0)
-    rows = page.locator(".attention .head.chosen")
-    assert rows.count() == 1
+    page.locator(".attention .map canvas").first.wait_for()
+    assert page.locator(".attention .head.chosen").count() == 1
     assert page.locator(".attention h2", has_text="Layer ").count() == 1
 
 
