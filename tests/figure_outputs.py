@@ -38,11 +38,10 @@ A, BOTH = "a=text-resformer-s1", "compare=1&a=text-resformer-s0&b=text-transform
 TEXT = "prompt=return%20sum(values)"
 EDIT = "edits=values:layer=1,how=zero"
 LINKS = {
-    f"start?{A}": "identity replaced copying_heads concentration sinks token_share residual",
+    f"start?{A}": "identity replaced concentration sinks token_share residual",
     f"start?{A}&compare=1&b=text-transformer-s0": "sinks",
-    "start?set=repeated-2x16-6e60": "race",
-    "training?x=tokens&smooth=5": "",
-    f"training?{BOTH}&log=1": "loss train_loss gradients gradients_over_time pace",
+    "training?x=tokens&smooth=5": "loss relative train_loss coefficients pace",
+    f"training?{BOTH}&log=1": "loss gradients gradients_over_time",
     "training?models=denseformer,svformer&at=8": "loss gradients coefficients",
     "training?set=repeated-2x16-6e60": "copy_loss",
     "depth?metric=token_identity_share&site=own_v&models=svformer,resformer&depth=1": "",
@@ -51,8 +50,7 @@ LINKS = {
     f"depth?metric=sink_mass&{BOTH}": "",
     "depth?metric=token_importance": "",
     "depth?metric=value_ablation&variant=zero": "",
-    f"attention?{A}&layer=1&head=1&queries=1-5&scale=root&{TEXT}": "",
-    f"attention?{BOTH}&layer=1&head=0&{TEXT}": "",
+    f"attention?{BOTH}&layer=1&head=0&queries=1-5&scale=root&{TEXT}": "",
     "heads?metric=sink_mass&end=lowest&layer=1&head=0": "",
     f"heads?{BOTH}&metric=sink_mass": "",
     f"prompt?{A}&{TEXT}&position=3&layer=1&target=65&against=66": "",

@@ -11,7 +11,7 @@ from workbench.claims.verdict import Verdict, corrected, decide, expected_by_cha
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
 from workbench.models import ARCHITECTURES
-from workbench.statistics.error_bars import over_seeds
+from workbench.statistics.error_bars import Interval, over_seeds
 
 # ---- the registry ----------------------------------------------------------------------------------------------------
 
@@ -186,3 +186,13 @@ def test_the_losses_of_a_training_that_wrote_less_are_not_compared():
 def test_a_broken_model_that_is_not_compared_blocks_nothing():
     made, told = with_losses({"transformer": 2.73, "resformer": 2.70, "svformer": math.nan})
     assert judged("lower_loss", made, (), told).status == "supported"
+
+
+def test_the_chance_of_a_decision_by_hand():
+    """p of .04 and .02, two-sided: both must have the sign, so the larger one counts; for a refutation the smaller one, twice."""
+    parts = {name: Interval(0.5, 0.1, 0.9, 5, p) for name, p in (("a", 0.04), ("b", 0.02))}
+    for expected, status in ((1, "supported"), (-1, "refuted")):
+        assert decide(parts, expected) == (status, pytest.approx(0.04))
+    assert decide({"a": parts["a"]}, -1) == ("refuted", pytest.approx(0.04))
+    assert decide(parts, [1, -1]) == ("refuted", pytest.approx(0.04))
+    assert decide(parts, 1, also={"c": Interval(0.5, -0.1, 1.1, 5, 0.2)}) == ("unresolved", pytest.approx(0.2))

@@ -117,6 +117,8 @@ def test_documents_read_by_one_side_alone_are_refused():
 def test_band_over_seeds_averages_runs_of_one_seed_first():
     frame = pd.DataFrame({"architecture": "a", "seed": [0, 0, 1], "value": [1.0, 3.0, 5.0]})
     assert seed_band(frame, ["architecture"]).iloc[0].tolist() == ["a", 3.5, 2.0, 5.0, 2]
+    nowhere = seed_band(frame.assign(layer=np.nan), ["layer"])  # a group that an axis says nothing of is one
+    assert nowhere[["mean", "size"]].to_numpy().tolist() == [[3.5, 2]]
 
 
 # ---- equal loss ------------------------------------------------------------------------------------------------------
