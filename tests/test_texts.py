@@ -20,13 +20,13 @@ PROSE = ["\n\n".join(" ".join(f"{name}{i + j}" for j in range(20)) for i in rang
 
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
-    """The same rows as text lines of JSON, as Parquet, and as a folder that `datasets` reads."""
+    """The same rows as text lines of JSON, as Parquet (its only text), and as a folder that `datasets` reads."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
     rows = "\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(PROSE))
     (tmp_path / "rows.jsonl").write_text(rows)
     (tmp_path / "set" / "train.jsonl").write_text(rows)
-    pd.DataFrame({"id": range(len(PROSE)), "text": PROSE}).to_parquet(tmp_path / "rows.parquet")
+    pd.DataFrame({"id": range(len(PROSE)), "body": PROSE}).to_parquet(tmp_path / "rows.parquet")
     return tmp_path
 
 
