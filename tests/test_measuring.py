@@ -18,9 +18,11 @@ import workbench.measurement.measuring
 import workbench.measurement.subjects
 from workbench.data.sources import prepare
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.measurement import forward_pass
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models.live_bytes import LiveBytes
+from workbench.observing import observe
 from workbench.runs.records import COLUMNS, SAMPLE_COLUMNS, TEXT, WHOLE, read_parquet
 from workbench.training.loop import train
 
@@ -370,6 +372,18 @@ def test_measures_take_little_more_memory_than_the_bare_forward_whatever_the_voc
             run()
         peaks.append(live.peak)
     assert peaks[1] <= 1.3 * peaks[0]
+
+
+def test_sites_of_an_observed_model_wait_for_passes_of_their_own_rather_than_fill_memory(gpt, ids, monkeypatch):
+    ids, name, peaks, found = ids % 31, "token_identity_share", [], []
+    observed = observe(gpt, ids, quiet=True)
+    for held in (forward_pass.HELD, 4 * ids.numel() * observed.config.n_layers * 2 * observed.config.d_model):
+        monkeypatch.setattr(forward_pass, "HELD", held)
+        with LiveBytes(gpt.parameters()) as live:
+            found.append(measure(observed, ["loss", name], ids.repeat(4, 1)))
+        peaks.append(live.peak)
+    pd.testing.assert_frame_equal(*(f.drop(columns="provenance") for f in found))
+    assert peaks[1] < 0.8 * peaks[0]
 
 
 def test_some_sites_alone_are_kept_apart_from_all_of_them(measured_runs):

@@ -29,6 +29,9 @@ WHOLE = ("logits", "tokens")
 LAYER_WEIGHTS = ("W_O",)
 """Weights of a layer that a metric of activations may read too."""
 
+HELD = 1 << 29
+"""Bytes that the sums of one pass over an observed model may take; those of more sites wait for a pass of their own."""
+
 
 @dataclass
 class Reduction:
@@ -40,6 +43,7 @@ class Reduction:
     control: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     parts: dict[Any, Any] = field(default_factory=dict)  # layer -> list of tensors, or accumulators per fold
+    rows: list[dict[str, Any]] | None = None  # its records, where they are taken before another pass
 
     def hooks(self, layer: Any, model: Transformer) -> dict[str, str]:
         """Hook point of each activation it reads at a layer; empty where the model lacks one of them."""
@@ -82,6 +86,27 @@ def reductions_of(metric: Metric, sites: Sequence[str] | None = None) -> list[Re
                 Reduction(metric, site, None, control, options) for control, options in metric.controls.items()
             ]
     return reductions
+
+
+def passes_of(model: Transformer, sample: Sample, reductions: Sequence[Reduction]) -> list[list[Reduction]]:
+    """Which reductions share a pass over the sample: all, but of an observed model, which may be large, sites by `HELD`.
+
+    The sums of a site are taken for as large as all its vectors, which those by token are where few tokens come twice.
+    """
+    if getattr(model, "foreign", None) is None:
+        return [list(reductions)]
+    config, rows = model.config, sample.ids.numel() * model.config.n_layers
+    widths = dict.fromkeys(("own_v", "v", "k"), config.n_key_value_heads) | dict.fromkeys(("q", "z"), config.n_heads)
+    passes, left = [[r for r in reductions if r.metric.form == "per_sequence"]], HELD
+    summed = [r for r in reductions if r.metric.form != "per_sequence"]
+    for (_, site), group in itertools.groupby(summed, lambda r: (r.metric.name, r.site)):
+        together = list(group)
+        size = 4 * rows * len(together) * (widths[site] * config.d_head if site in widths else config.d_model)
+        if size > left and passes[-1]:
+            passes, left = [*passes, []], HELD
+        passes[-1] += together
+        left -= size
+    return passes
 
 
 def _hook_of(alias: str, layer: Any, model: Transformer) -> str | None:
@@ -177,6 +202,7 @@ def _reducers(
 
 def rows_of(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]:
     """Records of what a reduction has found."""
+    yield from reduction.rows or ()
     for layer, parts in reduction.parts.items():
         unit = reduction.metric.units.get(reduction.variant or "", reduction.metric.unit)
         axes = _axes(reduction, layer, n_layers) | {"control": reduction.control, "unit": unit}

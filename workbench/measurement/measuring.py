@@ -24,7 +24,7 @@ from workbench.files import digest
 from workbench.interventions import INTERVENTIONS, Intervention
 from workbench.interventions.base import mean_row, trainable
 from workbench.kernels import attention_form
-from workbench.measurement.forward_pass import collect, reductions_of, rows_of, samples_of
+from workbench.measurement.forward_pass import collect, passes_of, reductions_of, rows_of, samples_of
 from workbench.measurement.subjects import Subject, Tables, refuse_unfit, sample_of, subjects
 from workbench.metrics import METRICS, Metric
 from workbench.models.cache import KeyValueCache
@@ -161,7 +161,13 @@ def _compute(
             )
     metrics = {k: m for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
     streamed = {k: reductions_of(m, only.get(m.name)) for k, m in metrics.items()}
-    collect(model, sample, [reduction for reductions in streamed.values() for reduction in reductions], batch)
+    *before, last = passes_of(model, sample, [r for reductions in streamed.values() for r in reductions])
+    for reductions in before:
+        collect(model, sample, reductions, batch)
+        for reduction in (r for r in reductions if r.metric.form != "per_sequence"):
+            reduction.rows = list(rows_of(reduction, sample, model.config.n_layers))
+            reduction.parts.clear()
+    collect(model, sample, last, batch)
 
     def results(key: str, item: Measure) -> Tables:
         rows: Iterable[dict[str, Any]]
