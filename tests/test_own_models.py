@@ -123,10 +123,11 @@ def test_attention_that_is_not_there_is_said_in_words():
             query(model, ids)
 
 
-def test_the_page_says_what_another_librarys_model_cannot_be_asked(another, browse):
+def test_the_page_takes_the_logits_of_another_librarys_model_apart(another, browse):
     run, _ = another
     at = browse(run.path.parent, "prompt", show="who", prompt="def mean(values)")
-    assert any("observed from outside" in i.value for i in at.info)
+    assert len(at.get("plotly_chart")) == 1
+    assert any("the parts of each level sum to" in said.value for said in at.markdown)
 
 
 def test_a_model_without_a_tokenizer_has_ids_as_its_first_prompt(imported):
