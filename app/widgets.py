@@ -104,7 +104,7 @@ def choose_many(
     wanted = [o for o in options if asked is not None and o in listed(asked)]
     if asked and set(listed(asked)) - set(options):
         warn_ignored(label)
-    st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(default or options)
+    st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(options if default is None else default)
     write = ",".join
     return list(
         st.pills(

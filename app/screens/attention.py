@@ -83,7 +83,7 @@ def _numbers(choice: attention.Choice, found: list[attention.Seen]) -> None:
     table = attention.statistics(found)
     heads = table[table["head"].notna()].reset_index(drop=True)
     evenly = found[0].overview.uniform
-    st.subheader("Numbers per head")
+    st.header("Numbers per head")
     says = "; ".join(f"{words} {evenly[name]:.3g}" for name, words in attention.STATISTICS.items())
     of = f"{choice.length}" if choice.alike else f"A's {choice.length}"
     st.caption(
