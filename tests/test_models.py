@@ -168,7 +168,9 @@ def test_named_activations_exist_and_have_their_axes():
         model.run_with_hooks(torch.arange(5), fwd_hooks=hooks)
     for name, activation in ACTIVATIONS.items():
         found = [shapes[hook] for layer in range(4) if (hook := activation.hook.format(layer=layer)) in shapes]
-        assert found or not activation.hook or name in ("latent", "null", "v_weights"), name  # which observed models alone show
+        assert found or not activation.hook or name in ("latent", "null", "v_weights"), (
+            name
+        )  # which observed models alone show
         assert all(len(shape) == len(activation.axes.split()) for shape in found), name
         axis = position_axis(activation.hook)
         wanted = "query" if "query" in activation.axes else "pos"
