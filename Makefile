@@ -13,11 +13,10 @@ export HF_HUB_OFFLINE = 1
 demo: $(VENV)/.installed  ## corpus, training, measuring, report, dashboard on 127.0.0.1:8501
 	$(BIN)/workbench demo $(ARGS)
 
-test: $(VENV)/.installed-dev  ## the fast tests, under two and a half minutes on two idle cores
+test: $(VENV)/.installed-dev  ## the fast tests, two and a half minutes on two idle cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-check: lint contracts test  ## everything CI checks; types beside the slow tests, which often wait
-	$(MAKE) -j2 types slow
+check: lint types contracts test slow  ## everything CI checks
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -30,7 +29,7 @@ contracts: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 slow: $(VENV)/.installed-dev  ## browser, demo and other minutes-long tests
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 docs: $(VENV)/.installed-dev  ## regenerate the tables and pictures under docs/
 	$(BIN)/python docs/generate.py

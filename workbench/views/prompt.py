@@ -239,6 +239,7 @@ def attribution(source: Source, link: Link) -> Drawing:
             f"{subject.title}: the parts of each level sum to {whole.totals['layer']:.4f}, the model computed {whole.logit:.4f} "
             f"(off by {whole.error:.1e}){shown}."
         )
+        sentences += whole.notes
         found.append((subject, whole, rows))
     first = found[0][1]
     where = "" if layer is None else f", layer {layer}" + ("" if head is None else f", head {head}")
