@@ -121,7 +121,7 @@ def test_a_document_behind_a_number_is_read_in_three_clicks(at):
     page, click = at("depth?metric=loss&a=models-resformer-s0")
     click(page.get_by_text("Documents behind a number"))
     page.locator(".gtitle", has_text="documents behind it").wait_for()
-    click(page.locator(".st-key-documents canvas").first, position={"x": 15, "y": 60})  # the first row
+    click(page.locator(".st-key-documents .dvn-scroller"), position={"x": 15, "y": 60})  # the first row
     click(page.get_by_text("The chosen document in Attention"))
     assert urlsplit(page.url).path == "/attention"
     assert len(state(page)["prompt"]) > 50
