@@ -204,7 +204,7 @@ def newest(table: pa.Table) -> pa.Table:
 
 
 def run_records(folder: Path) -> pa.Table:
-    """A run's records as they are shown: every reader of a run's folder begins here.
+    """A run's records as they are shown: of each metric its newest version.
 
     Raises `BadCheckpoint` naming a file that cannot be read or is no table of records.
     """
