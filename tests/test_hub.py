@@ -152,7 +152,7 @@ def served(gpt2, tmp_path, monkeypatch):
     """A server that plays the Hub, and an empty cache; what was asked of it."""
     kind = type("Served", (Hub,), {"folder": gpt2, "asked": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     template = address + "/{repo_id}/resolve/{revision}/{filename}"
     for name, value in {
