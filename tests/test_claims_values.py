@@ -256,6 +256,7 @@ def racing(formed, **facts):
         ({"resformer": [40, 41, 42], "transformer": [30, 31, 32]}, "refuted"),
         ({"resformer": [20, 21, 22], "transformer": [30, 31, 32], "residual_k": [20, 21, 22]}, "refuted"),
         ({"resformer": [20, 40, 30], "transformer": [30, 31, 32]}, "unresolved"),
+        ({"resformer": [10, 11, 12], "transformer": [30, 31, 32]}, "unresolved"),  # no control
     ],
 )  # fmt: skip
 def test_induction(formed, status):

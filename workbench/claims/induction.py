@@ -28,7 +28,7 @@ def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
     races = evidence.of_task("repeated")
     races = races.comparable("transformer", PATHS, ignoring=("lr",))
     intervals, keys = dict[str, Interval](), dict[str, Interval]()
-    parts, helped = [], []
+    parts, doubt = [], []
     for rate, runs in races.runs.groupby("lr"):
         try:
             race = races.of_runs(runs).comparable("transformer", PATHS)
@@ -38,15 +38,16 @@ def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
         for model in (m for m in (*PATHS, CONTROL) if m in steps):
             intervals[f"{model} at rate {rate:g}"] = ahead = paired_seeds(steps[model], steps["transformer"])
             if model == CONTROL:
-                helped += [rate] * (ahead.value < 0)
+                doubt += [rate] * (ahead.value < 0)
             elif CONTROL in steps:
                 keys[f"{model} - {CONTROL} at rate {rate:g}"] = paired_seeds(steps[model], steps[CONTROL])
             parts.append(f"{model_name(model)} {ahead}{seeds_note(ahead)} at rate {rate:g}")
-    sentence = f"Step of learning to copy minus the Transformer's: {'; '.join(parts)}."
     control = {name: i for name, i in intervals.items() if name.startswith(CONTROL)}
+    untrained = "" if control else f"; the control, a {model_name(CONTROL)}, was not trained"
+    sentence = f"Step of learning to copy minus the Transformer's: {'; '.join(parts)}{untrained}."
     paths = {name: i for name, i in intervals.items() if name not in control}
     signs = [-1] * (len(paths) + len(keys)) + [1] * len(control)
-    return judged(paths, signs, sentence, "steps", also=keys, against=control, doubt=helped)
+    return judged(paths, signs, sentence, "steps", also=keys, against=control, doubt=doubt or untrained)
 
 
 def copying_steps(race: Evidence) -> dict[str, pd.Series]:
