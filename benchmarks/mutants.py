@@ -2,10 +2,11 @@
 
 A mutant replaces one expression or statement: a comparison's edge, a sign, a factor, a term of a sum, an axis, an index or
 constant off by one, a default, a check that no longer refuses, a call that no longer happens. Annotations, docstrings, the
-words of messages, `strict=` of zip, `frozen=` and `kw_only=` of a dataclass and what only type checkers read are left alone. So is what no
-number and no word depends on, and somebody chose by eye: where figures and pages are made (`DRAWN`) the sizes, margins, gaps,
-opacities and frames that an argument or entry names (`_LOOKS`) and how far a shown number is rounded; limits, waiting times and
-pixels in a constant that says so (`_LIMITS`), and whether exactly these are let in; and calls of the garbage collector.
+words of messages, `strict=` of zip, `frozen=`, `kw_only=` and `repr=` of a dataclass and what only type checkers read (a
+`Protocol`) are left alone. So is what no number and no word depends on, and somebody chose by eye: where figures and pages are
+made (`DRAWN`) the sizes, margins, gaps, opacities and frames that an argument or entry names (`_LOOKS`) and how far a shown
+number is rounded; limits, waiting times and pixels in a constant that says so (`_LIMITS`), and whether exactly these are let in;
+and calls of the garbage collector.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
     ast.Pow: ast.Mult,
 }  # fmt: skip
-_ASSERTIONS = ("strict", "frozen", "kw_only")  # of zip and of a dataclass: they state what holds already
+_ASSERTIONS = ("strict", "frozen", "kw_only", "repr")  # of zip and of a dataclass: they state what holds already
 _LOOKS = re.compile(
     r"(^|_)(height|width|size|opacity|margin|pad|gap|standoff|thickness|spacing|spinner|max_entries|wrap_lines|hide_index|cliponaxis"
     r"|showgrid|zeroline|automargin|alignment)$"
@@ -104,6 +105,8 @@ def _edits(node: ast.AST, at_import: bool, drawn: bool) -> Iterator[Edit]:
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return
     if isinstance(node, ast.keyword) and node.arg in _ASSERTIONS:
+        return
+    if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in node.bases):
         return
     if isinstance(node, ast.expr | ast.stmt):
         for kind, text in _changes(node):

@@ -203,6 +203,8 @@ def test_choices_are_written_to_the_address(page, populated):
     at.toggle(key="w_compare").set_value(True).run()
     assert address(at, "compare") == "1"
     assert at.select_slider(key="w_step_b").value == 0  # goes along with A
+    offered = at.selectbox(key="w_b").options
+    assert len(set(offered)) == len(offered) > 2
     at.selectbox(key="w_b").set_value("text-svformer-s1").run()
     assert address(at, "b") == "text-svformer-s1"
     assert not at.exception

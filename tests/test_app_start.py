@@ -62,11 +62,13 @@ def test_a_demo_alone_is_told_first_and_other_runs_are_looked_at(page, populated
 def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
     at = page(populated)
     told = said(at).replace("**", "")
-    assert "Supported at this one learning rate. Step of learning to copy minus the Transformer's: SVFormer -7" in told
+    assert "Unresolved. Step of learning to copy minus the Transformer's: SVFormer -7" in told
+    assert "the control, a key residual, was not trained" in told
     table = next(d.value for d in at.dataframe if "seed 0" in d.value)
     assert list(table["model"]) == ["SVFormer", "Transformer"]
     assert list(table["seed 0"]) == ["step 5", "step 12"]
     assert "No sink formed" in said(at)
+    assert [title.value for title in at.subheader].count("What this size cannot tell") == 1
 
 
 def test_the_slider_of_the_heads_moves_the_map_and_the_address(page, populated):

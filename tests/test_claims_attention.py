@@ -24,6 +24,12 @@ def test_concentration_is_learned(trained, start, status):
     assert judged("concentration_is_learned", made, rows).status == status
 
 
+def test_the_tolerance_at_init_is_asked_of_every_model():
+    made = runs("transformer", "resformer")
+    rows = deficits(made, lambda of, n: 0.2, 0.01)
+    assert "over 2 models" in judged("concentration_is_learned", made, rows).sentence
+
+
 def test_one_seed_does_not_decide_what_training_does():
     found = judged(
         "concentration_is_learned", made := runs("transformer", seeds=1), deficits(made, lambda of, n: -0.5, 0.0)

@@ -15,7 +15,7 @@ from torch import nn
 
 from workbench.config import ModelConfig, TrainConfig
 from workbench.errors import BadData, UnknownName
-from workbench.measurement.memory_estimate import measuring_memory
+from workbench.measurement.memory_estimate import measuring_memory, on_a_line
 from workbench.models.live_bytes import LiveBytes
 from workbench.training.memory_estimate import training_memory
 
@@ -88,6 +88,14 @@ def ratios(frame, before, peak):
     sizes = frame.set_index("part")["bytes"]
     print(frame.to_string(), before / 2**20, peak / 2**20)
     return sizes["total"] / peak, (sizes["total"] - sizes["libraries"]) / (peak - before)
+
+
+def test_three_peaks_tell_what_passes_from_what_each_document_leaves():
+    """100 bytes stay whatever is measured, each document leaves 7 and takes 30 while it passes; no part is below 0."""
+    peaks = [100 + 7 * documents + 30 * at_once for documents, at_once in ((4, 1), (8, 1), (8, 2))]
+    assert on_a_line(peaks, 4, 50) == (30, 100 + 7 * 50)
+    assert on_a_line([50, 40, 30], 4, 50) == (0, 50)
+    assert on_a_line([20, 60, 100], 4, 50) == (40, 500)
 
 
 @pytest.mark.slow

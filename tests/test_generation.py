@@ -64,6 +64,13 @@ def test_generation_is_the_same_with_and_without_a_cache(tiny, any_architecture)
         assert torch.equal(cached, model.generate(prompt, 8, use_cache=False, **settings))
 
 
+def test_each_new_token_costs_one_token_unless_told_otherwise(tiny):
+    model, seen = tiny(), []
+    with model.hooks([("hook_embed", lambda value, hook: seen.append(value.shape[1]))]):
+        model.generate(tokens(model, 4), 3, temperature=0)
+    assert seen == [4, 1, 1]
+
+
 def test_greedy_takes_the_likeliest_token_each_time(tiny):
     model = tiny()
     ids = tokens(model, 3)

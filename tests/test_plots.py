@@ -15,6 +15,7 @@ from plotly.subplots import make_subplots
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
+from workbench.plots import training
 from workbench.plots.style import outer_titles
 from workbench.reports.diagnosis import concentration
 from workbench.runs.records import provenance, records
@@ -227,6 +228,18 @@ def test_relative_pairs_by_seed():
     np.testing.assert_allclose(found["value"], 0, atol=1e-12)
     with pytest.raises(WorkbenchError, match="shares a seed"):
         plots.relative(frame[frame["architecture"] == "svformer"])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (-0.1, 0.3, "0.8 1 1.25 1.6"), (0.0, 1.0, "1 2 5 10"), (0.0, 2.0, "1 2 5 10 20 50 100"), (-1.5, 2.0, "0.1 1 10 100"),
+    ],
+)  # fmt: skip
+def test_ticks_between_logarithms_are_plain_numbers_as_dense_as_they_fit(low, high, texts):
+    ticks = training._ticks(low, high)
+    assert ticks["ticktext"] == texts.split()
+    np.testing.assert_allclose(10 ** np.array(ticks["tickvals"]), [float(t) for t in texts.split()])
 
 
 def test_gradients_and_coefficients_are_drawn():

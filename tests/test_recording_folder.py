@@ -135,7 +135,7 @@ def test_it_says_what_it_costs(gpt, tmp_path):
     shares = rows(tmp_path / "r", "recorder_share")
     assert shares["step"].tolist() == [5, 10]
     assert shares["value"].between(0.0, 0.9).all()
-    assert (rows(tmp_path / "r", "seconds_per_step")["value"] > 0).all()
+    assert rows(tmp_path / "r", "seconds_per_step")["value"].between(0, 10, inclusive="neither").all()
 
 
 def test_the_training_page_shows_a_recording_while_it_is_made(gpt, browse, tmp_path):

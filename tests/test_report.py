@@ -16,12 +16,12 @@ from workbench.views import Source, start
 
 
 def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_path):
-    """SVFormer copies seven steps before the vanilla model in each of three seeds."""
+    """SVFormer copies seven steps before the vanilla model in each of three seeds; the control on the keys is not there."""
     name, folder = start.demo.RACE_CLAIM, tmp_path / "runs"
     for path in populated.glob("race-*"):
         dashboard.copied(path, folder / path.name)
     (story,) = start.demo.verdicts(Source(folder), "race", [name])
-    assert story.verdict.status == "supported"
+    assert story.verdict.status == "unresolved"
     evidence, _ = stored(find_runs([folder])[0])
     analysis = Analysis(judge(evidence, chosen(claims=[name])), evidence, {})
     pages = [write_page(analysis, tmp_path, "workbench analyze"), write_report(folder, tmp_path / "report.html")]

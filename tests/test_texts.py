@@ -13,6 +13,7 @@ import workbench
 from workbench.data.corpus import from_files, read_documents
 from workbench.data.opening import open_data
 from workbench.data.sources import open_tokens, prepare, read_tokens
+from workbench.data.texts import dataset_rows
 from workbench.errors import BadCheckpoint, BadData
 
 PROSE = ["\n\n".join(" ".join(f"{name}{i + j}" for j in range(20)) for i in range(0, 900, 20)) for name in "abcdefgh"]
@@ -38,6 +39,10 @@ def test_rows_of_tables_and_datasets_are_the_same_documents(tables):
         assert "\n".join(d.text for d in documents).replace("\n", "") == "".join(PROSE).replace("\n", "")
     assert {d.domain for d in found[2]} == {"set"}
     assert len(read_documents([f"datasets:{tables}/set:train[:2]", tables / "rows.jsonl"])[1]) == 2
+    size = len("".join(PROSE).encode())
+    assert len(dataset_rows(f"datasets:{tables}/set", size)[1]) == len(PROSE)
+    with pytest.raises(BadData, match=f"more than {size - 1} bytes of text; take a part"):
+        dataset_rows(f"datasets:{tables}/set", size - 1)
 
 
 def test_a_table_trains_and_measures(tables, tiny):

@@ -231,10 +231,12 @@ def test_verdicts_are_those_of_an_analysis_and_nothing_is_measured(ask, monkeypa
     def refuse(*args, **kwargs):
         raise AssertionError("measured")
 
+    told = []
     monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
     found = start.verdicts.judgements(Source(ask.folder), link("verdicts", a=A))
     entries = ask.group(link("verdicts", a=A))
-    evidence, _ = stored([Run.open(e.path) for e in entries])
+    evidence, _ = stored([Run.open(e.path) for e in entries], lambda *done: told.append(done))
+    assert told == [(i, len(entries)) for i in range(1, len(entries) + 1)]
     expected = {c.name: c.judge(evidence) for c in chosen()}
     assert {j.judged.claim.name: j.judged.verdict.status for j in found} == {n: v.status for n, v in expected.items()}
     lower = next(j for j in found if j.judged.claim.name == "lower_loss")

@@ -94,9 +94,7 @@ def measuring_memory(
         parameters = sum(p.numel() for p in built.parameters())
         del built, live
         _free()  # what one trial leaves behind is not the next one's
-    one, more, two = peaks
-    kept, passing = max(more - one, 0) / groups, max(two - more, 0)
-    statistics = round(max(one - passing - kept * groups, 0) + kept * n)
+    passing, statistics = on_a_line(peaks, groups, n)
     rows = [
         ("weights", weights, f"{parameters:,} parameters of 4 bytes"),
         ("activations", passing * min(batch, n), f"of {min(batch, n)} x {T} tokens at a time"),
@@ -104,6 +102,16 @@ def measuring_memory(
         ("allocator", beside, ALLOCATOR),
     ]
     return memory_table(rows, LIBRARIES)
+
+
+def on_a_line(peaks: Sequence[int], groups: int, n: int) -> tuple[int, int]:
+    """Bytes that one document takes while it passes, and what `n` documents leave behind.
+
+    `peaks`: of `groups` documents one at a time, of twice as many, and of these two at a time.
+    """
+    one, more, two = peaks
+    kept, passing = max(more - one, 0) / groups, max(two - more, 0)
+    return passing, round(max(one - passing - kept * groups, 0) + kept * n)
 
 
 def _trial(model: Any, metrics: str | Sequence[str], documents: int, batch: int, T: int) -> _Resident:

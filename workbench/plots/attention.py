@@ -21,7 +21,7 @@ FLOOR = 1e-3
 
 
 def tiles(
-    parts: Sequence[tuple[str, np.ndarray]], top: float = 1.0, title: str = "Attention of all heads", *,
+    parts: Sequence[tuple[str, np.ndarray]], top: float, title: str = "Attention of all heads", *,
     root: bool = False, minus: bool = True
 ) -> go.Figure:  # fmt: skip
     """Pictures [layer, head, query, key] of one model, or of two on one scale with A - B on its own.
