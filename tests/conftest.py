@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -31,6 +32,16 @@ def pytest_collection_finish():
 
     torch.set_num_threads(1)
     gc.freeze()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # what tests' processes come from is there when the first of them asks
+        _forkserver().ensure_running()
+
+
+PRELOADED = ["workbench.observing", "workbench.studies.runner", "torch._dynamo", "scipy.stats"]
+
+
+def _forkserver():
+    multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
+    return multiprocessing.forkserver
 
 
 TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 128}
@@ -54,8 +65,8 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture
 def forkserver(monkeypatch):
     """Processes of a pool come from one that has imported what they train and measure with, not each from nothing."""
+    _forkserver()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workbench.observing", "workbench.studies.runner", "torch._dynamo", "scipy.stats"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
 
 

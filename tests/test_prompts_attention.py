@@ -182,7 +182,7 @@ def test_wrong_windows_are_refused_by_name(tiny):
         attention_map(inputs, 1, 0, most=0)
 
 
-@pytest.mark.parametrize("architecture", ["transformer", "cross_layer"])
+@pytest.mark.parametrize("architecture", ["transformer", pytest.param("cross_layer", marks=pytest.mark.slow)])
 def test_long_prompts_need_no_square_of_memory(tiny, architecture):
     """T = 8,192: one T x T pattern of one head is 256 MiB, of all heads of a layer 1 GiB."""
     T = 8_192 if architecture == "transformer" else 4_096
