@@ -14,7 +14,8 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from workbench.files import read_bytes, replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 TEXT = ("run", "architecture", "metric", "data", "site", "part", "variant", "control", "unit", "provenance")
 WHOLE = ("seed", "step", "T", "layer", "source", "head", "position", "index", "n", "document")
@@ -112,16 +114,33 @@ def table_bytes(path: Path) -> bytes:
 
 def _read(paths: Iterable[Path], needed: Sequence[str] = ()) -> pa.Table:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     tables = []
     for path in paths:
-        try:
-            content = pa.BufferReader(table_bytes(path))
-            tables.append(checked(pq.ParquetFile(content, page_checksum_verification=True).read(), path, needed))
-        except damage() as error:
-            raise BadCheckpoint(f"cannot read {path}: {error}") from error
+        with opened_table(path) as file:
+            tables.append(checked(file.read(), path, needed))
     return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
+
+
+@contextmanager
+def opened_table(path: Path, numbered: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
+    """A table's file, its bytes and pages checked; texts of the columns `numbered` come as numbers into a list of texts.
+
+    Raises `BadCheckpoint` naming a file that cannot be opened, or read while it is open.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    how: dict[str, Any] = {"page_checksum_verification": True, "pre_buffer": False}
+    try:
+        content = pa.BufferReader(table_bytes(path))  # half the time of reading these small files by path
+        try:
+            file = pq.ParquetFile(content, read_dictionary=list(numbered), **how)
+        except KeyError:  # a table without one of them
+            file = pq.ParquetFile(content, **how)
+        yield file
+    except damage() as error:
+        raise BadCheckpoint(f"cannot read {path}: {error}") from error
 
 
 def damage() -> tuple[type[Exception], ...]:
@@ -282,13 +301,9 @@ class Store:
 
 def metrics_of(folder: Path) -> tuple[str, ...]:
     """Names of the metrics that a run has records of; files that cannot be read count as empty."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     names: set[str] = set()
     for path in record_files(folder):
-        with contextlib.suppress(*damage()):
-            file = pq.ParquetFile(pa.BufferReader(table_bytes(path)), page_checksum_verification=True)
+        with contextlib.suppress(BadCheckpoint), opened_table(path) as file:
             names |= set(file.read(columns=["metric"])["metric"].unique().to_pylist())
     return tuple(sorted(str(name) for name in names if name is not None))
 

@@ -27,11 +27,10 @@ from workbench.runs.records import (
     TEXT,
     WHOLE,
     checked,
-    damage,
     newest,
+    opened_table,
     record_files,
     records,
-    table_bytes,
 )
 from workbench.runs.run import Run
 
@@ -268,21 +267,10 @@ def _together(files: Sequence[Path]) -> pa.Table:
 
 def _part(file: Path) -> pa.Table:
     """The columns of a part that say something, texts as numbers into a list of texts."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        content = pa.BufferReader(table_bytes(file))  # half the time of reading these small files by path
-        how: dict[str, Any] = {"page_checksum_verification": True, "pre_buffer": False}
-        try:
-            opened = pq.ParquetFile(content, read_dictionary=[c for c in TEXT if c not in ANSWERED], **how)
-        except KeyError:  # a table without one of them
-            opened = pq.ParquetFile(content, **how)
+    with opened_table(file, [c for c in TEXT if c not in ANSWERED]) as opened:
         if missing := set(NEEDED) - set(opened.schema_arrow.names):
             raise BadCheckpoint(f"{file} is no table of records: it has no {' and no '.join(sorted(missing))}")
         return opened.read(columns=filled(opened, NEEDED), use_threads=False)
-    except damage() as error:
-        raise BadCheckpoint(f"cannot read {file}: {error}") from error
 
 
 def _by_metric(table: pa.Table) -> ByMetric:
