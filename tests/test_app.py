@@ -250,6 +250,7 @@ def test_a_click_before_the_page_has_drawn_what_was_chosen_makes_what_was_chosen
     at.selectbox(key="w_kind").set_value("coefficient:value=0")
     dashboard.settled(at.button(key="edit_set").click().run())
     assert address(at, "edits") == "coefficient:layer=1,value=0"
+    assert (at.slider(key="edit_value").min, at.slider(key="edit_value").max) == (-2, 2)
 
 
 def test_an_edit_that_cannot_be_read_is_explained_and_the_rest_of_the_page_stands(page, populated):

@@ -68,7 +68,8 @@ def test_each_new_token_costs_one_token_unless_told_otherwise(tiny):
     model, seen = tiny(), []
     with model.hooks([("hook_embed", lambda value, hook: seen.append(value.shape[1]))]):
         model.generate(tokens(model, 4), 3, temperature=0)
-    assert seen == [4, 1, 1]
+        list(model.stream(tokens(model, 4), 3, temperature=0))
+    assert seen == [4, 1, 1] * 2
 
 
 def test_greedy_takes_the_likeliest_token_each_time(tiny):
@@ -79,6 +80,7 @@ def test_greedy_takes_the_likeliest_token_each_time(tiny):
         ids = torch.cat((ids, model(ids)[:, -1].argmax(-1, keepdim=True)), 1)
     assert torch.equal(found, ids)
     assert torch.equal(found, model.generate(ids[:, :3], 6, temperature=1e-30, seed=0))
+    assert torch.equal(found, model.generate(ids[:, :3], 6, top_k=1, seed=0))
 
 
 def test_filters_are_those_of_transformers():

@@ -106,7 +106,9 @@ def test_what_is_assumed_of_a_series_is_said_once(trained, tmp_path):
     with pytest.warns(ArchitectureAssumed) as told:
         import_run(trained, tmp_path / "runs", architecture="resformer", progress=heard.append)
     assert len([w for w in told if "--config" in str(w.message)]) == len(told) == 1
-    train = list_runs(tmp_path / "runs")[0][0].train
+    run = list_runs(tmp_path / "runs")[0][0]
+    train = run.train
+    assert run.info["format"] == 1
     assert (train.steps, train.batch, train.T) == (100, 1, 128), "what measuring reads of it"
     assert heard == [
         f"{trained / name} as step {step}"

@@ -33,7 +33,7 @@ from workbench.errors import ArchitectureAssumed, BadCheckpoint, ObservedInstead
 from workbench.files import write_json
 from workbench.models import Transformer
 from workbench.observing import Observed
-from workbench.runs.run import Run, place_of, written_now
+from workbench.runs.run import FORMAT, Run, place_of, written_now
 
 LENGTH = 128  # tokens measured at unless another length is asked for
 
@@ -141,7 +141,7 @@ def _refuse_other(first: dict[str, Any], other: dict[str, Any], a: Path, b: Path
 def _describe(folder: Path, first: dict[str, Any], last: int, path: str | Path) -> None:
     config = first["config"]
     info = {
-        "format": 1, "architecture": first["architecture"], "options": first["options"], "seed": first["seed"],
+        "format": FORMAT, "architecture": first["architecture"], "options": first["options"], "seed": first["seed"],
         "model": asdict(config), "train": asdict(TrainConfig(steps=last or 1, batch=1, T=min(LENGTH, config.n_ctx))),
         "data": {"kind": "imported", "domains": ["unknown"]},
         "imported": {"from": str(path), "assumed": first["assumed"], "format": first["form"], "origins": first["origins"]},

@@ -24,6 +24,7 @@ from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.files import digest, local, open_regular, read_bytes, read_json
 from workbench.runs.records import NEEDED, Store, read_parquet
 
+FORMAT = 1  # of run.json
 CORPORA = ".corpora"
 MAX_WHOLE = 2**53  # whole numbers that tables and pages can hold
 STUDY = "provenance.json"

@@ -37,11 +37,10 @@ from workbench.files import open_regular, read_json, replacing, write_json
 from workbench.metrics import METRICS
 from workbench.models import build, compose
 from workbench.models.transformer import Transformer
-from workbench.runs.run import CORPORA, Run, place_of, written_now
+from workbench.runs.run import CORPORA, FORMAT, Run, place_of, written_now
 from workbench.training.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
 from workbench.training.telemetry import Telemetry
 
-FORMAT = 1
 Progress = Callable[[int, float, float], None]
 """Called with (step, loss in nats, tokens per second)."""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.metrics import METRICS
-from workbench.runs.run import runs_folder, written_now
+from workbench.runs.run import FORMAT, runs_folder, written_now
 from workbench.training.recorder.activation_capture import GRADIENT_NORM, ActivationCapture
 from workbench.training.recorder.capture_points import blocks_of, capture_points, has_named_hooks, matrix_places
 from workbench.training.recorder.quantities import DEFAULT, UNITS, aliases_of, chosen
@@ -235,7 +235,7 @@ class Recorder:
         size = sum(p.numel() for p in self.model.parameters())
         shape = {"class": type(self.model).__name__, "n_layers": len(blocks_of(self.model)), "parameters": size}
         return {
-            "format": 1, "architecture": named.architecture if named else type(self.model).__name__,
+            "format": FORMAT, "architecture": named.architecture if named else type(self.model).__name__,
             "options": dict(named.options) if named else {}, "seed": seed,
             "model": dataclasses.asdict(named.config) if named else shape, "data": {"kind": "recorded"},
             "recorder": {"every": self.every, "quantities": list(self.quantities), "unavailable": self.unavailable},
