@@ -26,10 +26,10 @@ MAX_FACTS, FIGURE_PX = 500, 560
 EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."
 
 
-def page(name: str, about: str, body: Callable[[Link], None]) -> None:
+def page(name: str, about: str, body: Callable[[Link], None], choose: Callable[[str], Link | None] = choose) -> None:
     """Draw a page: its header, the body and the drawer; what cannot be done is explained instead.
 
-    `about`: what the page answers and how it is read, behind the question mark.
+    `about`: what the page answers and how it is read, behind the question mark; `choose`: draws what can be chosen.
     """
     st.session_state["drawn"] = []
     with toolbar("header"):

@@ -18,16 +18,22 @@ OF_ALL_RUNS = ("training", "heads")
 """Pages that show all models of the experiment unless two are compared."""
 
 
-def choose(page: str) -> Link | None:
-    """Draw the selection; returns the page's link with every choice written out, None where there is nothing to look at."""
+def choose(page: str, *, models: bool = True, experiment: str | None = None) -> Link | None:
+    """Draw the selection; returns the page's link with every choice written out, None where there is nothing to look at.
+
+    `models`: whether the page shows models or the experiment alone; `experiment`: the one that is chosen where the address
+    names none.
+    """
     source = cached_source()
     found = source.catalogue()
     if not found.entries:
         return None
     groups = _groups(found.entries)
     with st.sidebar:
-        group = _experiment(page, groups)
+        group = _experiment(page, groups, experiment)
     link = widgets.current_link(page).but(set=group)
+    if not models:
+        return link
     ready = [e for e in groups[group] if e.steps]
     if not ready:
         return link.but(a=None, b=None, step=None, step_b=None, compare=None)
@@ -43,11 +49,11 @@ def choose(page: str) -> Link | None:
     return _model(link.but(compare=1), "b", "step_b", "Model B", others, "transformer", follow="step")
 
 
-def _experiment(page: str, groups: dict[str, list[Entry]]) -> str:
+def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) -> str:
     source = cached_source()
     asked = st.query_params.get("a")
     of_a = next((e.group for e in source.catalogue().entries if e.name == asked), None)
-    default = of_a if of_a and "set" not in st.query_params else source.group(Link(page))[0].group
+    default = default or (of_a if of_a and "set" not in st.query_params else source.group(Link(page))[0].group)
     group = widgets.choose(
         "Experiment", "set", list(groups), default, show=lambda g: _titled(groups[g]),
         help="Runs of one data, shape and recipe: what may be compared", clears=("a", "step", "b", "step_b", "by", "find", "models"),

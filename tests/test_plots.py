@@ -231,7 +231,8 @@ def test_relative_pairs_by_seed():
 @pytest.mark.parametrize(
     ("low", "high", "texts"),
     [
-        (-0.1, 0.3, "0.8 1 1.25 1.6"), (0.0, 1.0, "1 2 5 10"), (0.0, 2.0, "1 2 5 10 20 50 100"), (-1.5, 2.0, "0.1 1 10 100"),
+        (-0.1, 0.35, "0.8 1 1.25 1.6 2"), (0.3, 0.95, "2 2.5 3.2 4 5 6.3 8"), (0.0, 1.0, "1 2 5 10"),
+        (0.0, 2.0, "1 2 5 10 20 50 100"), (-1.5, 2.0, "0.1 1 10 100"),
     ],
 )  # fmt: skip
 def test_ticks_between_logarithms_are_plain_numbers_as_dense_as_they_fit(low, high, texts):

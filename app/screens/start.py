@@ -11,12 +11,13 @@ from app.screens.start_demo import story
 from app.screens.start_finding import finding
 from app.screens.start_verdicts import verdicts
 from app.screens.start_xray import glance
+from app.selection import choose
 from workbench.errors import WorkbenchError
 from workbench.views import Link, start
 
 ABOUT = (
-    "How transformers use **values** (what attention carries from word to word) and what a shortcut for them changes. Choose a model "
-    "on the left; every page shows that one, or two side by side."
+    "How transformers use **values** (what attention carries from word to word) and what a shortcut for them changes. Every page "
+    "shows the model that is chosen at its top, or two side by side."
 )
 LIVE = 2  # seconds between looks at a demo that runs
 
@@ -31,23 +32,44 @@ def _first_run() -> None:
 
 
 def _body(link: Link) -> None:
-    source = cached_source()
-    found = start.demo.status(source.folder)
-    parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.racers(source)]
-    first = "demo" if (found and found.running) or start.demo.only_demo(source) else _first(link)
+    parts, first = _parts()
     shown = widgets.segments("Part", "show", parts, first, show=start.parts.PARTS.__getitem__)
     {"finding": finding, "model": glance, "here": _here, "verdicts": verdicts, "demo": story}[shown](
         link.but(show=shown)
     )
 
 
-def _first(link: Link) -> str:
-    """The finding where there is one; else a model at a glance where one can be looked into."""
+def _choose_for_part(name: str) -> Link | None:
+    """The choices that the shown part uses: models for a model at a glance, the experiment for what is found and judged."""
+    if not cached_source().catalogue().entries:
+        return None
+    parts, first = _parts()
+    asked = st.query_params.get("show")
+    shown = asked if asked in parts else first
+    if shown in ("here", "demo"):
+        return widgets.current_link(name)
+    found = _finding() if shown == "finding" else None
+    return choose(name, models=shown == "model", experiment=found.group if found else None)
+
+
+def _parts() -> tuple[list[str], str]:
+    """The parts that have something to show, and which is shown first: where there is no finding, a model or the folder."""
+    source = cached_source()
+    found = start.demo.status(source.folder)
+    parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.racers(source)]
+    if (found and found.running) or start.demo.only_demo(source):
+        return parts, "demo"
+    if _finding():
+        return parts, "finding"
+    return parts, "model" if any(e.steps for e in source.catalogue().entries) else "here"
+
+
+def _finding() -> start.finding.Finding | None:
+    """What the chosen experiment says, or the one that the rule gives where none is chosen."""
     try:
-        start.finding.finding(cached_source(), link.but(set=st.query_params.get("set")))
+        return start.finding.finding(cached_source(), widgets.current_link("start"))
     except WorkbenchError:
-        return "model" if any(e.steps for e in cached_source().group(link)) else "here"
-    return "finding"
+        return None
 
 
 def _here(link: Link) -> None:
@@ -83,6 +105,6 @@ def _choose() -> None:
 
 
 if __name__ == "__main__":
-    page("start", ABOUT, _body)
+    page("start", ABOUT, _body, _choose_for_part)
     if not cached_source().own():
         st.fragment(_first_run, run_every=LIVE)()

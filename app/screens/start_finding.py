@@ -22,14 +22,13 @@ WORDS = {
 
 
 def finding(link: Link) -> None:
-    """The headline of the chosen experiment, or of the one that the rule gives where none is chosen."""
-    asked = link.but(set=st.query_params.get("set"))
-    found = start.finding.finding(cached_source(), asked)
+    """The headline of the chosen experiment."""
+    found = start.finding.finding(cached_source(), link)
     st.header(widgets.escaped(start.finding.headline(found)))
     with figures_side_by_side(HALF_PX):
         for view in (start.finding.finding_differences, start.finding.finding_curves):
             with st.container():
-                show(view, asked)
+                show(view, link)
     _next(found)
     with st.expander("What these words mean"):
         words = WORDS | {
