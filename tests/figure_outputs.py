@@ -41,7 +41,7 @@ LINKS = {
     f"start?{A}": "identity replaced concentration sinks token_share residual",
     f"start?{A}&compare=1&b=text-transformer-s0": "sinks",
     "training?x=tokens&smooth=5": "loss relative train_loss coefficients pace",
-    f"training?{BOTH}&log=1": "loss gradients gradients_over_time",
+    f"training?{BOTH}&log=1": "loss gradients gradients_over_time coefficients",
     "training?models=denseformer,svformer&at=8": "loss gradients coefficients",
     "training?set=repeated-2x16-6e60": "copy_loss",
     "depth?metric=token_identity_share&site=own_v&models=svformer,resformer&depth=1": "",

@@ -279,6 +279,7 @@ def test_text_and_files(text_run, tmp_path):
 def test_one_window_per_document(text_run):
     sample = text_run.data.sample(64, 32)
     assert len(set(sample.documents)) == len(sample.documents) == len(sample.ids)
+    assert sample.hash == text_run.data.sample(64, 32, seed=0).hash != text_run.data.sample(64, 32, seed=1).hash
     frame = measure(text_run, "loss")
     assert frame["n"][0] == len(sample.ids)
 

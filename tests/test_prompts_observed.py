@@ -49,6 +49,23 @@ def test_observed_models_answer_as_far_as_they_show(observed):
     assert token_identity(observed, ids).reciprocal_rank["v"].shape == (3, 23)
 
 
+def test_maps_made_of_whole_patterns_say_how_many_tokens_they_bear(monkeypatch):
+    """Capped scores: queries and keys do not make the pattern, which is kept whole, 4 bytes a cell of each head."""
+
+    def capped(q, k, v, layer=0):
+        scores = 5 * torch.tanh(q @ k.transpose(-2, -1) / 5)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return torch.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
+
+    ids = some_ids()
+    observed = workbench.observe(strangers.GPT([(0.4, 0.6)] * 3, capped), ids, quiet=True)
+    assert len(attention_overview(observed, ids).tiles) == 3
+    cells = 3 * observed.config.n_heads * 4
+    monkeypatch.setattr("workbench.prompts.softmaxes.MOST_BYTES", cells * 20**2)
+    with pytest.raises(BadData, match=f"for {ids.shape[1]} tokens: give (19|20) at most"):
+        attention_overview(observed, ids)
+
+
 @torch.no_grad()
 def test_the_lens_of_an_observed_model_is_its_own_norm_and_head_on_each_stream(observed):
     ids, module = some_ids(), observed.foreign

@@ -17,6 +17,7 @@ from workbench.metrics.retention import (
     PreviousTokenProbeStreamed,
     TokenProbe,
     TokenProbeStreamed,
+    _means,
     _random_labels,
 )
 from workbench.names import ACTIVATIONS, stream_hook
@@ -298,6 +299,14 @@ def test_discriminant_is_scikit_learns_where_nothing_is_drawn_to_the_middle(monk
     true = LinearDiscriminantAnalysis(solver="lsqr").fit(x.numpy(), y.numpy()).predict_log_proba(x.numpy())
     found = Discriminant.of(sums).scores(x.float()).log_softmax(-1).double()
     torch.testing.assert_close(found, torch.from_numpy(true), atol=0.02, rtol=0.01)
+
+
+def test_means_of_a_probe_are_over_documents_and_a_share_needs_a_ceiling():
+    """Two documents: bits, accuracy, unigram, ceiling."""
+    means, errors = _means(torch.tensor([[0.1, 0.5, 2.0, 0.4], [0.3, 0.5, 2.0, 0.6]]))
+    assert means == pytest.approx({"": 0.2, "accuracy": 0.5, "fraction": 0.1, "ceiling": 0.5, "of_ceiling": 0.4})
+    assert errors == pytest.approx({"": 0.1, "accuracy": 0.0, "ceiling": 0.1})
+    assert math.isnan(_means(torch.tensor([[0.1, 0.5, 2.0, 0.0]]))[0]["of_ceiling"])
 
 
 def test_bits_of_a_perfect_and_of_a_useless_probe_by_hand():

@@ -109,6 +109,11 @@ def test_permutation_test_is_exact_for_few_documents():
     assert found.p == pytest.approx(extreme.mean())
 
 
+@pytest.mark.parametrize("change", [[2.0], [0.0, 0.0, 0.0], [1.0, math.nan, 2.0]], ids=["one", "nothing", "broken"])
+def test_documents_that_cannot_tell_have_no_p(change):
+    assert math.isnan(paired_documents(documents(np.array(change)), documents(np.zeros(len(change)))).p)
+
+
 def test_documents_read_by_one_side_alone_are_refused():
     with pytest.raises(BadData, match="same data"):
         paired_documents(documents([1.0]), documents([1.0], start=5))

@@ -164,6 +164,10 @@ def test_an_observed_model_is_followed_as_our_own():
     w_o = observed.foreign.transformer.h[1].attn.c_proj.weight.T.unflatten(0, (4, 8))
     each = lengths(*(cache[f"blocks.1.attn.hook_{x}"][0].double() for x in ("pattern", "v")), w_o.double())
     np.testing.assert_allclose(flow.readers.query("layer == 1")["amount"], each[:, AT:, AT].sum(-1), rtol=1e-4)
+    pulled = workbench.observe(strangers.large(strangers.GPT(attention=strangers.Pulled)), ids, quiet=True)
+    flow = value_flow(pulled, ids, AT, 1)
+    assert flow.error < 1e-5
+    assert not flow.notes, "what is added to the attention's output is a part of the path"
     headwise = strangers.large(strangers.GPT(attention=strangers.HeadwiseMixed))
     headwise = workbench.observe(headwise, ids, quiet=True)
     assert value_flow(headwise, ids, AT, 0).notes == ["Layers 1, 2: unknown what their values hold, left out."]

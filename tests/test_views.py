@@ -151,9 +151,11 @@ def test_grids_subtract_only_where_their_axes_agree():
     assert [t.z[0][0] for t in figure.data] == [1.0, 0.25, 0.75]
     assert figure.data[0].coloraxis == figure.data[1].coloraxis
     shorter = plots.Grid(np.array([[0.25]]), ["0"], ["a"], "nats", "layer", "token")
-    figure = plots.grids([("A", grid), ("B", shorter)], "t")
-    assert len(figure.data) == 2
-    assert "not drawn" in figure.layout.title.subtitle.text
+    for under, told in (("", "A and B have"), ("as stored", "as stored; A and B have")):
+        figure = plots.grids([("A", grid), ("B", shorter)], "t", under)
+        assert len(figure.data) == 2
+        assert figure.layout.title.subtitle.text.startswith(told)
+        assert "not drawn" in figure.layout.title.subtitle.text
     assert len(plots.grid_table([("A", grid)])) == 1
 
 

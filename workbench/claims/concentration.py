@@ -120,8 +120,7 @@ def against_loss(evidence: Evidence, like: Iterable[str]) -> pd.DataFrame:
     if not tables:
         return pd.DataFrame()
     table = pd.concat(tables, ignore_index=True)
-    table.insert(4, "loss", _losses_at(part, table))
-    return table.dropna(subset="loss").reset_index(drop=True)
+    return table.assign(loss=_losses_at(part, table)).dropna(subset="loss").reset_index(drop=True)
 
 
 def _losses_at(part: Evidence, table: pd.DataFrame) -> list[float]:
