@@ -198,7 +198,7 @@ def test_damaged_and_unfinished_runs_are_left_out_with_their_reason(three, tmp_p
     assert "not finished" in found.problems[three[1].name]
     assert "loss" in found.problems[three[2].name]
     assert found.judged[0].verdict.status == "not_checkable"
-    assert "Needs runs of transformer" in found.judged[0].verdict.sentence
+    assert found.judged[0].verdict.sentence == "Needs runs of transformer; here are resformer and svformer."
 
 
 def test_no_run_at_all_is_refused(tmp_path):

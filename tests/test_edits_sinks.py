@@ -90,7 +90,7 @@ def test_a_cut_sink_forms_no_square_array(tiny, monkeypatch, text):
 def test_generation_under_a_cut_sink_needs_no_whole_sequences(tiny, architecture):
     """A cached continuation, one query at a time, is the one that reads everything again."""
     model, prompt = tiny(architecture), torch.arange(7)
-    for edits in ("sink", "sink:position=2,how=keep"):
+    for edits in ("sink", "sink:position=2,how=keep", "sink:position=9,how=keep"):  # 9 is generated
         with edited(model, edits):
             found = [model.generate(prompt, 6, temperature=0, use_cache=cached) for cached in (True, False)]
         assert torch.equal(*found)

@@ -28,6 +28,7 @@ from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, Workben
 
 
 @pytest.mark.parametrize(("tied", "shard"), [(False, "20KB"), (True, "1GB")])
+from transformers.utils import logging
 def test_directories_written_by_transformers_open_single_and_sharded(tmp_path, tied, shard):
     rotation = {"rope_type": "default", "rope_theta": 700.0}
     llama = hugging_face(tie_word_embeddings=tied, rope_parameters=rotation)
@@ -48,6 +49,7 @@ def test_both_spellings_of_the_type_are_read_and_weights_are_float32_unless_aske
     (tmp_path / CONFIG).write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     same(quietly(tmp_path), llama(IDS).logits)
     assert quietly(tmp_path, dtype=torch.bfloat16).embed.weight.dtype == torch.bfloat16
+    assert logging.is_progress_bar_enabled(), "as it was before"
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -219,6 +219,15 @@ def test_a_new_server_reads_many_runs_from_one_file_and_the_same_rows(ask, packi
         assert not problems
 
 
+def test_packed_telemetry_is_held_in_memory_no_longer(ask, packing):
+    cache = TelemetryCache(ask.folder)
+    plain, _ = TelemetryCache().rows(packing(), ["validation_loss"])
+    for _ in range(2):
+        alike(cache.rows(packing(), ["validation_loss"])[0], plain)
+        assert not cache.runs
+        assert not cache.parts
+
+
 def test_a_packed_run_that_changes_is_read_from_its_own_files_and_packed_anew(ask, packing):
     path = Path(packing()[1].path) / "records" / "bb.parquet"
     RecordCache(ask.folder).rows(packing())
