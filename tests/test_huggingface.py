@@ -20,6 +20,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )  # fmt: skip
+from transformers.utils import logging
 
 import workbench
 from workbench.checkpoints.identify import CONFIG, series
@@ -28,7 +29,6 @@ from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, Workben
 
 
 @pytest.mark.parametrize(("tied", "shard"), [(False, "20KB"), (True, "1GB")])
-from transformers.utils import logging
 def test_directories_written_by_transformers_open_single_and_sharded(tmp_path, tied, shard):
     rotation = {"rope_type": "default", "rope_theta": 700.0}
     llama = hugging_face(tie_word_embeddings=tied, rope_parameters=rotation)
