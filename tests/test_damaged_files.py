@@ -173,6 +173,20 @@ def test_an_old_files_text_of_gigabytes_makes_no_room_for_itself(tmp_path):
     assert "MemoryError" not in str(told.value)
 
 
+def test_a_record_of_an_archive_that_claims_gigabytes_is_refused_before_memory_is_spent(tmp_path):
+    """The length of `version` in the archive's table of contents, which PyTorch reads first."""
+    torch.save({"a": torch.zeros(3)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    entry = data.rfind(b"a/version") - 46  # of the table of contents
+    assert data[entry : entry + 4] == b"PK\1\2"
+    data[entry + 24 : entry + 28] = (2**32 - 2).to_bytes(4, "little")
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(
+        BadCheckpoint, match=r"^\S+ is damaged: a/version would take 4294967294 bytes, and the whole file has \d+; copy"
+    ):
+        workbench.load(tmp_path / "a.pt")
+
+
 def test_an_archive_that_somebody_packed_again_is_read_or_told_apart_from_a_damaged_one(tmp_path):
     file = tmp_path / "a.pt"
     torch.save({"a": torch.arange(40.0)}, file)

@@ -107,7 +107,11 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
-    """The archive's records by the offset of their first byte; the pickle's checksum is checked, and none may be compressed."""
+    """The archive's records by the offset of their first byte; the pickle's checksum is checked, none may be compressed.
+
+    Nor may one claim more bytes than the file has: PyTorch makes room for what it reads before it reads.
+    """
+    size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             records = {}
@@ -121,7 +125,12 @@ def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
                     _check_sum(archive, info)
                 file.seek(info.header_offset + 26)
                 begin = info.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+                if begin + info.file_size > size:
+                    told = f"{info.filename} would take {info.file_size} bytes, and the whole file has {size}"
+                    raise BadCheckpoint(f"{path} is damaged: {told}; copy it again")
                 records[begin] = info
+    except BadCheckpoint:
+        raise
     except DAMAGE as error:
         raise BadCheckpoint(f"{path} is damaged or no PyTorch checkpoint: {error}; copy it again") from error
     return records
