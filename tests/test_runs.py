@@ -103,10 +103,12 @@ def test_leftovers_and_foreign_files_do_not_matter(runs):
         lambda p: edit(p, model=None),
         lambda p: edit(p, train={"stepz": 3}),
         lambda p: edit(p, seed="abc"),
+        lambda p: edit(p, seed=1.5),
+        lambda p: edit(p, seed=2**60),
         lambda p: edit(p, data=None),
         lambda p: edit(p, model={**json.loads(p.read_text())["model"], "n_heads": "four"}),
     ],
-    ids=["cut", "binary", "list", "missing", "keys", "null", "unknown", "seed", "data", "type"],
+    ids=["cut", "binary", "list", "missing", "keys", "null", "unknown", "seed", "half", "huge", "data", "type"],
 )
 def test_a_damaged_description_is_named(runs, damage):
     damage(runs / "copy" / "run.json")

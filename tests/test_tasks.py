@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from workbench.data.opening import open_data
-from workbench.data.sources import BackcopyData
+from workbench.data.sources import BackcopyData, RepeatedData
 from workbench.data.tasks import BackcopyTokens, RepeatedTokens, backcopy_tokens, repeated_tokens
-from workbench.errors import BadData
+from workbench.errors import BadData, UnknownName
 
 
 def test_the_second_half_repeats_the_first() -> None:
@@ -188,3 +188,10 @@ def test_losses_of_copies_and_of_the_chain_are_told_apart(tmp_path: Path) -> Non
     assert found["copy_loss"].item() == 4.0
     assert found["chain_loss"].item() == 3.0
     assert open_data(data.describe(), tmp_path) == data
+
+
+@pytest.mark.parametrize("data", [RepeatedData(), BackcopyData()], ids=["repeated", "backcopy"])
+def test_a_task_has_one_domain(data):
+    assert data.sample(2, 8, domain=data.kind).hash == data.sample(2, 8).hash
+    with pytest.raises(UnknownName, match="unknown domain 'code'"):
+        data.sample(2, 8, domain="code")
