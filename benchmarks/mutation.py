@@ -363,6 +363,8 @@ def lines_of(source: str, mutant: Mutant) -> range:
         if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= (node.end_lineno or 0)
     ]
     if not mutant.always:
+        if not around:  # a decorator of a function in a function stands before it
+            return range(mutant.line, mutant.last + 1)
         smallest = min(around, key=lambda node: (node.end_lineno or 0) - node.lineno)
         simple = not hasattr(smallest, "body")
         return range(smallest.lineno, (smallest.end_lineno or 0) + 1) if simple else range(mutant.line, mutant.last + 1)
