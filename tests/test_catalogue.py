@@ -51,15 +51,21 @@ def test_a_recording_has_no_checkpoints_no_recipe_and_a_series_of_its_own(runs):
     assert (mine.steps, mine.last, mine.n_heads, mine.n_ctx, mine.tokens) == ((), 0, 0, 0, 0)
 
 
-def test_runs_that_differ_in_an_option_are_told_apart(runs):
-    for name, value in (("c", 0.3), ("d", 0.7)):
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((0.3, 0.7), ("lambda_v1=0.3", "lambda_v1=0.7")), (([1, 2, 3], [3]), ("lambda_v1=1-3", "lambda_v1=3")),
+        (([1, 2], [1, 3, 4]), ("lambda_v1=1+2", "lambda_v1=1+3+4")), ((["a", "b", "c"], []), ("lambda_v1=a+b+c", "lambda_v1=")),
+    ],
+)  # fmt: skip
+def test_runs_that_differ_in_an_option_are_told_apart(runs, values, said):
+    for name, value in zip(("c", "d"), values, strict=True):
         dashboard.run(runs, name, "resformer", 2, "text", steps=())
         path = runs / name / "run.json"
         info = json.loads(path.read_text())
         path.write_text(json.dumps(info | {"options": {"lambda_v1": value}}))
     series = {e.name: e.series for e in catalogue(runs).entries}
-    assert series["c"] == "resformer lambda_v1=0.3"
-    assert series["d"] == "resformer lambda_v1=0.7"
+    assert [series["c"], series["d"]] == [f"resformer {told}" for told in said]
 
 
 def test_only_what_changed_is_read_again(runs, monkeypatch):

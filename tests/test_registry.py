@@ -80,5 +80,6 @@ def test_a_combination_is_described_by_rule_unless_registered():
 
 def test_names_that_are_not_registered_have_looks_of_their_own():
     assert label("my model") == "my model"
+    assert label("resformer lambda_v1=0.3") == "ResFormer lambda_v1=0.3"
     assert colour("my model") == colour("my model") != colour("my other model")
     assert symbol("my model") in SYMBOLS

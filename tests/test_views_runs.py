@@ -1,4 +1,4 @@
-"""Which runs a page draws: search words, what tells their lines apart, and names with commas in them."""
+"""Which runs a page draws: search words, what tells their lines apart, and the names of both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def series(ask, **options):
 
 def test_lines_are_told_apart_by_options_seeds_or_the_architecture_alone(ask):
     assert facets(ask.group(Link("depth"))) == ["layers", "seed"]
-    assert series(ask) == {"resformer layers=[1]": 3, "resformer layers=[0, 1]": 3, "transformer": 3}
+    assert series(ask) == {"resformer layers=1": 3, "resformer layers=0+1": 3, "transformer": 3}
     assert series(ask, by="") == {"resformer": 6, "transformer": 3}
     assert series(ask, by="seed") == {"transformer · s0": 1, "transformer · s1": 1, "transformer · s2": 1} | {
         f"resformer · s{n}": 2 for n in range(3)
@@ -43,15 +43,15 @@ def test_lines_are_told_apart_by_options_seeds_or_the_architecture_alone(ask):
 
 
 def test_search_words_find_names_models_options_and_seeds(ask):
-    assert series(ask, find="ResFormer s1") == {"resformer layers=[1]": 1, "resformer layers=[0, 1]": 1}
-    assert series(ask, find="layers=[1]") == {"resformer layers=[1]": 3}
+    assert series(ask, find="ResFormer s1") == {"resformer layers=1": 1, "resformer layers=0+1": 1}
+    assert series(ask, find="layers=1") == {"resformer layers=1": 3}
     with pytest.raises(WorkbenchError, match="has all of the words 'svformer'"):
         series(ask, find="svformer")
 
 
-def test_a_name_with_commas_is_one_name_and_each_line_is_drawn(ask):
-    wanted = "transformer,resformer layers=[0, 1]"
-    assert series(ask, models=wanted) == {"resformer layers=[0, 1]": 3, "transformer": 3}
+def test_names_of_models_are_parted_by_commas_and_each_line_is_drawn(ask):
+    wanted = "transformer,resformer layers=0+1"
+    assert series(ask, models=wanted) == {"resformer layers=0+1": 3, "transformer": 3}
     drawing = depth.layers(ask, Link("depth", {"metric": "importance_entropy", "by": "seed", "find": "transformer"}))
     names = {t.name for t in drawing.figure.data if t.mode == "lines+markers" and t.showlegend is not False}
     assert names == {"Transformer · s0", "Transformer · s1", "Transformer · s2"}

@@ -245,8 +245,10 @@ def architecture(name: str) -> Architecture:
 
 
 def label(name: str) -> str:
-    """An architecture's name as its paper writes it; any other name as it stands."""
-    return architecture(name).label if all(part in ARCHITECTURES for part in name.split("+")) else name
+    """An architecture's name as its paper writes it, with the options that stand behind it; any other name as it stands."""
+    first, space, options = name.partition(" ")
+    known = all(part in ARCHITECTURES for part in first.split("+"))
+    return architecture(first).label + space + options if known else name
 
 
 def colour(name: str) -> str:

@@ -214,8 +214,16 @@ def _with_series(entries: list[Entry]) -> Iterable[Entry]:
             continue
         mine, alike = entry.options, kin[entry.group, entry.architecture]
         differing = sorted(k for k in mine if any(other.options.get(k) != mine[k] for other in alike))
-        suffix = "".join(f" {k}={mine[k]}" for k in differing)
+        suffix = "".join(f" {k}={_in_short(mine[k])}" for k in differing)
         yield dataclasses.replace(entry, series=entry.architecture + suffix)
+
+
+def _in_short(value: Any) -> str:
+    """An option as a name has room for: layers without commas, which part names in a link, neighbours as a span."""
+    if not isinstance(value, list):
+        return str(value)
+    together = len(value) > 2 and value == [value[0] + i for i in range(len(value)) if isinstance(value[0], int)]
+    return f"{value[0]}-{value[-1]}" if together else "+".join(map(str, value))
 
 
 def _read(root: Path) -> Catalogue:
