@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 PROMPT = "def mean(values):\n    return sum(values) / len(values)"
 ON = f"prompt={quote(PROMPT)}"
 MOST = 3
+TICKS = 40  # pixels of the names of keys under an enlarged head
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,13 @@ def test_the_most_concentrated_head_on_my_prompt_stands_there(at):
     page.locator(".attention .map canvas").first.wait_for()
     assert page.locator(".attention .head.chosen").count() == 1
     assert page.locator(".attention h2", has_text="Layer ").count() == 1
+
+
+def test_the_enlarged_head_its_bars_and_its_tokens_stand_above_the_fold_of_a_laptop(at):
+    page, _ = at(f"attention?{ON}", 0)
+    page.locator(".attention .map canvas").first.wait_for()
+    bottom = "(found) => Math.max(...found.map((e) => e.getBoundingClientRect().bottom))"
+    assert page.locator(".attention .panel canvas.strip, .attention .panel .map").evaluate_all(bottom) <= 800 - TICKS
 
 
 def test_what_a_head_reads_is_one_click_on_a_token(at):

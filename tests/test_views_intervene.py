@@ -229,6 +229,11 @@ def test_the_effect_is_the_loss_after_minus_before(source):
     )  # it is 0.5 already
 
 
+def test_a_change_so_large_that_the_model_guesses_is_no_result(source):
+    assert "no result" in drawn(source, "effect", edits="coefficient:value=1e30").sentence
+    assert "no result" not in drawn(source, "effect", edits="coefficient:value=2").sentence
+
+
 @pytest.mark.parametrize("over", ["layer", "layer x head"])
 def test_a_sweep_has_a_cell_for_each_place(source, over):
     drawing = drawn(source, "sweep", sweep="head:how=mean", over=over, compare=1, b="text-transformer-s0")

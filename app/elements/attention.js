@@ -62,6 +62,7 @@ const cellOf = (edges, token) => { // the cell of a token, null where the map do
   return after < 1 ? null : after - 1;
 };
 const tall = () => window.innerHeight - 260; // what is left below the header and the controls
+const AROUND = 140; // a map's title and readout, its bars and the names of its keys
 const signed = (v) => (v > 0 ? "+" : "") + number(v);
 
 // ---- drawing --------------------------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ class View {
     const row = made("div", "panels", this.maps);
     const ticked = panels.filter((_, i) => i === 0 || !minus).length; // the same tokens are named once
     const side = Math.floor((width - ticked * TICKS - GUTTER * (panels.length - 1) - 4) / panels.length);
-    this.side = Math.max(120, Math.min(620, tall() - 60, side));
+    this.side = Math.max(120, Math.min(620, tall() - AROUND, side));
     const top = whole ? 1 : Math.max(...panels.filter((p) => !p.signed).map((p) => p.scale[1]));
     const most = Math.max(...panels.filter((p) => !p.signed).map((p) => Math.max(largest(p.received), largest(p.received_evenly))));
     panels.forEach((panel, i) => this.drawMap(row, panel, i, top, most, i === 0 || !minus));

@@ -48,7 +48,10 @@ def _choose_for_part(name: str) -> Link | None:
     shown = asked if asked in parts else first
     if shown in ("here", "demo"):
         return widgets.current_link(name)
-    found = _finding() if shown == "finding" else None
+    named = shown == "verdicts" and "a" in st.query_params
+    found = (
+        _finding() if shown in ("finding", "verdicts") and not named else None
+    )  # judged is what the headline is about
     return choose(name, models=shown == "model", experiment=found.group if found else None)
 
 

@@ -38,7 +38,7 @@ def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     figure.add_hline(
         y=half,
         line={"color": GREY, "dash": "dot"},
-        annotation={"text": "half of the loss at the start", "xanchor": "left", "x": 0, "yanchor": "top"},
+        annotation={"text": "half of the loss at the start", "xanchor": "right", "x": 1, "yanchor": "bottom"},
     )
     steps = formation_steps(frame).dropna(subset="formation_step")
     for architecture in ordered(steps["architecture"]):

@@ -145,7 +145,7 @@ def effect(source: Source, link: Link) -> Drawing:
         frames.append(pd.DataFrame({"model": subject.title, **columns}))
         sentences.append(
             f"{subject.title}: loss {e.loss_before.mean():.3f} to {e.loss_after.mean():.3f} nats per token, change "
-            f"{_mean(change)}; the next token's distribution moved by {e.divergence:.3f} nats (KL)"
+            f"{_mean(change)}; the next token's distribution moved by {e.divergence:.3f} nats (KL){_silenced(e.loss_after)}"
         )
     if len(bars) == 2 and bars[0][2] == bars[1][2]:
         minus = bars[0][3] - bars[1][3]
@@ -316,6 +316,12 @@ def patching(source: Source, link: Link) -> Drawing:
         f"{'; '.join(map(html.escape, sentences))}; 0: as the second text, 1: the first one's answer is fully back; one pair of texts",
     )  # fmt: skip
     return Drawing(figure, plots.grid_table(parts), ". ".join(sentences + refused) + ".")
+
+
+def _silenced(losses: np.ndarray) -> str:
+    """What a loss that no token differs in means: that of a guess among all tokens, which says nothing of the change."""
+    same = len(losses) > 1 and float(np.ptp(losses)) < 1e-4
+    return "; every token costs the same now: the model guesses, and its loss is no result" if same else ""
 
 
 def _alone(answers: Sequence[tuple[Subject, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from workbench.views.start.parts import check_part
 
 if TYPE_CHECKING:
     from workbench.claims.analysis import Judged
+
+NOTHING_TESTED = "These runs test no claim: a verdict needs three seeds or more of the models that it compares."
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,10 @@ def verdicts(source: Source, link: Link) -> Drawing:
     judged = judgements(source, link)
     statuses = [(QUESTIONS[j.judged.claim.question], j.judged.claim.name, j.judged.verdict.status) for j in judged]
     under = f"{len(_finished(source, link))} finished runs; from stored records alone; click a claim to read it"
-    return Drawing(
-        plots.verdicts(statuses, under), table(judged), expected_by_chance([j.judged.verdict for j in judged])
-    )
+    found = [j.judged.verdict for j in judged]
+    tested = any(math.isfinite(v.p) for v in found)
+    says = expected_by_chance(found) if tested else NOTHING_TESTED
+    return Drawing(plots.verdicts(statuses, under), table(judged), says)
 
 
 @view("start")
