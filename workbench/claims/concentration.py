@@ -51,9 +51,9 @@ def concentration_is_learned(evidence: Evidence) -> Verdict:
 
 
 @claim(
-    supports="ResFormer and SVFormer have a smaller entropy deficit in deep layers at equal step and at equal loss, an equal one in the "
-    "first two; NeuTRENO keeps its sinks",
-    refutes="no difference once losses are matched, or a larger deficit",
+    supports="ResFormer and SVFormer have a smaller entropy deficit in deep layers at equal step and at equal loss; told beside it: "
+    "the first two layers, and whether NeuTRENO keeps its sinks",
+    refutes="a larger deficit at equal step or once losses are matched",
     scale="a vanilla model that has sinks, five seeds",
     published="entropy axes 1.4 to 2.8 (468M) and 2.75 to 4.50 (82M) (ticks in the paper's figures); their length is not stated, about "
     "20 and 100 tokens by inference, so they are never drawn over ours",

@@ -54,7 +54,7 @@ def richer_values(evidence: Evidence) -> Verdict:
 @claim(
     supports="own values of deep layers grow alike and shrink late, and an attention costs about as much to drop as an MLP, more so "
     "than in vanilla",
-    refutes="no such trend against vanilla",
+    refutes="one of the three trends is reversed against vanilla",
     scale="8 layers or more, three seeds",
     published="described for the last version (reported by others), no numbers",
     source=PAPER, metrics=("sublayer_removal", "layer_similarity", "value_norm"), models=("transformer", *RESFORMERS),

@@ -51,7 +51,7 @@ def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
 
 @claim(
     supports="values of layer 1 beat those of layers 2, 3 and later as the source",
-    refutes="a later source ends lower, or as low",
+    refutes="a later source ends lower",
     scale="8 layers, three seeds",
     published="stated with the first version's figure (paper); with layer 1's skip cut, layer 2 starts to help (reported by others)",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
@@ -78,7 +78,7 @@ def first_layer_is_the_source(evidence: Evidence) -> Verdict:
 
 @claim(
     supports="residuals in the last layers alone beat those in all, and in the early ones; trained coefficients grow with depth",
-    refutes="trained coefficients are flat or fall, or early layers profit more",
+    refutes="trained coefficients fall with depth, or residuals in the early layers, or in all of them, end lower",
     scale="8 layers or more",
     published="layers 6 to 8 of 8 at weight 5: 2.687 against 2.712 in all; best single layer 7 (reported by others)",
     source=PAPER, metrics=("loss",), shows={"metric": "coefficient"},
@@ -136,7 +136,7 @@ def _slopes(evidence: Evidence, model: str) -> list[float]:
 
 
 @claim(
-    supports="every weight of the first layer's values from 0.2 to 5 beats vanilla, the best near 2; NeuTRENO is best at 0.4 alone",
+    supports="every weight of the first layer's values from 0.2 to 5 beats vanilla, the best near 2",
     refutes="some weight ends above vanilla, or an end of the grid below the weight nearest to 2",
     scale="8 layers, three seeds for each weight",
     published="weights 0.2, 0.5, 0.8, 1, 2 and 5 all below vanilla, best 2; NeuTRENO 0.2, 0.4, 0.6, 0.8, best 0.4 (paper)",

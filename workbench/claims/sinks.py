@@ -164,7 +164,7 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
 
 @claim(
     supports="with a start token value-residual models keep their sinks; without one they lose them: an interaction",
-    refutes="no interaction between start token and architecture",
+    refutes="they lose more of them with a start token than without",
     scale="a vanilla model that has sinks, both arms, five seeds",
     published="none: a hypothesis of this project (the first layer's value of a start token near 0 could serve every layer)",
     source="this project", metrics=("sink_mass", "sink_rate"), shows={"metric": "sink_mass"},

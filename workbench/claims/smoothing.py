@@ -17,7 +17,7 @@ POINTS = 6  # pairs of a layer and a model, before a rank correlation says anyth
 
 @claim(
     supports="over layers and models entropy is low where tokens are alike, also without position 0",
-    refutes="the correlation vanishes or turns without position 0",
+    refutes="the correlation turns, with or without position 0",
     scale="a trained vanilla model that has sinks",
     published="Llama 8B and Mistral 7B at up to 2,048 tokens: entropy shaped as a W between 2 and 6, similarity as an M between 0.05 "
     "and 0.30 (paper)",
@@ -71,7 +71,7 @@ def _correlation(entropy: pd.DataFrame, similarity: pd.DataFrame) -> Interval:
 @claim(
     supports="training raises NeuTRENO's pairwise similarity per layer less than vanilla's, each against its own random init, at equal "
     "step and at equal loss",
-    refutes="the difference of trained minus init is nil or reversed",
+    refutes="the difference of trained minus init is reversed",
     scale="any trained size, three seeds; low similarity at random init is there before any training and is no finding",
     published="a figure for vision transformers only (reported by others)",
     source="Nguyen et al. 2023, NeuTRENO, arXiv 2312.00751", metrics=("token_similarity",), models=("transformer", "neutreno"),

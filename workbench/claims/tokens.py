@@ -58,7 +58,7 @@ def _refuse_weak(records: pd.DataFrame) -> None:
 @claim(
     supports="in a trained vanilla model the token's identity explains most of the variance of deep own values, more than at init, and "
     "their mean per token costs a small part of what zero costs; queries and keys need more context",
-    refutes="the token mean costs about as much as zero",
+    refutes="the token mean keeps less than half of what zero loses",
     scale="any trained size, three seeds; a comparison within one model",
     published="the last third of the layers can look values up by token at 135M and 780M, adding contextual ones back gives little "
     "(reported by others: Bank of Values, arXiv 2606.02780); here, exploratory, 4 layers: 96 % kept",
