@@ -174,9 +174,10 @@ CLIPPED = "Recorded inside a Trainer that clips first: these are the norms after
 
 
 def logged(source: Source, link: Link) -> list[int]:
-    """Steps at which gradients were written down."""
-    rows = source.telemetry(runs(source, link), ["gradient_norm"])
-    return drawn.steps_of_matrices(rows)
+    """Steps at which gradients were written down; kept, for the rows of many runs take a while to gather."""
+    chosen = runs(source, link)
+    key = ("steps of gradients", *((e.path, e.stamp) for e in chosen))
+    return source.keep(key, lambda: drawn.steps_of_matrices(source.telemetry(chosen, ["gradient_norm"])))
 
 
 @view("training")
