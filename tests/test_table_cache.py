@@ -220,10 +220,11 @@ def test_a_new_server_reads_many_runs_from_one_file_and_the_same_rows(ask, packi
 
 
 def test_packed_telemetry_is_held_in_memory_no_longer(ask, packing):
+    for entry in packing():
+        part(Path(entry.path), "000000-000010", 4)
     cache = TelemetryCache(ask.folder)
-    plain, _ = TelemetryCache().rows(packing(), ["validation_loss"])
     for _ in range(2):
-        alike(cache.rows(packing(), ["validation_loss"])[0], plain)
+        assert len(cache.rows(packing(), ["a"])[0]) == 4 * len(packing())
         assert not cache.runs
         assert not cache.parts
 

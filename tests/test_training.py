@@ -169,6 +169,8 @@ def test_what_is_written_down(uninterrupted):
     assert (validation["n"] == 4).all()
     assert validation["se"].notna().all()
     output = frame[(frame["metric"] == "gradient_norm") & (frame["variant"] == "output")]
+    assert set(output["step"]) == {0, 4, 8}, "where it is validated"
+    assert output["layer"].nunique() == uninterrupted.load().config.n_layers
     assert (output["unit"] == "logit per weight").all()
     assert uninterrupted.steps == [0, 8]
     assert uninterrupted.finished
