@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE = 1
 demo: $(VENV)/.installed  ## corpus, training, measuring, report, dashboard on 127.0.0.1:8501
 	$(BIN)/workbench demo $(ARGS)
 
-test: $(VENV)/.installed-dev  ## the fast tests, two and a half minutes on two idle cores, four on slow ones
+test: $(VENV)/.installed-dev  ## the fast tests, under three minutes on two idle cores, four on slow ones
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 check: lint types contracts test slow  ## everything CI checks

@@ -48,10 +48,9 @@ def _choose_for_part(name: str) -> Link | None:
     shown = asked if asked in parts else first
     if shown in ("here", "demo"):
         return widgets.current_link(name)
-    named = shown == "verdicts" and "a" in st.query_params
-    found = (
-        _finding() if shown in ("finding", "verdicts") and not named else None
-    )  # judged is what the headline is about
+    # what is judged is what the headline is about, unless a model is named
+    headline = shown == "finding" or (shown == "verdicts" and "a" not in st.query_params)
+    found = _finding() if headline else None
     return choose(name, models=shown == "model", experiment=found.group if found else None)
 
 

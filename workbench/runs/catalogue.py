@@ -222,7 +222,8 @@ def _in_short(value: Any) -> str:
     """An option as a name has room for: layers without commas, which part names in a link, neighbours as a span."""
     if not isinstance(value, list):
         return str(value)
-    together = len(value) > 2 and value == [value[0] + i for i in range(len(value)) if isinstance(value[0], int)]
+    numbered = len(value) > 2 and all(isinstance(one, int) for one in value)
+    together = numbered and value == list(range(value[0], value[0] + len(value)))
     return f"{value[0]}-{value[-1]}" if together else "+".join(map(str, value))
 
 

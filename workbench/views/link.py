@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,11 +111,11 @@ class Link:
         return self.options.get(key) == "1"
 
     def many(self, key: str) -> list[str] | None:
-        """A list `a,b`; None where the link does not say. Commas in brackets, as of `layers=[1, 2]`, are part of a name."""
+        """A list `a,b`; None where the link does not say."""
         value = self.options.get(key)
         return None if value is None else listed(value)
 
 
 def listed(text: str) -> list[str]:
-    """The parts of `a,b layers=[1, 2]`."""
-    return [part for part in re.split(r",(?![^\[]*\])", text) if part]
+    """The parts of `a,b`."""
+    return [part for part in text.split(",") if part]
