@@ -278,6 +278,7 @@ def test_a_folder_of_many_models_draws_the_first_and_says_so(page, tmp_path):
 # ---- what pages are made of ----
 
 
+@pytest.mark.slow
 def test_pages_that_only_show_tables_never_import_torch(populated):
     code = (  # in a process of its own
         "import sys; from streamlit.testing.v1 import AppTest; sys.argv = ['main.py'];"

@@ -192,6 +192,7 @@ def soon(true, within):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")
+@pytest.mark.slow
 def test_visitors_who_leave_take_their_open_files_with_them(tmp_path):
     dashboard.run(tmp_path, "r", "transformer", 0, "text", steps=(0,))
     server = serving.serve(tmp_path, browsing.free_port())

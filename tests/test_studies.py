@@ -59,6 +59,7 @@ def test_every_study_has_its_file():
     assert {file.stem for file in FILES} == NAMED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", [False, True], ids=["whole", "quick"])
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_cell_of_the_study_files_can_be_built(file, quick):

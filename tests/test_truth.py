@@ -108,6 +108,7 @@ def test_a_measure_equals_its_truth(trained, name, kind):
     assert len(told) or name == "skip_ablation", "models without a shortcut have no rows"
 
 
+@pytest.mark.slow
 def test_errors_of_accumulated_measures_are_those_of_leaving_eighths_of_the_documents_out(trained):
     """Quenouille and Tukey's jackknife: what the public function says of the other seven eighths, eight times."""
     model, _ = trained("resformer")
