@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import streamlit as st
@@ -51,6 +52,8 @@ class FrontEnd:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app, self.files = app, _listing()
+        self.document = _document(self.files)
+        self.prepare = threading.Thread(target=_prepare, daemon=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def fenced(message: Message) -> None:
@@ -61,6 +64,8 @@ class FrontEnd:
         if scope["type"] == "websocket" and not _is_ours(scope):
             await send({"type": "websocket.close", "code": 1008})
             return
+        if scope["type"] == "http" and self.prepare.ident is None:  # a browser is here, and busy with the front end
+            self.prepare.start()
         answer = self._answer(scope) if scope["type"] == "http" else None
         await (answer or self.app)(scope, receive, fenced)
 
@@ -76,7 +81,7 @@ class FrontEnd:
         if path == "/start":  # the first page has no name in its address
             return RedirectResponse("/?" + scope["query_string"].decode("latin-1"), 307)
         if path.strip("/") in ("", "kept", *PAGES):
-            return Response(_document(), media_type="text/html", headers={"Cache-Control": "no-cache"})
+            return Response(self.document, media_type="text/html", headers={"Cache-Control": "no-cache"})
         return None
 
 
@@ -98,9 +103,19 @@ def _read(path: Path) -> tuple[bytes, str]:
     return path.read_bytes(), KINDS[path.suffix]
 
 
-@functools.cache
-def _document() -> bytes:
-    return (FRONT / "index.html").read_bytes().replace(b"</head>", HERE + STYLE + b"</head>", 1)
+def _document(files: Iterable[str]) -> bytes:
+    """Streamlit's, which also says that the largest file will be needed, the one that draws: else it is asked for last of all."""
+    drawing = "".join(f'<link rel="modulepreload" crossorigin href="{path}">' for path in files if "/PlotlyChart." in path)
+    head = HERE + STYLE + drawing.encode() + b"</head>"
+    return (FRONT / "index.html").read_bytes().replace(b"</head>", head, 1)
+
+
+def _prepare() -> None:
+    """What every page needs is imported, and the runs are looked at, while a first browser reads the front end."""
+    from app.cached_source import cached_source
+    from app.screens import start_finding  # noqa: F401
+
+    cached_source().catalogue()
 
 
 class Aside:

@@ -242,14 +242,14 @@ def test_kinds_of_heads_are_read_from_their_own_step():
 
 
 @pytest.mark.parametrize(("kept", "status"), [(0.5, "supported"), (0.02, "refuted"), (None, "unresolved")])
-def test_start_token(kept, status):
+def test_a_start_token_decides_by_how_much_more_the_model_changes_with_it_than_without(kept, status):
     made = runs("transformer", "resformer", seeds=5, bos=True) + runs("transformer", "resformer", seeds=5, bos=False)
     noisy = [0.0, 0.2, 0.1, 0.15, 0.05]
 
     def strongest(of):
         if of["model"] == "transformer":
-            return 0.5
-        return (noisy[of["seed"]] if kept is None else kept) if of["bos"] else 0.1
+            return 0.5 if of["bos"] else 0.4
+        return (noisy[of["seed"]] if kept is None else kept) if of["bos"] else 0.0
 
     assert judged("start_token_decides_the_sinks", made, sinks(made, strongest)).status == status
 
