@@ -9,6 +9,7 @@ import time
 
 import dashboard
 import pytest
+from dashboard import TRAIN
 
 import workbench.runs.catalogue as catalogue_module
 from workbench.errors import UnknownName
@@ -30,10 +31,16 @@ def test_an_entry_says_what_the_run_says(runs):
     assert (a.name, a.architecture, a.seed, a.kind, a.steps, a.last) == ("a", "transformer", 0, "text", (0, 8, 20), 20)
     assert b.steps == (0,)
     assert a.group == b.group
-    assert (a.n_layers, a.n_heads, a.n_ctx) == (2, 2, 128)
+    assert (a.n_layers, a.n_heads, a.n_ctx, a.tokens) == (2, 2, 128, TRAIN["batch"] * TRAIN["T"])
     assert found.entry("b") is b
     with pytest.raises(UnknownName, match="did you mean"):
         found.entry("bb")
+
+
+def test_of_an_import_nothing_says_how_many_tokens_a_step_reads(runs):
+    path = runs / "a" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"kind": "imported"}}))
+    assert catalogue(runs).entry("a").tokens == 0
 
 
 def test_a_recording_has_no_checkpoints_no_recipe_and_a_series_of_its_own(runs):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,7 +16,7 @@ from workbench import prompts
 from workbench.checkpoints.identify import WITHOUT
 from workbench.data.embedded import SHIPPED
 from workbench.data.tasks import SYMBOLS as ALPHABET
-from workbench.errors import ArchitectureAssumed, BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import local, read_bytes
 from workbench.models.registry import label
 from workbench.plots import DETAIL
@@ -321,15 +320,13 @@ def _no_checkpoint(runs: Sequence[Entry]) -> str:
 
 def open_model(path: str, step: int) -> HookedModel:
     """The model of a run at a step; raises `WorkbenchError` whatever is wrong with its files."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ArchitectureAssumed)  # figures say so
-        try:
-            return Run.open(path).load(step)
-        except WorkbenchError:
-            raise
-        except Exception as error:
-            message = f"{Path(path).name} cannot be opened at step {step}: {type(error).__name__}"
-            raise WorkbenchError(message) from error
+    try:
+        return Run.open(path).load(step)
+    except WorkbenchError:
+        raise
+    except Exception as error:
+        message = f"{Path(path).name} cannot be opened at step {step}: {type(error).__name__}"
+        raise WorkbenchError(message) from error
 
 
 def answer(

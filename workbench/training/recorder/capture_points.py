@@ -112,7 +112,7 @@ def _alike(parts: nn.ModuleList | nn.Sequential) -> bool:
     """Whether a list holds modules with parts, all of one class or with a part of the same name."""
     names = [{name for name, child in part.named_children() if not _is_list(child)} for part in parts]
     one_class = len({type(part) for part in parts}) == 1 and all(any(part.children()) for part in parts)
-    shared = isinstance(parts, nn.ModuleList) and len(names) > 1 and bool(set.intersection(*names))
+    shared = isinstance(parts, nn.ModuleList) and bool(names and set.intersection(*names))
     return one_class or shared
 
 
