@@ -29,7 +29,7 @@ contracts: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 slow: $(VENV)/.installed-dev  ## browser, demo and other minutes-long tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 docs: $(VENV)/.installed-dev  ## regenerate the tables and pictures under docs/
 	$(BIN)/python docs/generate.py

@@ -105,7 +105,9 @@ def _read(path: Path) -> tuple[bytes, str]:
 
 def _document(files: Iterable[str]) -> bytes:
     """Streamlit's, which also says that the largest file will be needed, the one that draws: else it is asked for last of all."""
-    drawing = "".join(f'<link rel="modulepreload" crossorigin href="{path}">' for path in files if "/PlotlyChart." in path)
+    drawing = "".join(
+        f'<link rel="modulepreload" crossorigin href="{path}">' for path in files if "/PlotlyChart." in path
+    )
     head = HERE + STYLE + drawing.encode() + b"</head>"
     return (FRONT / "index.html").read_bytes().replace(b"</head>", head, 1)
 

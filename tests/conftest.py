@@ -26,6 +26,27 @@ def pytest_configure():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = (
+    "browser_everyone",
+    "demo",
+    "estimating",
+    "docs",
+    "compile",
+    "browser",
+    "studies",
+    "browser_tasks",
+    "analyses",
+    "killed",
+    "truth",
+)
+"""Files of minutes, taken first: what is left at the end are seconds, in which no process waits for another."""
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 def pytest_collection_finish():
     """What is imported by now stays to the end: the collector need not walk through it again and again."""
     import torch
