@@ -42,6 +42,7 @@ def test_checkpoints_against_the_loss_are_drawn_run_by_run():
     figure = plots.against_loss(against_loss(evidence(made, rows, losses(made, lambda of: 3.0)), [made[0]["run"]]))
     drawn = [trace for trace in figure.data if trace.x[0] is not None]
     assert [len(trace.x) for trace in drawn] == [3] * 4
+    assert figure.layout.yaxis.title.text == "share"
     assert [trace.marker.symbol[0] for trace in drawn] == ["circle-open"] * 4, "random init"
     assert {trace.marker.color for trace in drawn} == {plots.colour("transformer"), plots.colour("neutreno")}
     assert [t.name for t in figure.data if t.showlegend] == [plots.label("transformer"), plots.label("neutreno")]

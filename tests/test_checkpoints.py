@@ -141,6 +141,12 @@ def test_no_other_architecture_opens_as_a_llama(tiny, tmp_path, architecture):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_what_is_given_overrides_what_the_files_say(vanilla):
+    folder, _ = vanilla
+    assert workbench.load(folder).config.n_ctx == 128
+    assert workbench.load(folder, config={"n_ctx": 64}).config.n_ctx == 64
+
+
 def test_a_sharded_directory_loads(vanilla):
     folder, logits = vanilla
     tensors = load_file(folder / WEIGHTS)

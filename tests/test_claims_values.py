@@ -28,6 +28,9 @@ def test_a_probe_that_misses_a_lookup_decides_nothing():
         found = judged("token_information_is_preserved", made, rows + lookups, losses(made, lambda of: 2.7))
         assert found.status == status, found.sentence
     assert "97.0%" in found.sentence
+    deeper = per_layer(made, "token_probe", lambda of, n: 1.0 if n == 0 else 0.5, site="own_v", variant="of_ceiling")
+    found = judged("token_information_is_preserved", made, rows + deeper, losses(made, lambda of: 2.7))
+    assert found.status == "supported", "only the first layer's own values are a lookup"
 
 
 def test_a_gain_that_the_lower_loss_implies_is_not_supported():

@@ -302,6 +302,8 @@ def test_pieces_are_the_text(text: str) -> None:
     assert all(0 < len(piece) <= 16_000 for piece in found)
     if "\n" in text:
         assert all(piece.endswith("\n") for piece in found)
+    elif " " in text:
+        assert all(piece.endswith(" ") for piece in found)
 
 
 # the cache

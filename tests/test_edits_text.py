@@ -110,6 +110,12 @@ def test_what_a_model_or_a_prompt_lacks_is_refused_before_anything_stands(tiny, 
     assert not hooks_standing(model)
 
 
+@pytest.mark.parametrize("layer", [[True], [1.0], ["1"]])
+def test_numbers_that_are_not_whole_are_refused_in_objects_too(layer):
+    with pytest.raises(BadData, match="must be whole numbers"):
+        Sink(layer=layer)
+
+
 def test_prompts_that_do_not_fit_are_refused(tiny):
     model = tiny()
     with pytest.raises(BadData, match="16 and 9 tokens"), edited(model, "patch", tokens=some_tokens(), other=[1] * 9):

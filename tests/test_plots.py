@@ -105,6 +105,7 @@ def test_panels_of_one_unit_share_their_scales():
     maps = plots.plot(of(rows(), "sink_mass", step=20))
     assert {t.coloraxis for t in maps.data} == {"coloraxis"}
     assert (maps.layout.coloraxis.cmin, maps.layout.coloraxis.cmax) == (0, 1)
+    assert 1 < maps.layout.coloraxis.colorbar.x < 1.1, "right beside the map"
 
 
 def test_only_the_lowest_panel_of_each_column_names_its_axis():
@@ -250,6 +251,11 @@ def test_gradients_and_coefficients_are_drawn():
     assert norms.data[0].z[1, 0] == pytest.approx(np.log10(0.02), abs=1e-6)
     learned = plots.coefficients(frame)
     assert [t.name for t in learned.data] == ["embedding", "output of block 0"]
+    deeper = records(
+        {"run": "a", "architecture": "denseformer", "seed": 0, "metric": "coefficient", "part": "own", "layer": n, "step": s, "value": n}
+        for n in range(3) for s in (0, 1)
+    )  # fmt: skip
+    assert [t.yaxis for t in plots.coefficients(deeper).data] == ["y", "y2", "y3"], "a panel for each layer"
     assert plots.pace(frame).data[0].y[0] == pytest.approx(1000.5)
 
 

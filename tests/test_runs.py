@@ -142,6 +142,9 @@ def test_a_missing_or_exchanged_corpus_is_told(runs):
     moved.rename(corpus)
     with pytest.raises(BadCheckpoint, match="no readable corpus"):
         _ = run.data
+    for tokenizer in (None, runs / "no tokenizer"):
+        with pytest.raises(BadCheckpoint, match="is not under"):
+            open_data(run.info["data"] | {"hash": "f" * 16}, runs / CORPORA, tokenizer)
     for description in ({"kind": "moon"}, {"kind": "text", "hash": "../x"}, {"kind": "repeated"}, {}):
         with pytest.raises(BadCheckpoint, match="unknown data"):
             open_data(description, runs)

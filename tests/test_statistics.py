@@ -64,6 +64,11 @@ def test_bootstrap_over_documents_agrees_with_the_normal_interval_where_that_hol
     assert found.high == pytest.approx(values.mean() + 1.96 * se, abs=0.25 * se)
 
 
+def test_two_documents_have_an_interval_and_one_has_none():
+    assert (over_documents([1.0, 3.0]).low, over_documents([1.0, 3.0]).high) == (1, 3)
+    assert math.isnan(over_documents([1.0]).low)
+
+
 def test_equal_documents_have_an_interval_of_no_width():
     found = over_documents([2.0, 2.0, 2.0])
     assert (found.low, found.high, found.sign) == (2.0, 2.0, 1)
@@ -268,6 +273,8 @@ def test_formation_is_the_first_step_below_half_of_the_start():
     assert list(steps["formed"]) == ["step 2", "not formed"]
     assert steps["formation_step"].isna().tolist() == [False, True]
     assert steps["last_step"].tolist() == [3, 3]
+    unknown = formation_steps(copy_losses({("transformer", 0): [4.0, 1.0]}).assign(seed=None))
+    assert list(unknown["formed"]) == ["step 1"], "a run whose seed nothing says"
 
 
 def test_formation_without_a_copy_loss_is_refused():

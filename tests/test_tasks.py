@@ -7,7 +7,7 @@ import torch
 
 from workbench.data.opening import open_data
 from workbench.data.sources import BackcopyData, RepeatedData
-from workbench.data.tasks import BackcopyTokens, RepeatedTokens, backcopy_tokens, repeated_tokens
+from workbench.data.tasks import SHARPNESS, BackcopyTokens, RepeatedTokens, backcopy_tokens, repeated_tokens
 from workbench.errors import BadData, UnknownName
 
 
@@ -163,6 +163,9 @@ def test_the_chain_is_one_language_and_its_batches_are_drawn_by_seed_and_step() 
     assert not torch.equal(task.batch(3, 8, 16, 1), task.batch(3, 8, 16, 2))
     assert torch.equal(task.validation(4, 16), again.validation(4, 16))
     assert task.hash != BackcopyTokens(triggers=5).hash
+    odds = task.chain.double().log()[:, 1:]  # without the start token, which never follows
+    spread = odds[odds.isfinite().all(1)].std(1)
+    torch.testing.assert_close(spread.mean(), torch.tensor(SHARPNESS).double(), rtol=0.1, atol=0)
     with pytest.raises(BadData, match="leaves at most 61"):
         BackcopyTokens(triggers=62)
 

@@ -238,3 +238,6 @@ def test_impossible_sequences_are_refused(stream: TokenDocuments) -> None:
         stream.sequences(0, 5, seed=0)
     with pytest.raises(BadData, match="seed is -1"):
         stream.sequences(1, 5, seed=-1)
+    assert stream.sequences(1, 2, seed=0)[0].shape == (1, 2)
+    with pytest.raises(BadData, match="a length of 1 tokens predicts nothing"):
+        stream.sequences(1, 1, seed=0)

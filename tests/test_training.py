@@ -168,6 +168,13 @@ def test_what_is_written_down(uninterrupted):
     assert validation["step"].tolist() == [0, 4, 8]
     assert (validation["n"] == 4).all()
     assert validation["se"].notna().all()
+    of_loss = frame[(frame["metric"] == "gradient_norm") & frame["variant"].isna() & frame["layer"].notna()]
+    assert set(of_loss["step"]) == set(frame[frame["metric"] == "learning_rate"]["step"]), (
+        "at every step that is logged"
+    )
+    pace = frame[frame["metric"] == "tokens_per_second"]
+    tokens = pace["step"].diff().fillna(pace["step"]) * uninterrupted.train.batch * uninterrupted.train.T
+    assert 0 < (tokens / pace["value"]).sum() < 60, "seconds that so many tokens took"
     output = frame[(frame["metric"] == "gradient_norm") & (frame["variant"] == "output")]
     assert set(output["step"]) == {0, 4, 8}, "where it is validated"
     assert output["layer"].nunique() == uninterrupted.load().config.n_layers

@@ -159,12 +159,24 @@ def test_grids_subtract_only_where_their_axes_agree():
     assert len(plots.grid_table([("A", grid)])) == 1
 
 
+def test_a_map_much_wider_than_high_is_as_high_as_its_rows_need():
+    one = plots.Grid(np.ones((2, 3)), ["0", "1"], ["a", "b", "c"], "nats", "layer", "token")
+    wide = plots.Grid(np.ones((10, 30)), list("0123456789"), [str(i) for i in range(30)], "nats", "layer", "token")
+    assert plots.grids([("A", one)], "t", height=420).layout.height > 400
+    assert (
+        plots.grids([("A", wide)], "t").layout.height - plots.grids([("A", wide), ("B", wide)], "t").layout.height
+        < -400
+    )
+
+
 def test_equal_tokens_keep_columns_of_their_own():
     grid = plots.Grid(np.array([[1.0, 2.0]]), ["0"], ["a", "a"], "nats", "layer", "token")
     assert len(set(plots.grids([("A", grid)], "t").data[0].x)) == 2
 
 
 def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
+    with pytest.raises(WorkbenchError, match="no checkpoints to play over"):
+        plots.timelapse([])
     lapse = timelapse(
         layers, ask, Link("depth", {"metric": "importance_entropy", "a": "text-resformer-s0", "compare": "1"})
     )

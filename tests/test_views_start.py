@@ -246,6 +246,14 @@ def test_verdicts_are_those_of_an_analysis_and_nothing_is_measured(ask, monkeypa
     assert "token_probe" in probe.missing
 
 
+def test_the_bar_of_judging_ends_where_its_work_ends(ask):
+    told = []
+    start.verdicts._judged(ask.group(link("verdicts", a=A)), lambda *done: told.append(done))
+    done, of_all = zip(*told, strict=True)
+    assert list(done) == list(range(1, of_all[0] + 1))
+    assert set(of_all) == {len(done)}
+
+
 def test_a_run_whose_records_are_damaged_is_named_beside_the_verdicts_on_the_others(ask, tmp_path):
     for entry in ask.group(link("verdicts", a=A)):
         shutil.copytree(entry.path, tmp_path / entry.name)

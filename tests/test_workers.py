@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,6 +74,19 @@ def test_ctrl_c_in_a_worker_ends_them_all_and_is_no_failure_of_a_job(monkeypatch
     with pytest.raises(KeyboardInterrupt):
         run_jobs([Job("a", stopped)], 1, lambda job, error: heard.append(error))
     assert not heard
+
+
+def test_ctrl_c_in_a_worker_leaves_no_job_that_had_not_begun(monkeypatch):
+    threads(monkeypatch)
+    begun = []
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    waiting = [Job(str(i), lambda i=i: begun.append(i) or time.sleep(0.05)) for i in range(50)]
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([Job("stopped", stopped, cost=9.0), *waiting], 1, lambda job, error: None)
+    assert len(begun) < 10
 
 
 @pytest.mark.parametrize("before", ["7", None])

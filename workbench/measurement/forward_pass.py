@@ -114,8 +114,6 @@ def _hook_of(alias: str, layer: Any, model: Transformer) -> str | None:
     n_layers = model.config.n_layers
     if not ACTIVATIONS[alias].per_layer:
         return ACTIVATIONS[alias].hook
-    if layer is None or (alias != "stream" and layer in (n_layers, "final")):
-        return None
     name = stream_hook(layer, n_layers) if alias == "stream" else ACTIVATIONS[alias].hook.format(layer=layer)
     return name if name in model.hook_dict else None
 

@@ -283,8 +283,7 @@ class Store:
         """
         versions = pd.Series(_versions(frame["provenance"])).groupby(frame["metric"].to_numpy()).max()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder / ".lock", timeout=60):
+            with FileLock(self.folder / ".lock", timeout=60):  # which makes the folder
                 # the records last: a measurement counts as done once they stand, so its samples must stand before
                 for kind, new, columns in ((".samples", samples, SAMPLE_COLUMNS), ("", frame, COLUMNS)):
                     path = self._path(weights, data, kind)

@@ -33,7 +33,7 @@ class Interval:
     high: float
     n: int
     p: float = math.nan
-    each: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    each: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def sign(self) -> int:

@@ -59,10 +59,8 @@ def _alternate(
     size, before, found = float(u.norm()), float("inf"), None
     for _ in range(_STEPS):
         part = x / divisor
-        shift, rest, made = torch.zeros_like(u[0]), part, u
-        if shifted:
-            rest, made = part - part.mean(0), u - u.mean(0)
-        gain = (rest * made).sum(0) / rest.square().sum(0).clamp_min(1e-300)
+        shift, rest = torch.zeros_like(u[0]), part - part.mean(0) if shifted else part
+        gain = (rest * u).sum(0) / rest.square().sum(0).clamp_min(1e-300)
         if shifted:
             shift = u.mean(0) - gain * part.mean(0)
         left = float((gain * part + shift - u).norm()) / size
