@@ -10,10 +10,12 @@ import sys
 
 import dashboard
 import figure_outputs
+import pandas as pd
 import pytest
 import torch
 from app_pages import APP, COMPARE, DEEP, FIGURES, FOLDERS, address, chart, charts, elements, ignored, numbers, said
 
+from app import page_frame
 from workbench import plots
 from workbench.models import ARCHITECTURES
 from workbench.runs.records import load_records
@@ -319,3 +321,9 @@ def test_a_model_shown_by_default_that_goes_away_is_announced(page, populated, t
     shown = at.selectbox(key="w_a").value
     assert shown != gone
     assert [t.value for t in at.toast] == [f"Model A: {gone} is no longer there; {shown} is shown."]
+
+
+def test_provenance_is_told_of_the_tables_that_have_some():
+    told = pd.DataFrame({"run": ["a"], "step": [3], "provenance": [dashboard.known(metric="loss", weights="w")]})
+    (found,) = page_frame.provenance([pd.DataFrame({"value": [1.0]}), told]).to_dict("records")
+    assert (found["run"], found["step"], found["metric"]) == ("a", "3", "loss")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from app import run_table
 from workbench.files import write_json
 from workbench.runs.records import records, write_parquet
 from workbench.runs.run import Run
@@ -122,3 +123,12 @@ def test_a_run_that_has_written_nothing_says_when_it_will(page, tmp_path):
     recording(tmp_path, "mine", 2)
     (tmp_path / "mine" / "telemetry" / "000000-000032.parquet").unlink()
     assert "written nothing yet" in said(page(tmp_path))
+
+
+@pytest.mark.parametrize(("asked", "told"), [("m1,m2", []), ("m1,gone", ["models"]), ("", [])])
+def test_models_that_a_link_names_and_that_are_not_there_are_said(asked, told, monkeypatch):
+    said, names = [], [f"m{i}" for i in range(run_table.FIRST + 1)]
+    monkeypatch.setattr(run_table.widgets, "warn_ignored", said.append)
+    monkeypatch.setattr(run_table.st, "query_params", {"models": asked})
+    assert run_table._asked(names) == [name for name in asked.split(",") if name in names]
+    assert said == told

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -16,7 +17,9 @@ from workbench import distributed
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import RepeatedData
 from workbench.errors import WorkbenchError
+from workbench.measurement import forward_pass
 from workbench.measurement.measuring import measure
+from workbench.metrics import METRICS as ALL
 from workbench.training.loop import train
 
 MODEL = ModelConfig(n_layers=2, d_model=16, n_heads=2, d_mlp=24, d_vocab=64, n_ctx=64)
@@ -70,6 +73,27 @@ def test_two_processes_measure_what_one_measures(tmp_path):
         assert first[column].to_numpy() == pytest.approx(alone[column].to_numpy(), rel=1e-6, abs=1e-9, nan_ok=True)
     kept = [sorted(p.name for p in (made[where].path / "records").glob("*.parquet")) for where in ("one", "two")]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("name", ["effective_rank", "value_norm"])
+def test_what_two_processes_found_is_what_one_would_have(name, monkeypatch):
+    """Sums are merged fold by fold, and numbers of single documents stand in the documents' order, batch by batch in turn."""
+    vectors = torch.randn(4, 6, 2, 3, generator=torch.Generator().manual_seed(0))
+    sample = SimpleNamespace(ids=torch.zeros(4, 6, dtype=torch.long), documents=range(4))
+
+    def fed(*batches):
+        (first, *_) = forward_pass.reductions_of(ALL[name], ["v"])
+        for batch in batches:
+            first.feed(1, {"v": vectors[batch : batch + 1]}, range(batch, batch + 1))
+        return first
+
+    whole, mine, other = fed(0, 1, 2, 3), fed(0, 2), fed(1, 3)
+    monkeypatch.setattr(distributed, "all_gather", lambda parts: [parts, [other.parts]])
+    forward_pass._exchange([mine])
+    found, alone = (pd.DataFrame(forward_pass.rows_of(of, sample, 2)) for of in (mine, whole))
+    pd.testing.assert_frame_equal(found, alone)
+    if name == "value_norm":
+        assert torch.cat(mine.parts[1]).equal(torch.cat(whole.parts[1]))
 
 
 def test_alone_nothing_is_shared():

@@ -259,6 +259,13 @@ def test_gradients_and_coefficients_are_drawn():
     assert plots.pace(frame).data[0].y[0] == pytest.approx(1000.5)
 
 
+def test_panels_with_labels_of_their_own_stand_further_apart():
+    alike = [(str(i), pd.DataFrame(np.ones((3, 2)), columns=[0, 1])) for i in range(4)]
+    apart = [*alike[:3], ("3", pd.DataFrame(np.ones((3, 2)), columns=[0, 2]))]
+    heights = [training._maps(grids, "at", compare=False, height=100).layout.height for grids in (alike, apart)]
+    assert heights[1] - heights[0] == 2 * (96 - 40), "two rows of panels"
+
+
 # ---- words and files -------------------------------------------------------------------------------------------------
 
 

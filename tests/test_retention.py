@@ -319,5 +319,7 @@ def test_bits_of_a_perfect_and_of_a_useless_probe_by_hand():
     assert best == pytest.approx((math.log2(6 / 4) + math.log2(6 / 2) + 0) / 3)
     assert bits == pytest.approx(best, abs=1e-4)
     assert accuracy == pytest.approx(2 / 3)
+    misled, said = torch.tensor([[0.0, 50.0], [50.0, 0.0]]), torch.tensor([0, 1])
+    assert prior.judged((misled, said), [(misled, said)])[0, 0] == 0, "scores that mislead are not listened to"
     nothing = prior.log_p[:2].expand(3, 2)
     assert prior.judged((nothing, y), [(nothing, y)])[0, 0] == pytest.approx(0.0, abs=1e-6)

@@ -22,6 +22,7 @@ from workbench.runs.run import runs_folder
 from workbench.views import serving
 
 pytest.importorskip("streamlit")
+from app import settings
 from app.server import AGAIN, FRONT, Aside
 
 
@@ -223,3 +224,12 @@ def test_what_cannot_be_a_folder_of_runs_is_said_in_a_sentence(tmp_path):
         serving.make_folder(tmp_path / "file")
     with pytest.raises(WorkbenchError, match=r"loop cannot be the folder of runs"):
         serving.make_folder(runs_folder(tmp_path / "loop"))
+
+
+def test_a_guard_that_streamlit_does_not_know_is_no_guard(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "SETTINGS", tmp_path / "settings.toml")
+    (tmp_path / "settings.toml").write_text("[server]\nnot_an_option = 1")
+    with pytest.raises(RuntimeError, match=r"this Streamlit does not take server\.not_an_option"):
+        settings.apply()
+    monkeypatch.undo()
+    settings.apply()
