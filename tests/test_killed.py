@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from analyses.common import QUICK_MODEL, quick_runs
+from workbench import cli
 from workbench.config import TrainConfig
 from workbench.console import status, time_left
 from workbench.data.sources import RepeatedData
@@ -72,6 +73,18 @@ def test_ctrl_c_that_lands_in_a_destructor_is_heard_at_the_next_sign_of_progress
         with pytest.raises(KeyboardInterrupt):
             progress("step 2")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_that_lands_in_a_destructor_prints_nothing_and_other_errors_there_do(monkeypatch, capsys):
+    class Broken:
+        def __del__(self):
+            raise ValueError("broken")
+
+    monkeypatch.setattr(sys, "unraisablehook", cli._dropped)
+    Interrupted()
+    assert capsys.readouterr().err == ""
+    Broken()
+    assert "ValueError: broken" in capsys.readouterr().err
 
 
 def test_what_jobs_return_is_heard(forkserver):

@@ -38,12 +38,18 @@ def _one_sentence(message: Warning | str, category: type[Warning], *where: Any, 
     return f"workbench: {message}\n" if ours else _standard(message, category, *where, **more)
 
 
+def _dropped(what: sys.UnraisableHookArgs) -> None:
+    """Ctrl-C that lands in a destructor, which Python drops, is heard at the next sign of progress: nothing to print."""
+    if what.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(what)
+
+
 def main() -> None:
     """Run a command; what a user can cause is one sentence on stderr and exit code 2, Ctrl-C is 130."""
     from workbench.errors import WorkbenchError
 
     signal.signal(signal.SIGTERM, _terminated)
-    warnings.formatwarning = _one_sentence
+    warnings.formatwarning, sys.unraisablehook = _one_sentence, _dropped
     try:
         app()
     except WorkbenchError as error:
