@@ -2,11 +2,15 @@
 
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
-from verdict_rates import NOISE, OUT, TABLES, choices, rates
+import verdict_rates
+from planted import evidence
+from verdict_rates import NOISE, OUT, TABLES, Rule, choices, rates
 
 from workbench.claims import CLAIMS
+from workbench.claims import verdict as verdicts
 
 MOST = 6.0  # per cent of verdicts that may be false
 
@@ -18,12 +22,39 @@ def test_every_claim_that_can_be_judged_has_its_rates_on_the_page():
     assert (told[["supported", "one part false", "refuted"]].fillna(0) <= MOST).all(axis=None)
 
 
+@pytest.mark.parametrize("name", NOISE)
+def test_one_seed_decides_nothing_and_two_decide_nothing(name, monkeypatch):
+    for seeds in (1, 2):
+        monkeypatch.setattr(verdict_rates, "SEEDS", seeds)
+        found = CLAIMS[name].judge(evidence(*NOISE[name](np.random.default_rng(seeds))))
+        assert found.status in ("unresolved", "not_checkable", "gated"), found.sentence
+        assert math.isnan(found.p), "no odds of what nothing was tested on"
+
+
+def test_the_simulation_sees_a_rule_that_refutes_where_any_part_is_contrary(monkeypatch):
+    """Five rivals at 2.5 % each, without the correction for their number: more than 6 % of nulls are refuted."""
+    rule = Rule("value_path_is_the_place", np.random.default_rng(0))
+    tables = rule.tables(4000, 3, np.zeros(len(rule.signs)), np.random.default_rng(1))
+    assert 100 * (rule.decide(tables) < 0).mean() <= MOST
+    assert rule.agrees(tables[:50])
+    monkeypatch.setattr(verdicts, "decide", _uncorrected)
+    assert not rule.agrees(tables[:50])
+    refuted = [status == "refuted" for status in rule.said(tables)]
+    assert 100 * np.mean(refuted) > MOST
+
+
+def _uncorrected(parts, expected, **more):
+    """What every part says by itself, and the worst of it as the verdict."""
+    said = [interval.sign * sign for interval, sign in zip(parts.values(), expected, strict=True)]
+    return "refuted" if -1 in said else "supported" if set(said) == {1} else "unresolved", 0.05
+
+
 @pytest.mark.slow
 def test_false_verdicts_are_as_rare_as_the_page_says():
     found, told = pd.DataFrame([*rates(), *choices()]), pd.read_csv(OUT)
-    error = 100 * math.sqrt(0.05 * 0.95 / TABLES)
+    assert TABLES >= 20_000, "0.15 points of error, so that rates of at most 5 lie well below the limit"
     for column in ("supported", "one part false", "refuted"):
-        assert (found[column].fillna(0) <= MOST + 3 * error).all(), found[["claim", "seeds", column]].to_string()
+        assert (found[column].fillna(0) <= MOST).all(), found[["claim", "seeds", column]].to_string()
     both = found.merge(told, on=["claim", "seeds"], suffixes=("", " told"))
     assert len(both) == len(told) == len(found)
     for column in (
