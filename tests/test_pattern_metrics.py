@@ -8,7 +8,9 @@ import pytest
 import torch
 from tensors import seeded
 
+from workbench import plots
 from workbench.kernels.attention import attention_reference, attention_statistics
+from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.metrics.attention import (
     ConcentrationParts,
@@ -210,3 +212,11 @@ def test_value_weighted_importance_ignores_positions_without_value():
     sums = torch.tensor([[[2.0, 0.5, 0.5], [2.5, 0.25, 0.25]]])
     expected = [0, 0.75 * 4 / (0.75 * 6), 0.75 * 2 / (0.75 * 6)]
     assert value_weighted_importance(sums, v)[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("copies", "told"), [(1, True), (2, False)])
+def test_figures_say_first_that_text_without_repetition_tells_nothing_of_copying(tiny, copies, told):
+    half = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
+    rows = measure(tiny(), "induction_score", half.repeat(1, copies))
+    said = plots.plot(rows).layout.title.subtitle.text
+    assert said.startswith("these documents do not say everything twice") == told

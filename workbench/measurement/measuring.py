@@ -194,9 +194,16 @@ def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[s
         reading=item.reading, key=key, weights=subject.weights, data=sample.hash, version=item.version,
         assumed=subject.model.assumed, torch=torch.__version__.split("+")[0], python=platform.python_version(),
         device=str(weight.device.type), dtype=str(weight.dtype).removeprefix("torch."), **_streaming(subject.model, item),
+        **_doubt(item, sample),
     )  # fmt: skip
     shared = {"metric": item.name, "data": sample.label, "T": sample.ids.shape[1], "provenance": origin}
     return subject.axes | shared
+
+
+def _doubt(item: Measure, sample: Sample) -> dict[str, str]:
+    """Why the numbers say nothing on these tokens, where that is so."""
+    said = item.doubt(sample.ids) if isinstance(item, Metric) and item.doubt else ""
+    return {"doubt": said} if said else {}
 
 
 def _streaming(model: Transformer, item: Measure) -> dict[str, str]:

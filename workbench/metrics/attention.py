@@ -269,9 +269,15 @@ def null_mass(null: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch hea
     return null.mean(-1)
 
 
+def _does_not_repeat(tokens: Int[Tensor, "batch pos"]) -> str:
+    period = tokens.shape[1] // 2
+    again = (tokens[:, period : 2 * period] == tokens[:, :period]).float().mean()
+    return "" if again > 0.5 else "these documents do not say everything twice, so of copying the numbers say nothing"
+
+
 @metric(
     unit="share", range="0..1", reading="higher: the head copies what followed last time", min_length=4,
-    source="Olsson et al. 2022, In-context Learning and Induction Heads",
+    source="Olsson et al. 2022, In-context Learning and Induction Heads", doubt=_does_not_repeat,
     variants={"previous": {"previous": True}},
     controls={"uniform_causal": lambda T: (harmonic(T) - harmonic(T // 2)) / (T - T // 2)},
 )  # fmt: skip

@@ -49,6 +49,7 @@ class Metric:
     folds: int = 8
     min_length: int = 1
     version: int = 1
+    doubt: Callable[[Tensor], str] | None = None
 
     @property
     def name(self) -> str:
@@ -106,6 +107,7 @@ def metric(
     folds: int = 8,
     min_length: int = 1,
     version: int = 1,
+    doubt: Callable[[Tensor], str] | None = None,
 ) -> Callable[[F], F]:
     """Register a measure under its own name.
 
@@ -114,13 +116,14 @@ def metric(
     `units`: unit of a variant where it differs. `folds`: jackknife groups of documents behind an accumulated value's error.
     `version`: raised whenever the metric's numbers change, through its own code or through a model's or kernel's; stored
     records of an older version are then measured anew, and only those.
+    `doubt`: of token ids [batch, pos], why the numbers say nothing there, or ""; stands under every figure of them.
     Raises if the name is taken, an argument is no activation or an axis no column of the records.
     """
 
     def register(function: F) -> F:
         made = Metric(
             function, _form(function), unit, range, reading, source, sites, variants or {}, controls or {}, units or {},
-            folds, min_length, version,
+            folds, min_length, version, doubt,
         )  # fmt: skip
         if made.name in METRICS:
             raise ValueError(f"metric {made.name!r} is registered already")

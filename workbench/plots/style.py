@@ -154,7 +154,10 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
     assumed = set(measured.loc[measured["provenance"].isin(guessed), "architecture"]) if guessed else set()
     if assumed:
         say.append(f"architecture assumed: {', '.join(map(label, ordered(assumed)))}")
-    return wrapped("; ".join(s for s in (*say, *extra) if s), 125)
+    doubts = dict.fromkeys(
+        facts(text)["doubt"] for text in measured["provenance"].dropna().unique() if '"doubt":' in text
+    )
+    return wrapped("; ".join(s for s in (*doubts, *say, *extra) if s), 125)
 
 
 def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure:
