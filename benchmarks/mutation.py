@@ -33,6 +33,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copies = [copied(asked.tree.resolve(), Path(folder) / str(job) / "tree") for job in range(asked.jobs)]
         rows = asked.out / "mutants.jsonl"
-        if asked.again:
-            kept = [row for row in rows.read_text().splitlines() if json.loads(row)["outcome"] in CAUGHT]
-            rows.write_text("".join(f"{row}\n" for row in kept))
-        tests = covered(copies, asked.out / "tests.json")
+        before = [json.loads(row) for row in rows.read_text().splitlines()] if rows.exists() else []
         chosen = choose(copies[0], asked.each, asked.seed)  # the tree may have gone on since
-        done = {json.loads(row)["key"] for row in rows.read_text().splitlines()} if rows.exists() else set()
-        left = iter([mutant for mutant in chosen if mutant.key() not in done])
+        if asked.again:  # the same ones, as far as their places still stand
+            keys, same = {row["key"] for row in before}, json.loads(REASONS.read_text(encoding="utf-8"))
+            chosen = [mutant for room in places(copies[0]) for mutant in room if mutant.key() in keys]
+            before = [row for row in before if row["outcome"] in CAUGHT or row["key"] in same]
+            rows.write_text("".join(f"{json.dumps(row)}\n" for row in before))
+        tests = covered(copies, asked.out / "tests.json")
+        left = iter([mutant for mutant in chosen if mutant.key() not in {row["key"] for row in before}])
         run_jobs(copies, lambda copy: start_next(copy, left, tests, asked.cap, rows))
     print(table([json.loads(row) for row in rows.read_text().splitlines()], {mutant.key() for mutant in chosen}))
     return 0
@@ -87,11 +90,14 @@ def main() -> int:
 
 def choose(tree: Path, each: int, seed: int) -> list[Mutant]:
     """`each` of every room, one room after the other in turn."""
-    rooms = []
-    for room in ROOMS.values():
-        files = sorted((tree / room).rglob("*.py"))
-        rooms.append(sample([mutant for file in files for mutant in mutants_of(tree, file)], each, seed))
+    rooms = [sample(room, each, seed) for room in places(tree)]
     return [room[i] for i in range(each) for room in rooms if i < len(room)]
+
+
+def places(tree: Path) -> list[list[Mutant]]:
+    """All mutants of every room."""
+    rooms = [sorted((tree / room).rglob("*.py")) for room in ROOMS.values()]
+    return [[mutant for file in files for mutant in mutants_of(tree, file)] for files in rooms]
 
 
 def copied(tree: Path, to: Path) -> Path:
@@ -301,14 +307,18 @@ class Cap:
     """A pytest plugin: ends the session when its CPU seconds are spent."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.seconds, self.failed = seconds, False
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         yield
 
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """One that hangs fails once its time is up, which is longer than the cap: caught all the same."""
+        self.failed |= report.failed
+
     def pytest_runtest_logfinish(self) -> None:
-        if spent() > self.seconds:
+        if spent() > self.seconds and not self.failed:
             import pytest
 
             pytest.exit("the cap", returncode=0)
@@ -340,12 +350,8 @@ def start_next(copy: Path, left: Iterator[Mutant], tests: Tests, cap: float, row
         print(f"{outcome:9} {row['seconds']:6} s  {mutant.path}:{mutant.line} {mutant.kind}", flush=True)
 
     write(file, mutant.applied(source))
-    pid = (
-        forked(copy, ["-x", *chosen], Cap(cap), copy.parent / "log")
-        if chosen
-        else os.spawnlp(os.P_NOWAIT, "true", "true")
-    )
-    return Running(pid, begin + 5 * cap + 120, finish)
+    tested = partial(forked, copy, ["-x", *chosen], Cap(cap), copy.parent / "log")
+    return Running(tested() if chosen else os.spawnlp(os.P_NOWAIT, "true", "true"), begin + 5 * cap + 120, finish)
 
 
 def write(file: Path, text: str) -> None:
@@ -357,11 +363,8 @@ def write(file: Path, text: str) -> None:
 def lines_of(source: str, mutant: Mutant) -> range:
     """The lines whose tests matter: the statement's own, or for one that runs on import the whole function or file."""
     whole = ast.parse(source)
-    around = [
-        node
-        for node in ast.walk(whole)
-        if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= (node.end_lineno or 0)
-    ]
+    statements = (node for node in ast.walk(whole) if isinstance(node, ast.stmt))
+    around = [node for node in statements if node.lineno <= mutant.line <= (node.end_lineno or 0)]
     if not mutant.always:
         if not around:  # a decorator of a function in a function stands before it
             return range(mutant.line, mutant.last + 1)
@@ -387,9 +390,8 @@ def table(rows: list[dict[str, Any]], keys: set[str]) -> str:
         text.append(f"| {room} | {len(mine)} | {caught} | {shares[0]} | {equal} | {shares[1]} |")
     for row in rows:
         if row["outcome"] not in CAUGHT and row["key"] not in reasons:
-            text.append(
-                f"{row['outcome']}: {row['path']}:{row['line']} ({row['kind']}) {row['before']!r} -> {row['text']!r}"
-            )
+            at = f"{row['path']}:{row['line']} ({row['kind']})"
+            text.append(f"{row['outcome']}: {at} {row['before']!r} -> {row['text']!r}")
     return "\n".join(text)
 
 
