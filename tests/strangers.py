@@ -40,7 +40,8 @@ def eagerly(form):
             return torch.einsum("bhij,bhjd->bhid", scores.masked_fill(future, float("-inf")).softmax(-1), v)
         if form == "ellipsis":
             scores = torch.einsum("...id,...jd->...ij", q, k) * scale
-            return torch.einsum("...ij,...jd->...id", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+            pattern = scores.masked_fill(future, float("-inf")).softmax(-1)
+            return torch.einsum("...jd,...ij->...id", v, pattern)
         if form == "baddbmm":
             bias = torch.zeros(t, t).masked_fill(future, float("-inf"))
             flat = [x.reshape(-1, t, x.shape[-1]) for x in (q, k, v)]

@@ -165,6 +165,8 @@ def test_parts_are_what_they_are_called():
     assert told["total"] == told.drop("total").sum()
     twice = training_memory("transformer", model, TrainConfig(steps=3, batch=2 * batch, T=T)).set_index("part")["bytes"]
     assert twice["activations"] == pytest.approx(2 * told["activations"], rel=0.1)
+    least = training_memory("transformer", model, TrainConfig(steps=3, batch=1, T=2)).set_index("part")["bytes"]
+    assert least["activations"] < 1.1 * least["weights"], "two tokens: new gradients, and not the weights once more"
 
 
 def test_what_cannot_be_estimated_is_refused():

@@ -32,7 +32,7 @@ def edited(layer, change):
     return large(GPT(LAMBDAS, attend))
 
 
-@pytest.mark.parametrize("form", [None, "torch", "einsum", "baddbmm"])
+@pytest.mark.parametrize("form", [None, "torch", "einsum", "ellipsis", "baddbmm"])
 @torch.no_grad()
 def test_replaced_values_queries_and_keys_run_as_if_the_module_were_rewritten(form, ids):
     observed = see(large(GPT(LAMBDAS, eagerly(form)) if form else GPT(LAMBDAS)), ids)

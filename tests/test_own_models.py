@@ -65,6 +65,7 @@ def test_another_librarys_model_becomes_a_run_that_computes_what_it_did(another)
         torch.testing.assert_close(model(ids), module(ids).logits, atol=0, rtol=0)
         assert model.source["step"] == step
     assert run.weights_hash(5) != run.weights_hash(10)
+    assert run.info["imported"]["assumed"] is False, "what it computes is the module's own, whatever it is called"
     assert run.load("last").tokenizer is not None
     with pytest.raises(NotCovered, match="architecture would be settings of ours"):
         workbench.load(run.path, architecture="resformer")
