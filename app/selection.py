@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import streamlit as st
 
@@ -10,7 +11,8 @@ from app import widgets
 from app.cached_source import cached_source
 from workbench.models.registry import label
 from workbench.plots import DETAIL
-from workbench.runs.catalogue import Entry
+from workbench.runs.catalogue import Entry, told_apart
+from workbench.runs.run import is_study
 from workbench.views import Link
 
 MODEL_PX, STEP_PX = 170, 120
@@ -54,11 +56,13 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     asked = st.query_params.get("a")
     of_a = next((e.group for e in source.catalogue().entries if e.name == asked), None)
     default = default or (of_a if of_a and "set" not in st.query_params else source.group(Link(page))[0].group)
+    known = tuple((name, runs[0].path, runs[0].stamp) for name, runs in groups.items())
+    apart = source.keep(("told apart", known), lambda: told_apart(groups))
     group = widgets.choose(
-        "Experiment", "set", list(groups), default, show=lambda g: _titled(groups[g]),
+        "Experiment", "set", list(groups), default, show=lambda g: _titled(groups[g], apart[g]),
         help="Runs of one data, shape and recipe: what may be compared", clears=("a", "step", "b", "step_b", "by", "find", "models"),
     )  # fmt: skip
-    st.caption(widgets.escaped(groups[group][0].title))
+    st.caption(widgets.escaped(", ".join(filter(None, (groups[group][0].title, apart[group])))))
     if not any(e.steps for e in groups[group]):
         st.caption(_without_checkpoints(groups[group]))
     return str(group)
@@ -104,9 +108,11 @@ def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
 
 
-def _titled(runs: list[Entry]) -> str:
-    """An experiment in the few words that a select box shows; its title stands below."""
-    return f"{runs[0].kind}: {len(runs)} run{'s' if len(runs) > 1 else ''}"
+def _titled(runs: list[Entry], apart: str) -> str:
+    """An experiment in the few words that a select box shows: its study or data, and what sets it apart."""
+    folder = Path(runs[0].path).parent
+    name = folder.name if is_study(folder) else runs[0].kind
+    return f"{name}{', ' if apart else ''}{apart}: {len(runs)} run{'s' if len(runs) > 1 else ''}"
 
 
 def _run_words(entries: dict[str, Entry]) -> Callable[[str], str]:

@@ -14,7 +14,7 @@ from dashboard import TRAIN
 import workbench.runs.catalogue as catalogue_module
 from workbench.errors import UnknownName
 from workbench.files import digest
-from workbench.runs.catalogue import INDEX, catalogue
+from workbench.runs.catalogue import INDEX, catalogue, told_apart
 from workbench.runs.run import Run
 
 
@@ -73,6 +73,24 @@ def test_runs_that_differ_in_an_option_are_told_apart(runs, values, said):
         path.write_text(json.dumps(info | {"options": {"lambda_v1": value}}))
     series = {e.name: e.series for e in catalogue(runs).entries}
     assert [series["c"], series["d"]] == [f"resformer {told}" for told in said]
+
+
+def test_experiments_are_told_apart_by_what_most_of_their_kind_have_otherwise(runs):
+    for name, change in (
+        ("c", {"train": {"lr": 0.5}}),
+        ("d", {"model": {"n_layers": 4}, "train": {"steps": 7}}),
+        ("e", {}),
+    ):
+        dashboard.run(runs, name, "transformer", 0, "text", steps=())
+        path = runs / name / "run.json"
+        info = json.loads(path.read_text())
+        path.write_text(json.dumps(info | {part: info[part] | values for part, values in change.items()}))
+    groups = {}
+    for entry in catalogue(runs).entries:
+        groups.setdefault(entry.group, []).append(entry)
+    assert {runs[0].name: told for runs, told in zip(groups.values(), told_apart(groups).values(), strict=True)} == {
+        "a": "", "c": "rate 0.5", "d": "4 layers, 7 steps",
+    }  # fmt: skip
 
 
 def test_only_what_changed_is_read_again(runs, monkeypatch):

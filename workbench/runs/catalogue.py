@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -216,6 +216,49 @@ def _with_series(entries: list[Entry]) -> Iterable[Entry]:
         differing = sorted(k for k in mine if any(other.options.get(k) != mine[k] for other in alike))
         suffix = "".join(f" {k}={_in_short(mine[k])}" for k in differing)
         yield dataclasses.replace(entry, series=entry.architecture + suffix)
+
+
+SAID = {
+    "lr": "rate {}", "n_layers": "{} layers", "d_model": "width {}", "n_heads": "{} heads", "d_mlp": "MLP of {}", "steps": "{} steps", "batch": "batch {}",
+    "T": "T {}", "vocabulary": "vocabulary {}", "triggers": "{} triggers", "bos": "start token {}",
+    "shortest": "distances from {}",
+}  # fmt: skip
+"""What experiments may differ in, in words; other settings are told by their names."""
+FOLLOWS = (
+    "n_key_value_heads",
+    "d_vocab",
+    "hash",
+    "save_every",
+    "validate_every",
+    "log_every",
+    "checkpoints",
+    "warmup",
+    "domains",
+    "kind",
+)
+"""Settings that say what others say, or how much is kept."""
+
+
+def told_apart(groups: Mapping[str, Sequence[Entry]]) -> dict[str, str]:
+    """What each experiment has that most of its kind of data have not, as `8 layers, rate 0.002`: read of one run of each."""
+    settings: dict[str, dict[str, dict[str, Any]]] = {}
+    for group, runs in groups.items():
+        info = Run.open(runs[0].path).info
+        parts = (info.get(what) or {} for what in ("data", "model", "train"))
+        flat = {key: value for part in parts for key, value in part.items() if key not in FOLLOWS}
+        settings.setdefault(runs[0].kind, {})[group] = flat
+    return {group: _apart(flat, list(alike.values())) for alike in settings.values() for group, flat in alike.items()}
+
+
+def _apart(mine: dict[str, Any], alike: list[dict[str, Any]]) -> str:
+    """The settings that are not those of most."""
+    values = {key: [other.get(key) for other in alike] for key in {**SAID, **mine}}
+    differing = [key for key, all_ in values.items() if mine.get(key) != max(all_, key=all_.count)]
+    plain = (SAID.get(key, f"{key.replace('_', ' ')} {{}}") for key in differing)
+    return ", ".join(
+        text.format("none" if (value := mine.get(key)) is None else value)
+        for key, text in zip(differing, plain, strict=True)
+    )
 
 
 def _in_short(value: Any) -> str:
