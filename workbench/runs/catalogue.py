@@ -219,23 +219,14 @@ def _with_series(entries: list[Entry]) -> Iterable[Entry]:
 
 
 SAID = {
-    "lr": "rate {}", "n_layers": "{} layers", "d_model": "width {}", "n_heads": "{} heads", "d_mlp": "MLP of {}", "steps": "{} steps", "batch": "batch {}",
-    "T": "T {}", "vocabulary": "vocabulary {}", "triggers": "{} triggers", "bos": "start token {}",
+    "lr": "rate {}", "n_layers": "{} layers", "d_model": "width {}", "n_heads": "{} heads", "d_mlp": "MLP of {}", "steps": "{} steps",
+    "batch": "batch {}", "T": "T {}", "vocabulary": "vocabulary {}", "triggers": "{} triggers", "bos": "start token {}",
     "shortest": "distances from {}",
 }  # fmt: skip
 """What experiments may differ in, in words; other settings are told by their names."""
 FOLLOWS = (
-    "n_key_value_heads",
-    "d_vocab",
-    "hash",
-    "save_every",
-    "validate_every",
-    "log_every",
-    "checkpoints",
-    "warmup",
-    "domains",
-    "kind",
-)
+    "n_key_value_heads", "d_vocab", "hash", "save_every", "validate_every", "log_every", "checkpoints", "warmup", "domains", "kind",
+)  # fmt: skip
 """Settings that say what others say, or how much is kept."""
 
 
