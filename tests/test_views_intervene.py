@@ -268,3 +268,11 @@ def test_patching_everything_at_the_last_stream_brings_the_answer_back(source, m
 def test_edits_that_cannot_be_made_are_refused_in_words(source, name, options, error, word):
     with pytest.raises(error, match=word):
         drawn(source, name, **options)
+
+
+def test_without_a_change_the_loss_of_each_token_is_drawn_as_it_is(source):
+    bare, changed = drawn(source, "effect"), drawn(source, "effect", edits="values:how=zero")
+    np.testing.assert_array_equal(bare.figure.data[0].y, changed.table["before"])
+    assert "nothing is changed yet" in bare.figure.layout.title.text
+    assert bare.figure.layout.yaxis.title.text == "loss, nats"
+    assert (bare.table["change"] == 0).all()

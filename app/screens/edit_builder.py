@@ -18,7 +18,7 @@ def edit_builder(link: Link) -> None:
     """What to change, where, in plain words; adds to the text below."""
     entry = cached_source().subjects(link)[0].entry
     kind = widgets.choose(
-        "Change", "kind", kinds_of(entry, intervene.kinds()), intervene.EDITS, show=intervene.kinds().__getitem__
+        "Change", "kind", kinds_of(entry, intervene.kinds()), intervene.KIND, show=intervene.kinds().__getitem__
     )
     first, second = st.columns(2)
     layers = first.multiselect("Layers", list(range(entry.n_layers)), key="edit_layers", placeholder="all")
@@ -36,7 +36,7 @@ def edit_builder(link: Link) -> None:
     second.button(
         "Add", key="edit_add", help=f"Make it beside the others: {made}", on_click=_make, args=(True,), width="stretch"
     )
-    if made not in st.query_params.get("edits", intervene.EDITS).split(";"):
+    if made not in st.query_params.get("edits", "").split(";"):
         st.caption(f"Chosen and not made yet: `{widgets.escaped(made)}`. Try makes just this, Add makes it too.")
 
 
@@ -52,5 +52,5 @@ def _make(add: bool = False) -> None:
     heads = now["edit_heads"] if intervene.has_heads(kind) else []
     value = now.get("edit_value", UNTOUCHED) if kind.startswith("coefficient") else None
     made = intervene.compose(kind, now["edit_layers"], heads, value)
-    before = st.query_params.get("edits", "") if add else ""  # what the page begins with nobody asked for
+    before = st.query_params.get("edits", "") if add else ""
     st.query_params["edits"] = f"{before};{made}" if before else made

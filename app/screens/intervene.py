@@ -34,9 +34,7 @@ def _body(link: Link) -> None:
     with left:
         link = prompt_box(link)
         edit_builder(link)
-        edits = widgets.text_line(
-            "The changes, as text; several are joined by ;", "edits", intervene.EDITS, help=GRAMMAR
-        )
+        edits = widgets.text_line("The changes, as text; several are joined by ;", "edits", "", help=GRAMMAR)
         other = widgets.text_line(
             "Second text, for what is taken from another prompt", "other", rows=2,
             help="Needed to patch, and to swap values between prompts; as many tokens as the first.", placeholder="of equal length",
@@ -59,7 +57,7 @@ def _sweep(link: Link) -> None:
     with toolbar("controls"):
         kinds = kinds_of(cached_source().subjects(link)[0].entry, intervene.sweeps())
         kind = widgets.choose(
-            "Change, made in one place at a time", "sweep", kinds, intervene.EDITS, show=intervene.sweeps().__getitem__, width=230
+            "Change, made in one place at a time", "sweep", kinds, intervene.KIND, show=intervene.sweeps().__getitem__, width=230
         )  # fmt: skip
         choices = list(intervene.OVER) if intervene.has_heads(kind) else [intervene.OVER[0]]
         over = widgets.choose("In turn", "over", choices, show=lambda o: o.replace("x", "and"), width=120)

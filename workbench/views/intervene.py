@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EDITS = "values:how=zero"
-"""What is edited where the link does not say."""
+KIND = "values:how=zero"
+"""The kind of edit that boxes begin with; nothing is edited where the link does not say."""
 LEAKS = "later tokens flow in, so a loss can also fall"
 """What a figure says of edits that mix positions without regard to what comes first."""
 OF = {
@@ -82,7 +82,7 @@ def compose(kind: str, layers: Sequence[int], heads: Sequence[int], value: float
 
 def edits(link: Link) -> str:
     """The edits of a link; raises what the parser refuses."""
-    text = link.text("edits", EDITS) or ""
+    text = link.text("edits") or ""
     parsed(text)
     return text
 
@@ -132,19 +132,22 @@ def _effects(source: Source, link: Link) -> Answers[prompts.Effect]:
 
 @view("intervene")
 def effect(source: Source, link: Link) -> Drawing:
-    """Loss of every token before and after the edits."""
+    """Loss of every token before and after the edits; as it is where there are none."""
     answers, refused = _effects(source, link)
-    sentences, frames = [], []
+    sentences, frames, edited = [], [], bool(parsed(edits(link)))
     bars: list[tuple[str, str, list[str], np.ndarray, Any]] = []
     for subject, e in answers:
         tokens = source.tokens(subject, source.prompt(link))[1:]
         names = [f"{i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens, 1)]
         change = e.loss_after - e.loss_before
-        bars.append((subject.title, plots.colour(subject.series), names, change, (e.loss_before, e.loss_after)))
+        drawn = change if edited else e.loss_before
+        bars.append((subject.title, plots.colour(subject.series), names, drawn, (e.loss_before, e.loss_after)))
         columns = {"token": names, "before": e.loss_before, "after": e.loss_after, "change": change}
         frames.append(pd.DataFrame({"model": subject.title, **columns}))
         sentences.append(
-            f"{subject.title}: loss {e.loss_before.mean():.3f} to {e.loss_after.mean():.3f} nats per token, change "
+            f"{subject.title}: loss {e.loss_before.mean():.3f} nats per token"
+            if not edited
+            else f"{subject.title}: loss {e.loss_before.mean():.3f} to {e.loss_after.mean():.3f} nats per token, change "
             f"{_mean(change)}; the next token's distribution moved by {e.divergence:.3f} nats (KL){_silenced(e.loss_after)}"
         )
     if len(bars) == 2 and bars[0][2] == bars[1][2]:
@@ -152,9 +155,10 @@ def effect(source: Source, link: Link) -> Drawing:
         bars.append((plots.MINUS, plots.colour(plots.MINUS), bars[0][2], minus, None))
         frames.append(pd.DataFrame({"model": plots.MINUS, "token": bars[0][2], "change": minus}))
         sentences.append(f"{plots.MINUS}: {_mean(minus)}, above 0: it costs A more")
-    figure = _by_token(bars)
-    under = f"{_alone(answers)}{_words(edits(link))}; above 0: predicted worse than before; one text"
-    plots.dressed(figure, "What the change costs, token by token", under, 320 if len(bars) < 3 else 480)
+    figure = _by_token(bars, "change of loss, nats" if edited else "loss, nats")
+    what = "What the change costs, token by token" if edited else "What each token costs: nothing is changed yet"
+    reading = f"{_words(edits(link))}; above 0: predicted worse than before" if edited else "higher: less expected"
+    plots.dressed(figure, what, f"{_alone(answers)}{reading}; one text", 320 if len(bars) < 3 else 480)
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(sentences + refused) + ".")
 
 
@@ -166,8 +170,8 @@ def _mean(change: np.ndarray) -> str:
     return f"{change.mean():+.3f} nats (standard error over the {len(change)} tokens of this one text: {se:.3f})"
 
 
-def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]]) -> go.Figure:
-    """Bars (name, colour, tokens, change, losses): A and B in one panel, their difference beneath."""
+def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]], unit: str) -> go.Figure:
+    """Bars (name, colour, tokens, numbers, losses): A and B in one panel, their difference beneath."""
     rows = 2 if bars[-1][0] == plots.MINUS else 1
     figure = make_subplots(rows, 1, shared_xaxes=True, vertical_spacing=0.08)
     for name, colour, tokens, change, losses in bars:
@@ -181,7 +185,7 @@ def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]]) -> go
         every = max(1, -(-len(ticks) // 40))
         shown = {"tickvals": ticks[::every], "tickangle": -90, "tickfont_size": 10}
         figure.update_xaxes(type="category", **shown, row=row, col=1)
-    figure.update_yaxes(title_text="change of loss, nats", row=1, col=1)
+    figure.update_yaxes(title_text=unit, row=1, col=1)
     if rows == 2:
         figure.update_yaxes(title_text=f"nats, {plots.MINUS}", row=2, col=1)
     return figure
@@ -229,7 +233,7 @@ def next_token(source: Source, link: Link) -> Drawing:
 @view("intervene")
 def sweep(source: Source, link: Link) -> Drawing:
     """One kind of change at every layer, or every layer and head, in turn."""
-    kind, over = link.text("sweep", EDITS) or "", _over(link)
+    kind, over = link.text("sweep", KIND) or "", _over(link)
     of = link.text("of", "loss") or "loss"
     if of not in OF:
         raise UnknownName("change of", of, OF)
