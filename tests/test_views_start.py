@@ -246,6 +246,21 @@ def test_verdicts_are_those_of_an_analysis_and_nothing_is_measured(ask, monkeypa
     assert "token_probe" in probe.missing
 
 
+def test_claims_are_put_to_the_runs_of_all_experiments_where_that_is_asked(ask):
+    one, every = (
+        {
+            j.judged.claim.name: j.judged.verdict.status
+            for j in start.verdicts.judgements(ask, link("verdicts", a=A, **more))
+        }
+        for more in ({}, {"all": "1"})
+    )
+    finished = [e for e in ask.catalogue().entries if e.finished]
+    assert len(finished) > len(ask.group(link("verdicts", a=A)))
+    evidence, _ = stored([Run.open(e.path) for e in finished], lambda *done: None)
+    assert every == {c.name: c.judge(evidence).status for c in chosen()}
+    assert {name for name in one if one[name] != "not_checkable"} <= {n for n in every if every[n] != "not_checkable"}
+
+
 def test_the_bar_of_judging_ends_where_its_work_ends(ask):
     told = []
     start.verdicts._judged(ask.group(link("verdicts", a=A)), lambda *done: told.append(done))

@@ -19,6 +19,12 @@ ABOUT = (
 def verdicts(link: Link) -> None:
     """Every claim from what is stored: an overview, one claim in full, and what the others lack."""
     source = cached_source()
+    everything = widgets.toggle(
+        "All experiments",
+        "all",
+        help="Put each claim to all runs of the folder: it is judged in every setting that has what it asks for",
+    )
+    link = link.but(all=1 if everything else None)
 
     def work(progress):  # type: ignore[no-untyped-def]
         source.progress = progress

@@ -46,8 +46,13 @@ def key(source: Source, link: Link) -> tuple[Any, ...]:
     return ("verdicts", *((e.path, e.stamp) for e in _finished(source, link)))
 
 
+def _looked_at(source: Source, link: Link) -> Sequence[Entry]:
+    """The runs of the experiment, or of all: a claim then takes the settings of the folder that have what it asks for."""
+    return source.catalogue().entries if link.on("all") else source.group(link)
+
+
 def _finished(source: Source, link: Link) -> list[Entry]:
-    finished = [e for e in source.group(link) if e.finished]
+    finished = [e for e in _looked_at(source, link) if e.finished]
     if not finished:
         raise BadData("no run of this experiment is finished yet, so there is nothing to judge")
     return finished
@@ -87,7 +92,7 @@ def _judged(
 
 def command(source: Source, link: Link, question: str | None = None) -> str:
     """The command that measures what claims need and judges them."""
-    entries, everything = source.group(link), source.catalogue().entries
+    entries, everything = _looked_at(source, link), source.catalogue().entries
     folder = Path(entries[0].path).parent
     stem = re.match(r"^[\w+.-]*?[-_]", entries[0].name)
     alike = [e.name for e in everything if stem and e.name.startswith(stem[0])]
