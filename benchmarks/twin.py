@@ -257,6 +257,12 @@ class GatedAttention(Twin):
         return z * F.linear(y, self.gates[i]).sigmoid().view_as(z)
 
 
+class ExclusiveAttention(Twin):
+    def attend(self, i, q, k, v, y, m):
+        z = sdpa(q, k, v)
+        return z - (z * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8) * v
+
+
 class CutSkip(Twin):
     def block(self, i, b, x, m):
         if i > 0:
@@ -321,6 +327,7 @@ TWINS: dict[str, type[Twin]] = {
     "value_embedding": ValueEmbedding,
     "bank_of_values": BankOfValues,
     "gated_attention": GatedAttention,
+    "exclusive_attention": ExclusiveAttention,
     "cut_skip": CutSkip,
     "resformer+neutreno": ResFormerNeuTRENO,
     "resformer+denseformer": ResFormerDenseFormer,

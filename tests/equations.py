@@ -45,6 +45,7 @@ PARTS = {  # name -> (family, its settings)
     ),
     "bank_of_values": ("bank", {"bank_layers": None}),
     "gated_attention": ("gate", {}),
+    "exclusive_attention": ("exclusive", {"gated": False}),
     "held_start": ("held_start", {"start_norm": 0}),
     "cut_skip": ("cut_skip", {"cut": "both"}),
 }  # fmt: skip
@@ -203,6 +204,9 @@ def logits(name, weights, shape, ids, options):
                 u = u + s["neutreno"]["neutreno_lambda"] * (head(V[0], g) - v)
             if "identity_map" in s and (sources := before(s["identity_map"]["identity_source"], n)):
                 u = u + s["identity_map"]["identity_scale"] / len(sources) * sum(head(OWN[m], g) for m in sources)
+            if "exclusive" in s:
+                share = torch.tanh(p[f"exclusive_attention.alphas.{n}"][h]) if s["exclusive"]["gated"] else 1
+                u = u - share * (u * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
             U.append(u)
         U = torch.cat(U, -1)
         if "gate" in s:

@@ -91,3 +91,13 @@ def test_a_bank_of_the_first_layers_own_values_is_that_layer(tiny):
         model.get_parameter("bank_of_values.tables.0").copy_(first.attn.v_proj(first.ln1(vanilla.embed.weight)))
     ids = tokens(model, 9)
     torch.testing.assert_close(model(ids), vanilla(ids), atol=1e-12, rtol=0)
+
+
+def test_an_exclusive_head_says_nothing_along_the_tokens_own_value(tiny):
+    model = tiny("exclusive_attention+resformer", dtype=WIDE, config={"n_key_value_heads": 2})
+    _, cache = model.run_with_cache(tokens(model, 9))
+    for layer in range(model.config.n_layers):
+        z, v = cache["z", layer], cache["v", layer].repeat_interleave(2, dim=2)
+        assert (z * v).sum(-1).abs().max() < 1e-10
+        assert z[:, 0].abs().max() < 1e-12, "the first token hears itself alone"
+        assert z[:, 1:].abs().max() > 0.01

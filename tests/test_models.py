@@ -129,6 +129,8 @@ def test_activations_obey_their_identities(awake, architecture):
             z = z + options["neutreno_lambda"] * (wide[0] - wide[layer])
         if "identity_map" in parts and layer:
             z = z + sum(wide[j] for j in range(layer)) / layer
+        if "exclusive_attention" in parts:
+            z = z - (z * wide[layer]).sum(-1, keepdim=True) / wide[layer].square().sum(-1, keepdim=True) * wide[layer]
         if "gated_attention" in parts:
             x = cache[f"blocks.{layer}.ln1.hook_normalized"] * block.ln1.weight
             z = z * (x @ model.get_parameter(f"gated_attention.gates.{layer}").T).sigmoid().view_as(z)

@@ -51,7 +51,7 @@ class Attention(HookedModule):
             width = config.d_model if name == "q" else config.d_key_value
             setattr(self, _PROJECTION[name], Linear(config.d_model, width, bias=False))
         self.o_proj = Linear(config.d_model, config.d_model, bias=False)
-        self.outputs = wiring.outputs
+        self.outputs, self.gates = wiring.outputs, wiring.gates
         # (source, where its hook point stands, its key in the memory) of every tensor that is read
         self.reads: dict[str, list[tuple[Source, HookedModule, Any]]] = {}
         # (key in the memory, whether before mixing) of every tensor that later layers read; layer 0 mixes nothing
@@ -107,7 +107,9 @@ class Attention(HookedModule):
         if self.outputs:
             weights = self.constants("output", z)
             for shortcut in self.outputs:
-                z = shortcut.output(self.layer, z, v, sources, x, weights)
+                z = shortcut.output(self.layer, z, v, sources, weights)
+        for shortcut in self.gates:
+            z = shortcut.gate(self.layer, z, v, x)
         return self.o_proj(self.run_hook("hook_z", z).flatten(-2))
 
     def project(self, name: Projection, x: Tensor, memory: Memory) -> tuple[Tensor, dict[Source, Tensor]]:

@@ -7,7 +7,8 @@
 | `own_value` | the layer's own values, before any mixing | the start token's held value |
 | `sources`, `weights` | q, k, v: a weighted sum of earlier layers' tensors and the layer's own | ResFormer, q and k residuals |
 | `softmaxes` | the attention: several softmaxes, or one over the keys of several layers | cross-layer attention |
-| `output` | after pattern x value, before `hook_z` and W_O | NeuTRENO, identity mapping, gates |
+| `output` | after pattern x value: what is added to the head outputs | NeuTRENO, identity mapping |
+| `gate` | after that, before `hook_z` and W_O: a linear map of the head outputs | gated and exclusive attention |
 | `keeps_skip` | around attention and MLP | the cut-skip control |
 | `stream_sources`, `stream_weights` | after the block: a weighted sum of the embedding and the raw block outputs | DenseFormer |
 
@@ -52,8 +53,6 @@ class Shortcut(nn.Module):
     reads: State = "own"
     detaches: bool = False
     """Whether no gradient flows back to the sources it mixes."""
-    multiplies: ClassVar[bool] = False
-    """Whether its `output` multiplies what others' add to, hence comes after them in whatever order they are named."""
     decays: bool = False
     """Whether weight decay applies to its coefficients (its matrices decay like all others)."""
 
@@ -118,8 +117,12 @@ class Shortcut(nn.Module):
         """The attention of rotated q and k [batch, pos, head, d_head] and of what it reads: `read["rot_k"][j]`."""
         raise NotImplementedError
 
-    def output(self, layer: int, z: Tensor, v: Tensor, sources: Tensors, x: Tensor, weights: Weights) -> Tensor:
-        """Head outputs [batch, pos, head, d_head] from themselves, the effective and source values, the layer's input."""
+    def output(self, layer: int, z: Tensor, v: Tensor, sources: Tensors, weights: Weights) -> Tensor:
+        """Head outputs [batch, pos, head, d_head] with what is added to them: linear in the effective and source values."""
+        return z
+
+    def gate(self, layer: int, z: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        """Head outputs as W_O reads them: linear in z, by the effective values and the layer's input [batch, pos, d_model]."""
         return z
 
     def idle(self, root: Callable[[Projection, int], Source]) -> bool:

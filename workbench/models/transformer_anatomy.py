@@ -47,7 +47,7 @@ class TransformerAnatomy(Anatomy):
                 names += [f"blocks.{n}.attn.hook_{path}_mix" for path in mixes]
                 names += [*_points_read(attn).values(), *_points_crossed(attn)]
                 names += sorted(attn.recipe().needs) if isinstance(attn, JointAttention) else ()
-                names += [f"blocks.{n}.ln1.hook_normalized"] if attn.outputs else []
+                names += [f"blocks.{n}.ln1.hook_normalized", f"blocks.{n}.attn.hook_v"] if attn.gates else []
         return list(dict.fromkeys(names))
 
     def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
@@ -97,8 +97,8 @@ def _outputs(model: Transformer, read: Reader, name: str, by: str) -> list[tuple
 def value_paths(model: Transformer, read: Reader, layer: int) -> dict[str, Tensor]:
     """Head outputs [batch, pos, head, d_head] of a layer by where the values come from; they sum to `hook_z`.
 
-    The attention, what mixes the values and what shortcuts add to the head outputs are linear in the values, so each
-    part is the layer's own computation with all other values at zero.
+    The attention, what mixes the values and what shortcuts add to the head outputs are linear in the values, and gates in
+    these, so each part is the layer's own computation with all other values at zero and the gates as they were.
     """
     attn: Attention = model.blocks[layer].attn
     stem, wiring, points = f"blocks.{layer}.attn", attn.projections["v"], _points_read(attn)
@@ -134,16 +134,18 @@ def _through(
         softmaxes = recipe.softmaxes({name: read(name) for name in recipe.needs})
     names = attn.coefficients.get("output", ())
     weights = dict(zip(names, read(f"{stem}.attn.hook_output_mix").unbind(-1), strict=True)) if names else {}
-    x = q
-    if attn.outputs:  # the attention's input
+    x = effective = q
+    if attn.gates:  # what they multiply with is that of the run
         x = read(f"{stem}.ln1.hook_normalized") * model.blocks[layer].ln1.weight
-        x = x.to(model.embed.weight.dtype)
+        x, effective = x.to(model.embed.weight.dtype), read(f"{stem}.attn.hook_v")
 
     def through(v: Tensor, sources: Mapping[Source, Tensor], crossed: Sequence[Tensor]) -> Tensor:
         attends = any(bool(t.any()) for t in (v, *crossed))
         z = joint_attention(softmaxes, [v, *crossed]) if attends else torch.zeros_like(q)
         for shortcut in attn.outputs:
-            z = shortcut.output(layer, z, v, sources, x, weights)
+            z = shortcut.output(layer, z, v, sources, weights)
+        for shortcut in attn.gates:
+            z = shortcut.gate(layer, z, effective, x)
         return z.to(read.wide)
 
     return through

@@ -39,7 +39,8 @@ class LayerWiring:
     attended: dict[str, tuple[Source, ...]]
     """Layers whose rotated queries or keys (`rot_q`, `rot_k`) or values (`v`) these softmaxes read."""
     own_values: tuple[Shortcut, ...]  # change the layer's own values, in the order of the model's name
-    outputs: tuple[Shortcut, ...]  # change the head outputs, those that multiply last
+    outputs: tuple[Shortcut, ...]  # add to the head outputs
+    gates: tuple[Shortcut, ...]  # multiply them after that, in the order of their prefixes however the model is named
     constants: dict[str, dict[str, float]]
     """Coefficients of `outputs` and of `joint`, by path (`output`, `pattern`) and by what they multiply."""
     stored: set[tuple[str, State]] = field(default_factory=set)  # of the layer's own, what later layers read
@@ -81,7 +82,8 @@ def _layer(layer: int, shortcuts: Sequence[Shortcut]) -> LayerWiring:
         joint=joint,
         attended={name: js for name, js in attended.items() if js},
         own_values=tuple(s for s in shortcuts if overrides(s, "own_value")),
-        outputs=tuple(sorted((s for s in shortcuts if overrides(s, "output")), key=lambda s: s.multiplies)),
+        outputs=tuple(s for s in shortcuts if overrides(s, "output")),
+        gates=tuple(sorted((s for s in shortcuts if overrides(s, "gate")), key=lambda s: s.prefix)),
         constants={path: _constants(path, layer, shortcuts) for path in PATHS},
     )
 

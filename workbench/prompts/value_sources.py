@@ -112,11 +112,10 @@ def _ours(model: Any, n: int) -> LayerValues:
     projects = wiring.shared_source is None
     crossed = attn.attended.get("v", {}) if isinstance(attn, JointAttention) else {}
     scores = attn.recipe().needs if isinstance(attn, JointAttention) else hook_points(n, ("rot_q", "rot_k"))
-    plain = [s for s in attn.outputs if not s.multiplies]
     names = attn.coefficients.get("output", ())
 
     def added(weights: Sequence[float]) -> Mapping[Base, float]:
-        return _added(plain, n, dict(zip(names, weights, strict=True)), list(wiring.sources))
+        return _added(attn.outputs, n, dict(zip(names, weights, strict=True)), list(wiring.sources))
 
     return LayerValues(
         layer=n,
@@ -127,7 +126,7 @@ def _ours(model: Any, n: int) -> LayerValues:
         mix=f"{stem}.hook_v_mix" if wiring.mixer is not None else None,
         values={n: f"{stem}.hook_v"} | {int(j): str(module.hook_v.name) for j, module in crossed.items()},
         scores=sorted(scores), weights=f"{stem}.hook_output_mix" if names else None, added=added,
-        changed=len(plain) < len(attn.outputs),
+        changed=bool(attn.gates),
     )  # fmt: skip
 
 
@@ -146,7 +145,7 @@ def _added(shortcuts: Sequence[Any], layer: int, weights: Mapping[str, float], r
         z = v = ones.pop(EFFECTIVE)
         z = torch.zeros_like(v)
         for shortcut in shortcuts:
-            z = shortcut.output(layer, z, v, ones, z, weights)
+            z = shortcut.output(layer, z, v, ones, weights)
         if total := float(z):
             found[base] = total
     return found

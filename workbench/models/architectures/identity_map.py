@@ -35,7 +35,7 @@ class IdentityMap(Shortcut):
     def constants(self, path: Path, layer: int) -> dict[str, float]:
         return {"earlier": self.identity_scale} if path == "output" and earlier(self.identity_source, layer) else {}
 
-    def output(self, layer: int, z: Tensor, v: Tensor, sources: Tensors, x: Tensor, weights: Weights) -> Tensor:
+    def output(self, layer: int, z: Tensor, v: Tensor, sources: Tensors, weights: Weights) -> Tensor:
         chosen = earlier(self.identity_source, layer)
         if not chosen:
             return z

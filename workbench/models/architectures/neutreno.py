@@ -40,7 +40,7 @@ class NeuTRENO(Shortcut):
     def constants(self, path: Path, layer: int) -> dict[str, float]:
         return {"first": self.neutreno_lambda} if path == "output" and layer > 0 else {}
 
-    def output(self, layer: int, z: Tensor, v: Tensor, sources: Tensors, x: Tensor, weights: Weights) -> Tensor:
+    def output(self, layer: int, z: Tensor, v: Tensor, sources: Tensors, weights: Weights) -> Tensor:
         if layer == 0:
             return z
         pull = sources[0] - v
