@@ -37,7 +37,7 @@ def edit_builder(link: Link) -> None:
         "Add", key="edit_add", help=f"Make it beside the others: {made}", on_click=_make, args=(True,), width="stretch"
     )
     if made not in st.query_params.get("edits", "").split(";"):
-        st.caption(f"Chosen and not made yet: `{widgets.escaped(made)}`. Try makes just this, Add makes it too.")
+        st.caption(f"Chosen and not made yet: **{widgets.escaped(made)}**. Try makes just this, Add makes it too.")
 
 
 def kinds_of(entry: Entry, kinds: Iterable[str]) -> list[str]:
