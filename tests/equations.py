@@ -46,7 +46,7 @@ PARTS = {  # name -> (family, its settings)
     "bank_of_values": ("bank", {"bank_layers": None}),
     "gated_attention": ("gate", {}),
     "exclusive_attention": ("exclusive", {"gated": False}),
-    "held_start": ("held_start", {"start_norm": 0}),
+    "held_start": ("held_start", {"start_norm": 0, "others_norm": "free"}),
     "cut_skip": ("cut_skip", {"cut": "both"}),
 }  # fmt: skip
 TOGETHER = {  # what was published for some of them together
@@ -131,11 +131,11 @@ def logits(name, weights, shape, ids, options):
         if shared(n, "v") != n:
             return (V[shared(n, "v")],) * 2
         own = x @ p[f"blocks.{n}.attn.v_proj.weight"].T
-        if "held_start" in s and (held := s["held_start"]["start_norm"]) != "free":
-            start = torch.cat(
-                [held * head(own[:, :1], g) / head(own[:, :1], g).norm(dim=-1, keepdim=True) for g in range(G)], -1
-            )
-            own = torch.cat([start, own[:, 1:]], 1)
+        if "held_start" in s:
+            parts = (own[:, :1], s["held_start"]["start_norm"]), (own[:, 1:], s["held_start"]["others_norm"])
+            heads = [(head(part, g), norm) for part, norm in parts for g in range(G)]
+            heads = [u if norm == "free" else norm * u / u.norm(dim=-1, keepdim=True) for u, norm in heads]
+            own = torch.cat([torch.cat(heads[:G], -1), torch.cat(heads[G:], -1)], 1)
         if "resformer" in s:
             o, layers = s["resformer"], s["resformer"]["layers"]
             if n > o["source_layer"] and (

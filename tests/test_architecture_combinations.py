@@ -137,6 +137,7 @@ def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
         ("cut_skip", {"cut": "atn"}, "did you mean attn"),
         ("held_start", {"start_norm": "zero"}, "choose 'free' or a norm"),
         ("held_start", {"start_norm": -1.0}, "must be 0 or more"),
+        ("held_start", {"others_norm": "one"}, "others_norm='one': choose 'free' or a norm"),
         ("svformer+gqa", {"query_group": 3}, "nearest 2"),
         # parts that contradict each other, or leave each other nothing to do
         (

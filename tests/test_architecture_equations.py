@@ -93,6 +93,8 @@ CASES = [
     *(("cut_skip", {"cut": cut}, {}) for cut in ("attn", "mlp", "both")),
     ("held_start", {}, {}),
     ("held_start+resformer", {"start_norm": 1.5}, {}),
+    ("held_start", {"others_norm": 0.5}, {"n_key_value_heads": 2}),
+    ("held_start", {"start_norm": "free", "others_norm": 2.0}, {}),
     # combinations
     ("resformer+neutreno", {}, {}),
     ("resformer+neutreno", {"neutreno_lambda": 0.7, "source_layer": 1}, {}),

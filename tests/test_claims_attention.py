@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from planted import LAST, evidence, formed, judged, losses, per_layer, row, run, runs, sinks, with_sinks
 
-from workbench.claims.sinks import head_kinds
+from workbench.claims.sinks import AT_ZERO, EVEN, UNEVEN, head_kinds
 
 # ---- concentration and sinks -----------------------------------------------------------------------------------------
 
@@ -168,14 +168,14 @@ def test_a_gate_prevents_the_sink(gated, vanilla, status):
     [(-0.4, 50, "supported"), (-0.4, 110, "unresolved"), (0.0, 50, "unresolved"), (0.05, 200, "refuted")],
 )
 def test_the_sink_waits_for_the_drain(mass, zero, status):
-    made = runs("transformer", "held_start", "held_start[start_norm=1.0]", seeds=5, task="backcopy")
+    made = runs("transformer", AT_ZERO, EVEN, UNEVEN, seeds=5, task="backcopy")
     luck = [0.0, 0.02, -0.02, 0.01, -0.01]
-    starts = {"transformer": 110, "held_start": zero, "held_start[start_norm=1.0]": 110}
+    starts = {"transformer": 110, AT_ZERO: zero, EVEN: 110, UNEVEN: 110}
     names = {of["run"]: of["model"] for of in made}
     rows, told = formed(
-        made, lambda of: starts[of["model"]] + 500 * luck[of["seed"]] * (of["model"] == "held_start"), lambda of: 60
+        made, lambda of: starts[of["model"]] + 500 * luck[of["seed"]] * (of["model"] == AT_ZERO), lambda of: 60
     )
-    held = [mass + luck[r["seed"]] if names[r["run"]].endswith("]") and r["value"] > 0.5 else 0 for r in rows]
+    held = [mass + luck[r["seed"]] if names[r["run"]] == EVEN and r["value"] > 0.5 else 0 for r in rows]
     found = judged(
         "the_sink_waits_for_the_drain",
         made,

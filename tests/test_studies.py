@@ -25,7 +25,7 @@ from workbench.training.recipe import rate_factors
 FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml"))
 NAMED = {
     "learning_rate", "lambda", "source_layer", "target_layers", "first_layer_rate", "bos", "lengths", "sizes",
-    "sinks", "sinks_held", "sinks_length", "sinks_settings", "sinks_without_start", "induction", "induction_settings",
+    "sinks", "sinks_held", "sinks_ratio", "sinks_length", "sinks_settings", "sinks_without_start", "induction", "induction_settings",
     "losses", "places", "value_paths", "models", "mini",
 }  # fmt: skip
 SMALL = """

@@ -22,6 +22,7 @@ from scipy import stats
 
 from workbench.claims import CLAIMS
 from workbench.claims import verdict as verdicts
+from workbench.claims.sinks import AT_ZERO, EVEN, UNEVEN
 from workbench.statistics.error_bars import LEVEL, over_seeds
 
 TABLES, LOOKED_AT, SEEDS, COMPARED = 20_000, 12, 5, 100
@@ -127,7 +128,7 @@ def gates(rng: np.random.Generator) -> Table:
 
 
 def held(rng: np.random.Generator) -> Table:
-    made = runs("transformer", "held_start", "held_start[start_norm=1.0]", seeds=SEEDS, task="backcopy", n_layers=2)
+    made = runs("transformer", AT_ZERO, EVEN, UNEVEN, seeds=SEEDS, task="backcopy", n_layers=2)
     rows, told = formed(made, lambda of: rng.normal(150, 30), lambda of: 60)
     return made, [r | {"value": r["value"] + rng.normal(0, 0.02)} for r in rows], told
 

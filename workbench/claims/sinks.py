@@ -23,10 +23,10 @@ from workbench.statistics.sinks import SINK_MASS, sink_kind
 SINK_RATE = 0.05  # of a layer's heads: below, single documents pass by chance
 SINK_SEEDS = 5  # one seed reproduced a published picture here and two did not
 WRITING = ("no-op", "broadcast", "mixed")  # what a sink may do, of `sink_kind`
-HELD = (
-    "held_start",
-    "held_start[start_norm=1.0]",
-)  # the start token's value at zero, and as large as others' are in training
+AT_ZERO = "held_start"  # the start token's value
+EVEN, UNEVEN = (
+    f"held_start[others_norm=1.0,start_norm={start}]" for start in (1.0, "free")
+)  # all values of one norm, or all others'
 METHODS = ("resformer", "svformer", "resformer_constant", "resformer_learnable", "resformer_sparse")
 
 
@@ -277,36 +277,40 @@ def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
 
 
 @claim(
-    supports="with the start token's value held at the size of the others' from the first step, the strongest head gives it less of "
-    "its attention at the end than vanilla's does, and with it held at zero half of it at an earlier step",
+    supports="with all values held at one norm from the first step, the strongest head gives the start token less of its attention at "
+    "the end than with all others' held and the start's free, and with the start's at zero half of it at an earlier step than vanilla's",
     refutes="it gives it more, and half of it later",
-    scale="two layers of one head on Bigram-Backcopy, five seeds, a vanilla model whose sink forms; both arms",
+    scale="two layers of one head on Bigram-Backcopy, five seeds, a vanilla model whose sink forms; all arms",
     published="sink and drain grow together (Guo et al. 2024: sinks, drained values); which of them waits for the other is not held apart",
     source="this project, after Guo et al. 2024", metrics=("sink_mass", "value_drain"), steps="series", shows={"metric": "sink_mass"},
 )  # fmt: skip
 def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
-    """A head rests on the start token because its value is nothing: held at a size it draws less, held at zero sooner."""
-    zero, held = HELD
-    pair = evidence.of_task("backcopy").comparable("transformer", zero, held)
-    steps = {name: _sink_steps(pair, name) for name in ("transformer", zero, held)}
+    """A head rests on the start token because its value is nothing: held as large as all others it draws less, at zero sooner."""
+    arms = ("transformer", AT_ZERO, EVEN, UNEVEN)
+    pair = evidence.of_task("backcopy").comparable(*arms)
+    steps = {name: _sink_steps(pair, name) for name in arms}
     _need_one_half(steps["transformer"], "bring forward")
     at = {name: s.fillna(pair.runs["steps"].max()) for name, s in steps.items()}
-    less, sooner = pair.difference(_strongest(pair), held), paired_seeds(at[zero], at["transformer"])
+    less, sooner = pair.difference(_strongest(pair), EVEN, UNEVEN), paired_seeds(at[AT_ZERO], at["transformer"])
     copied = copying_steps(pair)
     told = "; ".join(
         f"{model_name(n)} {at[n].median():.0f} ({s.notna().sum()} of {len(s)} seeds formed one, copying learned by "
         f"{copied[n].median():.0f})"
         for n, s in steps.items()
     )
-    shrunk = ""
-    with contextlib.suppress(InsufficientEvidence):  # a norm that is held may still be small beside the others'
-        drain = pair.known(pair.rows("value_drain", site="own_v"), held).groupby("layer")["value"].mean()
-        shrunk = (
-            f" Held at a size, the value ends at {drain.min():.2f} to {drain.max():.2f} of the others', which grow."
-        )
     sentence = (
-        f"Step of one half, middle seed: {told}. Minus the Transformer: with the value held at a size the strongest head's sink "
-        f"mass at the end {less}, with it held at zero {sooner} steps.{shrunk}"
+        f"Step of one half, middle seed: {told}. The strongest head's sink mass at the end with all values of one norm, minus that "
+        f"with all but the start's: {less}{_ratios(pair)}. With the start's value at zero minus the Transformer: {sooner} steps."
     )
-    intervals, units = {"held at a size, mass": less, "held at zero, steps": sooner}, {"held at zero, steps": "steps"}
+    intervals, units = {"one norm, mass": less, "at zero, steps": sooner}, {"at zero, steps": "steps"}
     return judged(intervals, -1, sentence, "share", units, min_seeds=SINK_SEEDS)
+
+
+def _ratios(pair: Evidence) -> str:
+    """How large the start's value ends beside the others' in both arms, where that was measured."""
+    with contextlib.suppress(InsufficientEvidence):
+        rows = pair.rows("value_drain", site="own_v")
+        ends = {name: pair.known(rows, name).groupby("layer")["value"].mean() for name in (EVEN, UNEVEN)}
+        spans = [f"{drain.min():.2f} to {drain.max():.2f}" for drain in ends.values()]
+        return f" (the start's value ends at {spans[0]} of the others' and at {spans[1]})"
+    return ""
