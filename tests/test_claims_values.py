@@ -273,6 +273,16 @@ def test_induction_is_refuted_by_one_rate_alone():
     assert judged("value_paths_speed_up_induction", made + more, (), told + also).status == "refuted"
 
 
+def test_the_setting_that_has_the_control_is_told_first_and_not_the_larger():
+    small, told = racing(
+        {"resformer": [10, 11, 12], "transformer": [30, 31, 32], "residual_k": [40, 41, 42]}, n_layers=2
+    )
+    large, more = racing({"resformer": [5, 6, 7], "transformer": [90, 91, 92]}, n_layers=4, parameters=9e6)
+    found = judged("value_paths_speed_up_induction", large + small, (), told + more)
+    assert "These are the numbers of 2 layers" in found.sentence
+    assert "key residual +10" in found.sentence
+
+
 def test_downstream_gains_are_not_checkable_small():
     found = judged("downstream_gains", runs("transformer", "resformer"))
     assert found.status == "not_checkable"

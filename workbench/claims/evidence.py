@@ -72,12 +72,14 @@ class Evidence:
         """The first of several interchangeable models that is here."""
         return next(name for name in choices if name in self.models)
 
-    def comparable(self, *wanted: str | Sequence[str], ignoring: Sequence[str] = ()) -> Evidence:
+    def comparable(
+        self, *wanted: str | Sequence[str], ignoring: Sequence[str] = (), control: str | None = None
+    ) -> Evidence:
         """Runs of the one setting that has every wanted model (each a name, or several that will do) with most seeds.
 
-        `ignoring`: what may differ (`lr` in a sweep). Among equals the larger model comes first, then the longer training, then
-        the lower loss of the first model; `Claim.judge` puts the claim to all of them. Raises `InsufficientEvidence` naming what is
-        missing, or what differs where models exist but never under equal conditions.
+        `ignoring`: what may differ (`lr` in a sweep). Among equals one that has the claim's `control` comes first, then the larger
+        wanted models, the longer training, the lower loss of the first model; `Claim.judge` puts the claim to all of them. Raises
+        `InsufficientEvidence` naming what is missing, or what differs where models exist but never under equal conditions.
         """
         groups = [(name,) if isinstance(name, str) else tuple(name) for name in wanted]
         absent = [" or ".join(g) for g in groups if not set(g) & set(self.models)]
@@ -88,9 +90,11 @@ class Evidence:
         for _, rows in self.runs.groupby([c for c in SETTING if c not in ignoring], dropna=False):
             seeds = [rows[rows["model"].isin(g)].groupby("model")["seed"].nunique().max() for g in groups]
             if all(s > 0 for s in seeds) and (not self.within or self.within & set(rows["run"])):
-                size, steps = rows["parameters"].fillna(0).max(), rows["steps"].fillna(0).max()
+                compared = rows[rows["model"].isin([name for g in groups for name in g])]
+                size, steps = compared["parameters"].fillna(0).max(), rows["steps"].fillna(0).max()
                 loss = self._final(rows[rows["model"].isin(groups[0])])
-                candidates.append(((float(min(seeds)), float(size), float(steps), -loss), rows))
+                controlled = control in set(rows["model"])
+                candidates.append(((float(min(seeds)), float(controlled), float(size), float(steps), -loss), rows))
         if not candidates:
             chosen = self.runs[self.runs["model"].isin([name for g in groups for name in g])]
             differ = [c for c in SETTING if c not in ignoring and chosen[c].nunique(dropna=False) > 1]

@@ -26,7 +26,7 @@ PATHS, CONTROL = ("svformer", "resformer", "resformer_constant"), "residual_k"
 def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
     """Models whose later layers read the first layer's values learn to copy earlier; a residual on the keys does not help."""
     races = evidence.of_task("repeated")
-    races = races.comparable("transformer", PATHS, ignoring=("lr",))
+    races = races.comparable("transformer", PATHS, ignoring=("lr",), control=CONTROL)
     intervals, keys = dict[str, Interval](), dict[str, Interval]()
     parts, doubt = [], []
     for rate, runs in races.runs.groupby("lr"):
