@@ -1,6 +1,6 @@
 """Every decoder family of transformers that can be built small, observed and held against what the module itself gives.
 
-    OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice -n 19 python benchmarks/families.py [--only NAME ...] [--seconds 60]
+    OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice -n 19 python benchmarks/families.py [--only NAME ...] [--seconds 120]
 
 The list is made by code: all causal language models that the installed transformers maps, eager and fused attention each, at
 width 64 and random weights. Truth: logits of a plain run (bitwise); `output_attentions` of the eager module (entropy, first column
@@ -195,7 +195,7 @@ def is_wrong(row: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="these families alone; writes no table")
-    parser.add_argument("--seconds", type=int, default=60, help="CPU seconds for a family and kind of attention")
+    parser.add_argument("--seconds", type=int, default=120, help="CPU seconds for a family and kind of attention")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
