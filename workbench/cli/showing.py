@@ -88,8 +88,8 @@ def view(
 @app.command(name="app")
 def dashboard(runs: Runs = None, port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8501) -> None:
     """Show the dashboard on 127.0.0.1 until Ctrl-C."""
+    from workbench.cli.serving import make_folder, serve, wait
     from workbench.runs.run import runs_folder
-    from workbench.views.serving import make_folder, serve, wait
 
     folder = runs_folder(runs)
     make_folder(folder)

@@ -42,16 +42,17 @@ def demo(
 
     Everything that is there already is reused; Ctrl-C stops and the same command goes on.
     """
-    from workbench.console import demo_progress, say
-    from workbench.reports.folder import up_to_date, write_report
+    from workbench.cli.serving import make_folder, serve, stop, wait
     from workbench.runs.run import runs_folder
-    from workbench.studies.demo import run_demo
-    from workbench.views.serving import make_folder, serve, stop, wait
 
     folder = runs_folder(runs)
     make_folder(folder)
-    server = serve(folder, port) if show else None
+    server = serve(folder, port) if show else None  # first: it starts while what follows is imported
     try:
+        from workbench.console import demo_progress, say
+        from workbench.reports.folder import up_to_date, write_report
+        from workbench.studies.demo import run_demo
+
         with demo_progress() as progress:
             run_demo(folder, seeds=seeds, quick=quick, text=text, workers=workers, device=device, progress=progress)
         page = folder / "report.html"
@@ -59,6 +60,8 @@ def demo(
         if server is not None:
             wait(server)
     except KeyboardInterrupt:
+        from workbench.console import say
+
         say("stopped; the same command goes on from here")
         raise
     finally:
