@@ -113,16 +113,26 @@ def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: ba
     return view(source, link)
 
 
-def chart(drawing: Drawing, key: str, take: Callable[[Any], None] | None = None) -> None:
-    """A figure in the ink of the page, without its menu; `take` as of `show`."""
+def chart(
+    drawing: Drawing, key: str, take: Callable[[Any], None] | None = None, corner: Callable[[], None] | None = None
+) -> None:
+    """A figure under its words, in the ink of the page; `take` as of `show`, `corner` draws what stands beside the title."""
     figure = drawing.figure
     figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
+    title, under = plots.untitled(figure)  # as text of the page they wrap in any window
 
     def clicked() -> None:
         for point in st.session_state[key]["selection"]["points"][:1]:
             if take is not None and point.get("customdata") is not None:
                 take(point["customdata"])
 
+    with st.container(key=f"above_{key}", horizontal=True, horizontal_alignment="right"):
+        if title:
+            st.header(widgets.escaped(title), anchor=False)
+        if corner is not None:
+            corner()
+    if under:
+        st.caption(widgets.escaped(under))
     st.plotly_chart(
         figure, width="stretch", key=key, config=CONFIG, alt=plots.alt_text(figure), on_select=clicked if take else "ignore",
         selection_mode="points",
@@ -134,10 +144,9 @@ def _whole(
 ) -> None:
     """A figure, its menu in its corner, and the sentence that reads it."""
     name = view.__name__
+    state = (name, *_state(cached_source(), link))
     with st.container(key=f"whole_{name}", gap=None):
-        with st.container(key=f"corner_{name}", horizontal=True, horizontal_alignment="right"):
-            menu(view, link, drawing, about, (name, *_state(cached_source(), link)), chart)
-        chart(drawing, f"figure_{name}", take)
+        chart(drawing, f"figure_{name}", take, lambda: menu(view, link, drawing, about, state, chart))
         if drawing.sentence:
             st.markdown(widgets.escaped(drawing.sentence))
     st.session_state["drawn"].append(Drawn(link, drawing.table))

@@ -30,7 +30,6 @@ from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
 from app import settings
 from workbench.plots.style import INK
 from workbench.views.link import PAGES
-from workbench.views.serving import HOST
 
 FRONT = Path(st.__file__).parent / "static"
 HERE = (
@@ -169,6 +168,6 @@ if __name__ == "__main__":
         threading.Thread(target=_end_with_parent, args=(options.parent,), daemon=True).start()
     gc.callbacks.append(Aside())
     uvicorn.run(
-        app, host=HOST, port=options.port, ws="websockets-sansio", ws_per_message_deflate=False,
+        app, host=st.get_option("server.address"), port=options.port, ws="websockets-sansio", ws_per_message_deflate=False,
         access_log=False, log_level="warning", timeout_graceful_shutdown=2,
     )  # fmt: skip

@@ -309,7 +309,7 @@ def two_models(found: Findings, repeats: int) -> None:
         generate(runs, series=2, seeds=1, checkpoints=2)
         tokenizer = Run.open(runs / "text-resformer-s0").tokenizer
         with serving(runs) as (address, process), chromium(process) as new:
-            for name, figures in (("prompt", 2), ("attention", 0), ("intervene", 1)):
+            for name, figures in (("prompt", 2), ("attention", 0), ("intervene", 2)):
                 browser, changes = new(), []
                 both = "compare=1&a=text-resformer-s0&b=text-transformer-s0"
                 browser.open(f"{address}/{name}?{both}", figures)

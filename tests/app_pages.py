@@ -18,7 +18,7 @@ DEEP = {
     "intervene": {"a": "text-resformer-s1", "step": "8", "prompt": "return values", "show": "sweep", "sweep": "remove:part=mlp"},
 }  # fmt: skip
 """A link to each page that says more than the defaults."""
-FIGURES = {"start": 0, "training": 2, "depth": 1, "attention": 0, "heads": 2, "prompt": 1, "intervene": 1}
+FIGURES = {"start": 0, "training": 2, "depth": 2, "attention": 0, "heads": 2, "prompt": 1, "intervene": 1}
 """Figures of those links on a folder that has everything; the attention page draws itself, and the text of these runs is not there."""
 COMPARE = {"compare": "1", "a": "text-resformer-s0", "b": "text-transformer-s1", "step": "20", "step_b": "0"}
 

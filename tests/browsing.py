@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.views import serving
+from workbench.cli import serving
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

@@ -18,6 +18,7 @@ from workbench.checkpoints.opening import read_state
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.vocabulary import SETTINGS, load_tokenizer
 from workbench.claims.collect import stored, usable
+from workbench.cli.serving import NOTE, _ours
 from workbench.data.corpus import from_files
 from workbench.data.corpus import load as load_corpus
 from workbench.data.corpus import save as save_corpus
@@ -33,7 +34,6 @@ from workbench.studies.demo import STATUS
 from workbench.studies.study_file import read_study
 from workbench.views import Link
 from workbench.views.intervene import parsed
-from workbench.views.serving import NOTE, _ours
 from workbench.views.start.demo import status
 
 SHAPE = {"n_heads": 4, "n_ctx": 128}

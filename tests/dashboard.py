@@ -33,7 +33,7 @@ PROSE = "def mean(values):\n    return sum(values) / len(values)\n" * 20
 
 OF_OBSERVED = [
     ("attention", {}, 0), ("prompt", {"show": "next"}, 2), ("prompt", {"show": "layers"}, 1), ("prompt", {"show": "carries"}, 2),
-    ("intervene", {"edits": "values:layer=1,how=zero"}, 1), ("intervene", {"show": "next"}, 1), ("intervene", {"show": "sweep"}, 1),
+    ("intervene", {"edits": "values:layer=1,how=zero"}, 2), ("intervene", {"show": "sweep"}, 1),
 ]  # fmt: skip
 """Page, address and number of figures of what is drawn of a model that is observed from outside."""
 

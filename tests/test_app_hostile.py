@@ -8,7 +8,7 @@ from pathlib import Path
 
 import dashboard
 import pytest
-from app_pages import DEEP, FIGURES, address, charts, ignored, said
+from app_pages import DEEP, address, charts, ignored, said
 
 from workbench.runs.run import Run
 from workbench.views.link import PAGES, SELECTION
@@ -52,11 +52,11 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize(
-    ("name", "part"), [("prompt", "next"), ("prompt", "layers"), ("prompt", "who"), ("intervene", "")]
+    ("name", "part"), [("prompt", "next"), ("prompt", "layers"), ("prompt", "who"), ("intervene", "effect")]
 )
 def test_hostile_text_stays_text(page, populated, name, part, text):
-    at = page(populated, name, prompt=text, other=text, target="0", **({"show": part} if part else {}))
-    assert len(charts(at)) == {"next": 2, "layers": 1, "who": 1, "": FIGURES["intervene"]}[part]
+    at = page(populated, name, prompt=text, other=text, target="0", show=part)
+    assert len(charts(at)) == {"next": 2, "layers": 1, "who": 1, "effect": 2}[part]
     specs = " ".join(c.spec for c in charts(at))
     shown = [m.value for m in (*at.markdown, *at.info, *at.caption)]
     assert "<script" not in specs + " ".join(shown)

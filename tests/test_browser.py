@@ -54,14 +54,17 @@ def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
     before = drawn(page, "figure_layers")
     pick(page, "Measure", "sink mass")
     page.wait_for_url("**metric=sink_mass**")
-    page.locator(".gtitle", has_text="Sink mass").wait_for()
+    page.locator(".st-key-whole_layers h2", has_text="Sink mass").wait_for()
+    settled(page)
     page.go_back()
     page.wait_for_url("**metric=importance_entropy**")
-    page.locator(".gtitle", has_text="Importance entropy").wait_for()
+    page.locator(".st-key-whole_layers h2", has_text="Importance entropy").wait_for()
+    settled(page)
     assert drawn(page, "figure_layers") == before
     page.go_forward()
     page.wait_for_url("**metric=sink_mass**")
-    page.locator(".gtitle", has_text="Sink mass").wait_for()
+    page.locator(".st-key-whole_layers h2", has_text="Sink mass").wait_for()
+    settled(page)
     page.locator('[data-testid="stSidebar"]').get_by_role("link", name="Training").click()
     page.wait_for_url("**/training?**metric=sink_mass**")
     settled(page)
@@ -78,7 +81,8 @@ def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
     other.goto(page.url)
     settled(other)
     for p in (page, other):
-        p.locator(".gtitle", has_text="Sink mass").wait_for()
+        p.locator(".st-key-whole_layers h2", has_text="Sink mass").wait_for()
+        settled(p)
     same = "document.querySelector('.js-plotly-plot').data.map((t) => [t.name, JSON.stringify(t.z)])"
     assert page.evaluate(same) == other.evaluate(same)
     assert not wrong
@@ -204,7 +208,7 @@ def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, serv
     name, text = downloaded(page, panel.get_by_role("button", name="Figure (HTML)"))
     assert name == "layers.html"
     assert "Importance entropy" in text
-    assert 'role="img"' in text
+    assert '<figure role="group" aria-label=' in text
     assert not re.search(r"<(script|link|img)[^>]* (src|href)=", text)
     command = shlex.split(panel.locator('[data-testid="stCode"]').nth(1).inner_text())
     assert command[:2] == ["workbench", "view"]

@@ -22,11 +22,11 @@ A, BOTH = "a=text-resformer-s0&step=20", "a=text-resformer-s0&step=20&compare=1&
 PAGES = {
     "?show=here": 0, "?show=verdicts": 1, "?show=demo": 4, f"?show=model&{BOTH}": 4,
     "training": 3, "training?show=gradients": 2, "training?show=coefficients": 1, "training?show=pace": 2, f"training?{BOTH}": 2,
-    "depth?metric=sink_mass": 1, f"depth?metric=importance_entropy&{BOTH}": 1, "kept": 0,
+    "depth?metric=sink_mass": 2, f"depth?metric=importance_entropy&{BOTH}": 2, "kept": 0,
     "attention?layer=1&head=0": 0, f"attention?{BOTH}": 0, "heads?a=race-svformer-s0": 3, f"heads?{BOTH}": 2,
     "prompt": 2, "prompt?show=layers": 1, "prompt?show=who": 1, "prompt?show=carries": 2, "prompt?show=follow": 1,
     f"prompt?show=next&{BOTH}": 2, f"prompt?show=layers&{BOTH}": 1,
-    "intervene?sweep=remove:part%3Dmlp": 3, f"intervene?{BOTH}": 1,
+    "intervene?sweep=remove:part%3Dmlp": 3, f"intervene?{BOTH}": 2,
 }  # fmt: skip
 """Address -> figures at least; the attention page draws itself."""
 FAINT = """
@@ -260,7 +260,7 @@ def test_a_model_has_one_colour_on_every_page_in_light_and_dark(every_page):
 @pytest.mark.parametrize(
     ("address", "figures", "names"),
     [
-        ("depth?metric=sink_mass", 1, ["Experiment", "Model A", "Training step of A", "Measure", "View", "Relative depth"]),
+        ("depth?metric=sink_mass", 2, ["Experiment", "Model A", "Training step of A", "Measure", "View", "Relative depth"]),
         ("attention?layer=1&head=0", 0, ["Text", "Layer", "Head", "More", "Whole prompt"]),
         ("intervene?edits=sink&show=sweep", 1, ["Text", "Change", "Layers", "Try", "Add", "In turn", "Effect on", "Figure"]),
     ],
@@ -307,7 +307,7 @@ def test_keys_alone_change_the_view_and_the_address(opened, server):
     page.keyboard.press("Enter")
     page.wait_for_url("**metric=sink_rate**")
     settled(page, 1)
-    page.get_by_role("button", name="Figure").focus()
+    page.get_by_role("button", name="Figure").first.focus()
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Numbers (CSV)").wait_for()
 

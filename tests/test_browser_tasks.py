@@ -97,7 +97,7 @@ def test_how_a_head_came_to_be_is_one_click_on_its_point(at):
     head = state(page)
     assert {"a", "layer", "head"} <= head.keys()
     words = f"L{head['layer']} H{head['head']}: "
-    page.locator(".st-key-figure_history .gtitle", has_text=words).wait_for()
+    page.locator(".st-key-whole_history h2", has_text=words).wait_for()
 
 
 def test_a_path_is_cut_in_three_clicks(at):
@@ -106,7 +106,7 @@ def test_a_path_is_cut_in_three_clicks(at):
     click(page.get_by_role("option", name="cut attention to the first token", exact=True))
     click(page.get_by_role("button", name="Try"))
     assert state(page)["edits"] == "sink"
-    page.locator(".gtitle", has_text="What the change costs").wait_for()
+    page.locator("h2", has_text="What the change costs").wait_for()
 
 
 def test_two_prompts_are_patched_in_one_click(at):
@@ -114,21 +114,21 @@ def test_two_prompts_are_patched_in_one_click(at):
     page, click = at(f"intervene?prompt={first}&other={second}")
     click(page.get_by_role("radio", name="Patching"))
     settled(page)
-    assert page.locator(".st-key-figure_patching", has_text="the first one's answer is fully back").count() == 1
+    assert page.locator(".st-key-whole_patching", has_text="the first one's answer is fully back").count() == 1
 
 
 def test_a_value_is_followed_in_two_clicks(at):
     page, click = at(f"prompt?{ON}", 2)
     click(page.get_by_role("radio", name="Follow a value"))
     click(page.locator(".tokens [role=option]").nth(3))
-    page.locator(".gtitle", has_text="followed").wait_for()
+    page.locator("h2", has_text="followed").wait_for()
     assert state(page)["position"] == "3"
 
 
 def test_a_document_behind_a_number_is_read_in_three_clicks(at):
     page, click = at("depth?metric=loss&a=models-resformer-s0")
     click(page.get_by_text("Documents behind a number"))
-    page.locator(".gtitle", has_text="documents behind it").wait_for()
+    page.locator("h2", has_text="documents behind it").wait_for()
     click(page.locator(".st-key-documents .dvn-scroller"), position={"x": 15, "y": 60})  # the first row
     click(page.get_by_text("The chosen document in Attention"))
     assert urlsplit(page.url).path == "/attention"
@@ -138,7 +138,7 @@ def test_a_document_behind_a_number_is_read_in_three_clicks(at):
 
 def test_a_figure_for_a_paper_takes_two_clicks(at, tmp_path):
     page, click = at("depth?metric=token_identity_share&site=own_v")
-    click(page.get_by_role("button", name="Figure"))
+    click(page.get_by_role("button", name="Figure").first)
     with page.expect_download() as file:
         click(page.get_by_role("button", name="SVG", exact=True))
     file.value.save_as(tmp_path / "figure.svg")
@@ -157,7 +157,7 @@ def test_the_view_is_sent_in_one_click_with_every_choice(at, server):
 
 def test_the_definition_is_two_clicks_away(at):
     page, click = at("depth?metric=token_identity_share&site=own_v")
-    click(page.get_by_role("button", name="Figure"))
+    click(page.get_by_role("button", name="Figure").first)
     click(page.get_by_text("Definition, baseline, caution"))
     told = page.locator('[data-testid="stPopoverBody"] [data-testid="stText"]').first.inner_text()
     assert len(told) > 100
@@ -166,7 +166,7 @@ def test_the_definition_is_two_clicks_away(at):
 
 def test_a_view_is_kept_in_two_clicks(at, runs):
     page, click = at("depth?metric=token_identity_share&site=own_v")
-    click(page.get_by_role("button", name="Figure"))
+    click(page.get_by_role("button", name="Figure").first)
     click(page.get_by_role("button", name="Keep"))
     (pin,) = pins.pins(runs)
     assert pin.view == "layers"

@@ -12,6 +12,7 @@ import dashboard
 import pytest
 
 from workbench.cli.listing import listing
+from workbench.cli.serving import NOTE, _ours
 from workbench.data import corpus
 from workbench.errors import WorkbenchError
 from workbench.files import replacing, write_text
@@ -22,7 +23,6 @@ from workbench.runs.run import Run, list_runs, place_of
 from workbench.runs.table_cache import TelemetryCache
 from workbench.studies.demo import STATUS
 from workbench.studies.study_file import read_study
-from workbench.views.serving import NOTE, _ours
 from workbench.views.start.demo import status
 
 ENDLESS = {

@@ -17,9 +17,9 @@ import pytest
 import visiting
 from browsing import ask, connected
 
+from workbench.cli import serving
 from workbench.errors import WorkbenchError
 from workbench.runs.run import runs_folder
-from workbench.views import serving
 
 pytest.importorskip("streamlit")
 from app import settings
@@ -173,7 +173,7 @@ def test_a_dashboard_ends_with_who_started_it_even_where_nothing_can_be_written(
         (tmp_path / name).mkdir()
     port = browsing.free_port()
     code = (
-        "import time; from pathlib import Path; from workbench.views import serving;"
+        "import time; from pathlib import Path; from workbench.cli import serving;"
         f"serving.serve(Path({str(tmp_path)!r}), {port}); time.sleep(60)"
     )
     starter = subprocess.Popen([sys.executable, "-c", code])

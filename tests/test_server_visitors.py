@@ -12,9 +12,9 @@ import torch
 import visiting
 from app_pages import numbers
 
+from workbench.cli import serving
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
-from workbench.views import serving
 
 pytestmark = pytest.mark.slow
 A, TEXT = "text-resformer-s0", "return values"

@@ -67,7 +67,7 @@ def test_the_story_draws_where_attention_rests_while_its_models_train(resting):
     drawn = start.demo.forming(resting, link("demo"))
     measured = drawn.table[drawn.table["control"].isna()]
     assert list(dict.fromkeys(measured["metric"])) == ["sink_mass", "value_drain", "importance_entropy"]
-    assert set(measured["architecture"]) == {"transformer", "transformer · no start token"}
+    assert set(measured["architecture"]) == {"transformer", "transformer · without start token"}
     assert set(measured["step"]) == {0, 50, 60}, "each checkpoint, not the last alone"
     of_one_head = measured.groupby(["metric", "run", "step"]).size()
     assert (of_one_head == 1).all()

@@ -8,7 +8,7 @@ import streamlit as st
 from app import widgets
 from app.cached_source import cached_source
 from app.figures import show
-from app.page_frame import page, toolbar
+from app.page_frame import figures_side_by_side, page, toolbar
 from app.prompt_box import OF_A_PROMPT
 from app.row_table import row_table
 from app.run_table import choose_models
@@ -26,7 +26,13 @@ def _body(link: Link) -> None:
         if not link.on("compare"):
             link = choose_models(link)
         link = _choices(link)
-    show(depth.layers, link, take=lambda at: widgets.update_url(layer=at[0], behind=1))
+    found = depth.options(cached_source(), link)
+    with figures_side_by_side() if found.has_course else st.container():
+        with st.container():
+            show(depth.layers, link, take=lambda at: widgets.update_url(layer=at[0], behind=1))
+        if found.has_course:
+            with st.container():
+                show(depth.course, link)
     if widgets.toggle(
         "Documents behind a number", "behind", help="Those that pull it most; a click on a point asks for its layer's"
     ):

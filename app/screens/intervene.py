@@ -7,7 +7,7 @@ import streamlit as st
 from app import widgets
 from app.cached_source import cached_source
 from app.figures import show
-from app.page_frame import page, toolbar
+from app.page_frame import figures_side_by_side, page, toolbar
 from app.prompt_box import prompt_box
 from app.screens.edit_builder import edit_builder, kinds_of
 from workbench import prompts
@@ -18,6 +18,7 @@ ABOUT = (
     "says next, and in which layers and heads it matters. Nothing is trained and nothing is kept: the model is as before."
 )
 
+HALF_PX = 400
 GRAMMAR = (
     "For instance values:layer=2..3,how=zero or coefficient:layer=1,value=0;sink:layer=2,head=0/1. "
     "Layers and heads count from 0; none means all."
@@ -46,11 +47,10 @@ def _body(link: Link) -> None:
 
 
 def _effect(link: Link) -> None:
-    show(intervene.effect, link)
-
-
-def _next(link: Link) -> None:
-    show(intervene.next_token, link)
+    with figures_side_by_side(HALF_PX):
+        for view in (intervene.effect, intervene.next_token):
+            with st.container():
+                show(view, link)
 
 
 def _sweep(link: Link) -> None:
@@ -103,8 +103,7 @@ def _of_words(of: str) -> str:
 
 
 PARTS = {
-    "effect": ("What it costs", _effect), "next": ("What comes next", _next), "sweep": ("Where it matters", _sweep),
-    "patching": ("Patching", _patching),
+    "effect": ("What changes", _effect), "sweep": ("Where it matters", _sweep), "patching": ("Patching", _patching),
 }  # fmt: skip
 """Of each part: its name, and what draws it with its controls."""
 

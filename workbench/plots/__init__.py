@@ -29,6 +29,7 @@ from workbench.plots.style import (
     site,
     subtitle,
     symbol,
+    untitled,
 )
 from workbench.plots.tokens import attention_map, attention_pair, next_tokens
 from workbench.plots.training import coefficients, gradient_map, pace, relative
@@ -38,5 +39,5 @@ __all__ = [
     "against_loss", "alt_text", "attention_map", "attention_pair", "beside", "coefficients", "colour", "compared",
     "concentration", "difference", "dressed", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
     "html", "intervals", "label", "narrow", "next_tokens", "ordered", "pace", "paper", "plot", "race", "reading",
-    "relative", "sinks", "site", "subtitle", "symbol", "table", "timelapse", "unique", "value_path", "verdicts",
+    "relative", "sinks", "site", "subtitle", "symbol", "table", "timelapse", "unique", "untitled", "value_path", "verdicts",
 ]  # fmt: skip

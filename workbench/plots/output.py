@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench.plots.records import plot
-from workbench.plots.style import plain
+from workbench.plots.style import plain, titled
 
 CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 
@@ -18,7 +18,9 @@ def alt_text(shown: go.Figure | pd.DataFrame) -> str:
     """What a figure shows, in words: its title and subtitle, then each curve's ends, each map's extremes, named texts."""
     if isinstance(shown, pd.DataFrame):
         shown = plot(shown)
-    words = [plain(shown.layout.title.text), plain(shown.layout.title.subtitle.text)]
+    taken = (shown.layout.meta or {}).get("title")  # by a page that sets the words itself
+    title = go.layout.Title(taken) if taken else shown.layout.title
+    words = [plain(title.text), plain(title.subtitle.text)]
     for trace in shown.data:
         if trace.type == "heatmap":
             z = np.asarray(trace.z, dtype=float)
@@ -57,9 +59,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def paper(figure: go.Figure, background: str = "white") -> str:
     """The figure as an HTML page for pictures: dark on a background (CSS colour), without buttons."""
-    drawn = go.Figure(figure).update_layout(
-        font_color="#222", title_subtitle_font_color="#444", paper_bgcolor=background
-    )
+    drawn = titled(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor=background)
     return drawn.to_html(
         include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False
     )

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from workbench.files import write_text
 from workbench.plots.output import CONFIG, alt_text, table
-from workbench.plots.style import INK, plain
+from workbench.plots.style import INK, titled, untitled
 
 MAX_ROWS = 500  # of a table in a page
 STYLE = f"""
@@ -44,7 +44,7 @@ def html(figure: go.Figure, *, script: bool = True, whole: bool = False) -> str:
     `script=False` for all but the first figure of a page: the first carries the plotting code.
     """
     if whole:
-        page = Page(plain(figure.layout.title.text))
+        page = Page(untitled(figure)[0])
         page.add(page.figure(figure))
         return page.html()
     ink = f"<style>{INK} {{ fill: CanvasText !important }}</style>" if script else ""
@@ -52,10 +52,14 @@ def html(figure: go.Figure, *, script: bool = True, whole: bool = False) -> str:
 
 
 def _figure(figure: go.Figure, script: bool, caption: str) -> str:
-    body = figure.to_html(include_plotlyjs=script, full_html=False, config=CONFIG, auto_play=False)
     alt = markup.escape(alt_text(figure), quote=True)
+    title, words = untitled(figure := titled(figure))
+    figure.layout.meta = None
+    above = f"<h3>{markup.escape(title)}</h3>" if title else ""
+    above += f'<p class="small">{markup.escape(words)}</p>' if words else ""
+    body = figure.to_html(include_plotlyjs=script, full_html=False, config=CONFIG, auto_play=False)
     under = f"<figcaption>{markup.escape(caption)}</figcaption>" if caption else ""
-    return f'<figure role="{"group" if caption else "img"}" aria-label="{alt}">{body}{under}</figure>'
+    return f'<figure role="group" aria-label="{alt}">{above}{body}{under}</figure>'
 
 
 class Page:

@@ -37,8 +37,9 @@ VARIANT_READINGS: dict[tuple[str, str | None], str] = {
 }  # fmt: skip
 """Of measures whose variants are not read the same way."""
 MINUS, MINUS_COLOUR = "A − B", "#8B6FC0"  # a difference of two subjects
-DETAIL = " · "  # between a series and one run of it
+DETAIL, WITHOUT = " · ", "without "  # between a series and one run of it, or what it lacks
 GREY, GRID, SEQUENTIAL, DIVERGING = "#808080", "rgba(128,128,128,0.25)", "Cividis", "RdBu_r"
+AIR, ROOM, LINE = 12, 32, 17  # pixels above a figure's marks, of its title, of a line of its subtitle
 INK = (
     ".infolayer text, .menulayer text, .bartext-outside, .textpoint text, .xaxislayer-above text, .yaxislayer-above text, "
     ".xaxislayer-below text, .yaxislayer-below text"
@@ -49,13 +50,13 @@ INK = (
 def colour(architecture: str) -> str:
     """The architecture's colour; an unregistered name gets one of its own from its hash.
 
-    `resformer · A: s1, step 300`, one run at one step, has its architecture's; `B′:`, the second of two that are alike, a
-    lighter one.
+    `resformer · A: s1, step 300`, one run at one step, has its architecture's; `B′:`, the second of two that are alike, and
+    `transformer · without ...`, which lacks something of the others, a lighter one.
     """
     series, _, detail = architecture.partition(DETAIL)
     if detail:
         plain = colour(series.split(" ")[0])
-        return _lighter(plain) if detail.startswith("B′") else plain
+        return _lighter(plain) if detail.startswith(("B′", WITHOUT)) else plain
     return MINUS_COLOUR if architecture == MINUS else registry.colour(architecture)
 
 
@@ -164,7 +165,7 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
     """Title, subtitle and transparent paper; greys that read on light and on dark."""
     title, under = _tame(title), _tame(under)
     lines = under.count("<br>") + 1 if under else 0
-    top = 44 + 17 * lines + (26 if figure.layout.annotations else 0)
+    top = AIR + ROOM + LINE * lines + (26 if figure.layout.annotations else 0)
     # properties are set one by one: `update` compares what it nests, which takes ten times as long
     layout = figure.layout
     layout.title = {
@@ -189,6 +190,33 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
     return figure
 
 
+def untitled(figure: go.Figure) -> tuple[str, str]:
+    """A figure's title and subtitle in plain words, for a page that sets them itself: taken off it with the room they took.
+
+    Asked again it is the same answer; `titled` gives them back. One that plays keeps its own, which change with each frame.
+    """
+    layout = figure.layout
+    if layout.meta is None and layout.title.text and not figure.frames:
+        under = str(layout.title.subtitle.text or "")
+        room = ROOM + LINE * (under.count("<br>") + 1 if under else 0)
+        layout.meta = {"title": layout.title.to_plotly_json(), "room": room}
+        layout.title, layout.height, layout.margin.t = None, layout.height - room, layout.margin.t - room
+    title = (layout.meta or {}).get("title", {})
+    return plain(title.get("text")), plain(title.get("subtitle", {}).get("text"))
+
+
+def titled(figure: go.Figure) -> go.Figure:
+    """A copy of a figure that has its words again, where a page took them off."""
+    copy = go.Figure(figure)
+    if meta := copy.layout.meta:
+        copy.layout.title, copy.layout.meta = meta["title"], None
+        copy.layout.height, copy.layout.margin.t = (
+            copy.layout.height + meta["room"],
+            copy.layout.margin.t + meta["room"],
+        )
+    return copy
+
+
 def _tame(text: str) -> str:
     """Text without markup but line ends: names of runs and metrics hold anything, and figures draw links."""
     return re.sub(r"<(?!br>)", "&lt;", text)
@@ -202,7 +230,7 @@ def plain(text: Any) -> str:
 def narrow(figure: go.Figure, width: int = 88) -> go.Figure:
     """The figure for a column of half a page: its subtitle in shorter lines, its legend under it."""
     under = _tame(wrapped(plain(figure.layout.title.subtitle.text), width))
-    more = 17 * (under.count("<br>") - str(figure.layout.title.subtitle.text or "").count("<br>"))
+    more = LINE * (under.count("<br>") - str(figure.layout.title.subtitle.text or "").count("<br>"))
     figure.update_layout(
         title_subtitle_text=under, height=figure.layout.height + more, margin_t=figure.layout.margin.t + more
     )

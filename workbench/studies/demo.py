@@ -49,14 +49,18 @@ TO_LOOK_INTO = ("transformer", "resformer", "svformer")  # of the models on text
 def jobs(
     runs: Path, *, seeds: int = 3, quick: bool = False, text: bool = False, device: str | None = None
 ) -> list[Job]:
-    """All models of the demo, experiment by experiment and seed by seed, so that every figure has all its lines early."""
+    """All models of the demo, figure by figure and seed by seed, so that every figure has all its lines early."""
     once = ONCE if text else (*ONCE, "text")
-    return [
+    made = [
         Job(f"{experiment}-{a}-s{seed}", work, (experiment, a, seed, runs, quick, device), COST[experiment])
         for experiment, architectures in EXPERIMENTS.items()
         for seed in range(1 if experiment in once else seeds)
         for a in (architectures if text or experiment != "text" else TO_LOOK_INTO)
     ]  # fmt: skip
+    figures = [
+        experiment.partition("_")[0] for experiment in EXPERIMENTS
+    ]  # a control stands in that of what it controls
+    return sorted(made, key=lambda job: (figures.index(job.arguments[0].partition("_")[0]), job.arguments[2]))
 
 
 def ready(job: Job) -> bool:

@@ -44,6 +44,11 @@ class Options(Measure):
     steps: list[int]
     step: int | None
 
+    @property
+    def has_course(self) -> bool:
+        """Whether a mean over layers says something at each of several steps: ranks and pairs of layers have none."""
+        return "steps" in self.forms and self.form != "steps" and not {"ranks", "pairs"} & set(self.forms)
+
 
 def _unmeasured(runs: Sequence[Entry]) -> str:
     if all(e.kind == "recorded" for e in runs):
@@ -103,21 +108,11 @@ def layers(source: Source, link: Link) -> Drawing:
     """The measure over layers (or heads, positions, steps), with its value at random init and under its baseline."""
     chosen, compare = options(source, link), link.on("compare")
     form = None if chosen.form == "auto" else chosen.form
-    rows, sentences = chosen.rows, list[str]()
-    more_seeds: list[tuple[pd.DataFrame, pd.DataFrame]] = []
-    if compare:
-        subjects = source.subjects(link)
-        parts = {s.title: _of(rows, s, form) for s in subjects}
-        more_seeds = _more_seeds(source, chosen, subjects, form)
-    else:
-        rows = rows if chosen.seed == "all" else rows[rows["seed"] == int(chosen.seed)]
-        rows = one_sample(rows if chosen.step is None else _at(rows, chosen.step, form))
-        parts = {
-            name: rows[rows["architecture"] == name] for name in dict.fromkeys(e.series for e in source.chosen(link))
-        }
+    parts, sentences = _parts(source, link, chosen, form), list[str]()
+    more_seeds = _more_seeds(source, chosen, source.subjects(link), form) if compare else []
     if gone := [label(name) for name, part in parts.items() if part.empty]:
         sentences.append(f"Nothing of this is stored for {', '.join(gone)}.")
-    found = [part for part in parts.values() if len(part)] or [rows]
+    found = [part for part in parts.values() if len(part)] or list(parts.values())[:1]
     relative = link.on("depth") and (form or plots.form_of(pd.concat(found))) == "profile"
     if relative:
         found = [_relative(part) for part in found]
@@ -134,6 +129,30 @@ def layers(source: Source, link: Link) -> Drawing:
     if relative:  # in all panels, also where only the ends, 0 and 1, are left
         figure.for_each_xaxis(lambda a: a.update(title_text=RELATIVE if a.title.text else "", dtick=None))
     return Drawing(figure, everything, " ".join(sentences))
+
+
+@view("depth")
+def course(source: Source, link: Link) -> Drawing:
+    """How the measure came about: at every step it was measured at, the layer of the link or the mean over layers."""
+    chosen, layer = options(source, link), link.whole("layer")
+    if not chosen.has_course:
+        raise WorkbenchError("this measure has no course over training: one step, or an axis that has no mean")
+    rows = pd.concat(_parts(source, link, chosen, "steps").values(), ignore_index=True)
+    mine = rows[rows["layer"] == layer] if layer is not None else rows[:0]
+    rows, of = (mine, f"layer {layer}") if len(mine) else (rows, "mean over layers")
+    within = ["layer", "head", "position", "value", "se"]
+    means = rows.groupby([c for c in rows if c not in within], dropna=False, observed=True, as_index=False)["value"]
+    rows = means.mean().assign(**dict.fromkeys(("layer", "head", "position", "se")))[list(rows)]
+    return Drawing(plots.plot(rows, form="steps", title=f"{_title(chosen, None)}: {of}, over training"), rows)
+
+
+def _parts(source: Source, link: Link, chosen: Options, form: str | None) -> dict[str, pd.DataFrame]:
+    """The rows of A and B, or of each chosen model over its seeds, by name."""
+    if link.on("compare"):
+        return {s.title: _of(chosen.rows, s, form) for s in source.subjects(link)}
+    rows = chosen.rows if chosen.seed == "all" else chosen.rows[chosen.rows["seed"] == int(chosen.seed)]
+    rows = one_sample(rows if chosen.step is None else _at(rows, chosen.step, form))
+    return {name: rows[rows["architecture"] == name] for name in dict.fromkeys(e.series for e in source.chosen(link))}
 
 
 def _more_seeds(

@@ -194,7 +194,7 @@ def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]], unit:
 @view("intervene")
 def next_token(source: Source, link: Link) -> Drawing:
     """The likeliest next tokens before and after the edits."""
-    answers, refused = _effects(source, link)
+    (answers, refused), changed = _effects(source, link), edits(link)
     own = [pd.concat([e.top_before, e.top_after]).drop_duplicates("id").head(MAX_TOKENS) for _, e in answers]
     alike = (
         len(answers) == 2
@@ -214,18 +214,20 @@ def next_token(source: Source, link: Link) -> Drawing:
     )  # fmt: skip
     for column, (title, series, rows) in enumerate(panels, 1):
         names = plots.unique([html.escape(str(t), quote=False) for t in rows["text"]])
-        for when, colour in (("before", pale(series, 0.4)), ("after", plots.colour(series))):
+        bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
+        for when, colour in bars.items() if changed else [("after", bars["after"])]:
             figure.add_bar(
                 y=names, x=rows[when], orientation="h", name=f"{title}, {when}", marker_color=colour, showlegend=False,
-                hovertemplate=f"%{{y}}: %{{x:.2%}} {when}<extra></extra>", row=1, col=column,
+                hovertemplate=f"%{{y}}: %{{x:.2%}} {when * bool(changed)}<extra></extra>", row=1, col=column,
             )  # fmt: skip
         shared = {"matches": "x"} if column > 1 and title != plots.MINUS else {}
         unit = f"probability, {plots.MINUS}" if title == plots.MINUS else "probability"
         figure.update_xaxes(title_text=unit, tickformat=".0%", row=1, col=column, **shared)
         figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
     figure.update_yaxes(autorange="reversed", type="category")
-    under = f"{_alone(answers)}pale: before; full: after; {_words(edits(link))}; one text"
-    plots.dressed(figure, "What comes next, before and after", under, 360)
+    bars_say = f"pale: before; full: after; {_words(changed)}; " if changed else ""
+    title = "What comes next, before and after" if changed else "What comes next: nothing is changed yet"
+    plots.dressed(figure, title, f"{_alone(answers)}{bars_say}one text", 360)
     table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
     return Drawing(figure, table, ". ".join(refused))
 

@@ -75,7 +75,7 @@ def only_demo(source: Source) -> bool:
 def sink_records(source: Source) -> pd.DataFrame:
     """What is measured so far of the models on the task with a resting head; one without a start token is a series of its own."""
     parts = [source.records(runs(source, name), SINK_PANELS) for name in ("sinks", "sinks_without_start")]
-    bare = parts[1].assign(architecture=parts[1]["architecture"].astype("str") + f"{plots.DETAIL}no start token")
+    bare = parts[1].assign(architecture=parts[1]["architecture"].astype("str") + f"{plots.DETAIL}without start token")
     return one_sample(pd.concat([parts[0], bare], ignore_index=True))
 
 
