@@ -24,7 +24,7 @@ PAGES = {
     "depth": f"depth?metric=importance_entropy&models=resformer&seed=0&{OF}", "attention": f"attention?layer=1&head=1&{OF}",
     "prompt": f"prompt?show=next&{OF}", "intervene": f"intervene?edits=remove:part%3Dmlp,layer%3D1&{OF}",
 }  # fmt: skip
-FIGURES = {"start": 4, "training": 3, "depth": 1, "attention": 0, "prompt": 2, "intervene": 1}
+FIGURES = {"start": 4, "training": 3, "depth": 2, "attention": 0, "prompt": 2, "intervene": 2}
 
 
 @pytest.fixture
