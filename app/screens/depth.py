@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pandas as pd
 import streamlit as st
 
@@ -25,8 +27,7 @@ def _body(link: Link) -> None:
     with toolbar("controls"):
         if not link.on("compare"):
             link = choose_models(link)
-        link = _choices(link)
-    found = depth.options(cached_source(), link)
+        link, found = _choices(link)
     with figures_side_by_side() if found.has_course else st.container():
         with st.container():
             show(depth.layers, link, take=lambda at: widgets.update_url(layer=at[0], behind=1))
@@ -70,8 +71,8 @@ def _behind(link: Link) -> None:
         st.caption("Choose a document to read it on Attention and the other pages.")
 
 
-def _choices(link: Link) -> Link:
-    """The link, completed by the select boxes; a choice that the link asks for in vain falls back with a word."""
+def _choices(link: Link) -> tuple[Link, depth.Options]:
+    """The link, completed by the select boxes, and what there is; a choice that is asked for in vain falls back with a word."""
     source = cached_source()
     bare = link.but(site=None, variant=None, view=None, seed=None, metric=None)
     measures = depth.options(source, bare).metrics
@@ -92,7 +93,7 @@ def _choices(link: Link) -> Link:
     relative = widgets.toggle(
         "Relative depth", "depth", help="0 is the first layer, 1 the last: for models of different depths"
     )
-    return bare.but(view=form, depth=1 if relative else None)
+    return bare.but(view=form, depth=1 if relative else None), replace(found, form=form)
 
 
 def _words(name: str) -> str:
