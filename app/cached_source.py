@@ -71,7 +71,7 @@ class CachedSource(Source):
 
     def keep(self, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
         """The result of some work, done once for each key; shared, so never written to."""
-        return _once(key, work)
+        return _once(hash(key), work)  # keys name every run: Streamlit takes a hundred times as long to read them
 
     def model(self, subject: Subject) -> HookedModel:
         return _model(*_place(subject))
@@ -126,7 +126,7 @@ def _catalogues() -> dict[Path, Catalogue]:
 
 
 @st.cache_resource(max_entries=128, show_spinner=False)
-def _once(key: tuple[Any, ...], _work: Callable[[], Any]) -> Any:
+def _once(key: int, _work: Callable[[], Any]) -> Any:
     return _work()
 
 

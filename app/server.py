@@ -113,6 +113,8 @@ def _document(files: Iterable[str]) -> bytes:
 
 def _prepare() -> None:
     """What every page needs is imported, and the runs are looked at, while a first browser reads the front end."""
+    from streamlit import emojis  # noqa: F401 - a quarter of a second, at the first icon
+
     from app.cached_source import cached_source
     from app.screens import start_finding  # noqa: F401
 
