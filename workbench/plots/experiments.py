@@ -25,14 +25,18 @@ from workbench.plots.style import (
     words,
     wrapped,
 )
+from workbench.plots.training import thinned
 from workbench.statistics.formation import copying, formation_steps
+
+HALF_POINTS = 200  # of a curve that fills half a page
 
 
 def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     """Copy loss over training: mean and range over seeds, the halfway line, a diamond where each seed crosses it."""
     rows = checked(copying(frame))
     figure, legend = make_subplots(1, 1), Legend()
-    lines(figure, rows, "step", {"row": 1, "col": 1}, legend)
+    drawn, width = thinned(rows, HALF_POINTS)
+    lines(figure, drawn, "step", {"row": 1, "col": 1}, legend)
     start = rows[rows["step"] == rows["step"].min()].groupby("run")["value"].mean()
     half = float(start.mean()) / 2
     figure.add_hline(
@@ -54,7 +58,11 @@ def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
         title_text=axis_title("loss where copying works (nats)", "lower: copies better"), rangemode="tozero"
     )
     under = subtitle(
-        rows, "sequences of random tokens, written twice", *sorted(legend.bands), "diamond: a seed crosses the line"
+        rows,
+        "sequences of random tokens, written twice",
+        *sorted(legend.bands),
+        f"each point the mean of {width} steps" if width > 1 else "",
+        "diamond: a seed crosses the line",
     )
     return dressed(figure, "When does each model learn to copy?", under, 340)
 
