@@ -46,6 +46,7 @@ PARTS = {  # name -> (family, its settings)
     "bank_of_values": ("bank", {"bank_layers": None}),
     "gated_attention": ("gate", {}),
     "exclusive_attention": ("exclusive", {"gated": False}),
+    "sink_logit": ("sink_logit", {"logit": "learned"}),
     "held_start": ("held_start", {"start_norm": 0, "others_norm": "free"}),
     "cut_skip": ("cut_skip", {"cut": "both"}),
 }  # fmt: skip
@@ -198,6 +199,10 @@ def logits(name, weights, shape, ids, options):
                     first, last = (x.masked_fill(future, 0) for x in both)
                     mixed = o["lambda_a1"] * first + o["lambda_a_own"] * last
                     u = mixed.masked_fill(future, -math.inf).softmax(-1) @ v
+            elif "sink_logit" in s:
+                b = p[f"sink_logit.logits.{n}"][h] if s["sink_logit"]["logit"] == "learned" else torch.zeros(())
+                u = scores(Q[n], K[n], h).exp()
+                u = u / (u.sum(-1, keepdim=True) + b.exp()) @ v
             else:
                 u = scores(Q[n], K[n], h).softmax(-1) @ v
             if "neutreno" in s and n > 0:

@@ -15,7 +15,10 @@ from workbench.models import ARCHITECTURES, compose
 from workbench.models.shortcut import overrides
 
 SHAPE = ModelConfig(n_layers=3, d_model=16, n_heads=4, d_mlp=8, d_vocab=11, n_ctx=16)
-SEAMS = ("prepare", "shared_source", "weights", "softmaxes", "output", "gate", "constants", "keeps_skip", "stream_sources")  # fmt: skip
+SEAMS = (
+    "prepare", "shared_source", "weights", "softmaxes", "output", "gate", "constants", "keeps_skip",
+    "stream_sources",
+)  # fmt: skip
 
 
 @functools.cache
@@ -31,12 +34,12 @@ def uses(name):
         for tensor, projection in wiring.projections.items():
             scored = "value" if tensor == "v" else "score"  # queries and keys go the same way
             if projection.mixer is not None:
-                facts.add((scored, "mixed", len(projection.mixed)))
+                facts.add((scored, "mixed", len(projection.mixed), projection.mixer.weighs_tokens, projection.projects))
             if projection.shared_source is not None:
-                facts.add((scored, "shared", type(projection.shared_source)))  # a layer's, or a table's
+                facts.add((scored, "shared", type(projection.shared_source), projection.own_heads > 0))
             facts |= {(scored, "read", type(j), state) for j, state in projection.sources.items()}
         if wiring.joint:
-            facts.add(("softmaxes", wiring.joint.attends(wiring.layer), len(wiring.attended["rot_k"])))
+            facts.add(("softmaxes", wiring.joint.attends(wiring.layer), len(wiring.attended.get("rot_k", ()))))
     return facts
 
 

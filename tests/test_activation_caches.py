@@ -11,7 +11,7 @@ from transformer_lens import ActivationCache
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.kernels.joint import STRIP
-from workbench.names import QUADRATIC, STATISTICS, is_statistic, position_axis
+from workbench.names import QUADRATIC, is_statistic, position_axis
 
 
 @pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
@@ -141,7 +141,7 @@ def test_pos_slice_cuts_the_position_of_every_hook_point(tiny, architecture):
         index = torch.tensor({2: [2], (1, 4): [1, 2, 3]}[cut] if not isinstance(cut, list) else cut)
         for name in everything:
             true, point = whole[remove][name], name.rsplit(".", 1)[-1]
-            if point.removeprefix("hook_") in STATISTICS or name.endswith(QUADRATIC):
+            if is_statistic(name) or name.endswith(QUADRATIC):
                 axis = 2
             elif point.endswith("_mix") or point == "hook_dwa_weights":
                 axis = None

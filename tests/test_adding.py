@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from workbench.config import ModelConfig
 from workbench.models.shortcut import Memory, Projection, Shortcut, Weight, number
 
@@ -46,7 +48,7 @@ class Scaled(Shortcut):
     def mixes(self, projection: Projection, layer: int) -> bool:
         return projection == "v" and layer > 0
 
-    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
+    def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
         return (self.value_factor,)
 '''
 ENTRY = """

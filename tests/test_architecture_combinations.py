@@ -88,7 +88,7 @@ def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
     [
         ("resformer", {"layers": [9]}, r"layers=\[9\].* the layers 1..3; nearest \[3\]"),
         ("resformer", {"layers": [0, 2]}, r"nearest \[1, 2\]"),
-        ("resformer", {"layers": "early"}, "choose 'all', 'late' or a list"),
+        ("resformer", {"layers": "early"}, "choose 'all', 'late', 'last_third' or a list"),
         ("resformer", {"layers": 2}, "layers"),
         ("resformer", {"source_layer": 3}, r"source_layer=3: .* 0..2; nearest 2"),
         ("resformer", {"source_layer": 1, "layers": [1]}, r"2..3; nearest \[2\]"),
@@ -135,6 +135,8 @@ def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
         ("value_embedding", {"value_tables": 0}, "nearest 1"),
         ("bank_of_values", {"bank_layers": [4]}, r"nearest \[3\]"),
         ("cut_skip", {"cut": "atn"}, "did you mean attn"),
+        ("sink_logit", {"logit": "none"}, "choose from learned, zero|learned, zero"),
+        ("cross_layer+sink_logit", {}, "cross_layer and sink_logit both define the attention; keep one"),
         ("held_start", {"start_norm": "zero"}, "choose 'free' or a norm"),
         ("held_start", {"start_norm": -1.0}, "must be 0 or more"),
         ("held_start", {"others_norm": "one"}, "others_norm='one': choose 'free' or a norm"),

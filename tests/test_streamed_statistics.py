@@ -29,11 +29,11 @@ def scores_of(q, k):
     return scores
 
 
-def attention_by_hand(architecture, cache, layer):
+def attention_by_hand(architecture, cache, layer, logits):
     """(patterns by part, all keys' log-sum-exp or None) of a layer, from the architecture's equation.
 
     Cross-layer attention: one softmax over own keys and the others'; residual attention: half of the first layer's
-    pattern and half of the own; all others: their own softmax.
+    pattern and half of the own; sink logits: one more column, the part `null`; all others: their own softmax.
     """
     own = scores_of(cache["rot_q", layer], cache["rot_k", layer])
     stem = f"blocks.{layer}.attn"
@@ -44,6 +44,10 @@ def attention_by_hand(architecture, cache, layer):
     others = [scores_of(cache["rot_q", layer], cache["rot_k", j]) for j in read]
     whole = torch.cat([own, *others], -1)
     names = [stem, *(f"{stem}.cross" + (f".{j}" if len(read) > 1 else "") for j in read)]
+    if logits is not None:
+        whole = torch.cat([own, logits.view(-1, 1, 1).expand(*own.shape[:-1], 1)], -1)
+        pattern = softmax_of(whole)
+        return {stem: pattern[..., :-1], "null": pattern[..., -1:]}, whole.logsumexp(-1)
     return dict(zip(names, softmax_of(whole).split(own.shape[-1], -1), strict=True)), whole.logsumexp(-1)
 
 
@@ -57,7 +61,11 @@ def test_statistics_are_those_of_the_pattern(any_architecture, tiny, how):
     with torch.set_grad_enabled(how == "trained"):
         _, cache = model.run_with_cache(tokens(9), names_filter=list(model.hook_dict) if how == "eager" else None)
     for layer in range(3):
-        parts, lse = attention_by_hand(any_architecture, cache, layer)
+        logits = model.shortcuts[0].logits[layer].detach() if any_architecture == "sink_logit" else None
+        parts, lse = attention_by_hand(any_architecture, cache, layer, logits)
+        null = parts.pop("null", torch.zeros(1, dtype=WIDE))
+        if logits is not None:
+            torch.testing.assert_close(cache["null", layer, "attn"], null[..., 0], atol=1e-12, rtol=1e-9)
         for part, pattern in parts.items():
             torch.testing.assert_close(cache[f"{part}.hook_pattern"], pattern, atol=1e-12, rtol=1e-9)
         whole, weight = torch.stack(list(parts.values()), -2), 1.0
@@ -67,7 +75,7 @@ def test_statistics_are_those_of_the_pattern(any_architecture, tiny, how):
             torch.testing.assert_close(cache["pattern", layer], weight * sum(parts.values()), atol=1e-12, rtol=1e-9)
         expected = {
             "received": whole.sum((-3, -2)),
-            "row_entropy": -torch.xlogy(whole, whole).sum((-1, -2)),
+            "row_entropy": -torch.xlogy(whole, whole).sum((-1, -2)) - torch.xlogy(null, null).sum(-1),
             "row_max": whole.amax((-1, -2)),
             "sink": whole[..., 0].sum(-1),
             "lse": lse,
@@ -77,7 +85,8 @@ def test_statistics_are_those_of_the_pattern(any_architecture, tiny, how):
             if true is not None:
                 torch.testing.assert_close(cache[name, layer, "attn"], true, atol=1e-12, rtol=1e-9)
         if len(parts) == 1:
-            reference = attention_reference(cache["rot_q", layer], cache["rot_k", layer], cache["v", layer])[2]
+            read = (cache[name, layer] for name in ("rot_q", "rot_k", "v"))
+            reference = attention_reference(*read, null=logits)[2]
             torch.testing.assert_close(reference.received, expected["received"], atol=1e-12, rtol=1e-9)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from workbench.interventions.base import batches_of, intervention, mean_row
 from workbench.interventions.edits.coefficient import PATHS, hook_of, sources_at
 from workbench.models.transformer import Transformer
+from workbench.models.wiring import source_name
 
 SITES = {"v": "v", "q": "q", "k": "k", "output": "z", "stream": "stream"}
 """Where a path's mixture is read. A pattern's rows sum to 1, so that its coefficients are their own shares."""
@@ -26,18 +27,19 @@ def coefficient_share(model: Any, sample: Any, data: Any, batch: int) -> Iterato
 
     Of values, queries and keys (X_j: another layer's, the table's, the own), of streams (the embedding, raw block outputs;
     numbered by the reader) and of head outputs (site z: what is added, against the rest). Column part is the source.
-    `coefficient`: w_j itself. Fixed and learned ones alike. Values that are not mixed are one source's (1). Caution: (c w_1, c w_2,
+    `coefficient`: w_j itself, where it depends on the token its mean. Fixed and learned ones alike. Values that are not mixed are
+    one source's (1); those whose heads are of two, of these by their norms. Caution: (c w_1, c w_2,
     W_O / c) is the same model for every c, so compare shares, not coefficients; shares do not see what cancels.
     """
     if not isinstance(model, Transformer):  # whose coefficients are not ours to read
         return
-    places = [(p, n) for p in PATHS if p in SITES for n in range(model.config.n_layers) if sources_at(model, p, n)]
+    places = [(p, n) for p in PATHS if p in SITES for n in range(model.config.n_layers) if _sources_of(model, p, n)]
     for layer, block in enumerate(model.blocks):
-        if not sources_at(model, "v", layer) and "v" not in block.attn.wiring.attended:  # else a softmax mixes them
+        if not _sources_of(model, "v", layer) and "v" not in block.attn.wiring.attended:  # else a softmax mixes them
             source = block.attn.projections["v"].shared_source
-            part = {None: "own", 0: "first"}.get(source, f"source.{source}" if isinstance(source, int) else "table")
+            part = "own" if source is None else source_name(source)
             yield {"site": "v", "layer": layer, "part": part, "value": 1.0, "n": len(sample.ids), "unit": "share"}
-    weights: dict[tuple[str, int], Tensor] = {}
+    weights: dict[tuple[str, int], list[Tensor]] = {}
     sizes: dict[tuple[str, int], list[Tensor]] = {}
     for ids in batches_of(model, sample, batch) if places else ():
         for (path, layer), found in _sizes(model, ids, places, weights).items():
@@ -46,29 +48,51 @@ def coefficient_share(model: Any, sample: Any, data: Any, batch: int) -> Iterato
         each = torch.cat(parts)  # [document, source]
         shares = each / each.sum(-1, keepdim=True)
         axes = {"site": SITES[path], "layer": layer + (path == "stream")}
-        sources = sources_at(model, path, layer)
+        sources = _sources_of(model, path, layer)
         for j, part in enumerate(["own", *sources] if path == "output" else sources):
             yield mean_row(shares[:, j], **axes, part=part, unit="share")
-        for part, weight in zip(sources, weights[path, layer].tolist(), strict=True):
-            yield {**axes, "part": part, "variant": "coefficient", "value": weight, "unit": "number"}
+        in_use = weights.get((path, layer), [])
+        for j, part in enumerate(sources if in_use else ()):
+            axes |= {"part": part, "variant": "coefficient", "unit": "number"}
+            if in_use[0].ndim > 1:  # of each document
+                yield mean_row(torch.cat(in_use)[:, j], **axes)
+            else:
+                yield {**axes, "value": float(in_use[0][j])}
+
+
+def _sources_of(model: Transformer, path: str, layer: int) -> Sequence[str]:
+    """What is mixed there, in the order of its coefficients; also where the heads of a tensor are of two sources."""
+    if path in ("v", "q", "k") and (projection := model.blocks[layer].attn.projections[path]).own_heads:
+        return [source_name(projection.shared_source), "own"]
+    return sources_at(model, path, layer)
 
 
 def _sizes(
-    model: Transformer, ids: Tensor, places: list[tuple[str, int]], weights: dict[tuple[str, int], Tensor]
+    model: Transformer, ids: Tensor, places: list[tuple[str, int]], weights: dict[tuple[str, int], list[Tensor]]
 ) -> dict[tuple[str, int], Tensor]:
-    """|w_j| ||X_j|| of each document and source [batch, source]; of head outputs the rest first. Fills in the weights."""
+    """||w_j X_j|| of each document and source [batch, source]; of head outputs the rest first. Adds the weights in use."""
     names = {(p, n): _vectors(model, p, n) for p, n in places}
-    mixes = [hook_of(p, n) for p, n in places]
-    _, cache = model.run_with_cache(ids, names_filter=[*mixes, *(name for many in names.values() for name in many)])
+    mixes = {(p, n): hook_of(model, p, n) for p, n in places if sources_at(model, p, n)}
+    many = [name for vectors in names.values() for name in vectors]
+    _, cache = model.run_with_cache(ids, names_filter=[*mixes.values(), *many])
     found = {}
     for path, layer in places:
-        weights[path, layer] = cache[hook_of(path, layer)].double().cpu()
         vectors = [cache[name] for name in names[path, layer]]
-        if path == "output":
-            vectors = _added(model, ids, layer, vectors[0], len(weights[path, layer]))
+        if (path, layer) not in mixes:
+            vectors[0] = vectors[0][:, :, model.blocks[layer].attn.projections[path].own_heads :]
             found[path, layer] = _norms(vectors)
+            continue
+        in_use = cache[mixes[path, layer]]
+        by_token = in_use.ndim > 1
+        weights.setdefault((path, layer), []).append(
+            (in_use.flatten(1, -2).mean(1) if by_token else in_use).double().cpu()
+        )
+        if path == "output":
+            found[path, layer] = _norms(_added(model, ids, layer, vectors[0], len(in_use)))
+        elif by_token:
+            found[path, layer] = _norms([w[..., None] * x for w, x in zip(in_use.unbind(-1), vectors, strict=True)])
         else:
-            found[path, layer] = _norms(vectors) * weights[path, layer].abs()
+            found[path, layer] = _norms(vectors) * in_use.double().cpu().abs()
     return found
 
 
@@ -81,7 +105,7 @@ def _vectors(model: Transformer, path: str, layer: int) -> list[str]:
     if path == "output":
         return [f"blocks.{layer}.attn.hook_z"]
     names = []
-    for source in sources_at(model, path, layer):
+    for source in _sources_of(model, path, layer):
         if path == "stream":
             block = layer if source == "own" else int(source.removeprefix("block.")) if source != "embed" else None
             names.append("hook_embed" if block is None else f"blocks.{block}.hook_dwa_in")
@@ -99,6 +123,6 @@ def _added(model: Transformer, ids: Tensor, layer: int, whole: Tensor, count: in
         def without(weights: Tensor, hook: Any, zeroed: list[int] = zeroed) -> Tensor:
             return weights.index_fill(0, torch.tensor(zeroed, device=weights.device), 0.0)
 
-        with model.hooks([(hook_of("output", layer), without)]):
+        with model.hooks([(hook_of(model, "output", layer), without)]):
             kept.append(model.run_with_cache(ids, names_filter=f"blocks.{layer}.attn.hook_z")[1]["z", layer])
     return [kept[0], *(whole - other for other in kept[1:])]

@@ -10,6 +10,7 @@ With scaled masked scores s_ij, lse_i = ln sum_j exp s_ij and A_ij = exp(s_ij - 
     sink_i         = exp(s_i0 - lse_i)
     row_max_i      = exp(max_j s_ij - lse_i): no fused call gives a maximum, so the scores pass once more, in strips
 
+A column that is no key takes its share of z in proportion, and counts in the lse_i that `received` is made of.
 Against the strips H_i is a difference of two numbers as large as the scores, so it keeps their absolute error, not a
 small entropy's own. The calls are PyTorch's private ones (the public one keeps the log-sum-exp to itself):
 FlashAttention, Dao et al. 2022, arXiv 2205.14135.
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.kernels.reference import AttentionStatistics, Keys, Queries
+from workbench.kernels.reference import AttentionStatistics, Keys, Null, Queries, with_null
 from workbench.kernels.strips import score_strips
 
 _CALLS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
@@ -54,20 +55,23 @@ def _padded(d_head: int) -> int:
 
 @torch.no_grad()
 def fused_statistics(
-    q: Queries, k: Keys, v: Keys, *, scale: float | None = None, row_max: bool = True
+    q: Queries, k: Keys, v: Keys, *, scale: float | None = None, row_max: bool = True, null: Null = None
 ) -> tuple[Queries, AttentionStatistics]:
     """As `attention_statistics`, in fused calls; raises `WorkbenchError` where `runs_fused` says no, or for a scale that is not above 0."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0 or not runs_fused(q.device, q.dtype, q.shape[-1]):
         kind = f"scale {scale}, {q.dtype}, width {q.shape[-1]} on {q.device}"
         raise WorkbenchError(f"no fused call for {kind}; use strips")
-    z, received, row_entropy, sink, lse = fused_but_maximum(q, k, v, scale=scale)
+    z, received, row_entropy, sink, lse = fused_but_maximum(q, k, v, scale=scale, null=null)
     top = _row_maximum(q, k, lse, scale) if row_max else None
-    return z, AttentionStatistics(received=received, row_entropy=row_entropy, row_max=top, sink=sink, lse=lse)
+    statistics = AttentionStatistics(received=received, row_entropy=row_entropy, row_max=top, sink=sink, lse=lse)
+    return z, statistics if null is None else with_null(statistics, null)
 
 
-def fused_but_maximum(q: Queries, k: Keys, v: Keys, *, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The three calls: output, received, row entropy, sink and lse."""
+def fused_but_maximum(
+    q: Queries, k: Keys, v: Keys, *, scale: float, null: Null = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The three calls: output, received, and without the null column row entropy, sink and lse."""
     heads = q.shape[2]
     q, k, v = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (q, k, v))
     z, lse = _call(q, k, v, scale)
@@ -75,7 +79,11 @@ def fused_but_maximum(q: Queries, k: Keys, v: Keys, *, scale: float) -> tuple[Te
     wide, first = q.to(lse.dtype), k[:, :, :1].to(lse.dtype)
     entropy = lse - scale * (wide * mean_key).sum(-1)
     sink = (scale * (wide * first).sum(-1) - lse).exp()
-    return z.transpose(1, 2), _received(q, k, lse, scale), entropy.clamp_(min=0), sink, lse
+    whole = lse
+    if null is not None:
+        whole = torch.logaddexp(lse, null.to(lse)[:, None])
+        z = z * (lse - whole).exp().to(z.dtype)[..., None]
+    return z.transpose(1, 2), _received(q, k, whole, scale), entropy.clamp_(min=0), sink, lse
 
 
 def _row_maximum(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:

@@ -2,6 +2,7 @@
 
     A = sum over c of w_c softmax(q_c [K_1; ...; K_S]^T / sqrt(d) + causal mask),   z = A [V_1; ...; V_S]
 
+A softmax may have one more column that is no key, of a fixed logit in each row: its value is nothing, its share is missing.
 Every key set has the same positions, and a query sees position j of each set exactly if j is not later than its own.
 Output and statistics work in strips of queries: O(T) memory, never a T x T array; the output is differentiable and made
 of fused calls. Statistics fold the sets: a position receives what it receives in all of them together.
@@ -10,8 +11,8 @@ of fused calls. Statistics fold the sets: a position receives what it receives i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,18 +21,21 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from workbench.kernels.reference import AttentionStatistics
+from workbench.kernels.attention import attention_statistics
+from workbench.kernels.null import attention_with_null
+from workbench.kernels.reference import AttentionStatistics, Null, shares, statistics_of
 
 STRIP = 128  # queries at a time; work above the diagonal is STRIP / T of the whole
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """One softmax of an attention: its weight, rotated queries and a list of rotated key sets."""
+    """One softmax of an attention: its weight, rotated queries, a list of rotated key sets, logits of a column that is no key."""
 
     weight: float | Tensor
     q: Float[Tensor, "batch query head d_head"]
     keys: Sequence[Float[Tensor, "batch pos kv_head d_head"]]
+    null: Null = None
 
 
 def joint_attention(softmaxes: Sequence[Softmax], values: Sequence[Tensor]) -> Tensor:
@@ -41,21 +45,24 @@ def joint_attention(softmaxes: Sequence[Softmax], values: Sequence[Tensor]) -> T
     """
     total: Tensor | None = None
     for softmax in softmaxes:
-        z = _fused(softmax.q, softmax.keys, values)
+        z = _fused(softmax, values)
         z = z if softmax.weight == 1.0 else softmax.weight * z
         total = z if total is None else total + z
     assert total is not None
     return total
 
 
-def _fused(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def _fused(softmax: Softmax, values: Sequence[Tensor]) -> Tensor:
+    q, keys = softmax.q, softmax.keys
     length, sets, width = q.shape[1], len(keys), values[0].shape[-1]
     past = keys[0].shape[1] - length
     # position-major, so that all keys up to a position are one slice
     k, v = (torch.cat(tuple(x), 2).view(q.shape[0], -1, *x[0].shape[2:]) if sets > 1 else x[0] for x in (keys, values))
     if v.shape[-1] < k.shape[-1]:  # unequal widths would leave the fused path
         v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
-    attend = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2])
+    attend: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2])
+    if softmax.null is not None:
+        attend = partial(attention_with_null, null=softmax.null)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if sets == 1 and past == 0:
         z = attend(q, k, v, is_causal=True)
@@ -114,14 +121,19 @@ def joint_statistics(softmaxes: Sequence[Softmax]) -> AttentionStatistics:
     Sums run in float32 (float64 for float64 inputs). The rows' entropy is over keys and sets together, so two equal sets
     add ln 2.
     """
-    q = softmaxes[0].q
+    first, *others = softmaxes
+    q = first.q
+    if not others and first.weight == 1.0 and len(first.keys) == 1 and first.keys[0].shape[1] == q.shape[1]:
+        return attention_statistics(q, first.keys[0], first.keys[0], null=first.null)[1]
     wide = torch.promote_types(q.dtype, torch.float32)
-    softmaxes = [Softmax(s.weight, s.q.to(wide), [k.to(wide) for k in s.keys]) for s in softmaxes]
+    softmaxes = [replace(s, q=s.q.to(wide), keys=[k.to(wide) for k in s.keys]) for s in softmaxes]
     batch, _, heads, _ = q.shape
     received = torch.zeros(batch, heads, softmaxes[0].keys[0].shape[1], dtype=wide, device=q.device)
     rows: dict[str, list[Tensor]] = {"row_entropy": [], "row_max": [], "sink": [], "lse": []}
+    null = softmaxes[-1].null
+    rows |= {} if null is None else {"null": []}
     for scores, pattern in _strips(softmaxes):
-        strip = statistics_of_sets(scores, pattern)
+        strip = statistics_of_sets(scores, pattern, null)
         received[..., : pattern.shape[-1]] += strip.received
         for name, parts in rows.items():
             parts.append(getattr(strip, name))
@@ -135,20 +147,14 @@ def _strips(softmaxes: Sequence[Softmax]) -> Iterator[tuple[Tensor, Tensor]]:
         pattern: Tensor | None = None
         for softmax in softmaxes:
             scores = joint_scores(softmax, start, end)
-            part = softmax.weight * scores.flatten(-2).softmax(-1).view_as(scores)
+            part = softmax.weight * shares(scores.flatten(-2), softmax.null).view_as(scores)
             pattern = part if pattern is None else pattern + part
         assert pattern is not None
         yield scores, pattern
 
 
-def statistics_of_sets(scores: Tensor, pattern: Tensor) -> AttentionStatistics:
+def statistics_of_sets(scores: Tensor, pattern: Tensor, null: Null = None) -> AttentionStatistics:
     """Statistics of a pattern [batch, head, query, set, pos] that is at hand, key sets folded."""
-    scores, pattern = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (scores, pattern))
-    flat = pattern.flatten(-2)
-    return AttentionStatistics(
-        received=pattern.sum((2, 3)),
-        row_entropy=torch.special.entr(flat).sum(-1),
-        row_max=flat.amax(-1),
-        sink=pattern[..., 0].sum(-1),
-        lse=scores.flatten(-2).logsumexp(-1),
-    )
+    of_all = statistics_of(scores.flatten(-2), pattern.flatten(-2), null)
+    received, sink = of_all.received.view(*pattern.shape[:2], *pattern.shape[3:]).sum(2), pattern[..., 0].sum(-1)
+    return replace(of_all, received=received, sink=sink.to(received))

@@ -19,6 +19,7 @@ from workbench.kernels.reference import Keys, Queries, refuse_other
 from workbench.kernels.strips import Strip, of_heads, score_strips
 
 BUCKETS = 64
+Rows = Float[Tensor, "batch head pos"]  # a number for each row of the pattern
 
 
 def bucket_edges(length: int, buckets: int) -> list[int]:
@@ -31,8 +32,9 @@ def bucket_edges(length: int, buckets: int) -> list[int]:
 
 @torch.no_grad()
 def pooled_attention(
-    q: Queries, k: Keys, *, scale: float | None = None, buckets: int | tuple[int, int] = BUCKETS
-) -> Float[Tensor, "batch head query_bucket key_bucket"]:
+    q: Queries, k: Keys, lse: Rows | None = None, *, scale: float | None = None,
+    buckets: int | tuple[int, int] = BUCKETS,
+) -> Float[Tensor, "batch head query_bucket key_bucket"]:  # fmt: skip
     """Mean over the queries of a bucket of the attention each sends to the keys of a bucket together; rows sum to 1.
 
     A mass, not a mean weight: divide by the number of keys in a bucket for that. Future buckets are exactly 0. Float32, or
@@ -41,12 +43,13 @@ def pooled_attention(
     Args:
         q: queries after rotary embedding.
         k: keys after rotary embedding; query head h reads kv head h * kv_heads // heads.
+        lse: of the rows where their softmax has more than these keys, as a column that is no key; they sum to less then.
         scale: factor on q . k; 1 / sqrt(d_head) unless given.
         buckets: how many, of both or of (queries, keys); `bucket_edges` tells their positions.
     """
     picture, rows, key_bucket = _empty(q, k, buckets)
     for strip in score_strips(q, k, scale=scale):
-        weight = _exponentiate(strip.scores)
+        weight = _exponentiate(strip, lse)
         for inside, cells in _tiles(strip, rows, picture):
             sent = weight[:, inside].mT @ strip.scores[:, inside]
             cells.index_add_(1, key_bucket[: strip.queries.stop], sent.squeeze(1))
@@ -55,15 +58,16 @@ def pooled_attention(
 
 @torch.no_grad()
 def pooled_maximum(
-    q: Queries, k: Keys, *, scale: float | None = None, buckets: int | tuple[int, int] = BUCKETS
-) -> Float[Tensor, "batch head query_bucket key_bucket"]:
+    q: Queries, k: Keys, lse: Rows | None = None, *, scale: float | None = None,
+    buckets: int | tuple[int, int] = BUCKETS,
+) -> Float[Tensor, "batch head query_bucket key_bucket"]:  # fmt: skip
     """Largest attention weight of any query of a bucket on any key of a bucket: single strong links that a mean hides.
 
     Arguments as of `pooled_attention`; future buckets are exactly 0.
     """
     picture, rows, key_bucket = _empty(q, k, buckets)
     for strip in score_strips(q, k, scale=scale):
-        weight = _exponentiate(strip.scores)
+        weight = _exponentiate(strip, lse)
         pattern = strip.scores.mul_(weight)
         for inside, cells in _tiles(strip, rows, picture):
             where = key_bucket[: strip.queries.stop].expand(len(cells), -1)
@@ -75,7 +79,7 @@ def pooled_maximum(
 def attention_window(
     q: Queries,
     k: Keys,
-    lse: Float[Tensor, "batch head pos"],
+    lse: Rows,
     queries: slice,
     keys: slice,
     *,
@@ -110,10 +114,14 @@ def _empty(q: Tensor, k: Tensor, buckets: int | tuple[int, int]) -> tuple[Tensor
     return torch.zeros(batch, heads, len(rows) - 1, len(columns) - 1, dtype=dtype, device=q.device), rows, key_bucket
 
 
-def _exponentiate(scores: Tensor) -> Tensor:
-    """Replace the scores by exp(s - row maximum); what each row must be multiplied with to sum to 1, [pair, query, 1]."""
-    scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    return scores.sum(-1, keepdim=True).reciprocal_()
+def _exponentiate(strip: Strip, lse: Tensor | None) -> Tensor:
+    """Replace the scores by exp(s - row maximum, or lse); what each row is multiplied with to be attention, [pair, query, 1]."""
+    if lse is not None:
+        rows = lse[strip.sequences, strip.heads, strip.queries].reshape(len(strip.scores), -1, 1)
+        strip.scores.sub_(rows).exp_()
+        return torch.ones_like(rows)
+    strip.scores.sub_(strip.scores.amax(-1, keepdim=True)).exp_()
+    return strip.scores.sum(-1, keepdim=True).reciprocal_()
 
 
 def _tiles(strip: Strip, rows: list[int], picture: Tensor) -> Iterator[tuple[slice, Tensor]]:

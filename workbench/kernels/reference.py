@@ -2,7 +2,8 @@
 
     A = softmax(scale q k^T + causal mask),   z = A v
 
-Every fast form here must equal it. Memory grows with the square of the length.
+or, with a null logit b_h for each head, A_ij = e^{s_ij} / (sum_j e^{s_ij} + e^{b_h}): one more column of the softmax, which
+is no key, gets a share of each row. Every fast form here must equal it. Memory grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -18,50 +20,87 @@ from workbench.errors import WorkbenchError
 
 Queries = Float[Tensor, "batch pos head d_head"]
 Keys = Float[Tensor, "batch pos kv_head d_head"]  # and values; query head h reads kv head h * kv_heads // heads
+Null = Float[Tensor, " head"] | None  # logits of a column that is no key
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionStatistics:
-    """Statistics of one causal attention pattern A; float32, or float64 where the inputs were float64."""
+    """Statistics of one causal attention pattern A; float32, or float64 where the inputs were float64.
+
+    Where a column of the softmax is no key its share is missing in the sums of A, and counts in entropy and `lse`.
+    """
 
     received: Float[Tensor, "batch head pos"]  # sum_i A_ij: attention received by key j; sums to T over j
     row_entropy: Float[Tensor, "batch head pos"]  # -sum_j A_ij ln A_ij in nats, 0 .. ln(i + 1)
     row_max: Float[Tensor, "batch head pos"] | None  # max_j A_ij; None where it was left out, as it costs another pass
     sink: Float[Tensor, "batch head pos"]  # A_i0
-    lse: Float[Tensor, "batch head pos"]  # ln sum_j exp s_ij over the scaled masked scores
+    lse: Float[Tensor, "batch head pos"]  # ln sum_j exp s_ij over the scaled masked scores, and the null's logit
+    null: Float[Tensor, "batch head pos"] | None = None  # 1 - sum_j A_ij; None where every column is a key
 
 
 def attention_reference(
-    q: Queries, k: Keys, v: Keys, *, scale: float | None = None
+    q: Queries, k: Keys, v: Keys, *, scale: float | None = None, null: Null = None
 ) -> tuple[Queries, Float[Tensor, "batch head pos pos"], AttentionStatistics]:
     """The slow truth `attention_statistics` must equal: output, the whole pattern, statistics."""
-    refuse_other(q, k, v)
+    refuse_other(q, k, v, null)
     dtype = torch.promote_types(q.dtype, torch.float32)
     length, heads, width = q.shape[1:]
     k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q.to(dtype), k) * (width**-0.5 if scale is None else scale)
     future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill(future, -math.inf)
-    pattern = scores.softmax(-1)
-    return torch.einsum("bhij,bjhd->bihd", pattern, v).to(q.dtype), pattern, statistics_of(scores, pattern)
+    pattern = shares(scores, null)
+    return torch.einsum("bhij,bjhd->bihd", pattern, v).to(q.dtype), pattern, statistics_of(scores, pattern, null)
+
+
+def shares(scores: Float[Tensor, "batch head pos key"], null: Null = None) -> Float[Tensor, "batch head pos key"]:
+    """The softmax of rows of scores, in float32 or better; what goes to the null column is missing in their sums."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if null is None:
+        return scores.softmax(-1, dtype=wide)
+    lse = torch.logaddexp(scores.to(wide).logsumexp(-1), null.to(wide)[:, None])
+    return (scores - lse[..., None]).exp()
 
 
 def statistics_of(
-    scores: Float[Tensor, "batch head pos pos"], pattern: Float[Tensor, "batch head pos pos"]
+    scores: Float[Tensor, "batch head pos key"], pattern: Float[Tensor, "batch head pos key"], null: Null = None
 ) -> AttentionStatistics:
     """The statistics of a pattern that is at hand, and `lse` of its scores; float32 or better, no gradient."""
     scores, pattern = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (scores, pattern))
+    entropy, lse, missing = torch.special.entr(pattern).sum(-1), scores.logsumexp(-1), None
+    if null is not None:
+        missing = (1 - pattern.sum(-1)).clamp_min(0)
+        entropy, lse = entropy + torch.special.entr(missing), torch.logaddexp(lse, null.detach().to(lse)[:, None])
     return AttentionStatistics(
         received=pattern.sum(-2),
-        row_entropy=torch.special.entr(pattern).sum(-1),
+        row_entropy=entropy,
         row_max=pattern.amax(-1),
         sink=pattern[..., 0],
-        lse=scores.logsumexp(-1),
+        lse=lse,
+        null=missing,
     )
 
 
-def refuse_other(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse shapes and types that are not one causal self-attention."""
+def with_null(statistics: AttentionStatistics, null: Float[Tensor, " head"]) -> AttentionStatistics:
+    """Those of the softmax with one more column, from the statistics without it, whose `received` has it already.
+
+    Of each row the keys keep kept_i = sigmoid(lse_i - b): H = kept H' + entr(kept) + entr(1 - kept), all of them >= 0.
+    """
+    over = statistics.lse - null.detach().to(statistics.lse)[:, None]
+    log_kept, rest = F.logsigmoid(over), (-over).sigmoid()
+    kept = log_kept.exp()
+    return AttentionStatistics(
+        received=statistics.received,
+        row_entropy=kept * (statistics.row_entropy - log_kept) + torch.special.entr(rest),
+        row_max=None if statistics.row_max is None else kept * statistics.row_max,
+        sink=kept * statistics.sink,
+        lse=statistics.lse - log_kept,
+        null=rest,
+    )
+
+
+def refuse_other(q: Tensor, k: Tensor, v: Tensor, null: Tensor | None = None) -> None:
+    """Refuse shapes and types that are not one causal self-attention, and null logits that are not one for each head."""
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise WorkbenchError(f"q must be [batch, pos, head, d_head] and k, v [batch, pos, kv_head, d_head]; {shapes}")
@@ -69,3 +108,5 @@ def refuse_other(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise WorkbenchError(f"no axis may be empty and the heads of q must be a multiple of the kv heads; {shapes}")
     if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
         raise WorkbenchError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if null is not None and null.shape != q.shape[2:3]:
+        raise WorkbenchError(f"null must be one logit for each of the {q.shape[2]} heads; got {tuple(null.shape)}")

@@ -6,7 +6,8 @@ A_ij = e_ij / Z_i and
     z_i = sum_j A_ij v_j                    received_j = sum_i A_ij        lse_i = m_i + ln Z_i
     H_i = ln Z_i - sum_j A_ij (s_ij - m_i)  row_max_i = 1 / Z_i            sink_i = A_i0
 
-Both terms of H_i are >= 0, so a peaked row keeps its small entropy exactly however large its scores are.
+Both terms of H_i are >= 0, so a peaked row keeps its small entropy exactly however large its scores are. With a column that
+is no key the rows are weighted by what it leaves to the keys, and `with_null` does the rest.
 
 A strip holds whole rows (all keys up to its last query), so unlike the online softmax (Milakov & Gimelshein 2018,
 arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv 2205.14135) nothing is rescaled and the column sums need no
@@ -25,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from workbench.kernels.reference import AttentionStatistics, Keys, Queries
+from workbench.kernels.reference import AttentionStatistics, Keys, Null, Queries, with_null
 
 # (most rows, elements) of a strip of scores. CPU: near the second-level cache. Elsewhere: few, large launches.
 _CPU_STRIP = 64, 2**18
@@ -35,7 +36,7 @@ _MIN_ROWS = 64  # below this the matrix products lose more than the cache gains
 
 @torch.no_grad()
 def strip_statistics(
-    q: Queries, k: Keys, v: Keys, *, scale: float | None = None, budget: int | None = None
+    q: Queries, k: Keys, v: Keys, *, scale: float | None = None, budget: int | None = None, null: Null = None
 ) -> tuple[Queries, AttentionStatistics]:
     """As `attention_statistics`, in strips, on any device and in any dtype.
 
@@ -55,6 +56,7 @@ def strip_statistics(
     strips, copies = workspace[: 2 * strip].view(2, -1), workspace[2 * strip :].view(3, -1, length, width)
     # base-2 scores: exp2 is never slower than exp, and 4x faster where exp leaves the vectorised path
     scale = (width**-0.5 if scale is None else scale) * math.log2(math.e)
+    logits = None if null is None else (null.detach().to(dtype) * math.log2(math.e)).expand(batch, -1)
 
     with torch.autocast(q.device.type, enabled=False):
         for b in range(0, batch, n_batch):
@@ -65,16 +67,18 @@ def strip_statistics(
                 share = received[at].view(n, -1), rowwise[:, *at].view(4, n, -1)
                 for x, copy in zip((q, k, v), copies, strict=True):
                     copy[:n].view(out.shape).copy_(of_heads(x[at[0]], at[1], heads).transpose(1, 2))
-                _attend(copies[:, :n], scale, rows, strips, out, *share)
+                mine = None if logits is None else logits[at].reshape(n, 1, 1)
+                _attend(copies[:, :n], scale, rows, strips, out, *share, mine)
     top, total, first, dot = rowwise
     log_total = total.log2()
-    return z, AttentionStatistics(
+    statistics = AttentionStatistics(
         received=received,
         row_entropy=((log_total - dot / total) * math.log(2)).clamp_(min=0),
         row_max=1 / total,
         sink=first / total,
         lse=(top + log_total) * math.log(2),
     )
+    return z, statistics if null is None else with_null(statistics, null.detach())
 
 
 def _sizes(q: Tensor, budget: int | None = None) -> tuple[int, int, int]:
@@ -96,8 +100,12 @@ def _attend(
     z: Float[Tensor, "batch head pos d_head"],
     received: Float[Tensor, "pair pos"],
     rowwise: Float[Tensor, "four pair pos"],
+    null: Float[Tensor, "pair 1 1"] | None,
 ) -> None:
-    """Fill z, received and rowwise (of each row: maximum, sum, first, entropy sum; base 2, unnormalised) by strips."""
+    """Fill z, received and rowwise (of each row: maximum, sum, first, entropy sum; base 2, unnormalised) by strips.
+
+    z and received are of what the null column leaves to the keys, rowwise is as without it.
+    """
     q, k, v = qkv
     n, length, _ = q.shape
     # finite, so that a masked entry is exactly 0 in e * s as well as in e
@@ -111,7 +119,7 @@ def _attend(
         top = s.amax(-1, keepdim=True)
         torch.exp2(s.sub_(top), out=e)
         total = e.sum(-1, keepdim=True)
-        weight = total.reciprocal()
+        weight = (total if null is None else total + torch.exp2(null - top)).reciprocal()
         z[:, :, start:end] = torch.bmm(e, v[:, :end]).mul_(weight).view(*z.shape[:2], r, -1)
         received[:, :end] += torch.bmm(weight.mT, e).squeeze(1)
         for out, value in zip(rowwise, (top, total, e[:, :, :1], s.mul_(e).sum(-1, keepdim=True)), strict=True):

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from workbench.errors import suggest
+from workbench.kernels.reference import shares
 from workbench.names import QUADRATIC, ByHookName, hook_name
 
 
@@ -24,9 +25,9 @@ def causal_scores(q: Tensor, k: Tensor) -> Tensor:
     return scores.masked_fill(future, float("-inf"))
 
 
-def probabilities(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Attention pattern of scores, in float32 or better, then `dtype`."""
-    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
+def probabilities(scores: Tensor, dtype: torch.dtype, null: Tensor | None = None) -> Tensor:
+    """Attention pattern of scores, in float32 or better, then `dtype`; `null`: logits [head] of a column that is no key."""
+    return shares(scores, null).to(dtype)
 
 
 class RebuiltPatterns(ByHookName[Tensor]):

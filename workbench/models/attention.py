@@ -46,10 +46,10 @@ class Attention(HookedModule):
         super().__init__()
         self.config, self.wiring, self.layer = config, wiring, wiring.layer
         self.projections = wiring.projections
-        projected = {n: p for n, p in self.projections.items() if p.shared_source is None}
-        for name in projected:
-            width = config.d_model if name == "q" else config.d_key_value
-            setattr(self, _PROJECTION[name], Linear(config.d_model, width, bias=False))
+        projected = {n: p for n, p in self.projections.items() if p.projects}
+        for name, projection in projected.items():
+            heads = projection.own_heads or (config.n_heads if name == "q" else config.n_key_value_heads)
+            setattr(self, _PROJECTION[name], Linear(config.d_model, heads * config.d_head, bias=False))
         self.o_proj = Linear(config.d_model, config.d_model, bias=False)
         self.outputs, self.gates = wiring.outputs, wiring.gates
         # (source, where its hook point stands, its key in the memory) of every tensor that is read
@@ -61,14 +61,18 @@ class Attention(HookedModule):
             for _, module, _ in self.reads[name]:
                 module.add_hook_points(name)
             states = [s for n, s in sorted(wiring.stored) if n == name and s != "cached"]
-            self.stores[name] = [((name, self.layer, s), s == "own" and self.layer > 0) for s in states]
+            apart = self.layer > 0 and not projection.own_heads
+            self.stores[name] = [((name, self.layer, s), s == "own" and apart) for s in states]
         self.stores_attended = tuple(n for n in ATTENDED if (n, "cached") in wiring.stored)
         self.shows_own = tuple(n for n, p in projected.items() if n == "v" or p.sources)
         if self.shows_own:
             self.own = HookedModule()
             self.own.add_hook_points(*self.shows_own)
         self.coefficients = wiring.coefficients()
-        self.add_hook_points(*(f"{path}_mix" for path in self.coefficients))  # [coefficients], own last
+        # hook points of the coefficients, own last: [source], or of each token [batch, pos, kv_head, source]
+        by_token = {n for n, p in self.projections.items() if p.mixer is not None and p.mixer.weighs_tokens}
+        self.weight_points = {n: f"hook_{n}_{'weights' if n in by_token else 'mix'}" for n in self.coefficients}
+        self.add_hook_points(*(point.removeprefix("hook_") for point in self.weight_points.values()))
         self.absent = self.missing_points()
         self.add_hook_points(*(n for n in POINTS if n not in self.absent))
         self.statistics = tuple(getattr(self, f"hook_{n}") for n in STATISTICS if n not in self.absent)
@@ -116,30 +120,39 @@ class Attention(HookedModule):
         """Effective query, key or value [batch, pos, head, d_head], and those of other layers that were read."""
         wiring, hook = self.projections[name], _HOOK[name]
         sources = {j: module.run_hook_on_copy(hook, memory[key]) for j, module, key in self.reads[name]}
-        if wiring.shared_source is not None:
-            own = effective = self.run_hook_on_copy(hook, sources[wiring.shared_source])
+        own = [self.projected(name, x, memory)] if wiring.projects else []
+        if wiring.mixer is not None:
+            effective = self.run_hook(hook, self.mixed(name, x, sources, own, memory))
+        elif wiring.shared_source is None:
+            own = [effective := self.run_hook(hook, own[0])]
+        elif not own:
+            effective = self.run_hook_on_copy(hook, sources[wiring.shared_source])
         else:
-            own = getattr(self, _PROJECTION[name])(x).view(*x.shape[:2], -1, self.config.d_head)
-            if name == "v":
-                for shortcut in self.wiring.own_values:
-                    own = shortcut.own_value(self.layer, own, x, memory["past"])
-            if name in self.shows_own:
-                own = self.own.run_hook(hook, own)
-            if wiring.mixer is None:
-                own = effective = self.run_hook(hook, own)
-            else:
-                effective = self.run_hook(hook, self.mixed(name, own, sources, memory))
+            joined = torch.cat((*own, sources[wiring.shared_source][:, :, wiring.own_heads :]), 2)
+            effective = self.run_hook_on_copy(hook, joined)
+            as_stored = memory[name, wiring.shared_source, "effective"]
+            memory["joined", name, self.layer] = effective is joined and sources[wiring.shared_source] is as_stored
         for key, before_mixing in self.stores[name]:
-            memory[key] = own if before_mixing else effective
+            memory[key] = own[0] if before_mixing and own else effective
         return effective, sources
 
-    def mixed(self, name: Projection, own: Tensor, sources: Mapping[Source, Tensor], memory: Memory) -> Tensor:
+    def projected(self, name: Projection, x: Tensor, memory: Memory) -> Tensor:
+        """What the layer projects itself [batch, pos, head, d_head], before any mixing."""
+        own = getattr(self, _PROJECTION[name])(x).view(*x.shape[:2], -1, self.config.d_head)
+        if name == "v":
+            for shortcut in self.wiring.own_values:
+                own = shortcut.own_value(self.layer, own, x, memory["past"])
+        return self.own.run_hook(_HOOK[name], own) if name in self.shows_own else own
+
+    def mixed(
+        self, name: Projection, x: Tensor, sources: Mapping[Source, Tensor], own: Sequence[Tensor], memory: Memory
+    ) -> Tensor:
         """X_n = sum over j of w_j X_j + w_n X_n^own, X the queries, keys or values: the value residual is this."""
         wiring = self.projections[name]
         mixer: Any = wiring.mixer
-        weights = self.hooked_weights(name, mixer.weights(name, self.layer, memory), own)
-        earlier = [sources[j].detach() if mixer.detaches else sources[j] for j in wiring.mixed]
-        return mix(weights, [*earlier, own])
+        tensors = [*(sources[j].detach() if mixer.detaches else sources[j] for j in wiring.mixed), *own]
+        weights = self.hooked_weights(name, mixer.weights(name, self.layer, memory, x), tensors[-1])
+        return mix([w[..., None] if isinstance(w, Tensor) and w.ndim > 1 else w for w in weights], tensors)
 
     def constants(self, path: str, like: Tensor) -> Mapping[str, Weight]:
         """Coefficients of the head outputs' (`output`) or softmaxes' (`pattern`) shortcuts, by what they multiply."""
@@ -149,11 +162,12 @@ class Attention(HookedModule):
         return dict(zip(values, self.hooked_weights(path, list(values.values()), like), strict=True))
 
     def hooked_weights(self, path: str, weights: Sequence[Weight], like: Tensor) -> Sequence[Weight]:
-        """Coefficients as they leave the hook point `hook_<path>_mix`; without hooks as they are."""
-        if not self.hook_state.enabled or not is_hooked(point := getattr(self, f"hook_{path}_mix")):
+        """Coefficients as they leave their hook point, own last; without hooks as they are."""
+        if not self.hook_state.enabled or not is_hooked(point := getattr(self, self.weight_points[path])):
             return weights
         wide = torch.promote_types(like.dtype, torch.float32)
-        return point(torch.stack([torch.as_tensor(w, dtype=wide, device=like.device) for w in weights])).unbind()
+        each = torch.broadcast_tensors(*(torch.as_tensor(w, dtype=wide, device=like.device) for w in weights))
+        return point(torch.stack(each, -1)).unbind(-1)
 
     def _rotated_key(self, k: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
         source = self.projections["k"].shared_source
@@ -166,10 +180,11 @@ class Attention(HookedModule):
         full = []
         tensors: list[tuple[Projection, Tensor]] = [("k", k), ("v", v)]
         for name, new in tensors:
-            source = self.projections[name].shared_source
+            source, own = self.projections[name].shared_source, self.projections[name].own_heads
             shared = source is not None and new is memory.get(("new", name, source))
+            shared = memory["joined", name, self.layer] if own else shared
             memory["new", name, self.layer] = new
-            full.append(cache.extend(name, self.layer, new, source=source, shared=shared))
+            full.append(cache.extend(name, self.layer, new, source=source, shared=shared, own_heads=own))
         for tensor in ("rot_k", "v"):
             for j in self.wiring.attended.get(tensor, ()):
                 cache.note(memory[tensor, j, "cached"])

@@ -51,36 +51,50 @@ class KeyValueCache:
                 f" (the model's context is n_ctx={model.config.n_ctx}); room for {self.capacity - self.length}"
             )
 
-    def extend(self, name: str, layer: int, new: Tensor, *, source: Any = None, shared: bool = False) -> Tensor:
+    def extend(
+        self, name: str, layer: int, new: Tensor, *, source: Any = None, shared: bool = False, own_heads: int = 0
+    ) -> Tensor:
         """All positions' keys or values [batch, pos, kv_head, d_head] at a layer, the new ones last.
 
-        `shared`: the tensor is that of the layer `source` as it is, so nothing is stored. A layer that shared until a hook
-        changed its tensor gets an entry of its own, with the source's past.
+        `shared`: the tensor, or its heads from `own_heads` on, is that of the layer `source` as it is, so nothing is stored. A
+        layer that shared until a hook changed its tensor gets an entry of its own, with the source's past.
         """
+        if not own_heads:
+            return self._extended((name, layer), new, self.entries.get((name, source)), shared)
+        own, others = new[:, :, :own_heads], new[:, :, own_heads:]
+        past = self.entries[name, source][:, :, own_heads:]
+        both = (
+            self._extended((name, layer), own, None),
+            self._extended((f"{name} of others", layer), others, past, shared),
+        )
+        return torch.cat(both, 2)
+
+    def _extended(self, key: tuple[str, int], new: Tensor, source: Tensor | None, shared: bool = False) -> Tensor:
         end = self.length + new.shape[1]
-        if shared and (name, layer) not in self.entries:
-            full = self.entries[name, source][:, :end]
+        if shared and key not in self.entries:
+            assert source is not None
+            full = source[:, :end]
         else:
-            buffer = self._room(name, layer, new, end, source)
+            buffer = self._room(key, new, end, source)
             buffer[:, self.length : end] = new
             full = buffer[:, :end]
         self.note(full)
         return full if full.dtype == new.dtype else full.to(new.dtype)
 
     @torch.inference_mode(False)  # what inference mode allocates could not be written outside it
-    def _room(self, name: str, layer: int, new: Tensor, end: int, source: Any) -> Tensor:
-        held = self.entries.get((name, layer))
+    def _room(self, key: tuple[str, int], new: Tensor, end: int, source: Tensor | None) -> Tensor:
+        held = self.entries.get(key)
         if held is not None and held.shape[1] >= end:
             return held
         size = min(self.capacity, max(end, 2 * held.shape[1])) if held is not None else max(end, self.reserve)
         buffer = new.new_empty((self.batch, size, *new.shape[2:]), dtype=self.dtype or new.dtype)
-        past = held if held is not None else self.entries.get((name, source))
+        past = held if held is not None else source
         if self.length:
-            assert past is not None, f"{name} of layer {layer} has no past"
+            assert past is not None, f"{key[0]} of layer {key[1]} has no past"
             buffer[:, : self.length] = past[:, : self.length]
         if held is None:
-            self._made.append((name, layer))
-        self.entries[name, layer] = buffer
+            self._made.append(key)
+        self.entries[key] = buffer
         return buffer
 
     def note(self, read: Tensor) -> None:

@@ -104,18 +104,23 @@ def _refuse_conflicts(name: str, names: Mapping[Shortcut, str], n_layers: int) -
         refuse(both, "both define the attention; keep one")
     tensors: tuple[Projection, ...] = ("q", "k", "v")
     roots: dict[tuple[Projection, int], Source] = {}
-    preempted: dict[Shortcut, list[Shortcut]] = {s: [] for s in shortcuts}  # by those that leave it nothing to mix
+    preempted: dict[Shortcut, list[Shortcut]] = {
+        s: [] for s in shortcuts
+    }  # by those that leave it nothing to mix or change
     effective: set[Shortcut] = set()
     for layer, tensor in itertools.product(range(n_layers), tensors):
         sharing = [s for s in shortcuts if s.shared_source(tensor, layer) != layer]
         mixing = [s for s in shortcuts if s.mixes(tensor, layer)]
         if len(sharing) > 1 or (len(mixing) > 1 and not sharing):
             refuse(sharing if len(sharing) > 1 else mixing, f"both define {tensor} of layer {layer}; keep one")
-        source = sharing[0].shared_source(tensor, layer) if sharing else layer
+        whole = sharing and not sharing[0].own_heads(tensor, layer)
+        source = sharing[0].shared_source(tensor, layer) if whole else layer
         roots[tensor, layer] = roots.get((tensor, source), source) if isinstance(source, int) else source
-        for s in mixing:
-            preempted[s] += sharing
-        effective.update(mixing if not sharing else ())
+        changing = [s for s in shortcuts if tensor == "v" and overrides(s, "own_value") and s not in sharing]
+        for s in {*mixing, *(s for s in changing if any(True for _ in s.parameters()))}:
+            preempted[s] += [x for x in sharing if x is not s]
+        effective.update(s for s in mixing if not sharing or s in sharing)
+        effective.update(changing)
     for s, others in preempted.items():
         if others and s not in effective:
             refuse([s, *others], f"cannot be combined: no layer that {names[s]} mixes has its own to mix")

@@ -3,7 +3,8 @@
     A = sum over c of w_c softmax(q_c [K_1; ...; K_S]^T / sqrt(d_head) + causal mask);  z = A [V_1; ...; V_S]
 
 A shortcut defines the softmaxes (`Shortcut.softmaxes`): cross-layer attention is one over several key sets, the attention
-residual several over one. The kernel (`kernels/joint.py`) needs no T x T array; scores and patterns are formed for hooks.
+residual several over one; sink logits add a column to the layer's own. The kernel (`kernels/joint.py`) needs no T x T array;
+scores and patterns are formed for hooks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from workbench.models.attention import Attention
 from workbench.models.hook_points import HookedModule, is_hooked
 from workbench.models.shortcut import Memory, Shortcut, Source, Weight
 from workbench.models.wiring import LayerWiring
-from workbench.names import QUADRATIC, value_path
+from workbench.names import NULL, QUADRATIC, value_path
 
 
 class JointAttention(Attention):
@@ -30,8 +31,6 @@ class JointAttention(Attention):
 
     def __init__(self, config: ModelConfig, wiring: LayerWiring) -> None:
         super().__init__(config, wiring)
-        assert wiring.joint is not None
-        self.joint = wiring.joint
         layers = sorted({j for js in wiring.attended.values() for j in js if isinstance(j, int)})
         modules: dict[Source, HookedModule] = {j: self._module(j, len(layers)) for j in layers}
         # whose rotated queries, rotated keys and values the softmaxes read, and where their hook points stand
@@ -50,15 +49,22 @@ class JointAttention(Attention):
             self.key_sets = [[self, *modules.values()]]
         for module in (module for modules in self.key_sets for module in modules if module is not self):
             module.add_hook_points("attn_scores", "pattern")
+        if self._kind == "null":
+            self.add_hook_points(NULL)
+            self.statistics += (getattr(self, f"hook_{NULL}"),)
+
+    @property
+    def joint(self) -> Shortcut:
+        """The shortcut, whose parameters are the model's and not this layer's."""
+        assert self.wiring.joint is not None
+        return self.wiring.joint
 
     @property
     def _kind(self) -> str:
-        joint: Any = self.wiring.joint
-        return joint.attends(self.layer)
+        return self.joint.attends(self.layer)
 
     def _module(self, layer: int, count: int) -> HookedModule:
-        joint: Any = self.wiring.joint
-        if joint.branch == "source":
+        if self.joint.branch == "source":
             return self.source_module(layer)
         if count == 1:
             self.cross: Any = HookedModule()
@@ -71,9 +77,8 @@ class JointAttention(Attention):
         """A weighted sum of softmaxes has no scores of its own."""
         if self._kind != "mixture":
             return {}
-        assert self.wiring.joint is not None
         layers = {j for js in self.wiring.attended.values() for j in js}
-        names = ", ".join(f"{self.wiring.joint.branch}.{j}" for j in layers)
+        names = ", ".join(f"{self.joint.branch}.{j}" for j in layers)
         where = f"{names} and own hook_attn_scores are those of the {len(layers) + 1} softmaxes"
         return {
             "lse": f"the pattern is a weighted sum of softmaxes, which has no log-sum-exp; {where}",
@@ -93,7 +98,7 @@ class JointAttention(Attention):
             if self._shows_patterns():
                 scores, pattern = self._patterns(softmaxes)
                 if wanted:
-                    self.show_statistics(wanted, statistics_of_sets(scores, pattern))
+                    self.show_statistics(wanted, statistics_of_sets(scores, pattern, softmaxes[-1].null))
                 repeats = q.shape[-2] // v.shape[-2]
                 wide = torch.stack([x.repeat_interleave(repeats, dim=-2) for x in values], 1)
                 return torch.einsum("bhqsk,bskhd->bqhd", pattern, wide)
@@ -112,7 +117,7 @@ class JointAttention(Attention):
         for softmax, modules in zip(softmaxes, self.key_sets, strict=True):
             scores = joint_scores(softmax, 0, softmax.q.shape[1])
             scores = _run_hooks("hook_attn_scores", modules, scores)
-            pattern = probabilities(scores.flatten(-2), softmax.q.dtype).view_as(scores)
+            pattern = probabilities(scores.flatten(-2), softmax.q.dtype, softmax.null).view_as(scores)
             pattern = _run_hooks("hook_pattern", modules, pattern)
             pattern = pattern if softmax.weight == 1.0 else softmax.weight * pattern
             total = pattern if total is None else total + pattern
@@ -178,6 +183,7 @@ class Recipe:
         weights: dict[str, Weight] = dict(zip(self.coefficients, values, strict=True))
         return self.joint.softmaxes(self.layer, get(self.q), get(self.k), read, weights)
 
+    @torch.no_grad()
     def __call__(self, cache: Mapping[str, Tensor], name: str) -> Tensor:
         """[batch, head, query, key], without the batch where the cache has none."""
         single = cache[self.q].ndim == 3
@@ -185,7 +191,7 @@ class Recipe:
         total: Tensor | float = 0.0
         for softmax, names in zip(softmaxes, self.shown, strict=True):
             scores = joint_scores(softmax, 0, softmax.q.shape[1])
-            pattern = probabilities(scores.flatten(-2), softmax.q.dtype).view_as(scores)
+            pattern = probabilities(scores.flatten(-2), softmax.q.dtype, softmax.null).view_as(scores)
             for i, both in enumerate(names):
                 if name in both:
                     result = (scores, pattern)[both.index(name)][:, :, :, i]

@@ -3,10 +3,10 @@
 | seam | where | who uses it |
 |---|---|---|
 | `reshaped` | the shape of the decoder | GQA, MQA |
-| `shared_source` | construction: a layer uses another's projection, or a table, in place of its own | SVFormer, CLA, Bank of Values |
+| `shared_source`, `own_heads` | construction: another layer's projection, or a table, for all heads or some | SVFormer, CLA |
 | `own_value` | the layer's own values, before any mixing | the start token's held value |
-| `sources`, `weights` | q, k, v: a weighted sum of earlier layers' tensors and the layer's own | ResFormer, q and k residuals |
-| `softmaxes` | the attention: several softmaxes, or one over the keys of several layers | cross-layer attention |
+| `sources`, `weights` | q, k, v: a weighted sum of earlier layers' tensors and the layer's own | ResFormer, SATFormer |
+| `softmaxes` | the attention: several softmaxes, or one with more columns than own keys | cross-layer attention, sink logits |
 | `output` | after pattern x value: what is added to the head outputs | NeuTRENO, identity mapping |
 | `gate` | after that, before `hook_z` and W_O: a linear map of the head outputs | gated and exclusive attention |
 | `keeps_skip` | around attention and MLP | the cut-skip control |
@@ -38,7 +38,7 @@ Weight = float | Tensor
 Weights = Mapping[str, Weight]  # by what they multiply
 Tensors = Mapping[Source, Tensor]  # by where they come from
 Reads = Mapping[str, Tensors]  # by what they are: rot_q, rot_k, v
-SoftmaxForm = Literal["", "softmax", "sets", "mixture"]
+SoftmaxForm = Literal["", "softmax", "null", "sets", "mixture"]
 Path = Literal["output", "pattern"]
 Memory = dict[Any, Any]  # of one forward pass: (tensor, layer, state) -> tensor, and what shortcuts prepare
 
@@ -55,6 +55,8 @@ class Shortcut(nn.Module):
     """Whether no gradient flows back to the sources it mixes."""
     decays: bool = False
     """Whether weight decay applies to its coefficients (its matrices decay like all others)."""
+    weighs_tokens: ClassVar[bool] = False
+    """Whether its weights depend on the token: those of values are then [batch, pos, kv_head], or numbers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -79,8 +81,15 @@ class Shortcut(nn.Module):
         return {}
 
     def shared_source(self, projection: Projection, layer: int) -> Source:
-        """The layer or table whose query, key or value `layer` uses as it is; `layer` where it projects its own."""
+        """The layer or table whose query, key or value `layer` uses as it is; `layer` where it projects its own.
+
+        Where `weights` of the same shortcut defines this tensor too, it is used times these, without an own.
+        """
         return layer
+
+    def own_heads(self, projection: Projection, layer: int) -> int:
+        """How many of the heads, the first ones, a layer with a shared source still projects itself."""
+        return 0
 
     def own_value(self, layer: int, v: Tensor, x: Tensor, past: int) -> Tensor:
         """The layer's own values [batch, pos, kv_head, d_head] from themselves and its input; `past` positions came before."""
@@ -94,14 +103,15 @@ class Shortcut(nn.Module):
         """Whether `weights` defines this tensor at `layer`; at most one shortcut of a model may."""
         return overrides(self, "weights") and bool(self.sources(projection, layer))
 
-    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
-        """Coefficients of the sources in their order, the layer's own last."""
+    def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
+        """Coefficients of the sources in their order, the layer's own last; x is the layer's input [batch, pos, d_model]."""
         raise NotImplementedError
 
     def attends(self, layer: int) -> SoftmaxForm:
         """What `softmaxes` makes at `layer`; empty where the attention is the ordinary one.
 
-        `softmax`: one over the layer's own keys. `sets`: one over its own keys and those of its sources, in this order.
+        `softmax`: one over the layer's own keys; `null`: and a column that is no key, whose share of each row has a hook
+        point. `sets`: one over its own keys and those of its sources, in this order.
         `mixture`: one for each source and one of its own, last, summed with weights.
         """
         return ""
@@ -172,18 +182,19 @@ def mix(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Tensor:
 
 
 def chosen_layers(name: str, layers: str | Sequence[int], allowed: range) -> tuple[int, ...]:
-    """Layers an option selects: `all`, `late` (the last three eighths of the model), or a list; all must be allowed."""
+    """Layers an option selects: `all`, the `late` last three eighths of the model, its `last_third`, or a list of allowed ones."""
     if layers == "all":
         return tuple(allowed)
-    if layers == "late":
-        return tuple(allowed)[-max(1, round(3 * allowed.stop / 8)) :]
+    if layers in ("late", "last_third"):
+        share = round(3 * allowed.stop / 8) if layers == "late" else allowed.stop // 3
+        return tuple(allowed)[-max(1, share) :]
     chosen = () if isinstance(layers, str) else tuple(layers)
     if isinstance(layers, str) or any(isinstance(n, bool) or n not in allowed for n in chosen):
         choices = f"{allowed.start}..{allowed.stop - 1}" if allowed else "none in this model"
         whole = [n for n in chosen if isinstance(n, int) and not isinstance(n, bool)]
         near = sorted({min(max(n, allowed.start), allowed.stop - 1) for n in whole}) if allowed else []
         raise WorkbenchError(
-            f"{name}={layers!r}: choose 'all', 'late' or a list from the layers {choices}"
+            f"{name}={layers!r}: choose 'all', 'late', 'last_third' or a list from the layers {choices}"
             + (f"; nearest {near}" if near else "")
         )
     return tuple(sorted(set(chosen)))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workbench.kernels.joint import Softmax, joint_attention
@@ -24,6 +25,9 @@ from workbench.models.joint_attention import JointAttention
 from workbench.models.shortcut import Source
 from workbench.models.transformer import Transformer
 from workbench.names import stream_hook, value_path
+
+OWN = "own"
+"""The path of what a layer projects itself."""
 
 
 class TransformerAnatomy(Anatomy):
@@ -42,9 +46,9 @@ class TransformerAnatomy(Anatomy):
             names += [f"blocks.{n}.hook_dwa_weights"] if model.averaged[n] else []
             if by == "value_path":
                 names += [f"blocks.{n}.attn.hook_{x}" for x in ("rot_q", "rot_k")]
-                names += [f"blocks.{n}.attn.own.hook_v"] if attn.projections["v"].shared_source is None else []
+                names += [f"blocks.{n}.attn.own.hook_v"] if attn.projections["v"].projects else []
                 mixes = [path for path in attn.coefficients if path in ("v", "output", "pattern")]
-                names += [f"blocks.{n}.attn.hook_{path}_mix" for path in mixes]
+                names += [f"blocks.{n}.attn.{attn.weight_points[path]}" for path in mixes]
                 names += [*_points_read(attn).values(), *_points_crossed(attn)]
                 names += sorted(attn.recipe().needs) if isinstance(attn, JointAttention) else ()
                 names += [f"blocks.{n}.ln1.hook_normalized", f"blocks.{n}.attn.hook_v"] if attn.gates else []
@@ -101,25 +105,41 @@ def value_paths(model: Transformer, read: Reader, layer: int) -> dict[str, Tenso
     these, so each part is the layer's own computation with all other values at zero and the gates as they were.
     """
     attn: Attention = model.blocks[layer].attn
-    stem, wiring, points = f"blocks.{layer}.attn", attn.projections["v"], _points_read(attn)
-    values = {j: read(name) for j, name in points.items()}
-    weights: dict[Source, Any] = {} if wiring.shared_source is None else {wiring.shared_source: 1.0}
-    own: list[tuple[Tensor, Any]] = [(read(f"{stem}.own.hook_v"), 1.0)] if wiring.shared_source is None else []
-    if wiring.mixer is not None:
-        *shares, last = read(f"{stem}.hook_v_mix").unbind(-1)
-        weights, own = dict(zip(wiring.mixed, shares, strict=True)), [(own[0][0], last)]
+    points = _points_read(attn)
+    values: dict[Source, Tensor] = {j: read(name) for j, name in points.items()}
     others = {name: read(name) for name in _points_crossed(attn)}
-    nothing = torch.zeros_like([*values.values(), *(v for v, _ in own)][0])
+    made = _made_of(attn, read, values)
+    nothing = torch.zeros_like(next(iter(made.values())))
     absent, unread = dict.fromkeys(values, nothing), [nothing] * len(others)
     through = _through(model, read, attn)
     parts: dict[str, Tensor] = {}
     for j, value in values.items():
-        parts[value_path(points[j])] = through(weights.get(j, 0.0) * value, absent | {j: value}, unread)
-    for value, weight in own:
-        parts["own"] = through(weight * value, absent, unread)
+        parts[value_path(points[j])] = through(made.get(j, nothing), absent | {j: value}, unread)
+    if OWN in made:
+        parts[OWN] = through(made[OWN], absent, unread)
     for i, (name, value) in enumerate(others.items()):
         parts[value_path(name)] = through(nothing, absent, [*unread[:i], value, *unread[i + 1 :]])
     return parts
+
+
+def _made_of(attn: Attention, read: Reader, values: Mapping[Source, Tensor]) -> dict[Source, Tensor]:
+    """What each source, and the layer's `own` projection, puts into the effective values [batch, pos, kv_head, d_head]."""
+    stem, wiring = f"blocks.{attn.layer}.attn", attn.projections["v"]
+    own: dict[Source, Tensor] = {OWN: read(f"{stem}.own.hook_v")} if wiring.projects else {}
+    if wiring.mixer is not None:
+        tensors = {j: values[j] for j in wiring.mixed} | own
+        weights = read(f"{stem}.{attn.weight_points['v']}").unbind(-1)
+        return {j: (w[..., None] if w.ndim else w) * x for (j, x), w in zip(tensors.items(), weights, strict=True)}
+    if wiring.shared_source is None:
+        return own
+    shared, heads = values[wiring.shared_source], wiring.own_heads
+    if not heads:
+        return {wiring.shared_source: shared}
+    others = shared.shape[2] - heads
+    return {
+        wiring.shared_source: F.pad(shared[:, :, heads:], (0, 0, heads, 0)),
+        OWN: F.pad(own[OWN], (0, 0, 0, others)),
+    }
 
 
 def _through(

@@ -22,11 +22,17 @@ PATHS: tuple[Path, ...] = ("output", "pattern")
 class ProjectionWiring:
     """Where the queries, keys or values of one layer come from."""
 
-    shared_source: Source | None  # whose tensor is used as it is; None: the layer has a projection of its own
+    shared_source: Source | None  # whose tensor is used; None: the layer has a projection of its own
+    own_heads: int  # heads that it projects itself beside a shared source
     sources: dict[Source, State]
     """All tensors of other layers and tables that are read, layers first: shared, mixed, or used by an `output`."""
     mixer: Shortcut | None  # whose weighted sum of `mixed` and the layer's own is the effective tensor
     mixed: tuple[Source, ...]
+
+    @property
+    def projects(self) -> bool:
+        """Whether the layer has a projection of its own, of all heads or some."""
+        return self.shared_source is None or self.own_heads > 0
 
 
 @dataclass(kw_only=True)
@@ -38,16 +44,20 @@ class LayerWiring:
     joint: Shortcut | None  # defines the layer's softmaxes; None: one softmax over its own keys
     attended: dict[str, tuple[Source, ...]]
     """Layers whose rotated queries or keys (`rot_q`, `rot_k`) or values (`v`) these softmaxes read."""
-    own_values: tuple[Shortcut, ...]  # change the layer's own values, in the order of the model's name
+    own_values: tuple[Shortcut, ...]  # change the layer's own values
     outputs: tuple[Shortcut, ...]  # add to the head outputs
-    gates: tuple[Shortcut, ...]  # multiply them after that, in the order of their prefixes however the model is named
+    gates: tuple[Shortcut, ...]  # multiply them after that
     constants: dict[str, dict[str, float]]
     """Coefficients of `outputs` and of `joint`, by path (`output`, `pattern`) and by what they multiply."""
     stored: set[tuple[str, State]] = field(default_factory=set)  # of the layer's own, what later layers read
 
     def coefficients(self) -> dict[str, tuple[str, ...]]:
         """What the coefficients at each `attn.hook_<path>_mix` multiply, in their order: `first`, `source.2`, `table`, `own`."""
-        mixed = {n: (*map(_source_name, p.mixed), "own") for n, p in self.projections.items() if p.mixer is not None}
+        mixed = {
+            n: (*map(source_name, p.mixed), *(["own"] if p.projects else []))
+            for n, p in self.projections.items()
+            if p.mixer is not None
+        }
         return mixed | {path: tuple(names) for path, names in self.constants.items() if names}
 
     def needs(self) -> list[tuple[str, int, State]]:
@@ -81,11 +91,16 @@ def _layer(layer: int, shortcuts: Sequence[Shortcut]) -> LayerWiring:
         projections={name: _projection(name, layer, shortcuts, joint) for name in PROJECTIONS},
         joint=joint,
         attended={name: js for name, js in attended.items() if js},
-        own_values=tuple(s for s in shortcuts if overrides(s, "own_value")),
-        outputs=tuple(s for s in shortcuts if overrides(s, "output")),
-        gates=tuple(sorted((s for s in shortcuts if overrides(s, "gate")), key=lambda s: s.prefix)),
+        own_values=_using("own_value", shortcuts)[::-1],  # a held start holds what scales and gates have made of it
+        outputs=_using("output", shortcuts),
+        gates=_using("gate", shortcuts),
         constants={path: _constants(path, layer, shortcuts) for path in PATHS},
     )
+
+
+def _using(seam: str, shortcuts: Sequence[Shortcut]) -> tuple[Shortcut, ...]:
+    """Shortcuts that use a seam, in the order of their prefixes, however the model is named."""
+    return tuple(sorted((s for s in shortcuts if overrides(s, seam)), key=lambda s: s.prefix))
 
 
 def _constants(path: Path, layer: int, shortcuts: Sequence[Shortcut]) -> dict[str, float]:
@@ -103,14 +118,14 @@ def _constants(path: Path, layer: int, shortcuts: Sequence[Shortcut]) -> dict[st
 def _projection(
     name: Projection, layer: int, shortcuts: Sequence[Shortcut], joint: Shortcut | None
 ) -> ProjectionWiring:
-    sharers = [j for s in shortcuts if (j := s.shared_source(name, layer)) != layer]
-    shared_source = sharers[0] if sharers else None
+    sharer = next((s for s in shortcuts if s.shared_source(name, layer) != layer), None)
+    shared_source = None if sharer is None else sharer.shared_source(name, layer)
     others = [s for s in shortcuts if s is not joint]  # what that one reads, its softmaxes read
     wanted: dict[Source, State] = {} if shared_source is None else {shared_source: "effective"}
     mixer, mixed = None, tuple[Source, ...]()
     for shortcut in others:
         mixes = shortcut.mixes(name, layer)
-        if mixes and shared_source is not None:
+        if mixes and sharer not in (None, shortcut):
             continue  # the layer has nothing of its own to mix
         read = shortcut.sources(name, layer)
         for j in read:
@@ -120,10 +135,12 @@ def _projection(
             mixer, mixed = shortcut, read
     order: list[Source] = [*sorted(j for j in wanted if isinstance(j, int)), *(j for j in wanted if isinstance(j, str))]
     sources = {j: wanted[j] for j in order}
-    return ProjectionWiring(shared_source=shared_source, sources=sources, mixer=mixer, mixed=mixed)
+    own_heads = 0 if sharer is None else sharer.own_heads(name, layer)
+    return ProjectionWiring(shared_source=shared_source, own_heads=own_heads, sources=sources, mixer=mixer, mixed=mixed)
 
 
-def _source_name(source: Source) -> str:
+def source_name(source: Source) -> str:
+    """A source as coefficients and value paths name it: `first`, `source.2`, `table`."""
     if isinstance(source, str):
         return "table"
     return "first" if source == 0 else f"source.{source}"

@@ -10,7 +10,7 @@ Source: Kobayashi et al. (2020), Attention is Not Only a Weight, arXiv 2004.1010
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -188,7 +188,7 @@ class _Run:
             softmaxes = [Softmax(1.0, q, [k])]
         heads = values[0].shape[1]
         many = [
-            Softmax(s.weight, wide(s.q).to(values[0]), [_repeated(wide(k), heads).to(values[0]) for k in s.keys])
+            replace(s, q=wide(s.q).to(values[0]), keys=[_repeated(wide(k), heads).to(values[0]) for k in s.keys])
             for s in softmaxes
         ]
         return joint_attention(many, [v[None] for v in values])[0]

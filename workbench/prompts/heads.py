@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench.kernels.joint import joint_statistics
 from workbench.kernels.pooled import bucket_edges, pooled_attention, pooled_maximum
 from workbench.metrics.attention import effective_keys, null_mass, row_entropy, sink_mass
 from workbench.metrics.base import METRICS
@@ -74,7 +75,11 @@ def attention_overview(
 
     def reduce(layer: int, tensors: dict[str, Tensor]) -> None:
         rot_q, rot_k, entropy, sink, null = (tensors.get(name) for name in hook_points(layer, (*READ, NULL)))
-        if layer in recipes:
+        if layer in recipes and len(many := recipes[layer].softmaxes(tensors)) == len(many[0].keys) == 1:
+            found = joint_statistics(many)
+            entropy, sink, null = found.row_entropy, found.sink, found.null
+            tiles[layer] = _tiles(many[0].q, many[0].keys[0], buckets, pool, found.lse)
+        elif layer in recipes:
             softmaxes = softmaxes_of(recipes[layer], tensors)
             entropy, sink = _statistics(softmaxes)
             tiles[layer] = _drawn(softmaxes, T, buckets, pool)
@@ -109,9 +114,9 @@ def _per_head(layer: int, entropy: Tensor, sink: Tensor, null: Tensor | None) ->
     return pd.DataFrame(heads | {name: array(column[0]).tolist() for name, column in columns.items()})
 
 
-def _tiles(q: Tensor, k: Tensor, buckets: int, pool: Pool) -> np.ndarray:
+def _tiles(q: Tensor, k: Tensor, buckets: int, pool: Pool, lse: Tensor | None = None) -> np.ndarray:
     """Pooled attention [head, query bucket, key bucket] of one softmax, the future NaN."""
-    cells = array((pooled_attention if pool == "mean" else pooled_maximum)(q, k, buckets=buckets)[0])
+    cells = array((pooled_attention if pool == "mean" else pooled_maximum)(q, k, lse, buckets=buckets)[0])
     cells[:, np.triu(np.ones(cells.shape[1:], dtype=bool), 1)] = np.nan
     return cells
 

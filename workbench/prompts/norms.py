@@ -58,14 +58,16 @@ def value_norms(model: HookedModel, prompt: PromptLike) -> ValueNorms:
 
 def _value_points(model: HookedModel, layer: int) -> list[str]:
     stem, first = f"blocks.{layer}.attn", _mixed_first(model, layer)
-    names = [f"{stem}.hook_v", f"{stem}.own.hook_v", *([f"{stem}.hook_v_mix", first[0]] if first else [])]
+    names = [f"{stem}.hook_v", f"{stem}.own.hook_v", *(first[:2] if first else [])]
     return [n for n in names if n in model.hook_dict]
 
 
-def _mixed_first(model: HookedModel, layer: int) -> tuple[str, int] | None:
-    """The first layer's values among those that a layer mixes: their hook point, and which of the coefficients is theirs."""
+def _mixed_first(model: HookedModel, layer: int) -> tuple[str, str, int] | None:
+    """The first layer's values among those that a layer mixes: hook points of them and the coefficients, which of these is theirs."""
     attn: Any = model.blocks[layer].attn
-    if not hasattr(attn, "hook_v_mix"):
+    names = ("hook_v_mix",) if isinstance(model, Observed) else ("hook_v_mix", "hook_v_weights")
+    point = next((getattr(attn, name) for name in names if hasattr(attn, name)), None)
+    if point is None:
         return None
     if isinstance(model, Observed):
         points = model.blocks[layer].source_points
@@ -73,7 +75,7 @@ def _mixed_first(model: HookedModel, layer: int) -> tuple[str, int] | None:
     else:
         sources = list(attn.projections["v"].mixed)
         points = {j: module.hook_v for j, module, _ in attn.reads["v"]}
-    return (str(points[0].name), sources.index(0)) if 0 in sources else None
+    return (str(points[0].name), str(point.name), sources.index(0)) if 0 in sources else None
 
 
 def _of_layer(model: HookedModel, layer: int, tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
@@ -81,11 +83,13 @@ def _of_layer(model: HookedModel, layer: int, tensors: dict[str, Tensor]) -> dic
     v, own = tensors[f"{stem}.hook_v"], tensors.get(f"{stem}.own.hook_v")
     result = {"effective": _norms(v)}
     if own is not None:
-        cosine = torch.cosine_similarity(wide(own[0].flatten(1)), wide(v[0].flatten(1)), dim=-1)
+        here = v[0, :, : own.shape[2]]  # where other heads are another layer's
+        cosine = torch.cosine_similarity(wide(own[0].flatten(1)), wide(here.flatten(1)), dim=-1)
         result |= {"own": _norms(own), "cosine": array(cosine)}
     if first := _mixed_first(model, layer):
-        name, place = first
-        result["first_part"] = abs(float(tensors[f"{stem}.hook_v_mix"][place])) * _norms(tensors[name])
+        name, mix, place = first
+        weight = tensors[mix][..., place]  # a number, or one of each token [1, T, kv_head]
+        result["first_part"] = _norms((weight[..., None] if weight.ndim else weight) * tensors[name])
     elif own is None and not isinstance(model, Observed) and attn.projections["v"].shared_source == 0:
         result["first_part"] = result["effective"]
     return result

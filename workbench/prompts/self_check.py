@@ -12,7 +12,6 @@ from workbench.models.decomposition import decompose
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
 from workbench.prompts.attention_maps import attention_inputs, attention_map
-from workbench.prompts.softmaxes import PatternArrays
 from workbench.prompts.tokens import PromptLike, single_prompt
 
 MAX_TOKENS = 256
@@ -24,7 +23,7 @@ ROUNDING = 1e-3
 def check_model(model: HookedModel, prompt: PromptLike) -> pd.DataFrame:
     """A row for each check: check, error (relative, largest), holds, meaning.
 
-    - `attention rows`: every row of the attention maps sums to 1;
+    - `attention rows`: every row of the attention maps sums to 1, with what goes to no token;
     - `parts of the stream`: embedding, heads and MLPs add up to what the final norm reads;
     - `value paths`: the own, first and other parts of each head's values do too;
     - `causality`: a changed last token changes no earlier prediction;
@@ -71,7 +70,7 @@ def _row_error(model: HookedModel, ids: Tensor) -> float:
         raise BadData(str(reason)) from reason
     errors = []
     for layer, softmaxes in enumerate(inputs.layers):
-        nulls = [s.null for s in softmaxes if isinstance(s, PatternArrays) and s.null is not None]
+        nulls = [s.null for s in softmaxes if s.null is not None]
         for head in range(softmaxes[0].heads):
             rows = np.nan_to_num(attention_map(inputs, layer, head, most=ids.shape[1]).weights).sum(-1)
             errors.append(float(abs(rows + sum(null[head] for null in nulls) - 1).max()))

@@ -36,14 +36,21 @@ class SoftmaxArrays:
     """Whose keys these are: `own`, `first`, `cross`, `cross.<layer>`."""
     lse: np.ndarray
     """Log-sum-exps of the rows, float32 [head, T]."""
+    null: np.ndarray | None = None
+    """float32 [head, T]: what of each row goes to no token and is missing in its sum; None where nothing does."""
 
     @classmethod
     def of(cls, softmax: Softmax, branches: list[str], lse: Tensor | None = None) -> SoftmaxArrays:
         """A softmax [1, T, ...] as arrays; a query's log-sum-exp over several sets of keys is that of the sets' own."""
+        null = None
         if lse is None:
             lse = torch.stack([attention_statistics(softmax.q, k, k)[1].lse for k in softmax.keys]).logsumexp(0)
+            if softmax.null is not None:
+                logits = softmax.null.to(lse)[:, None]
+                lse = torch.logaddexp(lse, logits)
+                null = array(softmax.weight * (logits - lse[0]).exp())
         q, *keys = (array(x[0]) for x in (softmax.q, *softmax.keys))
-        return cls(weight=float(softmax.weight), queries=q, keys=keys, branches=branches, lse=array(lse[0]))
+        return cls(weight=float(softmax.weight), queries=q, keys=keys, branches=branches, lse=array(lse[0]), null=null)
 
     @property
     def heads(self) -> int:

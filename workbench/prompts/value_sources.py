@@ -109,21 +109,22 @@ def output_matrix(model: HookedModel, layer: int) -> Tensor:
 def _ours(model: Any, n: int) -> LayerValues:
     stem, attn = f"blocks.{n}.attn", model.blocks[n].attn
     wiring = attn.projections["v"]
-    projects = wiring.shared_source is None
+    constant = not wiring.own_heads and not (wiring.mixer is not None and wiring.mixer.weighs_tokens)
     crossed = attn.attended.get("v", {}) if isinstance(attn, JointAttention) else {}
     scores = attn.recipe().needs if isinstance(attn, JointAttention) else hook_points(n, ("rot_q", "rot_k"))
     names = attn.coefficients.get("output", ())
+    sources = (*wiring.mixed, n) if wiring.shared_source is None else (wiring.shared_source,)
 
     def added(weights: Sequence[float]) -> Mapping[Base, float]:
         return _added(attn.outputs, n, dict(zip(names, weights, strict=True)), list(wiring.sources))
 
     return LayerValues(
         layer=n,
-        vectors=({n: f"{stem}.own.hook_v"} if projects else {})
+        vectors=({n: f"{stem}.own.hook_v"} if constant and wiring.projects else {})
         | {j: str(module.hook_v.name) for j, module, _ in attn.reads["v"] if isinstance(j, str)},
-        sources=(*wiring.mixed, n) if projects else (wiring.shared_source,),
+        sources=sources if constant else (n,),
         expanded=frozenset(j for j, state in wiring.sources.items() if _attends_with(model, j, state)),
-        mix=f"{stem}.hook_v_mix" if wiring.mixer is not None else None,
+        mix=f"{stem}.hook_v_mix" if wiring.mixer is not None and constant else None,
         values={n: f"{stem}.hook_v"} | {int(j): str(module.hook_v.name) for j, module in crossed.items()},
         scores=sorted(scores), weights=f"{stem}.hook_output_mix" if names else None, added=added,
         changed=bool(attn.gates),
@@ -134,7 +135,7 @@ def _attends_with(model: Transformer, source: Base, state: str) -> bool:
     """Whether what is read of a source is what it attends with, and not only its own projection."""
     if not isinstance(source, int):
         return False
-    return state == "effective" or source == 0 or model.blocks[source].attn.projections["v"].shared_source is not None
+    return state == "effective" or source == 0 or not model.blocks[source].attn.projections["v"].projects
 
 
 def _added(shortcuts: Sequence[Any], layer: int, weights: Mapping[str, float], read: Sequence[Base]) -> Composition:

@@ -23,6 +23,7 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.interventions.edits.base import Edit, Inputs
 from workbench.models.hooked import HookedModel
 from workbench.models.transformer import Transformer
+from workbench.names import position_axis
 
 PATHS = ("v", "output", "q", "k", "pattern", "stream")
 
@@ -34,7 +35,7 @@ class Coefficient(Edit):
     `path`: `v`, `q`, `k` (what mixes values, queries, keys), `output` (what is added to the attention's output: NeuTRENO,
     identity map), `pattern` (the attention residual), `stream` (averages of outputs); empty: the value path, which is `v`
     where values are mixed and `output` elsewhere. `source`: `own`, `first`, `source.2` (layer 2's), `table`, `earlier`
-    (the identity map's mean), of streams `embed` and `block.2`; empty: all but the own.
+    (the identity map's mean), of streams `embed` and `block.2`; empty: all but the own. Weights of each token are set for all.
     """
 
     kind = "coefficient"
@@ -80,17 +81,19 @@ class Coefficient(Edit):
         return bool(self._places(model, layer))
 
     def points(self, model: HookedModel, layer: int) -> list[str]:
-        return [hook_of(self._path(model), layer)]
+        return [hook_of(model, self._path(model), layer)]
 
     def replaced(self, model: HookedModel, tensor: Tensor, name: str, layer: int, inputs: Inputs) -> Tensor:
         weights = tensor.clone()
-        weights[self._places(model, layer)] = self.value
+        weights[..., self._places(model, layer)] = self.value
         return weights
 
 
-def hook_of(path: str, layer: int) -> str:
+def hook_of(model: Any, path: str, layer: int) -> str:
     """Hook point that the coefficients of a path pass at a layer."""
-    return f"blocks.{layer}.hook_dwa_weights" if path == "stream" else f"blocks.{layer}.attn.hook_{path}_mix"
+    if path == "stream":
+        return f"blocks.{layer}.hook_dwa_weights"
+    return f"blocks.{layer}.attn.{model.blocks[layer].attn.weight_points[path]}"
 
 
 def sources_at(model: Any, path: str, layer: int) -> Sequence[str]:
@@ -103,17 +106,18 @@ def sources_at(model: Any, path: str, layer: int) -> Sequence[str]:
 
 @torch.no_grad()
 def coefficients(model: Any) -> list[Coefficient]:
-    """Every coefficient of a model with the value it has now, as the edit that changes nothing."""
+    """Every coefficient of a model that is one number for all tokens, as the edit that changes nothing."""
     targets = [(p, n) for p in PATHS for n in range(model.config.n_layers) if sources_at(model, p, n)]
+    targets = [(p, n) for p, n in targets if position_axis(hook_of(model, p, n)) is None]
     weights: dict[str, Tensor] = {}
-    points = [(hook_of(p, n), lambda x, hook: weights.update({hook.name: x.detach()})) for p, n in targets]
+    points = [(hook_of(model, p, n), lambda x, hook: weights.update({hook.name: x.detach()})) for p, n in targets]
     with model.hooks(points):
         model(torch.zeros(1, 1, dtype=torch.long), return_type=None)
     return [
         Coefficient(layer=(layer,), source=source, path=path, value=value)
         for path, layer in targets
         for source, value in zip(
-            sources_at(model, path, layer), map(_short, weights[hook_of(path, layer)]), strict=True
+            sources_at(model, path, layer), map(_short, weights[hook_of(model, path, layer)]), strict=True
         )
     ]
 

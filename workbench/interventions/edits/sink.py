@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -88,7 +88,7 @@ class Sink(Edit):
 
         def softmaxes(at: int, q: Tensor, k: Tensor, *read: Any) -> list[Softmax]:
             plain = inner(at, q, k, *read)
-            return plain if at != layer else [Softmax(s.weight, *widened(s.q, s.keys, self)) for s in plain]
+            return plain if at != layer else [_wider(s, self) for s in plain]
 
         _instead(attn.joint, "softmaxes", softmaxes, stack)
         return []
@@ -135,6 +135,11 @@ def widened(q: Tensor, keys: Sequence[Tensor], sink: Sink) -> tuple[Tensor, list
             more[:, p, :, n] = -math.sqrt(-FORBIDDEN * wide)
     q = torch.cat((q * math.sqrt(wide / width), more_q), -1)
     return q, [torch.cat((k, more), -1) for k, more in zip(keys, more_k, strict=True)]
+
+
+def _wider(softmax: Softmax, sink: Sink) -> Softmax:
+    q, keys = widened(softmax.q, softmax.keys, sink)
+    return replace(softmax, q=q, keys=keys)
 
 
 def _forbidding(inner: Callable[..., Tensor], sink: Sink) -> Callable[..., Tensor]:

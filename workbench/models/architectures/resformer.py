@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from workbench.config import ModelConfig
 from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, chosen_layers, number, one_layer
 
@@ -45,5 +47,5 @@ class ResFormer(Shortcut):
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return (self.source_layer,) if tensor == "v" and layer in self.layers else ()
 
-    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
+    def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
         return self.lambda_v1, self.lambda_own

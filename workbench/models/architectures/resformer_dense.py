@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number, one_of
@@ -47,7 +47,7 @@ class DenseResFormer(Shortcut):
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return tuple(range(layer)) if tensor == "v" else ()
 
-    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
+    def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
         return self.rows[str(layer)].unbind()
 
     def coefficients(self) -> dict[str, list[float]]:

@@ -51,7 +51,7 @@ class LearnableResFormer(Shortcut):
     def prepare(self, tokens: Tensor) -> Memory:
         return {self.prefix: list(zip(self.first_weights().unbind(), self.own.unbind(), strict=True))}
 
-    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
+    def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
         return memory[self.prefix][layer - 1]
 
     def coefficients(self) -> dict[str, list[float]]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from torch import Tensor
+
 from workbench.config import ModelConfig
 from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
 
@@ -30,7 +32,7 @@ class _Residual(Shortcut):
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return (0,) if tensor == self.target and layer > 0 else ()
 
-    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
+    def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
         return self.pair
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from workbench.config import ModelConfig
 from workbench.models.architectures.cross_layer import checked_source, earlier
 from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
@@ -32,7 +34,7 @@ class SameKey(Shortcut):
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return earlier(self.source, layer) if tensor == "v" else ()
 
-    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
+    def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
         count = len(earlier(self.source, layer))
         total = 1.0 + self.same_key_weight * count
         return *(self.same_key_weight / total for _ in range(count)), 1.0 / total

@@ -73,7 +73,7 @@ class ValueEmbedding(Shortcut):
     def mixes(self, projection: Projection, layer: int) -> bool:
         return projection == "v"
 
-    def weights(self, projection: Projection, layer: int, memory: Memory) -> Sequence[Weight]:
+    def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
         own, table = memory["value_embedding"]
         return (table[self.layers.index(layer)], own[layer]) if layer in self.layers else (own[layer],)
 

@@ -7,7 +7,6 @@ a T x T array already, the pattern never becomes one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -24,13 +23,6 @@ FAR, LATER_FAR = (
 _ROWS = 256
 Modify = Callable[[Tensor, int, int, int], Tensor]
 """Scaled scores [query, key] of a sequence and head, from which query on -> the scores in use."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatisticsWithNull(AttentionStatistics):
-    """Statistics of a pattern whose rows sum to less than 1, as a column of the softmax is no key; `lse` includes that column."""
-
-    null: Float[Tensor, "batch head pos"]  # 1 - sum_j A_ij
 
 
 def mask_kind(mask: object, causal: bool, length: int, window: int | None = None) -> str:
@@ -166,9 +158,8 @@ def pattern_statistics(
     heads = (head.to(wide) for heads in pattern for head in heads)
     by_head = [(p.sum(0), torch.special.entr(p).sum(-1), p.amax(-1), p[:, 0]) for p in heads]
     received, entropy, top, sink = (torch.stack(x).unflatten(0, pattern.shape[:2]) for x in zip(*by_head, strict=True))
-    if null is None:
-        return AttentionStatistics(received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse.to(wide))
-    entropy, null = entropy + torch.special.entr(null.to(wide)), null.to(wide)
-    return StatisticsWithNull(
+    if null is not None:
+        entropy, null = entropy + torch.special.entr(null.to(wide)), null.to(wide)
+    return AttentionStatistics(
         received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse.to(wide), null=null
     )

@@ -1,0 +1,73 @@
+"""Fused attention whose softmax has one more column that is no key: its logit is given, its value is nothing.
+
+    p_ij = e^{s_ij} / (sum_j e^{s_ij} + e^{b_h}),   z_i = sum_j p_ij v_j
+
+Where the stock call tells the rows' log-sum-exp (the CPU) its output is multiplied by sigmoid(lse_i - b_h), and the stock
+backward call, told ln(e^lse_i + e^b_h) and that product, gives the exact gradients: with D_i = dL/dz_i . z_i it forms
+dL/ds_ij = p_ij (dL/dz_i . v_j - D_i), and dL/db_h = -sum_i p_i,null D_i. Elsewhere, and in compiled graphs, the column is one
+more key, at zero but for one more channel of the heads. No T x T array either way. The slow truth: `reference.shares`.
+
+Source: sink logits of gpt-oss (OpenAI 2025); off by one: Miller (2023), Attention Is Off By One.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FORWARD, _BACKWARD = (f"_scaled_dot_product_flash_attention_for_cpu{x}" for x in ("", "_backward"))
+_MULTIPLE = 8  # channels: what fused calls on a GPU take
+
+
+def attention_with_null(
+    q: Tensor, k: Tensor, v: Tensor, null: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """As `scaled_dot_product_attention` of [batch, head, pos, d_head], key-value heads repeated; `null` [head], differentiable."""
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if q.device.type == "cpu" and hasattr(torch.ops.aten, _BACKWARD) and not torch.compiler.is_compiling():
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) if x.shape[1] < q.shape[1] else x for x in (k, v))
+        result: Tensor = _Rescaled.apply(q, k, v, null, attn_mask, is_causal)
+        return result
+    return _as_a_key(q, k, v, null, attn_mask, is_causal)
+
+
+class _Rescaled(torch.autograd.Function):
+    """The stock call's output times the share that the keys keep."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        z, lse = getattr(torch.ops.aten, _FORWARD)(q, k, v, 0.0, causal, attn_mask=mask)
+        whole = torch.logaddexp(lse, null.to(lse.dtype)[:, None])
+        z = z * (lse - whole).exp().to(z.dtype)[..., None]
+        ctx.save_for_backward(q, k, v, z, whole, null)
+        ctx.mask, ctx.causal = mask, causal
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, z, whole, null = ctx.saved_tensors
+        call = getattr(torch.ops.aten, _BACKWARD)
+        by_q, by_k, by_v = call(slope, q, k, v, z, whole, 0.0, ctx.causal, attn_mask=ctx.mask)
+        along = (slope * z).sum(-1, dtype=whole.dtype)
+        by_null = -(along * (null.to(whole.dtype)[:, None] - whole).exp()).sum((0, 2))
+        return by_q, by_k, by_v, by_null.to(null.dtype), None, None
+
+
+def _as_a_key(q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """One more position in front that every query sees; a causal call gets a query for it, whose output is dropped."""
+    width, length = q.shape[-1], q.shape[2]
+    more = -(-(width + 1) // _MULTIPLE) * _MULTIPLE - width
+    logits = F.pad(null.to(q.dtype)[:, None, None], (width, more - 1))  # in the first of the further channels
+    q = F.pad(q, (0, more, int(causal), 0)) + logits
+    key = F.pad(k.new_full((1,), width**0.5), (width, more - 1))
+    k = torch.cat((key.expand(*k.shape[:2], 1, -1), F.pad(k, (0, more))), 2)
+    v = F.pad(v, (0, more, 1, 0))
+    mask = None if mask is None else F.pad(mask, (1, 0), value=mask.dtype == torch.bool)
+    z = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=width**-0.5, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return z[:, :, -length:, :width]

@@ -1,0 +1,54 @@
+"""Sink logits: the softmax of each head has one more column, which is no key, so that a head can attend to nothing.
+
+A_ij = e^{s_ij} / (sum over k <= i of e^{s_ik} + e^{b_{n,h}}), U_n = A_n V_n: b one number for each layer and head, learned
+(`logit = learned`) or 0 (`logit = zero`, off by one). What the column gets, 1 - sum_j A_ij, is `attn.hook_null`.
+
+Source: gpt-oss (OpenAI 2025), b from N(0, init_std) as in transformers' implementation of it; off by one: Miller (2023),
+Attention Is Off By One.
+Seam: the attention; `logits.<layer>` [head]. Rows sum to less than 1: entropies and importance count the rest as one part more.
+Parameters: L H; none for `zero`.
+Cache: 2 L T D.
+Degenerate case: b -> -infinity is the vanilla decoder; b -> infinity leaves nothing of any value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.config import ModelConfig
+from workbench.kernels.joint import Softmax
+from workbench.models.shortcut import Reads, Shortcut, SoftmaxForm, Weights, one_of
+
+
+class SinkLogit(Shortcut):
+    """A column of each softmax that is no key."""
+
+    prefix = "sink_logit"
+
+    def __init__(self, config: ModelConfig, *, logit: str = "learned") -> None:
+        super().__init__(config)
+        self.logit = one_of("logit", logit, ("learned", "zero"))
+        learned = (nn.Parameter(torch.zeros(config.n_heads)) for _ in range(config.n_layers))
+        self.logits = nn.ParameterList(learned if logit == "learned" else ())
+
+    def initialise(self, draw: Callable[[str, Tensor], None]) -> None:
+        for name, tensor in self.named_parameters():
+            draw(name, tensor)
+
+    def attends(self, layer: int) -> SoftmaxForm:
+        return "null"
+
+    def softmaxes(self, layer: int, q: Tensor, k: Tensor, read: Reads, weights: Weights) -> list[Softmax]:
+        null = self.logits[layer] if self.logit == "learned" else q.new_zeros(q.shape[2])
+        return [Softmax(1.0, q, [k], null)]
+
+    def coefficients(self) -> dict[str, list[float]]:
+        return {"sink_logit": [float(logits.mean()) for logits in self.logits]} if self.logit == "learned" else {}
+
+    @classmethod
+    def options_for(cls, shapes: Mapping[str, Sequence[int]], config: ModelConfig) -> list[dict[str, Any]]:
+        return [{"logit": "learned" if shapes else "zero"}]
