@@ -62,7 +62,7 @@ def test_a_lead_of_exclusive_heads_must_grow_with_length(short, long, status):
 # ---- beside sinks ----------------------------------------------------------------------------------------------------
 
 
-def beside(name, model, *metrics, mine=2.0, others=8.0, kept=0.5):
+def beside(name, model, *metrics, mine=2.0, others=8.0, kept=0.5, start=1.0):
     """Ratios of one model at `mine` in layer 2 and of vanilla at `others`, all others at 1, beside sinks of vanilla and `kept` ones."""
     made, rows = with_sinks(("transformer", model))
     rows = [r for r in rows if r["run"].startswith("transformer")]
@@ -72,6 +72,7 @@ def beside(name, model, *metrics, mine=2.0, others=8.0, kept=0.5):
     top = lambda of: (others if of["model"] == "transformer" else mine) * luck[of["seed"]]  # noqa: E731
     for metric, site in metrics:
         rows += per_layer(made, metric, lambda of, n: top(of) if n == 2 else 1.0, site=site)
+        rows += per_layer(made, metric, lambda of, n: start * luck[of["seed"] - 1], site=site, step=0)
     return judged(name, made, rows, losses(made, lambda of: 2.7))
 
 
@@ -93,6 +94,12 @@ def test_scaled_values_that_lose_the_sink_say_nothing_of_what_sinks_cause_and_a_
     assert found.status == "unresolved"
     assert "has them in 0 of 5" in found.sentence
     assert beside(*OUTLIERS, kept=0.1).status == "supported"
+
+
+def test_a_gradient_that_gathers_before_training_is_no_work_of_sinks():
+    found = beside(*ANSWERS, start=20.0)
+    assert found.status == "unresolved"
+    assert found.table.set_index("comparison").loc["vanilla's gradient, trained - init", "high"] < 0
 
 
 @pytest.mark.parametrize(("name", "model"), [OUTLIERS[:2], ANSWERS[:2]])

@@ -131,8 +131,8 @@ def beside(model: str, *metrics: tuple[str, str | None]) -> Callable[[np.random.
     def table(rng: np.random.Generator) -> Table:
         made = runs("transformer", model, seeds=SEEDS, task="backcopy")
         rows = sinks(made, lambda of: 0.6 + rng.normal(0, 0.02))
-        for metric, site in metrics:
-            rows += per_layer(made, metric, lambda of, n: 2.0 + rng.normal(0, 0.1), site=site)
+        for (metric, site), step in itertools.product(metrics, (0, LAST)):
+            rows += per_layer(made, metric, lambda of, n: 2.0 + rng.normal(0, 0.1), site=site, step=step)
         return made, rows, ended(made, rng)
 
     return table
