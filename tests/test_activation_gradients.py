@@ -9,7 +9,10 @@ import torch
 from hooked import COMBINED, WIDE, grouped, listening, tokens
 from seams import COVERING
 
-from workbench.errors import WorkbenchError
+from workbench.data.sources import Sample
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.interventions import INTERVENTIONS
+from workbench.interventions.gradients import _even, _gathered, _jackknife
 from workbench.names import QUADRATIC, is_statistic
 
 
@@ -94,6 +97,76 @@ def test_gradient_of_the_coefficients_by_hand(tiny):
     expected = torch.stack([(upstream * values[f"{at}{x}.hook_v"]).sum() for x in ("source.0", "own")])
     torch.testing.assert_close(grads[f"{at}hook_v_mix"], expected)
     torch.testing.assert_close(grads[f"{at}own.hook_v"], 0.5 * upstream)
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "resformer", "svformer", "denseformer", "gqa"])
+def test_gradients_of_values_are_what_attention_sends_back_and_the_first_query_has_none(tiny, architecture):
+    """dL/dv_s = sum over t >= s of A_ts dL/dz_t; a query that sees one key cannot change anything."""
+    model, at = tiny(architecture, dtype=WIDE, config=grouped(architecture)), "blocks.2.attn.hook_"
+    _, values, grads = model.run_with_grads(tokens(7), [f"{at}{x}" for x in ("v", "z", "q", "pattern")])
+    assert grads[f"{at}q"][:, 0].abs().max() < 1e-16 < 1e-5 < grads[f"{at}q"][:, 1:].abs().max()
+    sent = torch.einsum("bhts,bthd->bshd", values[f"{at}pattern"], grads[f"{at}z"])
+    shared = sent.unflatten(2, (values[f"{at}v"].shape[2], -1)).sum(3)
+    torch.testing.assert_close(grads[f"{at}v"], shared, atol=1e-15, rtol=1e-10)
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "resformer", "gated_attention"])
+def test_what_an_attention_reads_has_the_sum_of_its_paths_gradients(tiny, architecture):
+    model, at = tiny(architecture, dtype=WIDE), "blocks.1.attn."
+    read = [f"{at}hook_in", *(f"{at}{x}_proj.hook_in" for x in "qkv"), "blocks.1.ln1.hook_in"]
+    stream = ["blocks.1.hook_resid_pre", "blocks.1.hook_resid_mid"]
+    _, values, grads = model.run_with_grads(tokens(7), [*read, *stream])
+    gate = grads[read[0]] - sum(grads[name] for name in read[1:4])
+    assert (gate.abs().max() > 1e-4) == (architecture == "gated_attention"), "what a gate reads is no projection's"
+    torch.testing.assert_close(values[read[0]], model.blocks[1].ln1(values[stream[0]]))
+    branch = grads[stream[0]] - grads[stream[1]]
+    torch.testing.assert_close(grads[read[4]], branch, atol=1e-15, rtol=1e-10)
+    with pytest.raises(UnknownName, match=r"blocks\.7\.attn\.hook_in"):
+        model.run_with_grads(tokens(5), "blocks.7.attn.hook_in")
+    with pytest.raises(WorkbenchError, match="reads nothing when the model runs"):
+        model.run_with_grads(tokens(5), "blocks.hook_in")
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_gradients_gather_by_hand():
+    """Positions (3, 4), (0, 1), (1, 0), (0, 4): 5 over the mean of 1, 1 and 4; even attention over three: 1 + 1/4 + 1/9 at the first."""
+    whole = torch.tensor([[3.0, 4.0], [0.0, 1.0], [1.0, 0.0], [0.0, 4.0]])
+    assert _gathered(whole, whole) == 2.5
+    assert _gathered(torch.tensor([[0.0, 2.0], [9.0, 9.0]]), whole) == 1.0
+    power = [(1 + 1 / 4 + 1 / 9) ** 0.5, (1 / 4 + 1 / 9) ** 0.5, (1 / 9) ** 0.5]
+    assert _even(3) == pytest.approx(power[0] / ((power[1] + power[2]) / 2))
+    assert _jackknife([1.0, 2.0, 3.0]) == pytest.approx((2 / 3 * 2) ** 0.5)
+    assert _jackknife([1.0, 2.0]) != _jackknife([1.0, 2.0]), "no error of two groups"
+
+
+def test_the_error_of_a_gradient_sink_is_that_of_leaving_documents_out(tiny):
+    model, ids = tiny(dtype=WIDE), tokens(9, batch=4)
+    rows = lambda ids, batch=2: {  # noqa: E731
+        (r["layer"], r["variant"]): r
+        for r in INTERVENTIONS["gradient_sink"].function(model, Sample(ids, range(len(ids)), "x"), None, batch)
+        if "variant" in r
+    }
+    whole, left = rows(ids), [rows(ids[[i for i in range(4) if i != out]], 3) for out in range(4)]
+    for at, row in whole.items():
+        assert row["se"] == pytest.approx(_jackknife([one[at]["value"] for one in left]), rel=1e-6, abs=1e-12)
+        assert row["n"] == 4
+
+
+def test_a_gradient_passes_a_silent_sublayer_unchanged_and_a_norm_in_inverse_proportion(tiny):
+    """Without an output matrix nothing comes back through an attention; a norm that reads twice as much lets half through."""
+    model = tiny(dtype=WIDE)
+    with torch.no_grad():
+        model.blocks[1].attn.o_proj.weight.zero_()
+    flow = lambda: {  # noqa: E731
+        (r["part"], r["layer"], r["variant"]): r["value"]
+        for r in INTERVENTIONS["gradient_flow"].function(model, Sample(tokens(9), range(2), "x"), None, 2)
+    }
+    once = flow()
+    assert once["attention", 1, None] == once["attention", 1, "first_position"] == 1
+    model.blocks[2].ln1.register_forward_pre_hook(lambda norm, read: (2 * read[0],))
+    twice = flow()
+    for kind in ("compress", "compress_first_position"):
+        assert twice["attention", 2, kind] == pytest.approx(once["attention", 2, kind] / 2, rel=1e-3)  # but for epsilon
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])

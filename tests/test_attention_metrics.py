@@ -14,7 +14,14 @@ from workbench.interventions.retention import sink_kind
 from workbench.measurement import measuring
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
-from workbench.metrics.attention import norm_weighted_importance, uniform_importance, value_weighted_importance
+from workbench.metrics.attention import (
+    norm_weighted_importance,
+    sink_contribution,
+    sink_power,
+    uniform_importance,
+    value_weighted_importance,
+)
+from workbench.metrics.values import value_bias
 
 
 @pytest.fixture
@@ -88,6 +95,36 @@ def test_measuring_hands_in_each_layers_own_output_matrix(tiny, ids):
         assert rows.sort_values("position")["value"].tolist() == pytest.approx(expected.mean(0).tolist(), rel=1e-5)
         heads = frame[(frame["layer"] == layer) & (frame["variant"] == "per_head")]
         assert heads.groupby("head")["value"].sum().tolist() == pytest.approx([1.0] * model.config.n_heads)
+
+
+# ---- the first token's part, the own value's -------------------------------------------------------------------------
+
+
+def test_power_and_contribution_of_a_sink_by_hand():
+    """Values (2, 0) and (0, 1); the second query attends 3/4 and 1/4: z = (1.5, 0.25), of which the first supplies 36 of 37."""
+    sink = torch.tensor([[[1.0, 0.75]]])
+    v = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]]]])
+    z = torch.tensor([[[[2.0, 0.0]], [[1.5, 0.25]]]])
+    assert sink_power(sink).item() == 1.5625
+    assert sink_contribution(sink, v, z).item() == pytest.approx(36 / 37)
+    assert sink_contribution(sink, v * torch.tensor([1.0, -1.0]), -z).item() == pytest.approx(-36 / 37), "against it"
+    assert sink_contribution(sink, torch.zeros_like(v), z).item() == 0, "a drained value supplies nothing"
+
+
+def test_value_bias_by_hand():
+    """Two heads on one key-value head; outputs at 0, 90 and 45 degrees to the token's own value and to the other's."""
+    v = torch.tensor([[[[1.0, 0.0]], [[0.0, 2.0]], [[3.0, 0.0]]]])
+    z = torch.tensor([[[[1.0, 0.0], [5.0, 0.0]], [[0.0, 1.0], [1.0, 0.0]], [[1.0, 1.0], [-2.0, 0.0]]]])
+    half = math.sqrt(0.5)
+    assert value_bias(z, v)[0].tolist() == pytest.approx([(1 + half) / 2, -0.5])
+    assert value_bias(z, v, first=True)[0].tolist() == [1.0, 1.0]
+    assert value_bias(z, v, other=True)[0].tolist() == pytest.approx([half / 2, 0.5])
+
+
+def test_an_exclusive_head_says_nothing_of_its_own_value(tiny, ids):
+    found = measure(tiny("exclusive_attention"), "value_bias", ids).groupby("variant", dropna=False)["value"]
+    assert found.max()[math.nan] < 1e-5
+    assert found.max()["first_position"] == 0, "of the first position nothing is left"
 
 
 # ---- kinds of sinks --------------------------------------------------------------------------------------------------

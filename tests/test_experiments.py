@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from seams import COVERING
@@ -271,6 +273,24 @@ def test_the_embedding_and_first_values_name_their_token_and_noise_does_not(tiny
     ):
         rows = run("nearest_embedding", model, ids, batch=5)
     assert found(rows, site="stream", layer=2, unit="1 / rank", control=None) < 4 * chance
+
+
+def test_a_massive_state_emerges_where_it_grows_most(tiny, ids):
+    """Silent blocks leave the stream as it is; then the first state is ten-fold after the second, and doubled after the third."""
+    model = tiny(dtype=WIDE)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+    times = lambda by: lambda x, hook: torch.cat((by * x[:, :1], x[:, 1:]), 1)  # noqa: E731
+    with model.hooks([("blocks.2.hook_resid_pre", times(10)), ("blocks.2.hook_resid_post", times(2))]):
+        rows = run("massive_emergence", model, ids)
+    for variant, layer in ((None, "layer"), ("dimension", "dimension_layer")):
+        jumps = [found(rows, variant=variant, layer=n, control=None) for n in range(3)]
+        assert jumps == pytest.approx([0, math.log(10), math.log(2)], abs=1e-12)
+        assert [found(rows, variant=variant, layer=n, control="others") for n in range(3)] == pytest.approx([0, 0, 0])
+        assert found(rows, variant=layer) == 1
+    assert [found(rows, variant="invariance", layer=n) for n in range(3)] == pytest.approx([1, 1, 1])
 
 
 def test_a_head_that_only_sees_a_drained_first_token_writes_nothing_and_a_full_one_everything(tiny, ids):

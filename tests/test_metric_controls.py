@@ -15,12 +15,12 @@ from workbench.metrics import METRICS
 SHORTEST = {
     1: [
         "effective_keys", "hidden_norm", "importance_entropy", "massive_activations", "norm_weighted_importance",
-        "token_identity_share", "token_importance", "top_importance", "value_norm", "value_weighted_importance",
+        "sink_power", "token_identity_share", "token_importance", "top_importance", "value_norm", "value_weighted_importance",
     ],
     2: [  # a position beside the first, or a token to predict
         "cache_bytes", "cache_traffic", "collapse_residual", "concentration_parts", "effective_rank", "gradient_norm",
-        "head_rank", "hidden_peak", "loss", "received_ratio", "row_entropy", "sink_mass", "spectrum", "token_probe",
-        "token_probe_streamed", "value_drain",
+        "head_rank", "hidden_peak", "loss", "received_ratio", "row_entropy", "sink_contribution", "sink_mass", "spectrum", "token_probe",
+        "token_probe_streamed", "value_bias", "value_drain",
     ],
     3: ["token_similarity"],  # a pair without the first
     4: ["induction_score", "previous_token_probe", "previous_token_probe_streamed"],  # something said twice

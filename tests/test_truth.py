@@ -10,7 +10,9 @@ import pytest
 import torch
 import truth
 import truth_probes
+from truth_attention import ATTENTION
 from truth_experiments import EXPERIMENTS
+from truth_gradients import GRADIENTS
 
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import BackcopyData, Sample
@@ -24,7 +26,7 @@ RECIPE = TrainConfig(
     steps=40, batch=8, T=64, warmup=2, lr=2e-2, validate_every=40, save_every=40, validation_sequences=8
 )
 FIVE = ("transformer", "resformer", "svformer", "neutreno", "denseformer")
-TRUTHS = truth.ATTENTION | truth.VECTORS | EXPERIMENTS
+TRUTHS = ATTENTION | truth.VECTORS | EXPERIMENTS | GRADIENTS
 PROBES = {
     "token_probe": (truth_probes.probe, 0), "previous_token_probe": (truth_probes.probe, 1),
     "token_probe_streamed": (truth_probes.streamed, 0), "previous_token_probe_streamed": (truth_probes.streamed, 1),

@@ -1,36 +1,13 @@
-"""Every experiment, and every measure of weights and gradients, once more in plain float64: see `truth.py`."""
+"""Every experiment, and every measure of the cache, once more in plain float64: see `truth.py`."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from truth import MIX, PARTS, PULL, World, at
+from truth import MIX, PULL, World, at
 
-# ---- weights, gradients, the cache -----------------------------------------------------------------------------------
-
-
-def part_of(name):
-    """(part, layer) of a matrix."""
-    words = name.split(".")
-    if words[0] == "blocks":
-        return PARTS[words[-2].removesuffix("_proj")], int(words[1])
-    return {"embed": "W_E", "unembed": "W_U"}.get(words[0], name.removesuffix(".weight")), None
-
-
-def gradient_norm(world):
-    rows = {}
-    names = [name for name, p in world.p.items() if p.ndim == 2]
-    for row in world.ids[:, None]:
-        leaves = {name: world.p[name].clone().requires_grad_() for name in names}
-        copy = World(world.kind, world.p | leaves, world.shape, row[:, :2])
-        for variant in (None, "relative", "output"):
-            scalar = copy.forward(row).max(-1)[0].mean() if variant == "output" else copy.losses(row).mean()
-            for name, grad in zip(names, torch.autograd.grad(scalar, list(leaves.values())), strict=True):
-                part, layer = part_of(name)
-                size = world.p[name].norm() if variant == "relative" else 1.0
-                rows.setdefault(at(part=part, layer=layer, variant=variant), []).append(grad.norm() * size)
-    return {key: torch.stack(values) for key, values in rows.items()}
+# ---- the cache -----------------------------------------------------------------------------------
 
 
 def held(world):
@@ -114,44 +91,19 @@ def cross_layer_approximation(world):
     return rows
 
 
-def slopes(world, row, wanted):
-    """Values and gradients of one document's loss at every named site: that of all that reads what passes there."""
-    kept = {}
-
-    def see(name, n, x):
-        if name not in wanted:
-            return x
-        x = kept[name, n] = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-        return x
-
-    loss = world.losses(row, see).sum()
-    return kept, dict(zip(kept, torch.autograd.grad(loss, list(kept.values()), allow_unused=True), strict=True))
-
-
-def activation_gradient_norm(world):
+def massive_emergence(world):
+    x = torch.stack([v for (name, n), v in sorted(world.vectors("stream").items()) if name == "stream"])
     rows = {}
-    for row in world.ids[:, None]:
-        x, grads = slopes(world, row, ("embed", "stream", "v", "attn_out", "mlp_out"))
-        for (site, n), grad in grads.items():
-            if (site, n) == ("stream", 0):
-                grad = grads["embed", None]  # the stream before anything read it
-            if site != "embed":
-                rows.setdefault(at(site=site, layer=n), []).append(grad.norm())
-                rows.setdefault(at(site=site, layer=n, variant="relative"), []).append(grad.norm() * x[site, n].norm())
-    return {key: torch.stack(values).detach() for key, values in rows.items()}
-
-
-def shortcut_gradient_share(world):
-    rows = {}
-    for row in world.ids[:, None]:
-        _, grads = slopes(world, row, ("embed", "v", "first_v"))
-        whole = grads["v", 0]
-        shares = {
-            n: float((g * whole).sum() / whole.pow(2).sum()) for (name, n), g in grads.items() if name == "first_v"
-        }
-        for n, value in (shares | {0: 1 - sum(shares.values())}).items():
-            rows.setdefault(at(layer=n), []).append(value)
-    return {key: torch.tensor(values, dtype=torch.double) for key, values in rows.items()}
+    for name, sizes in ((None, (x**2).sum(-1).sqrt()), ("dimension", x.abs().max(-1)[0])):
+        first, others = (sizes[:, :, 0].log().diff(dim=0), sizes[:, :, 1:].mean(-1).log().diff(dim=0))
+        for n in range(world.L):
+            rows[at(layer=n, variant=name)], rows[at(layer=n, variant=name, control="others")] = first[n], others[n]
+        largest = [max(range(world.L), key=lambda n, d=d: float(first[n, d])) for d in range(len(world.ids))]
+        rows[at(variant="layer" if name is None else "dimension_layer")] = torch.tensor(largest)
+    for n in range(world.L):
+        a, b = x[n, :, 0], x[n + 1, :, 0]
+        rows[at(layer=n, variant="invariance")] = (a * b).sum(-1) / a.norm(dim=-1) / b.norm(dim=-1)
+    return rows
 
 
 def logit_lens(world):
@@ -346,8 +298,8 @@ def first_token_norm(world):
 EXPERIMENTS = {
     f.__name__: f
     for f in (
-        gradient_norm, cache_bytes, cache_traffic, skip_ablation, sublayer_removal, cross_layer_approximation,
-        activation_gradient_norm, shortcut_gradient_share, logit_lens, logit_attribution, nearest_embedding, sink_output,
-        layer_similarity, value_ablation, deep_value_ablation, coefficient_share, first_token_norm,
+        cache_bytes, cache_traffic, skip_ablation, sublayer_removal, cross_layer_approximation,
+        logit_lens, logit_attribution, nearest_embedding, sink_output,
+        layer_similarity, value_ablation, deep_value_ablation, coefficient_share, first_token_norm, massive_emergence,
     )
 }  # fmt: skip

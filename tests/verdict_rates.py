@@ -127,6 +127,22 @@ def gates(rng: np.random.Generator) -> Table:
     return made, [r | {"value": r["value"] + rng.normal(0, 0.02)} for r in rows], told
 
 
+def beside(model: str, *metrics: tuple[str, str | None]) -> Callable[[np.random.Generator], Table]:
+    def table(rng: np.random.Generator) -> Table:
+        made = runs("transformer", model, seeds=SEEDS, task="backcopy")
+        rows = sinks(made, lambda of: 0.6 + rng.normal(0, 0.02))
+        for (metric, site), step in itertools.product(metrics, (0, LAST)):
+            rows += per_layer(made, metric, lambda of, n: 2.0 + rng.normal(0, 0.1), site=site, step=step)
+        return made, rows, ended(made, rng)
+
+    return table
+
+
+def of_lengths(rng: np.random.Generator) -> Table:
+    made = [of for T in (128, 512) for of in runs("transformer", "exclusive_attention", seeds=SEEDS, T=T)]
+    return made, [], ended(made, rng)
+
+
 def held(rng: np.random.Generator) -> Table:
     made = runs("transformer", AT_ZERO, EVEN, UNEVEN, seeds=SEEDS, task="backcopy", n_layers=2)
     rows, told = formed(made, lambda of: rng.normal(150, 30), lambda of: 60)
@@ -223,8 +239,12 @@ NOISE: dict[str, Callable[[np.random.Generator], Table]] = {
         of_layers(*RESIDUAL, metrics={"value_drain": [{"site": "own_v"}], "hidden_peak": [{"site": "stream"}]})),
     "start_token_decides_the_sinks": start_tokens, "sharing_values_delays_the_sink": delayed, "a_gate_prevents_the_sink": gates,
     "the_sink_waits_for_the_drain": held,
+    "exclusive_heads_lower_the_loss": of_lengths,
+    "a_value_gate_removes_outliers": beside("value_gate", ("massive_activations", "stream")),
+    "sinks_gather_gradients_that_spikes_answer": beside("value_scale", ("gradient_sink", None), ("hidden_peak", "stream")),
     "smoothing_and_concentration_are_linked": with_sinks(of_layers(*RESIDUAL, metrics=LINKED)),
     "neutreno_smooths_less": of_layers("transformer", "neutreno", metrics={"token_similarity": [{"site": "stream"}]}),
+    "value_residuals_smooth_less": of_layers(*RESIDUAL, metrics={"token_similarity": [{"site": "stream"}]}),
     "token_information_is_preserved": of_layers(*RESIDUAL, metrics={"token_probe": [{"site": "stream"}, {"site": "z"}]}),
     "deep_values_need_little_context": replaced, "richer_values": of_layers(*RESIDUAL, metrics=RANKS),
     "deep_layers_learn_a_correction": corrections, "same_key_averaging_approximates": approximated,
@@ -232,6 +252,11 @@ NOISE: dict[str, Callable[[np.random.Generator], Table]] = {
     "fast_at_first_then_overtaken": overtaken,
     "better_than_grouped_heads_at_length": of_losses("svformer", "gqa", "cla", T=32_000),
     "sharing_values_hurts_least": of_losses("share_v", "share_k", "share_q"),
+    "half_of_the_heads_can_share_the_first_values": of_losses("transformer", "skip_v1"),
+    "reuse_by_token_beats_constant_reuse": of_losses("satformer", "resformer", "resformer_learnable"),
+    "deep_values_can_be_looked_up": of_losses("transformer", "bank_of_values"),
+    "attention_residuals_lower_the_loss": of_losses("transformer", "attention_residuals", "attention_residuals[block=2]"),
+    "averages_by_content_beat_fixed_ones": of_losses("denseformer", "attention_residuals"),
     "denseformer_weights_have_structure": averages, "value_paths_speed_up_induction": racing,
 }  # fmt: skip
 """Tables of noise for every claim that can be judged."""

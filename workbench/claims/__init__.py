@@ -10,6 +10,7 @@ from workbench.claims import (
     cross_layer,
     depth,
     downstream,
+    gates,
     induction,
     loss,
     optimisation,
@@ -26,8 +27,8 @@ from workbench.claims.verdict import DECIDED, STATUSES, Verdict
 QUESTIONS = {
     module.__name__.rpartition(".")[-1]: (module.__doc__ or "").strip()
     for module in (
-        loss, place, optimisation, concentration, sinks, smoothing, tokens, depth, cross_layer, sharing, averages, induction,
-        downstream,
+        loss, place, optimisation, concentration, sinks, gates, smoothing, tokens, depth, cross_layer, sharing, averages,
+        induction, downstream,
     )
 }  # fmt: skip
 """Each group of claims, and the question it answers."""

@@ -36,8 +36,7 @@ def need_sinks(evidence: Evidence) -> str:
     The floors are set beforehand, on the strongest head's sink mass and on the sink rate at 64 tokens; not on concentration,
     which local and content heads move without any sink.
     """
-    mass = evidence.known(evidence.rows("sink_mass"), "transformer")
-    heads = mass.groupby(["seed", "layer", "head"])["value"].mean().groupby("seed").max()
+    heads = strongest_mass(evidence, "transformer")
     records = evidence.records
     even = records[(records["metric"] == "sink_mass") & (records["control"] == "uniform_causal")]
     uniform = f", uniform attention would give {even['value'].iloc[0]:.1%}" if len(even) else ""
@@ -56,6 +55,12 @@ def need_sinks(evidence: Evidence) -> str:
         why = f"Sinks formed in {formed} of {len(heads)} seeds, and {SINK_SEEDS} seeds are needed: single seeds mislead here."
         raise InsufficientEvidence(why, "gated")
     return f"vanilla has sinks in {formed} of {len(heads)} seeds (strongest head {heads.median():.0%})"
+
+
+def strongest_mass(evidence: Evidence, model: str) -> pd.Series:
+    """Sink mass of a model's strongest head at its last step, by seed."""
+    mass = evidence.known(evidence.rows("sink_mass"), model)
+    return mass.groupby(["seed", "layer", "head"])["value"].mean().groupby("seed").max()
 
 
 def head_kinds(evidence: Evidence, model: str, step: str = "last") -> pd.DataFrame:
@@ -110,14 +115,14 @@ def gated(
         raise InsufficientEvidence(sentence, "gated", interval_table(intervals, unit)) from None
 
 
-def _from_one(evidence: Evidence, metric: str, model: str, **axes: Any) -> Interval:
+def from_one(evidence: Evidence, metric: str, model: str, **axes: Any) -> Interval:
     """Change of |ln ratio| in the layer where the Transformer's is largest, over seeds: below 0 is toward 1."""
     rows = evidence.of_models(["transformer", model]).rows(metric, **axes)  # of others it may be 0
     rows = rows[rows["layer"] > 0].assign(value=lambda r: np.abs(np.log(r["value"].astype(float))))
-    return _at_top(evidence, rows, model)
+    return at_top(evidence, rows, model)
 
 
-def _at_top(evidence: Evidence, rows: pd.DataFrame, model: str) -> Interval:
+def at_top(evidence: Evidence, rows: pd.DataFrame, model: str) -> Interval:
     """Difference to the Transformer in the layer where the sum of both is largest, which says nothing of their difference.
 
     Where the Transformer's alone is largest, its luck would make it seem larger than the model's.
@@ -144,9 +149,9 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
 
     def measured() -> dict[str, Interval]:
         return {
-            "attention to the first token": _at_top(pair, pair.rows("sink_mass"), model),
-            "its value's distance from 1": _from_one(pair, "value_drain", model, site=site),
-            "its state's distance from 1": _from_one(pair, "hidden_peak", model),
+            "attention to the first token": at_top(pair, pair.rows("sink_mass"), model),
+            "its value's distance from 1": from_one(pair, "value_drain", model, site=site),
+            "its state's distance from 1": from_one(pair, "hidden_peak", model),
         }
 
     kinds, heads = _kinds(pair, ("transformer", model))

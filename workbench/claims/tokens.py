@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence, deep_layers, model_mean
+from workbench.claims.loss import ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
@@ -95,6 +96,19 @@ def deep_values_need_little_context(evidence: Evidence) -> Verdict:
     )
     parts, shown = {f"kept beyond {KEPT:.0%}": beyond}, {"kept": kept, "share of values": over_seeds(own)}
     return judged(parts, 1, sentence, "share", also=apart, shown=shown)
+
+
+@claim(
+    supports="with the last third of the layers' values looked up by token, and no projection there, the model ends lower than vanilla",
+    refutes="it ends higher",
+    scale="any size; tables hold many parameters, so compare at equal layers and width, not at equal parameters",
+    published="bits per byte .722 to .714 at 780M, .854 to .849 (first layer's values there instead of a table) at 135M; downstream score "
+    "and loss do not always agree (paper)",
+    source="Bank of Values, arXiv 2606.02780 (2026)", metrics=("loss",), shows={"metric": "validation_loss"},
+)  # fmt: skip
+def deep_values_can_be_looked_up(evidence: Evidence) -> Verdict:
+    """Values of the last third of the layers can be looked up by token id without loss, and with a gain."""
+    return ends_lower(evidence, "bank_of_values", "transformer")
 
 
 def _kept(change: pd.DataFrame) -> pd.DataFrame:

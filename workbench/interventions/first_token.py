@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor
 from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
 
 SITES = ("v", "own_v", "stream")
+SIZES: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x.norm(dim=-1), "dimension": lambda x: x.abs().amax(-1),
+}  # fmt: skip
+"""Of the stream's state at each position, by variant."""
 
 
 @intervention(
@@ -47,3 +52,36 @@ def _ratio(norms: Tensor, place: int, site: str) -> Tensor:
     """Norm at a position over the others' [batch]: their mean for streams, their median for values."""
     others = torch.cat((norms[:, :place], norms[:, place + 1 :]), 1)
     return norms[:, place] / (others.mean(1) if site == "stream" else others.quantile(0.5, dim=1))
+
+
+@intervention(
+    unit="logarithm of a ratio", range="any", reading="higher: the first token's state grows more in this layer",
+    source="massive-emergence layer of arXiv 2605.08504 (2026); its threshold is not published, so the largest jump is taken",
+)  # fmt: skip
+@torch.no_grad()
+def massive_emergence(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """How much the first token's state grows in each layer, and in which one most: where a massive activation emerges.
+
+    ln of the norm of x_0 in the stream after the layer over that before it; `dimension`: of the largest |entry| of x_0. The control
+    `others`: the same of the mean over all other positions. Without a layer, `layer` and `dimension_layer` say which layer (from 0)
+    has the largest jump in a document, and `invariance` per layer is cos(x_0 before, x_0 after): near 1 where the state stays as it is.
+    Caution: some layer always has the largest jump; that one emerged is said by its size beside the control and beside step 0.
+    """
+    names = [name for _, name in sorted(hook_points(model, "stream").items())]
+    jumps: dict[tuple[str | None, str | None], list[Tensor]] = {}  # (variant, control) -> [document, layer]
+    for ids in batches_of(model, sample, batch):
+        _, cache = model.run_with_cache(ids, names_filter=names)
+        streams = [cache[name].double() for name in names]
+        for variant, size in SIZES.items():
+            sizes = torch.stack([size(x) for x in streams], 1).cpu()  # [document, stream, position]
+            for control, of in ((None, sizes[..., 0]), ("others", sizes[..., 1:].mean(-1))):
+                jumps.setdefault((variant, control), []).append(of.log().diff(dim=1))
+        kept = [torch.cosine_similarity(x[:, 0], y[:, 0], dim=-1).cpu() for x, y in itertools.pairwise(streams)]
+        jumps.setdefault(("invariance", None), []).append(torch.stack(kept, 1))
+    for (variant, control), parts in jumps.items():
+        each, unit = torch.cat(parts), "cosine" if variant == "invariance" else "logarithm of a ratio"
+        for layer in range(each.shape[1]):
+            yield mean_row(each[:, layer], layer=layer, variant=variant, control=control, unit=unit)
+        if variant in SIZES and control is None:
+            which = "layer" if variant is None else f"{variant}_layer"
+            yield mean_row(each.argmax(1), variant=which, unit="layer")

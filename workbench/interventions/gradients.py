@@ -1,8 +1,9 @@
-"""Gradients of activations: how strongly the loss pulls on them, and which layers shape the first layer's values."""
+"""Gradients of activations: how strongly the loss pulls on them, where they gather, which layers shape the first values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from workbench.models.hooked import next_token_loss
 from workbench.names import before_branching
 
 SITES = ("stream", "v", "attn_out", "mlp_out")
+GATHERED = 32  # positions among which a gradient sink is sought, as published
+GROUPS = 8  # of documents, behind the error of what is summed over them
+PATHS = {None: "", "query": "q_proj.", "key": "k_proj.", "value": "v_proj."}
+"""What flows back through a layer's attention, and by which projection."""
 
 
 def _each(logits: Tensor, ids: Tensor) -> Tensor:
@@ -82,3 +87,111 @@ def _reads_first(model: Any, layer: int, name: str) -> bool:
     if name.endswith(".attn.cross.hook_v"):  # of one layer, which the name does not say
         return 0 in model.blocks[layer].attn.attended["v"]
     return name.endswith((".source.0.hook_v", ".cross.0.hook_v"))
+
+
+@intervention(
+    unit="ratio", range=">= 0", reading="higher: the gradient gathers at the first position",
+    source="Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771 (s = 0, t up to 31)",
+)  # fmt: skip
+def gradient_sink(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """Gradient that reaches the first position's attention input over that of the 31 positions behind it, per layer.
+
+    ||g_0|| / mean over 1 <= t <= 31 of ||g_t||, g_t = dloss/dh_t summed over the documents before its norm is taken, h what a
+    layer's attention reads (after the norm). `query`, `key`, `value`: the part of g_0 that came by this projection, over the same
+    mean; the parts add up as vectors (with what gates read), and that of the query is 0, since the first position sees itself alone.
+    The control is the ratio of sqrt(sum over i >= t of 1 / i^2), by the value path under uniform causal attention and independent
+    gradients of the head outputs: even attention gathers gradients too. Caution: a sum over documents, so compare equal numbers
+    of them, and step 0. Unit: ratio.
+    """
+    if getattr(model, "foreign", None) is not None:  # whose modules are not ours to name
+        return
+    points = {
+        f"blocks.{n}.attn.{module}hook_in": (n, path)
+        for n in range(model.config.n_layers)
+        for path, module in PATHS.items()
+    }
+    points = {name: at for name, at in points.items() if name.removesuffix(".hook_in") in model.mod_dict}
+    T, groups = min(sample.ids.shape[1], GATHERED), min(GROUPS, len(sample.ids))
+    sums = {at: torch.zeros(groups, T, model.config.d_model, dtype=torch.double) for at in points.values()}
+    seen = 0
+    for ids in batches_of(model, sample, batch):
+        _, _, grads = model.run_with_grads(ids, list(points), _each)
+        group = torch.arange(seen, seen + len(ids)) % groups
+        for name, at in points.items():
+            sums[at].index_add_(0, group, grads[name][:, :T].double().cpu())
+        seen += len(ids)
+    for (layer, path), parts in sums.items():
+        value = _gathered(parts.sum(0), sums[layer, None].sum(0))
+        left = [
+            _gathered(parts.sum(0) - parts[g], sums[layer, None].sum(0) - sums[layer, None][g]) for g in range(groups)
+        ]
+        yield {"layer": layer, "variant": path, "value": value, "se": _jackknife(left), "n": seen, "unit": "ratio"}
+        if path is None:
+            yield {"layer": layer, "control": "uniform_causal", "value": _even(sample.ids.shape[1]), "unit": "ratio"}
+
+
+def _gathered(part: Tensor, whole: Tensor) -> float:
+    """||part_0|| over the mean of ||whole_t||, t > 0, of gradients [pos, width]."""
+    return float(part[0].norm() / whole[1:].norm(dim=-1).mean())
+
+
+def _even(T: int) -> float:
+    """The ratio by the value path where every query attends evenly and gradients of head outputs are independent."""
+    power = torch.arange(T, 0, -1, dtype=torch.double).pow(-2).cumsum(0).flip(0)[:GATHERED].sqrt()
+    return float(power[0] / power[1:].mean())
+
+
+def _jackknife(left_out: list[float]) -> float:
+    """Standard error from the values without each group in turn; NaN for fewer than three."""
+    if len(left_out) < 3:
+        return math.nan
+    each = torch.tensor(left_out, dtype=torch.double)
+    return float(((len(each) - 1) / len(each) * (each - each.mean()).square().sum()).sqrt())
+
+
+FLOW = {
+    "attention": ("hook_resid_pre", "hook_resid_mid", "ln1", "attn"),
+    "mlp": ("hook_resid_mid", "hook_resid_post", "ln2", "mlp"),
+}
+"""Of each sublayer the stream before and after it, its norm and itself."""
+
+
+@intervention(
+    unit="ratio", range="> 0, 1 = unchanged", reading="higher: the gradient grows on its way back through the sublayer",
+    source="Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771",
+)  # fmt: skip
+def gradient_flow(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """How an attention or an MLP changes the loss's gradient on its way back, and what its norm lets through.
+
+    ||dloss/dx_in|| / ||dloss/dx_out||, x the stream before and after the sublayer (part), norms over a document's positions after
+    the first. `compress`: ||dloss/dx_in by the branch alone|| / ||dloss/dh||, h what the sublayer reads behind its norm; there the
+    norm divides by the size of x, so a towering state is shielded (its reciprocal is called bloat). `first_position`,
+    `compress_first_position`: of position 0 alone. Caution: `compress` falls as the stream grows with depth; read the first
+    position beside the others. Unit: ratio.
+    """
+    if getattr(model, "foreign", None) is not None:
+        return
+    results: dict[tuple[str, int, str | None], list[Tensor]] = {}
+    plan = _flows(model)
+    for ids in batches_of(model, sample, batch):
+        _, _, grads = model.run_with_grads(ids, list({name for pair in plan.values() for name in pair}), _each)
+        for (part, layer, kind), (above, below) in plan.items():
+            for first, positions in (("", slice(1, None)), ("first_position", slice(0, 1))):
+                a, b = (grads[name][:, positions].double().flatten(1).norm(dim=-1).cpu() for name in (above, below))
+                variant = "_".join(filter(None, (kind, first))) or None
+                results.setdefault((part, layer, variant), []).append(a / b)
+    for (part, layer, variant), parts in results.items():
+        yield mean_row(torch.cat(parts), layer=layer, part=part, variant=variant, unit="ratio")
+
+
+def _flows(model: Any) -> Mapping[tuple[str, int, str], tuple[str, str]]:
+    """(numerator, denominator) of each ratio, by sublayer, layer and kind, where this model has both points."""
+    found = {}
+    for n in range(model.config.n_layers):
+        for part, (before, after, norm, sublayer) in FLOW.items():
+            averaged = f"blocks.{n}.hook_dwa_in"  # a block's own output, where later ones read an average
+            out = averaged if after.endswith("post") and averaged in model.hook_dict else f"blocks.{n}.{after}"
+            found[part, n, ""] = f"blocks.{n}.{before}", out
+            found[part, n, "compress"] = f"blocks.{n}.{norm}.hook_in", f"blocks.{n}.{sublayer}.hook_in"
+    known = {*model.hook_dict, *(f"{name}.hook_in" for name in model.mod_dict)}
+    return {at: pair for at, pair in found.items() if set(pair) <= known}

@@ -5,6 +5,8 @@ No metric here takes a T x T pattern. Each has the value it takes under uniform 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -255,6 +257,40 @@ def sink_rate(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, " batch"]:
 def sink_mass(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
     """Mean attention of the queries after the first to position 0."""
     return sink[..., 1:].mean(-1)
+
+
+@metric(
+    unit="tokens", range="0..T", reading="higher: more of the loss's gradient gathers at the first value",
+    source="Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771",
+    controls={"uniform_causal": lambda T: math.fsum(1.0 / i**2 for i in range(1, T + 1))},
+)  # fmt: skip
+def sink_power(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
+    """Sum over queries of the squared attention to position 0.
+
+    sum_t A_t0^2: the gradient at the first value is sum_t A_t0 g_t, so with independent gradients g_t of the head's outputs its mean
+    square is this many times theirs. Caution: grows with T, and position 0 itself always adds 1.
+    """
+    return wide(sink).square().sum(-1)
+
+
+@metric(
+    unit="share", range="any", reading="higher: more of the head's output is the first token's; below 0: against it", min_length=2,
+    source="contribution weights a_ij v_j . y_i / |y_i|^2 (Cunningham, PMLR 306; divided so that they sum to 1)",
+)  # fmt: skip
+def sink_contribution(
+    sink: Float[Tensor, "batch head pos"],
+    v: Float[Tensor, "batch pos kv_head d_head"],
+    z: Float[Tensor, "batch pos head d_head"],
+) -> Float[Tensor, "batch head"]:
+    """Share of a head's output that the first token's value supplies, with its sign: mean over the queries after the first.
+
+    A_i0 v_0 . z_i / |z_i|^2: over all tokens these sum to 1 where z is the attended values and no more. The baseline is the head's
+    `sink_mass`: a drained sink supplies much less. Caution: gates and additions change z; where z nearly cancels the share is large.
+    """
+    first = wide(v[:, 0]).repeat_interleave(z.shape[2] // v.shape[2], dim=1)
+    out = wide(z[:, 1:])
+    along = (out * first[:, None]).sum(-1) / out.square().sum(-1)
+    return (wide(sink[..., 1:]) * along.transpose(1, 2)).mean(-1)
 
 
 @metric(

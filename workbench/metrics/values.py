@@ -34,6 +34,29 @@ def value_drain(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, " b
 
 
 @metric(
+    unit="cosine", range="-1..1", reading="higher: the head says more of the token's own value", min_length=2,
+    source="Exclusive Self Attention, arXiv 2603.09078 (2026): attention-similarity bias",
+    variants={"first_position": {"first": True}, "other_token": {"other": True}},
+)  # fmt: skip
+def value_bias(
+    z: Float[Tensor, "batch pos head d_head"],
+    v: Float[Tensor, "batch pos kv_head d_head"],
+    *,
+    first: bool = False,
+    other: bool = False,
+) -> Float[Tensor, "batch head"]:
+    """Cosine between a head's output and the value of the token itself, mean over the positions after the first.
+
+    cos(z_i, v_i), v_i of the head's key-value head. `first_position`: at position 0, which attends to itself alone, so 1 where
+    nothing is added or taken out. `other_token`, the baseline: v_j of the token half a document away. Caution: values that are
+    alike raise it at every distance, and z is what W_O reads, with gates and additions; exclusive attention is 0 by construction.
+    """
+    own = v.repeat_interleave(z.shape[2] // v.shape[2], dim=2)
+    own = own[:, 1:].roll((own.shape[1] - 1) // 2, 1) if other else own[:, :1] if first else own[:, 1:]
+    return torch.cosine_similarity(wide(z[:, :1] if first else z[:, 1:]), wide(own), dim=-1).mean(1)
+
+
+@metric(
     unit="share", range="about 0..1", reading="higher: the vector depends less on context",
     sites=("own_v", "v", "q", "k", "z", "stream"), controls={"shuffled": {"shuffle": True}},
     source="one-way variance components; after Bank of Values, arXiv 2606.02780",

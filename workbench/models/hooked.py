@@ -19,14 +19,13 @@ from workbench.config import ModelConfig
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.kernels.cross_entropy import MIN_LOGITS, sequence_losses
 from workbench.models import generation
+from workbench.models.activation_gradients import LossFn, NamesFilter, gradients_at
 from workbench.models.activations import Cache, RebuiltPatterns
 from workbench.models.cache import KeyValueCache
 from workbench.models.hook_points import IN_A_GRAPH, HookedModule, HookPoint, HookState, cache_submodules, is_hooked
 from workbench.models.lens_tools import LensTools
 from workbench.names import QUADRATIC, ByHookName, NamedHookPoints, either_name, hook_name, is_statistic, position_axis
 
-NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
-LossFn = Callable[[Tensor, Tensor], Tensor]
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
 
 
@@ -340,35 +339,14 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Loss, activations and the loss's gradient with respect to each, at the named hook points.
 
-        The gradient at a point is that of what leaves it there alone: a `source.0.hook_v` counts one layer's branch.
+        The gradient at a point is that of what leaves it there alone: a `source.0.hook_v` counts one layer's branch. Beside hook
+        points `<module>.hook_in` names what any module of the model reads, and its gradient what flows back through that module alone:
+        `blocks.2.attn.v_proj.hook_in` is the value path's part of `blocks.2.attn.hook_in`.
         Parameter gradients stay untouched and parameters may be frozen. `loss_fn(logits, tokens)` defaults to the mean
         next-token loss in nats. Streamed statistics carry no gradient: named, they are refused; a function or None
         passes over them.
         """
-        chosen = self.hook_names(names)
-        if inert := [n for n in chosen if is_statistic(n)]:
-            if names is not None and not callable(names):
-                raise WorkbenchError(f"{inert[0]} carries no gradient; name q, k, v, z, attn_scores or pattern instead")
-            chosen = [n for n in chosen if n not in inert]
-        ids, captured = self.to_tokens(tokens), {}
-
-        def leaf(tensor: Tensor, hook: HookPoint) -> Tensor:
-            return tensor.detach().requires_grad_()
-
-        def capture(tensor: Tensor, hook: HookPoint) -> Tensor:
-            branch = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
-            captured[str(hook.name)] = branch
-            return branch
-
-        points: Hooks = [("hook_embed", leaf), *((name, capture) for name in chosen)]
-        with torch.inference_mode(False), torch.enable_grad(), self.hooks(points):
-            logits = self._logits(ids)
-            loss = (loss_fn or next_token_loss)(logits, ids)
-            slopes = torch.autograd.grad(loss, list(captured.values()), allow_unused=True) if captured else ()
-        values, grads = ByHookName[Tensor](), ByHookName[Tensor]()
-        for (name, value), grad in zip(captured.items(), slopes, strict=True):
-            values[name], grads[name] = value.detach(), torch.zeros_like(value) if grad is None else grad
-        return loss.detach(), values, grads
+        return gradients_at(self, tokens, names, loss_fn or next_token_loss)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ import pandas as pd
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
+from workbench.models.activation_gradients import LossFn, NamesFilter
 from workbench.models.activations import Cache
 from workbench.models.hook_points import HookPoint
-from workbench.models.hooked import HookedModel, LossFn, NamesFilter
+from workbench.models.hooked import HookedModel
 from workbench.names import is_statistic
 from workbench.observing.anatomy import ObservedAnatomy
 from workbench.observing.interception.tensor_layouts import get_at
