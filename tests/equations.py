@@ -25,6 +25,9 @@ PARTS = {  # name -> (family, its settings)
     ),
     "svformer": ("svformer", {"anchors": None, "refresh_every": None}),
     "neutreno": ("neutreno", {"neutreno_lambda": 0.4}),
+    "attention_residuals": (
+        "depth", {"depth_form": "replace", "depth_blocks": None, "depth_heads": 1}
+    ),
     "denseformer": ("denseformer", {"dilation": 1, "period": 1, "decay_alpha": False}),
     "gqa": ("gqa", {"query_group": 2}),
     "mqa": ("gqa", {"query_group": "all"}),
@@ -167,8 +170,29 @@ def logits(name, weights, shape, ids, options):
             return own, mixed
         return own, own
 
+    def chosen(s_, outputs):
+        """What sublayer s_ reads of the embedding and the outputs so far, by depth attention."""
+        o = s["depth"]
+        if o["depth_form"] == "delta" and s_ == 2 * L:
+            return sum(outputs)
+        N, sums = o["depth_blocks"] or 2 * L, [outputs[0]]
+        sizes, rest = [2 * L // N + (n < 2 * L % N) for n in range(N)], outputs[1:]
+        while rest:
+            size = sizes.pop(0)
+            sums.append(sum(rest[:size]))
+            rest = rest[size:]
+        query, gain = (p[f"attention_residuals.{n}.{s_}"] for n in ("queries", "gains"))
+        size, read = shape.d_model // o["depth_heads"], []
+        for h in range(o["depth_heads"]):
+            chunk = slice(h * size, (h + 1) * size)
+            score = torch.stack([(query * norm(v, gain, shape.rms_norm_eps))[..., chunk].sum(-1) for v in sums])
+            share = score.exp() / score.exp().sum(0) + (o["depth_form"] == "delta")
+            read.append(sum(a[..., None] * v[..., chunk] for a, v in zip(share, sums, strict=True)))
+        return torch.cat(read, -1)
+
     y = embedding = p["embed.weight"][ids]
     X, Q, K, V, OWN = [embedding], [], [], [], []
+    outputs = [embedding]  # of the sublayers one by one
     for n in range(L):
         at = f"blocks.{n}."
         x = norm(y, p[at + "ln1.weight"], shape.rms_norm_eps)
@@ -217,12 +241,18 @@ def logits(name, weights, shape, ids, options):
         if "gate" in s:
             U = U / (1 + torch.exp(-x @ p[f"gated_attention.gates.{n}"].T))
         cut = s["cut_skip"]["cut"] if "cut_skip" in s and n == 0 else "none"
-        middle = U @ p[at + "attn.o_proj.weight"].T + (0 if cut in ("attn", "both") else y)
+        outputs.append(U @ p[at + "attn.o_proj.weight"].T)
+        middle = outputs[-1] + (0 if cut in ("attn", "both") else y)
+        if "depth" in s:
+            middle = chosen(2 * n + 1, outputs)
         m = norm(middle, p[at + "ln2.weight"], shape.rms_norm_eps)
         gate = m @ p[at + "mlp.gate_proj.weight"].T
         y = (gate / (1 + torch.exp(-gate)) * (m @ p[at + "mlp.up_proj.weight"].T)) @ p[at + "mlp.down_proj.weight"].T
+        outputs.append(y)
         y = y + (0 if cut in ("mlp", "both") else middle)
         X.append(y)
+        if "depth" in s:
+            y = chosen(2 * n + 2, outputs)
         if "residual_hidden" in s and n < L - 1:
             y = s["residual_hidden"]["lambda_h1"] * embedding + s["residual_hidden"]["lambda_h_own"] * y
         if "denseformer" in s and (n + 1) % s["denseformer"]["period"] == 0:

@@ -18,10 +18,10 @@ IDS = torch.randint(11, (1, 6), generator=torch.Generator().manual_seed(0))
 
 
 def moved(model):
-    """Averages off their neutral start, where DenseFormer is no DenseFormer yet."""
+    """Averages off their neutral start, where they are no averages yet."""
     generator = torch.Generator().manual_seed(3)
     for name, p in model.named_parameters():
-        if name.startswith("dwa."):
+        if name.startswith(("dwa.", "attention_residuals.")):
             p.data += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return model
 
@@ -111,6 +111,14 @@ def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
         ("neutreno", {"neutreno_lambda": "0.4"}, "neutreno_lambda='0.4'"),
         ("denseformer", {"period": 5}, "period from 1 to n_layers=4; nearest dilation=1, period=4"),
         ("denseformer", {"dilation": 9}, "dilation from 1 to 5, .*nearest dilation=5"),
+        ("attention_residuals", {"depth_blocks": 0}, "from 1 to 8 sublayers; nearest 1"),
+        ("attention_residuals", {"depth_blocks": 9}, "nearest 8"),
+        ("attention_residuals", {"depth_blocks": "two"}, "depth_blocks='two': None, or from 1 to 8"),
+        ("attention_residuals", {"depth_heads": 5}, r"depth_heads=5 does not divide d_model=96.*nearest 4"),
+        ("attention_residuals", {"depth_form": "full"}, "unknown depth_form 'full'"),
+        ("attention_residuals", {"depth_form": "delta", "depth_blocks": 2}, "leave depth_blocks out"),
+        ("attention_residuals+denseformer", {}, "attention_residuals and denseformer both define what a block reads"),
+        ("attention_residuals+cut_skip", {}, "attention_residuals and cut_skip both define what passes by a sublayer"),
         ("denseformer", {"dilation": 0}, "dilation from 1.*nearest dilation=1"),
         ("denseformer", {"dilation": 1.5}, "dilation.*1.5"),
         (

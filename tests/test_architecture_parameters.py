@@ -26,6 +26,7 @@ def expected_parameters(name, c):
         "resformer_dense": L * (L + 1) // 2 - 1,
         "svformer": -(L - 1) * d * D,
         "denseformer": L * (L + 3) // 2,
+        "attention_residuals": 4 * L * d,
         "cla": -pairs * d * D * (1 if "svformer" in parts else 2),
         "share_q": -pairs * d * d,
         "share_k": -pairs * d * D,
@@ -91,11 +92,18 @@ def test_denseformer_weights_by_hand(dilation, period, weights):
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
+SECOND = ("attention_residuals.gains.",)  # they multiply what starts at 0, and learn once that has moved
+
+
 @pytest.mark.parametrize("layers", [3, 4])
 def test_every_parameter_and_every_coefficient_learns_from_the_start(any_architecture, tiny, layers):
     model = tiny(any_architecture, config={"n_layers": layers})
     model(tokens(model, 8), return_type="loss").backward()
     own = tuple(f"{s.prefix}." for s in model.shortcuts)
+    if any(name.startswith(SECOND) for name, _ in model.named_parameters()):
+        assert not any(p.grad.any() for name, p in model.named_parameters() if name.startswith(SECOND))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model(tokens(model, 8), return_type="loss").backward()
     for name, p in model.named_parameters():
         assert p.grad is not None, name
         assert p.grad.abs().max() > 0, name

@@ -142,7 +142,7 @@ def test_a_value_path_is_what_a_head_loses_when_that_branch_is_silenced(awake, a
     model, ids = awake(architecture), tokens()
     _, cache = model.run_with_cache(ids)
     found = decompose(model, cache, by="value_path")
-    scale = model.stream_paths(3)
+    scale = model.stream_paths(3, cache=cache)
     for n in range(3):
         stem = f"blocks.{n}.attn."
         branches = {label.split(".", 1)[1] for label in found.labels if label.startswith(f"L{n}H0.")}

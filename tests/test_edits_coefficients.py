@@ -15,8 +15,9 @@ from workbench.interventions import coefficients, edited
 from workbench.interventions.ablation import skip_ablation
 
 WITHOUT_COEFFICIENTS = {
-    "transformer", "svformer", "gqa", "mqa", "cla", "share_q", "share_k", "share_v", "cross_layer", "cross_layer_all",
-    "bank_of_values", "gated_attention", "exclusive_attention", "sink_logit", "held_start", "cut_skip", "svformer+gqa", "svformer+cla",
+    "transformer", "attention_residuals", "svformer", "gqa", "mqa", "cla", "share_q", "share_k", "share_v", "cross_layer",
+    "cross_layer_all", "bank_of_values", "gated_attention", "exclusive_attention", "sink_logit", "held_start", "cut_skip",
+    "svformer+gqa", "svformer+cla",
 }  # fmt: skip
 
 

@@ -46,8 +46,8 @@ def golden(request):
     return Reference(request.param)
 
 
-def test_all_eleven_references_are_here():
-    assert len(FOLDERS) == 11
+def test_all_references_are_here():
+    assert len(FOLDERS) == 14
     assert {Reference(name).found["architecture"] for name in FOLDERS} == {
         "transformer",
         "resformer",
@@ -55,6 +55,7 @@ def test_all_eleven_references_are_here():
         "neutreno",
         "resformer+neutreno",
         "denseformer",
+        "attention_residuals",
     }
 
 

@@ -138,6 +138,15 @@ def test_activations_obey_their_identities(awake, architecture):
         torch.testing.assert_close(cache["z", layer], z, atol=1e-12, rtol=0)
         summed = torch.einsum("bqhd,hdm->bqm", cache["z", layer], block.attn.W_O)
         torch.testing.assert_close(cache["attn_out", layer], summed, atol=1e-12, rtol=0)
+        if "attention_residuals" in parts:
+            said = [cache["embed"], *(cache[x, j] for j in range(layer + 1) for x in ("attn_out", "mlp_out"))]
+            following = cache["resid_pre", layer + 1] if layer < 3 else cache["resid_post", 3]
+            for point, read in (("mid_depth_weights", cache["resid_mid", layer]), ("depth_weights", following)):
+                weights = cache[f"blocks.{layer}.hook_{point}"][:, :, 0]
+                torch.testing.assert_close(weights.sum(-1), torch.ones(2, 7, dtype=WIDE), atol=1e-12, rtol=0)
+                mixed = torch.einsum("bps,sbpm->bpm", weights, torch.stack(said[: weights.shape[-1]]))
+                torch.testing.assert_close(read, mixed, atol=1e-12, rtol=0)
+            continue
         cut = "cut_skip" in parts and layer == 0
         before = cache["attn_out", layer] if cut else cache["resid_pre", layer] + cache["attn_out", layer]
         assert torch.equal(cache["resid_mid", layer], before)

@@ -116,6 +116,12 @@ ACTIVATIONS: dict[str, Activation] = {
         axes="source",
         meaning="weights of the averaged outputs in use, own last",
     ),
+    "depth_weights": _block(
+        "hook_depth_weights", "pos head source", "weights by token of what follows the block, over earlier outputs"
+    ),
+    "mid_depth_weights": _block(
+        "hook_mid_depth_weights", "pos head source", "weights by token of what the MLP reads, over earlier outputs"
+    ),
     "logits": Activation(hook="", axes="batch pos vocab", meaning="the model's output"),
     "tokens": Activation(hook="", axes="batch pos", meaning="input token ids"),
 }
@@ -172,7 +178,9 @@ def position_axis(hook: str) -> int | None:
     point = hook.rsplit(".", 1)[-1]
     if point.endswith("_mix") or point == "hook_dwa_weights":
         return None
-    if point in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k", "hook_v_weights"):
+    if point in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k") or point.endswith(
+        ("v_weights", "depth_weights")
+    ):
         return -3
     return -1 if is_statistic(hook) else -2
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from workbench.errors import suggest
+from workbench.errors import WorkbenchError, suggest
 from workbench.kernels.reference import shares
 from workbench.names import QUADRATIC, ByHookName, hook_name
 
@@ -79,24 +79,54 @@ def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
         bound.apply_defaults()
         arguments = bound.arguments
         model: Any = self.model
-        n_layers, labelled = model.cfg.n_layers, arguments["return_labels"]
+        n_layers = model.cfg.n_layers
         layer = n_layers if arguments["layer"] in (None, -1) else arguments["layer"]
         paths = model.stream_paths(layer, mid=arguments.get("mlp_input", False), cache=self.cache_dict)
         tensors = RebuiltPatterns(self.cache_dict)
         if 0 < layer < n_layers:  # the stream at this layer; a block's output may still be averaged on its way there
             tensors[f"blocks.{layer - 1}.hook_resid_post"] = self["resid_pre", layer]
-        arguments |= {"self": ActivationCache(tensors, self.model, self.has_batch_dim), "return_labels": True}
-        parts, labels = method(*bound.args, **bound.kwargs)
-        heads = [re.sub(r"^L(\d+)H.*", r"\1_attn_out", label) for label in labels]
-        weights = [paths.get(re.sub(r"^L(\d+)N.*", r"\1_mlp_out", label), 1.0) for label in heads]
-        if any(weight != 1.0 for weight in weights):
-            total = parts.sum(0)
-            parts = parts * parts.new_tensor(weights).view(-1, *[1] * (parts.ndim - 1))
-            if labels[-1] == "remainder":
-                parts[-1] = total - parts[:-1].sum(0)
-        return (parts, labels) if labelled else parts
+        neurons = method.__name__ == "stack_neuron_results" or bool(arguments.get("expand_neurons"))
+        _weigh(tensors, model, paths, neurons=neurons)
+        arguments |= {"self": ActivationCache(tensors, self.model, self.has_batch_dim)}
+        return method(*bound.args, **bound.kwargs)
 
     return exact
+
+
+_SAID_AT = {  # an output -> where it stands, and what its heads and neurons say
+    "embed": ("hook_embed",),
+    "attn_out": ("hook_attn_out", "attn.hook_result", "attn.hook_z"),
+    "mlp_out": ("hook_mlp_out", "mlp.hook_post"),
+}
+
+
+def _weigh(tensors: RebuiltPatterns, model: Any, paths: Mapping[str, float | Tensor], *, neurons: bool) -> None:
+    """Multiply each output, and what its heads and neurons say, by how much of it arrives."""
+    for name, weight in paths.items():
+        if isinstance(weight, float) and weight == 1.0:
+            continue
+        layer, _, kind = name.rpartition("embed") if name == "embed" else name.partition("_")
+        stem, kind = f"blocks.{layer}." if layer else "", kind or name
+        points = _SAID_AT[kind]
+        if isinstance(weight, Tensor) and weight.shape[-1] > 1:  # [..., d_model]: only what has these channels
+            if neurons and kind == "mlp_out":
+                raise WorkbenchError(
+                    f"{name} arrives with a weight for each channel, so that its neurons have no vector of their own"
+                    " there: ask for whole MLPs (expand_neurons=False), or workbench.decompose"
+                )
+            if points[1:2] == ("attn.hook_result",) and (z := tensors.get(f"{stem}attn.hook_z")) is not None:
+                w_o = model.blocks[int(layer)].attn.W_O
+                tensors[f"{stem}attn.hook_result"] = torch.einsum("...hd,hdm->...hm", z, w_o)
+            points = points[:2] if kind == "attn_out" else points[:1]
+        for point in points:
+            if (tensor := tensors.get(stem + point)) is not None:
+                factor = (
+                    weight.to(torch.promote_types(tensor.dtype, torch.float32))
+                    if isinstance(weight, Tensor)
+                    else weight
+                )
+                by_head = isinstance(factor, Tensor) and point.startswith("attn.")
+                tensors[stem + point] = (factor[..., None, :] if by_head else factor) * tensor
 
 
 class Cache(ActivationCache):

@@ -100,6 +100,8 @@ def _refuse_conflicts(name: str, names: Mapping[Shortcut, str], n_layers: int) -
 
     if len(both := [s for s in shortcuts if overrides(s, "stream_sources")]) > 1:
         refuse(both, "both define what a block reads; keep one")
+    if len(both := [s for s in shortcuts if overrides(s, "skip")]) > 1:
+        refuse(both, "both define what passes by a sublayer; keep one")
     if len(both := [s for s in shortcuts if overrides(s, "softmaxes")]) > 1:
         refuse(both, "both define the attention; keep one")
     tensors: tuple[Projection, ...] = ("q", "k", "v")

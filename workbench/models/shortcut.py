@@ -9,9 +9,10 @@
 | `softmaxes` | the attention: several softmaxes, or one with more columns than own keys | cross-layer attention, sink logits |
 | `output` | after pattern x value: what is added to the head outputs | NeuTRENO, identity mapping |
 | `gate` | after that, before `hook_z` and W_O: a linear map of the head outputs | gated and exclusive attention |
-| `keeps_skip` | around attention and MLP | the cut-skip control |
-| `stream_sources`, `stream_weights` | after the block: a weighted sum of the embedding and the raw block outputs | DenseFormer |
+| `skip` | around attention and MLP: what passes by | the cut-skip control, Attention Residuals |
+| `stream_sources`, `stream_weights` | before a sublayer: a weighted sum of what stood there and earlier | DenseFormer, the same |
 
+Sublayers are counted through: 2 n is layer n's attention, 2 n + 1 its MLP, 2 L the final norm.
 `prepare` runs once per forward pass: what depends on token ids alone, and coefficients that are computed.
 A source of a tensor is that tensor as its layer projected it (`reads = "own"`; layer 0's is what layer 0 attends with)
 or as it attends with it, after any mixing there (`reads = "effective"`).
@@ -38,6 +39,7 @@ Weight = float | Tensor
 Weights = Mapping[str, Weight]  # by what they multiply
 Tensors = Mapping[Source, Tensor]  # by where they come from
 Reads = Mapping[str, Tensors]  # by what they are: rot_q, rot_k, v
+Skip = Literal["stream", "sum", ""]
 SoftmaxForm = Literal["", "softmax", "null", "sets", "mixture"]
 Path = Literal["output", "pattern"]
 Memory = dict[Any, Any]  # of one forward pass: (tensor, layer, state) -> tensor, and what shortcuts prepare
@@ -56,7 +58,8 @@ class Shortcut(nn.Module):
     decays: bool = False
     """Whether weight decay applies to its coefficients (its matrices decay like all others)."""
     weighs_tokens: ClassVar[bool] = False
-    """Whether its weights depend on the token: those of values are then [batch, pos, kv_head], or numbers."""
+    """Whether its weights depend on the token: those of values are then [batch, pos, kv_head], or numbers, those of the
+    stream [batch, pos, head, source]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -139,16 +142,16 @@ class Shortcut(nn.Module):
         """Whether it changes nothing where `root(tensor, layer)` says whose query, key or value each layer uses."""
         return False
 
-    def keeps_skip(self, sublayer: Literal["attn", "mlp"], layer: int) -> bool:
-        """Whether the stream passes by this sublayer."""
-        return True
+    def skip(self, sublayer: int) -> Skip:
+        """What a sublayer's output is added to: `stream`, what it reads; `sum`, what it would read if nothing were averaged."""
+        return "stream"
 
-    def stream_sources(self, layer: int) -> tuple[int, ...]:
-        """History entries (0 the embedding, i + 1 block i's raw output) that make what follows `layer`; own last."""
+    def stream_sources(self, sublayer: int) -> tuple[int, ...]:
+        """What a sublayer reads a weighted sum of: 0 the embedding, s what stands before sublayer s; its own last."""
         return ()
 
-    def stream_weights(self, layer: int) -> Sequence[Weight] | Tensor:
-        """Their coefficients."""
+    def stream_weights(self, sublayer: int, sources: Sequence[Tensor], memory: Memory) -> Sequence[Weight] | Tensor:
+        """Their coefficients; of `weighs_tokens` a head is a chunk of d_model."""
         raise NotImplementedError
 
     def coefficients(self) -> dict[str, list[float]]:

@@ -27,7 +27,8 @@ from workbench.models.hook_points import HookedModule, HookPoint, is_hooked
 from workbench.models.hooked import HookedModel
 from workbench.models.joint_attention import JointAttention, Recipe
 from workbench.models.rotary import Rotary, Rotation
-from workbench.models.shortcut import Memory, Shortcut, Weight, mix, overrides
+from workbench.models.shortcut import Memory, Shortcut, Weight, overrides
+from workbench.models.stream import Stream, stream_of
 from workbench.models.undrawn import Embedding, Linear
 from workbench.models.wiring import LayerWiring, wire
 
@@ -85,27 +86,25 @@ class MLP(HookedModule):
 
 
 class Block(HookedModule):
-    """Attention and MLP, each added to the stream after a norm."""
+    """Attention and MLP, each after a norm; the model's stream says what each reads of what came before."""
 
     hook_out_is_single_residual_stream = True  # read by TransformerLens' logit lens
 
-    def __init__(self, config: ModelConfig, wiring: LayerWiring, shortcuts: Sequence[Shortcut]) -> None:
+    def __init__(self, config: ModelConfig, wiring: LayerWiring, residual: Stream) -> None:
         super().__init__()
         self.ln1, self.ln2 = (RMSNorm(config.d_model, config.rms_norm_eps) for _ in range(2))
         self.attn, self.mlp = (JointAttention if wiring.joint else Attention)(config, wiring), MLP(config)
+        self.layer, self.residual = wiring.layer, residual
         self.shares_input = False  # whether later averages read this block's input too
-        self.skips_attn, self.skips_mlp = (
-            all(s.keeps_skip(n, wiring.layer) for s in shortcuts) for n in ("attn", "mlp")
-        )
         self.add_hook_points("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
     def forward(self, x: Tensor, rotation: Rotation, memory: Memory, cache: KeyValueCache | None = None) -> Tensor:
-        """Raw block output [batch, pos, d_model]; the model runs `hook_resid_post`."""
+        """What block n reads [batch, pos, d_model] -> what the next one, or the final norm, reads."""
         x = self.run_hook_on_copy("hook_resid_pre", x) if self.shares_input else self.run_hook("hook_resid_pre", x)
         out = self.run_hook("hook_attn_out", self.attn(self.ln1(x), rotation, memory, cache))
-        x = self.run_hook("hook_resid_mid", x + out if self.skips_attn else out.to(x.dtype))
+        x = self.run_hook("hook_resid_mid", self.residual.after_attention(self, x, out, memory))
         out = self.run_hook("hook_mlp_out", self.mlp(self.ln2(x)))
-        return x + out if self.skips_mlp else out.to(x.dtype)
+        return self.residual.after_mlp(self, x, out, memory)
 
 
 class Unembed(HookedModule, Linear):
@@ -131,22 +130,15 @@ class Transformer(HookedModel):
         super().__init__(config, architecture)
         self.embed, self.hook_embed = Embedding(config.d_vocab, config.d_model), HookPoint()
         self.rotary = Rotary(config.d_head, config.n_ctx, config.rope_theta)
-        self.blocks = nn.ModuleList(Block(config, wiring, shortcuts) for wiring in wire(config.n_layers, shortcuts))
+        self.residual = stream_of(config.n_layers, shortcuts)
+        self.blocks = nn.ModuleList(Block(config, wiring, self.residual) for wiring in wire(config.n_layers, shortcuts))
+        self.residual.add_hook_points(list(self.blocks))
         self.ln_final = RMSNorm(config.d_model, config.rms_norm_eps)
         self.unembed = Unembed(config)
         self.shortcuts = tuple(shortcuts)
         for shortcut in shortcuts:
             self.add_module(shortcut.prefix, shortcut)
         self.preparing = tuple(s for s in shortcuts if overrides(s, "prepare"))  # a tuple: not registered a second time
-        averager = next((s for s in shortcuts if overrides(s, "stream_sources")), None)
-        self.averaged = [averager.stream_sources(i) if averager else () for i in range(config.n_layers)]
-        self.averagers: tuple[Shortcut, ...] = (averager,) if averager else ()
-        for block, sources in zip(self.blocks, self.averaged if averager else (), strict=False):
-            block.add_hook_points("dwa_in")  # raw block output
-            if sources:
-                block.add_hook_points("dwa_weights")  # [averaged outputs], own last
-        for block, earlier in zip(self.blocks, [(), *self.averaged], strict=False):
-            block.shares_input = bool(self.averagers) and not earlier
         for i, block in enumerate(self.blocks):
             self.absent |= {f"blocks.{i}.attn.hook_{point}": why for point, why in block.attn.absent.items()}
         self.setup()  # TransformerLens: names the modules, must come last
@@ -170,57 +162,26 @@ class Transformer(HookedModel):
         past = 0 if cache is None else cache.length
         rotation = self.rotary(tokens.shape[1], x, past)
         memory: Memory = {"past": past}
-        history = [x]
         for shortcut in self.preparing:
             memory.update(shortcut.prepare(tokens))
-        for layer, block in enumerate(self.blocks):
+        x = self.residual.start(x, memory)
+        for block in self.blocks:
             x = block(x, rotation, memory, cache)
-            x = block.run_hook("hook_resid_post", x) if not self.averagers else self.average(layer, x, history)
         if cache is not None:
             cache.advance(tokens.shape[1])
         return self.ln_final(x)
 
-    def average(self, layer: int, x: Tensor, history: list[Tensor]) -> Tensor:
-        """What the next block reads where outputs are averaged; the last `hook_resid_post` is the final norm's input."""
-        block, last = self.blocks[layer], layer == self.config.n_layers - 1
-        x = block.run_hook("hook_dwa_in", x)
-        x = x if last else block.run_hook("hook_resid_post", x)
-        history.append(x)
-        if sources := self.averaged[layer]:
-            x = mix(self._stream_weights(block, layer, x), [history[j] for j in sources])
-        return block.run_hook("hook_resid_post", x) if last else x
-
-    def _stream_weights(self, block: Block, layer: int, like: Tensor) -> Sequence[Weight]:
-        weights = self.averagers[0].stream_weights(layer)
-        if self.hook_state.enabled and is_hooked(block.hook_dwa_weights):
-            if not isinstance(weights, Tensor):
-                wide = torch.promote_types(like.dtype, torch.float32)
-                weights = torch.tensor(weights, dtype=wide, device=like.device)
-            # a copy: an edit in place must not reach the parameter
-            weights = block.hook_dwa_weights(weights.clone())
-        return weights.unbind() if isinstance(weights, Tensor) else weights
-
     def stream_paths(
         self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, Weight]:
         """How much of the embedding and of each output so far arrives in the stream that block `layer` reads.
 
         `layer` 0..L, L the final norm; with `mid` the stream that the block's MLP reads. Names are TransformerLens':
         `embed`, `<n>_attn_out`, `<n>_mlp_out`; all are 1 where nothing is averaged and no skip is cut. Weights of the
-        averages are those in `cache`, where they are there, since a hook may have changed them.
+        averages are those in `cache`, where they are there, since a hook may have changed them; where they depend on the
+        tokens a cache must have them, and the numbers are tensors [batch, pos, 1], or [batch, pos, d_model].
         """
-        x, history = {"embed": 1.0}, [{"embed": 1.0}]
-        for n, block in enumerate(self.blocks[: layer + mid]):
-            x = {name: weight * block.skips_attn for name, weight in x.items()} | {f"{n}_attn_out": 1.0}
-            if n == layer:
-                break
-            x = {name: weight * block.skips_mlp for name, weight in x.items()} | {f"{n}_mlp_out": 1.0}
-            history.append(x)
-            if sources := self.averaged[n]:
-                used = (cache or {}).get(f"blocks.{n}.hook_dwa_weights")
-                row = torch.as_tensor(self.averagers[0].stream_weights(n) if used is None else used).double().tolist()
-                x = {name: sum(w * history[j].get(name, 0.0) for w, j in zip(row, sources, strict=True)) for name in x}
-        return x
+        return self.residual.paths(2 * layer + mid, cache or {})
 
     def recipes(self) -> list[Recipe]:
         """How to rebuild the patterns of the layers whose attention a shortcut defines."""

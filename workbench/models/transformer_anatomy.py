@@ -40,10 +40,10 @@ class TransformerAnatomy(Anatomy):
         model = self.model
         names = ["hook_embed", stream_hook(layer, model.config.n_layers)]
         names += ["ln_final.hook_scale", "unembed.hook_in"] if frozen else []
+        names += model.residual.points(2 * layer)
         for n in range(layer):
             attn = model.blocks[n].attn
             names += [f"blocks.{n}.hook_mlp_out", f"blocks.{n}.{'hook_attn_out' if by == 'layer' else 'attn.hook_z'}"]
-            names += [f"blocks.{n}.hook_dwa_weights"] if model.averaged[n] else []
             if by == "value_path":
                 names += [f"blocks.{n}.attn.hook_{x}" for x in ("rot_q", "rot_k")]
                 names += [f"blocks.{n}.attn.own.hook_v"] if attn.projections["v"].projects else []
@@ -56,10 +56,10 @@ class TransformerAnatomy(Anatomy):
 
     def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
         """(label, [batch, pos, d_model]) of outputs, heads or value paths, as they arrive in stream `layer`."""
-        weights = self.model.stream_paths(layer, cache=read.tensors)
-        return [
-            (label, w * part) for name, w in weights.items() for label, part in _outputs(self.model, read, name, by)
-        ]
+        used = {name: read(name) for name in self.model.residual.points(2 * layer)}
+        weights = self.model.stream_paths(layer, cache=used)
+        kept = {name: read.kept(w) if isinstance(w, Tensor) else w for name, w in weights.items()}
+        return [(label, w * part) for name, w in kept.items() for label, part in _outputs(self.model, read, name, by)]
 
     def ending(self, read: Reader) -> Ending:
         """The final norm and the head."""

@@ -6,7 +6,7 @@
 |---|---|---|
 | `v`, `q`, `k` | values, queries, keys | ResFormer and its forms, value embeddings, controls |
 | `output` | what is added to the attention's output | NeuTRENO, identity mapping |
-| `pattern` | attention patterns | attention residual |
+| `pattern` | attention patterns | attention-pattern residual |
 | `stream` | outputs of blocks | DenseFormer, hidden residual |
 """
 
@@ -33,7 +33,7 @@ class Coefficient(Edit):
     """A coefficient of the architecture's own is set to `value`, whether it is fixed, learned or computed.
 
     `path`: `v`, `q`, `k` (what mixes values, queries, keys), `output` (what is added to the attention's output: NeuTRENO,
-    identity map), `pattern` (the attention residual), `stream` (averages of outputs); empty: the value path, which is `v`
+    identity map), `pattern` (the attention-pattern residual), `stream` (averages of outputs); empty: the value path, which is `v`
     where values are mixed and `output` elsewhere. `source`: `own`, `first`, `source.2` (layer 2's), `table`, `earlier`
     (the identity map's mean), of streams `embed` and `block.2`; empty: all but the own. Weights of each token are set for all.
     """
@@ -99,8 +99,7 @@ def hook_of(model: Any, path: str, layer: int) -> str:
 def sources_at(model: Any, path: str, layer: int) -> Sequence[str]:
     """What the coefficients of a path multiply at a layer, in their order; empty where there are none."""
     if path == "stream":
-        averaged = model.averaged[layer]
-        return [*("embed" if j == 0 else f"block.{j - 1}" for j in averaged[:-1]), "own"] if averaged else []
+        return model.residual.coefficients(layer)
     return model.blocks[layer].attn.coefficients.get(path, ())
 
 

@@ -12,10 +12,10 @@ Degenerate case: cut = none is the vanilla decoder.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Shortcut, one_of
+from workbench.models.shortcut import Shortcut, Skip, one_of
+
+CUT: dict[str, tuple[int, ...]] = {"attn": (0,), "mlp": (1,), "both": (0, 1), "none": ()}
 
 
 class CutSkip(Shortcut):
@@ -25,7 +25,7 @@ class CutSkip(Shortcut):
 
     def __init__(self, config: ModelConfig, *, cut: str = "both") -> None:
         super().__init__(config)
-        self.cut = one_of("cut", cut, ("attn", "mlp", "both", "none"))
+        self.cut = one_of("cut", cut, tuple(CUT))
 
-    def keeps_skip(self, sublayer: Literal["attn", "mlp"], layer: int) -> bool:
-        return layer > 0 or self.cut not in (sublayer, "both")
+    def skip(self, sublayer: int) -> Skip:
+        return "" if sublayer in CUT[self.cut] else "stream"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Shortcut, Weight
+from workbench.models.shortcut import Memory, Shortcut, Weight
 
 
 class DenseFormer(Shortcut):
@@ -52,11 +52,12 @@ class DenseFormer(Shortcut):
         """Indices into the history (0 = embedding) that the average after `layer` reads."""
         return range((layer + 1) % self.dilation, layer + 2, self.dilation)
 
-    def stream_sources(self, layer: int) -> tuple[int, ...]:
-        return tuple(self.averaged(layer)) if str(layer) in self.alphas else ()
+    def stream_sources(self, sublayer: int) -> tuple[int, ...]:
+        layer, inside = divmod(sublayer - 2, 2)
+        return tuple(2 * j for j in self.averaged(layer)) if not inside and str(layer) in self.alphas else ()
 
-    def stream_weights(self, layer: int) -> Sequence[Weight] | Tensor:
-        return self.alphas[str(layer)].weight[0]
+    def stream_weights(self, sublayer: int, sources: Sequence[Tensor], memory: Memory) -> Sequence[Weight] | Tensor:
+        return self.alphas[str(sublayer // 2 - 1)].weight[0]
 
     def coefficients(self) -> dict[str, list[float]]:
         """`alpha_<j>`: weight of history entry j after each block, NaN where it is not averaged."""

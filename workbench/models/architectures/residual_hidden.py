@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Shortcut, Weight, number
+from workbench.models.shortcut import Memory, Shortcut, Weight, number
 
 
 class HiddenResidual(Shortcut):
@@ -29,8 +29,8 @@ class HiddenResidual(Shortcut):
         super().__init__(config)
         self.lambda_h1, self.lambda_h_own = number("lambda_h1", lambda_h1), number("lambda_h_own", lambda_h_own)
 
-    def stream_sources(self, layer: int) -> tuple[int, ...]:
-        return (0, layer + 1) if layer < self.config.n_layers - 1 else ()
+    def stream_sources(self, sublayer: int) -> tuple[int, ...]:
+        return (0, sublayer) if sublayer % 2 == 0 and sublayer < 2 * self.config.n_layers else ()
 
-    def stream_weights(self, layer: int) -> Sequence[Weight] | Tensor:
+    def stream_weights(self, sublayer: int, sources: Sequence[Tensor], memory: Memory) -> Sequence[Weight] | Tensor:
         return self.lambda_h1, self.lambda_h_own

@@ -1,0 +1,103 @@
+"""Depth attention: its special cases, what its weights are and may be set to, and that they are the path weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from inputs import WIDE, tokens
+
+from workbench.errors import BadData, WorkbenchError
+from workbench.models.decomposition import decompose
+
+FORMS = [{}, {"depth_blocks": 3, "depth_heads": 4}, {"depth_blocks": 1}, {"depth_form": "delta", "depth_heads": 2}]
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_the_start_is_the_vanilla_decoder_but_for_eps(tiny, options):
+    """Equal weights make means of sums, and the norms take the factor away."""
+    config, ids = {"rms_norm_eps": 1e-30}, torch.arange(11)[None]
+    vanilla, model = (
+        tiny(n, dtype=WIDE, config=config, **o) for n, o in (("transformer", {}), ("attention_residuals", options))
+    )
+    torch.testing.assert_close(model(ids), vanilla(ids), atol=1e-12, rtol=0)
+    _, cache = model.run_with_cache(ids, names_filter=lambda n: n.endswith("depth_weights"))
+    for n, x in cache.items():
+        last, delta = n == "blocks.2.hook_depth_weights", "depth_form" in options
+        equal = 1 / x.shape[-1] + delta if not (delta and last) else 1.0
+        torch.testing.assert_close(x, torch.full_like(x, equal), atol=1e-15, rtol=0)
+
+
+def test_with_nothing_picked_the_delta_form_is_the_vanilla_decoder(awake):
+    ids = torch.arange(11)[None]
+    vanilla, model = awake(dtype=WIDE), awake("attention_residuals", dtype=WIDE, depth_form="delta")
+    with torch.no_grad():
+        for name, p in vanilla.named_parameters():
+            model.get_parameter(name).copy_(p)
+    assert (model(ids) - vanilla(ids)).abs().max() > 0.01
+    nothing = [(lambda n: n.endswith("depth_weights"), lambda w, hook: torch.ones_like(w))]
+    torch.testing.assert_close(model.run_with_hooks(ids, fwd_hooks=nothing), vanilla(ids), atol=1e-12, rtol=0)
+
+
+def test_a_block_for_each_sublayer_is_no_block(awake):
+    full, blocks = (awake("attention_residuals", dtype=WIDE, depth_blocks=n) for n in (None, 6))
+    assert torch.equal(full(tokens(full, 9)), blocks(tokens(full, 9)))
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_the_weights_of_a_run_are_its_path_weights(awake, options):
+    model = awake("attention_residuals", dtype=WIDE, **options)
+    ids = tokens(model, 7)
+    _, cache = model.run_with_cache(ids)
+    for by in ("layer", "head", "value_path"):
+        for to in (1, 2, None, "logits"):
+            assert decompose(model, cache, to, by).error < 1e-10
+        torch.testing.assert_close(
+            decompose(model, ids, by=by, pos=-2).parts, decompose(model, cache, by=by).parts[:, :, -2:-1]
+        )
+    single = model.run_with_cache(ids[:1], remove_batch_dim=True)[1]
+    torch.testing.assert_close(decompose(model, single).parts, decompose(model, cache).parts[:, 0])
+    for name in ("decompose_resid", "stack_head_results"):
+        options = {"incl_remainder": True} if name == "stack_head_results" else {}
+        torch.testing.assert_close(getattr(cache, name)(3, **options).sum(0), cache["resid_post", 2])
+        torch.testing.assert_close(getattr(single, name)(3, **options).sum(0), single["resid_post", 2])
+    with pytest.raises(BadData, match="hook_mid_depth_weights is missing: weights depend on the tokens"):
+        model.stream_paths(3)
+
+
+def test_weights_set_by_a_hook_are_the_ones_used_and_taken_apart(awake):
+    """Only the embedding is read from block 1 on: nothing of what the sublayers said is left, and the parts know."""
+    model = awake("attention_residuals", dtype=WIDE, depth_heads=2)
+    ids = tokens(model, 7)
+
+    def first(weights, hook):
+        return torch.zeros_like(weights).index_fill_(-1, torch.tensor(0), 1.0)
+
+    with model.hooks([("blocks.2.hook_depth_weights", first)]):
+        logits, cache = model.run_with_cache(ids)
+        found = decompose(model, ids, by="layer")
+    torch.testing.assert_close(logits, model.unembed(model.ln_final(cache["embed"])))
+    assert found.error < 1e-12
+    assert found["embed"].abs().max() > 0
+    assert found.parts[1:].abs().max() == 0
+
+
+def test_neurons_have_no_vector_where_each_channel_has_its_weight(awake):
+    cache = awake("attention_residuals", depth_heads=4).run_with_cache(torch.arange(5))[1]
+    with pytest.raises(WorkbenchError, match="ask for whole MLPs"):
+        cache.stack_neuron_results(3)
+    cache.get_full_resid_decomposition(3, expand_neurons=False)
+
+
+def test_what_each_weight_multiplies_is_named(tiny):
+    model = tiny("attention_residuals", depth_blocks=4)  # of six sublayers: 2, 2, 1, 1
+    assert model.residual.depth_sources() == {
+        "blocks.0.hook_mid_depth_weights": ("embed", "0_attn_out"),
+        "blocks.0.hook_depth_weights": ("embed", "0_attn_out:0_mlp_out"),
+        "blocks.1.hook_mid_depth_weights": ("embed", "0_attn_out:0_mlp_out", "1_attn_out"),
+        "blocks.1.hook_depth_weights": ("embed", "0_attn_out:0_mlp_out", "1_attn_out:1_mlp_out"),
+        "blocks.2.hook_mid_depth_weights": ("embed", "0_attn_out:0_mlp_out", "1_attn_out:1_mlp_out", "2_attn_out"),
+        "blocks.2.hook_depth_weights": (
+            "embed", "0_attn_out:0_mlp_out", "1_attn_out:1_mlp_out", "2_attn_out", "2_mlp_out",
+        ),
+    }  # fmt: skip
+    assert tiny("denseformer").residual.depth_sources() == {}
