@@ -105,28 +105,29 @@ def _weigh(tensors: RebuiltPatterns, model: Any, paths: Mapping[str, float | Ten
     for name, weight in paths.items():
         if isinstance(weight, float) and weight == 1.0:
             continue
-        layer, _, kind = name.rpartition("embed") if name == "embed" else name.partition("_")
-        stem, kind = f"blocks.{layer}." if layer else "", kind or name
-        points = _SAID_AT[kind]
-        if isinstance(weight, Tensor) and weight.shape[-1] > 1:  # [..., d_model]: only what has these channels
+        layer, kind = ("", name) if name == "embed" else name.split("_", 1)
+        stem, points = f"blocks.{layer}." if layer else "", _SAID_AT[kind]
+        if isinstance(weight, Tensor) and weight.shape[-1] > 1:  # [..., d_model]: of what has these channels alone
             if neurons and kind == "mlp_out":
                 raise WorkbenchError(
                     f"{name} arrives with a weight for each channel, so that its neurons have no vector of their own"
                     " there: ask for whole MLPs (expand_neurons=False), or workbench.decompose"
                 )
-            if points[1:2] == ("attn.hook_result",) and (z := tensors.get(f"{stem}attn.hook_z")) is not None:
+            if kind == "attn_out" and (z := tensors.get(f"{stem}attn.hook_z")) is not None:
                 w_o = model.blocks[int(layer)].attn.W_O
                 tensors[f"{stem}attn.hook_result"] = torch.einsum("...hd,hdm->...hm", z, w_o)
             points = points[:2] if kind == "attn_out" else points[:1]
         for point in points:
             if (tensor := tensors.get(stem + point)) is not None:
-                factor = (
-                    weight.to(torch.promote_types(tensor.dtype, torch.float32))
-                    if isinstance(weight, Tensor)
-                    else weight
-                )
-                by_head = isinstance(factor, Tensor) and point.startswith("attn.")
-                tensors[stem + point] = (factor[..., None, :] if by_head else factor) * tensor
+                tensors[stem + point] = _factor(weight, tensor) * tensor
+
+
+def _factor(weight: float | Tensor, tensor: Tensor) -> float | Tensor:
+    """A weight in the shape that multiplies a tensor, which may have an axis of heads more."""
+    if not isinstance(weight, Tensor):
+        return weight
+    weight = weight.to(torch.promote_types(tensor.dtype, torch.float32))
+    return weight if weight.ndim == tensor.ndim else weight[..., None, :]
 
 
 class Cache(ActivationCache):

@@ -91,7 +91,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
 
     def stream_paths(
         self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, float | Tensor]:
         """Coefficients of outputs in a stream where they are not 1; see `Transformer.stream_paths`."""
         return {}
 

@@ -65,7 +65,8 @@ class Stream:
         stood: dict[str, Weight] = {"embed": 1.0}
         reads, history = stood, {0: stood}
         for s in range(sublayer):
-            passing = {"stream": reads, "sum": stood, "": dict.fromkeys(stood, 0.0)}[self.skips[s]]
+            nothing: dict[str, Weight] = dict.fromkeys(stood, 0.0)
+            passing = {"stream": reads, "sum": stood, "": nothing}[self.skips[s]]
             stood = history[s + 1] = passing | {output_name(s): 1.0}
             reads = stood
             if sources := self.sources[s + 1]:
@@ -175,7 +176,7 @@ class AveragedStream(Stream):
         if row is None:
             row = torch.as_tensor(self.averager.stream_weights(sublayer, (), {}))
         if row.ndim == 1:
-            return row.double().tolist()  # type: ignore[no-any-return]
+            return row.double().tolist()
         width = self.averager.config.d_model // row.shape[-2]
         chunked = row if row.shape[-2] == 1 else row.repeat_interleave(width, -2)
         return chunked.unbind(-1)
