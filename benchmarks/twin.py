@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from plain_decoder import Twin, rope, sdpa
+from stream_twins import STREAM_TWINS
 from torch import nn
 
 
@@ -103,37 +104,6 @@ class DenseFormer(Twin):
         for j in range(1, i + 2):
             x = x + self.alphas[i][j] * m["history"][j]
         return x
-
-
-class AttentionResiduals(Twin):
-    def more(self, d, vocab):
-        places = range(1, 2 * self.layers + 1)
-        self.queries, self.gains = (nn.ParameterDict({str(s): torch.empty(d) for s in places}) for _ in range(2))
-
-    def start(self, tokens, x):
-        queries = torch.stack([*self.queries.values()]) * torch.stack([*self.gains.values()])
-        m = {"queries": queries, "values": [], "scores": []}
-        self.keep(1, x, m)
-        return m
-
-    def keep(self, s, x, m):
-        m["values"].append(x)
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-        m["scores"].append((s, F.linear(x, m["queries"][s - 1 :]) * scale))
-
-    def read(self, s, out, m):
-        self.keep(s, out, m)
-        weights = torch.stack([scores[..., s - first] for first, scores in m["scores"]], -1).softmax(-1)
-        total = weights[..., :1] * m["values"][0]
-        for j, value in enumerate(m["values"][1:], 1):
-            total = total + weights[..., j : j + 1] * value
-        return total
-
-    def block(self, i, b, x, m):
-        y = b.ln1(x)
-        q, k, v = self.query(i, b, y, m), self.key(i, b, y, m), self.value(i, b, y, m)
-        y = b.ln2(self.read(2 * i + 1, b.o(self.attend(i, q, k, v, y, m).flatten(-2)), m))
-        return self.read(2 * i + 2, b.down(F.silu(b.gate(y)) * b.up(y)), m)
 
 
 class Sharing(Twin):
@@ -341,7 +311,6 @@ TWINS: dict[str, type[Twin]] = {
     "svformer": SVFormer,
     "neutreno": NeuTRENO,
     "denseformer": DenseFormer,
-    "attention_residuals": AttentionResiduals,
     "gqa": Twin,
     "mqa": Twin,
     "cla": Sharing,
@@ -365,6 +334,7 @@ TWINS: dict[str, type[Twin]] = {
     "resformer+denseformer": ResFormerDenseFormer,
     "svformer+gqa": SVFormer,
     "svformer+cla": SVFormerCLA,
+    **STREAM_TWINS,
 }
 
 NAMES = {  # a fragment of our tensors' names -> of the twin's

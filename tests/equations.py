@@ -47,6 +47,9 @@ PARTS = {  # name -> (family, its settings)
         "value_embedding", {"value_tables": None, "lambda_table": 0.5, "lambda_own": 0.5, "decay_lambda": False}
     ),
     "bank_of_values": ("bank", {"bank_layers": None}),
+    "sandwich_norm": ("norms", {"norms": "sandwich"}),
+    "post_norm": ("norms", {"norms": "post"}),
+    "dyt": ("norms", {"norms": "dyt"}),
     "gated_attention": ("gate", {}),
     "exclusive_attention": ("exclusive", {"gated": False}),
     "sink_logit": ("sink_logit", {"logit": "learned"}),
@@ -106,6 +109,20 @@ def logits(name, weights, shape, ids, options):
         group = s["gqa"]["query_group"]
         G = 1 if group == "all" else H // group
     future = torch.ones(T, T).triu(1).bool()
+
+    place = s["norms"]["norms"] if "norms" in s else "pre"
+
+    def entering(x, at):
+        """What attention or MLP read of the stream."""
+        if place == "post":
+            return x
+        if place == "dyt":
+            return p[at + "weight"] * torch.tanh(p[at + "alpha"] * x) + p[at + "bias"]
+        return norm(x, p[at + "weight"], shape.rms_norm_eps)
+
+    def leaving(x, at):
+        """What of what they put out is added to it."""
+        return norm(x, p[at + "weight"], shape.rms_norm_eps) if place in ("sandwich", "post") else x
 
     def head(x, h):
         return x[..., h * dh : (h + 1) * dh]
@@ -195,12 +212,14 @@ def logits(name, weights, shape, ids, options):
     outputs = [embedding]  # of the sublayers one by one
     for n in range(L):
         at = f"blocks.{n}."
-        x = norm(y, p[at + "ln1.weight"], shape.rms_norm_eps)
+        x = entering(y, at + "ln1.")
         for tensor, layers in (("q", Q), ("k", K)):
             if shared(n, tensor) != n:
                 layers.append(layers[shared(n, tensor)])
                 continue
             own = x @ p[f"{at}attn.{tensor}_proj.weight"].T
+            if place == "post":
+                own = norm(own, p[f"{at}attn.{tensor}_proj.norm.weight"], shape.rms_norm_eps)
             if f"residual_{tensor}" in s and n > 0:
                 o = s[f"residual_{tensor}"]
                 own = o[f"lambda_{tensor}1"] * layers[0] + o[f"lambda_{tensor}_own"] * own
@@ -241,13 +260,14 @@ def logits(name, weights, shape, ids, options):
         if "gate" in s:
             U = U / (1 + torch.exp(-x @ p[f"gated_attention.gates.{n}"].T))
         cut = s["cut_skip"]["cut"] if "cut_skip" in s and n == 0 else "none"
-        outputs.append(U @ p[at + "attn.o_proj.weight"].T)
+        outputs.append(leaving(U @ p[at + "attn.o_proj.weight"].T, at + "ln1_post."))
         middle = outputs[-1] + (0 if cut in ("attn", "both") else y)
         if "depth" in s:
             middle = chosen(2 * n + 1, outputs)
-        m = norm(middle, p[at + "ln2.weight"], shape.rms_norm_eps)
+        m = entering(middle, at + "ln2.")
         gate = m @ p[at + "mlp.gate_proj.weight"].T
         y = (gate / (1 + torch.exp(-gate)) * (m @ p[at + "mlp.up_proj.weight"].T)) @ p[at + "mlp.down_proj.weight"].T
+        y = leaving(y, at + "ln2_post.")
         outputs.append(y)
         y = y + (0 if cut in ("mlp", "both") else middle)
         X.append(y)

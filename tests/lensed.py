@@ -16,6 +16,7 @@ AVERAGED = [
     if any(getattr(s, method) is not getattr(Shortcut, method) for s in entry.shortcuts for method in CHANGES_STREAM)
 ]
 AVERAGED += ["denseformer+cut_skip"]
+NORMED = ["sandwich_norm", "post_norm"]  # their outputs, behind W_O and the MLP
 SMALL = {"d_model": 16, "n_heads": 2, "d_mlp": 20, "d_vocab": 11}
 
 

@@ -30,6 +30,12 @@ def uses(name):
     facts |= {("stream_sources", s.weighs_tokens) for s in model.shortcuts if overrides(s, "stream_sources")}
     facts |= {("learned", p.ndim > 1) for s in model.shortcuts for p in s.parameters()}
     facts |= {("grouped",)} if model.config.n_key_value_heads < model.config.n_heads else set()
+    facts |= {
+        ("norms", name)
+        for block in model.blocks
+        for name, _ in block.named_parameters()
+        if "norm" in name or "_post" in name
+    }
     for block in model.blocks:
         wiring = block.attn.wiring
         for tensor, projection in wiring.projections.items():

@@ -34,7 +34,8 @@ def test_a_cache_is_an_activation_cache_with_our_names_and_layouts(tiny, archite
         assert cache[name, 1].shape == shape
     assert cache["resid_pre", 1].shape == (2, 5, 32)
     assert cache["blocks.1.attn.hook_received"].shape == (2, 4, 5)
-    assert cache["blocks.1.ln1.hook_scale"].shape == (2, 5, 1)
+    assert cache["blocks.1.ln1.hook_normalized"].shape == (2, 5, 32)
+    assert cache["ln_final.hook_scale"].shape == (2, 5, 1)
     assert cache["blocks.2.mlp.hook_post"].shape == (2, 5, 48)
 
 

@@ -119,6 +119,8 @@ def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
         ("attention_residuals", {"depth_form": "delta", "depth_blocks": 2}, "leave depth_blocks out"),
         ("attention_residuals+denseformer", {}, "attention_residuals and denseformer both define what a block reads"),
         ("attention_residuals+cut_skip", {}, "attention_residuals and cut_skip both define what passes by a sublayer"),
+        ("sandwich_norm", {"norms": "prenorm"}, "unknown norms 'prenorm'"),
+        ("sandwich_norm+dyt", {}, "sandwich_norm and dyt set one shortcut; keep one"),
         ("denseformer", {"dilation": 0}, "dilation from 1.*nearest dilation=1"),
         ("denseformer", {"dilation": 1.5}, "dilation.*1.5"),
         (

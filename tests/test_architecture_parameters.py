@@ -34,6 +34,9 @@ def expected_parameters(name, c):
         "value_embedding": tables * c.d_vocab * D + L + 2 * tables,
         "bank_of_values": bank * (c.d_vocab - d) * D,
         "gated_attention": L * d * d,
+        "sandwich_norm": 2 * L * d,
+        "post_norm": L * (d + D),
+        "dyt": 2 * L * (d + 1),
         "sink_logit": L * c.n_heads,
     }
     whole = 2 * c.d_vocab * d + L * (2 * d * d + 2 * d * D + 3 * d * c.d_mlp) + (2 * L + 1) * d

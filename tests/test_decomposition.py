@@ -24,6 +24,8 @@ COMBINED = [
     "value_embedding+residual_attention",
     "resformer+cla",
     "identity_map+gqa",
+    "sandwich_norm+attention_residuals+resformer",
+    "dyt+gated_attention",
 ]
 
 
@@ -154,6 +156,8 @@ def test_a_value_path_is_what_a_head_loses_when_that_branch_is_silenced(awake, a
             with model.hooks([(f"{stem}{branch}.hook_v", lambda v, hook: torch.zeros_like(v))]):
                 z = model.run_with_cache(ids, names_filter=f"{stem}hook_z")[1][f"{stem}hook_z"]
             lost = torch.einsum("bphd,hdm->hbpm", cache["z", n] - z, model.blocks[n].attn.W_O)
+            if (norm := model.blocks[n].ln1_post) is not None:  # at the size it had
+                lost = lost * norm.weight / cache[f"blocks.{n}.ln1_post.hook_scale"]
             for h in range(4):
                 part = found[f"L{n}H{h}.{branch}"]
                 torch.testing.assert_close(part, scale[f"{n}_attn_out"] * lost[h], atol=1e-12, rtol=0)

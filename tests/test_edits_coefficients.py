@@ -17,6 +17,7 @@ from workbench.interventions.ablation import skip_ablation
 WITHOUT_COEFFICIENTS = {
     "transformer", "attention_residuals", "svformer", "gqa", "mqa", "cla", "share_q", "share_k", "share_v", "cross_layer",
     "cross_layer_all", "bank_of_values", "gated_attention", "exclusive_attention", "sink_logit", "held_start", "cut_skip",
+    "sandwich_norm", "post_norm", "dyt",
     "svformer+gqa", "svformer+cla",
 }  # fmt: skip
 

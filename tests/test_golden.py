@@ -47,7 +47,7 @@ def golden(request):
 
 
 def test_all_references_are_here():
-    assert len(FOLDERS) == 14
+    assert len(FOLDERS) == 15
     assert {Reference(name).found["architecture"] for name in FOLDERS} == {
         "transformer",
         "resformer",
@@ -56,6 +56,7 @@ def test_all_references_are_here():
         "resformer+neutreno",
         "denseformer",
         "attention_residuals",
+        "post_norm",
     }
 
 

@@ -71,7 +71,7 @@ def test_a_hook_put_on_a_point_itself_is_heard_until_it_is_removed(any_architect
     model = tiny(any_architecture)
     plain = model(tokens(5))
     assert not model.hook_state.enabled
-    for name in ("hook_embed", "blocks.1.ln2.hook_scale", "blocks.2.attn.hook_pattern", "unembed.hook_in"):
+    for name in ("hook_embed", "blocks.1.ln2.hook_normalized", "blocks.2.attn.hook_pattern", "unembed.hook_in"):
         heard = []
         model.hook_dict[name].add_hook(lambda x, hook, heard=heard: heard.append(hook.name))
         torch.testing.assert_close(model(tokens(5)), plain, atol=1e-4, rtol=1e-4)

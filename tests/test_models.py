@@ -137,6 +137,7 @@ def test_activations_obey_their_identities(awake, architecture):
             z = z * (x @ model.get_parameter(f"gated_attention.gates.{layer}").T).sigmoid().view_as(z)
         torch.testing.assert_close(cache["z", layer], z, atol=1e-12, rtol=0)
         summed = torch.einsum("bqhd,hdm->bqm", cache["z", layer], block.attn.W_O)
+        summed = summed if block.ln1_post is None else block.ln1_post(summed)
         torch.testing.assert_close(cache["attn_out", layer], summed, atol=1e-12, rtol=0)
         if "attention_residuals" in parts:
             said = [cache["embed"], *(cache[x, j] for j in range(layer + 1) for x in ("attn_out", "mlp_out"))]
@@ -244,7 +245,8 @@ def test_one_seed_gives_every_architecture_the_same_tensors(any_architecture):
     vanilla, model = build("transformer", config, seed=3), build(any_architecture, config, seed=3)
     mine, theirs = dict(model.named_parameters()), dict(vanilla.named_parameters())
     shared = {name for name in mine.keys() & theirs.keys() if mine[name].shape == theirs[name].shape}
-    assert all(re.search(r"attn\.[qkv]_proj", name) for name in theirs.keys() - shared)  # borrowed, or of fewer heads
+    # borrowed, of fewer heads, or norms that stand elsewhere
+    assert all(re.search(r"attn\.[qkv]_proj|ln[12]\.", name) for name in theirs.keys() - shared)
     assert all(torch.equal(mine[name], theirs[name]) for name in shared)
     other = dict(build(any_architecture, config, seed=4).named_parameters())
     assert not torch.equal(mine["embed.weight"], other["embed.weight"])

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from lensed import AVERAGED, COMBINED, WIDE, close, tokens
+from lensed import AVERAGED, COMBINED, NORMED, WIDE, close, tokens
 from seams import COVERING
 from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
@@ -16,7 +16,7 @@ from transformer_lens.tools.analysis import direct_logit_attribution, logit_lens
 from transformer_lens.utilities import get_act_name
 
 from workbench.data.tokenizer import train_tokenizer
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.models.decomposition import decompose
 from workbench.names import is_statistic, stream_hook
 
@@ -48,6 +48,11 @@ def test_their_decompositions_sum_to_the_stream_and_equal_ours(awake, architectu
         for label, part in zip(labels[:-1], heads, strict=False):
             close(part, by_head[label])
         close(heads.sum(0), stream)
+        if architecture in NORMED:
+            with pytest.raises(WorkbenchError, match="ask for whole MLPs"):
+                cache.stack_neuron_results(layer)
+            close(cache.get_full_resid_decomposition(layer, expand_neurons=False).sum(0), stream)
+            continue
         neurons, labels = cache.stack_neuron_results(layer, return_labels=True, incl_remainder=True)
         assert labels[-2:] == [f"L{2 if layer is None else layer - 1}N47", "remainder"]
         for n in range(3 if layer is None else layer):
@@ -57,7 +62,8 @@ def test_their_decompositions_sum_to_the_stream_and_equal_ours(awake, architectu
             close(cache.get_full_resid_decomposition(layer, **options).sum(0), stream)
     middle = cache.decompose_resid(1, mlp_input=True)
     close(middle.sum(0), cache["resid_mid", 1])
-    close(cache.get_full_resid_decomposition(1, mlp_input=True).sum(0), cache["resid_mid", 1])
+    whole = {"expand_neurons": architecture not in NORMED}
+    close(cache.get_full_resid_decomposition(1, mlp_input=True, **whole).sum(0), cache["resid_mid", 1])
 
 
 @pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
@@ -89,7 +95,7 @@ def test_a_plain_sum_of_outputs_misses_an_averaged_stream_and_ours_does_not(awak
     close(cache.decompose_resid().sum(0), stream)
 
 
-@pytest.mark.parametrize("architecture", [a for a in COVERING if a not in AVERAGED])
+@pytest.mark.parametrize("architecture", [a for a in COVERING if a not in AVERAGED + NORMED])
 def test_where_nothing_is_averaged_their_numbers_are_untouched(awake, architecture):
     model = awake(architecture)
     _, cache = model.run_with_cache(tokens())

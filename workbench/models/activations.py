@@ -100,22 +100,27 @@ _SAID_AT = {  # an output -> where it stands, and what its heads and neurons say
 }
 
 
+_OUTPUT_NORM = {"attn_out": "ln1_post", "mlp_out": "ln2_post"}
+
+
 def _weigh(tensors: RebuiltPatterns, model: Any, paths: Mapping[str, float | Tensor], *, neurons: bool) -> None:
     """Multiply each output, and what its heads and neurons say, by how much of it arrives."""
     for name, weight in paths.items():
-        if isinstance(weight, float) and weight == 1.0:
-            continue
         layer, kind = ("", name) if name == "embed" else name.split("_", 1)
-        stem, points = f"blocks.{layer}." if layer else "", _SAID_AT[kind]
-        if isinstance(weight, Tensor) and weight.shape[-1] > 1:  # [..., d_model]: of what has these channels alone
+        stem, points, norm = f"blocks.{layer}." if layer else "", _SAID_AT[kind], _OUTPUT_NORM.get(kind, "")
+        post = getattr(model.blocks[int(layer)], norm) if layer else None
+        if post is None and isinstance(weight, float) and weight == 1.0:
+            continue
+        if post is not None or (isinstance(weight, Tensor) and weight.shape[-1] > 1):  # a factor for each channel
             if neurons and kind == "mlp_out":
                 raise WorkbenchError(
                     f"{name} arrives with a weight for each channel, so that its neurons have no vector of their own"
                     " there: ask for whole MLPs (expand_neurons=False), or workbench.decompose"
                 )
             if kind == "attn_out" and (z := tensors.get(f"{stem}attn.hook_z")) is not None:
-                w_o = model.blocks[int(layer)].attn.W_O
-                tensors[f"{stem}attn.hook_result"] = torch.einsum("...hd,hdm->...hm", z, w_o)
+                said = torch.einsum("...hd,hdm->...hm", z, model.blocks[int(layer)].attn.W_O)
+                share = None if post is None else post.share(tensors[f"{stem}{norm}.hook_scale"])
+                tensors[f"{stem}attn.hook_result"] = said if share is None else share[..., None, :] * said
             points = points[:2] if kind == "attn_out" else points[:1]
         for point in points:
             if (tensor := tensors.get(stem + point)) is not None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.errors import BadData, WorkbenchError
+from workbench.models.norms import NORMS
 
 _STACKED = dict.fromkeys(("W_Q", "W_K", "W_V", "W_O"), "attn") | dict.fromkeys(("W_in", "W_gate", "W_out"), "mlp")
 _BIASES = {"b_Q": "Hd", "b_K": "Gd", "b_V": "Gd", "b_O": "D", "b_in": "M", "b_gate": "M", "b_out": "D"}
@@ -88,7 +89,10 @@ class LensTools:
         weights["ln_final.w"] = self.ln_final.weight
         repeats = self.config.n_heads // self.config.n_key_value_heads
         for i, block in enumerate(self.blocks):
-            weights |= {f"blocks.{i}.{norm}.w": getattr(block, norm).weight for norm in ("ln1", "ln2")}
+            norms = {name: getattr(block, name) for name in NORMS}
+            for short, attribute in (("w", "weight"), ("b", "bias")):
+                has = {name: getattr(norm, attribute, None) for name, norm in norms.items()}
+                weights |= {f"blocks.{i}.{name}.{short}": tensor for name, tensor in has.items() if tensor is not None}
             for name, part in _STACKED.items():
                 try:
                     weight = getattr(getattr(block, part), name)

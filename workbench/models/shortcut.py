@@ -9,6 +9,7 @@
 | `softmaxes` | the attention: several softmaxes, or one with more columns than own keys | cross-layer attention, sink logits |
 | `output` | after pattern x value: what is added to the head outputs | NeuTRENO, identity mapping |
 | `gate` | after that, before `hook_z` and W_O: a linear map of the head outputs | gated and exclusive attention |
+| `norms` | the norms of a block | sandwich and output norms, DyT |
 | `skip` | around attention and MLP: what passes by | the cut-skip control, Attention Residuals |
 | `stream_sources`, `stream_weights` | before a sublayer: a weighted sum of what stood there and earlier | DenseFormer, the same |
 
@@ -55,6 +56,8 @@ class Shortcut(nn.Module):
     reads: State = "own"
     detaches: bool = False
     """Whether no gradient flows back to the sources it mixes."""
+    norms: str = "pre"
+    """Where the norms of the blocks stand: one of `norms.PLACEMENTS`."""
     decays: bool = False
     """Whether weight decay applies to its coefficients (its matrices decay like all others)."""
     weighs_tokens: ClassVar[bool] = False

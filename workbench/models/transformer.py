@@ -23,9 +23,10 @@ from workbench.files import digest
 from workbench.kernels.cross_entropy import MIN_LOGITS, cross_entropy
 from workbench.models.attention import Attention
 from workbench.models.cache import KeyValueCache
-from workbench.models.hook_points import HookedModule, HookPoint, is_hooked
+from workbench.models.hook_points import HookedModule, HookPoint
 from workbench.models.hooked import HookedModel
 from workbench.models.joint_attention import JointAttention, Recipe
+from workbench.models.norms import RMSNorm, block_norms, norm_queries_and_keys
 from workbench.models.rotary import Rotary, Rotation
 from workbench.models.shortcut import Memory, Shortcut, Weight, overrides
 from workbench.models.stream import Stream, stream_of
@@ -33,25 +34,6 @@ from workbench.models.undrawn import Embedding, Linear
 from workbench.models.wiring import LayerWiring, wire
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
-
-
-class RMSNorm(HookedModule):
-    """g x / sqrt(mean(x^2) + eps), statistics in float32."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-        # the divisor [batch, pos, 1]; before the gain [batch, pos, d_model]
-        self.add_hook_points("scale", "normalized")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
-        if not (self.hook_state.enabled and (is_hooked(self.hook_scale) or is_hooked(self.hook_normalized))):
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        scale = self.run_hook("hook_scale", (wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
-        return self.run_hook("hook_normalized", (wide / scale).to(x.dtype)) * self.weight
 
 
 class MLP(HookedModule):
@@ -90,10 +72,13 @@ class Block(HookedModule):
 
     hook_out_is_single_residual_stream = True  # read by TransformerLens' logit lens
 
-    def __init__(self, config: ModelConfig, wiring: LayerWiring, residual: Stream) -> None:
+    def __init__(self, config: ModelConfig, wiring: LayerWiring, residual: Stream, norms: str) -> None:
         super().__init__()
-        self.ln1, self.ln2 = (RMSNorm(config.d_model, config.rms_norm_eps) for _ in range(2))
+        for name, norm in block_norms(config, norms).items():
+            setattr(self, name, norm)
         self.attn, self.mlp = (JointAttention if wiring.joint else Attention)(config, wiring), MLP(config)
+        if norms == "post":
+            norm_queries_and_keys(self.attn, config.rms_norm_eps)
         self.layer, self.residual = wiring.layer, residual
         self.shares_input = False  # whether later averages read this block's input too
         self.add_hook_points("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -101,9 +86,11 @@ class Block(HookedModule):
     def forward(self, x: Tensor, rotation: Rotation, memory: Memory, cache: KeyValueCache | None = None) -> Tensor:
         """What block n reads [batch, pos, d_model] -> what the next one, or the final norm, reads."""
         x = self.run_hook_on_copy("hook_resid_pre", x) if self.shares_input else self.run_hook("hook_resid_pre", x)
-        out = self.run_hook("hook_attn_out", self.attn(self.ln1(x), rotation, memory, cache))
+        out = self.attn(self.ln1(x), rotation, memory, cache)
+        out = self.run_hook("hook_attn_out", out if self.ln1_post is None else self.ln1_post(out))
         x = self.run_hook("hook_resid_mid", self.residual.after_attention(self, x, out, memory))
-        out = self.run_hook("hook_mlp_out", self.mlp(self.ln2(x)))
+        out = self.mlp(self.ln2(x))
+        out = self.run_hook("hook_mlp_out", out if self.ln2_post is None else self.ln2_post(out))
         return self.residual.after_mlp(self, x, out, memory)
 
 
@@ -131,7 +118,9 @@ class Transformer(HookedModel):
         self.embed, self.hook_embed = Embedding(config.d_vocab, config.d_model), HookPoint()
         self.rotary = Rotary(config.d_head, config.n_ctx, config.rope_theta)
         self.residual = stream_of(config.n_layers, shortcuts)
-        self.blocks = nn.ModuleList(Block(config, wiring, self.residual) for wiring in wire(config.n_layers, shortcuts))
+        norms = next((s.norms for s in shortcuts if s.norms != "pre"), "pre")
+        layers = wire(config.n_layers, shortcuts)
+        self.blocks = nn.ModuleList(Block(config, wiring, self.residual, norms) for wiring in layers)
         self.residual.add_hook_points(list(self.blocks))
         self.ln_final = RMSNorm(config.d_model, config.rms_norm_eps)
         self.unembed = Unembed(config)

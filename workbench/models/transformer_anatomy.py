@@ -44,6 +44,9 @@ class TransformerAnatomy(Anatomy):
         for n in range(layer):
             attn = model.blocks[n].attn
             names += [f"blocks.{n}.hook_mlp_out", f"blocks.{n}.{'hook_attn_out' if by == 'layer' else 'attn.hook_z'}"]
+            names += (
+                [f"blocks.{n}.ln1_post.hook_scale"] if model.blocks[n].ln1_post is not None and by != "layer" else []
+            )
             if by == "value_path":
                 names += [f"blocks.{n}.attn.hook_{x}" for x in ("rot_q", "rot_k")]
                 names += [f"blocks.{n}.attn.own.hook_v"] if attn.projections["v"].projects else []
@@ -93,7 +96,11 @@ def _outputs(model: Transformer, read: Reader, name: str, by: str) -> list[tuple
     attn = model.blocks[n].attn
     zs = value_paths(model, read, n) if by == "value_path" else {"": read(f"blocks.{n}.attn.hook_z")}
     w_o = attn.W_O.detach().to(read.wide)
-    results = {f".{path}" if path else "": torch.einsum("bphd,hdm->hbpm", read.kept(z), w_o) for path, z in zs.items()}
+    post = model.blocks[n].ln1_post
+    share = 1.0 if post is None else post.share(read.cut(f"blocks.{n}.ln1_post.hook_scale"))
+    results = {
+        f".{path}" if path else "": share * torch.einsum("bphd,hdm->hbpm", read.kept(z), w_o) for path, z in zs.items()
+    }
     return [(f"L{n}H{h}{path}", part[h]) for h in range(model.config.n_heads) for path, part in results.items()]
 
 
@@ -156,7 +163,7 @@ def _through(
     weights = dict(zip(names, read(f"{stem}.attn.hook_output_mix").unbind(-1), strict=True)) if names else {}
     x = effective = q
     if attn.gates:  # what they multiply with is that of the run
-        x = read(f"{stem}.ln1.hook_normalized") * model.blocks[layer].ln1.weight
+        x = model.blocks[layer].ln1.gained(read(f"{stem}.ln1.hook_normalized"))
         x, effective = x.to(model.embed.weight.dtype), read(f"{stem}.attn.hook_v")
 
     def through(v: Tensor, sources: Mapping[Source, Tensor], crossed: Sequence[Tensor]) -> Tensor:
