@@ -108,6 +108,37 @@ def test_activation_gradients_are_those_of_run_with_grads(tiny, tmp_path):
         assert found == pytest.approx(float(gradients[point].norm()), rel=1e-5)
 
 
+def test_a_gradient_sink_is_that_of_the_summed_gradients_in_any_loop(tiny, gpt, tmp_path):
+    """Ours against run_with_grads; a foreign one, observed or not, against the gradient of what its fused map reads; two micro-batches."""
+    model, parts = tiny("resformer"), [tokens(step, batch=2, length=length) for step, length in ((0, 9), (1, 11))]
+    observed = observe(gpt, parts[0], quiet=True)
+    summed = dict.fromkeys(range(2), torch.zeros(11, 16))
+    ours = dict.fromkeys(range(3), torch.zeros(11, 32))
+    grown = lambda a, b: a + F.pad(b.sum(0), (0, 0, 0, 11 - b.shape[1]))  # noqa: E731
+    for ids in parts:
+        _, _, grads = model.run_with_grads(ids, [f"blocks.{n}.attn.hook_in" for n in range(3)])
+        ours = {n: grown(ours[n], grads[f"blocks.{n}.attn.hook_in"]) for n in range(3)}
+        kept = []
+        hooks = [
+            b.attn["c_attn"].register_forward_pre_hook(lambda m, read, kept=kept: kept.append(read[0])) for b in gpt.h
+        ]
+        found = torch.autograd.grad(loss_of(gpt, ids), kept)
+        [hook.remove() for hook in hooks]
+        summed = {n: grown(summed[n], found[n]) for n in range(2)}
+    for name, module, call, expected in (
+        ("ours", model.train(), model, ours), ("foreign", gpt, gpt, summed), ("observed", observed, gpt, summed),
+    ):  # fmt: skip
+        with Recorder(module, 1, tmp_path / name, quantities=["gradient_sink"]) as recorder:
+            for ids in parts:
+                loss_of(call, ids).backward()
+            recorder.step()
+        for n, total in expected.items():
+            norms = total.norm(dim=-1)
+            assert value(tmp_path / name, "gradient_sink", layer=n) == pytest.approx(
+                float(norms[0] / norms[1:].mean()), rel=1e-4
+            )
+
+
 def test_a_foreign_module_by_hand(gpt, tmp_path):
     """Streams, values (the last third of the fused map) and their gradients, against a run with everything kept."""
     ids, kept, wide = tokens(0), {}, []

@@ -10,14 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.metrics import METRICS, Metric
 from workbench.names import ACTIVATIONS
-from workbench.training.recorder.capture_points import CapturePoint, is_observed
+from workbench.training.recorder.capture_points import ATTENTION_INPUT, CapturePoint, is_observed
 from workbench.training.recorder.quantities import UNITS, aliases_of
 
-GRADIENT_NORM = "activation_gradient_norm"
+GRADIENT_NORM, GRADIENT_SINK = "activation_gradient_norm", "gradient_sink"
+GATHERED = 32  # positions among which a gradient sink is sought, as in `measure`
 
 
 class _Uncompiled:
@@ -45,7 +46,7 @@ UNCOMPILED = _Uncompiled()
 
 
 class ActivationCapture:
-    """Means over the sequences of all forward passes between `start` and `stop`, and sums of squared gradients.
+    """Means over the sequences of all forward passes between `start` and `stop`, sums of squared gradients, and of gradients.
 
     `gradients`: aliases of the activations whose gradients are summed. `model`: what the points are of.
     """
@@ -62,7 +63,7 @@ class ActivationCapture:
             if its_metrics or with_gradient:
                 self.plan.append((point, its_metrics, with_gradient))
         self.names = {m.name for _, its_metrics, _ in self.plan for m in its_metrics}
-        self.names |= {GRADIENT_NORM for _, _, with_gradient in self.plan if with_gradient}
+        self.names |= {_quantity(point) for point, _, with_gradient in self.plan if with_gradient}
         self.seconds = 0.0  # spent in the hooks
         self.handles: list[Any] = []
         self.reset()
@@ -71,6 +72,7 @@ class ActivationCapture:
         """Drop what was captured."""
         self.sums: dict[tuple[int, str], tuple[Tensor, int]] = {}  # (place in the plan, metric) -> sum, sequences
         self.squares: dict[int, Tensor] = {}
+        self.gathered: dict[int, Tensor] = {}  # place in the plan -> gradients summed over sequences [pos, width]
         self.forward: set[int] = set()  # places in the plan that a forward pass outside `backward` has passed
         self.lengths: set[int] = set()
         self.short: dict[str, str] = {}  # metric -> why it could not be taken
@@ -130,7 +132,8 @@ class ActivationCapture:
 
     @torch.no_grad()
     def _reduce(self, index: int, point: CapturePoint, metrics: Sequence[Metric], tensor: Tensor) -> None:
-        length = tensor.shape[ACTIVATIONS[point.alias].axes.split().index("pos")]
+        known = ACTIVATIONS.get(point.alias)
+        length = tensor.shape[known.axes.split().index("pos") if known else 1]
         self.lengths.add(length)
         for metric in metrics:
             if length < metric.min_length:
@@ -144,14 +147,21 @@ class ActivationCapture:
 
     @torch.no_grad()
     def _add_gradient(self, index: int, gradient: Tensor) -> None:
-        began = time.perf_counter()
-        square = torch.linalg.vector_norm(self.plan[index][0].part(gradient), dtype=torch.float32).square()
-        self.squares[index] = self.squares[index] + square if index in self.squares else square
+        began, point = time.perf_counter(), self.plan[index][0]
+        if point.alias == ATTENTION_INPUT:
+            total = gradient[:, :GATHERED].sum(0, dtype=torch.float32)
+            known = self.gathered.get(index, total[:0])
+            self.gathered[index] = nn.functional.pad(known, (0, 0, 0, len(total) - len(known))) + total
+        else:
+            square = torch.linalg.vector_norm(point.part(gradient), dtype=torch.float32).square()
+            self.squares[index] = self.squares[index] + square if index in self.squares else square
         self.seconds += time.perf_counter() - began
 
     def missing(self) -> dict[str, str]:
         """Why each quantity that was to be captured was not."""
-        captured = {name for _, name in self.sums} | ({GRADIENT_NORM} if self.squares else set())
+        captured = {name for _, name in self.sums} | {
+            _quantity(self.plan[i][0]) for i in (*self.squares, *self.gathered)
+        }
         no_call = "no hook was called: is the step compiled as a whole, or exported?"
         why = "nothing passed as [batch, pos, width]" if self.lengths else no_call
         return {name: self.short.get(name, why) for name in sorted(self.names - captured)}
@@ -167,3 +177,12 @@ class ActivationCapture:
             norm = square.sqrt() if scale is None else square.sqrt() / scale.to(square.device)
             named = {"metric": GRADIENT_NORM, "unit": UNITS[GRADIENT_NORM]}
             yield named | dict(self.plan[index][0].axes) | shared, norm
+        for index, total in self.gathered.items():
+            norms = total.norm(dim=-1)
+            named = {"metric": GRADIENT_SINK, "unit": UNITS[GRADIENT_SINK]}
+            yield named | dict(self.plan[index][0].axes) | shared, norms[0] / norms[1:].mean()
+
+
+def _quantity(point: CapturePoint) -> str:
+    """What is recorded of a point's gradient."""
+    return GRADIENT_SINK if point.alias == ATTENTION_INPUT else GRADIENT_NORM

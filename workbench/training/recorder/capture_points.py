@@ -28,6 +28,10 @@ FOREIGN_PARTS = {
 """Matrices of GPT-2's and Llama's layouts that our own models name otherwise."""
 
 
+ATTENTION_INPUT = "attention input"
+"""Alias of what a layer's attention reads, behind its norm: no hook point shows it, the module that reads it does."""
+
+
 def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -63,7 +67,9 @@ def is_observed(model: nn.Module) -> bool:
 def capture_points(model: nn.Module, aliases: Iterable[str]) -> list[CapturePoint]:
     """Every place where one of the named activations can be read; empty for those that this module does not show."""
     find = _named_points if has_named_hooks(model) else _foreign_points
-    return [point for alias in dict.fromkeys(aliases) for point in find(model, alias)]
+    wanted = dict.fromkeys(aliases)
+    inputs = list(_attention_inputs(model)) if wanted.pop(ATTENTION_INPUT, "absent") is None else []
+    return [point for alias in wanted for point in find(model, alias)] + inputs
 
 
 def _activation(output: Any) -> Tensor | None:
@@ -131,6 +137,15 @@ def _foreign_points(model: nn.Module, alias: str) -> Iterator[CapturePoint]:
         if projection is not None:
             module, part = projection
             yield CapturePoint(alias, {"site": alias, "layer": layer}, module, _activation, part)
+
+
+def _attention_inputs(model: Any) -> Iterator[CapturePoint]:
+    """What our attentions read; of other blocks what their value projection does."""
+    ours = has_named_hooks(model) and not is_observed(model)
+    for layer, block in enumerate(model.blocks if ours else blocks_of(model.foreign if is_observed(model) else model)):
+        projection = None if ours else _value_projection(block)
+        if (module := block.attn if ours else projection and projection[0]) is not None:
+            yield CapturePoint(ATTENTION_INPUT, {"layer": layer}, module, _first_states, before=True)
 
 
 def _value_projection(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]] | None:

@@ -22,8 +22,14 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.metrics import METRICS
 from workbench.runs.run import FORMAT, runs_folder, written_now
-from workbench.training.recorder.activation_capture import GRADIENT_NORM, ActivationCapture
-from workbench.training.recorder.capture_points import blocks_of, capture_points, has_named_hooks, matrix_places
+from workbench.training.recorder.activation_capture import GRADIENT_NORM, GRADIENT_SINK, ActivationCapture
+from workbench.training.recorder.capture_points import (
+    ATTENTION_INPUT,
+    blocks_of,
+    capture_points,
+    has_named_hooks,
+    matrix_places,
+)
 from workbench.training.recorder.quantities import DEFAULT, UNITS, aliases_of, chosen
 from workbench.training.recorder.recording_folder import RecordingFolder
 from workbench.training.recorder.step_record import StepRecord, frobenius_norms
@@ -205,13 +211,15 @@ class Recorder:
 
     def _make_capture(self, *, strict: bool) -> ActivationCapture:
         metrics = [METRICS[q] for q in self.quantities if q in METRICS and METRICS[q].form == "per_sequence"]
-        gradients = WITH_GRADIENT if GRADIENT_NORM in self.quantities else ()
-        reads = {m.name: aliases_of(m) for m in metrics} | ({GRADIENT_NORM: gradients} if gradients else {})
+        pulls = {GRADIENT_NORM: WITH_GRADIENT, GRADIENT_SINK: (ATTENTION_INPUT,)}
+        pulls = {name: aliases for name, aliases in pulls.items() if name in self.quantities}
+        reads = {m.name: aliases_of(m) for m in metrics} | pulls
         points = capture_points(self.model, [alias for aliases in reads.values() for alias in aliases])
         shown = {point.alias for point in points}
         for name, aliases in reads.items():
             if not shown & set(aliases):
-                advice = "" if has_named_hooks(self.model) else "; give workbench.observe(model, ids) instead"
+                helps = name != GRADIENT_SINK and not has_named_hooks(self.model)
+                advice = "; give workbench.observe(model, ids) instead" if helps else ""
                 self.unavailable[name] = f"{type(self.model).__name__} shows no {' or '.join(aliases)}{advice}"
         if "coefficient" in self.quantities and not has_named_hooks(self.model) and strict:
             self.unavailable["coefficient"] = f"{type(self.model).__name__} is no model of workbench"
@@ -219,7 +227,9 @@ class Recorder:
             name, reason = next(iter(self.unavailable.items()))
             raise WorkbenchError(f"{name} cannot be recorded: {reason}")
         available = [m for m in metrics if m.name not in self.unavailable]
-        return ActivationCapture(self.model, points, available, gradients)
+        return ActivationCapture(
+            self.model, points, available, [alias for aliases in pulls.values() for alias in aliases]
+        )
 
     def _warn_of_missing(self) -> None:
         """Warn once of what a step did not show: too short sequences, or hooks that were never called."""
