@@ -26,8 +26,9 @@ from workbench.runs.run import Run
 
 GOLDEN = Path(__file__).parent / "golden"
 FILE = GOLDEN / "metric_outputs.json"
-NOT_OURS = ("null_mass",)  # of what only observed models have; held to the truth in test_observing_null
-MEASURES: dict[str, Any] = {n: m for n, m in {**METRICS, **INTERVENTIONS}.items() if n not in NOT_OURS}
+ELSEWHERE = ("null_mass", "depth_routing", "source_ablation")
+"""Of what that checkpoint lacks: held to the truth in test_observing_null and test_attention_residuals."""
+MEASURES: dict[str, Any] = {n: m for n, m in {**METRICS, **INTERVENTIONS}.items() if n not in ELSEWHERE}
 GROUP = ["site", "part", "layer", "source", "variant", "control", "unit"]
 WITHIN = ["head", "position", "index"]
 DOCUMENTS, T = 8, 64

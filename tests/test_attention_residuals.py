@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 from inputs import WIDE, tokens
 
+from workbench.data.sources import Sample
 from workbench.errors import BadData, WorkbenchError
+from workbench.interventions import INTERVENTIONS
 from workbench.models.decomposition import decompose
 
 FORMS = [{}, {"depth_blocks": 3, "depth_heads": 4}, {"depth_blocks": 1}, {"depth_form": "delta", "depth_heads": 2}]
@@ -101,3 +106,64 @@ def test_what_each_weight_multiplies_is_named(tiny):
         ),
     }  # fmt: skip
     assert tiny("denseformer").residual.depth_sources() == {}
+
+
+def of(model, name, ids, batch=2):
+    rows = INTERVENTIONS[name].function(model, Sample(ids, range(len(ids)), "x"), None, batch)
+    axes = ("site", "layer", "head", "part", "variant", "control")
+    return {tuple(r.get(a) for a in axes): r["value"] for r in rows}
+
+
+@pytest.mark.parametrize("options", [{}, {"depth_heads": 2, "depth_form": "delta"}])
+def test_routing_is_what_the_tokens_weights_are(awake, options):
+    model = awake("attention_residuals", dtype=WIDE, **options)
+    ids = torch.cat([tokens(model, 7)] * 2)[:3]
+    rows = of(model, "depth_routing", ids)
+    weights = model.run_with_cache(ids, names_filter="blocks.1.hook_mid_depth_weights")[1]["mid_depth_weights", 1]
+    for h in range(weights.shape[2]):
+        shares = [[[x / sum(w) for x in w] for w in doc] for doc in weights[:, :, h].tolist()]
+        place = "mid_depth_weights", 1, h if options else None
+        flat = [w for doc in shares for w in doc]
+        entropies = [-sum(x * math.log(x) for x in w) / math.log(4) for w in flat]
+        assert rows[*place, None, "entropy", None] == pytest.approx(sum(entropies) / len(flat))
+        assert rows[*place, None, None, "uniform"] == 1 / 4
+        for j, part in enumerate(("embed", "0_attn_out", "0_mlp_out", "1_attn_out")):
+            assert rows[*place, part, None, None] == pytest.approx(sum(w[j] for w in flat) / len(flat))
+            spread = [sum(w[j] ** 2 for w in d) / 7 - (sum(w[j] for w in d) / 7) ** 2 for d in shares]
+            assert rows[*place, part, "variance", None] == pytest.approx(sum(spread) / 3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"depth_heads": 2, "depth_blocks": 2}, {"depth_form": "delta"}])
+def test_an_ablated_source_is_missing_from_one_reader_alone(awake, options):
+    """Of the final norm, whose input is a sum that can be made by hand; of an earlier reader, that nothing put back is nothing."""
+    model = awake("attention_residuals", dtype=WIDE, **options)
+    ids = torch.cat([tokens(model, 9), tokens(model, 9).flip(1)])
+    rows = of(model, "source_ablation", ids, batch=3)
+    _, cache = model.run_with_cache(ids)
+    name, labels = list(model.residual.depth_sources().items())[-1]
+    order = ["embed", *(f"{n}_{k}_out" for n in range(3) for k in ("attn", "mlp"))]
+    outputs = [cache["hook_embed"], *(cache[f"blocks.{n}.hook_{k}_out"] for n in range(3) for k in ("attn", "mlp"))]
+    ends = [[order.index(end) for end in label.split(":")] for label in labels]
+    ys = [sum(outputs[end[0] : end[-1] + 1]) for end in ends]
+    weights = cache[name].repeat_interleave(model.config.d_model // cache[name].shape[2], 2)
+
+    def loss(weights, ys):
+        x = sum(w * y for w, y in zip(weights.unbind(-1), ys, strict=True))
+        logits = model.unembed(model.ln_final(x))[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    plain = loss(weights, ys)
+    assert float(plain) == pytest.approx(float(model(ids, return_type="loss")))
+    for j, label in enumerate(labels):
+        place = name.split(".")[2].removeprefix("hook_"), 2, None, label
+        without = weights.clone()
+        without[..., j] = 0
+        without *= weights.sum(-1, keepdim=True) / without.sum(-1, keepdim=True)
+        assert rows[*place, "zero", None] == pytest.approx(float(loss(without, ys) - plain))
+        replaced = [*ys[:j], ys[j].mean((0, 1)), *ys[j + 1 :]]
+        assert rows[*place, "mean", None] == pytest.approx(float(loss(weights, replaced) - plain))
+    ranked = [value for key, value in rows.items() if "rank_correlation" in key]
+    assert ranked
+    assert all(-1 <= value <= 1 for value in ranked)
+    assert of(awake("denseformer"), "source_ablation", ids) == {}

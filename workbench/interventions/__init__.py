@@ -6,6 +6,7 @@ how, means)` the one behind `value_ablation`. Importing this package registers e
 
 from workbench.interventions import (
     ablation,
+    depth_routing,
     first_token,
     gradients,
     lens,
@@ -23,7 +24,7 @@ from workbench.interventions.edits.kinds import as_edits
 from workbench.interventions.values import TokenMeans, replaced, token_means, value_ablation
 
 __all__ = [
-    "INTERVENTIONS", "Edit", "Intervention", "TokenMeans", "ablation", "as_edits", "coefficients", "edited", "first_token",
+    "INTERVENTIONS", "Edit", "Intervention", "TokenMeans", "ablation", "as_edits", "coefficients", "depth_routing", "edited", "first_token",
     "gradients", "intervention", "lens", "mixing", "replaced", "retention", "similarity", "throughput", "token_means",
     "value_ablation", "values",
 ]  # fmt: skip
