@@ -23,7 +23,7 @@ PARTS = {  # name -> (family, its settings)
     "resformer_dense": (
         "dense", {"lambda_source": 1, "lambda_own": 1, "dense_source": "raw", "decay_lambda": False}
     ),
-    "svformer": ("svformer", {"anchors": None, "refresh_every": None}),
+    "svformer": ("svformer", {"anchors": None, "refresh_every": None, "shared_layers": "all"}),
     "neutreno": ("neutreno", {"neutreno_lambda": 0.4}),
     "attention_residuals": (
         "depth", {"depth_form": "replace", "depth_blocks": None, "depth_heads": 1}
@@ -46,10 +46,18 @@ PARTS = {  # name -> (family, its settings)
     "value_embedding": (
         "value_embedding", {"value_tables": None, "lambda_table": 0.5, "lambda_own": 0.5, "decay_lambda": False}
     ),
-    "bank_of_values": ("bank", {"bank_layers": None}),
     "sandwich_norm": ("norms", {"norms": "sandwich"}),
     "post_norm": ("norms", {"norms": "post"}),
     "dyt": ("norms", {"norms": "dyt"}),
+    "bank_of_values": ("bank", {"bank_layers": "last_third", "bank": "table", "bank_gain": True}),
+    "gated_value_embedding": (
+        "gated_tables", {"gate_scale": 3, "gate_channels": None, "table_layers": "alternate"}
+    ),
+    "satformer": ("satformer", {"gate": "relu", "layers": "all"}),
+    "skip_v1": ("skip_v1", {"skip_heads": None}),
+    "value_scale": ("value_scale", {"scale_start": 1}),
+    "value_gate": ("value_gate", {"gate_from": "value"}),
+    "value_gate_query": ("value_gate_query", {"gate_from": "value"}),
     "gated_attention": ("gate", {}),
     "exclusive_attention": ("exclusive", {"gated": False}),
     "sink_logit": ("sink_logit", {"logit": "learned"}),
@@ -89,6 +97,26 @@ def rope(x, theta):
     angle = torch.arange(T, dtype=x.dtype)[:, None] * theta ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
     a, b = x.chunk(2, -1)
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+def sigmoid(x):
+    return 1 / (1 + (-x).exp())
+
+
+GATES = {  # of one token's logits, over its key-value heads
+    "relu": lambda a: a * (a > 0),
+    "sigmoid": sigmoid,
+    "tanh": lambda a: (a.exp() - (-a).exp()) / (a.exp() + (-a).exp()),
+    "identity": lambda a: a,
+    "softmax": lambda a: a.shape[-1] * a.exp() / a.exp().sum(-1, keepdim=True),
+    "softmax_sigmoid": lambda a: a.shape[-1] * a.exp() / a.exp().sum(-1, keepdim=True) * sigmoid(a),
+}
+
+
+def among(layers, n, L):
+    """Whether layer n is one of the chosen of L layers."""
+    first = {"all": 0, "late": L - max(1, round(3 * L / 8)), "last_third": L - max(1, L // 3)}
+    return n >= first[layers] if isinstance(layers, str) else n in layers
 
 
 def before(source, n):
@@ -134,6 +162,8 @@ def logits(name, weights, shape, ids, options):
             return 0 if group == "all" else (n // group) * group
         if "svformer" in s and tensor == "v":
             anchors, every = s["svformer"]["anchors"], s["svformer"]["refresh_every"]
+            if not among(s["svformer"]["shared_layers"], n, L):
+                return n
             anchors = anchors or [a for a in range(L) if (a % every == 0 if every else a == 0)]
             return max(a for a in anchors if a <= n)
         return n
@@ -145,13 +175,25 @@ def logits(name, weights, shape, ids, options):
 
     def value(n, x):
         """(own, attended) values of layer n."""
-        if "bank" in s:
-            layers = s["bank"]["bank_layers"]
-            if n in (range(L - max(1, L // 3), L) if layers is None else layers):
-                return (p[f"bank_of_values.tables.{n}"][ids],) * 2
+        if "bank" in s and among(o := s["bank"]["bank_layers"], n, L):
+            bank = [m for m in range(L) if among(o, m, L)]
+            gain = p["bank_of_values.gains"][bank.index(n)] if s["bank"]["bank_gain"] else 1
+            return (gain * (V[0] if s["bank"]["bank"] == "first" else p[f"bank_of_values.tables.{n}"][ids]),) * 2
         if shared(n, "v") != n:
             return (V[shared(n, "v")],) * 2
+        if "skip_v1" in s and n > 0 and G == 1:
+            return (V[0],) * 2
         own = x @ p[f"blocks.{n}.attn.v_proj.weight"].T
+        if "skip_v1" in s and n > 0:
+            return own, torch.cat((own, V[0][..., own.shape[-1] :]), -1)
+        if "value_scale" in s:
+            C = s["value_scale"]["scale_start"] * shape.d_model * dh * 0.02**2 * p[f"value_scale.thetas.{n}"].exp()
+            squared = [head(own, g).pow(2).sum(-1, keepdim=True) for g in range(G)]
+            own = torch.cat([head(own, g) * squared[g] / (squared[g] + C[g]) for g in range(G)], -1)
+        if "value_gate" in s:
+            read = own if s["value_gate"]["gate_from"] == "value" else x
+            gate = sigmoid(read @ p[f"value_gate.gates.{n}"].T)
+            own = torch.cat([gate[..., g, None] * head(own, g) for g in range(G)], -1)
         if "held_start" in s:
             parts = (own[:, :1], s["held_start"]["start_norm"]), (own[:, 1:], s["held_start"]["others_norm"])
             heads = [(head(part, g), norm) for part, norm in parts for g in range(G)]
@@ -159,11 +201,19 @@ def logits(name, weights, shape, ids, options):
             own = torch.cat([torch.cat(heads[:G], -1), torch.cat(heads[G:], -1)], 1)
         if "resformer" in s:
             o, layers = s["resformer"], s["resformer"]["layers"]
-            if n > o["source_layer"] and (
-                layers == "all" or (n >= L - max(1, round(3 * L / 8)) if layers == "late" else n in layers)
-            ):
+            if n > o["source_layer"] and among(layers, n, L):
                 first = OWN[o["source_layer"]]
                 return own, o["lambda_v1"] * (first.detach() if o["detach_source"] else first) + o["lambda_own"] * own
+        if "satformer" in s and n > 0 and among(s["satformer"]["layers"], n, L):
+            alpha = GATES[s["satformer"]["gate"]](x @ p[f"satformer.gates.{n}"].T)
+            return own, torch.cat([head(own, g) + alpha[..., g, None] * head(V[0], g) for g in range(G)], -1)
+        if "gated_tables" in s:
+            o, at, layers = s["gated_tables"], "gated_value_embedding.", s["gated_tables"]["table_layers"]
+            if (L - 1 - n) % 2 == 0 if layers == "alternate" else among(layers, n, L):
+                gate = sigmoid(x[..., : o["gate_channels"] or 12] @ p[f"{at}gates.{n}"].T)
+                rows = p[f"{at}tables.{n}"][ids]
+                added = [o["gate_scale"] * gate[..., g, None] * head(rows, g) for g in range(G)]
+                return own, own + torch.cat(added, -1)
         if "learnable" in s and n > 0:
             first, last = p["resformer_learnable.first"], p["resformer_learnable.own"]
             return own, first[n - 1] * V[0] + last[n - 1] * own
@@ -252,13 +302,16 @@ def logits(name, weights, shape, ids, options):
                 u = u + s["neutreno"]["neutreno_lambda"] * (head(V[0], g) - v)
             if "identity_map" in s and (sources := before(s["identity_map"]["identity_source"], n)):
                 u = u + s["identity_map"]["identity_scale"] / len(sources) * sum(head(OWN[m], g) for m in sources)
+            if "value_gate_query" in s:
+                read = V[n] if s["value_gate_query"]["gate_from"] == "value" else x
+                opened = sigmoid(read @ p[f"value_gate_query.gates.{n}"].T)[..., h, None]
             if "exclusive" in s:
                 share = torch.tanh(p[f"exclusive_attention.alphas.{n}"][h]) if s["exclusive"]["gated"] else 1
                 u = u - share * (u * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
-            U.append(u)
+            U.append(opened * u if "value_gate_query" in s else u)
         U = torch.cat(U, -1)
         if "gate" in s:
-            U = U / (1 + torch.exp(-x @ p[f"gated_attention.gates.{n}"].T))
+            U = U * sigmoid(x @ p[f"gated_attention.gates.{n}"].T)
         cut = s["cut_skip"]["cut"] if "cut_skip" in s and n == 0 else "none"
         outputs.append(leaving(U @ p[at + "attn.o_proj.weight"].T, at + "ln1_post."))
         middle = outputs[-1] + (0 if cut in ("attn", "both") else y)
@@ -266,7 +319,7 @@ def logits(name, weights, shape, ids, options):
             middle = chosen(2 * n + 1, outputs)
         m = entering(middle, at + "ln2.")
         gate = m @ p[at + "mlp.gate_proj.weight"].T
-        y = (gate / (1 + torch.exp(-gate)) * (m @ p[at + "mlp.up_proj.weight"].T)) @ p[at + "mlp.down_proj.weight"].T
+        y = (gate * sigmoid(gate) * (m @ p[at + "mlp.up_proj.weight"].T)) @ p[at + "mlp.down_proj.weight"].T
         y = leaving(y, at + "ln2_post.")
         outputs.append(y)
         y = y + (0 if cut in ("mlp", "both") else middle)

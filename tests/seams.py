@@ -16,7 +16,7 @@ from workbench.models.shortcut import overrides
 
 SHAPE = ModelConfig(n_layers=3, d_model=16, n_heads=4, d_mlp=8, d_vocab=11, n_ctx=16)
 SEAMS = (
-    "prepare", "shared_source", "weights", "softmaxes", "output", "gate", "constants", "skip",
+    "prepare", "shared_source", "own_value", "weights", "softmaxes", "output", "gate", "constants", "skip",
     "stream_sources",
 )  # fmt: skip
 
@@ -26,7 +26,7 @@ def uses(name):
     """What a small model of an architecture does at the seams, as a set of facts."""
     model = compose(name, SHAPE)
     facts: set[tuple] = {(seam,) for s in model.shortcuts for seam in SEAMS if overrides(s, seam)}
-    facts |= {("gate", type(s)) for s in model.shortcuts if overrides(s, "gate")}  # of the input, or of the values
+    facts |= {("gate", bool(list(s.parameters()))) for s in model.shortcuts if overrides(s, "gate")}  # learned, or not
     facts |= {("stream_sources", s.weighs_tokens) for s in model.shortcuts if overrides(s, "stream_sources")}
     facts |= {("learned", p.ndim > 1) for s in model.shortcuts for p in s.parameters()}
     facts |= {("grouped",)} if model.config.n_key_value_heads < model.config.n_heads else set()

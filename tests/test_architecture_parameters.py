@@ -32,7 +32,13 @@ def expected_parameters(name, c):
         "share_k": -pairs * d * D,
         "share_v": -pairs * d * D,
         "value_embedding": tables * c.d_vocab * D + L + 2 * tables,
-        "bank_of_values": bank * (c.d_vocab - d) * D,
+        "bank_of_values": bank * ((c.d_vocab - d) * D + 1),
+        "gated_value_embedding": math.ceil(L / 2) * (c.d_vocab * D + c.n_heads * D // d * 12),
+        "satformer": (L - 1) * d * c.n_heads,
+        "skip_v1": -(L - 1) * d * (c.n_heads // 2) * c.d_head,
+        "value_scale": L * c.n_heads,
+        "value_gate": L * c.n_heads * D,
+        "value_gate_query": L * c.n_heads * D,
         "gated_attention": L * d * d,
         "sandwich_norm": 2 * L * d,
         "post_norm": L * (d + D),
@@ -77,7 +83,12 @@ def test_parameters_of_anchors_groups_and_grouped_heads():
     assert count("gqa", query_group=4) == vanilla - 4 * 2 * matrix * 3 // 4
     assert count("svformer+cla", group=4, anchors=[0, 2]) == vanilla - 3 * matrix - 2 * matrix
     assert count("value_embedding", value_tables=1) == vanilla + 1024 * 96 + 4 + 2
-    assert count("bank_of_values", bank_layers=[1, 2, 3]) == vanilla + 3 * (1024 * 96 - matrix)
+    assert count("bank_of_values", bank_layers=[1, 2, 3]) == vanilla + 3 * (1024 * 96 - matrix + 1)
+    assert count("bank_of_values", bank="first", bank_layers=[1, 2, 3]) == vanilla + 3 * (1 - matrix)
+    assert count("svformer", shared_layers="last_third") == vanilla - matrix
+    assert count("skip_v1", skip_heads=1) == vanilla - 3 * matrix // 4
+    assert count("satformer", layers=[3]) == vanilla + 96 * 4
+    assert count("sink_logit", logit="zero") == vanilla
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_every_edit_is_right_or_refused_by_name_everywhere(tiny, any_architectur
     plain = model(ids)
     texts = {"coefficient": "coefficient:path=v,value=2.5", "values": "values:site=arriving,how=shuffle"}
     has = {
-        "coefficient": any("v_mix" in name for name in model.hook_dict),
+        "coefficient": any(name.endswith(("v_mix", "v_weights")) for name in model.hook_dict),
         "values": bool(branches(model)),
     }
     for kind in KINDS:

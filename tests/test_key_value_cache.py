@@ -69,6 +69,7 @@ def elements(name, options, L, D):
     for part in parts:
         if part == "svformer":
             values = anchors
+        values = (L + 1) / 2 if part == "skip_v1" else values
         shared = {"cla": share, "share_k": "k", "share_v": "v"}.get(part, "")
         keys = leaders if "k" in shared else keys
         values = leaders if "v" in shared else values
@@ -85,7 +86,15 @@ def test_bytes_held_equal_the_formula_and_the_storage(tiny, architecture, option
     assert cache.nbytes() == 2 * 10 * each * 4
     storages = {e.untyped_storage().data_ptr(): e.untyped_storage().nbytes() for e in cache.entries.values()}
     assert sum(storages.values()) == cache.nbytes()
-    if architecture not in ("transformer", "svformer", "gqa", "cla", "cla+cross_layer_all"):
+    if architecture not in (
+        "transformer",
+        "svformer",
+        "gqa",
+        "cla",
+        "cla+cross_layer_all",
+        "skip_v1",
+        "bank_of_values",
+    ):
         return  # what is measured is the same cache
     frame = measure(model, ["cache_bytes", "cache_traffic"], tokens(model, 10))
     assert frame["control"].fillna("").tolist() == ["", "formula", "", "capacity"]
@@ -165,7 +174,7 @@ def test_a_cache_refuses_another_model_batch_or_too_much(tiny):
     model(tokens(model, 28), past_kv_cache=cache)
 
 
-@pytest.mark.parametrize("architecture", ["svformer", "cla", "cross_layer_all", "bank_of_values"])
+@pytest.mark.parametrize("architecture", ["svformer", "cla", "cross_layer_all", "bank_of_values", "skip_v1"])
 @pytest.mark.parametrize("first", [0, 5])
 def test_a_pass_that_fails_leaves_the_cache_as_it_was(awake, architecture, first):
     """Also where a hook had made a borrowing layer store values of its own, and where room ran out on the way."""
@@ -189,6 +198,31 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(awake, architecture, first
     model(ids, past_kv_cache=fresh)
     assert cache.nbytes() == fresh.nbytes() >= before
     assert cache.traffic() == fresh.traffic()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("from_step", [0, 6])
+@pytest.mark.parametrize("point", ["hook_v", "source.0.hook_v", "own.hook_v"])
+def test_heads_that_are_shared_are_stored_once_a_hook_changes_them(awake, point, from_step):
+    """Also from the middle of a sequence on, when the source's past is theirs."""
+    model = awake("skip_v1", dtype=WIDE)
+    ids, name = tokens(model, 9), f"blocks.1.attn.{point}"
+
+    def change(v, hook):
+        v[:, max(from_step - start, 0) :] *= 2  # in place: the source's own must not notice
+
+    start = 0
+    with model.hooks([(name, change)]):
+        whole = model(ids)
+    cache, found = model.new_cache(2), []
+    for part in ids.split(3, 1):
+        with model.hooks([(name, change)] if start + 3 > from_step else []):
+            found.append(model(part, past_kv_cache=cache))
+        start += 3
+    assert (torch.cat(found, 1) - whole).abs().max() < 1e-10
+    assert (whole - model(ids)).abs().max() > 1e-3
+    others = [key for key in cache.entries if key[0] == "v of others"]
+    assert others == ([] if point == "own.hook_v" else [("v of others", 1)])
 
 
 @pytest.mark.parametrize("architecture", ["transformer", "svformer", "cla", "cross_layer"])

@@ -98,10 +98,16 @@ def test_activations_obey_their_identities(awake, architecture):
                 for n in sorted(model.hook_dict)
                 if re.fullmatch(rf"{at}(first|source\.\d+|table)\.{point}", n)
             ]
-            weights = found(f"{point}_mix")
+            weights, by_token = found(f"{point}_mix"), found(f"{point}_weights")
             if weights is not None:
-                mixed = sum(w * x for w, x in zip(weights, [*sources[: len(weights) - 1], own], strict=True))
+                terms = sources if own is None else [*sources[: len(weights) - 1], own]
+                mixed = sum(w * x for w, x in zip(weights, terms, strict=True))
                 torch.testing.assert_close(found(point), mixed, atol=1e-13, rtol=0)
+            elif by_token is not None:
+                mixed = sum(w[..., None] * x for w, x in zip(by_token.unbind(-1), [*sources, own], strict=True))
+                torch.testing.assert_close(found(point), mixed, atol=1e-13, rtol=0)
+            elif own is not None and own.shape != found(point).shape:
+                assert torch.equal(found(point), torch.cat((own, sources[0][:, :, own.shape[2] :]), 2))
             elif own is not None:
                 assert torch.equal(found(point), own)
             elif not hasattr(block.attn, f"{tensor}_proj"):

@@ -17,8 +17,12 @@ ALONE = 1024  # tokens read at once, each alone
 
 
 def tokens_ahead(x: Tensor, unit: Tensor, ids: Tensor) -> Tensor:
-    """How many unit rows [d_vocab, width] are nearer to x [batch, pos, width] by cosine than its own token's: [batch, pos]."""
-    results = []
+    """How many unit rows [d_vocab, width] are nearer to x [batch, pos, width] by cosine than its own token's: [batch, pos].
+
+    Where x has the first heads alone, these are compared.
+    """
+    results, width = [], x.shape[-1]
+    unit = unit if width == unit.shape[1] else _unit(unit[:, :width])
     for part, target in zip(x.double().split(CHUNK, 1), ids.split(CHUNK, 1), strict=True):
         scores = part @ unit.T  # the vector's own length does not change the order
         results.append((scores > scores.gather(-1, target[..., None])).sum(-1))

@@ -62,7 +62,8 @@ def layer_similarity(model: Any, sample: Any, data: Any, batch: int) -> Iterator
 
     CKA = ||Y^T X||_F^2 / (||X^T X||_F ||Y^T Y||_F) on features centred over tokens, from d x d cross moments that are
     streamed, so memory does not grow with the documents. Column `source` is the other layer. Caution: few tokens inflate
-    CKA (take many more than d); values of two layers live in bases of their own, which only CKA does not mind.
+    CKA (take many more than d); values of two layers live in bases of their own, which only CKA does not mind. Where a layer
+    projects some heads' own values alone, the cosine is over the heads that both project.
     """
     for site in CKA_SITES:
         points = hook_points(model, site)
@@ -74,9 +75,10 @@ def layer_similarity(model: Any, sample: Any, data: Any, batch: int) -> Iterator
             _, cache = model.run_with_cache(ids, names_filter=list(points.values()))
             vectors = {n: wide(cache[name].flatten(2)) for n, name in points.items()}
             moments.add({n: x.flatten(0, 1) for n, x in vectors.items()})
-            units = {n: torch.nn.functional.normalize(x.double(), dim=-1) for n, x in vectors.items()}
-            for n, m in pairs(units):
-                cosines.setdefault((n, m), []).append((units[n] * units[m]).sum(-1).mean(1).cpu())
+            for n, m in pairs(vectors):
+                both = min(vectors[n].shape[-1], vectors[m].shape[-1])
+                x, y = (vectors[i][..., :both].double() for i in (n, m))
+                cosines.setdefault((n, m), []).append(torch.cosine_similarity(x, y, dim=-1).mean(1).cpu())
         alike = moments.cka()
         for (n, m), parts in cosines.items():
             yield mean_row(torch.cat(parts), site=site, layer=n, source=m, unit="cosine")

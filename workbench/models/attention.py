@@ -152,7 +152,9 @@ class Attention(HookedModule):
         mixer: Any = wiring.mixer
         tensors = [*(sources[j].detach() if mixer.detaches else sources[j] for j in wiring.mixed), *own]
         weights = self.hooked_weights(name, mixer.weights(name, self.layer, memory, x), tensors[-1])
-        return mix([w[..., None] if isinstance(w, Tensor) and w.ndim > 1 else w for w in weights], tensors)
+        by_token = mixer.weighs_tokens
+        wide = [w[..., None].to(tensors[-1].dtype) if by_token and isinstance(w, Tensor) else w for w in weights]
+        return mix(wide, tensors)
 
     def constants(self, path: str, like: Tensor) -> Mapping[str, Weight]:
         """Coefficients of the head outputs' (`output`) or softmaxes' (`pattern`) shortcuts, by what they multiply."""

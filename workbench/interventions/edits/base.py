@@ -206,8 +206,11 @@ class Edit:
         """Hooks that make it at a layer; anything else is undone when the stack closes."""
 
         def change(tensor: Tensor, hook: Any) -> Tensor:
-            new = self.replaced(model, tensor, str(hook.name), layer, inputs)
-            return _into(tensor, new, getattr(self, "head", ()))
+            new, heads = self.replaced(model, tensor, str(hook.name), layer, inputs), getattr(self, "head", ())
+            if new.shape != tensor.shape or (heads and max(heads) >= tensor.shape[2]):
+                have = f"{tensor.shape[2]} heads of its own, the others are another layer's"
+                raise WorkbenchError(f"{self}: layer {layer} has {have}; leave these out, or choose site=v")
+            return _into(tensor, new, heads)
 
         return [(name, change) for name in self.points(model, layer)]
 

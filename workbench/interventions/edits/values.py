@@ -106,4 +106,5 @@ class Values(Edit):
             means = table.replacement(layer, tokens, "token_mean").to(tensor)
             return torch.where(table.seen(tokens)[..., None, None], means, tensor)
         read = ("same", self._read_from(model)) if self.how == "layer" else ("other", name)
-        return inputs.activations[read].expand_as(tensor)
+        found = inputs.activations[read]
+        return found.expand(len(tensor), *found.shape[1:])

@@ -6,7 +6,7 @@ Source: Zhou, Wu, Jiang, Obeid, Lan (2024), Value Residual Learning: identity fo
 constant form (2, 1), the best of their sweep; sparse form, lambda 5 on the last three layers of eight (Zhou et al. 2025,
 as reported by others; the own coefficient of these layers, 1, is our reading).
 Seam: values, before the head split and the cache write; V_1 is not detached, so every layer trains W_1^V.
-Options: `layers` that mix, `source_layer` instead of the first (it and the layers before it are standard),
+Options: `layers` that mix (a list, all, late, last_third), `source_layer` instead of the first (it and the layers before it are standard),
 `detach_source` (a different model, as some re-implementations have it).
 Parameters: none.
 Cache: 2 L T D; each layer stores its mixed values, V_1 is the first layer's own entry.

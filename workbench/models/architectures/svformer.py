@@ -5,11 +5,12 @@ U_n = A_n V_1 for layers n >= 2; those layers have no value projection.
 Source: Zhou et al. (2024), Value Residual Learning, as in the authors' code (one anchor, the first layer; but their code
 writes the shared values into every layer's cache, ours holds them once).
 Seam: `shared_source`.
-Parameters: -(L - k) d D for k anchors.
+Parameters: -(L - k) d D for k layers with values of their own.
 Cache: (L + k) T D, which is (L + k) / (2 L) of the decoder's bytes.
 Options: `anchors`, layers (from 0) with values of their own, each later layer reads the latest anchor's; or
-`refresh_every` r: anchors 0, r, 2r, ...
-Degenerate case: anchors = all layers is the vanilla decoder.
+`refresh_every` r: anchors 0, r, 2r, ...; or `shared_layers`, those that read the first layer's: `last_third` is a comparison of
+Bank of Values (2026, arXiv 2606.02780).
+Degenerate case: anchors = all layers, or shared_layers = [], is the vanilla decoder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Projection, Shortcut, Source
+from workbench.models.shortcut import Projection, Shortcut, Source, chosen_layers
 
 
 class SVFormer(Shortcut):
@@ -27,14 +28,19 @@ class SVFormer(Shortcut):
     prefix = "svformer"
 
     def __init__(
-        self, config: ModelConfig, *, anchors: Sequence[int] | None = None, refresh_every: int | None = None
+        self,
+        config: ModelConfig,
+        *,
+        anchors: Sequence[int] | None = None,
+        refresh_every: int | None = None,
+        shared_layers: str | Sequence[int] = "all",
     ) -> None:
         super().__init__(config)
-        layers, last = config.n_layers, config.n_layers - 1
+        depth, last = config.n_layers, config.n_layers - 1
         if refresh_every is not None and (isinstance(refresh_every, bool) or refresh_every not in range(1, last + 2)):
-            closest = min(max(refresh_every, 1), layers)
-            raise WorkbenchError(f"refresh_every={refresh_every}: must be 1..{layers} (n_layers); nearest {closest}")
-        every = tuple(range(0, layers, refresh_every or layers))
+            closest = min(max(refresh_every, 1), depth)
+            raise WorkbenchError(f"refresh_every={refresh_every}: must be 1..{depth} (n_layers); nearest {closest}")
+        every = tuple(range(0, depth, refresh_every or depth))
         self.anchors = every if anchors is None else tuple(anchors)
         self.refresh_every = refresh_every
         if self.anchors[:1] != (0,) or list(self.anchors) != sorted(set(self.anchors) & set(range(last + 1))):
@@ -46,6 +52,12 @@ class SVFormer(Shortcut):
             raise WorkbenchError(
                 f"anchors={self.anchors} contradict refresh_every={refresh_every}, which means {every}; give one"
             )
+        self.shared_layers = chosen_layers("shared_layers", shared_layers, range(1, depth))
+        if self.shared_layers != tuple(range(1, depth)) and self.anchors != (0,):
+            both = f"shared_layers={shared_layers!r} use the first layer's values, anchors={self.anchors} others' too"
+            raise WorkbenchError(f"{both}; give one")
 
     def shared_source(self, projection: Projection, layer: int) -> Source:
-        return max(a for a in self.anchors if a <= layer) if projection == "v" else layer
+        return (
+            max(a for a in self.anchors if a <= layer) if projection == "v" and layer in self.shared_layers else layer
+        )

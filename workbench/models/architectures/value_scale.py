@@ -1,0 +1,45 @@
+"""V-scale: values are shortened by their own length, short ones most.
+
+V_n = v |v|^2 / (|v|^2 + C_{n,g}) for each key-value head g of the layer's own values v, C = c d d_head 0.02^2 e^theta_{n,g}: at the
+start, with c = `scale_start` = 1, the mean squared length of a value under weights of standard deviation 0.02.
+
+Source: arXiv 2603.17771, version 2 (2026): after W_V and before the attention, theta learned from 0. C for each key-value head where
+heads are grouped is our reading. With value residuals what is mixed is the scaled value.
+Seam: own values; `thetas.<layer>` [kv_head].
+Parameters: L G for G key-value heads.
+Cache: 2 L T D, the scaled values.
+Degenerate case: c = 0, or C -> 0, is the vanilla decoder. With r = |v|^2 the map stretches small changes across v by r / (r + C),
+along v by (r^2 + 3 C r) / (r + C)^2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from workbench.config import ModelConfig
+from workbench.models.shortcut import Shortcut, number
+
+PUBLISHED_STD = 0.02  # of the weights, in C
+TINY = 1e-12  # of a squared length; below it a value is nothing
+
+
+class ValueScale(Shortcut):
+    """A learned soft threshold on the length of each head's value."""
+
+    prefix = "value_scale"
+
+    def __init__(self, config: ModelConfig, *, scale_start: float = 1.0) -> None:
+        super().__init__(config)
+        self.scale_start = number("scale_start", scale_start, minimum=0.0)
+        self.start = self.scale_start * config.d_model * config.d_head * PUBLISHED_STD**2
+        thetas = (torch.zeros(config.n_key_value_heads) for _ in range(config.n_layers))
+        self.thetas = nn.ParameterList(map(nn.Parameter, thetas))
+
+    def own_value(self, layer: int, v: Tensor, x: Tensor, past: int) -> Tensor:
+        squared = v.square().sum(-1, keepdim=True)
+        threshold = (self.start * self.thetas[layer].exp())[:, None].to(squared.dtype)
+        return v * (squared / (squared + threshold).clamp_min(TINY))
+
+    def coefficients(self) -> dict[str, list[float]]:
+        return {"value_threshold": [self.start * float(theta.exp().mean()) for theta in self.thetas]}
