@@ -218,6 +218,7 @@ class _Loop:
         for row in measure.function(gradients, {}):
             self.telemetry.add(self.step, "gradient_norm", row.value, part=row.part, layer=row.layer, **axes)
 
+    @torch.no_grad()
     def _note_coefficients(self) -> None:
         for shortcut in self.bare.shortcuts:
             for part, values in shortcut.coefficients().items():

@@ -175,6 +175,7 @@ class Recorder:
             if name in norms:
                 record.add({"metric": "gradient_norm", "variant": self.variant, **self._place(name)}, norms[name])
 
+    @torch.no_grad()
     def _coefficients(self, record: StepRecord) -> None:
         for shortcut in getattr(self.model, "shortcuts", ()):
             for part, values in shortcut.coefficients().items():
