@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from head_twins import HEAD_TWINS
 from plain_decoder import Twin, rope, sdpa
 from stream_twins import STREAM_TWINS
 from torch import nn
@@ -233,6 +234,7 @@ class ValueEmbedding(Twin):
 class BankOfValues(Twin):
     def more(self, d, vocab):
         self.tables = nn.ParameterDict({str(i): nn.Parameter(torch.empty(vocab, self.width)) for i in self.bank()})
+        self.gains = nn.Parameter(torch.empty(len(self.bank())))
 
     def bank(self) -> range:
         return range(self.layers - self.layers // 3, self.layers)
@@ -246,7 +248,7 @@ class BankOfValues(Twin):
     def value(self, i, b, y, m):
         if i not in self.bank():
             return b.heads(b.v(y))
-        return b.heads(F.embedding(m["tokens"], self.tables[str(i)]))
+        return self.gains[i - self.bank().start] * b.heads(F.embedding(m["tokens"], self.tables[str(i)]))
 
 
 class GatedAttention(Twin):
@@ -335,12 +337,14 @@ TWINS: dict[str, type[Twin]] = {
     "svformer+gqa": SVFormer,
     "svformer+cla": SVFormerCLA,
     **STREAM_TWINS,
+    **HEAD_TWINS,
 }
 
 NAMES = {  # a fragment of our tensors' names -> of the twin's
     "attn.q_proj": "q", "attn.k_proj": "k", "attn.v_proj": "v", "attn.o_proj": "o", "mlp.gate_proj": "gate",
     "mlp.up_proj": "up", "mlp.down_proj": "down", "ln_final": "norm", "unembed": "head", "dwa.alphas": "alphas",
-    "attention_residuals.": "",
+    "attention_residuals.": "", "gated_value_embedding.": "", "satformer.": "", "value_scale.": "", "value_gate.": "",
+    "value_gate_query.": "", "sink_logit.": "",
     "gated_attention.": "", "bank_of_values.": "", "value_embedding.own": "owns", "value_embedding.tables": "tables",
     "value_embedding.table": "lambdas", "resformer_dense.": "", "resformer_learnable_plus.own": "owns",
     "resformer_learnable_plus.": "", "resformer_learnable.first": "firsts", "resformer_learnable.own": "owns",

@@ -56,8 +56,9 @@ def _fused(softmax: Softmax, values: Sequence[Tensor]) -> Tensor:
     q, keys = softmax.q, softmax.keys
     length, sets, width = q.shape[1], len(keys), values[0].shape[-1]
     past = keys[0].shape[1] - length
-    # position-major, so that all keys up to a position are one slice
-    k, v = (torch.cat(tuple(x), 2).view(q.shape[0], -1, *x[0].shape[2:]) if sets > 1 else x[0] for x in (keys, values))
+    k, v = keys[0], values[0]
+    if sets > 1:  # position-major, so that all keys up to a position are one slice
+        k, v = (torch.cat(tuple(x), 2).view(q.shape[0], -1, *x[0].shape[2:]) for x in (keys, values))
     if v.shape[-1] < k.shape[-1]:  # unequal widths would leave the fused path
         v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
     attend: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2])

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_FORWARD, _BACKWARD = (f"_scaled_dot_product_flash_attention_for_cpu{x}" for x in ("", "_backward"))
+_CALL = "_scaled_dot_product_flash_attention_for_cpu"
+_FORWARD, _BACKWARD = (getattr(getattr(torch.ops.aten, _CALL + x, None), "default", None) for x in ("", "_backward"))
 _MULTIPLE = 8  # channels: what fused calls on a GPU take
 
 
@@ -28,11 +29,15 @@ def attention_with_null(
     """As `scaled_dot_product_attention` of [batch, head, pos, d_head], key-value heads repeated; `null` [head], differentiable."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    if q.device.type == "cpu" and hasattr(torch.ops.aten, _BACKWARD) and not torch.compiler.is_compiling():
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) if x.shape[1] < q.shape[1] else x for x in (k, v))
+    if q.device.type != "cpu" or _BACKWARD is None or torch.compiler.is_compiling():
+        return _as_a_key(q, k, v, null, attn_mask, is_causal)
+    if k.shape[1] < q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if torch.is_grad_enabled():
         result: Tensor = _Rescaled.apply(q, k, v, null, attn_mask, is_causal)
         return result
-    return _as_a_key(q, k, v, null, attn_mask, is_causal)
+    z, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=attn_mask)
+    return z * (lse - null.to(lse.dtype)[:, None]).sigmoid_().to(z.dtype)[..., None]
 
 
 class _Rescaled(torch.autograd.Function):
@@ -40,9 +45,9 @@ class _Rescaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        z, lse = getattr(torch.ops.aten, _FORWARD)(q, k, v, 0.0, causal, attn_mask=mask)
+        z, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask)
         whole = torch.logaddexp(lse, null.to(lse.dtype)[:, None])
-        z = z * (lse - whole).exp().to(z.dtype)[..., None]
+        z = z * (lse - whole).exp_().to(z.dtype)[..., None]
         ctx.save_for_backward(q, k, v, z, whole, null)
         ctx.mask, ctx.causal = mask, causal
         return z
@@ -50,10 +55,9 @@ class _Rescaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, z, whole, null = ctx.saved_tensors
-        call = getattr(torch.ops.aten, _BACKWARD)
-        by_q, by_k, by_v = call(slope, q, k, v, z, whole, 0.0, ctx.causal, attn_mask=ctx.mask)
+        by_q, by_k, by_v = _BACKWARD(slope, q, k, v, z, whole, 0.0, ctx.causal, attn_mask=ctx.mask)
         along = (slope * z).sum(-1, dtype=whole.dtype)
-        by_null = -(along * (null.to(whole.dtype)[:, None] - whole).exp()).sum((0, 2))
+        by_null = -(along * (null.to(whole.dtype)[:, None] - whole).exp_()).sum((0, 2))
         return by_q, by_k, by_v, by_null.to(null.dtype), None, None
 
 

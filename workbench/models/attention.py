@@ -46,8 +46,8 @@ class Attention(HookedModule):
         super().__init__()
         self.config, self.wiring, self.layer = config, wiring, wiring.layer
         self.projections = wiring.projections
-        projected = {n: p for n, p in self.projections.items() if p.projects}
-        for name, projection in projected.items():
+        self.projected = {n: p for n, p in self.projections.items() if p.projects}
+        for name, projection in self.projected.items():
             heads = projection.own_heads or (config.n_heads if name == "q" else config.n_key_value_heads)
             setattr(self, _PROJECTION[name], Linear(config.d_model, heads * config.d_head, bias=False))
         self.o_proj = Linear(config.d_model, config.d_model, bias=False)
@@ -64,7 +64,7 @@ class Attention(HookedModule):
             apart = self.layer > 0 and not projection.own_heads
             self.stores[name] = [((name, self.layer, s), s == "own" and apart) for s in states]
         self.stores_attended = tuple(n for n in ATTENDED if (n, "cached") in wiring.stored)
-        self.shows_own = tuple(n for n, p in projected.items() if n == "v" or p.sources)
+        self.shows_own = tuple(n for n, p in self.projected.items() if n == "v" or p.sources)
         if self.shows_own:
             self.own = HookedModule()
             self.own.add_hook_points(*self.shows_own)
@@ -120,41 +120,49 @@ class Attention(HookedModule):
         """Effective query, key or value [batch, pos, head, d_head], and those of other layers that were read."""
         wiring, hook = self.projections[name], _HOOK[name]
         sources = {j: module.run_hook_on_copy(hook, memory[key]) for j, module, key in self.reads[name]}
-        own = [self.projected(name, x, memory)] if wiring.projects else []
+        own: Tensor | None = None
+        if name in self.projected:
+            own = getattr(self, _PROJECTION[name])(x).view(*x.shape[:2], -1, self.config.d_head)
+            if name == "v":
+                for shortcut in self.wiring.own_values:
+                    own = shortcut.own_value(self.layer, own, x, memory["past"])
+            if name in self.shows_own:
+                own = self.own.run_hook(hook, own)
         if wiring.mixer is not None:
             effective = self.run_hook(hook, self.mixed(name, x, sources, own, memory))
         elif wiring.shared_source is None:
-            own = [effective := self.run_hook(hook, own[0])]
-        elif not own:
-            effective = self.run_hook_on_copy(hook, sources[wiring.shared_source])
+            own = effective = self.run_hook(hook, own)
         else:
-            joined = torch.cat((*own, sources[wiring.shared_source][:, :, wiring.own_heads :]), 2)
-            effective = self.run_hook_on_copy(hook, joined)
-            as_stored = memory[name, wiring.shared_source, "effective"]
-            memory["joined", name, self.layer] = effective is joined and sources[wiring.shared_source] is as_stored
+            effective = self.shared(name, sources[wiring.shared_source], own, memory)
         for key, before_mixing in self.stores[name]:
-            memory[key] = own[0] if before_mixing and own else effective
+            memory[key] = own if before_mixing and own is not None else effective
         return effective, sources
 
-    def projected(self, name: Projection, x: Tensor, memory: Memory) -> Tensor:
-        """What the layer projects itself [batch, pos, head, d_head], before any mixing."""
-        own = getattr(self, _PROJECTION[name])(x).view(*x.shape[:2], -1, self.config.d_head)
-        if name == "v":
-            for shortcut in self.wiring.own_values:
-                own = shortcut.own_value(self.layer, own, x, memory["past"])
-        return self.own.run_hook(_HOOK[name], own) if name in self.shows_own else own
-
     def mixed(
-        self, name: Projection, x: Tensor, sources: Mapping[Source, Tensor], own: Sequence[Tensor], memory: Memory
+        self, name: Projection, x: Tensor, sources: Mapping[Source, Tensor], own: Tensor | None, memory: Memory
     ) -> Tensor:
         """X_n = sum over j of w_j X_j + w_n X_n^own, X the queries, keys or values: the value residual is this."""
         wiring = self.projections[name]
         mixer: Any = wiring.mixer
-        tensors = [*(sources[j].detach() if mixer.detaches else sources[j] for j in wiring.mixed), *own]
+        tensors = [sources[j].detach() if mixer.detaches else sources[j] for j in wiring.mixed]
+        if own is not None:
+            tensors.append(own)
         weights = self.hooked_weights(name, mixer.weights(name, self.layer, memory, x), tensors[-1])
-        by_token = mixer.weighs_tokens
-        wide = [w[..., None].to(tensors[-1].dtype) if by_token and isinstance(w, Tensor) else w for w in weights]
-        return mix(wide, tensors)
+        if mixer.weighs_tokens:
+            dtype = tensors[-1].dtype
+            weights = [w[..., None].to(dtype) if isinstance(w, Tensor) else w for w in weights]
+        return mix(weights, tensors)
+
+    def shared(self, name: Projection, source: Tensor, own: Tensor | None, memory: Memory) -> Tensor:
+        """Another layer's tensor as it is, or its heads behind those that this layer projects."""
+        wiring, hook = self.projections[name], _HOOK[name]
+        if own is None:
+            return self.run_hook_on_copy(hook, source)
+        joined = torch.cat((own, source[:, :, wiring.own_heads :]), 2)
+        result = self.run_hook_on_copy(hook, joined)
+        untouched = result is joined and source is memory[name, wiring.shared_source, "effective"]
+        memory["joined", name, self.layer] = untouched  # then the cache holds these heads already
+        return result
 
     def constants(self, path: str, like: Tensor) -> Mapping[str, Weight]:
         """Coefficients of the head outputs' (`output`) or softmaxes' (`pattern`) shortcuts, by what they multiply."""

@@ -246,7 +246,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         summary="values by token id added in every second layer by a gate for each token",
         plain="every second layer adds a learned value for each token, as much of it as the text around it asks for",
         classes=("gated_value_embedding.GatedValueEmbedding",), neutral={"gate_scale": 0}, value_path=True),
-    "sink_logit": Architecture(label="sink logits", colour="#1B7F5C", symbol="square",
+    "sink_logit": Architecture(label="sink logits", colour="#006D77", symbol="triangle-down",
         summary="one more column in each softmax, which is no token",
         plain="each head may attend to nothing at all, so it needs no token to rest on",
         classes=("sink_logit.SinkLogit",)),
