@@ -341,6 +341,8 @@ NAMES = {  # a fragment of our tensors' names -> of the twin's
     "attn.q_proj": "q", "attn.k_proj": "k", "attn.v_proj": "v", "attn.o_proj": "o", "mlp.gate_proj": "gate",
     "mlp.up_proj": "up", "mlp.down_proj": "down", "ln_final": "norm", "unembed": "head", "dwa.alphas": "alphas",
     "attention_residuals.": "",
+    "hyper_connections.": "",
+    "mhc.": "",
     "gated_attention.": "", "bank_of_values.": "", "value_embedding.own": "owns", "value_embedding.tables": "tables",
     "value_embedding.table": "lambdas", "resformer_dense.": "", "resformer_learnable_plus.own": "owns",
     "resformer_learnable_plus.": "", "resformer_learnable.first": "firsts", "resformer_learnable.own": "owns",
