@@ -88,8 +88,74 @@ class DyT(Twin):
             b.ln1, b.ln2 = Tanh(d), Tanh(d)
 
 
+class HyperConnections(Twin):
+    n = 4
+
+    def more(self, d, vocab):
+        n = self.n
+        for name, shape in (
+            ("pre", (n,)),
+            ("res", (n * n,)),
+            ("post", (n,)),
+            ("matrices", (n + 2, d)),
+            ("scales", (2,)),
+        ):
+            setattr(self, name, nn.ParameterList(torch.empty(shape) for _ in range(2 * self.layers)))
+
+    def start(self, tokens, x):
+        return {"streams": x.unsqueeze(-2).expand(*x.shape[:-1], self.n, -1)}
+
+    def weights(self, s, X):
+        said = torch.tanh(F.linear(F.rms_norm(X, X.shape[-1:], None, 1e-5), self.matrices[s]))
+        a, b = self.scales[s]
+        res = self.res[s].view(self.n, self.n).T + a * said[..., 1:-1].mT
+        return self.pre[s] + a * said[..., 0], res, self.post[s] + b * said[..., -1]
+
+    def through(self, s, f, m):
+        X = m["streams"]
+        pre, res, post = self.weights(s, X)
+        passing = res @ X
+        out = f((pre.unsqueeze(-2) @ X).squeeze(-2))
+        m["streams"] = torch.addcmul(passing, post.unsqueeze(-1), out.unsqueeze(-2))
+
+    def block(self, i, b, x, m):
+        def attention(x):
+            y = b.ln1(x)
+            q, k, v = self.query(i, b, y, m), self.key(i, b, y, m), self.value(i, b, y, m)
+            return b.o(self.attend(i, q, k, v, y, m).flatten(-2))
+
+        def mlp(x):
+            y = b.ln2(x)
+            return b.down(F.silu(b.gate(y)) * b.up(y))
+
+        self.through(2 * i, attention, m)
+        self.through(2 * i + 1, mlp, m)
+        return m["streams"].mean(-2) if i == self.layers - 1 else x
+
+
+class MHC(HyperConnections):
+    def more(self, d, vocab):
+        n = self.n
+        rows = n * n + 2 * n
+        for name, shape in (("matrices", (rows, n * d)), ("biases", (rows,)), ("scales", (3,))):
+            setattr(self, name, nn.ParameterList(torch.empty(shape) for _ in range(2 * self.layers)))
+
+    def weights(self, s, X):
+        n, flat = self.n, X.flatten(-2)
+        said = F.linear(F.rms_norm(flat, flat.shape[-1:], None, 1e-5), self.matrices[s])
+        parts = zip(said.split((n, n, n * n), -1), self.biases[s].split((n, n, n * n)), self.scales[s], strict=True)
+        pre, post, res = (scale * part + bias for part, bias, scale in parts)
+        res = (res - res.amax(-1, keepdim=True)).exp().unflatten(-1, (n, n))
+        for _ in range(20):
+            res = res / res.sum(-2, keepdim=True)
+            res = res / res.sum(-1, keepdim=True)
+        return pre.sigmoid(), res, 2 * post.sigmoid()
+
+
 STREAM_TWINS: dict[str, type[Twin]] = {
     "attention_residuals": AttentionResiduals,
+    "hyper_connections": HyperConnections,
+    "mhc": MHC,
     "sandwich_norm": SandwichNorm,
     "post_norm": PostNorm,
     "dyt": DyT,

@@ -345,6 +345,7 @@ NAMES = {  # a fragment of our tensors' names -> of the twin's
     "mlp.up_proj": "up", "mlp.down_proj": "down", "ln_final": "norm", "unembed": "head", "dwa.alphas": "alphas",
     "attention_residuals.": "", "gated_value_embedding.": "", "satformer.": "", "value_scale.": "", "value_gate.": "",
     "value_gate_query.": "", "sink_logit.": "",
+    "hyper_connections.": "", "mhc.": "",
     "gated_attention.": "", "bank_of_values.": "", "value_embedding.own": "owns", "value_embedding.tables": "tables",
     "value_embedding.table": "lambdas", "resformer_dense.": "", "resformer_learnable_plus.own": "owns",
     "resformer_learnable_plus.": "", "resformer_learnable.first": "firsts", "resformer_learnable.own": "owns",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from stream_equations import Streams, depth_attention
 
 RESFORMER = {"lambda_v1": 0.5, "lambda_own": 0.5, "layers": "all", "source_layer": 0, "detach_source": False}
 PARTS = {  # name -> (family, its settings)
@@ -28,6 +29,8 @@ PARTS = {  # name -> (family, its settings)
     "attention_residuals": (
         "depth", {"depth_form": "replace", "depth_blocks": None, "depth_heads": 1}
     ),
+    "hyper_connections": ("hyper_connections", {"streams": 4, "dynamic": True}),
+    "mhc": ("mhc", {"streams": 4, "mixing": "sinkhorn"}),
     "denseformer": ("denseformer", {"dilation": 1, "period": 1, "decay_alpha": False}),
     "gqa": ("gqa", {"query_group": 2}),
     "mqa": ("gqa", {"query_group": "all"}),
@@ -237,29 +240,12 @@ def logits(name, weights, shape, ids, options):
             return own, mixed
         return own, own
 
-    def chosen(s_, outputs):
-        """What sublayer s_ reads of the embedding and the outputs so far, by depth attention."""
-        o = s["depth"]
-        if o["depth_form"] == "delta" and s_ == 2 * L:
-            return sum(outputs)
-        N, sums = o["depth_blocks"] or 2 * L, [outputs[0]]
-        sizes, rest = [2 * L // N + (n < 2 * L % N) for n in range(N)], outputs[1:]
-        while rest:
-            size = sizes.pop(0)
-            sums.append(sum(rest[:size]))
-            rest = rest[size:]
-        query, gain = (p[f"attention_residuals.{n}.{s_}"] for n in ("queries", "gains"))
-        size, read = shape.d_model // o["depth_heads"], []
-        for h in range(o["depth_heads"]):
-            chunk = slice(h * size, (h + 1) * size)
-            score = torch.stack([(query * norm(v, gain, shape.rms_norm_eps))[..., chunk].sum(-1) for v in sums])
-            share = score.exp() / score.exp().sum(0) + (o["depth_form"] == "delta")
-            read.append(sum(a[..., None] * v[..., chunk] for a, v in zip(share, sums, strict=True)))
-        return torch.cat(read, -1)
-
     y = embedding = p["embed.weight"][ids]
     X, Q, K, V, OWN = [embedding], [], [], [], []
     outputs = [embedding]  # of the sublayers one by one
+    several = next((f for f in ("hyper_connections", "mhc") if f in s), "")
+    streams = Streams(several, s[several], p, shape, embedding) if several else None
+    y = streams.read(0) if streams else y
     for n in range(L):
         at = f"blocks.{n}."
         x = entering(y, at + "ln1.")
@@ -316,7 +302,10 @@ def logits(name, weights, shape, ids, options):
         outputs.append(leaving(U @ p[at + "attn.o_proj.weight"].T, at + "ln1_post."))
         middle = outputs[-1] + (0 if cut in ("attn", "both") else y)
         if "depth" in s:
-            middle = chosen(2 * n + 1, outputs)
+            middle = depth_attention(2 * n + 1, outputs, s["depth"], p, shape)
+        if streams:
+            streams.write(outputs[-1])
+            middle = streams.read(2 * n + 1)
         m = entering(middle, at + "ln2.")
         gate = m @ p[at + "mlp.gate_proj.weight"].T
         y = (gate * sigmoid(gate) * (m @ p[at + "mlp.up_proj.weight"].T)) @ p[at + "mlp.down_proj.weight"].T
@@ -325,7 +314,10 @@ def logits(name, weights, shape, ids, options):
         y = y + (0 if cut in ("mlp", "both") else middle)
         X.append(y)
         if "depth" in s:
-            y = chosen(2 * n + 2, outputs)
+            y = depth_attention(2 * n + 2, outputs, s["depth"], p, shape)
+        if streams:
+            streams.write(outputs[-1])
+            y = streams.read(2 * n + 2)
         if "residual_hidden" in s and n < L - 1:
             y = s["residual_hidden"]["lambda_h1"] * embedding + s["residual_hidden"]["lambda_h_own"] * y
         if "denseformer" in s and (n + 1) % s["denseformer"]["period"] == 0:

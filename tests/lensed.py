@@ -9,7 +9,7 @@ from workbench.models.shortcut import Shortcut
 
 WIDE = torch.float64
 COMBINED = ["resformer+cross_layer", "denseformer+cut_skip", "resformer+neutreno+gated_attention"]
-CHANGES_STREAM = ("stream_sources", "skip")
+CHANGES_STREAM = ("stream_sources", "skip", "connections")
 AVERAGED = [
     name
     for name, entry in ARCHITECTURES.items()

@@ -17,7 +17,7 @@ from workbench.models.shortcut import overrides
 SHAPE = ModelConfig(n_layers=3, d_model=16, n_heads=4, d_mlp=8, d_vocab=11, n_ctx=16)
 SEAMS = (
     "prepare", "shared_source", "own_value", "weights", "softmaxes", "output", "gate", "constants", "skip",
-    "stream_sources",
+    "stream_sources", "connections",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def moved(model):
     """Averages off their neutral start, where they are no averages yet."""
     generator = torch.Generator().manual_seed(3)
     for name, p in model.named_parameters():
-        if name.startswith(("dwa.", "attention_residuals.")):
+        if name.startswith(("dwa.", "attention_residuals.", "hyper_connections.matrices.")):
             p.data += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return model
 
@@ -121,6 +121,13 @@ def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
         ("attention_residuals+cut_skip", {}, "attention_residuals and cut_skip both define what passes by a sublayer"),
         ("sandwich_norm", {"norms": "prenorm"}, "unknown norms 'prenorm'"),
         ("sandwich_norm+dyt", {}, "sandwich_norm and dyt set one shortcut; keep one"),
+        ("hyper_connections", {"streams": 0}, "streams=0: must be a whole number from 1 on; nearest 1"),
+        ("mhc", {"streams": 2.5}, "streams=2.5: must be"),
+        ("mhc", {"streams": 7, "mixing": "permutations"}, "streams=7: mixing=permutations takes 6 at the most"),
+        ("mhc", {"mixing": "softmax"}, "unknown mixing 'softmax'"),
+        ("mhc+hyper_connections", {}, "mhc and hyper_connections both take streams; keep one"),
+        ("mhc+denseformer", {}, "mhc and denseformer both define what a block reads"),
+        ("hyper_connections+cut_skip", {}, "hyper_connections and cut_skip both define what passes by a sublayer"),
         ("denseformer", {"dilation": 0}, "dilation from 1.*nearest dilation=1"),
         ("denseformer", {"dilation": 1.5}, "dilation.*1.5"),
         (

@@ -27,6 +27,8 @@ def expected_parameters(name, c):
         "svformer": -(L - 1) * d * D,
         "denseformer": L * (L + 3) // 2,
         "attention_residuals": 4 * L * d,
+        "hyper_connections": 2 * L * (4 * 4 + 2 * 4 + 6 * d + 2),
+        "mhc": 2 * L * ((4 * d + 1) * (4 * 4 + 2 * 4) + 3),
         "cla": -pairs * d * D * (1 if "svformer" in parts else 2),
         "share_q": -pairs * d * d,
         "share_k": -pairs * d * D,
@@ -106,7 +108,10 @@ def test_denseformer_weights_by_hand(dilation, period, weights):
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-SECOND = ("attention_residuals.gains.",)  # they multiply what starts at 0, and learn once that has moved
+SECOND = (
+    "attention_residuals.gains.",
+    "hyper_connections.scales.",
+)  # they multiply what starts at 0, and learn once that has moved
 
 
 @pytest.mark.parametrize("layers", [3, 4])

@@ -78,7 +78,8 @@ def test_without_sublayers_only_the_embedding_speaks(tiny, any_architecture):
 # ---- patches ---------------------------------------------------------------------------------------------------------
 
 ELSEWHERE = {
-    "denseformer", "resformer+denseformer", "residual_hidden", "attention_residuals", "value_embedding", "bank_of_values",
+    "denseformer", "resformer+denseformer", "residual_hidden", "attention_residuals", "hyper_connections",
+    "mhc", "value_embedding", "bank_of_values",
 }  # fmt: skip
 """Architectures in which later layers read the embedding, or the token ids, beside the first stream."""
 

@@ -17,7 +17,8 @@ from workbench.interventions.ablation import skip_ablation
 WITHOUT_COEFFICIENTS = {
     "transformer", "attention_residuals", "svformer", "gqa", "mqa", "cla", "share_q", "share_k", "share_v", "cross_layer",
     "cross_layer_all", "gated_attention", "exclusive_attention", "value_scale", "value_gate", "value_gate_query", "skip_v1",
-    "sink_logit", "held_start", "cut_skip", "sandwich_norm", "post_norm", "dyt", "svformer+gqa", "svformer+cla",
+    "sink_logit", "held_start", "cut_skip", "sandwich_norm", "post_norm", "dyt", "hyper_connections", "mhc",
+    "svformer+gqa", "svformer+cla",
 }  # fmt: skip
 BY_TOKEN = {"satformer", "gated_value_embedding"}  # no one number stands for their coefficients
 

@@ -47,7 +47,7 @@ def golden(request):
 
 
 def test_all_references_are_here():
-    assert len(FOLDERS) == 15
+    assert len(FOLDERS) == 16
     assert {Reference(name).found["architecture"] for name in FOLDERS} == {
         "transformer",
         "resformer",
@@ -57,6 +57,7 @@ def test_all_references_are_here():
         "denseformer",
         "attention_residuals",
         "post_norm",
+        "hyper_connections",
     }
 
 
@@ -77,7 +78,10 @@ def test_gradient_norm_of_every_tensor(golden):
     model = golden.load()
     model(golden.ids, return_type="loss").backward()
     norms = {llama_name(name): p.grad.norm().item() for name, p in model.named_parameters()}
-    assert norms == {name: pytest.approx(value, rel=1e-4) for name, value in golden.found["grad_norm"].items()}
+    # what streams that are still alike are read with has no gradient but rounding's
+    assert norms == {
+        name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in golden.found["grad_norm"].items()
+    }
 
 
 def test_token_importance_entropy_of_every_layer(golden):

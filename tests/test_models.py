@@ -154,6 +154,17 @@ def test_activations_obey_their_identities(awake, architecture):
                 mixed = torch.einsum("bps,sbpm->bpm", weights, torch.stack(said[: weights.shape[-1]]))
                 torch.testing.assert_close(read, mixed, atol=1e-12, rtol=0)
             continue
+        if "hyper_connections" in parts:
+            streams = cache["streams", layer - 1] if layer else cache["embed"][:, :, None].expand(2, 7, 4, 32)
+            for kind, reads in (("attn", "resid_pre"), ("mlp", "resid_mid")):
+                pre, res, post = (cache[f"blocks.{layer}.hook_{kind}_{m}"] for m in ("h_pre", "h_res", "h_post"))
+                read = torch.einsum("bps,bpsm->bpm", pre, streams)
+                torch.testing.assert_close(cache[reads, layer], read, atol=1e-12, rtol=0)
+                out = cache[f"{kind}_out", layer]
+                streams = torch.einsum("bpst,bptm->bpsm", res, streams) + post[..., None] * out[:, :, None]
+            torch.testing.assert_close(cache["streams", layer], streams, atol=1e-12, rtol=0)
+            torch.testing.assert_close(cache["resid_post", layer], streams.mean(2), atol=1e-12, rtol=0)
+            continue
         cut = "cut_skip" in parts and layer == 0
         before = cache["attn_out", layer] if cut else cache["resid_pre", layer] + cache["attn_out", layer]
         assert torch.equal(cache["resid_mid", layer], before)

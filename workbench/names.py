@@ -122,6 +122,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "mid_depth_weights": _block(
         "hook_mid_depth_weights", "pos head source", "weights by token of what the MLP reads, over earlier outputs"
     ),
+    **{
+        f"{kind}_{name}": _block(f"hook_{kind}_{name}", f"pos {axes}", meaning.format(sublayer))
+        for kind, sublayer in (("attn", "attention"), ("mlp", "MLP"))
+        for name, axes, meaning in (
+            ("h_pre", "stream", "weights of the streams in what the {} reads"),
+            ("h_res", "into from", "how the streams mix on their way past the {}"),
+            ("h_post", "stream", "how much of the {}'s output each stream gets"),
+        )
+    },
+    "streams": _block(
+        "hook_streams", "pos stream d_model", "all residual streams behind the block, where there are several"
+    ),
     "logits": Activation(hook="", axes="batch pos vocab", meaning="the model's output"),
     "tokens": Activation(hook="", axes="batch pos", meaning="input token ids"),
 }
@@ -179,7 +191,7 @@ def position_axis(hook: str) -> int | None:
     if point.endswith("_mix") or point == "hook_dwa_weights":
         return None
     if point in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k") or point.endswith(
-        ("v_weights", "depth_weights")
+        ("v_weights", "depth_weights", "h_res", "hook_streams")
     ):
         return -3
     return -1 if is_statistic(hook) else -2

@@ -98,9 +98,10 @@ def _refuse_conflicts(name: str, names: Mapping[Shortcut, str], n_layers: int) -
     def refuse(clashing: Sequence[Shortcut], why: str) -> None:
         raise WorkbenchError(f"{name}: {' and '.join(dict.fromkeys(names[s] for s in clashing))} {why}")
 
-    if len(both := [s for s in shortcuts if overrides(s, "stream_sources")]) > 1:
+    streams = [s for s in shortcuts if overrides(s, "connections")]  # which say also what passes by a sublayer
+    if len(both := [s for s in shortcuts if s in streams or overrides(s, "stream_sources")]) > 1:
         refuse(both, "both define what a block reads; keep one")
-    if len(both := [s for s in shortcuts if overrides(s, "skip")]) > 1:
+    if len(both := [s for s in shortcuts if s in streams or overrides(s, "skip")]) > 1:
         refuse(both, "both define what passes by a sublayer; keep one")
     if len(both := [s for s in shortcuts if overrides(s, "softmaxes")]) > 1:
         refuse(both, "both define the attention; keep one")

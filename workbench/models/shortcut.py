@@ -12,6 +12,7 @@
 | `norms` | the norms of a block | sandwich and output norms, DyT |
 | `skip` | around attention and MLP: what passes by | the cut-skip control, Attention Residuals |
 | `stream_sources`, `stream_weights` | before a sublayer: a weighted sum of what stood there and earlier | DenseFormer, the same |
+| `connections` | around a sublayer: several streams, read, mixed and written | hyper-connections, mHC |
 
 Sublayers are counted through: 2 n is layer n's attention, 2 n + 1 its MLP, 2 L the final norm.
 `prepare` runs once per forward pass: what depends on token ids alone, and coefficients that are computed.
@@ -56,6 +57,8 @@ class Shortcut(nn.Module):
     reads: State = "own"
     detaches: bool = False
     """Whether no gradient flows back to the sources it mixes."""
+    streams: int = 1
+    """How many residual streams there are."""
     norms: str = "pre"
     """Where the norms of the blocks stand: one of `norms.PLACEMENTS`."""
     decays: bool = False
@@ -157,6 +160,11 @@ class Shortcut(nn.Module):
         """Their coefficients; of `weighs_tokens` a head is a chunk of d_model."""
         raise NotImplementedError
 
+    def connections(self, sublayer: int, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `streams` [batch, pos, stream, d_model]: their weights in what a sublayer reads [.., stream], how they mix as they
+        pass by it [.., into, from], how much of its output each gets [.., stream]; by token, or without batch and pos."""
+        raise NotImplementedError
+
     def coefficients(self) -> dict[str, list[float]]:
         """Numbers worth following over training: name -> one per layer (NaN where a layer has none)."""
         return {}
@@ -220,6 +228,13 @@ def one_of(name: str, value: str, choices: Sequence[str]) -> str:
     if value not in choices:
         raise UnknownName(name, value, choices)
     return value
+
+
+def stream_count(streams: int) -> int:
+    """A number of streams; raises `WorkbenchError` below one."""
+    if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
+        raise WorkbenchError(f"streams={streams!r}: must be a whole number from 1 on; nearest 1")
+    return streams
 
 
 def one_layer(name: str, layer: int, allowed: range) -> int:

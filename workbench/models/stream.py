@@ -24,6 +24,9 @@ KINDS = ("attn", "mlp")
 class Stream:
     """The residual stream. One for a model; its blocks ask it what follows each sublayer."""
 
+    whole = True
+    """Whether what a block reads is all that passes on."""
+
     def __init__(self, n_layers: int, shortcuts: Sequence[Shortcut]) -> None:
         self.n_layers = n_layers
         cut = next((s for s in shortcuts if overrides(s, "skip")), None)
@@ -81,6 +84,8 @@ class Stream:
 
 class AveragedStream(Stream):
     """What stands before a sublayer is kept, and what some sublayers read is a weighted sum of it."""
+
+    whole = False
 
     def __init__(self, n_layers: int, shortcuts: Sequence[Shortcut], averager: Shortcut) -> None:
         super().__init__(n_layers, shortcuts)
@@ -185,12 +190,6 @@ class AveragedStream(Stream):
 def output_name(sublayer: int) -> str:
     """TransformerLens' name of a sublayer's output: `2_attn_out`, `2_mlp_out`."""
     return f"{sublayer // 2}_{KINDS[sublayer % 2]}_out"
-
-
-def stream_of(n_layers: int, shortcuts: Sequence[Shortcut]) -> Stream:
-    """The stream of a model with these shortcuts."""
-    averager = next((s for s in shortcuts if overrides(s, "stream_sources")), None)
-    return AveragedStream(n_layers, shortcuts, averager) if averager else Stream(n_layers, shortcuts)
 
 
 def _total(weights: Sequence[Weight], values: Sequence[Weight]) -> Weight:

@@ -26,10 +26,11 @@ from workbench.models.cache import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint
 from workbench.models.hooked import HookedModel
 from workbench.models.joint_attention import JointAttention, Recipe
+from workbench.models.multi_stream import MultiStream
 from workbench.models.norms import RMSNorm, block_norms, norm_queries_and_keys
 from workbench.models.rotary import Rotary, Rotation
 from workbench.models.shortcut import Memory, Shortcut, Weight, overrides
-from workbench.models.stream import Stream, stream_of
+from workbench.models.stream import AveragedStream, Stream
 from workbench.models.undrawn import Embedding, Linear
 from workbench.models.wiring import LayerWiring, wire
 
@@ -117,7 +118,7 @@ class Transformer(HookedModel):
         super().__init__(config, architecture)
         self.embed, self.hook_embed = Embedding(config.d_vocab, config.d_model), HookPoint()
         self.rotary = Rotary(config.d_head, config.n_ctx, config.rope_theta)
-        self.residual = stream_of(config.n_layers, shortcuts)
+        self.residual = _stream(config.n_layers, shortcuts)
         norms = next((s.norms for s in shortcuts if s.norms != "pre"), "pre")
         layers = wire(config.n_layers, shortcuts)
         self.blocks = nn.ModuleList(Block(config, wiring, self.residual, norms) for wiring in layers)
@@ -202,3 +203,13 @@ class Transformer(HookedModel):
                 draw(name, tensor)
         for shortcut in self.shortcuts:
             shortcut.initialise(partial(draw, prefix=f"{shortcut.prefix}."))
+
+
+def _stream(n_layers: int, shortcuts: Sequence[Shortcut]) -> Stream:
+    """What passes from sublayer to sublayer in a model with these shortcuts."""
+    for shortcut in shortcuts:
+        if overrides(shortcut, "connections"):
+            return MultiStream(n_layers, shortcut)
+        if overrides(shortcut, "stream_sources"):
+            return AveragedStream(n_layers, shortcuts, shortcut)
+    return Stream(n_layers, shortcuts)
