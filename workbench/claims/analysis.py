@@ -12,9 +12,10 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.claims import CLAIMS, QUESTIONS, Claim, Evidence, Verdict
-from workbench.claims.collect import TELEMETRY, Progress, collect, find_runs
+from workbench.claims.collect import TELEMETRY, collect, find_runs
 from workbench.claims.concentration import against_loss
 from workbench.claims.verdict import corrected
+from workbench.console import Progress
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
 from workbench.runs.records import write_parquet

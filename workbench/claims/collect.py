@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from workbench.claims.evidence import RUN_COLUMNS, SETTING, Evidence
 from workbench.claims.registry import Claim
 from workbench.config import ModelConfig
-from workbench.console import time_left
+from workbench.console import Progress
 from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.interventions import INTERVENTIONS
 from workbench.measurement.measuring import measure
@@ -39,8 +38,6 @@ BASELINE = "transformer"
 SERIES = 10  # checkpoints at most that show a course, spread evenly over those there are
 EXPENSIVE = {"token_probe": 24}  # documents at most, for what takes half a minute a checkpoint on 64
 BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_every", "checkpoints")
-Progress = Callable[[int, int, str], None]
-"""Called with (done, all, the run that is ready and about how long the others take)."""
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
@@ -249,7 +246,7 @@ def collect(
     jobs = [Job(str(run.path), _work, (run, plan(run, claims, matched[run]), data, n)) for run in runs]
     gathered: dict[Run, Gathered] = {}
     problems: dict[str, str] = {}
-    begin, took = time.perf_counter(), list[float]()
+    ended = list[str]()
 
     def result(job: Job, measured: Gathered) -> None:
         gathered[job.arguments[0]] = measured
@@ -258,9 +255,9 @@ def collect(
         name = job.arguments[0].name
         if error is not None:
             problems[name] = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
-        took.append(time.perf_counter() - begin - sum(took))
+        ended.append(name)
         if progress:
-            progress(len(took), len(jobs), f"{name}{time_left(took, len(jobs) - len(took))}")
+            progress(len(ended), len(jobs), f"last {name}")
 
     if workers <= 1:
         for job in jobs:

@@ -29,6 +29,15 @@ def destination(out: Path | None) -> Path | None:
 Out = functools.partial(typer.Option, callback=destination)
 
 Runs = Annotated[Path | None, typer.Option("--runs", help="Folder of runs; else $WORKBENCH_RUNS, else ./runs.")]
+
+
+def _silence(quiet: bool) -> None:
+    from workbench.console import silence
+
+    silence(quiet)
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_silence, help="No progress on stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best there is unless given.")]
 ArchitectureName = Annotated[str, typer.Argument(help="A name from `workbench list architectures`, or a+b.")]

@@ -12,6 +12,7 @@ from workbench.cli.arguments import (
     Download,
     Json,
     Out,
+    Quiet,
     Runs,
     app,
     fetch,
@@ -34,24 +35,17 @@ def measure(
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time; results do not depend on it.")] = 8,
     out: Annotated[Path | None, Out(help="Write the records here: .parquet, .csv or .json.")] = None,
     device: Device = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure runs or checkpoints and print the records; what was measured before is not run again."""
-    from workbench.console import say, status, table
+    from workbench.console import progress, say, table
     from workbench.distributed import rank
     from workbench.measurement.measuring import measure as run_measures
 
-    with status("measuring") as progress:
+    with progress("measuring") as task:
         frame = run_measures(
-            list(paths),
-            metric,
-            data,
-            steps=steps_of(steps),
-            n=n,
-            T=length,
-            batch=batch,
-            device=device,
-            progress=progress,
+            list(paths), metric, data, steps=steps_of(steps), n=n, T=length, batch=batch, device=device, progress=task
         )
     if rank():  # of several processes, the first one speaks
         return
@@ -113,6 +107,7 @@ def analyze(
     ] = False,
     svg: Annotated[bool, typer.Option("--svg", help="Draw the figures as SVG too; needs the same.")] = False,
     runs: Runs = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Say for each claim of the field what these runs decide, with tables, figures and one offline page.
@@ -123,16 +118,15 @@ def analyze(
 
     from workbench.claims.analysis import analyse, verdicts, write_figures, write_tables
     from workbench.claims.page import write_page
-    from workbench.console import say, status
+    from workbench.console import progress, say
     from workbench.runs.run import runs_folder
 
     chosen = list(paths or [runs_folder(runs)])
-    with status("measuring") as progress:
+    with progress("measuring") as task:
         analysis = analyse(
-            chosen, questions=question, data=data, n=n, workers=workers or min(os.cpu_count() or 1, 8),
-            progress=lambda done, total, name: progress(f"measured {done} of {total} runs, last {name}"),
-        )  # fmt: skip
-        progress("writing")
+            chosen, questions=question, data=data, n=n, workers=workers or min(os.cpu_count() or 1, 8), progress=task
+        )
+        task(task.done, what="writing")
         write_tables(analysis, out)
         page = write_page(analysis, out, f"workbench analyze {' '.join(map(str, chosen))} --out {out}")
         write_figures(analysis, out, png=png, svg=svg)
@@ -165,9 +159,10 @@ def xray(
     download: Download = False,
     runs: Runs = None,
     device: Device = None,
+    quiet: Quiet = False,
 ) -> None:
     """Answer four questions about one model: concentration, sinks, what deep values carry, would a value residual help."""
-    from workbench.console import say, status
+    from workbench.console import progress, say
     from workbench.plots.browser import find_browser
     from workbench.reports.xray import xray as answer
     from workbench.runs.run import runs_folder
@@ -175,8 +170,8 @@ def xray(
     named = runs_folder(runs) / path
     fetch(path, download)
     thing = path if path.exists() or not named.exists() else named
-    with status(f"measuring {thing.name}") as progress:
-        page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=progress, announce=say)
+    with progress(f"measuring {thing.name}") as task:
+        page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=task, announce=say)
     say(str(page))
     drawn = png and find_browser() is not None
     for written in page.save(out or Path(f"{thing.stem}-xray.html"), png=drawn):
@@ -191,11 +186,14 @@ def xray(
 def report(
     runs: Runs = None,
     out: Annotated[Path | None, Out(help="The page; <runs>/report.html unless given.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Write one offline HTML page: figures, tables, provenance, and what was not checkable at this size."""
-    from workbench.console import say
+    from workbench.console import progress, say
     from workbench.reports.folder import write_report
     from workbench.runs.run import runs_folder
 
     folder = runs_folder(runs)
-    say(f"report: {write_report(folder, out or folder / 'report.html')}")
+    with progress("drawing"):
+        page = write_report(folder, out or folder / "report.html")
+    say(f"report: {page}")

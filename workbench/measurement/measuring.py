@@ -7,8 +7,7 @@ processes share the work and all return the same records; the first one keeps th
 from __future__ import annotations
 
 import platform
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench import distributed
-from workbench.console import time_left
+from workbench.console import Progress
 from workbench.data.sources import Sample
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import digest
@@ -47,7 +46,7 @@ def measure(
     batch: int = 8,
     seed: int = 0,
     device: str | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
 ) -> pd.DataFrame:
     """Measure models or runs and return records, one tidy row per number.
@@ -74,15 +73,12 @@ def measure(
             samples[shared] = sample_of(data, subject, n, T, seed)
         refuse_unfit(samples[shared], subject)
         refuse_short(samples[shared], wanted)
-    frames, took = [], list[float]()
+    frames = list[pd.DataFrame]()
     for subject in chosen:
         if progress and distributed.rank() == 0:
-            whose, left = subject.axes, time_left(took, len(chosen) - len(took))
-            progress(f"{whose['run']} step {whose['step']}, {len(took) + 1} of {len(chosen)}{left}")
-        begin = time.perf_counter()
+            progress(len(frames), len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
         frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         subject.forget()
-        took.append(time.perf_counter() - begin)
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
 
 
