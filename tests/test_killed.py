@@ -16,9 +16,9 @@ from workbench import cli
 from workbench.config import TrainConfig
 from workbench.console import progress, time_left
 from workbench.data.sources import RepeatedData
+from workbench.jobs.running import Job, run_jobs
 from workbench.runs.run import Run
 from workbench.training.loop import train
-from workbench.training.workers import Job, run_jobs
 
 SERIES = TrainConfig(
     steps=24, batch=4, T=64, warmup=1, validate_every=24, save_every=2, log_every=8, validation_sequences=4
@@ -145,7 +145,7 @@ TRAINING = """
 import sys
 from pathlib import Path
 import training_runs
-from workbench.training.workers import Job, run_jobs
+from workbench.jobs.running import Job, run_jobs
 if __name__ == "__main__":
     recipe = training_runs.RECIPE.replace(steps=20_000, save_every=5)
     jobs = [Job(name, training_runs.trained_as, (Path(sys.argv[1]), name, recipe)) for name in ("a", "b", "c")]

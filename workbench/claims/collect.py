@@ -22,6 +22,7 @@ from workbench.config import ModelConfig
 from workbench.console import Progress
 from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.interventions import INTERVENTIONS
+from workbench.jobs.running import Job, Workers, run_jobs
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models import compose
@@ -30,7 +31,6 @@ from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, rea
 from workbench.runs.records import facts as origin
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.loss_curves import step_at_loss
-from workbench.training.workers import Job, run_jobs
 
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
 """Of what training wrote down."""
@@ -235,10 +235,10 @@ def collect(
     *,
     data: Any = None,
     n: int = 64,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> tuple[Evidence, dict[str, str]]:
-    """Measure what the claims need of every run, in processes of one thread each, and return the evidence and problems.
+    """Measure what the claims need of every run, where `workers` says (see `run_jobs`), and return the evidence and problems.
 
     A run that cannot be measured, or whose process is killed, is a problem; the others go on.
     """
@@ -259,7 +259,7 @@ def collect(
         if progress:
             progress(len(ended), len(jobs), f"last {name}")
 
-    if workers <= 1:
+    if workers == 1:
         for job in jobs:
             try:
                 result(job, gather(*job.arguments))
@@ -267,7 +267,7 @@ def collect(
             except Exception as error:  # of damaged files and of one's own modules
                 done(job, error)
     else:
-        run_jobs(jobs, workers, done, result)
+        run_jobs(jobs, workers, done, result, folders=list(dict.fromkeys(run.path.parent for run in runs)))
     gathered = {run: gathered[run] for run in runs if run in gathered}  # in their order, not in that of being ready
     problems |= {run.name: "; ".join(reasons) for run, (_, _, reasons) in gathered.items() if reasons}
     return evidence(gathered, data), problems

@@ -11,9 +11,12 @@ from workbench.cli.arguments import (
     Device,
     Download,
     Json,
+    On,
+    OneWorker,
     Out,
     Quiet,
     Runs,
+    Workers,
     app,
     fetch,
     steps_of,
@@ -34,6 +37,8 @@ def measure(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time; results do not depend on it.")] = 8,
     out: Annotated[Path | None, Out(help="Write the records here: .parquet, .csv or .json.")] = None,
+    workers: OneWorker = 1,
+    on: On = None,
     device: Device = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -45,7 +50,16 @@ def measure(
 
     with progress("measuring") as task:
         frame = run_measures(
-            list(paths), metric, data, steps=steps_of(steps), n=n, T=length, batch=batch, device=device, progress=task
+            list(paths),
+            metric,
+            data,
+            steps=steps_of(steps),
+            n=n,
+            T=length,
+            batch=batch,
+            device=device,
+            progress=task,
+            workers=on or workers,
         )
     if rank():  # of several processes, the first one speaks
         return
@@ -101,7 +115,8 @@ def analyze(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Text for runs that came without data.")] = None,
     n: Annotated[int, typer.Option(min=1, help="Documents at most.")] = 64,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
+    workers: Workers = None,
+    on: On = None,
     png: Annotated[
         bool, typer.Option("--png", help="Draw the figures as PNG too; needs Chrome, Chromium or Edge.")
     ] = False,
@@ -114,18 +129,15 @@ def analyze(
 
     What was measured before is not run again; Ctrl-C stops and the same command goes on.
     """
-    import os
-
     from workbench.claims.analysis import analyse, verdicts, write_figures, write_tables
     from workbench.claims.page import write_page
     from workbench.console import progress, say
+    from workbench.jobs.processes import usual
     from workbench.runs.run import runs_folder
 
     chosen = list(paths or [runs_folder(runs)])
     with progress("measuring") as task:
-        analysis = analyse(
-            chosen, questions=question, data=data, n=n, workers=workers or min(os.cpu_count() or 1, 8), progress=task
-        )
+        analysis = analyse(chosen, questions=question, data=data, n=n, workers=on or workers or usual(), progress=task)
         task(task.done, what="writing")
         write_tables(analysis, out)
         page = write_page(analysis, out, f"workbench analyze {' '.join(map(str, chosen))} --out {out}")

@@ -13,12 +13,15 @@ from workbench.cli.arguments import (
     Device,
     Json,
     ModelKeys,
+    On,
+    OneWorker,
     Options,
     Out,
     PresetName,
     Quiet,
     RecipeKeys,
     Runs,
+    Workers,
     app,
     key_values,
 )
@@ -40,7 +43,8 @@ def demo(
     show: Annotated[bool, typer.Option("--app/--no-app", help="Show the dashboard while the models train.")] = True,
     port: Annotated[int, typer.Option(help="Port of the dashboard on 127.0.0.1.")] = 8501,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each architecture.")] = 3,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
+    workers: Workers = None,
+    on: On = None,
     device: Device = None,
     quiet: Quiet = False,
 ) -> None:
@@ -57,15 +61,18 @@ def demo(
     try:
         from workbench.console import progress, say
 
+        page = folder / "report.html"
         with progress("training and measuring") as task:
             from workbench.reports.folder import up_to_date, write_report
             from workbench.studies.demo import run_demo
 
             run_demo(
-                folder, seeds=seeds, quick=quick, text=text, workers=workers, device=device, progress=_models(task)
-            )
-        page = folder / "report.html"
-        say(f"report: {page if up_to_date(page, folder) else write_report(folder, page)}")
+                folder, seeds=seeds, quick=quick, text=text, workers=on or workers, device=device, progress=_models(task)
+            )  # fmt: skip
+            if not up_to_date(page, folder):
+                task(task.done, what="writing the report")
+                write_report(folder, page)
+        say(f"report: {page}")
         if server is not None:
             wait(server)
     finally:
@@ -164,7 +171,8 @@ def study(
     file: Annotated[Path, typer.Argument(help="A study's .toml file, as those under analyses/studies.")],
     runs: Runs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few steps of tiny models, to see that it works.")] = False,
-    processes: Annotated[int | None, typer.Option(min=1, help="One for each core unless given.")] = None,
+    workers: Workers = None,
+    on: On = None,
     out: Annotated[Path, Out(help="Folder for the tables (.parquet).")] = Path("results"),
     device: Device = None,
     quiet: Quiet = False,
@@ -182,7 +190,7 @@ def study(
 
     asked, folder = read_study(file), runs_folder(runs)
     with progress(asked.name) as task:
-        frame = run_study(asked, folder, quick=quick, processes=processes, device=device, progress=_models(task))
+        frame = run_study(asked, folder, quick=quick, workers=on or workers, device=device, progress=_models(task))
     cells = summary(asked, frame)
     if as_json:
         print(cells.to_json(orient="records"))
@@ -207,7 +215,8 @@ def ship(
     ] = None,
     commit: Annotated[str | None, typer.Option(help="Of the code that trained it; this one's unless given.")] = None,
     weights: Annotated[list[int] | None, typer.Option(help="Steps whose weights ship too, in bfloat16.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that measure.")] = 1,
+    workers: OneWorker = 1,
+    on: On = None,
     quiet: Quiet = False,
 ) -> None:
     """Keep a finished study as evidence: its runs without weights (or with some steps'), readable wherever runs are.
@@ -222,7 +231,7 @@ def ship(
     with progress("measuring") as task:
         place = keep_as_evidence(
             read_study(file), file, runs_folder(runs), out, questions=question, commit=commit, weights=weights or (),
-            workers=workers, progress=task,
+            workers=on or workers, progress=task,
         )  # fmt: skip
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     say(f"evidence: {place} ({size / 2**20:.1f} MiB)")

@@ -1,25 +1,26 @@
-"""Many jobs in processes of one thread each: what fails is reported and the rest goes on; and the corpus they share."""
+"""Many independent jobs through one seam, `concurrent.futures.Executor`: what fails is reported and the rest goes on.
+
+run_jobs(jobs, 4, done)                         # processes of this machine
+run_jobs(jobs, "dask://10.0.0.1:8786", done)    # the workers of a cluster
+run_jobs(jobs, executor, done)                  # any other executor
+"""
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.files import digest, read_json, write_json
-from workbench.runs.run import CORPORA
+from workbench.console import Progress
+from workbench.files import write_json
+from workbench.jobs import cluster, processes
 
-MAX_PROCESSES = 8  # unless asked otherwise; more share the memory's bandwidth
+Workers = int | str | Executor | None
+"""Processes of this machine (one for each core unless said), the address of a cluster, or any executor."""
 
 
 @dataclass(frozen=True)
@@ -39,100 +40,93 @@ Done = Callable[[Job, BaseException | None], None]
 Result = Callable[[Job, Any], None]
 
 
-def run_jobs(jobs: Sequence[Job], processes: int | None, done: Done, result: Result | None = None) -> None:
-    """Call every job in processes of one thread each; `done` is called after each, with its error if any.
+def run_jobs(
+    jobs: Sequence[Job], workers: Workers, done: Done, result: Result | None = None, folders: Sequence[Path] = ()
+) -> None:
+    """Call every job where `workers` says; `done` is called after each, with its error if any.
 
-    `result` is called with what a job returned, before `done`.
+    `result` is called with what a job returned, before `done`. `folders` are those that jobs read and write, which the
+    workers of a cluster must see too.
 
-    A process that is killed (out of memory) takes the whole pool with it; the jobs left then get a process each, so that
-    the guilty one is known. Ctrl-C stops after what the jobs at hand do about it, as `KeyboardInterrupt`.
+    A process that is killed (out of memory) takes the whole pool with it, a cluster's worker the jobs that wait for it; those
+    are then called one by one, so that the guilty one is known. Ctrl-C stops after what the jobs at hand do about it, as
+    `KeyboardInterrupt`. Raises `WorkbenchError` for a cluster that does not answer, or whose workers are not fit.
     """
-    size = processes or min(os.cpu_count() or 1, MAX_PROCESSES)
-    with one_thread():
-        left = list[Job]()
+    if isinstance(workers, str):
+        _on_cluster(jobs, workers, done, result, folders)
+    elif isinstance(workers, Executor):
+        _run(workers, _call, jobs, done, result)
+    else:
+        _in_processes(jobs, workers or processes.usual(), done, result)
+
+
+def results(
+    jobs: Sequence[Job], workers: Workers, progress: Progress | None, folders: Sequence[Path] = ()
+) -> list[Any]:
+    """What each job returned, in their order; the first error is raised once all have ended. See `run_jobs`."""
+    returned, failed = dict[str, Any](), list[BaseException]()
+
+    def done(job: Job, error: BaseException | None) -> None:
+        failed.extend([error] if error else [])
+        if progress:
+            progress(len(returned) + len(failed), len(jobs), f"last {job.name}")
+
+    run_jobs(jobs, workers, done, lambda job, value: returned.update({job.name: value}), folders)
+    if failed:
+        raise failed[0]
+    return [returned[job.name] for job in jobs]
+
+
+def _in_processes(jobs: Sequence[Job], size: int, done: Done, result: Result | None) -> None:
+    left = list[Job]()
+
+    def sorted_out(job: Job, error: BaseException | None) -> None:
+        if isinstance(error, BrokenProcessPool):
+            left.append(job)
+        else:
+            done(job, error)
+
+    with processes.one_thread():
+        with processes.pool(size) as pool:
+            _run(pool, processes.interruptible, jobs, sorted_out, result)
+        if left:
+            with ThreadPoolExecutor(size) as threads:
+                _run(threads, processes.alone, left, done, result)
+
+
+def _on_cluster(jobs: Sequence[Job], address: str, done: Done, result: Result | None, folders: Sequence[Path]) -> None:
+    left = list[Job]()
+    with cluster.connected(address, folders) as (executor, call, told):
 
         def sorted_out(job: Job, error: BaseException | None) -> None:
-            if isinstance(error, BrokenProcessPool):
+            if isinstance(said := told(error), cluster.Died):
                 left.append(job)
             else:
-                done(job, error)
+                done(job, said)
 
-        _run(_pool(size), _interruptible, jobs, sorted_out, result)
-        _run(ThreadPoolExecutor(size), _alone, left, done, result)
+        _run(executor, call, jobs, sorted_out, result)
+        for job in left:
+            _run(executor, call, [job], lambda job, error: done(job, told(error)), result)
 
 
 def _run(pool: Executor, call: Callable[[Job], Any], jobs: Sequence[Job], done: Done, result: Result | None) -> None:
-    with pool:
-        try:
-            futures = {pool.submit(call, job): job for job in jobs}
-            for future in as_completed(futures):
-                error = future.exception()
-                if isinstance(error, KeyboardInterrupt):  # a terminal's Ctrl-C reaches the workers too, often before us
-                    raise error
-                if result and error is None:
-                    result(futures[future], future.result())
-                done(futures[future], error)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def _pool(size: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(size, multiprocessing.get_context("spawn"), initializer=_begin)
-
-
-def _begin() -> None:
-    """What a process does before its first job: Ctrl-C is only noted, and the end of its parent is its own."""
-    signal.signal(signal.SIGINT, _note)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End at once with a parent that was killed alone: a resume finds no lock held, and what is written is whole."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
-
-
-_stopped = list[str]()
-
-
-def _note(*_: object) -> None:
-    """Ctrl-C while a process waits for a job: it takes no other, and says nothing."""
-    _stopped.append("Ctrl-C")
-
-
-def _interruptible(job: Job) -> Any:
-    """Call a job, which Ctrl-C interrupts; jobs that wait in this process are not begun after it."""
-    if _stopped:
-        raise KeyboardInterrupt
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    futures = {pool.submit(call, job): job for job in jobs}
     try:
-        return job()
-    except KeyboardInterrupt:
-        _stopped.append("Ctrl-C")
+        for future in as_completed(futures):
+            error = future.exception()
+            if isinstance(error, KeyboardInterrupt):  # a terminal's Ctrl-C reaches the workers too, often before us
+                raise error
+            if result and error is None:
+                result(futures[future], future.result())
+            done(futures[future], error)
+    except BaseException:
+        for future in futures:  # those that have begun end by themselves
+            future.cancel()
         raise
-    finally:
-        signal.signal(signal.SIGINT, _note)
 
 
-def _alone(job: Job) -> Any:
-    with _pool(1) as pool:
-        return pool.submit(_interruptible, job).result()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Children start with one thread each: two on a busy core make small models many times slower."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+def _call(job: Job) -> Any:
+    return job()
 
 
 class Status:
@@ -166,23 +160,3 @@ class Status:
         write_json(self.path, status)
         if self.progress:
             self.progress(status)
-
-
-@functools.lru_cache(maxsize=2)
-def shared_text(runs: Path, name: str = "", **settings: Any) -> Any:
-    """A corpus and its tokenizer as `prepare` makes them, built once per runs folder and shared by all processes.
-
-    `settings` are those of `prepare`; `name` that of the pointer to it under the runs folder, their digest unless given.
-    """
-    from filelock import FileLock
-
-    from workbench.data.opening import open_data
-    from workbench.data.sources import prepare
-
-    root = runs / CORPORA
-    root.mkdir(parents=True, exist_ok=True)
-    pointer = root / f"{name or digest('text', settings)}.json"
-    with FileLock(root / ".lock"):
-        if not pointer.exists():
-            write_json(pointer, prepare(root=root, **settings).describe())
-    return open_data(read_json(pointer), root)

@@ -22,9 +22,10 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import digest
 from workbench.interventions import INTERVENTIONS, Intervention
 from workbench.interventions.base import mean_row, trainable
+from workbench.jobs.running import Job, Workers, results
 from workbench.kernels import attention_form
 from workbench.measurement.forward_pass import collect, passes_of, reductions_of, rows_of, samples_of
-from workbench.measurement.subjects import Subject, Tables, refuse_unfit, sample_of, subjects
+from workbench.measurement.subjects import Subject, Tables, opened_run, refuse_unfit, sample_of, subjects
 from workbench.metrics import METRICS, Metric
 from workbench.models.cache import KeyValueCache
 from workbench.models.transformer import Transformer
@@ -48,6 +49,7 @@ def measure(
     device: str | None = None,
     progress: Progress | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
+    workers: Workers = 1,
 ) -> pd.DataFrame:
     """Measure models or runs and return records, one tidy row per number.
 
@@ -59,6 +61,7 @@ def measure(
         n: documents at most; ids and text are taken whole. T: tokens of each (default the run's training length; ids and
             text: all of theirs). batch: sequences at a time; results do not depend on it. seed: which windows.
         sites: of a metric named here only these of its sites, where the others would cost memory for nothing.
+        workers: 1 measures in this process; else each step of each run is a job, see `workbench.jobs.running.run_jobs`.
 
     Records of a run are kept under `<run>/records` and not measured twice. Raises `UnknownName` for a metric, `BadData` for
     data that cannot be used, `WorkbenchError` where a metric needs longer sequences.
@@ -67,6 +70,9 @@ def measure(
     only = {name: _sites(_find(name), chosen) for name, chosen in (sites or {}).items()}
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
+    if workers != 1:
+        how = {"n": n, "T": T, "batch": batch, "seed": seed, "device": device, "sites": sites}
+        return _by_jobs(models_or_runs, metrics, data, steps, workers, progress, **how)
     chosen, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
     for subject in chosen:
         if (shared := _sharing(subject)) not in samples:
@@ -80,6 +86,21 @@ def measure(
         frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         subject.forget()
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+
+
+def _by_jobs(
+    things: Any, metrics: Any, data: Any, steps: Any, workers: Workers, progress: Progress | None, **how: Any
+) -> pd.DataFrame:
+    """The same rows in the same order, of a job for each step of each run."""
+    opened = [opened_run(thing) for thing in (things if isinstance(things, list | tuple) else [things])]
+    jobs = [
+        Job(f"{run.path} step {step}", partial(measure, run, metrics, data, steps=[step], **how))
+        for run in opened
+        for step in run.resolve(steps)
+    ]
+    return pd.concat(
+        results(jobs, workers, progress, list(dict.fromkeys(run.path.parent for run in opened))), ignore_index=True
+    )
 
 
 def refuse_short(sample: Sample, wanted: Sequence[Measure]) -> None:

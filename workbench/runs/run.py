@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from workbench.checkpoints.identify import CONFIG, RUN_FILE, WEIGHTS, choose, step_folder, steps_of, whole_steps
 from workbench.config import ModelConfig, ObservedConfig, TrainConfig
-from workbench.errors import BadCheckpoint, BadData, WorkbenchError
+from workbench.errors import BadCheckpoint, BadData, InUse, WorkbenchError
 from workbench.files import digest, local, open_regular, read_bytes, read_json
 from workbench.runs.records import NEEDED, Store, read_parquet
 
@@ -205,13 +205,13 @@ class Run:
         return sorted((int(m[1]), folder / m[0]) for m in matches if m)
 
     def writing(self) -> FileLock:
-        """The lock a writer holds; raises `WorkbenchError` where another process keeps it."""
+        """The lock a writer holds; raises `InUse` where another process keeps it."""
         lock = FileLock(self.path / ".lock", timeout=PATIENCE)
         try:
             return lock.acquire().lock
         except Timeout:
             advice = "wait for it or choose another name"
-            raise WorkbenchError(f"{self.path} is being written by another process; {advice}") from None
+            raise InUse(f"{self.path} is being written by another process; {advice}") from None
 
 
 def run_or_model(source: Any, device: Any = None) -> Any:
