@@ -80,9 +80,11 @@ def test_an_address_that_is_none_or_does_not_answer_is_one_sentence(monkeypatch,
 
 
 @pytest.fixture(scope="module")
-def local():
-    """A cluster of two workers on this machine."""
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as made:
+def local(tmp_path_factory):
+    """A cluster of two workers on this machine, with a cache of their own."""
+    environment = {"WORKBENCH_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", env=environment) as made:
+        made.cache = environment["WORKBENCH_CACHE"]
         yield made
 
 
@@ -153,6 +155,19 @@ def test_measuring_many_steps_on_a_cluster_gives_the_same_rows(local, tmp_path):
     here = measure(run, ["loss", "row_entropy"], steps="all", n=2)
     assert len(here) > len(run.steps)
     assert there.drop(columns="provenance").equals(here.drop(columns="provenance"))
+
+
+@pytest.mark.slow
+def test_runs_kept_elsewhere_are_measured_where_the_cache_is_at_one_place(local, tmp_path, monkeypatch):
+    training_runs.start(tmp_path / "disk")
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "mine"))
+    with pytest.raises(WorkbenchError, match=r"has its cache elsewhere than .*set WORKBENCH_CACHE to one path"):
+        measure(f"file://{tmp_path}/disk/resformer", "loss", n=2, workers=address(local))
+    monkeypatch.setenv("WORKBENCH_CACHE", local.cache)
+    frame = measure(f"file://{tmp_path}/disk/resformer", "loss", n=2, workers=address(local))
+    kept = {path.name for path in (tmp_path / "disk" / "resformer" / "records").iterdir()}
+    assert len(frame) > 0
+    assert len([name for name in kept if name.endswith(".samples.parquet")]) == 1, "put up by the worker"
 
 
 WORKER = """

@@ -47,6 +47,10 @@ class NoWorkersYet(UserWarning):
     """A cluster has no worker at the moment; its jobs wait for the first."""
 
 
+class NotSent(UserWarning):
+    """What was written here could not be put up; it is tried again at the next step that is kept."""
+
+
 class ArchitectureAssumed(UserWarning):
     """A checkpoint does not say which architecture it holds, so one was assumed."""
 

@@ -31,6 +31,7 @@ from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, rea
 from workbench.runs.records import facts as origin
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.loss_curves import step_at_loss
+from workbench.storage.mirror import here
 
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
 """Of what training wrote down."""
@@ -47,7 +48,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
     """
     runs: list[Run] = []
     problems: dict[str, str] = {}
-    for path in map(Path, paths):
+    for path in map(here, paths):
         if (path / "run.json").exists():
             try:
                 runs.append(Run.open(path))

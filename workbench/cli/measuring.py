@@ -178,8 +178,10 @@ def xray(
     from workbench.plots.browser import find_browser
     from workbench.reports.xray import xray as answer
     from workbench.runs.run import runs_folder
+    from workbench.storage.mirror import here
+    from workbench.storage.remote import is_url
 
-    named = runs_folder(runs) / path
+    named = path if is_url(path) else here(runs_folder(runs) / path)
     fetch(path, download)
     thing = path if path.exists() or not named.exists() else named
     with progress(f"measuring {thing.name}") as task:

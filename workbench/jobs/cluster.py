@@ -22,11 +22,14 @@ from typing import Any
 
 from workbench.errors import InUse, NoWorkersYet, UnknownName, WorkbenchError, warn_caller
 from workbench.files import digest, read_json
+from workbench.storage.mirror import folder, forget
+from workbench.storage.sync import mirror_of
 
 ANSWERS_S = 10.0  # that a scheduler has for its first answer
 AGAIN_S = 2.0  # between two looks at a run that another worker is writing
 SCHEMES = ("dask",)
 Told = Callable[[BaseException | None], BaseException | None]
+Mark = tuple[str, str]  # a path, and the URL it stands for
 Connection = tuple[Executor, Callable[[Callable[[], Any]], Any], Told]
 
 
@@ -46,9 +49,9 @@ def connected(address: str, folders: Sequence[Path] = ()) -> Iterator[Connection
     """
     distributed = _distributed()
     with _silent(), _client(distributed, address) as client, _marked(folders) as marks:
-        asked = here(marks)
-        for worker, facts in client.run(_of_worker, marks, on_error="return").items():
-            _refuse(worker, facts, asked)
+        asked = facts(marks)
+        for worker, says in client.run(_of_worker, marks, on_error="return").items():
+            _refuse(worker, says, asked)
         if not client.nthreads():
             warn_caller(f"{address} has no workers yet; the jobs wait for the first", NoWorkersYet)
         try:
@@ -56,9 +59,11 @@ def connected(address: str, folders: Sequence[Path] = ()) -> Iterator[Connection
             yield executor, functools.partial(call, asked, marks), functools.partial(_told, address)
         except CancelledError as error:
             raise WorkbenchError(f"{address} is gone; the same command goes on from here once it is back") from error
+        finally:
+            forget()  # what others wrote meanwhile
 
 
-def call(asked: Mapping[str, Any], marks: Sequence[str], job: Callable[[], Any]) -> Any:
+def call(asked: Mapping[str, Any], marks: Sequence[Mark], job: Callable[[], Any]) -> Any:
     """A job on its worker; a run that another worker still writes, which its scheduler took for lost, is waited for."""
     from distributed import get_worker
 
@@ -71,10 +76,11 @@ def call(asked: Mapping[str, Any], marks: Sequence[str], job: Callable[[], Any])
             time.sleep(AGAIN_S)
 
 
-def here(marks: Sequence[str]) -> dict[str, Any]:
+def facts(marks: Sequence[Mark]) -> dict[str, Any]:
     """What decides whether two machines do the same."""
-    facts = {"workbench": _code(), "torch": version("torch"), "Python": platform.python_version().rpartition(".")[0]}
-    return facts | {"threads": 1, "unseen": [mark for mark in marks if not Path(mark).exists()]}
+    unseen = [path for path, url in marks if not (str(folder(url)) == path if url else Path(path).exists())]
+    versions = {"workbench": _code(), "torch": version("torch"), "Python": platform.python_version().rpartition(".")[0]}
+    return versions | {"threads": 1, "unseen": unseen}
 
 
 @functools.cache
@@ -85,27 +91,29 @@ def _code() -> str:
     return digest(*((name, (root / name).read_text(encoding="utf-8")) for name in files))
 
 
-def _of_worker(marks: Sequence[str], dask_worker: Any) -> dict[str, Any]:
-    return here(marks) | {"threads": dask_worker.state.nthreads}
+def _of_worker(marks: Sequence[Mark], dask_worker: Any) -> dict[str, Any]:
+    return facts(marks) | {"threads": dask_worker.state.nthreads}
 
 
-def _refuse(worker: str, facts: Any, asked: Mapping[str, Any]) -> None:
+def _refuse(worker: str, says: Any, asked: Mapping[str, Any]) -> None:
     """Raise `Unfit` for a worker that does not do the same, by what it says of itself or by how it failed to."""
-    if isinstance(facts, BaseException) and (lacks := re.search(r"No module named '([\w.]+)'", str(facts))):
+    if isinstance(says, BaseException) and (lacks := re.search(r"No module named '([\w.]+)'", str(says))):
         raise Unfit(f"the worker {worker} cannot import {lacks[1]}: install there what is installed here")
-    if isinstance(facts, BaseException):
-        raise Unfit(f"the worker {worker} has another version of workbench: {type(facts).__name__}: {facts}")
-    if unseen := facts["unseen"]:
+    if isinstance(says, BaseException):
+        raise Unfit(f"the worker {worker} has another version of workbench: {type(says).__name__}: {says}")
+    if (unseen := says["unseen"]) and mirror_of(Path(unseen[0])) is not None:
+        raise Unfit(
+            f"the worker {worker} has its cache elsewhere than {unseen[0]}: set WORKBENCH_CACHE to one path everywhere"
+        )
+    if unseen:
         raise Unfit(
             f"the worker {worker} does not see {Path(unseen[0]).parent}: give a folder that all machines share, or a URL"
         )
-    if facts["threads"] != 1:
-        raise Unfit(
-            f"the worker {worker} has {facts['threads']} threads: start it with --nthreads 1, one for each core"
-        )
+    if says["threads"] != 1:
+        raise Unfit(f"the worker {worker} has {says['threads']} threads: start it with --nthreads 1, one for each core")
     for what in ("workbench", "torch", "Python"):
-        if facts[what] != asked[what]:
-            raise Unfit(f"the worker {worker} has another version of {what}: {facts[what]}, here {asked[what]}")
+        if says[what] != asked[what]:
+            raise Unfit(f"the worker {worker} has another version of {what}: {says[what]}, here {asked[what]}")
 
 
 def _told(address: str, error: BaseException | None) -> BaseException | None:
@@ -163,21 +171,24 @@ def _client(distributed: Any, address: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _marked(folders: Sequence[Path]) -> Iterator[list[str]]:
+def _marked(folders: Sequence[Path]) -> Iterator[list[Mark]]:
     """A file with a new name in each folder, by which workers know it: another machine may have one of the same path.
 
-    What may only be read is known by its path.
+    What may only be read is known by its path; what stands for a URL, by that.
     """
-    made, marks = list[Path](), list[str]()
+    made, marks = list[Path](), list[Mark]()
     try:
-        for folder in folders:
-            mark = folder / f".shared-{uuid.uuid4().hex[:12]}"
+        for place in folders:
+            mark = place / f".shared-{uuid.uuid4().hex[:12]}"
+            if (mirror := mirror_of(place)) is not None:
+                marks.append((str(mirror.root), mirror.url))
+                continue
             try:
                 mark.touch()
                 made.append(mark)
             except OSError:
-                mark = folder
-            marks.append(str(mark))
+                mark = place
+            marks.append((str(mark), ""))
         yield marks
     finally:
         for mark in made:

@@ -24,6 +24,7 @@ from workbench.files import local
 from workbench.models.hooked import HookedModel
 from workbench.models.transformer import Transformer
 from workbench.runs.run import RUN_FILE, Run, run_or_model
+from workbench.storage.mirror import here
 
 _memory: dict[tuple[str, str, str], pd.DataFrame] = {}
 """Records of models that live in this process only, by (weights, data, key); the oldest go first."""
@@ -113,7 +114,7 @@ def subjects(things: Any, steps: str | int | list[int], device: str | None) -> l
 
 def opened_run(thing: Any) -> Run:
     """The run that is meant, for other processes to open; raises `WorkbenchError` for what they could not."""
-    if isinstance(thing, str | Path) and (Path(thing) / RUN_FILE).exists():
+    if isinstance(thing, str | Path) and (here(thing) / RUN_FILE).exists():
         return Run.open(thing)
     if isinstance(thing, Run):
         return thing

@@ -35,6 +35,7 @@ from workbench.files import write_json
 from workbench.models import Transformer
 from workbench.observing import Observed
 from workbench.runs.run import FORMAT, Run, place_of, written_now
+from workbench.storage.mirror import fetched, push
 
 LENGTH = 128  # tokens measured at unless another length is asked for
 
@@ -54,7 +55,7 @@ def import_run(
     model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not of one model, `NotCovered`
     for a model that no library here computes, `WorkbenchError` for a name that is taken.
     """
-    checkpoints = _checkpoints(path)
+    checkpoints = _checkpoints(fetched(path))
     place = place_of(runs, name or hub_name(path) or _name(checkpoints))
     if place.exists():
         raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
@@ -81,6 +82,7 @@ def import_run(
             _keep(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=origin)
         _copy_tokenizer(checkpoints[-1][1], folder, first["config"].d_vocab)
         _describe(folder, first, checkpoints[-1][0], path)
+    push(place)
     return Run.open(place)
 
 
