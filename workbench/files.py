@@ -24,7 +24,7 @@ def local(path: str | Path) -> Path:
     """A path of this machine; raises `WorkbenchError` for a URL, of which `Path` would make a folder called `s3:`."""
     if URL.match(str(path)):
         raise WorkbenchError(
-            f"{path} is a URL; this is written on this machine alone, in a folder of that name by its full path"
+            f"{path} is a URL; here a path of this machine is needed, a folder of that name by its full path"
         )
     return Path(path)
 

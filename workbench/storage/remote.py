@@ -24,7 +24,7 @@ SUMS = (
 )  # fmt: skip
 """What tells that a file has changed, the surest first."""
 NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-_PARTS = re.compile(r"(?P<scheme>[^:]+)((::\w+)*):/{1,2}(?P<rest>.*)")
+_PARTS = re.compile(r"(?P<scheme>[^:]+):/{1,2}(?P<rest>.*)")
 
 
 def is_url(path: str | Path) -> bool:
@@ -33,9 +33,10 @@ def is_url(path: str | Path) -> bool:
 
 
 def address(path: str | Path) -> str:
-    """The URL as it was written, without a slash at its end."""
+    """The URL as it was written, without a slash at its end; raises `WorkbenchError` for one of several kinds, `filecache::s3://`."""
     found = _PARTS.fullmatch(str(path))
-    assert found is not None
+    if found is None:
+        raise WorkbenchError(f"{path}: one kind of storage, without another's cache before it")
     root = "/" if found["scheme"] in ("file", "local") else ""
     return f"{found['scheme']}://{root}{found['rest'].strip('/')}"
 
