@@ -18,7 +18,7 @@ from workbench.claims import Claim, Evidence
 from workbench.claims.analysis import Analysis, analyse, chosen
 from workbench.claims.verdict import InsufficientEvidence
 from workbench.config import ModelConfig, TrainConfig
-from workbench.console import say, table
+from workbench.console import progress, say, table
 from workbench.data.sources import RepeatedData, prepare
 from workbench.errors import WorkbenchError
 from workbench.files import digest, write_text
@@ -77,7 +77,8 @@ class Script:
             if given.quick:
                 paths = quick_runs(Path(given.paths[0] if given.paths else spare), self.quick, self.task)
             n = QUICK_DOCUMENTS if given.quick else 64
-            analysis = analyse(paths, claims=[claim.name for claim in self.asked], n=n)
+            with progress("measuring") as task:
+                analysis = analyse(paths, claims=[claim.name for claim in self.asked], n=n, progress=task)
             try:
                 numbers = self.table(analysis.evidence)
             except InsufficientEvidence as reason:  # nothing of this was measured: the verdicts say why

@@ -1,6 +1,6 @@
 """Long work of pages: it runs once in a background thread, shows progress and time left, can be cancelled, and is kept when done.
 
-The library's own workers are processes (`workbench.training.workers`); these are threads of the dashboard's server.
+The library's own workers are processes (`workbench.jobs`); these are threads of the dashboard's server.
 """
 
 from __future__ import annotations

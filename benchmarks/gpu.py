@@ -182,7 +182,7 @@ def study(out: Path, file: Path, device: torch.device, deadline: float, processe
     """The study until its end or the deadline; its losses so far are on disk every minute."""
     command = [
         sys.executable, "-c", "from workbench.cli import main; main()", "study", str(file), "--runs", str(out / "runs"), "--out",
-        str(out / "study"), "--device", device.type, "--processes", str(processes),
+        str(out / "study"), "--device", device.type, "--workers", str(processes),
     ]  # fmt: skip
     with (out / "study.txt").open("w", encoding="utf-8") as said:
         child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT)

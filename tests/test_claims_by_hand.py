@@ -155,22 +155,14 @@ def test_a_measure_that_one_model_lacks_is_named_however_few_rows_the_other_has(
         told.known(told.rows("sink_mass"), "resformer")
 
 
-def test_time_left_is_told_from_the_seconds_that_each_run_took(monkeypatch):
-    """Three runs of 10, 20 and 5 seconds."""
-    now, heard, seconds = [100.0], [], iter((10.0, 20.0, 5.0))
-
-    def gathered(*_):
-        now[0] += next(seconds)
-        return (), (), ()
-
-    monkeypatch.setattr(collect.time, "perf_counter", lambda: now[0])
+def test_how_many_runs_are_measured_is_told_after_each(monkeypatch):
+    heard = []
     monkeypatch.setattr(collect, "matching_steps", lambda runs: dict.fromkeys(runs, ()))
     monkeypatch.setattr(collect, "plan", lambda *_: {})
-    monkeypatch.setattr(collect, "gather", gathered)
+    monkeypatch.setattr(collect, "gather", lambda *_: ((), (), ()))
     monkeypatch.setattr(collect, "evidence", lambda *_: None)
-    monkeypatch.setattr(collect, "time_left", lambda took, left: f" {took} {left}")
     collect.collect([Run(Path(name)) for name in "abc"], [], progress=lambda *told: heard.append(told))
-    assert heard == [(1, 3, "a [10.0] 2"), (2, 3, "b [10.0, 20.0] 1"), (3, 3, "c [10.0, 20.0, 5.0] 0")]
+    assert heard == [(1, 3, "last a"), (2, 3, "last b"), (3, 3, "last c")]
 
 
 def test_errors_over_documents_are_those_of_eight_groups():

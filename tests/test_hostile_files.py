@@ -19,7 +19,7 @@ from workbench.files import replacing, write_text
 from workbench.measurement.subjects import sample_of
 from workbench.runs.catalogue import INDEX, catalogue
 from workbench.runs.records import MAX_TABLE, metrics_of, run_records
-from workbench.runs.run import Run, list_runs, place_of
+from workbench.runs.run import Run, list_runs
 from workbench.runs.table_cache import TelemetryCache
 from workbench.studies.demo import STATUS
 from workbench.studies.study_file import read_study
@@ -122,15 +122,13 @@ def test_a_device_stays_a_device(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["memory://runs", "s3://bucket/runs", "filecache::s3://bucket", "file:///tmp/runs"])
-def test_a_url_is_no_path(tmp_path, monkeypatch, url):
+def test_text_and_pages_are_on_this_machine(tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
-    calls = [
-        lambda: catalogue(url), lambda: place_of(url, "r"), lambda: sample_of(url, None, 1, None, 0),
-        lambda: write_text(Path(url) / "page.html", ""),
-    ]  # fmt: skip
-    for call in calls:
-        with pytest.raises(WorkbenchError, match="is a URL; only paths on this machine"):
+    for call in (lambda: sample_of(url, None, 1, None, 0), lambda: write_text(Path(url) / "page.html", "")):
+        with pytest.raises(WorkbenchError, match="is a URL; here a path of this machine is needed"):
             call()
+    with pytest.raises(WorkbenchError, match="filecache::s3:/bucket: one kind of storage, without"):
+        catalogue("filecache::s3:/bucket")
     assert not list(tmp_path.iterdir())
     write_text(tmp_path / "s3:" / "file", "a folder of that name")
 

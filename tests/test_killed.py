@@ -14,11 +14,11 @@ import pytest
 from analyses.common import QUICK_MODEL, quick_runs
 from workbench import cli
 from workbench.config import TrainConfig
-from workbench.console import status, time_left
+from workbench.console import progress, time_left
 from workbench.data.sources import RepeatedData
+from workbench.jobs.running import Job, run_jobs
 from workbench.runs.run import Run
 from workbench.training.loop import train
-from workbench.training.workers import Job, run_jobs
 
 SERIES = TrainConfig(
     steps=24, batch=4, T=64, warmup=1, validate_every=24, save_every=2, log_every=8, validation_sequences=4
@@ -51,9 +51,9 @@ def killed(process, runs, how, least):
 
 def test_time_left_does_not_count_what_was_there_already():
     """Two steps that really ran took 3 s on average; the hundredths of a second of the others say nothing of the rest."""
-    assert time_left([0.01, 2.0, 0.02, 4.0], 5) == ", about 15 s left"
-    assert time_left([2.0], 0) == ""
-    assert time_left([], 3) == ""
+    assert time_left([0.01, 2.0, 0.02, 4.0], 5) == 15.0
+    assert time_left([2.0], 0) is None
+    assert time_left([], 3) is None
 
 
 class Interrupted:
@@ -66,12 +66,12 @@ class Interrupted:
 def test_ctrl_c_that_lands_in_a_destructor_is_heard_at_the_next_sign_of_progress(monkeypatch):
     dropped = []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)
-    with status("measuring") as progress:
-        progress("step 0")
+    with progress("measuring") as task:
+        task(0, 2, "step 0")
         Interrupted()
         assert dropped[0].exc_type is KeyboardInterrupt, "Python has dropped it"
         with pytest.raises(KeyboardInterrupt):
-            progress("step 2")
+            task(1, 2, "step 2")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -145,7 +145,7 @@ TRAINING = """
 import sys
 from pathlib import Path
 import training_runs
-from workbench.training.workers import Job, run_jobs
+from workbench.jobs.running import Job, run_jobs
 if __name__ == "__main__":
     recipe = training_runs.RECIPE.replace(steps=20_000, save_every=5)
     jobs = [Job(name, training_runs.trained_as, (Path(sys.argv[1]), name, recipe)) for name in ("a", "b", "c")]

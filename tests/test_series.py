@@ -104,15 +104,15 @@ def test_an_imported_series_is_a_run_that_loads_and_measures(trained, tmp_path, 
 def test_what_is_assumed_of_a_series_is_said_once(trained, tmp_path):
     heard = []
     with pytest.warns(ArchitectureAssumed) as told:
-        import_run(trained, tmp_path / "runs", architecture="resformer", progress=heard.append)
+        import_run(trained, tmp_path / "runs", architecture="resformer", progress=lambda *told: heard.append(told))
     assert len([w for w in told if "--config" in str(w.message)]) == len(told) == 1
     run = list_runs(tmp_path / "runs")[0][0]
     train = run.train
     assert run.info["format"] == 1
     assert (train.steps, train.batch, train.T) == (100, 1, 128), "what measuring reads of it"
     assert heard == [
-        f"{trained / name} as step {step}"
-        for name, step in (("ckpt_3.pt", 3), ("ckpt_20.pt", 20), ("ckpt_100.pt", 100))
+        (i, 3, f"{trained / name} as step {step}")
+        for i, (name, step) in enumerate((("ckpt_3.pt", 3), ("ckpt_20.pt", 20), ("ckpt_100.pt", 100)))
     ]
 
 

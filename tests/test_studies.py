@@ -14,12 +14,12 @@ import torch
 
 from workbench.config import PRESETS
 from workbench.errors import BadData, UnknownName
+from workbench.jobs.running import BrokenProcessPool, Job, run_jobs
 from workbench.models import ARCHITECTURES, compose
 from workbench.runs.run import Run
 from workbench.studies import runner
 from workbench.studies.runner import keep, outcomes, plan, prepare_data, run_study, sizes, summary, work
 from workbench.studies.study_file import read_study
-from workbench.training import workers as processes
 from workbench.training.recipe import rate_factors
 
 FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml"))
@@ -176,7 +176,7 @@ def test_a_study_trains_tells_what_broke_and_trains_nothing_twice(tmp_path, fork
     broken += '[[models]]\narchitecture = "gqa"\noptions.query_group = 7\n'
     study = read_study(written(tmp_path, SMALL.replace("[0, 1, 2]", "[0]") + broken))
     heard = []
-    frame = run_study(study, tmp_path / "runs", processes=1, progress=heard.append)
+    frame = run_study(study, tmp_path / "runs", workers=1, progress=heard.append)
     by_model = frame.set_index("model")
     assert (by_model.loc[["transformer", "resformer"], "failed"] == "").all()
     assert "the loss is" in by_model.loc["svformer", "failed"]
@@ -246,7 +246,7 @@ def test_text_that_is_not_there_breaks_its_cells_alone(tmp_path, forkserver):
     text += '[[models]]\narchitecture = "svformer"\ndata = { kind = "text", texts = ["nowhere.txt"] }\n'
     study = read_study(written(tmp_path, text))
     assert study.cells[-1].settings["data"] == {"kind": "text", "texts": [str(tmp_path / "nowhere.txt")]}
-    frame = run_study(study, tmp_path / "runs", processes=1).set_index("model")
+    frame = run_study(study, tmp_path / "runs", workers=1).set_index("model")
     assert "nowhere.txt" in frame.loc["svformer", "failed"]
     assert (frame.loc[["transformer", "resformer"], "failed"] == "").all()
 
@@ -259,10 +259,10 @@ def _dies(number):
 
 def test_a_killed_process_fails_its_own_job_and_no_other(forkserver):
     heard = {}
-    jobs = [processes.Job(str(i), _dies, (i,)) for i in (1, 2, 3, 4)]
-    processes.run_jobs(jobs, 2, lambda job, error: heard.update({job.name: error}))
+    jobs = [Job(str(i), _dies, (i,)) for i in (1, 2, 3, 4)]
+    run_jobs(jobs, 2, lambda job, error: heard.update({job.name: error}))
     assert {job for job, error in heard.items() if error is None} == {"1", "3", "4"}
-    assert isinstance(heard["2"], processes.BrokenProcessPool)
+    assert isinstance(heard["2"], BrokenProcessPool)
 
 
 # ---- what they say ---------------------------------------------------------------------------------------------------

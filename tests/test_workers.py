@@ -10,15 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from workbench.jobs import processes, running
+from workbench.jobs.processes import one_thread
+from workbench.jobs.running import Job, Status, results, run_jobs
+from workbench.runs.corpora import shared_text
 from workbench.runs.run import CORPORA
-from workbench.training import workers
-from workbench.training.workers import Job, Status, one_thread, run_jobs, shared_text
 
 
 def test_the_time_left_is_what_the_ready_jobs_cost_carried_on(tmp_path, monkeypatch):
     """10 s for a job of cost 1 of 5 in all: 40 s for the rest; a job that failed has paid nothing."""
     now, told = [1_000_000.0], []
-    monkeypatch.setattr(workers.time, "time", lambda: now[0])
+    monkeypatch.setattr(running.time, "time", lambda: now[0])
     status = Status(
         tmp_path / "status.json", [Job("b", abs, cost=1.0), Job("a", abs, cost=3.0), Job("c", abs)], told.append
     )
@@ -44,8 +46,8 @@ def test_the_time_left_is_what_the_ready_jobs_cost_carried_on(tmp_path, monkeypa
 
 def threads(monkeypatch):
     """The pool of processes as one of threads: its jobs run here."""
-    monkeypatch.setattr(workers, "_pool", ThreadPoolExecutor)
-    monkeypatch.setattr(workers, "_interruptible", lambda job: job())
+    monkeypatch.setattr(processes, "pool", ThreadPoolExecutor)
+    monkeypatch.setattr(processes, "interruptible", lambda job: job())
 
 
 def test_every_job_is_called_and_what_it_returned_is_told_before_it_is_done(monkeypatch):
@@ -87,6 +89,16 @@ def test_ctrl_c_in_a_worker_leaves_no_job_that_had_not_begun(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_jobs([Job("stopped", stopped, cost=9.0), *waiting], 1, lambda job, error: None)
     assert len(begun) < 10
+
+
+def test_any_executor_takes_the_jobs_and_their_results_come_in_the_jobs_order():
+    jobs, heard = [Job(str(i), lambda i=i: time.sleep(0.01 * (3 - i)) or i) for i in range(3)], []
+    with ThreadPoolExecutor(3) as executor:
+        assert results(jobs, executor, lambda *told: heard.append(told)) == [0, 1, 2]
+        with pytest.raises(ZeroDivisionError):
+            results([Job("1 / 0", lambda: 1 // 0), jobs[0]], executor, None)
+        assert executor.submit(abs, -1).result() == 1, "it is the caller's to end"
+    assert [told[:2] for told in heard] == [(1, 3), (2, 3), (3, 3)]
 
 
 @pytest.mark.parametrize("before", ["7", None])

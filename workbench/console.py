@@ -1,10 +1,12 @@
-"""What a person sees in the terminal: lines, tables, progress with time left."""
+"""What a person sees: results on stdout, as lines and tables, and on stderr how far the work is and what time is left."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -12,8 +14,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 ROWS = 60
 console = Console(width=None if sys.stdout.isatty() else 200)
@@ -48,19 +52,6 @@ def _cell(value: Any) -> str:
 
 
 @contextmanager
-def status(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner whose text the caller changes, which is also where a Ctrl-C that got lost is heard (`KeyboardInterrupt`)."""
-    with errors.status(text) as spinner, _ctrl_c_noted() as noted:
-
-        def update(now: str) -> None:
-            if noted:
-                raise KeyboardInterrupt
-            spinner.update(escape(now))
-
-        yield update
-
-
-@contextmanager
 def _ctrl_c_noted() -> Iterator[list[int]]:
     """Every Ctrl-C meanwhile. Python drops the exception of one that arrives inside a destructor or a weak reference's callback."""
     noted = list[int]()
@@ -82,47 +73,115 @@ def _ctrl_c_noted() -> Iterator[list[int]]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+Progress = Callable[[int, int, str], None]
+"""Called with (pieces done, of all, what is at hand)."""
+EVERY = 5.0  # seconds between two lines where no terminal shows a bar
+_silent = False
+
+
+def silence(quiet: bool) -> None:
+    """Whether progress is shown at all; the callback of `--quiet`."""
+    global _silent
+    _silent = quiet
+
+
+class Task:
+    """How far one piece of work is: `task(done, total, what)` notes it, `line()` says it with the time left."""
+
+    def __init__(self, name: str, total: int = 0, heard: Sequence[int] = ()) -> None:
+        self.name, self.done, self.total, self.what = name, 0, total, ""
+        self.begin = self.last = time.monotonic()
+        self._took, self._left, self._heard = list[float](), None, heard
+
+    def __call__(self, done: int, total: int = 0, what: str = "", left: float | None = None) -> None:
+        """Note it; `left` are seconds where the caller knows better. Raises `KeyboardInterrupt` where a Ctrl-C got lost."""
+        if self._heard:
+            raise KeyboardInterrupt
+        now = time.monotonic()
+        if (more := done - self.done) > 0:
+            self._took += [(now - self.last) / more] * more
+        if more > 0 or left is not None:
+            self.last, self._left = now, left
+        self.done, self.total, self.what = done, total or self.total, what
+
+    def left(self) -> float | None:
+        """Seconds that the rest will take from now on; None where nothing says so."""
+        rest = self.total - self.done
+        seconds = self._left if self._left is not None else time_left(self._took, rest)
+        return None if seconds is None else max(0.0, seconds - (time.monotonic() - self.last))
+
+    def words(self) -> list[str]:
+        """What is said after the name: how many of all, the time left, what is at hand."""
+        left = self.left() if self.done < self.total else None
+        parts = [f"{self.done} of {self.total}"] if self.total else []
+        parts += [f"about {left:.0f} s left"] if left is not None else []
+        return [*parts, self.what] if self.what else parts
+
+    def line(self) -> str:
+        """As one line."""
+        return f"{self.name}: {', '.join(self.words())}" if self.words() else f"{self.name} ..."
+
+
 @contextmanager
-def train_progress(name: str, steps: int) -> Iterator[Callable[[int, float, float], None]]:
-    """A bar for one training: loss, tokens per second, time left."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=errors) as progress:
-        task = progress.add_task(escape(name), total=steps)
+def progress(name: str, total: int = 0) -> Iterator[Task]:
+    """How far some work is, on stderr: a bar on a terminal, elsewhere a line every few seconds; nothing once `silence`d.
 
-        def update(step: int, loss: float, rate: float) -> None:
-            text = f"{escape(name)}  loss {loss:.3f} nats  {rate:,.0f} tokens/s"
-            progress.update(task, completed=step, description=text)
-
-        yield update
+    What is yielded is called as `Progress` is. It is also where a Ctrl-C that got lost is heard.
+    """
+    terminal = errors.is_terminal and not errors.is_dumb_terminal
+    with _ctrl_c_noted() as noted:
+        task = Task(name, total, noted)
+        with contextlib.nullcontext() if _silent else _bar(task) if terminal else _lines(task):
+            yield task
 
 
 @contextmanager
-def demo_progress() -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar over the demo's models."""
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors
-    ) as progress:
-        task = progress.add_task("training and measuring", total=None)
+def _lines(task: Task) -> Iterator[None]:
+    """A line every few seconds, and a last one where there was one before."""
+    over, said = threading.Event(), list[str]()
 
-        def update(status: dict[str, Any]) -> None:
-            left = "" if status["left_s"] is None else f", about {status['left_s']:.0f} s left"
-            failed = f", {len(status['failed'])} failed" if status["failed"] else ""
-            text = f"training and measuring{left}{failed}"
-            progress.update(task, total=len(status["models"]), completed=len(status["ready"]), description=text)
+    def beat() -> None:
+        while not over.wait(EVERY):
+            said.append(task.line())
+            print(said[-1], file=sys.stderr, flush=True)
 
-        yield update
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if said:
+        of = f"{task.done} of {task.total} " if task.total else ""
+        print(f"{task.name}: {of}in {time.monotonic() - task.begin:.0f} s", file=sys.stderr, flush=True)
 
 
-def time_left(took: Sequence[float], more: int) -> str:
-    """How long so many more pieces of work will take, in words after a comma, from the seconds that each took so far.
+class _Row(ProgressColumn):
+    """The words of a task, anew whenever the bar is drawn."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+
+    def render(self, task: Any) -> Text:
+        task.total, task.completed = self.task.total or None, self.task.done
+        return Text(", ".join(self.task.words()))
+
+
+@contextmanager
+def _bar(task: Task) -> Iterator[None]:
+    with Bars(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _Row(task), TimeElapsedColumn(), console=errors
+    ) as bars:
+        bars.add_task(escape(task.name), total=None)
+        yield
+
+
+def time_left(took: Sequence[float], more: int) -> float | None:
+    """Seconds that so many more pieces of work will take, from those that each took so far; None where nothing says so.
 
     What was there already takes next to nothing and says nothing of the rest: pieces under a tenth of the longest are left out.
     """
     real = [seconds for seconds in took if seconds >= max(took) / 10]
-    return f", about {more * sum(real) / len(real):.0f} s left" if real and more else ""
+    return more * sum(real) / len(real) if real and more else None

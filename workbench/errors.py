@@ -31,12 +31,24 @@ class BadCheckpoint(WorkbenchError):
     """A run or checkpoint whose files are missing, damaged or contradictory."""
 
 
+class InUse(WorkbenchError):
+    """A run that another process is writing."""
+
+
 class NotCovered(BadCheckpoint):
     """A sound checkpoint of a model that our decoder does not compute; the message says what it is and what opens it."""
 
 
 class ObservedInstead(UserWarning):
     """A checkpoint our decoder does not compute was opened as another library's module, and is observed from outside."""
+
+
+class NoWorkersYet(UserWarning):
+    """A cluster has no worker at the moment; its jobs wait for the first."""
+
+
+class NotSent(UserWarning):
+    """What was written here could not be put up; it is tried again at the next step that is kept."""
 
 
 class ArchitectureAssumed(UserWarning):

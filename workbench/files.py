@@ -17,14 +17,14 @@ from typing import Any, BinaryIO
 from workbench.errors import BadCheckpoint, WorkbenchError
 
 MAX_TEXT = 1 << 27  # bytes of a file of settings; the largest tokenizers take a fourth of it
-_URL = re.compile(r"[A-Za-z][\w+.-]+(::\w+)*:/")  # a `Path` makes one slash of two; a drive is one letter
+URL = re.compile(r"[A-Za-z][\w+.-]+(::\w+)*:/")  # a `Path` makes one slash of two; a drive is one letter
 
 
 def local(path: str | Path) -> Path:
     """A path of this machine; raises `WorkbenchError` for a URL, of which `Path` would make a folder called `s3:`."""
-    if _URL.match(str(path)):
+    if URL.match(str(path)):
         raise WorkbenchError(
-            f"{path} is a URL; only paths on this machine are read and written, a folder of that name by its full path"
+            f"{path} is a URL; here a path of this machine is needed, a folder of that name by its full path"
         )
     return Path(path)
 

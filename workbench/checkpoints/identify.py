@@ -20,6 +20,7 @@ from typing import Any
 
 from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError, suggest
 from workbench.files import read_json
+from workbench.storage.mirror import fetched
 
 RUN_FILE = "run.json"
 BUILDERS = "WORKBENCH_BUILDERS"
@@ -59,6 +60,7 @@ def identify(path: str | Path, step: str | int = "last") -> Checkpoint:
 
     Raises `BadCheckpoint` for a path that is none, `WorkbenchError` for a step that is not there.
     """
+    path = fetched(path)
     if (Path(path) / RUN_FILE).exists():
         folder = Path(path).resolve()
         description = read_json(folder / RUN_FILE)

@@ -19,6 +19,7 @@ from workbench.checkpoints.state import Info, State, whole_number
 from workbench.checkpoints.stored import Stored, safetensors_table
 from workbench.errors import BadCheckpoint, suggest
 from workbench.files import read_json
+from workbench.storage.mirror import fill
 
 CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "weights")
 STEPS = ("step", "global_step", "iteration", "iter", "iter_num", "itr", "steps")
@@ -33,7 +34,7 @@ def read(checkpoint: Checkpoint) -> State:
 
     The step is what the files say, else what their names do.
     """
-    path = checkpoint.path
+    path = fill(checkpoint.path)
     files = _weight_files(path) if path.is_dir() else [path]
     contents = {f: safetensors_table(f) if f.suffix == ".safetensors" else unpickle(f) for f in files}
     weights, info = _directory(path, contents) if path.is_dir() else _file(path, contents[path])

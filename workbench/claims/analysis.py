@@ -12,11 +12,13 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.claims import CLAIMS, QUESTIONS, Claim, Evidence, Verdict
-from workbench.claims.collect import TELEMETRY, Progress, collect, find_runs
+from workbench.claims.collect import TELEMETRY, collect, find_runs
 from workbench.claims.concentration import against_loss
 from workbench.claims.verdict import corrected
+from workbench.console import Progress
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
+from workbench.jobs.running import Workers
 from workbench.runs.records import write_parquet
 
 
@@ -97,7 +99,7 @@ def analyse(
     claims: Sequence[str] | None = None,
     data: Any = None,
     n: int = 64,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Analysis:
     """Verdicts of the claims for the runs at some paths (runs, or folders of them).
@@ -105,7 +107,7 @@ def analyse(
     Args:
         paths: runs or folders of runs. questions, claims: which claims, all unless given.
         data: a text file for runs without data of their own (imported ones); n: documents.
-        workers: processes. progress: called with (done, all, run) after each run.
+        workers: where it is measured, see `run_jobs`. progress: called with (done, all, run) after each run.
 
     Raises `BadData` where there is no finished run, `UnknownName` for another question or claim.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,9 +19,10 @@ import torch
 from workbench.claims.evidence import RUN_COLUMNS, SETTING, Evidence
 from workbench.claims.registry import Claim
 from workbench.config import ModelConfig
-from workbench.console import time_left
+from workbench.console import Progress
 from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.interventions import INTERVENTIONS
+from workbench.jobs.running import Job, Workers, run_jobs
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models import compose
@@ -31,7 +31,7 @@ from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, rea
 from workbench.runs.records import facts as origin
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.loss_curves import step_at_loss
-from workbench.training.workers import Job, run_jobs
+from workbench.storage.mirror import here
 
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
 """Of what training wrote down."""
@@ -39,8 +39,6 @@ BASELINE = "transformer"
 SERIES = 10  # checkpoints at most that show a course, spread evenly over those there are
 EXPENSIVE = {"token_probe": 24}  # documents at most, for what takes half a minute a checkpoint on 64
 BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_every", "checkpoints")
-Progress = Callable[[int, int, str], None]
-"""Called with (done, all, the run that is ready and about how long the others take)."""
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
@@ -50,7 +48,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
     """
     runs: list[Run] = []
     problems: dict[str, str] = {}
-    for path in map(Path, paths):
+    for path in map(here, paths):
         if (path / "run.json").exists():
             try:
                 runs.append(Run.open(path))
@@ -238,10 +236,10 @@ def collect(
     *,
     data: Any = None,
     n: int = 64,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> tuple[Evidence, dict[str, str]]:
-    """Measure what the claims need of every run, in processes of one thread each, and return the evidence and problems.
+    """Measure what the claims need of every run, where `workers` says (see `run_jobs`), and return the evidence and problems.
 
     A run that cannot be measured, or whose process is killed, is a problem; the others go on.
     """
@@ -249,7 +247,7 @@ def collect(
     jobs = [Job(str(run.path), _work, (run, plan(run, claims, matched[run]), data, n)) for run in runs]
     gathered: dict[Run, Gathered] = {}
     problems: dict[str, str] = {}
-    begin, took = time.perf_counter(), list[float]()
+    ended = list[str]()
 
     def result(job: Job, measured: Gathered) -> None:
         gathered[job.arguments[0]] = measured
@@ -258,11 +256,11 @@ def collect(
         name = job.arguments[0].name
         if error is not None:
             problems[name] = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
-        took.append(time.perf_counter() - begin - sum(took))
+        ended.append(name)
         if progress:
-            progress(len(took), len(jobs), f"{name}{time_left(took, len(jobs) - len(took))}")
+            progress(len(ended), len(jobs), f"last {name}")
 
-    if workers <= 1:
+    if workers == 1:
         for job in jobs:
             try:
                 result(job, gather(*job.arguments))
@@ -270,7 +268,7 @@ def collect(
             except Exception as error:  # of damaged files and of one's own modules
                 done(job, error)
     else:
-        run_jobs(jobs, workers, done, result)
+        run_jobs(jobs, workers, done, result, folders=list(dict.fromkeys(run.path.parent for run in runs)))
     gathered = {run: gathered[run] for run in runs if run in gathered}  # in their order, not in that of being ready
     problems |= {run.name: "; ".join(reasons) for run, (_, _, reasons) in gathered.items() if reasons}
     return evidence(gathered, data), problems

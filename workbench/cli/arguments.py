@@ -29,7 +29,22 @@ def destination(out: Path | None) -> Path | None:
 Out = functools.partial(typer.Option, callback=destination)
 
 Runs = Annotated[Path | None, typer.Option("--runs", help="Folder of runs; else $WORKBENCH_RUNS, else ./runs.")]
+
+
+def _silence(quiet: bool) -> None:
+    from workbench.console import silence
+
+    silence(quiet)
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_silence, help="No progress on stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")]
+OneWorker = Annotated[int, typer.Option("--workers", min=1, help="Processes that measure.")]
+On = Annotated[
+    str | None,
+    typer.Option("--on", help="A cluster in their place: dask://HOST:PORT, or dask:///path/to/scheduler.json."),
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best there is unless given.")]
 ArchitectureName = Annotated[str, typer.Argument(help="A name from `workbench list architectures`, or a+b.")]
 PresetName = Annotated[str, typer.Option(help="A name from `workbench list presets`.")]

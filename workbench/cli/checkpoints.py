@@ -11,6 +11,7 @@ from workbench.cli.arguments import (
     Device,
     Download,
     Options,
+    Quiet,
     Runs,
     Step,
     app,
@@ -38,19 +39,20 @@ def import_checkpoints(
     seed: Annotated[int | None, typer.Option(min=0, help="Tells runs of one model apart.")] = None,
     download: Download = False,
     runs: Runs = None,
+    quiet: Quiet = False,
 ) -> None:
     """Make a run of anyone's checkpoints, to measure it and see it on the dashboard. Nothing in them is ever run."""
     from workbench.checkpoints.identify import BUILDERS
-    from workbench.console import say, status
+    from workbench.console import progress, say
     from workbench.runs.importing import import_run
     from workbench.runs.run import runs_folder
 
     fetch(path, download)
     settings = key_values(option, "option")
-    with status("reading") as progress:
+    with progress("reading") as task:
         run = import_run(
             path, runs_folder(runs), name=name, architecture=architecture, config=key_values(config, "config"), builder=builder,
-            seed=seed, progress=progress, **settings,
+            seed=seed, progress=task, **settings,
         )  # fmt: skip
     say(f"run: {run.path} ({run.architecture}, steps {', '.join(map(str, run.steps))})")
     if builder:

@@ -11,8 +11,12 @@ from workbench.cli.arguments import (
     Device,
     Download,
     Json,
+    On,
+    OneWorker,
     Out,
+    Quiet,
     Runs,
+    Workers,
     app,
     fetch,
     steps_of,
@@ -33,15 +37,18 @@ def measure(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time; results do not depend on it.")] = 8,
     out: Annotated[Path | None, Out(help="Write the records here: .parquet, .csv or .json.")] = None,
+    workers: OneWorker = 1,
+    on: On = None,
     device: Device = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure runs or checkpoints and print the records; what was measured before is not run again."""
-    from workbench.console import say, status, table
+    from workbench.console import progress, say, table
     from workbench.distributed import rank
     from workbench.measurement.measuring import measure as run_measures
 
-    with status("measuring") as progress:
+    with progress("measuring") as task:
         frame = run_measures(
             list(paths),
             metric,
@@ -51,7 +58,8 @@ def measure(
             T=length,
             batch=batch,
             device=device,
-            progress=progress,
+            progress=task,
+            workers=on or workers,
         )
     if rank():  # of several processes, the first one speaks
         return
@@ -107,32 +115,30 @@ def analyze(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Text for runs that came without data.")] = None,
     n: Annotated[int, typer.Option(min=1, help="Documents at most.")] = 64,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
+    workers: Workers = None,
+    on: On = None,
     png: Annotated[
         bool, typer.Option("--png", help="Draw the figures as PNG too; needs Chrome, Chromium or Edge.")
     ] = False,
     svg: Annotated[bool, typer.Option("--svg", help="Draw the figures as SVG too; needs the same.")] = False,
     runs: Runs = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Say for each claim of the field what these runs decide, with tables, figures and one offline page.
 
     What was measured before is not run again; Ctrl-C stops and the same command goes on.
     """
-    import os
-
     from workbench.claims.analysis import analyse, verdicts, write_figures, write_tables
     from workbench.claims.page import write_page
-    from workbench.console import say, status
+    from workbench.console import progress, say
+    from workbench.jobs.processes import usual
     from workbench.runs.run import runs_folder
 
     chosen = list(paths or [runs_folder(runs)])
-    with status("measuring") as progress:
-        analysis = analyse(
-            chosen, questions=question, data=data, n=n, workers=workers or min(os.cpu_count() or 1, 8),
-            progress=lambda done, total, name: progress(f"measured {done} of {total} runs, last {name}"),
-        )  # fmt: skip
-        progress("writing")
+    with progress("measuring") as task:
+        analysis = analyse(chosen, questions=question, data=data, n=n, workers=on or workers or usual(), progress=task)
+        task(task.done, what="writing")
         write_tables(analysis, out)
         page = write_page(analysis, out, f"workbench analyze {' '.join(map(str, chosen))} --out {out}")
         write_figures(analysis, out, png=png, svg=svg)
@@ -165,18 +171,21 @@ def xray(
     download: Download = False,
     runs: Runs = None,
     device: Device = None,
+    quiet: Quiet = False,
 ) -> None:
     """Answer four questions about one model: concentration, sinks, what deep values carry, would a value residual help."""
-    from workbench.console import say, status
+    from workbench.console import progress, say
     from workbench.plots.browser import find_browser
     from workbench.reports.xray import xray as answer
     from workbench.runs.run import runs_folder
+    from workbench.storage.mirror import here
+    from workbench.storage.remote import is_url
 
-    named = runs_folder(runs) / path
+    named = path if is_url(path) else here(runs_folder(runs) / path)
     fetch(path, download)
     thing = path if path.exists() or not named.exists() else named
-    with status(f"measuring {thing.name}") as progress:
-        page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=progress, announce=say)
+    with progress(f"measuring {thing.name}") as task:
+        page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=task, announce=say)
     say(str(page))
     drawn = png and find_browser() is not None
     for written in page.save(out or Path(f"{thing.stem}-xray.html"), png=drawn):
@@ -191,11 +200,14 @@ def xray(
 def report(
     runs: Runs = None,
     out: Annotated[Path | None, Out(help="The page; <runs>/report.html unless given.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Write one offline HTML page: figures, tables, provenance, and what was not checkable at this size."""
-    from workbench.console import say
+    from workbench.console import progress, say
     from workbench.reports.folder import write_report
     from workbench.runs.run import runs_folder
 
     folder = runs_folder(runs)
-    say(f"report: {write_report(folder, out or folder / 'report.html')}")
+    with progress("drawing"):
+        page = write_report(folder, out or folder / "report.html")
+    say(f"report: {page}")

@@ -11,6 +11,7 @@ import typer
 from workbench.cli.arguments import (
     Json,
     Out,
+    Quiet,
     Runs,
     app,
 )
@@ -68,9 +69,10 @@ def view(
     only: Annotated[str | None, typer.Option(help="One view of the page; pictures hold one.")] = None,
     play: Annotated[bool, typer.Option("--play", help="A time-lapse over the checkpoints of model A (.html).")] = False,
     runs: Runs = None,
+    quiet: Quiet = False,
 ) -> None:
     """Draw what a page of the dashboard shows, from its link: a figure for a paper, a table, an offline page."""
-    from workbench.console import say, status
+    from workbench.console import progress, say
     from workbench.runs.run import runs_folder
     from workbench.views import Link, Source
     from workbench.views.writing import write
@@ -78,7 +80,7 @@ def view(
     chosen, source = Link.parse(link), Source(runs_folder(runs))
     command = f'workbench view "{chosen}"{f" --only {only}" if only else ""}{" --play" if play else ""} --out {shlex.quote(str(out))}'
     command += "" if runs is None else f" --runs {shlex.quote(str(runs))}"
-    with status("drawing"):
+    with progress("drawing"):
         path, reasons = write(source, chosen, out, only=only, play=play, command=command)
     for name, why in {**source.problems, **reasons}.items():
         say(f"left out: {name}: {why}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,14 +13,21 @@ from workbench.cli.arguments import (
     Device,
     Json,
     ModelKeys,
+    On,
+    OneWorker,
     Options,
     Out,
     PresetName,
+    Quiet,
     RecipeKeys,
     Runs,
+    Workers,
     app,
     key_values,
 )
+
+if TYPE_CHECKING:
+    from workbench.console import Task
 
 SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME, library: (this Python's); else the embedded text."
 Texts = Annotated[list[Path] | None, typer.Option(help=SOURCES)]
@@ -35,8 +43,10 @@ def demo(
     show: Annotated[bool, typer.Option("--app/--no-app", help="Show the dashboard while the models train.")] = True,
     port: Annotated[int, typer.Option(help="Port of the dashboard on 127.0.0.1.")] = 8501,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each architecture.")] = 3,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
+    workers: Workers = None,
+    on: On = None,
     device: Device = None,
+    quiet: Quiet = False,
 ) -> None:
     """Train small models on this machine, measure them, write the report, and show it all on a dashboard.
 
@@ -49,24 +59,35 @@ def demo(
     make_folder(folder)
     server = serve(folder, port) if show else None  # first: it starts while what follows is imported
     try:
-        from workbench.console import demo_progress, say
-        from workbench.reports.folder import up_to_date, write_report
-        from workbench.studies.demo import run_demo
+        from workbench.console import progress, say
 
-        with demo_progress() as progress:
-            run_demo(folder, seeds=seeds, quick=quick, text=text, workers=workers, device=device, progress=progress)
         page = folder / "report.html"
-        say(f"report: {page if up_to_date(page, folder) else write_report(folder, page)}")
+        with progress("training and measuring") as task:
+            from workbench.reports.folder import up_to_date, write_report
+            from workbench.studies.demo import run_demo
+
+            run_demo(
+                folder, seeds=seeds, quick=quick, text=text, workers=on or workers, device=device, progress=_models(task)
+            )  # fmt: skip
+            if not up_to_date(page, folder):
+                task(task.done, what="writing the report")
+                write_report(folder, page)
+        say(f"report: {page}")
         if server is not None:
             wait(server)
-    except KeyboardInterrupt:
-        from workbench.console import say
-
-        say("stopped; the same command goes on from here")
-        raise
     finally:
         if server is not None:
             stop(server)
+
+
+def _models(task: Task) -> Callable[[dict[str, Any]], None]:
+    """How far the models of a study or the demo are, as progress."""
+
+    def told(status: dict[str, Any]) -> None:
+        failed = f"{len(status['failed'])} failed" if status["failed"] else ""
+        task(len(status["ready"]), len(status["models"]), failed, status["left_s"])
+
+    return told
 
 
 @app.command()
@@ -87,11 +108,12 @@ def train(
     recipe: RecipeKeys = None,
     runs: Runs = None,
     device: Device = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Train one model, or go on where an interrupted training of the same name stopped."""
     from workbench.config import PRESETS, ModelConfig
-    from workbench.console import say, train_progress
+    from workbench.console import progress, say
     from workbench.models import architecture as find_architecture
     from workbench.runs.run import runs_folder
     from workbench.training.loop import train as run_training
@@ -104,10 +126,10 @@ def train(
     data = _data_of(task, text, vocabulary, shortest, bos, default=chosen.vocabulary, runs=folder)
     config = shape.replace(**({"d_vocab": data.d_vocab} | sizes))
     run_name = name or f"{architecture}-{preset}-s{seed}"
-    with train_progress(run_name, settings.steps) as progress:
+    with progress(run_name, settings.steps) as task:
         run = run_training(
-            architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device,
-            progress=progress, **options,
+            architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device, **options,
+            progress=lambda step, loss, rate: task(step, what=f"loss {loss:.3f} nats, {rate:,.0f} tokens/s"),
         )  # fmt: skip
     losses = run.telemetry(f"metric == 'validation_loss' and step == {settings.steps}")
     if as_json:
@@ -149,28 +171,26 @@ def study(
     file: Annotated[Path, typer.Argument(help="A study's .toml file, as those under analyses/studies.")],
     runs: Runs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few steps of tiny models, to see that it works.")] = False,
-    processes: Annotated[int | None, typer.Option(min=1, help="One for each core unless given.")] = None,
+    workers: Workers = None,
+    on: On = None,
     out: Annotated[Path, Out(help="Folder for the tables (.parquet).")] = Path("results"),
     device: Device = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Train the runs of a study file that are not there yet, and compare its cells over seeds.
 
     Ctrl-C stops and the same command goes on; a run that fails is told at the end, after all others.
     """
-    from workbench.console import demo_progress, say, table
+    from workbench.console import progress, say, table
     from workbench.errors import WorkbenchError
     from workbench.runs.run import runs_folder
     from workbench.studies.runner import keep, run_study, summary
     from workbench.studies.study_file import read_study
 
     asked, folder = read_study(file), runs_folder(runs)
-    try:
-        with demo_progress() as progress:
-            frame = run_study(asked, folder, quick=quick, processes=processes, device=device, progress=progress)
-    except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
-        raise
+    with progress(asked.name) as task:
+        frame = run_study(asked, folder, quick=quick, workers=on or workers, device=device, progress=_models(task))
     cells = summary(asked, frame)
     if as_json:
         print(cells.to_json(orient="records"))
@@ -195,22 +215,23 @@ def ship(
     ] = None,
     commit: Annotated[str | None, typer.Option(help="Of the code that trained it; this one's unless given.")] = None,
     weights: Annotated[list[int] | None, typer.Option(help="Steps whose weights ship too, in bfloat16.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that measure.")] = 1,
+    workers: OneWorker = 1,
+    on: On = None,
+    quiet: Quiet = False,
 ) -> None:
     """Keep a finished study as evidence: its runs without weights (or with some steps'), readable wherever runs are.
 
     What the claims need is measured first: of what ships nothing is measured and kept later.
     """
-    from workbench.console import say, status
+    from workbench.console import progress, say
     from workbench.runs.run import runs_folder
     from workbench.studies.shipping import ship as keep_as_evidence
     from workbench.studies.study_file import read_study
 
-    with status("measuring") as progress:
+    with progress("measuring") as task:
         place = keep_as_evidence(
             read_study(file), file, runs_folder(runs), out, questions=question, commit=commit, weights=weights or (),
-            workers=workers,
-            progress=lambda done, total, name: progress(f"measured {done} of {total} runs, last {name}"),
+            workers=on or workers, progress=task,
         )  # fmt: skip
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     say(f"evidence: {place} ({size / 2**20:.1f} MiB)")
@@ -229,20 +250,21 @@ def estimate(
     n: Annotated[int, typer.Option(min=1, help="Documents to measure.")] = 64,
     length: Annotated[int | None, typer.Option("-T", "--length", min=2, help="Tokens of each document.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Documents at a time while measuring.")] = 8,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Say how much memory a training will need, or with -m a measurement, before it runs."""
     from workbench.config import PRESETS, ModelConfig
-    from workbench.console import status, table
+    from workbench.console import progress, table
     from workbench.measurement.memory_estimate import measuring_memory
     from workbench.training.memory_estimate import training_memory
 
     shape = ModelConfig.of(preset).replace(**key_values(model, "model"))
     train, options = PRESETS[preset].train.replace(**key_values(recipe, "recipe")), key_values(option, "option")
-    with status("estimating") as progress:
+    with progress("estimating") as task:
         if metric:
             T = length or train.T
-            frame = measuring_memory(architecture, shape, metric, n=n, T=T, batch=batch, progress=progress, **options)
+            frame = measuring_memory(architecture, shape, metric, n=n, T=T, batch=batch, progress=task, **options)
         else:
             frame = training_memory(architecture, shape, train, **options)
     if as_json:

@@ -7,8 +7,7 @@ processes share the work and all return the same records; the first one keeps th
 from __future__ import annotations
 
 import platform
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,15 +16,16 @@ import torch
 from torch import Tensor
 
 from workbench import distributed
-from workbench.console import time_left
+from workbench.console import Progress
 from workbench.data.sources import Sample
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import digest
 from workbench.interventions import INTERVENTIONS, Intervention
 from workbench.interventions.base import mean_row, trainable
+from workbench.jobs.running import Job, Workers, results
 from workbench.kernels import attention_form
 from workbench.measurement.forward_pass import collect, passes_of, reductions_of, rows_of, samples_of
-from workbench.measurement.subjects import Subject, Tables, refuse_unfit, sample_of, subjects
+from workbench.measurement.subjects import Subject, Tables, opened_run, refuse_unfit, sample_of, subjects
 from workbench.metrics import METRICS, Metric
 from workbench.models.cache import KeyValueCache
 from workbench.models.transformer import Transformer
@@ -47,8 +47,9 @@ def measure(
     batch: int = 8,
     seed: int = 0,
     device: str | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
+    workers: Workers = 1,
 ) -> pd.DataFrame:
     """Measure models or runs and return records, one tidy row per number.
 
@@ -60,6 +61,7 @@ def measure(
         n: documents at most; ids and text are taken whole. T: tokens of each (default the run's training length; ids and
             text: all of theirs). batch: sequences at a time; results do not depend on it. seed: which windows.
         sites: of a metric named here only these of its sites, where the others would cost memory for nothing.
+        workers: 1 measures in this process; else each step of each run is a job, see `workbench.jobs.running.run_jobs`.
 
     Records of a run are kept under `<run>/records` and not measured twice. Raises `UnknownName` for a metric, `BadData` for
     data that cannot be used, `WorkbenchError` where a metric needs longer sequences.
@@ -68,22 +70,37 @@ def measure(
     only = {name: _sites(_find(name), chosen) for name, chosen in (sites or {}).items()}
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
+    if workers != 1:
+        how = {"n": n, "T": T, "batch": batch, "seed": seed, "device": device, "sites": sites}
+        return _by_jobs(models_or_runs, metrics, data, steps, workers, progress, **how)
     chosen, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
     for subject in chosen:
         if (shared := _sharing(subject)) not in samples:
             samples[shared] = sample_of(data, subject, n, T, seed)
         refuse_unfit(samples[shared], subject)
         refuse_short(samples[shared], wanted)
-    frames, took = [], list[float]()
+    frames = list[pd.DataFrame]()
     for subject in chosen:
         if progress and distributed.rank() == 0:
-            whose, left = subject.axes, time_left(took, len(chosen) - len(took))
-            progress(f"{whose['run']} step {whose['step']}, {len(took) + 1} of {len(chosen)}{left}")
-        begin = time.perf_counter()
+            progress(len(frames), len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
         frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         subject.forget()
-        took.append(time.perf_counter() - begin)
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+
+
+def _by_jobs(
+    things: Any, metrics: Any, data: Any, steps: Any, workers: Workers, progress: Progress | None, **how: Any
+) -> pd.DataFrame:
+    """The same rows in the same order, of a job for each step of each run."""
+    opened = [opened_run(thing) for thing in (things if isinstance(things, list | tuple) else [things])]
+    jobs = [
+        Job(f"{run.path} step {step}", partial(measure, run, metrics, data, steps=[step], **how))
+        for run in opened
+        for step in run.resolve(steps)
+    ]
+    return pd.concat(
+        results(jobs, workers, progress, list(dict.fromkeys(run.path.parent for run in opened))), ignore_index=True
+    )
 
 
 def refuse_short(sample: Sample, wanted: Sequence[Measure]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch._dynamo
 from torch import Tensor
 
 from workbench.config import ModelConfig
+from workbench.console import Progress
 from workbench.data.sources import Sample
 from workbench.errors import BadData
 from workbench.measurement.measuring import measure
@@ -67,7 +68,7 @@ def measuring_memory(
     n: int = 64,
     T: int = 128,
     batch: int = 8,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> pd.DataFrame:
     """Bytes of `measure` at its peak for n documents of T tokens, `batch` at a time; see `training_memory`.
@@ -85,7 +86,7 @@ def measuring_memory(
     peaks, beside, start = list[int](), 0, PROCESS.memory_info().rss
     for documents, at_once in ((groups, 1), (2 * groups, 1), (2 * groups, 2)):
         if progress:
-            progress(f"{documents} documents, {at_once} at a time")
+            progress(len(peaks), 3, f"{documents} documents, {at_once} at a time")
         built = build(architecture, model, **options)  # anew: what was measured of a model is not measured again
         weights = sum(p.numel() * p.element_size() for p in built.parameters())
         live = _trial(built, metrics, documents, at_once, T)

@@ -23,7 +23,8 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.files import local
 from workbench.models.hooked import HookedModel
 from workbench.models.transformer import Transformer
-from workbench.runs.run import Run, run_or_model
+from workbench.runs.run import RUN_FILE, Run, run_or_model
+from workbench.storage.mirror import here
 
 _memory: dict[tuple[str, str, str], pd.DataFrame] = {}
 """Records of models that live in this process only, by (weights, data, key); the oldest go first."""
@@ -109,6 +110,16 @@ def subjects(things: Any, steps: str | int | list[int], device: str | None) -> l
     if not chosen:
         raise WorkbenchError("nothing to measure: no models or runs were given")
     return chosen
+
+
+def opened_run(thing: Any) -> Run:
+    """The run that is meant, for other processes to open; raises `WorkbenchError` for what they could not."""
+    if isinstance(thing, str | Path) and (here(thing) / RUN_FILE).exists():
+        return Run.open(thing)
+    if isinstance(thing, Run):
+        return thing
+    what = thing if isinstance(thing, str | Path) else f"a {type(thing).__name__}"
+    raise WorkbenchError(f"{what} is no run: leave out workers=, or import it as one")
 
 
 def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> Sample:

@@ -18,6 +18,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench import plots
+from workbench.console import Progress
 from workbench.errors import BadData, WorkbenchError
 from workbench.names import ACTIVATIONS
 from workbench.plots.browser import picture
@@ -111,7 +112,7 @@ def xray(
     T: int | None = None,
     layers: bool = False,
     device: str | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> XRay:
     """Answer the four questions for a run, a checkpoint's path, a model, or an observed module.

@@ -21,9 +21,10 @@ from typing import Any
 
 from workbench.checkpoints.identify import RUN_FILE
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.files import digest, local, read_json, write_json
+from workbench.files import digest, read_json, write_json
 from workbench.runs.records import metrics_of
 from workbench.runs.run import MAX_WHOLE, Run, is_locked, is_run, is_study
+from workbench.storage import mirror
 
 INDEX, VERSION = ".index.json", 5
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -101,7 +102,8 @@ class Catalogue:
 
 def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
     """The runs under a folder, from `known` or the index file where they have not changed; an absent folder is empty."""
-    root = local(folder).resolve()
+    root = mirror.folder(folder).resolve()
+    mirror.refresh(root)
     old = known if known is not None and known.folder == str(root) else _read(root)
     before = {Path(e.path): e for e in old.entries}
     entries, problems = [], {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,11 +29,13 @@ from workbench.checkpoints.saving import save
 from workbench.checkpoints.transformers_modules import quiet
 from workbench.checkpoints.vocabulary import SETTINGS, TOKENIZER, tokenizer_beside
 from workbench.config import TrainConfig
+from workbench.console import Progress
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, ObservedInstead, WorkbenchError
 from workbench.files import write_json
 from workbench.models import Transformer
 from workbench.observing import Observed
 from workbench.runs.run import FORMAT, Run, place_of, written_now
+from workbench.storage.mirror import fetched, push
 
 LENGTH = 128  # tokens measured at unless another length is asked for
 
@@ -41,7 +43,7 @@ LENGTH = 128  # tokens measured at unless another length is asked for
 def import_run(
     path: str | Path, runs: Path, *, name: str | None = None, architecture: str | None = None,
     config: Mapping[str, Any] | None = None, builder: str | None = None, seed: int | None = None,
-    progress: Callable[[str], None] | None = None, **options: Any,
+    progress: Progress | None = None, **options: Any,
 ) -> Run:  # fmt: skip
     """A run of one checkpoint or of a series (a folder, a glob, a pattern with a `step` group), one model in memory at a time.
 
@@ -53,7 +55,7 @@ def import_run(
     model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not of one model, `NotCovered`
     for a model that no library here computes, `WorkbenchError` for a name that is taken.
     """
-    checkpoints = _checkpoints(path)
+    checkpoints = _checkpoints(fetched(path))
     place = place_of(runs, name or hub_name(path) or _name(checkpoints))
     if place.exists():
         raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
@@ -62,9 +64,9 @@ def import_run(
     given = Given(architecture, config or {}, options)
     with _appearing(place) as folder:
         first: dict[str, Any] = {}
-        for step, source in checkpoints:
+        for i, (step, source) in enumerate(checkpoints):
             if progress:
-                progress(f"{source} as step {step}")
+                progress(i, len(checkpoints), f"{source} as step {step}")
             with warnings.catch_warnings():
                 for category in (ArchitectureAssumed, ObservedInstead) if first else ():  # said once of a series
                     warnings.simplefilter("ignore", category)
@@ -80,6 +82,7 @@ def import_run(
             _keep(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=origin)
         _copy_tokenizer(checkpoints[-1][1], folder, first["config"].d_vocab)
         _describe(folder, first, checkpoints[-1][0], path)
+    push(place)
     return Run.open(place)
 
 

@@ -25,6 +25,7 @@ from filelock import FileLock
 
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import read_bytes, replacing
+from workbench.storage.mirror import push
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -279,7 +280,7 @@ class Store:
     def put(self, weights: str, data: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
         """Add rows in place of those of the same metrics in this or an older version; newer ones stay.
 
-        Raises `WorkbenchError` where the folder cannot be written.
+        Raises `WorkbenchError` where the folder cannot be written, or what it is a mirror of.
         """
         versions = pd.Series(_versions(frame["provenance"])).groupby(frame["metric"].to_numpy()).max()
         try:
@@ -296,6 +297,7 @@ class Store:
                         write_parquet(pd.concat([old, new], ignore_index=True) if len(old) else new, path)
         except OSError as error:  # read-only, or another writer for a minute
             raise WorkbenchError(f"cannot keep records in {self.folder}: {error.strerror or error}") from error
+        push(self.folder)
 
 
 def metrics_of(folder: Path) -> tuple[str, ...]:

@@ -20,9 +20,10 @@ from filelock import FileLock, Timeout
 
 from workbench.checkpoints.identify import CONFIG, RUN_FILE, WEIGHTS, choose, step_folder, steps_of, whole_steps
 from workbench.config import ModelConfig, ObservedConfig, TrainConfig
-from workbench.errors import BadCheckpoint, BadData, WorkbenchError
-from workbench.files import digest, local, open_regular, read_bytes, read_json
+from workbench.errors import BadCheckpoint, BadData, InUse, WorkbenchError
+from workbench.files import digest, open_regular, read_bytes, read_json
 from workbench.runs.records import NEEDED, Store, read_parquet
+from workbench.storage.mirror import fill, folder, here, refresh
 
 FORMAT = 1  # of run.json
 CORPORA = ".corpora"
@@ -33,8 +34,11 @@ PATIENCE = 0.5  # seconds a writer tries: `is_locked` holds the lock for an inst
 
 
 def runs_folder(given: str | Path | None = None) -> Path:
-    """The folder of runs: the one given, else `$WORKBENCH_RUNS`, else `./runs`; `WorkbenchError` for URLs and paths without end."""
-    named = local(given or os.environ.get("WORKBENCH_RUNS") or "runs")
+    """The folder of runs: the one given, else `$WORKBENCH_RUNS`, else `./runs`; of a URL, its mirror here.
+
+    Raises `WorkbenchError` for paths without end and URLs that nothing here reads.
+    """
+    named = folder(given or os.environ.get("WORKBENCH_RUNS") or "runs")
     try:
         return named.resolve()
     except (OSError, RuntimeError) as error:
@@ -50,7 +54,7 @@ class Run:
     @classmethod
     def open(cls, path: str | Path) -> Run:
         """The run at a path; raises `BadCheckpoint` saying what is missing or damaged."""
-        run = cls(Path(path).resolve())
+        run = cls(here(path).resolve())
         try:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(run.path):
                 pass  # only whether this user may
@@ -174,7 +178,10 @@ class Run:
         """The data the run was trained on; raises `BadCheckpoint` where a corpus not the embedded one is not beside the run."""
         from workbench.data.opening import open_data
 
-        return open_data(self.info["data"], self.path.parent / CORPORA, self.path / "tokenizer.json")
+        corpora = self.path.parent / CORPORA
+        if self.info["data"].get("kind") == "text":
+            fill(corpora / str(self.info["data"].get("hash")))
+        return open_data(self.info["data"], corpora, self.path / "tokenizer.json")
 
     @property
     def store(self) -> Store:
@@ -183,7 +190,7 @@ class Run:
 
     def weights_hash(self, step: int) -> str:
         """Content address of a step's files, read without loading a model."""
-        folder = self.step_folder(step)
+        folder = fill(self.step_folder(step))
         with open_regular(folder / WEIGHTS) as weights:
             return digest(read_bytes(folder / CONFIG), weights.read())
 
@@ -205,20 +212,20 @@ class Run:
         return sorted((int(m[1]), folder / m[0]) for m in matches if m)
 
     def writing(self) -> FileLock:
-        """The lock a writer holds; raises `WorkbenchError` where another process keeps it."""
+        """The lock a writer holds; raises `InUse` where another process keeps it."""
         lock = FileLock(self.path / ".lock", timeout=PATIENCE)
         try:
             return lock.acquire().lock
         except Timeout:
             advice = "wait for it or choose another name"
-            raise WorkbenchError(f"{self.path} is being written by another process; {advice}") from None
+            raise InUse(f"{self.path} is being written by another process; {advice}") from None
 
 
 def run_or_model(source: Any, device: Any = None) -> Any:
     """The run at a path, or the model of any other checkpoint there; what is no path is given back as it is."""
     if not isinstance(source, str | Path):
         return source
-    if (Path(source) / RUN_FILE).exists():
+    if (here(source) / RUN_FILE).exists():
         return Run.open(source)
     from workbench.checkpoints.opening import load  # imports torch
 
@@ -238,10 +245,10 @@ def is_locked(path: Path) -> bool:
 
 
 def place_of(runs: str | Path, name: str) -> Path:
-    """Where a run of a name lies or will lie; raises `WorkbenchError` for what cannot be a folder's name, and for URLs."""
+    """Where a run of a name lies or will lie; raises `WorkbenchError` for what cannot be a folder's name."""
     if not name or Path(name).name != name or name.startswith("."):
         raise WorkbenchError(f"run name {name!r}: one plain folder name, not starting with a dot")
-    return local(runs) / name
+    return folder(runs) / name
 
 
 def written_now() -> dict[str, Any]:
@@ -271,7 +278,8 @@ def is_study(path: Path) -> bool:
 
 def list_runs(root: Path) -> tuple[list[Run], dict[str, str]]:
     """Runs under a folder and in its folders of studies, by name, and what is wrong with each that looks like one but cannot be read."""
-    runs, problems = [], {}
+    runs, problems, root = [], {}, folder(root)
+    refresh(root)
     try:
         folders = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
     except OSError as error:

@@ -16,7 +16,8 @@ from typing import Any
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import WorkbenchError
-from workbench.training.workers import Job, Status, run_jobs, shared_text
+from workbench.jobs.running import Job, Status, Workers, run_jobs
+from workbench.runs.corpora import shared_text
 
 STATUS = ".demo.json"
 # one head and a two-neuron MLP: with more, other parts take over what the resting head is for
@@ -166,11 +167,11 @@ def run_demo(
     seeds: int = 3,
     quick: bool = False,
     text: bool = False,
-    workers: int | None = None,
+    workers: Workers = None,
     device: str | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Train and measure everything that is not there yet, in processes of one thread each.
+    """Train and measure everything that is not there yet, where `workers` says (see `run_jobs`).
 
     `progress` receives the status after each change; it is also kept in `<runs>/.demo.json` for the dashboard. Ctrl-C stops
     after the step at hand; the same call goes on from there. Raises `WorkbenchError` naming the first model that failed.
@@ -182,7 +183,7 @@ def run_demo(
         for job in planned:
             if job not in left:
                 status.done(job.name, None)
-        run_jobs(left, workers, lambda job, error: status.done(job.name, error))
+        run_jobs(left, workers, lambda job, error: status.done(job.name, error), folders=[runs])
     status.finish()
     if status.failures:
         name, error = next(iter(status.failures.items()))

@@ -13,12 +13,13 @@ import pandas as pd
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import WorkbenchError
+from workbench.jobs.running import Job, Status, Workers, run_jobs
+from workbench.runs.corpora import shared_text
 from workbench.runs.records import load_records, write_parquet
 from workbench.runs.run import CORPORA, Run
 from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_seeds
 from workbench.statistics.formation import formation_steps, sink_step
 from workbench.studies.study_file import OUTCOMES, Cell, Study, label
-from workbench.training.workers import Job, Status, run_jobs, shared_text
 
 QUICK_SEEDS = 2
 QUICK_RECIPE = {
@@ -111,11 +112,11 @@ def run_study(
     runs: Path,
     *,
     quick: bool = False,
-    processes: int | None = None,
+    workers: Workers = None,
     device: str | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> pd.DataFrame:
-    """Train what is not there yet, in processes of one thread each, and return one row per run; see `outcomes`.
+    """Train what is not there yet, where `workers` says (see `run_jobs`), and return one row per run; see `outcomes`.
 
     What fails is in column `failed`, the rest goes on. Ctrl-C stops after the step at hand; the same call goes on from there.
     """
@@ -124,7 +125,7 @@ def run_study(
     jobs = [Job(run.name, work, (run,), _cost(run)) for run in planned]
     status = Status(runs / f".study-{study.name}.json", jobs, progress)
     ready = [dataclasses.replace(jobs[i], arguments=(run,)) for i, run in _with_data(planned, status)]
-    run_jobs(ready, processes, lambda job, error: status.done(job.name, error))
+    run_jobs(ready, workers, lambda job, error: status.done(job.name, error), folders=[runs])
     status.finish()
     return outcomes(study, planned, status.failures)
 

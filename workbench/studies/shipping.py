@@ -25,9 +25,11 @@ from workbench.checkpoints.identify import step_folder
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.vocabulary import TOKENIZER
 from workbench.claims.analysis import chosen
-from workbench.claims.collect import TELEMETRY, Progress, collect
+from workbench.claims.collect import TELEMETRY, collect
+from workbench.console import Progress
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, write_json
+from workbench.jobs.running import Workers
 from workbench.measurement.measuring import measure
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, write_table
 from workbench.runs.run import RUN_FILE, STUDY, Run, written_now
@@ -41,7 +43,7 @@ MANY = 500
 
 def ship(
     study: Study, file: Path, runs: Path, out: Path, *, questions: Sequence[str] | None = None, commit: str | None = None,
-    weights: Sequence[int] = (), workers: int = 1, progress: Progress | None = None,
+    weights: Sequence[int] = (), workers: Workers = 1, progress: Progress | None = None,
 ) -> Path:  # fmt: skip
     """Write `out/<study>` from a study's finished runs and return it; what claims need of them is measured first.
 

@@ -32,12 +32,13 @@ from workbench.checkpoints.identify import RUN_FILE
 from workbench.checkpoints.saving import save, write_tensors
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import Data
-from workbench.errors import BadCheckpoint, WorkbenchError
+from workbench.errors import BadCheckpoint, NotSent, WorkbenchError, warn_caller
 from workbench.files import open_regular, read_json, replacing, write_json
 from workbench.metrics import METRICS
 from workbench.models import build, compose
 from workbench.models.transformer import Transformer
 from workbench.runs.run import CORPORA, FORMAT, Run, place_of, written_now
+from workbench.storage.mirror import fill, folder, here, push
 from workbench.training.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
 from workbench.training.telemetry import Telemetry
 
@@ -53,7 +54,7 @@ def create(
 
     Raises `WorkbenchError` where a run of that name has other settings.
     """
-    path = place_of(runs, name)
+    path = here(place_of(runs, name))
     built = _outline(architecture, model, train, options)
     info = {
         "format": FORMAT, "architecture": architecture, "options": built, "seed": seed,
@@ -69,6 +70,7 @@ def create(
         return Run.open(path)
     if data.tokenizer is not None:
         data.save(runs / CORPORA)  # type: ignore[attr-defined]
+        push(runs / CORPORA)
         data.tokenizer.save(path / "tokenizer.json")
     write_json(path / RUN_FILE, info)
     return Run.open(path)
@@ -92,7 +94,7 @@ def train(
     everything written, as `KeyboardInterrupt`. Raises `WorkbenchError` for a run in use or with other settings.
     """
     _refuse(data, model, train, seed, checkpoints or ())
-    accelerator = _accelerator(device, train)
+    accelerator, runs = _accelerator(device, train), folder(runs)
     first = accelerator.is_main_process
     if first:
         run = create(
@@ -101,11 +103,17 @@ def train(
     accelerator.wait_for_everyone()
     run = run if first else Run.open(runs / name)
     if run.finished:
+        push(run.path)  # what an earlier call could not
         return run
     lock = run.writing() if first else None
     try:
         grid = sorted({0, train.steps, *(checkpoints or checkpoint_steps(train.steps, train.checkpoints))})
-        _Loop(run, data, accelerator, grid, progress, options).run_to_end()
+        fill(run.path / "resume")
+        try:
+            _Loop(run, data, accelerator, grid, progress, options).run_to_end()
+        finally:
+            if first:
+                push(run.path)
         accelerator.wait_for_everyone()  # a launcher ends all processes with the first that leaves badly
     finally:
         if lock is not None:
@@ -267,6 +275,14 @@ class _Loop:
     def _keep_checkpoint(self) -> None:
         if self.main and self.step in self.grid and self.step not in self.run.steps:
             save(self.bare, self.run.step_folder(self.step), seed=self.run.seed, step=self.step, run=self.run.name)
+            self._send()
+
+    def _send(self) -> None:
+        """Put up the run so far, where its folder stands for one elsewhere; what fails is tried again, and told at the end."""
+        try:
+            push(self.run.path)
+        except WorkbenchError as error:
+            warn_caller(f"goes on without: {error}", NotSent)
 
     # ---- stopping and resuming ---------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from workbench.checkpoints.identify import WITHOUT
 from workbench.data.embedded import SHIPPED
 from workbench.data.tasks import SYMBOLS as ALPHABET
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.files import local, read_bytes
+from workbench.files import read_bytes
 from workbench.models.registry import label
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Catalogue, Entry, catalogue
@@ -95,7 +95,7 @@ class Source:
     def own(self) -> bool:
         """Whether there are runs in the folder itself."""
         found = self.catalogue()
-        return bool(found.entries) and found.folder == str(local(self.folder).resolve())
+        return bool(found.entries) and found.folder == str(self.folder.resolve())
 
     def group(self, link: Link) -> list[Entry]:
         """Runs of the chosen experiment: the link's, else that of model A, else the largest."""

@@ -1,0 +1,212 @@
+"""Runs kept elsewhere: read from there step by step, written here and put up whole, and whole here whatever happens there."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import test_cli
+import training_runs
+from fsspec.implementations.memory import MemoryFileSystem
+
+import workbench
+from workbench.errors import NotSent, UnknownName, WorkbenchError
+from workbench.measurement.measuring import measure
+from workbench.runs.catalogue import catalogue
+from workbench.runs.run import Run, list_runs, runs_folder
+from workbench.storage import bounds, mirror, remote, sync
+
+URL = "memory://bucket/runs"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """`machine("a")`: as a machine of its own, with a cache of its own; all of them see the same storage."""
+    MemoryFileSystem.store.clear()
+
+    def become(name):
+        monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / name))
+        mirror.forget()
+
+    become("a")
+    yield become
+    MemoryFileSystem.store.clear()
+    mirror.forget()
+
+
+def there():
+    """What lies in the runs folder there."""
+    return {name.removeprefix("/bucket/runs/") for name in MemoryFileSystem.store if name.startswith("/bucket/runs/")}
+
+
+def started(**more):
+    return training_runs.start(URL, checkpoints=(2, 4, 6), **more)
+
+
+def weights_here():
+    return sorted(path.parent.name for path in runs_folder(URL).glob("resformer/*/model.safetensors"))
+
+
+def test_a_run_is_put_up_whole_and_read_elsewhere_step_by_step(machine, monkeypatch, tmp_path):
+    puts, store = [], remote.Remote.store
+    monkeypatch.setattr(remote.Remote, "store", lambda self, path, name: puts.append(name) or store(self, path, name))
+    run = started()
+    files = {
+        p.relative_to(run.path.parent).as_posix() for p in run.path.rglob("*") if p.is_file() and p.name != ".lock"
+    }
+    assert there() == files
+    for step in run.steps:
+        one = f"resformer/step_{step:06d}"
+        assert puts.index(f"{one}/model.safetensors") < puts.index(f"{one}/config.json"), (
+            "what makes it a step comes last"
+        )
+    assert len(puts) == len(set(puts) - {"resformer/resume/state.safetensors"}) + puts.count(
+        "resformer/resume/state.safetensors"
+    ), "and nothing but the point to resume from twice"
+
+    machine("b")
+    ((found,), problems) = list_runs(URL)
+    assert not problems
+    assert found.finished
+    assert found.steps == run.steps
+    assert weights_here() == [], "looking fetches no weights"
+    assert [e.name for e in catalogue(URL).entries] == ["resformer"]
+    frame = measure(f"{URL}/resformer", "loss", steps="ends", n=2)
+    assert weights_here() == ["step_000000", "step_000008"]
+    copied = tmp_path / "plain" / "resformer"
+    shutil.copytree(run.path, copied)
+    local = measure(copied, "loss", steps="ends", n=2)
+    assert frame.drop(columns="provenance").equals(local.drop(columns="provenance"))
+    assert len([name for name in there() if name.startswith("resformer/records/")]) == 4, (
+        "records go up, with their samples"
+    )
+    assert workbench.load(f"{URL}/resformer/step_000004").source["step"] == 4
+
+    machine("a")
+    assert measure(run, "loss", steps="ends", n=2)["provenance"].tolist() == frame["provenance"].tolist()
+
+
+def test_a_training_goes_on_on_another_machine_and_parts_it_writes_anew_are_no_longer_there(machine, uninterrupted):
+    """It ends after step 6 of 8 with the state of step 4; the other machine cuts what follows into other parts."""
+
+    def stop(step, *_):
+        if step == 6:
+            raise RuntimeError("the machine is gone")
+
+    recipe = training_runs.RECIPE.replace(save_every=4)
+    with pytest.raises(RuntimeError):
+        started(progress=stop, recipe=recipe)
+    assert "resformer/telemetry/000004-000006.parquet" in there()
+    machine("b")
+    run = training_runs.start(URL, checkpoints=(5,), recipe=recipe)
+    assert run.finished
+    assert training_runs.weights(run) == training_runs.weights(uninterrupted)
+    machine("c")
+    elsewhere = Run.open(f"{URL}/resformer")
+    assert elsewhere.steps == [0, 2, 4, 5, 8]
+    assert training_runs.telemetry(elsewhere).equals(training_runs.telemetry(uninterrupted))
+
+
+@pytest.mark.parametrize("how", ["no permission", "cut"])
+def test_what_cannot_be_put_up_is_one_sentence_and_goes_up_with_the_same_command(machine, monkeypatch, how):
+    put = MemoryFileSystem.put_file
+
+    def broken(self, path, to, **more):
+        if "step_000004" in to:
+            if how == "cut":
+                self.pipe_file(to, b"half")
+                return
+            raise PermissionError("AccessDenied")
+        put(self, path, to, **more)
+
+    says = "no permission: AccessDenied" if how == "no permission" else "OSError: 4 of [0-9]+ bytes arrived"
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", broken)
+        sentence = (
+            rf"cannot write memory://bucket/runs/resformer/step_000004/model.safetensors: {says}; all of it is whole in"
+        )
+        with pytest.warns(NotSent, match="goes on without"), pytest.raises(WorkbenchError, match=sentence):
+            started()
+        run = Run.open(runs_folder(URL) / "resformer")
+        assert run.finished
+        assert run.load(4).source["step"] == 4
+        assert "resformer/step_000004/config.json" not in there(), "half a step is none"
+        written = {path: path.stat().st_mtime_ns for path in run.path.rglob("*.safetensors")}
+    started()
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*.safetensors")} == written, "trained once"
+    machine("b")
+    assert Run.open(f"{URL}/resformer").load(4).source["step"] == 4
+
+
+def test_the_cache_stays_within_its_bounds_and_keeps_what_is_not_up(machine, monkeypatch):
+    run = started()
+    size = (run.step_folder(0) / "model.safetensors").stat().st_size
+    machine("b")
+    monkeypatch.setenv(bounds.SETTING, str(2.5 * size / 1e9))
+    elsewhere = Run.open(f"{URL}/resformer")
+    for step in (0, 2, 4, 0, 6):
+        elsewhere.weights_hash(step)
+    assert weights_here() == ["step_000000", "step_000006"], "those used last"
+    assert elsewhere.steps == run.steps
+    own = elsewhere.step_folder(6) / "model.safetensors"
+    own.write_bytes(own.read_bytes()[:-4] + b"abcd")
+    for step in (2, 4):
+        elsewhere.weights_hash(step)
+    assert weights_here() == ["step_000002", "step_000004", "step_000006"], "one was changed here, and counts no more"
+    machine("b")
+    elsewhere.weights_hash(6)
+    assert own.read_bytes()[-4:] == b"abcd", "nor is it overwritten"
+    monkeypatch.setenv(bounds.SETTING, "much")
+    with pytest.raises(WorkbenchError, match="WORKBENCH_CACHE_GB='much' is no number"):
+        bounds.limit()
+
+
+def test_what_is_replaced_or_removed_there_is_here_too(machine):
+    run = started()
+    machine("b")
+    elsewhere = Run.open(f"{URL}/resformer")
+    elsewhere.weights_hash(8)
+    system = remote.remote(URL).system
+    system.pipe_file("/bucket/runs/resformer/tokenizer.json", b"{}")
+    system.rm_file("/bucket/runs/resformer/step_000008/config.json")
+    system.rm_file("/bucket/runs/resformer/step_000008/model.safetensors")
+    mirror.forget()
+    assert Run.open(elsewhere.path).steps == run.steps[:-1]
+    assert (elsewhere.path / "tokenizer.json").read_bytes() == b"{}"
+    assert not (elsewhere.step_folder(8) / "model.safetensors").exists()
+
+
+def test_checkpoints_of_others_open_by_their_url(machine, tiny, tmp_path):
+    """A directory and a folder on another disk; a place elsewhere is put aside and renamed, as on any plain disk."""
+    from workbench.checkpoints.saving import save
+
+    model = tiny("resformer", config={"n_layers": 2})
+    save(model, tmp_path / "disk" / "final")
+    opened = workbench.load(f"file://{tmp_path}/disk/final")
+    assert (opened.embed.weight == model.embed.weight).all()
+    training_runs.start(f"file://{tmp_path}/disk/runs", recipe=training_runs.RECIPE.replace(steps=2))
+    kept = {path.name for path in (tmp_path / "disk" / "runs" / "resformer").rglob("*")}
+    assert not {name for name in kept if name.endswith(".part")}
+    assert Run.open(tmp_path / "disk" / "runs" / "resformer").finished, "what is there is a run as any other"
+    with pytest.raises(WorkbenchError, match=rf"file://{tmp_path}/disk/nothing does not exist, or nothing is in it"):
+        workbench.load(f"file://{tmp_path}/disk/nothing")
+
+
+def test_what_cannot_be_reached_is_one_sentence_and_exit_code_2(machine, monkeypatch):
+    def refused(self, *_, **__):
+        raise PermissionError("AccessDenied")
+
+    monkeypatch.setattr(MemoryFileSystem, "find", refused)
+    done = test_cli.run("list", "runs", "--runs", URL)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"workbench: cannot read {URL}: no permission: AccessDenied\n"
+    with pytest.raises(UnknownName, match="unknown kind of storage 's4'; did you mean s3"):
+        runs_folder("s4://bucket/runs")
+
+
+def test_a_path_of_this_machine_is_nothing_to_the_mirrors(tmp_path):
+    assert sync.mirror_of(tmp_path) is None
+    assert mirror.here(tmp_path) == mirror.fill(tmp_path) == tmp_path
+    assert mirror.address_of(tmp_path) == str(tmp_path)
+    mirror.push(tmp_path)
+    assert remote.address("s3:/bucket/runs/") == "s3://bucket/runs", "what a path makes of a URL"

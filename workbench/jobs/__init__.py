@@ -1,0 +1,1 @@
+"""Many independent jobs: in processes of this machine, or on a cluster."""

@@ -1,0 +1,162 @@
+"""Many independent jobs through one seam, `concurrent.futures.Executor`: what fails is reported and the rest goes on.
+
+run_jobs(jobs, 4, done)                         # processes of this machine
+run_jobs(jobs, "dask://10.0.0.1:8786", done)    # the workers of a cluster
+run_jobs(jobs, executor, done)                  # any other executor
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.console import Progress
+from workbench.files import write_json
+from workbench.jobs import cluster, processes
+
+Workers = int | str | Executor | None
+"""Processes of this machine (one for each core unless said), the address of a cluster, or any executor."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call for a process of its own, `function(*arguments)`, under a name; `cost` is relative, for the time left."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    cost: float = 1.0
+
+    def __call__(self) -> Any:
+        return self.function(*self.arguments)
+
+
+Done = Callable[[Job, BaseException | None], None]
+Result = Callable[[Job, Any], None]
+
+
+def run_jobs(
+    jobs: Sequence[Job], workers: Workers, done: Done, result: Result | None = None, folders: Sequence[Path] = ()
+) -> None:
+    """Call every job where `workers` says; `done` is called after each, with its error if any.
+
+    `result` is called with what a job returned, before `done`. `folders` are those that jobs read and write, which the
+    workers of a cluster must see too.
+
+    A process that is killed (out of memory) takes the whole pool with it, a cluster's worker the jobs that wait for it; those
+    are then called one by one, so that the guilty one is known. Ctrl-C stops after what the jobs at hand do about it, as
+    `KeyboardInterrupt`. Raises `WorkbenchError` for a cluster that does not answer, or whose workers are not fit.
+    """
+    if isinstance(workers, str):
+        _on_cluster(jobs, workers, done, result, folders)
+    elif isinstance(workers, Executor):
+        _run(workers, _call, jobs, done, result)
+    else:
+        _in_processes(jobs, workers or processes.usual(), done, result)
+
+
+def results(
+    jobs: Sequence[Job], workers: Workers, progress: Progress | None, folders: Sequence[Path] = ()
+) -> list[Any]:
+    """What each job returned, in their order; the first error is raised once all have ended. See `run_jobs`."""
+    returned, failed = dict[str, Any](), list[BaseException]()
+
+    def done(job: Job, error: BaseException | None) -> None:
+        failed.extend([error] if error else [])
+        if progress:
+            progress(len(returned) + len(failed), len(jobs), f"last {job.name}")
+
+    run_jobs(jobs, workers, done, lambda job, value: returned.update({job.name: value}), folders)
+    if failed:
+        raise failed[0]
+    return [returned[job.name] for job in jobs]
+
+
+def _in_processes(jobs: Sequence[Job], size: int, done: Done, result: Result | None) -> None:
+    left = list[Job]()
+
+    def sorted_out(job: Job, error: BaseException | None) -> None:
+        if isinstance(error, BrokenProcessPool):
+            left.append(job)
+        else:
+            done(job, error)
+
+    with processes.one_thread():
+        with processes.pool(size) as pool:
+            _run(pool, processes.interruptible, jobs, sorted_out, result)
+        if left:
+            with ThreadPoolExecutor(size) as threads:
+                _run(threads, processes.alone, left, done, result)
+
+
+def _on_cluster(jobs: Sequence[Job], address: str, done: Done, result: Result | None, folders: Sequence[Path]) -> None:
+    left = list[Job]()
+    with cluster.connected(address, folders) as (executor, call, told):
+
+        def sorted_out(job: Job, error: BaseException | None) -> None:
+            if isinstance(said := told(error), cluster.Died):
+                left.append(job)
+            else:
+                done(job, said)
+
+        _run(executor, call, jobs, sorted_out, result)
+        for job in left:
+            _run(executor, call, [job], lambda job, error: done(job, told(error)), result)
+
+
+def _run(pool: Executor, call: Callable[[Job], Any], jobs: Sequence[Job], done: Done, result: Result | None) -> None:
+    futures = {pool.submit(call, job): job for job in jobs}
+    try:
+        for future in as_completed(futures):
+            error = future.exception()
+            if isinstance(error, KeyboardInterrupt):  # a terminal's Ctrl-C reaches the workers too, often before us
+                raise error
+            if result and error is None:
+                result(futures[future], future.result())
+            done(futures[future], error)
+    except BaseException:
+        for future in futures:  # those that have begun end by themselves
+            future.cancel()
+        raise
+
+
+def _call(job: Job) -> Any:
+    return job()
+
+
+class Status:
+    """How far some jobs are; kept in a file for other processes, and handed to `progress` after each change."""
+
+    def __init__(self, path: Path, jobs: Sequence[Job], progress: Callable[[dict[str, Any]], None] | None) -> None:
+        self.path, self.cost, self.progress = path, {job.name: job.cost for job in jobs}, progress
+        self.begin, self.ready, self.failures = time.time(), set[str](), dict[str, str]()
+        self._write(False)
+
+    def done(self, name: str, error: BaseException | None) -> None:
+        """Note that a model is ready or failed."""
+        if error is None:
+            self.ready.add(name)
+        else:
+            self.failures[name] = f"{type(error).__name__}: {error}"
+        self._write(False)
+
+    def finish(self) -> None:
+        """Note the end."""
+        self._write(True)
+
+    def _write(self, finished: bool) -> None:
+        elapsed = time.time() - self.begin
+        paid, whole = sum(self.cost[name] for name in self.ready), sum(self.cost.values())
+        left = elapsed / paid * (whole - paid) if paid else None
+        status = {
+            "finished": finished, "elapsed_s": round(elapsed, 1), "left_s": None if left is None else round(left, 1),
+            "models": list(self.cost), "ready": sorted(self.ready), "failed": self.failures,
+        }  # fmt: skip
+        write_json(self.path, status)
+        if self.progress:
+            self.progress(status)

@@ -1,0 +1,33 @@
+"""The corpora that runs are trained on, kept beside them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from workbench.files import digest, read_json, write_json
+from workbench.runs.run import CORPORA
+from workbench.storage.mirror import fill, push
+
+
+@functools.lru_cache(maxsize=2)
+def shared_text(runs: Path, name: str = "", **settings: Any) -> Any:
+    """A corpus and its tokenizer as `prepare` makes them, built once per runs folder and shared by all processes.
+
+    `settings` are those of `prepare`; `name` that of the pointer to it under the runs folder, their digest unless given.
+    """
+    from filelock import FileLock
+
+    from workbench.data.opening import open_data
+    from workbench.data.sources import prepare
+
+    root = runs / CORPORA
+    root.mkdir(parents=True, exist_ok=True)
+    pointer = root / f"{name or digest('text', settings)}.json"
+    fill(root)
+    with FileLock(root / ".lock"):
+        if not pointer.exists():
+            write_json(pointer, prepare(root=root, **settings).describe())
+            push(root)
+    return open_data(read_json(pointer), root)

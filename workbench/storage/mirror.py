@@ -1,0 +1,130 @@
+"""A folder of the cache that stands for one elsewhere, so that everything else reads and writes files of this machine.
+
+folder("s3://bucket/runs")            # the folder of runs
+here("s3://bucket/runs/text-s0")      # one run, step or checkpoint
+fill(path)                            # with its weights, which are fetched only where they are read
+push(path)                            # what changed here, up
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path, PurePosixPath
+
+from workbench.errors import WorkbenchError
+from workbench.files import digest, write_json
+from workbench.storage import sync
+from workbench.storage.bounds import trim, used
+from workbench.storage.remote import address, is_url, remote
+from workbench.storage.sync import NOTES, RUN, SOURCE, STEP, cache, heavy, mirror_of
+
+FRESH_S = 15.0  # for which what was looked at is not looked at again, or ten times as long as looking took
+_fresh: dict[tuple[Path, bool], float] = {}
+
+
+def folder(path: str | Path) -> Path:
+    """The folder on this machine of a folder of runs: the mirror of a URL, any other path as it is."""
+    if not is_url(path):
+        return Path(path)
+    url = address(path)
+    scheme, _, rest = url.partition("://")
+    remote(url)  # refuses what nothing here speaks
+    root = cache() / f"{scheme}-{PurePosixPath(rest).name[:40]}-{digest(url)}"
+    if not (root / NOTES / SOURCE).exists():
+        write_json(root / NOTES / SOURCE, {"url": url})
+    return root
+
+
+def here(path: str | Path) -> Path:
+    """The path on this machine of a run, a step, a checkpoint or a folder of runs, with what is small of it.
+
+    Raises `WorkbenchError` for a URL that cannot be read, or where nothing is.
+    """
+    if not is_url(path):
+        refresh(Path(path))
+        return Path(path)
+    url = address(path)
+    place = _placed(url)
+    refresh(place)
+    if not (any(child.name != NOTES for child in place.iterdir()) if place.is_dir() else remote(url).listed()):
+        raise WorkbenchError(f"{url} does not exist, or nothing is in it")
+    return place
+
+
+def fetched(path: str | Path) -> str | Path:
+    """What a URL means, whole unless it is of a run, whose weights come step by step; any other path as it is."""
+    if not is_url(path):
+        return path
+    place = here(path)
+    return place if (place / RUN).exists() or (place.parent / RUN).exists() else fill(place)
+
+
+def _placed(url: str) -> Path:
+    """Where what a URL means lies here: in the mirror of the folder that its run or its checkpoint is in, or in its own."""
+    scheme, _, rest = url.partition("://")
+    parent, _, name = rest.rpartition("/")
+    above, _, run = parent.rpartition("/")
+    if not parent:
+        return folder(url)
+    beside = remote(f"{scheme}://{parent}")
+    if above and beside.exists(RUN):
+        return folder(f"{scheme}://{above}") / run / name
+    if any(beside.exists(f"{name}{end}") for end in (f"/{RUN}", f"/{STEP}", "")):
+        return folder(beside.url) / name
+    return folder(url)
+
+
+def address_of(path: Path) -> str:
+    """The URL of a path in a mirror, any other path as text."""
+    mirror = mirror_of(path)
+    return str(path) if mirror is None else f"{mirror.url}/{mirror.name(path)}".rstrip("/")
+
+
+def refresh(path: Path) -> None:
+    """Bring what is small and new of a run, or of all runs of a mirror; nothing for other paths and what was just looked at."""
+    mirror = mirror_of(path)
+    if mirror is not None and not any(_is_fresh(place, False) for place in (path, *path.parents)):
+        begin = time.monotonic()
+        sync.pull(mirror, mirror.name(path), with_heavy=False)
+        _note(path, False, begin)
+
+
+def fill(path: Path) -> Path:
+    """Bring all files under a path of a mirror, and return it; nothing to do for other paths."""
+    mirror = mirror_of(path)
+    if mirror is not None:
+        if not (_is_fresh(path, True) and _has_heavy(path)):
+            begin = time.monotonic()
+            if sync.pull(mirror, mirror.name(path), with_heavy=True):
+                trim(path)
+            _note(path, True, begin)
+        used(path)
+    return path
+
+
+def push(path: Path) -> None:
+    """Put up what changed here under a path of a mirror; nothing for other paths.
+
+    Files come in the order in which others may see them: a step's `config.json`, which makes it one, after its weights. Raises
+    `WorkbenchError` where that fails; what is here stays, and the next call goes on.
+    """
+    if (mirror := mirror_of(path)) is not None:
+        sync.push(mirror, mirror.name(path))
+
+
+def forget() -> None:
+    """Look again at everything: other machines have written."""
+    _fresh.clear()
+
+
+def _is_fresh(path: Path, whole: bool) -> bool:
+    return _fresh.get((path, whole), 0.0) > time.monotonic()
+
+
+def _note(path: Path, whole: bool, begin: float) -> None:
+    now = time.monotonic()
+    _fresh[path, whole] = now + max(FRESH_S, 10 * (now - begin))
+
+
+def _has_heavy(path: Path) -> bool:
+    return path.is_file() or any(heavy(file.name) or file.suffix == ".parquet" for file in path.rglob("*"))
