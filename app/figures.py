@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -95,16 +95,15 @@ def _drawn(view: View, source: Source, link: Link) -> Drawing:
         return drawing
     drawing = view(source, link)
     kept[key] = drawing, dict(source.problems)
-    while len(kept) > MAX_DRAWINGS or (
-        len(kept) > 1 and sum(_bytes(d.table) for d, _ in list(kept.values())) > MAX_BYTES
-    ):
+    while len(kept) > MAX_DRAWINGS or (len(kept) > 1 and _bytes([d.table for d, _ in list(kept.values())]) > MAX_BYTES):
         with contextlib.suppress(KeyError):  # another visitor was as fast
             kept.popitem(last=False)
     return drawing
 
 
-def _bytes(table: pd.DataFrame) -> int:
-    return int(table.memory_usage(index=False).sum())
+def _bytes(tables: Iterable[pd.DataFrame]) -> int:
+    """Of tables of which some may be one."""
+    return sum(int(table.memory_usage(index=False).sum()) for table in {id(t): t for t in tables}.values())
 
 
 def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: background.Progress) -> Any:
@@ -128,7 +127,9 @@ _sent: WeakKeyDictionary[Drawing, Sent] = WeakKeyDictionary()
 
 def _packed(drawing: Drawing, clicked: bool) -> Sent:
     if drawing not in _sent:
-        figure = drawing.figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page has its own ink
+        figure = drawing.figure.update_layout(
+            font_color=None, title_subtitle_font_color=None
+        )  # the page has its own ink
         _sent[drawing] = Sent(*plots.untitled(figure), element.packed(figure, clicked))
     return _sent[drawing]
 
@@ -148,9 +149,7 @@ def chart(
     element.draw(sent.figure, key, take)
 
 
-def _whole(
-    view: View, link: Link, drawing: Drawing, about: str = "", take: element.Take | None = None
-) -> None:
+def _whole(view: View, link: Link, drawing: Drawing, about: str = "", take: element.Take | None = None) -> None:
     """A figure, its menu in its corner, and the sentence that reads it."""
     name = view.__name__
     state = (name, *_state(cached_source(), link))

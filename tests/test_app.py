@@ -286,7 +286,7 @@ def test_pages_that_only_show_tables_never_import_torch(populated):
         "import sys; from streamlit.testing.v1 import AppTest; sys.argv = ['main.py'];"
         f"at = AppTest.from_file({str(APP / 'main.py')!r}, default_timeout=60);"
         "at.query_params['show'] = 'here'; at.run(); assert not at.exception; at.query_params.clear();"
-        "[at.switch_page(f'screens/{name}.py').run() for name in ('training', 'depth')]; assert len(at.get('plotly_chart'));"
+        "[at.switch_page(f'screens/{name}.py').run() for name in ('training', 'depth')]; assert len(at.get('bidi_component'));"
         "print(sorted({'torch', 'transformer_lens'} & set(sys.modules)))"
     )
     environment = os.environ | {"WORKBENCH_RUNS": str(populated)}

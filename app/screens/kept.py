@@ -70,7 +70,9 @@ def _pin(pin: pins.Pin) -> None:
         return pin.draw(source)
 
     try:
-        drawing: Drawing = background.run(("pin", pin, cached_source().catalogue().stamp), f"Drawing {pin.view.replace('_', ' ')}", work)
+        drawing: Drawing = background.run(
+            ("pin", pin, cached_source().catalogue().stamp), f"Drawing {pin.view.replace('_', ' ')}", work
+        )
     except WorkbenchError as error:
         st.info(f"It cannot be drawn any more: {widgets.escaped(error)}")
         return

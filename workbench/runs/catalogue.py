@@ -166,7 +166,7 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 def _changed(path: str) -> int:
     try:
-        return os.stat(path).st_mtime_ns
+        return os.stat(path).st_mtime_ns  # noqa: PTH116 - a path made of it takes as long again
     except (OSError, ValueError):
         return 0
 
@@ -198,7 +198,7 @@ def _rewritten(known: Catalogue) -> set[str]:
 def _folders(root: str, known: Mapping[str, Entry], before: dict[str, int]) -> tuple[list[str], dict[str, int]]:
     """Folders that look like runs, studies' included, in order, and the others, which are listed again only once they change."""
     runs, others = list[str](), dict[str, int]()
-    if not os.path.isdir(root):
+    if not Path(root).is_dir():
         return runs, others
     with os.scandir(root) as listed:
         found = [e for e in listed if not e.name.startswith(".") and e.is_dir()]
