@@ -2,6 +2,7 @@
 
 import base64
 import json
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ def charts(at):
 
 def pictures(at):
     """What the attention element of a page gets, none where it has none."""
-    return [e.proto.bytes for e in at.get("bidi_component") if is_of(e.proto, "attention")]
+    return [zlib.decompress(e.proto.bytes) for e in at.get("bidi_component") if is_of(e.proto, "attention")]
 
 
 def weights_sent(data):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import browsing
 import dashboard
 import numpy as np
@@ -72,7 +74,7 @@ def drawn(visit, view):
 def sent(visit):
     """Weights of the enlarged head that the attention element gets."""
     (element,) = (e for e in visit.of("bidi_component") if is_of(e, "attention"))
-    return weights_sent(element.bytes)
+    return weights_sent(zlib.decompress(element.bytes))
 
 
 def test_six_pages_of_a_cold_server_at_once_are_right(cold, expected):
