@@ -5,6 +5,7 @@ A name such as `5:word` on an axis is that of a token: pointed at anywhere on th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,14 @@ class Point:
     x: Any
     y: Any
 
+    @property
+    def token(self) -> int | None:
+        """The position of the token along whose axis it lies."""
+        names = (TOKEN.match(name) for name in (self.x, self.y) if isinstance(name, str))
+        return next((int(found[1]) for found in names if found), None)
 
+
+TOKEN = re.compile(r"(\d{1,9}):")
 Take = Callable[[Point], None]
 
 
