@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,9 +35,15 @@ MAX_MODELS, MANY = 2, 20  # models in memory; runs whose reading takes long enou
 
 def root() -> Path:
     """The folder of runs: `--runs DIR` after `--`, else the environment's, else ./runs."""
+    return runs_folder(_asked(*sys.argv[1:]))
+
+
+@functools.cache
+def _asked(*arguments: str) -> str | None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--runs")
-    return runs_folder(parser.parse_known_args(sys.argv[1:])[0].runs)
+    found: str | None = parser.parse_known_args(arguments)[0].runs
+    return found
 
 
 def cached_source() -> Source:

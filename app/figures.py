@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pandas as pd
 import streamlit as st
 
 from app import background, widgets
 from app.cached_source import cached_source, weights_stamp
+from app.elements import figure as element
 from app.figure_menu import menu
 from workbench import plots
 from workbench.errors import WorkbenchError
@@ -24,18 +26,16 @@ FOLLOW_RUNS = ("training", "depth", "heads", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
 OF_MODELS = ("attention", "prompt", "intervene")
 """Pages that read models A and B, and no other run."""
-CONFIG = plots.CONFIG | {"displayModeBar": False}
-"""Pictures are in a figure's menu, in the ink of paper whatever the theme; a drag zooms, a double click goes back."""
 MAX_DRAWINGS, MAX_BYTES = 96, 120_000_000  # figures kept, bytes of the tables behind them
 
 
 def show(
-    view: View, link: Link, *, about: str = "", long: str | None = None, take: Callable[[Any], None] | None = None
+    view: View, link: Link, *, about: str = "", long: str | None = None, take: element.Take | None = None
 ) -> Drawing | None:
     """A view with its menu; None where it cannot be drawn (and why, on the page).
 
     `about`: how the figure is read, for its menu. `long`: what the work is called where it may take more than a moment; it then
-    shows progress and can be cancelled. `take`: called with the custom data of a point that is clicked.
+    shows progress and can be cancelled. `take`: called with a point that is clicked.
     """
     name, source = view.__name__, cached_source()
     try:
@@ -80,7 +80,7 @@ def _state(source: Source, link: Link) -> tuple[Any, ...]:
     if link.page in OF_MODELS:
         now: Any = tuple((s.entry.path, s.entry.stamp, s.step, weights_stamp(s)) for s in source.subjects(link))
     else:
-        now = hash(tuple((e.path, e.series, e.stamp) for e in source.catalogue().entries))
+        now = source.catalogue().stamp
     return str(source.folder), str(link), now
 
 
@@ -95,16 +95,15 @@ def _drawn(view: View, source: Source, link: Link) -> Drawing:
         return drawing
     drawing = view(source, link)
     kept[key] = drawing, dict(source.problems)
-    while len(kept) > MAX_DRAWINGS or (
-        len(kept) > 1 and sum(_bytes(d.table) for d, _ in list(kept.values())) > MAX_BYTES
-    ):
+    while len(kept) > MAX_DRAWINGS or (len(kept) > 1 and _bytes([d.table for d, _ in list(kept.values())]) > MAX_BYTES):
         with contextlib.suppress(KeyError):  # another visitor was as fast
             kept.popitem(last=False)
     return drawing
 
 
-def _bytes(table: pd.DataFrame) -> int:
-    return int(table.memory_usage(index=False).sum())
+def _bytes(tables: Iterable[pd.DataFrame]) -> int:
+    """Of tables of which some may be one."""
+    return sum(int(table.memory_usage(index=False).sum()) for table in {id(t): t for t in tables}.values())
 
 
 def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: background.Progress) -> Any:
@@ -113,35 +112,44 @@ def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: ba
     return view(source, link)
 
 
+@dataclass(frozen=True)
+class Sent:
+    """A drawing as a page shows it: its words, which wrap in any window, and what the figure element gets."""
+
+    title: str
+    under: str
+    figure: bytes
+
+
+_sent: WeakKeyDictionary[Drawing, Sent] = WeakKeyDictionary()
+"""Of drawings that are kept: packing a figure takes time too."""
+
+
+def _packed(drawing: Drawing, clicked: bool) -> Sent:
+    if drawing not in _sent:
+        figure = drawing.figure.update_layout(
+            font_color=None, title_subtitle_font_color=None
+        )  # the page has its own ink
+        _sent[drawing] = Sent(*plots.untitled(figure), element.packed(figure, clicked))
+    return _sent[drawing]
+
+
 def chart(
-    drawing: Drawing, key: str, take: Callable[[Any], None] | None = None, corner: Callable[[], None] | None = None
+    drawing: Drawing, key: str, take: element.Take | None = None, corner: Callable[[], None] | None = None
 ) -> None:
-    """A figure under its words, in the ink of the page; `take` as of `show`, `corner` draws what stands beside the title."""
-    figure = drawing.figure
-    figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's theme has its own
-    title, under = plots.untitled(figure)  # as text of the page they wrap in any window
-
-    def clicked() -> None:
-        for point in st.session_state[key]["selection"]["points"][:1]:
-            if take is not None and point.get("customdata") is not None:
-                take(point["customdata"])
-
+    """A figure under its words; `take` as of `show`, `corner` draws what stands beside the title."""
+    sent = _packed(drawing, take is not None)
     with st.container(key=f"above_{key}", horizontal=True, horizontal_alignment="right"):
-        if title:
-            st.header(widgets.escaped(title), anchor=False)
+        if sent.title:
+            st.header(widgets.escaped(sent.title), anchor=False)
         if corner is not None:
             corner()
-    if under:
-        st.caption(widgets.escaped(under))
-    st.plotly_chart(
-        figure, width="stretch", key=key, config=CONFIG, alt=plots.alt_text(figure), on_select=clicked if take else "ignore",
-        selection_mode="points",
-    )  # fmt: skip
+    if sent.under:
+        st.caption(widgets.escaped(sent.under))
+    element.draw(sent.figure, key, take)
 
 
-def _whole(
-    view: View, link: Link, drawing: Drawing, about: str = "", take: Callable[[Any], None] | None = None
-) -> None:
+def _whole(view: View, link: Link, drawing: Drawing, about: str = "", take: element.Take | None = None) -> None:
     """A figure, its menu in its corner, and the sentence that reads it."""
     name = view.__name__
     state = (name, *_state(cached_source(), link))

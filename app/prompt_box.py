@@ -83,8 +83,8 @@ def _examples() -> None:
 def _take_example(texts: dict[str, Example]) -> None:
     chosen = texts.get(st.session_state["w_example"])
     if chosen:
-        update = dict.fromkeys(("prompt", "stored", *OF_A_PROMPT)) | {"prompt": chosen.text}
-        widgets.update_url(**update)
+        gone = dict.fromkeys(("stored", *OF_A_PROMPT))
+        widgets.update_url(**gone | {"prompt": chosen.text, "other": chosen.other})
 
 
 def _text_area(label: str, default: str, about: str, folder: Path) -> None:

@@ -30,7 +30,7 @@ def choose(page: str, *, models: bool = True, experiment: str | None = None) -> 
     found = source.catalogue()
     if not found.entries:
         return None
-    groups = _groups(found.entries)
+    groups = dict(sorted(found.groups.items(), key=lambda item: (-len(item[1]), item[0])))
     with st.sidebar:
         group = _experiment(page, groups, experiment)
     link = widgets.current_link(page).but(set=group)
@@ -99,13 +99,6 @@ def _without_checkpoints(runs: list[Entry]) -> str:
     if all(e.shipped for e in runs):
         return "Shipped with the project: numbers, no weights."
     return "Recordings hold no checkpoints." if all(e.kind == "recorded" for e in runs) else "No checkpoint here yet."
-
-
-def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:
-    found: dict[str, list[Entry]] = {}
-    for entry in entries:
-        found.setdefault(entry.group, []).append(entry)
-    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
 
 
 def _titled(runs: list[Entry], apart: str) -> str:

@@ -14,9 +14,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
+import plotly
 import streamlit as st
 import uvicorn
 from starlette.datastructures import Headers
@@ -32,6 +32,8 @@ from workbench.plots.style import INK
 from workbench.views.link import PAGES
 
 FRONT = Path(st.__file__).parent / "static"
+DRAWS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+PLOTLY = f"/static/plotly-{plotly.__version__}.min.js"
 HERE = (
     b"<script>window.__streamlit = {BACKEND_BASE_URL: location.origin,"
     b" HOST_CONFIG: {allowedOrigins: [location.origin], useExternalAuthToken: false}}</script>"
@@ -51,7 +53,7 @@ class FrontEnd:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app, self.files = app, _listing()
-        self.document = _document(self.files)
+        self.document = _document()
         self.prepare = threading.Thread(target=_prepare, daemon=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +96,7 @@ def _is_ours(scope: Scope) -> bool:
 def _listing() -> dict[str, Path]:
     """Files of the front end by their paths in an address."""
     found = (p for p in (FRONT / "static").rglob("*") if p.suffix in KINDS)
-    return {f"/{p.relative_to(FRONT).as_posix()}": p for p in found}
+    return {f"/{p.relative_to(FRONT).as_posix()}": p for p in found} | {PLOTLY: DRAWS}
 
 
 @functools.cache
@@ -102,12 +104,9 @@ def _read(path: Path) -> tuple[bytes, str]:
     return path.read_bytes(), KINDS[path.suffix]
 
 
-def _document(files: Iterable[str]) -> bytes:
+def _document() -> bytes:
     """Streamlit's, which also says that the largest file will be needed, the one that draws: else it is asked for last of all."""
-    drawing = "".join(
-        f'<link rel="modulepreload" crossorigin href="{path}">' for path in files if "/PlotlyChart." in path
-    )
-    head = HERE + STYLE + drawing.encode() + b"</head>"
+    head = HERE + STYLE + f'<link rel="preload" as="script" href="{PLOTLY}" data-plotly></head>'.encode()
     return (FRONT / "index.html").read_bytes().replace(b"</head>", head, 1)
 
 

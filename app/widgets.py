@@ -16,7 +16,7 @@ import streamlit as st
 from workbench.views.link import PAGES, SELECTION, Link, listed
 
 KEYS = {*SELECTION, *(key for page in PAGES.values() for key in page.keys)}
-SHARED = ("layer", "head", "target", "against", "metric", "variant")
+SHARED = ("layer", "head", "target", "against", "metric", "variant", "position")
 """Keys that mean the same on several pages, besides the selection's."""
 OF_ONE_PAGE = {k for k in KEYS if sum(k in page.keys for page in PAGES.values()) > 1} - {*SHARED}
 """Keys that mean another thing on another page."""

@@ -2,7 +2,9 @@
 
 import base64
 import json
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -24,7 +26,30 @@ COMPARE = {"compare": "1", "a": "text-resformer-s0", "b": "text-transformer-s1",
 
 
 def charts(at):
-    return [element.proto for element in at.get("plotly_chart")]
+    """The figures on a page, from top to bottom."""
+    return [figure(e.proto) for e in at.get("bidi_component") if is_of(e.proto, "figure")]
+
+
+def pictures(at):
+    """What the attention element of a page gets, none where it has none."""
+    return [zlib.decompress(e.proto.bytes) for e in at.get("bidi_component") if is_of(e.proto, "attention")]
+
+
+def weights_sent(data):
+    """Weights of the enlarged head of the one model that the attention element gets."""
+    end = 4 + int.from_bytes(data[:4], "little")
+    (panel,) = json.loads(data[4:end])["panels"]
+    begin, count = panel["weights"]
+    return np.frombuffer(data[end + begin : end + begin + 2 * count], np.uint16) * (panel["top"] / 65535)
+
+
+def is_of(proto, name):
+    return proto.component_name.endswith(f"workbench_{name}")
+
+
+def figure(proto):
+    """A figure as the browser gets it: its id, which ends with its key, all that is drawn as text, and what it says in words."""
+    return SimpleNamespace(id=proto.id, spec=proto.bytes.decode(), alt=json.loads(proto.bytes)["alt"])
 
 
 def chart(at, name):

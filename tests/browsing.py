@@ -97,7 +97,7 @@ def settled(page, figures=1):
         " && !document.querySelector('[class*=\"st-key-cancel_\"]')"
     )
     page.wait_for_timeout(300)
-    assert page.locator('[data-testid="stException"]').count() == 0
+    assert page.locator('[data-testid="stException"]').all_inner_texts() == []
 
 
 def files_of(page, view):

@@ -114,7 +114,7 @@ print(json.dumps({
     "measured": sorted(frame["layer"].unique().tolist()), "claim": CLAIMS["runs_are_there"].text,
     "documented": ["scaled" in DOCS["models.md"](), "longest_value" in DOCS["metrics.md"]()],
     "label": workbench.plots.style.label("scaled") if hasattr(workbench, "plots") else "",
-    "page": page.title[0].value, "figures": len(page.get("plotly_chart")),
+    "page": page.title[0].value, "figures": len(page.get("bidi_component")),
     "opened": bool((opened(ids) == plain(ids)).all()), "step": opened.source["step"],
 }))
 """

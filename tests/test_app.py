@@ -83,6 +83,19 @@ def test_no_comparison_breaks_on_any_folder(page, folders, kind, name):
         assert len(charts(at)) >= min(1, FIGURES[name])
 
 
+def test_a_table_that_is_damaged_while_it_is_shown_is_named_and_no_longer_shown(page, populated, tmp_path):
+    folder = dashboard.copied(populated, tmp_path / "runs")
+    at = page(folder, "depth", metric="importance_entropy", models="resformer")
+    assert not at.warning
+    for file in (folder / "text-resformer-s1" / "records").glob("*.parquet"):
+        with file.open("r+b") as table:  # no folder changes
+            table.seek(200)
+            table.write(b"damage" * 20)
+    at.run()
+    assert "text\\-resformer\\-s1 is left out" in at.warning[0].value
+    assert "1 seed per model" in charts(at)[0].alt
+
+
 def test_a_damaged_run_is_named_and_does_not_hide_the_others(page, folders):
     at = page(folders["damaged"], "depth", metric="importance_entropy")
     assert any("text\\-svformer\\-s0" in w.value for w in at.warning)
@@ -286,7 +299,7 @@ def test_pages_that_only_show_tables_never_import_torch(populated):
         "import sys; from streamlit.testing.v1 import AppTest; sys.argv = ['main.py'];"
         f"at = AppTest.from_file({str(APP / 'main.py')!r}, default_timeout=60);"
         "at.query_params['show'] = 'here'; at.run(); assert not at.exception; at.query_params.clear();"
-        "[at.switch_page(f'screens/{name}.py').run() for name in ('training', 'depth')]; assert len(at.get('plotly_chart'));"
+        "[at.switch_page(f'screens/{name}.py').run() for name in ('training', 'depth')]; assert len(at.get('bidi_component'));"
         "print(sorted({'torch', 'transformer_lens'} & set(sys.modules)))"
     )
     environment = os.environ | {"WORKBENCH_RUNS": str(populated)}

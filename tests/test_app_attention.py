@@ -7,6 +7,7 @@ from pathlib import Path
 
 import dashboard
 import pytest
+from app_pages import charts, is_of, pictures
 
 from workbench.views import Link, Source, attention
 
@@ -20,18 +21,11 @@ def page(browse):
     return lambda folder, **address: browse(folder, "attention", **address)
 
 
-def maps(at):
-    """The pictures; the token strip above them is an element too, and travels as text."""
-    return [found for found in at.get("bidi_component") if found.proto.bytes]
-
-
 def element(at):
     """The header of what the picture was sent; None where there is no picture."""
-    found = maps(at)
-    if not found:
-        return None
-    data = found[0].proto.bytes
-    return json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")])
+    for data in pictures(at):
+        return json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")])
+    return None
 
 
 def address(at, key):
@@ -135,7 +129,7 @@ def test_hostile_text_reaches_the_page_as_data_alone(page, populated):
     at = page(populated, **A, prompt=text, lock="3")
     assert element(at) is not None
     assert "<img" not in said(at)
-    proto = maps(at)[0].proto
+    (proto,) = (e.proto for e in at.get("bidi_component") if is_of(e.proto, "attention"))
     assert text[:4] not in proto.html_content + proto.css_content + proto.js_content
 
 
@@ -146,7 +140,7 @@ def test_every_figure_can_be_had_with_its_table_and_command(page, populated):
     for title in at.selectbox(key="w_files").options:
         at.selectbox(key="w_files").set_value(title)
         dashboard.settled(at.run())
-        (chart,) = [e.proto for e in at.get("plotly_chart")]
+        (chart,) = charts(at)
         assert len(chart.alt) > 20
         command = " ".join(c.value for c in at.code)
         assert 'workbench view "attention?' in command

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import dashboard
 import numpy as np
 import pytest
 import torch
-from app_pages import chart, charts, ignored, numbers, said
+from app_pages import chart, charts, ignored, numbers, pictures, said, weights_sent
 
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
@@ -97,14 +96,9 @@ def test_depth_draws_every_stored_measure_and_its_difference_between_steps(brows
 
 
 def test_attention_sends_the_models_pattern(browse, before, computed):
-    (element,) = (e for e in shown(browse, before, "attention").get("bidi_component") if e.proto.bytes)
-    data = element.proto.bytes
-    end = 4 + int.from_bytes(data[:4], "little")
-    (panel,) = json.loads(data[4:end])["panels"]
-    begin, count = panel["weights"]
-    sent = np.frombuffer(data[end + begin : end + begin + 2 * count], np.uint16) * (panel["top"] / 65535)
+    (data,) = pictures(shown(browse, before, "attention"))
     pattern = computed[2]
-    assert sent == pytest.approx(pattern[np.tril_indices(len(pattern))], abs=2e-5)
+    assert weights_sent(data) == pytest.approx(pattern[np.tril_indices(len(pattern))], abs=2e-5)
 
 
 def test_prompt_and_intervene_draw_what_the_model_computes(browse, before, computed):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import dashboard
 import pytest
+from app_pages import charts
 
 from workbench.files import write_json
 
@@ -23,10 +24,6 @@ SHOWN = {
 @pytest.fixture
 def page(browse):
     return lambda folder, **address: browse(folder, "start", **address)
-
-
-def charts(at):
-    return [element.proto for element in at.get("plotly_chart")]
 
 
 def said(at):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from app_pages import charts
 
 from app import run_table
 from workbench.files import write_json
@@ -21,10 +22,6 @@ A, B = "text-resformer-s0", "text-transformer-s0"
 @pytest.fixture
 def page(browse):
     return lambda folder, **address: browse(folder, "training", **address)
-
-
-def charts(at):
-    return [element.proto for element in at.get("plotly_chart")]
 
 
 def said(at):

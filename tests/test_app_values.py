@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from app_pages import charts, numbers
+from app_pages import charts, numbers, pictures, weights_sent
 
 from workbench import plots
 from workbench.plots.style import symbol
@@ -55,13 +55,8 @@ def test_training_draws_the_mean_over_domains_and_seeds_and_the_gradients_of_a_s
 
 def test_attention_sends_the_pattern_that_the_model_computes(browse, populated):
     at = browse(populated, "attention", a=A, step=20, prompt="return values", layer=1, head=1)
-    (element,) = (e for e in at.get("bidi_component") if e.proto.bytes)
-    data = element.proto.bytes
-    end = 4 + int.from_bytes(data[:4], "little")
-    (panel,) = json.loads(data[4:end])["panels"]
-    begin, count = panel["weights"]
-    sent = np.frombuffer(data[end + begin : end + begin + 2 * count], np.uint16) * (panel["top"] / 65535)
+    (data,) = pictures(at)
     model = Run.open(populated / A).load()
     _, cache = model.run_with_cache(torch.tensor([model.tokenizer.encode("return values")]))
     pattern = cache["blocks.1.attn.hook_pattern"][0, 1].numpy()
-    assert sent == pytest.approx(pattern[np.tril_indices(len(pattern))], abs=2e-5)
+    assert weights_sent(data) == pytest.approx(pattern[np.tril_indices(len(pattern))], abs=2e-5)

@@ -81,7 +81,7 @@ UNNAMED = """
     }
   };
   look(document.body);
-  for (const e of document.querySelectorAll('[data-testid="stPlotlyChart"]'))
+  for (const e of document.querySelectorAll('.wb-figure'))
     if (e.getAttribute('role') !== 'figure' || (e.getAttribute('aria-label') || '').length < 20) found.push('a figure without words');
   return found;
 }

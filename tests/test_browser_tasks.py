@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from urllib.parse import parse_qs, quote, urlsplit
 
 import browsing
 import pytest
 from browsing import settled
+from own_loop import GPT, PLAIN, loop
 
+from workbench import Recorder
 from workbench.views import pins
 
 pytestmark = pytest.mark.slow
@@ -50,6 +53,12 @@ def at(new_page, server):
         return page, click
 
     return go
+
+
+def _cell(page, box, share):
+    """A place on a map's highest row, right of a share of its width."""
+    whole = page.locator(".st-key-figure_patching .wb-figure").bounding_box()
+    return {"x": box["x"] - whole["x"] + share * box["width"] + 4, "y": box["y"] - whole["y"] + 4}
 
 
 def state(page):
@@ -109,12 +118,39 @@ def test_a_path_is_cut_in_three_clicks(at):
     page.locator("h2", has_text="What the change costs").wait_for()
 
 
-def test_two_prompts_are_patched_in_one_click(at):
+def test_two_prompts_are_patched_in_one_click_and_one_of_the_cells_in_another(at):
     first, second = quote("self.name = name\nself."), quote("self.path = path\nself.")
     page, click = at(f"intervene?prompt={first}&other={second}")
     click(page.get_by_role("radio", name="Patching"))
     settled(page)
     assert page.locator(".st-key-whole_patching", has_text="the first one's answer is fully back").count() == 1
+    box = page.locator(".st-key-figure_patching .nsewdrag").bounding_box()
+    tokens = page.locator(".tokens [role=option]")
+    click(page.locator(".st-key-figure_patching .wb-figure"), force=True, position=_cell(page, box, 2 / tokens.count()))
+    assert {"layer": "6", "position": "2"}.items() <= state(page).items(), "the highest row, the third token"
+    assert tokens.nth(2).get_attribute("aria-selected") == "true"
+    page.locator(".st-key-whole_patched", has_text="layer 6 at token 2").wait_for()
+
+
+def test_a_recording_grows_on_its_page_while_a_loop_goes_on(at, runs):
+    model = GPT()
+    recorder = Recorder(model, 1, runs / "mine", quantities=PLAIN)
+    try:
+        loop(model, recorder, 3)
+        recorder.folder.flush()
+        page, _ = at("training?set=recorded")
+        page.evaluate("window.same = true")
+        page.get_by_text("Being written now: mine").wait_for()
+        loop(model, recorder, 7, first=3)
+        recorder.folder.flush()
+        curve = "document.querySelector('.st-key-figure_train_loss .js-plotly-plot')._fullData.find((t) => t.mode === 'lines+markers')"
+        page.wait_for_function(f"{curve}.x.length >= 7")
+        recorder.close()
+        page.get_by_text("Being written now").wait_for(state="hidden")
+        assert page.evaluate("window.same"), "the page is the one that was opened"
+    finally:
+        recorder.close()
+        shutil.rmtree(runs / "mine")
 
 
 def test_a_value_is_followed_in_two_clicks(at):

@@ -59,8 +59,8 @@ def alone(browser):
     assert not wrong
 
 
-def test_a_click_and_the_keys_choose_and_back_undoes_it(at):
-    page = at(f"prompt?{A}&{TEXT}&position=2&show=who&target=5")
+def test_clicks_keys_and_cells_of_figures_choose_a_token_and_back_undoes_it(at):
+    page = at(f"prompt?{A}&{TEXT}&position=2&show=layers&target=5")
     tokens = page.locator(".token")
     assert tokens.nth(2).get_attribute("aria-selected") == "true"
     tokens.nth(4).click()
@@ -84,6 +84,22 @@ def test_a_click_and_the_keys_choose_and_back_undoes_it(at):
     browsing.settled(page, 1)
     page.go_back()
     page.wait_for_url(re.compile("position=5"))  # not the ones that were passed
+    browsing.settled(page, 1)
+    figure, mark = page.locator(".wb-figure"), page.locator(".wb-figure .mark:visible")
+    figure.evaluate("(e) => { e.first = true }")
+    tokens.nth(3).hover()
+    box = figure.locator(".nsewdrag").bounding_box()
+    each = box["width"] / tokens.count()
+    assert mark.bounding_box()["x"] == pytest.approx(box["x"] + 3 * each, abs=2), (
+        "the map marks what the strip points at"
+    )
+    page.mouse.move(box["x"] + 4.5 * each, box["y"] + 5)
+    page.locator(".token.pointed", has_text=tokens.nth(4).inner_text()).wait_for()
+    page.mouse.click(box["x"] + 4.5 * each, box["y"] + 5)
+    page.wait_for_url(re.compile("position=4"))
+    browsing.settled(page, 1)
+    assert tokens.nth(4).get_attribute("aria-selected") == "true"
+    assert figure.evaluate("(e) => e.first"), "the figure stays while its numbers change"
 
 
 def test_a_token_pointed_at_elsewhere_is_marked_in_the_attention_map_which_tells_its_own(at):

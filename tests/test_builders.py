@@ -9,6 +9,7 @@ import dashboard
 import pytest
 import strangers
 import torch
+from app_pages import charts
 from foreign import GPT as TIED
 
 import workbench
@@ -329,12 +330,12 @@ def test_pages_show_own_code_where_it_may_run_and_say_what_to_do_where_not(
 ):
     monkeypatch.setenv(BUILDERS, "own_code:build")
     at = browse(mine.path.parent, page, prompt="1 2 3 4 5 6 7 8", step="9", **address)
-    assert len(at.get("plotly_chart")) == figures
+    assert len(charts(at)) == figures
     assert not [i.value for i in (*at.info, *at.warning, *at.error)]
     monkeypatch.delenv(BUILDERS)
     at = browse(mine.path.parent, page, prompt="1 2 3 4 5 6 7 8", step="3", **address)
     assert any("WORKBENCH" in i.value for i in at.info)
-    assert not at.get("plotly_chart")
+    assert not charts(at)
 
 
 def test_the_self_check_asks_modules_that_give_the_last_logits_only_for_all_of_them(mine, monkeypatch):

@@ -239,9 +239,11 @@ def test_closed_folders_are_somebody_elses_and_a_closed_folder_of_runs_is_said(r
 
     monkeypatch.setattr(type(runs), "exists", closed)
     assert [e.name for e in catalogue(runs).entries] == ["a"]
-    monkeypatch.setattr(
-        type(runs), "iterdir", lambda _: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
-    )
+
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(catalogue_module.os, "scandir", refuse)
     found = catalogue(runs)
     assert not found.entries
     assert "Permission denied" in found.problems[runs.name]

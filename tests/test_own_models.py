@@ -9,6 +9,7 @@ import dashboard
 import numpy as np
 import pytest
 import torch
+from app_pages import charts
 from own_loop import GPT, loop
 
 import workbench
@@ -105,7 +106,7 @@ def test_pages_show_another_librarys_model(another, browse, page, address, figur
     """Two of its steps beside each other; `test_builders.py` looks at one alone."""
     run, _ = another
     at = browse(run.path.parent, page, prompt="def mean(values)", compare="1", b="theirs", step_b="5", **address)
-    assert len(at.get("plotly_chart")) == figures
+    assert len(charts(at)) == figures
     assert not [i.value for i in (*at.info, *at.warning, *at.error)]
 
 
@@ -128,7 +129,7 @@ def test_attention_that_is_not_there_is_said_in_words():
 def test_the_page_takes_the_logits_of_another_librarys_model_apart(another, browse):
     run, _ = another
     at = browse(run.path.parent, "prompt", show="who", prompt="def mean(values)")
-    assert len(at.get("plotly_chart")) == 1
+    assert len(charts(at)) == 1
     assert any("the parts of each level sum to" in said.value for said in at.markdown)
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+from app_pages import charts
 from own_loop import GPT, PLAIN, loop
 from recordings import record_for_ever, rows
 
@@ -148,6 +149,6 @@ def test_the_training_page_shows_a_recording_while_it_is_made(gpt, browse, tmp_p
     loop(gpt, recorder, 5, first=2)
     recorder.close()
     shown = [browse(tmp_path, "training", show=part) for part in ("loss", "gradients", "inside", "pace")]
-    charts = [chart.proto.alt for at in shown for chart in at.get("plotly_chart")]
+    words = [chart.alt for at in shown for chart in charts(at)]
     for title in ("Training loss", "Gradient norms", "Update ratio", "Seconds per step", "What recording costs"):
-        assert any(title in alt for alt in charts), (title, charts)
+        assert any(title in alt for alt in words), (title, words)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import zlib
 
 import browsing
 import dashboard
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import visiting
-from app_pages import numbers
+from app_pages import is_of, numbers, weights_sent
 
 from workbench.cli import serving
 from workbench.runs.records import load_records
@@ -73,17 +73,14 @@ def drawn(visit, view):
 
 def sent(visit):
     """Weights of the enlarged head that the attention element gets."""
-    (element,) = (e for e in visit.of("bidi_component") if e.bytes)
-    end = 4 + int.from_bytes(element.bytes[:4], "little")
-    (panel,) = json.loads(element.bytes[4:end])["panels"]
-    begin, count = panel["weights"]
-    return np.frombuffer(element.bytes[end + begin : end + begin + 2 * count], np.uint16) * (panel["top"] / 65535)
+    (element,) = (e for e in visit.of("bidi_component") if is_of(e, "attention"))
+    return weights_sent(zlib.decompress(element.bytes))
 
 
 def test_six_pages_of_a_cold_server_at_once_are_right(cold, expected):
     for page, visit in zip(PAGES, visiting.together(cold, list(PAGES.values())), strict=True):
         assert not visit.wrong, page
-        assert len(visit.of("plotly_chart")) == FIGURES[page]
+        assert len(visit.charts()) == FIGURES[page]
         view, wanted = expected[page]
         shown = drawn(visit, view) if view else sent(visit)
         assert shown[-len(wanted) :] == pytest.approx(np.asarray(wanted), abs=2e-5), page
@@ -93,7 +90,7 @@ def test_six_visitors_of_one_page_wait_for_one_computation_and_get_the_same(cold
     visits = visiting.together(cold, [PAGES["intervene"]] * 6)
     for visit in visits:
         assert not visit.wrong
-        assert [c.spec for c in visit.of("plotly_chart")] == [c.spec for c in visits[0].of("plotly_chart")]
+        assert [c.spec for c in visit.charts()] == [c.spec for c in visits[0].charts()]
     assert drawn(visits[0], "effect") == pytest.approx(expected["intervene"][1], abs=2e-5)
 
 

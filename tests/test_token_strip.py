@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import streamlit as st
+from app_pages import is_of
 
 from app import widgets
 from app.elements import token_strip
@@ -18,7 +19,7 @@ TOKENS = ["def", "·mean", "↵", "x" * 60]
 
 def strips(at):
     """What the page's strips were sent."""
-    return [json.loads(e.proto.json) for e in at.get("bidi_component")]
+    return [json.loads(e.proto.json) for e in at.get("bidi_component") if is_of(e.proto, "token_strip")]
 
 
 def test_long_tokens_are_cut_but_kept_and_what_is_not_finite_has_no_colour():

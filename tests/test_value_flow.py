@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import strangers
 import torch
+from app_pages import charts
 from prompt_ids import some_ids
 from typer.testing import CliRunner
 
@@ -253,6 +254,6 @@ def test_the_page_follows_the_chosen_value(browse, populated):
         populated, "prompt", a="text-resformer-s0", prompt="return values", show="follow", position="0", layer="all"
     )
     assert not at.exception
-    assert [c.proto.id for c in at.get("plotly_chart") if "figure_follow" in c.proto.id]
+    assert [c.id for c in charts(at) if "figure_follow" in c.id]
     assert at.selectbox(key="w_layer").value == 1
     assert not [i.value for i in at.info]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import websockets
+from app_pages import figure, is_of
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
@@ -29,9 +30,13 @@ class Visit:
         """The elements of a kind, from top to bottom."""
         return [getattr(e, kind) for _, e in sorted(self.elements.items()) if e.WhichOneof("type") == kind]
 
+    def charts(self) -> list[Any]:
+        """The figures."""
+        return [figure(c) for c in self.of("bidi_component") if is_of(c, "figure")]
+
     def chart(self, view: str) -> Any:
         """The figure of a view."""
-        (found,) = [json.loads(c.spec) for c in self.of("plotly_chart") if c.id.endswith(f"figure_{view}")]
+        (found,) = [json.loads(c.spec) for c in self.charts() if c.id.endswith(f"figure_{view}")]
         return found
 
     def note(self, path: tuple[int, ...], element: Any) -> None:

@@ -4,8 +4,8 @@ export default shown((parent) => new View(parent), parsed);
 
 // ---- data -----------------------------------------------------------------------------------------------------------
 
-function parsed(bytes) {
-  const buffer = bytes.slice().buffer; // of its own, so that numbers begin where they may
+async function parsed(bytes) {
+  const buffer = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
   const length = new DataView(buffer).getUint32(0, true);
   const head = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
   const at = (place, Type) => new Type(buffer, 4 + length + place[0], place[1]);

@@ -6,8 +6,11 @@ function shown(make, read) {
     let view = views.get(parentElement);
     if (!view) views.set(parentElement, (view = make(parentElement)));
     view.ask = (wish) => setTriggerValue("asked", wish);
-    view.show(read(data));
+    const found = read(data), count = (view.count = (view.count ?? 0) + 1);
+    if (found instanceof Promise) found.then((parts) => count === view.count && view.show(parts));
+    else view.show(found);
     return () => { // once, when the element goes away
+      view.count = null;
       view.leave();
       views.delete(parentElement);
     };

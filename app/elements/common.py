@@ -13,10 +13,13 @@ from plotly.colors import sample_colorscale, unlabel_rgb
 HERE = Path(__file__).parent
 
 
-def element(name: str) -> Callable[..., Any]:
-    """The component of `<name>.css` and `<name>.js`; its script begins with `common.js`."""
+def element(name: str, *, apart: bool = True) -> Callable[..., Any]:
+    """The component of `<name>.css` and `<name>.js`; its script begins with `common.js`.
+
+    `apart`: in a tree of its own, which the page's styles do not reach.
+    """
     css, common, own = ((HERE / f).read_text(encoding="utf-8") for f in (f"{name}.css", "common.js", f"{name}.js"))
-    return st.components.v2.component(f"workbench_{name}", css=css, js=f"{common}\n{own}")
+    return st.components.v2.component(f"workbench_{name}", css=css, js=f"{common}\n{own}", isolate_styles=apart)
 
 
 def table(scale: str, count: int = 256) -> np.ndarray:

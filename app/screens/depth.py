@@ -9,6 +9,7 @@ import streamlit as st
 
 from app import widgets
 from app.cached_source import cached_source
+from app.elements.figure import Point
 from app.figures import show
 from app.page_frame import figures_side_by_side, page, toolbar
 from app.prompt_box import OF_A_PROMPT
@@ -30,7 +31,7 @@ def _body(link: Link) -> None:
         link, found = _choices(link)
     with figures_side_by_side() if found.has_course else st.container():
         with st.container():
-            show(depth.layers, link, take=lambda at: widgets.update_url(layer=at[0], behind=1))
+            show(depth.layers, link, take=_layer)
         if found.has_course:
             with st.container():
                 show(depth.course, link)
@@ -38,6 +39,12 @@ def _body(link: Link) -> None:
         "Documents behind a number", "behind", help="Those that pull it most; a click on a point asks for its layer's"
     ):
         _behind(link.but(behind=1))
+
+
+def _layer(point: Point) -> None:
+    """A click on a point of a layer asks for that layer: its course, and the documents behind it."""
+    if point.at is not None:
+        widgets.update_url(layer=point.at[0], behind=1)
 
 
 def _behind(link: Link) -> None:

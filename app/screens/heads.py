@@ -6,6 +6,7 @@ import streamlit as st
 
 from app import widgets
 from app.cached_source import cached_source
+from app.elements.figure import Point
 from app.figures import show
 from app.page_frame import page, toolbar
 from app.run_table import choose_models
@@ -29,7 +30,12 @@ def _body(link: Link) -> None:
     left, right = st.columns(2, gap="medium")
     with left:
         ranked = heads.ranked(cached_source(), link)
-        show(heads.ranking, link, take=lambda place: head_tables.take_head(link, ranked.iloc[place[0]]))
+
+        def take(point: Point) -> None:
+            if point.at is not None:
+                head_tables.take_head(link, ranked.iloc[point.at[0]])
+
+        show(heads.ranking, link, take=take)
         head_tables.all_heads(link, picked)
     with right:
         show(heads.history, link)

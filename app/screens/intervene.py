@@ -5,28 +5,19 @@ from __future__ import annotations
 import streamlit as st
 
 from app import widgets
-from app.cached_source import cached_source
-from app.figures import show
-from app.page_frame import figures_side_by_side, page, toolbar
+from app.page_frame import page
 from app.prompt_box import prompt_box
-from app.screens.edit_builder import edit_builder, kinds_of
-from workbench import prompts
-from workbench.views import Link, intervene
+from app.screens.edit_builder import edit_builder
+from app.screens.intervene_parts import PARTS
+from workbench.views import Link
 
 ABOUT = (
     "Change something inside the model while it reads one text, and see what follows: which tokens it now predicts worse, what it "
     "says next, and in which layers and heads it matters. Nothing is trained and nothing is kept: the model is as before."
 )
-
-HALF_PX = 400
 GRAMMAR = (
     "For instance values:layer=2..3,how=zero or coefficient:layer=1,value=0;sink:layer=2,head=0/1. "
     "Layers and heads count from 0; none means all."
-)
-
-PATCHING = (
-    "One activation at a time is taken from the run on the first text and put into the run on the second. Where the first text's "
-    "answer comes back, that activation carries what tells the two texts apart."
 )
 
 
@@ -39,73 +30,12 @@ def _body(link: Link) -> None:
         other = widgets.text_line(
             "Second text, for what is taken from another prompt", "other", rows=2,
             help="Needed to patch, and to swap values between prompts; as many tokens as the first.", placeholder="of equal length",
+            clears=("against", "position"),
         )  # fmt: skip
     link = link.but(edits=edits, other=other or None)
     with right:
         shown = widgets.segments("Part", "show", list(PARTS), show=lambda name: PARTS[name][0])
         PARTS[shown][1](link.but(show=shown))
-
-
-def _effect(link: Link) -> None:
-    with figures_side_by_side(HALF_PX):
-        for view in (intervene.effect, intervene.next_token):
-            with st.container():
-                show(view, link)
-
-
-def _sweep(link: Link) -> None:
-    with toolbar("controls"):
-        kinds = kinds_of(cached_source().subjects(link)[0].entry, intervene.sweeps())
-        kind = widgets.choose(
-            "Change, made in one place at a time", "sweep", kinds, intervene.KIND, show=intervene.sweeps().__getitem__, width=230
-        )  # fmt: skip
-        choices = list(intervene.OVER) if intervene.has_heads(kind) else [intervene.OVER[0]]
-        over = widgets.choose("In turn", "over", choices, show=lambda o: o.replace("x", "and"), width=120)
-        of = widgets.choose("Effect on", "of", list(intervene.OF), show=_of_words, width=150)
-        link = link.but(sweep=kind, over=over, of=of)
-        if of != "loss":
-            link = _token(link, "Token", "target")
-    show(intervene.sweep, link, long="Changing one place at a time")
-
-
-def _patching(link: Link) -> None:
-    if not link.text("other"):
-        st.info("Give a second text on the left, with as many tokens as the first and another answer. " + PATCHING)
-        return
-    source = cached_source()
-    subject = source.subjects(link)[0]
-    first, second = (len(source.tokens(subject, text)) for text in (source.prompt(link), link.text("other")))
-    st.caption(f"{first} tokens in the first text, {second} in the second.")
-    if first != second:
-        st.warning("Patching needs as many tokens in both: cut or lengthen one of them.")
-        return
-    with toolbar("controls"):
-        site = widgets.choose(
-            "What is patched", "site", list(intervene.PATCHED), show=lambda s: s.replace("_", " "), width=130
-        )
-        link = _token(link.but(site=site), "Answer of the first text", "target")
-        link = _token(link, "Answer of the second text", "against", of_second=True)
-    show(intervene.patching, link, about=PATCHING, long="Patching one activation at a time")
-
-
-def _token(link: Link, label: str, key: str, of_second: bool = False) -> Link:
-    source = cached_source()
-    text = link.text("other") if of_second else source.prompt(link)
-    top = source.query(prompts.next_tokens, source.subjects(link)[0], text, top=50).top
-    if of_second:  # two answers are compared, often one token is the likeliest of both
-        top = top[top["id"] != link.whole("target")]
-    names = {int(i): f"{t}  ({p:.1%})" for i, t, p in zip(top["id"], top["token"], top["probability"], strict=True)}
-    return link.but(**{key: widgets.choose(label, key, list(names), show=names.__getitem__, width=170)})
-
-
-def _of_words(of: str) -> str:
-    return {"loss": "loss of the text", "logit": "logit of a token", "probability": "probability of a token"}[of]
-
-
-PARTS = {
-    "effect": ("What changes", _effect), "sweep": ("Where it matters", _sweep), "patching": ("Patching", _patching),
-}  # fmt: skip
-"""Of each part: its name, and what draws it with its controls."""
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ def _pin(pin: pins.Pin) -> None:
         return pin.draw(source)
 
     try:
-        drawing: Drawing = background.run(("pin", pin, _now()), f"Drawing {pin.view.replace('_', ' ')}", work)
+        drawing: Drawing = background.run(
+            ("pin", pin, cached_source().catalogue().stamp), f"Drawing {pin.view.replace('_', ' ')}", work
+        )
     except WorkbenchError as error:
         st.info(f"It cannot be drawn any more: {widgets.escaped(error)}")
         return
@@ -86,11 +88,6 @@ def _let_go(pin: pins.Pin) -> None:
         pins.let_go(cached_source().folder, pin)
     except WorkbenchError as error:
         st.toast(widgets.escaped(error))
-
-
-def _now() -> int:
-    """The runs as they are: a pin is drawn anew once any of them changes."""
-    return hash(tuple((e.path, e.stamp) for e in cached_source().catalogue().entries))
 
 
 if __name__ == "__main__":

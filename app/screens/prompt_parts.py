@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -9,6 +10,7 @@ import streamlit as st
 
 from app import widgets
 from app.cached_source import cached_source
+from app.elements.figure import Point
 from app.figures import show
 from app.page_frame import figures_side_by_side
 from workbench import prompts
@@ -39,11 +41,23 @@ Draw = Callable[[], object]
 """What draws a part, once its controls stand above it."""
 
 
+def _take_token(point: Point) -> None:
+    """A click on a token of a figure chooses it, as one on the strip does."""
+    if point.token is not None:
+        widgets.update_url(position=point.token, target=None, against=None)
+
+
+def _take_part(point: Point) -> None:
+    """A click on a layer's bar shows its heads, one on a head's bar whose values it used."""
+    if found := re.fullmatch(r"(attention|MLP|head) (\d{1,4})", str(point.y)):
+        widgets.update_url(**{"head" if found[1] == "head" else "layer": found[2]})
+
+
 def _next(link: Link) -> Draw:
     def draw() -> None:
         with figures_side_by_side(WIDE_PX if link.on("compare") else NARROW_PX):
             show(prompt.predictions, link)
-            show(prompt.surprise, link)
+            show(prompt.surprise, link, take=_take_token)
 
     return draw
 
@@ -52,7 +66,7 @@ def _layers(link: Link) -> Draw:
     quantity = widgets.choose(
         "Colour", "quantity", list(prompt.LENS), "probability", show=lambda name: prompt.LENS[name][0], width=230
     )
-    return partial(show, prompt.lens, link.but(quantity=quantity), about=EARLY)
+    return partial(show, prompt.lens, link.but(quantity=quantity), about=EARLY, take=_take_token)
 
 
 def _carries(link: Link) -> Draw:
@@ -62,8 +76,8 @@ def _carries(link: Link) -> Draw:
 
     def draw() -> None:
         with figures_side_by_side():
-            show(prompt.values, link.but(site=site), about=CARRIED)
-            show(prompt.identity, link.but(site=site), about=CARRIED)
+            show(prompt.values, link.but(site=site), about=CARRIED, take=_take_token)
+            show(prompt.identity, link.but(site=site), about=CARRIED, take=_take_token)
 
     return draw
 
@@ -83,7 +97,7 @@ def _who(link: Link) -> Draw:
     head = widgets.choose("Head", "head", [ALL, *range(subject.entry.n_heads)], ALL, width=80) if layer != ALL else None
     chosen = {"against": against, "layer": layer, "head": head}
     chosen = {k: None if v == ALL else v for k, v in chosen.items()}
-    return partial(show, prompt.attribution, link.but(target=token, **chosen), about=SAID)
+    return partial(show, prompt.attribution, link.but(target=token, **chosen), about=SAID, take=_take_part)
 
 
 def _follow(link: Link) -> Draw:

@@ -6,6 +6,7 @@ import streamlit as st
 
 from app import background, widgets
 from app.cached_source import cached_source
+from app.elements.figure import Point
 from app.figures import show
 from workbench.views import Link, start
 
@@ -34,11 +35,12 @@ def verdicts(link: Link) -> None:
     decided = [j for j in found if j.decided]
     names = {j.judged.claim.name: j for j in decided}
 
-    def take(clicked: list[str]) -> None:
-        if clicked[1] in names:
-            widgets.update_url(claim=clicked[1])
+    def take(point: Point) -> None:
+        words, name = point.at or ("", "")
+        if name in names:
+            widgets.update_url(claim=name)
         else:
-            st.toast(f"{clicked[0]}: nothing is decided of it here; why is told below.")
+            st.toast(f"{words}: nothing is decided of it here; why is told below.")
 
     show(start.verdicts.verdicts, link, about=ABOUT, take=take)
     if decided:

@@ -13,11 +13,12 @@ from workbench.files import read_text
 
 @dataclass(frozen=True)
 class Example:
-    """A text, the phenomenon that it is an example of, and what to look at."""
+    """A text, the phenomenon that it is an example of, what to look at, and a second text of as many tokens to patch into."""
 
     phenomenon: str
     look: str
     text: str
+    other: str | None = None
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ from plotly.subplots import make_subplots
 from workbench.errors import WorkbenchError
 from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed, wrapped
 
+MARKED = "#d55e00"  # a frame around what is chosen
 MAX_TICKS, MAX_TEXTS, MAX_LETTERS, LINE, MAX_CELLS = 26, 32, 7, 120, 512 * 512
 # ticks of a panel, columns with texts, letters of a text and of a row of them, cells
 
@@ -23,7 +24,8 @@ class Grid:
     """Numbers [row, column] with names for both; NaN is left blank.
 
     `texts` stand in the cells where there is room; `span` fixes the colour scale (None: from the numbers, centred at 0 where
-    they have both signs); `upward`: row 0 at the bottom, as layers are drawn.
+    they have both signs); `upward`: row 0 at the bottom, as layers are drawn; `mark`: the row and column of a cell that is
+    framed, the whole column where the row is None.
     """
 
     values: np.ndarray
@@ -35,6 +37,7 @@ class Grid:
     texts: np.ndarray | None = None
     span: tuple[float, float] | None = None
     upward: bool = True
+    mark: tuple[int | None, int] | None = None
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.rows), len(self.columns)):
@@ -131,6 +134,11 @@ def _add(
         update(title_text=title, type="category", showgrid=False, **shown, **where)
     figure.update_xaxes(tickangle=-90 if max(map(len, x)) > 3 else 0, showticklabels=ticks, **where)
     figure.update_yaxes(autorange=True if grid.upward else "reversed", **where)
+    if grid.mark is not None:
+        row, column = grid.mark
+        low, high = (0, len(y) - 1) if row is None else (row, row)
+        box = {"x0": column - 0.5, "x1": column + 0.5, "y0": low - 0.5, "y1": high + 0.5}
+        figure.add_shape(type="rect", line={"color": MARKED, "width": 2}, **box, **where)
 
 
 def _in_cells(grid: Grid) -> np.ndarray:

@@ -88,7 +88,7 @@ def ordered(names: Any) -> list[str]:
         tag, registered = detail.rpartition(": ")[0], series.split(" ")[0]
         return name == MINUS, tag, known.index(registered) if registered in known else len(known), name
 
-    return sorted({str(n) for n in names}, key=place)
+    return sorted({str(n) for n in (names.unique() if isinstance(names, pd.Series) else names)}, key=place)
 
 
 def pale(architecture: str, alpha: float = 0.18) -> str:

@@ -4,8 +4,9 @@
 
 `.index.json` holds the entries beside the time each run last changed; only runs that changed since are read again, so a
 folder of hundreds of runs opens at once. What had changed a moment before it was read is read again too, since a second change
-may bear the same time, and an index whose entries are not those that were written is none. Where the folder cannot be written,
-everything still works, only slower.
+may bear the same time, and an index whose entries are not those that were written is none. A table that is written over where it
+stands changes no folder: of a catalogue that is looked at again and again, some runs' tables are looked at each time, in turn.
+Where the folder cannot be written, everything still works, only slower.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,11 @@ from workbench.runs.records import metrics_of
 from workbench.runs.run import MAX_WHOLE, Run, is_locked, is_run, is_study
 from workbench.storage import mirror
 
-INDEX, VERSION = ".index.json", 5
+INDEX, VERSION = ".index.json", 6
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
+LOOKS = 1500  # tables that are looked at each time, 5 ms
+PLACES = ("", f"/{RUN_FILE}", "/telemetry", "/records")  # what changes as a run grows
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Entry:
 
     name: str
     path: str
-    stamp: tuple[int, ...]  # changes when anything in the folder appears or is replaced; at its end what run.json says
+    stamp: tuple[int, ...]  # when each of `PLACES` and the newest table changed; at its end what run.json says
     architecture: str
     options: dict[str, Any]
     series: str  # the architecture, with options where runs of one group differ in them
@@ -82,7 +87,7 @@ TIMES = ("stamp", "seen")
 WHOLE = (*TIMES, "steps", "seed", "last", "n_layers", "n_heads", "n_ctx", "tokens")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Catalogue:
     """The runs of a folder, by name, and what is wrong with the folders that look like runs and cannot be read."""
 
@@ -91,6 +96,25 @@ class Catalogue:
     problems: dict[str, str]
     others: dict[str, int] = field(default_factory=dict)
     """Folders that are no runs, and when they last changed, nanoseconds."""
+    turn: int = field(default=0, compare=False)
+    """Whose tables are looked at next."""
+
+    @cached_property
+    def by_path(self) -> dict[str, Entry]:
+        return {e.path: e for e in self.entries}
+
+    @cached_property
+    def groups(self) -> dict[str, list[Entry]]:
+        """The runs of each experiment."""
+        found: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            found.setdefault(entry.group, []).append(entry)
+        return found
+
+    @cached_property
+    def stamp(self) -> int:
+        """Another number once any run is another."""
+        return hash(tuple((e.path, e.series, e.stamp) for e in self.entries))
 
     def entry(self, name: str) -> Entry:
         """The run of a name; raises `UnknownName` with the nearest."""
@@ -101,62 +125,97 @@ class Catalogue:
 
 
 def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
-    """The runs under a folder, from `known` or the index file where they have not changed; an absent folder is empty."""
+    """The runs under a folder, from `known` or the index file where they have not changed; an absent folder is empty.
+
+    `known` itself where nothing has.
+    """
     root = mirror.folder(folder).resolve()
     mirror.refresh(root)
     old = known if known is not None and known.folder == str(root) else _read(root)
-    before = {Path(e.path): e for e in old.entries}
     entries, problems = [], {}
     try:
-        folders, others = _folders(root, old.others)
+        folders, others = _folders(str(root), old.by_path, old.others)
     except OSError as error:
         return Catalogue(str(root), (), {root.name: f"the folder of runs cannot be read: {error.strerror or error}"})
+    rewritten = _rewritten(old)
     for path in folders:
-        stamp, known_entry = stamp_of(path), before.get(path)
-        if known_entry and known_entry.stamp[:-1] == stamp and known_entry.settled:
-            entries.append(known_entry)
+        before = old.by_path.get(path)
+        if before and before.settled and before.stamp[: len(PLACES)] == _stamp(path) and path not in rewritten:
+            entries.append(before)
+            continue
+        if before and not is_run(Path(path)):
             continue
         try:
-            seen, run = time.time_ns(), Run.open(path)
+            seen, stamp, run = time.time_ns(), (*_stamp(path), _tables(path)[0]), Run.open(Path(path))
             says = int(digest(run.info)[:12], 16)
             entries.append(_sound(dataclasses.replace(_entry(run, (*stamp, says)), seen=seen)))
         except WorkbenchError as error:
-            problems[_shown(path.name)] = _shown(error)
+            problems[_shown(Path(path).name)] = _shown(error)
         except DAMAGE as error:
-            problems[_shown(path.name)] = _shown(f"run.json is incomplete: {type(error).__name__} {error}")
-    result = Catalogue(str(root), tuple(_with_series(entries)), problems, others)
-    if [(e, e.seen) for e in result.entries] != [(e, e.seen) for e in old.entries]:
-        _write(root, result)
+            problems[_shown(Path(path).name)] = _shown(f"run.json is incomplete: {type(error).__name__} {error}")
+    if len(entries) == len(old.entries) and all(a is b for a, b in zip(entries, old.entries, strict=True)):
+        old.problems, old.others = problems, others
+        return old
+    result = Catalogue(str(root), tuple(_with_series(entries)), problems, others, old.turn)
+    _write(root, result)
     return result
 
 
-def stamp_of(path: Path) -> tuple[int, ...]:
+def _stamp(path: str) -> tuple[int, ...]:
     """When a run's folder and what is in it last changed, nanoseconds."""
-    return tuple(_changed(p) for p in (path, path / RUN_FILE, path / "telemetry", path / "records"))
+    return tuple(_changed(path + place) for place in PLACES)
 
 
-def _changed(path: Path) -> int:
+def _changed(path: str) -> int:
     try:
-        return path.stat().st_mtime_ns
-    except OSError:
+        return os.stat(path).st_mtime_ns  # noqa: PTH116 - a path made of it takes as long again
+    except (OSError, ValueError):
         return 0
 
 
-def _folders(root: Path, known: dict[str, int]) -> tuple[list[Path], dict[str, int]]:
-    """Folders that look like runs, studies' included, and the others, which are listed again only once they change."""
-    runs, others = list[Path](), dict[str, int]()
-    if not root.is_dir():
+def _tables(path: str) -> tuple[int, int]:
+    """When a run's tables were last written, nanoseconds, and how many there are."""
+    newest = many = 0
+    for place in PLACES[2:]:
+        with contextlib.suppress(OSError), os.scandir(path + place) as found:
+            for file in found:
+                newest, many = max(newest, file.stat().st_mtime_ns), many + 1
+    return newest, many
+
+
+def _rewritten(known: Catalogue) -> set[str]:
+    """Of the runs whose turn it is, those of which a table was written over where it stands."""
+    found, left = set(), LOOKS
+    for _ in known.entries:
+        if left <= 0:
+            break
+        entry = known.entries[known.turn % len(known.entries)]
+        newest, many = _tables(entry.path)
+        known.turn, left = known.turn + 1, left - many - 1
+        if newest != entry.stamp[len(PLACES)]:
+            found.add(entry.path)
+    return found
+
+
+def _folders(root: str, known: Mapping[str, Entry], before: dict[str, int]) -> tuple[list[str], dict[str, int]]:
+    """Folders that look like runs, studies' included, in order, and the others, which are listed again only once they change."""
+    runs, others = list[str](), dict[str, int]()
+    if not Path(root).is_dir():
         return runs, others
-    for path in root.iterdir():
-        changed = 0 if path.name.startswith(".") else _changed(path)
-        if changed and path.is_dir():
-            if known.get(path.name) != changed and is_run(path):
-                runs.append(path)
+    with os.scandir(root) as listed:
+        found = [e for e in listed if not e.name.startswith(".") and e.is_dir()]
+    for one in sorted(found, key=lambda e: e.name):
+        if one.path in known:
+            runs.append(one.path)
+        elif changed := _changed(one.path):
+            path = Path(one.path)
+            if before.get(one.name) != changed and is_run(path):
+                runs.append(one.path)
             elif is_study(path):
-                runs += _folders(path, {})[0]
+                runs += _folders(one.path, known, {})[0]
             elif time.time_ns() - changed > SETTLED:
-                others[path.name] = changed
-    return sorted(runs), others
+                others[one.name] = changed
+    return runs, others
 
 
 def _sound(entry: Entry) -> Entry:

@@ -51,11 +51,13 @@ class Pack:
     metrics: tuple[str, ...]
     runs: dict[str, tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 
-    def of(self, entry: Entry, root: Path) -> dict[str, tuple[int, int]] | None:
-        """First row and number of rows of each metric that the run has; None where it is not here as it is now."""
-        stamp, places = self.runs.get(_name(entry, root), (None, ()))
-        if stamp != entry.stamp:
-            return None
+    def holds(self, entry: Entry, root: Path) -> bool:
+        """Whether the run is here as it is now."""
+        return self.runs.get(_name(entry, root), (None, ()))[0] == entry.stamp
+
+    def of(self, entry: Entry, root: Path) -> dict[str, tuple[int, int]]:
+        """First row and number of rows of each metric that a run has which is here."""
+        places = self.runs[_name(entry, root)][1]
         return {metric: place for metric, place in zip(self.metrics, places, strict=True) if place[1]}
 
     def index(self, metric: str) -> int | None:
@@ -109,8 +111,13 @@ class Packs:
     def _find(self, entry: Entry) -> tuple[Pack, dict[str, tuple[int, int]]] | None:
         if self.root is None:
             return None
-        found = ((pack, pack.of(entry, self.root)) for pack in reversed(self._listed()))
-        return next(((pack, places) for pack, places in found if places is not None), None)
+        pack = next((p for p in reversed(self._listed()) if p.holds(entry, self.root)), None)
+        return None if pack is None else (pack, pack.of(entry, self.root))
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether a run is packed as it is now."""
+        root = self.root
+        return root is not None and any(pack.holds(entry, root) for pack in self._listed())
 
     def _listed(self) -> list[Pack]:
         if self.files is None:

@@ -37,7 +37,7 @@ from workbench.runs.run import Run
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_ANSWERS = 100_000_000  # bytes of answers that are kept
+MAX_ANSWERS, MAX_NAMED = 100_000_000, 32  # bytes of answers that are kept; sets of names
 FEW, TOGETHER = 20, 200  # runs that are packed into a file: at least, at most
 Part = tuple[str, int, int]
 """A file's name, when it changed, its bytes."""
@@ -57,6 +57,8 @@ class TableCache(ABC):
         """Runs in memory that may be packed."""
         self.packs = Packs(folder, self.kind)
         self.answers: OrderedDict[Any, tuple[pd.DataFrame, dict[str, str]]] = OrderedDict()
+        self.named: OrderedDict[Any, set[str]] = OrderedDict()
+        """Names of the metrics of runs that were asked for together."""
         self.budget, self.lock = budget, threading.Lock()
 
     @abstractmethod
@@ -65,14 +67,19 @@ class TableCache(ABC):
 
     def unread(self, entries: Iterable[Entry]) -> int:
         """How many of the runs have not been read as they are now."""
-        return sum(not self._held(e) and self.packs.metrics(e) is None for e in entries)
+        return sum(not self._held(e) and not self.packs.holds(e) for e in entries)
 
     def metrics(self, entries: Iterable[Entry]) -> set[str]:
         """Names of the metrics (or quantities) of runs; those whose files are damaged count as empty."""
+        found = list(entries)
+        key = _key(found)
         with self.lock:
-            found = list(entries)
-            self._gather(found)
-            return {name for entry in found for name in self._names(entry)}
+            if key not in self.named:
+                self._gather(found)
+                self.named[key] = {name for entry in found for name in self._names(entry)}
+                while len(self.named) > MAX_NAMED:
+                    self.named.popitem(last=False)
+            return set(self.named[key])
 
     def rows(
         self, entries: Sequence[Entry], metrics: Sequence[str] | None = None
@@ -81,7 +88,7 @@ class TableCache(ABC):
 
         Provenance is a category: of a million rows each holds a number.
         """
-        key = tuple((e.path, e.series, e.stamp) for e in entries), None if metrics is None else tuple(metrics)
+        key = _key(entries), None if metrics is None else tuple(metrics)
         with self.lock:
             if key not in self.answers:
                 self.answers[key] = self._answer(entries, metrics)
@@ -122,7 +129,7 @@ class TableCache(ABC):
     def _gather(self, entries: Sequence[Entry]) -> None:
         """Read the runs that were not read as they are now; many of them are written down together, for the next server."""
         for entry in entries:
-            if self._held(entry) or self.packs.metrics(entry) is not None:
+            if self._held(entry) or self.packs.holds(entry):
                 continue
             try:
                 tables: ByMetric | str = self._read(Path(entry.path))
@@ -152,6 +159,11 @@ class TableCache(ABC):
         sizes = {key: int(frame.memory_usage(index=False).sum()) for key, (frame, _) in self.answers.items()}
         while len(self.answers) > 1 and sum(sizes[key] for key in self.answers) > self.budget:
             self.answers.popitem(last=False)
+
+
+def _key(entries: Iterable[Entry]) -> tuple[Any, ...]:
+    """Runs as they are now."""
+    return tuple((e.path, e.series, e.stamp) for e in entries)
 
 
 def _of(run: ByMetric, metrics: Sequence[str] | None) -> list[pa.Table]:

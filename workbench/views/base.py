@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from workbench.views.source import Source
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Drawing:
     """A figure, the table behind it, and a sentence that reads it, as plain text."""
 

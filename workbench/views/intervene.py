@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots.style import pale
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
+from workbench.views.places import quoted
 from workbench.views.source import Source, Subject, read_alike
 
 if TYPE_CHECKING:
@@ -194,7 +196,16 @@ def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]], unit:
 @view("intervene")
 def next_token(source: Source, link: Link) -> Drawing:
     """The likeliest next tokens before and after the edits."""
-    (answers, refused), changed = _effects(source, link), edits(link)
+    answers, refused = _effects(source, link)
+    changed = edits(link)
+    title = "What comes next, before and after" if changed else "What comes next: nothing is changed yet"
+    return _likeliest(answers, refused, title, _words(changed) if changed else "")
+
+
+def _likeliest(
+    answers: Sequence[tuple[Subject, prompts.Effect]], refused: Sequence[str], title: str, change: str
+) -> Drawing:
+    """Bars of the likeliest next tokens of each model; `change`: what was changed, in words, where anything was."""
     own = [pd.concat([e.top_before, e.top_after]).drop_duplicates("id").head(MAX_TOKENS) for _, e in answers]
     alike = (
         len(answers) == 2
@@ -212,21 +223,20 @@ def next_token(source: Source, link: Link) -> Drawing:
         1, len(panels), subplot_titles=[html.escape(p[0]) for p in panels] if len(panels) > 1 else None,
         horizontal_spacing=0.04 if alike else 0.16,
     )  # fmt: skip
-    for column, (title, series, rows) in enumerate(panels, 1):
+    for column, (name, series, rows) in enumerate(panels, 1):
         names = plots.unique([html.escape(str(t), quote=False) for t in rows["text"]])
         bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
-        for when, colour in bars.items() if changed else [("after", bars["after"])]:
+        for when, colour in bars.items() if change else [("after", bars["after"])]:
             figure.add_bar(
-                y=names, x=rows[when], orientation="h", name=f"{title}, {when}", marker_color=colour, showlegend=False,
-                hovertemplate=f"%{{y}}: %{{x:.2%}} {when * bool(changed)}<extra></extra>", row=1, col=column,
+                y=names, x=rows[when], orientation="h", name=f"{name}, {when}", marker_color=colour, showlegend=False,
+                hovertemplate=f"%{{y}}: %{{x:.2%}} {when * bool(change)}<extra></extra>", row=1, col=column,
             )  # fmt: skip
-        shared = {"matches": "x"} if column > 1 and title != plots.MINUS else {}
-        unit = f"probability, {plots.MINUS}" if title == plots.MINUS else "probability"
+        shared = {"matches": "x"} if column > 1 and name != plots.MINUS else {}
+        unit = f"probability, {plots.MINUS}" if name == plots.MINUS else "probability"
         figure.update_xaxes(title_text=unit, tickformat=".0%", row=1, col=column, **shared)
         figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
     figure.update_yaxes(autorange="reversed", type="category")
-    bars_say = f"pale: before; full: after; {_words(changed)}; " if changed else ""
-    title = "What comes next, before and after" if changed else "What comes next: nothing is changed yet"
+    bars_say = f"pale: before; full: after; {change}; " if change else ""
     plots.dressed(figure, title, f"{_alone(answers)}{bars_say}one text", 360)
     table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
     return Drawing(figure, table, ". ".join(refused))
@@ -291,28 +301,57 @@ def _by_layer(parts: Sequence[tuple[str, plots.Grid]], colours: Sequence[str], t
     return plots.dressed(figure, title, under, 320)
 
 
-@view("intervene")
-def patching(source: Source, link: Link) -> Drawing:
-    """Which activations of the first prompt bring its answer back when put into a run on the second."""
+def _swept(source: Source, link: Link) -> tuple[str, Answers[prompts.PatchSweep]]:
+    """Where activations are patched, and what each brings back."""
     right, wrong, other = link.whole("target"), link.whole("against"), second(link)
     if right is None or wrong is None:
         raise BadData("patching compares two answers: the first prompt's token and the second's")
     site = link.text("site", PATCHED[0]) or PATCHED[0]
     if site not in PATCHED:
         raise UnknownName("site", site, PATCHED)
-    prompt, parts, sentences = source.prompt(link), [], []
-    answers, refused = _answers(
+    return site, _answers(
         source, link,
         lambda subject: source.query(
-            prompts.patch_sweep, subject, prompt, other, (right, wrong), site, progress=source.progress
+            prompts.patch_sweep, subject, source.prompt(link), other, (right, wrong), site, progress=source.progress
         ),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One activation that is patched: a layer and a position, of so many layers; what each position brings back at most."""
+
+    layer: int
+    position: int
+    layers: int
+    restored: np.ndarray
+
+
+def cell(source: Source, link: Link) -> Cell:
+    """The chosen activation, that which brings most back unless the link says; raises `BadData` where there is none."""
+    (_, first), *_ = _swept(source, link)[1][0]
+    values = np.nan_to_num(first.restored, nan=-np.inf)
+    best = np.unravel_index(values.argmax(), values.shape)
+    layer, position = (link.whole(key, int(n)) for key, n in zip(("layer", "position"), best, strict=True))
+    if layer not in range(len(values)) or position not in range(values.shape[1]):
+        raise BadData(
+            f"layer {layer}, position {position}: there are {values.shape[0]} layers and {values.shape[1]} positions"
+        )
+    return Cell(int(layer or 0), int(position or 0), len(values), values.max(0).clip(0))
+
+
+@view("intervene")
+def patching(source: Source, link: Link) -> Drawing:
+    """Which activations of the first prompt bring its answer back when put into a run on the second."""
+    (site, (answers, refused)), chosen = _swept(source, link), cell(source, link)
+    parts, sentences = [], []
     for subject, patched in answers:
-        tokens = source.tokens(subject, other)
+        tokens = source.tokens(subject, second(link))
         columns = [f"{i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens)]
         values = np.asarray(patched.restored, dtype="float32")
         rows = [str(n) for n in range(len(values))]
-        parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token")))
+        mark = (chosen.layer, chosen.position) if chosen.layer < len(rows) and chosen.position < len(columns) else None
+        parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token", mark=mark)))
         sentences.append(
             f"{subject.title}: the first answer leads by {patched.clean:+.2f} after the first text, by {patched.corrupted:+.2f} after "
             "the second"
@@ -321,7 +360,21 @@ def patching(source: Source, link: Link) -> Drawing:
         parts, f"Patching {site.replace('_', ' ')} from the first prompt into the second",
         f"{'; '.join(map(html.escape, sentences))}; 0: as the second text, 1: the first one's answer is fully back; one pair of texts",
     )  # fmt: skip
-    return Drawing(figure, plots.grid_table(parts), ". ".join(sentences + refused) + ".")
+    return Drawing(figure, plots.grid_table(parts), ". ".join(refused))
+
+
+@view("intervene")
+def patched(source: Source, link: Link) -> Drawing:
+    """What comes after the second prompt, before and after the chosen activation is that of the first."""
+    (site, _), chosen = _swept(source, link), cell(source, link)
+    edit = f"patch:layer={chosen.layer},site={site},position={chosen.position}"
+    first, other = source.prompt(link), second(link)
+    answers, refused = _answers(
+        source, link, lambda subject: source.query(prompts.edit_effect, subject, other, edit, other=first)
+    )
+    token = source.tokens(source.subjects(link)[0], other)[chosen.position]
+    what = f"{site.replace('_', ' ')} of layer {chosen.layer} at token {chosen.position}, {quoted(token)}"
+    return _likeliest(answers, refused, "What comes next after the second text", f"{what}, from the first text")
 
 
 def _silenced(losses: np.ndarray) -> str:

@@ -48,7 +48,7 @@ PAGES = {
     ),
     "intervene": Page(
         "Intervene", "build", "Change something, see what follows",
-        ("show", "edits", "kind", "sweep", "over", "of", "other", "target", "against", "site"),
+        ("show", "edits", "kind", "sweep", "over", "of", "other", "target", "against", "site", "layer", "position"),
     ),
 }  # fmt: skip
 """Views of a page stand in `workbench/views/NAME.py`; a page without a screen of its own shows them one below the other."""

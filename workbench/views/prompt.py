@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,10 @@ def _map(
     """A map over layers and tokens for each subject, and what was left out of a long prompt."""
     subjects = source.subjects(link)
     windows = [_window(source, link, subject, most) for subject in subjects]
-    parts = [(s.title, grid_of(s, slice(*window))) for s, window in zip(subjects, windows, strict=True)]
+    parts = [
+        (s.title, replace(grid_of(s, slice(*window)), mark=_marked(place(source, link, s), *window)))
+        for s, window in zip(subjects, windows, strict=True)
+    ]
     blank = [name for name, grid in parts if not np.isfinite(grid.values).any()]
     if len(blank) == len(parts):
         raise WorkbenchError(f"nothing to draw: {' and '.join(blank)} without such a number; choose another")
@@ -77,6 +81,11 @@ def _map(
         under += f"; positions {first} to {last - 1} of {whole}, around the chosen one"
     sentence = f"{blank[0]} has no such number." if blank else ""
     return Drawing(plots.grids(parts, title, under), plots.grid_table(parts), sentence)
+
+
+def _marked(at: int | None, first: int, last: int) -> tuple[None, int] | None:
+    """The column of the chosen token, where the map has it."""
+    return (None, at - first) if at is not None and first <= at < last else None
 
 
 @view("prompt")

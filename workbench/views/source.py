@@ -90,7 +90,7 @@ class Source:
 
     def shipped(self) -> Catalogue:
         """The runs that ship with the project."""
-        return self.keep(("shipped", str(EVIDENCE)), shipped_runs)
+        return shipped_runs(EVIDENCE, MODELS)
 
     def own(self) -> bool:
         """Whether there are runs in the folder itself."""
@@ -100,9 +100,7 @@ class Source:
     def group(self, link: Link) -> list[Entry]:
         """Runs of the chosen experiment: the link's, else that of model A, else the largest."""
         found = self.catalogue()
-        groups: dict[str, list[Entry]] = {}
-        for entry in found.entries:
-            groups.setdefault(entry.group, []).append(entry)
+        groups = found.groups
         asked = link.text("set")
         if asked is None and link.text("a") is not None:
             asked = found.entry(str(link.text("a"))).group
@@ -266,13 +264,14 @@ def _searched(entry: Entry) -> str:
 def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:
     """The runs of a folder; where it has none, those that ship with the project. What is `known` is not read again."""
     own = catalogue(folder, known)
-    shipped = own if own.entries or own.problems else shipped_runs()
+    shipped = own if own.entries or own.problems else shipped_runs(EVIDENCE, MODELS)
     return shipped if shipped.entries else own
 
 
-def shipped_runs() -> Catalogue:
-    """The runs that ship with the project: evidence, and models."""
-    evidence, models = catalogue(EVIDENCE), catalogue(MODELS)
+@cache
+def shipped_runs(*folders: Path) -> Catalogue:
+    """The runs that ship with the project, evidence and models; they stay as they are."""
+    evidence, models = map(catalogue, folders)
     return dataclasses.replace(
         evidence, entries=evidence.entries + models.entries, problems=evidence.problems | models.problems
     )

@@ -68,7 +68,9 @@ def _rows(source: Source, link: Link, metric: str) -> list[pd.DataFrame]:
 
 
 def _plain(parts: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
-    return [part[part["variant"].isna() & part["control"].isna()] for part in parts]
+    """The parts without variants and controls; one that has none is itself, so that figures of one table share it."""
+    plain = [part["variant"].isna() & part["control"].isna() for part in parts]
+    return [part if mine.all() else part[mine] for part, mine in zip(parts, plain, strict=True)]
 
 
 def _curves(
@@ -83,7 +85,7 @@ def _curves(
     figure = drawn.curves(parts, title=title, smooth=smooth, log_x=log)
     if tokens:
         drawn.on_tokens(figure, log)
-    return Drawing(figure, pd.concat(parts, ignore_index=True), sentence)
+    return Drawing(figure, parts[0] if len(parts) == 1 else pd.concat(parts, ignore_index=True), sentence)
 
 
 def _over_tokens(rows: pd.DataFrame, entries: Sequence[Entry]) -> pd.DataFrame:

@@ -1,0 +1,112 @@
+// A plotly figure that stays on the page while its numbers change. Clicks are told; which token is pointed at is told and marked.
+
+export default shown((parent) => new Figure(parent), (bytes) => new TextDecoder().decode(bytes));
+
+const plotly = () => window.wbPlotly ??= window.Plotly ? Promise.resolve() : new Promise((loaded, failed) => { // once for all figures
+  const script = made("script", "", document.head);
+  script.onload = loaded;
+  script.onerror = () => failed(new Error("the plotting library cannot be loaded"));
+  script.src = document.querySelector('link[as="script"][data-plotly]').href;
+});
+
+const TOKEN = /^(\d+):/; // an axis of tokens has names such as 5:word
+const STILL = { displayModeBar: false, displaylogo: false, showSendToCloud: false };
+
+class Figure {
+  constructor(parent) {
+    this.root = made("div", "wb-figure", parent);
+    this.root.setAttribute("role", "figure");
+    this.plot = made("div", "", this.root);
+    this.bands = [];
+    this.turn = Promise.resolve();
+    this.pointing = new Pointing(this, (...tokens) => this.mark(tokens));
+    this.watch = new ResizeObserver(() => this.fit());
+    this.watch.observe(this.root);
+  }
+
+  leave() {
+    this.gone = true;
+    this.watch.disconnect();
+    this.pointing.leave();
+    if (this.drawn) window.Plotly.purge(this.plot);
+  }
+
+  show(text) {
+    if (text === this.text) return;
+    this.text = text;
+    this.next(() => this.draw(JSON.parse(text)));
+  }
+
+  next(work) { // one after another; what went wrong with one is told, and the next is tried
+    this.turn = this.turn.then(plotly).then(() => this.gone || work()).catch((error) => console.error(error));
+  }
+
+  async draw({ data, layout, frames, alt, clicked }) {
+    const style = getComputedStyle(this.root);
+    this.clicked = clicked;
+    this.height = layout.height;
+    this.root.setAttribute("aria-label", alt);
+    this.plot.style.height = `${layout.height}px`;
+    layout.width = this.width = this.root.clientWidth;
+    layout.uirevision = layout.meta?.title?.text ?? ""; // the same measure keeps its zoom
+    layout.template = { layout: {
+      font: { family: style.fontFamily, color: style.color }, xaxis: { showgrid: false, zeroline: false },
+      hoverlabel: { font: { family: style.fontFamily } },
+    } };
+    if (frames || this.plays || !this.drawn) {
+      if (this.drawn) window.Plotly.purge(this.plot);
+      await window.Plotly.newPlot(this.plot, { data, layout, frames: frames ?? [], config: STILL });
+      this.listen();
+    } else await window.Plotly.react(this.plot, data, layout, STILL);
+    this.plays = Boolean(frames);
+    this.drawn = true;
+    this.mark([]);
+  }
+
+  fit() { // to the width of its place, once that has a moment's rest
+    clearTimeout(this.waiting);
+    if (!this.drawn || !this.root.clientWidth || this.root.clientWidth === this.width) return;
+    this.waiting = setTimeout(() => this.next(() => {
+      this.width = this.root.clientWidth;
+      return window.Plotly.relayout(this.plot, { width: this.width });
+    }), 50);
+  }
+
+  // ---- clicks, and tokens pointed at
+
+  listen() {
+    this.plot.on("plotly_click", ({ points: [at] }) => {
+      if (this.clicked && at) this.ask({ at: at.customdata ?? null, x: at.x ?? null, y: at.y ?? null });
+    });
+    this.plot.on("plotly_hover", ({ points: [at] }) => {
+      this.root.classList.toggle("over", Boolean(this.clicked && at));
+      this.pointing.tell(at ? token(at.x) ?? token(at.y) : null);
+    });
+    this.plot.on("plotly_unhover", () => {
+      this.root.classList.remove("over");
+      this.pointing.tell(null);
+    });
+  }
+
+  mark(tokens) { // a band over each pointed token, in each panel that has it
+    const wanted = tokens.filter((n) => n !== null).flatMap((n) => this.places(n));
+    while (this.bands.length < wanted.length) this.bands.push(made("div", "mark", this.root));
+    this.bands.forEach((band, i) => Object.assign(band.style, wanted[i] ?? { display: "none" }));
+  }
+
+  places(n) {
+    const { _plots: plots, _size: size } = this.plot._fullLayout ?? {};
+    if (!size) return [];
+    return Object.values(plots).flatMap(({ xaxis, yaxis }) => [[xaxis, yaxis, true], [yaxis, xaxis, false]].flatMap(([along, across, upright]) => {
+      const name = along._categories?.find((c) => token(c) === n);
+      if (name === undefined) return [];
+      const at = along._categories.indexOf(name), ends = [along.r2p(at - 0.5), along.r2p(at + 0.5)].sort((a, b) => a - b);
+      const begin = Math.max(0, ends[0]), long = Math.min(along._length, ends[1]) - begin;
+      if (long <= 0) return [];
+      const px = ([left, top, width, height]) => ({ display: "block", left: `${left}px`, top: `${top}px`, width: `${width}px`, height: `${height}px` });
+      return [px(upright ? [along._offset + begin, across._offset, long, across._length] : [across._offset, along._offset + begin, across._length, long])];
+    }));
+  }
+}
+
+const token = (name) => typeof name === "string" && TOKEN.test(name) ? Number(name.match(TOKEN)[1]) : null;
