@@ -13,16 +13,9 @@ from workbench.kernels.reference import statistics_of
 from workbench.names import STATISTICS
 from workbench.observing.interception.fused_calls import interface_call, sdpa_call
 from workbench.observing.interception.masks import CAUSAL, FUTURE, mask_kind, masked_statistics, pattern_statistics
+from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.product_calls import attention_axes, product_call
-from workbench.observing.interception.tensor_layouts import (
-    by_position,
-    from_heads,
-    from_positions,
-    head_repeats,
-    replaced_at,
-    tensors_in,
-    to_heads,
-)
+from workbench.observing.interception.tensor_layouts import head_repeats, replaced_at, tensors_in
 
 B, T, H, D = 2, 3, 5, 4
 
@@ -63,29 +56,30 @@ def test_tensors_are_found_and_replaced_where_they_stand():
 )
 def test_every_layout_is_read_and_written_by_position(shape, order):
     x = numbers(*shape)
-    rows = by_position(x, B, T)
+    at = Positions(B, T)
+    rows = at.by_position(x)
     assert rows.shape == (B * T, H * D if len(shape) == 4 else H)
     for b in range(B):
         for t in range(T):
             place = tuple({"b": b, "t": t, "r": b * T + t}.get(c, slice(None)) for c in order)
             assert torch.equal(rows[b * T + t], x[place].flatten())
-    assert torch.equal(from_positions(rows, x, B, T), x)
+    assert torch.equal(at.unshaped(rows.view(B, T, -1), x), x)
 
 
 @pytest.mark.parametrize(
     "shape", [(B * T,), (B, T), (B * T, 1, H), (T, H, B), (B, H, D, T), (B + 1, T, H), (B * T + 1, H)]
 )
 def test_what_has_no_positions_has_no_rows(shape):
-    assert by_position(numbers(*shape), B, T) is None
-    assert by_position(torch.ones(B, T, H, dtype=torch.long), B, T) is None
+    assert Positions(B, T).by_position(numbers(*shape)) is None
+    assert Positions(B, T).by_position(torch.ones(B, T, H, dtype=torch.long)) is None
 
 
 def test_heads_grouped_with_the_batch_or_apart_are_the_same_heads():
     apart = numbers(B, H, T, D)
     for x in (apart, apart.flatten(0, 1), apart.unflatten(1, (1, H))):
-        heads = to_heads(x, B)
+        heads = Positions(B, T).heads(x)
         assert torch.equal(heads, apart.transpose(1, 2))
-        assert torch.equal(from_heads(heads, x), x)
+        assert torch.equal(Positions(B, T).from_heads(heads, x), x)
 
 
 def test_repeated_heads_are_counted_where_all_repeat_alike():

@@ -13,6 +13,7 @@ from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition import projections
 from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.attention_reference import near, reference, score_factor
+from workbench.observing.recognition.executions import Execution, TracedTensor
 from workbench.observing.recognition.least_squares import fit, fit_rotated, weights_by_token
 from workbench.observing.recognition.projections import (
     Projection,
@@ -22,8 +23,8 @@ from workbench.observing.recognition.projections import (
     same_projection,
 )
 from workbench.observing.recognition.stream_sums import stream_sums
-from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import Execution, Trace, TracedTensor
+from workbench.observing.recognition.structure import LayerStructure, Part
+from workbench.observing.recognition.trace import Trace
 from workbench.observing.recognition.value_paths import explained, fit_value_paths, mixture_of, value_path_table
 
 ROWS, HEADS, WIDTH = 50, 3, 4
@@ -224,10 +225,10 @@ def attended(scale=0.5):
 def test_an_attention_is_reproduced_up_to_rounding_in_its_own_type(off, same):
     q, k, v, z, _, past = attended()
     for mask, causal, kind in ((None, True, CAUSAL), (past, False, "packed sequences")):
-        found, _ = reference(q, k, v, 0.5, mask, causal, kind)
+        found, _ = reference(q, k, v, scale=0.5, mask=mask, causal=causal, kind=kind)
         assert near(found, z * (1 + off), v.dtype) is same
-    assert reference(q, k, v, 0.5, "blocks", True, "a mask of type str") is None
-    assert not near(reference(q, k, v, 0.4, None, True, CAUSAL)[0], z, v.dtype)
+    assert reference(q, k, v, scale=0.5, mask="blocks", causal=True, kind="a mask of type str") is None
+    assert not near(reference(q, k, v, scale=0.4, mask=None, causal=True, kind=CAUSAL)[0], z, v.dtype)
 
 
 @pytest.mark.parametrize(("off", "same"), [(0.0, True), (0.8e-9, True), (1.2e-9, False)])
@@ -253,7 +254,7 @@ def layers_of(values, owns, *, z=None, k=None, added=None):
         rows = {"in": random(ROWS, 8, seed=300 + i), "out": random(ROWS, 8, seed=301 + i)}
         rows |= {} if own is None else {"own": own}
         rows |= {} if added is None or added[i] is None else {"z": heads + added[i]}
-        made.append(LayerStructure(f"h.{i}", 0, (), (), attention, (0,), rows=rows))
+        made.append(LayerStructure(f"h.{i}", 0, (), (), [Part(attention, {})], attention, rows=rows))
     return made
 
 

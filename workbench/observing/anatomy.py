@@ -18,7 +18,7 @@ from workbench.models.anatomy import Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
 from workbench.observing.recognition.frozen_norm import FrozenNorm, fit_norm
-from workbench.observing.recognition.layers import SHARE
+from workbench.observing.recognition.outputs import SHARE
 from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath, mixture_of
 

@@ -18,7 +18,8 @@ from workbench.observing.recognition.blocks import is_stream
 from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import run_index
 from workbench.observing.recognition.structure import Addition, LayerStructure
-from workbench.observing.recognition.trace import MATRIX, Execution, Trace, TracedTensor
+from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor
+from workbench.observing.recognition.trace import Trace
 
 _FEW = 24  # rows that tell a sum of outputs from anything else
 _LEAST = 1e-3  # of a stream that goes on, times its size

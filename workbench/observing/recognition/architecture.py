@@ -35,6 +35,9 @@ def recognize_architecture(
             raise _UnknownArchitecture(
                 "what blocks read and return is no stream, so what happens between them is not known"
             )
+        own = next((i for i, layer in enumerate(layers) if len(layer.parts) > 1 and layer.z is None), None)
+        if own is not None:
+            raise _UnknownArchitecture(f"block {own} has {len(layers[own].parts)} attentions, each with a matrix W_O of its own")
         if not all(p.exact for p in paths):
             worst = max(paths, key=lambda p: p.residual)
             raise _UnknownArchitecture(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
@@ -61,6 +64,10 @@ def _values(paths: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Nam
 
 def _outputs(paths: Sequence[ValuePath]) -> Named:
     outputs = [p for p in paths if p.into == "output"]
+    if combined := next((p for p in outputs if not {"first", "own"} & set(p.coefficients)), None):
+        names = " and ".join(map(str, combined.coefficients))
+        how = "weighs by token (gates)" if combined.by_token else "combines (differential attention)"
+        raise _UnknownArchitecture(f"what W_O reads {how} {names}; see value_paths()")
     pulls = [p.coefficients for p in outputs]
     if any(abs(c.get("first", 0.0) + c["own"]) > _SAME for c in pulls) or any(p.head is not None for p in outputs):
         raise _UnknownArchitecture("something is added to the attention's output; see value_paths()")

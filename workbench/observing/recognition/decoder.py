@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ObservedConfig
-from workbench.observing.interception.tensor_layouts import TensorPath, by_position, get_at, tensors_in
+from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_in
 from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
 from workbench.observing.recognition.layers import mlp_width, recognize_layers
@@ -19,7 +19,8 @@ from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import TensorLocation, run_index
 from workbench.observing.recognition.stream_sums import stream_sums
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure, Table
-from workbench.observing.recognition.trace import Execution, Trace, is_matrix, rows_at
+from workbench.observing.recognition.executions import Execution, rows_at
+from workbench.observing.recognition.trace import Trace, is_matrix
 
 CONTEXT = (
     "max_position_embeddings", "n_positions", "block_size", "n_ctx", "max_seq_len", "max_seq_length", "context_length",
@@ -65,8 +66,9 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
         seen = f"; seen: {', '.join(sorted(trace.other_calls))}" if trace.other_calls else ""
         notes.append(f"no attention that can be read in layers {', '.join(unread)}: only their streams are shown{seen}")
     shape = first.inputs[0].shape if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0].shape
-    if positions_first := shape[:2] != (trace.batch, trace.length):
-        notes.append("streams are [pos, batch, d_model] inside the module: hooks get and give [batch, pos, d_model]")
+    at = trace.positions
+    layout = at.layout.turn() if shape[:2] != (at.rows, at.columns) else at.layout
+    notes += [layout.words] if layout.words else []
     starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
     last_stream = layers[-1].rows["out"] if final is None else rows_at(final[0].inputs, final[1])
     assert last_stream is not None
@@ -76,7 +78,7 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     )
     tables = _tables_of_values(trace, embed, layers)
     return DecoderStructure(
-        config, layers, starts, reads, ends, path, trace.in_place, positions_first, notes, ending, tables, arriving
+        config, layers, starts, reads, ends, path, trace.in_place, layout, notes, ending, tables, arriving
     )
 
 
@@ -99,7 +101,7 @@ def _ending(
     trace: Trace, head: tuple[Execution, TensorPath] | None, logits: Tensor | None, stream: Tensor
 ) -> LinearEnding | str:
     """What makes the logits of the last stream [row, d_model]; why that is not known, in words."""
-    made = None if logits is None else by_position(logits, trace.batch, trace.length)
+    made = None if logits is None else trace.positions.by_position(logits)
     if head is None or made is None:
         return "no matrix after the blocks makes logits of every position"
     read, few = rows_at(head[0].inputs, head[1]), slice(_FEW)
@@ -125,17 +127,16 @@ def _location(trace: Trace, end: tuple[Execution, TensorPath] | None) -> TensorL
 
 def _is_logits(x: Tensor, trace: Trace) -> bool:
     """[batch, pos, d_vocab], of the last position alone, [pos, batch, d_vocab] or [batch * pos, d_vocab]."""
-    flat = x.ndim == 2 and x.shape[0] == trace.batch * trace.length
-    deep = x.ndim == 3 and x.shape[0] == trace.batch and x.shape[1] in (trace.length, 1)
-    turned = x.ndim == 3 and x.shape[:2] == (trace.length, trace.batch)
-    return x.is_floating_point() and (flat or deep or turned)
+    if x.ndim == 3 and x.is_floating_point() and x.shape[:2] == (trace.batch, 1):
+        return True
+    return x.ndim < 4 and trace.positions.shaped(x) is not None
 
 
 def _find_embedding(trace: Trace, block: Execution, width: int) -> tuple[Execution, TensorPath] | None:
     """The first matrix before the blocks that turns the tokens into vectors of the stream's width, else into any."""
     tables = [
         (e, s.path) for e in trace.executions for s in e.outputs
-        if e.reads_tokens and e.start < block.start and len(s.shape) == 3 and is_matrix(trace, e)
+        if e.reads_tokens and e.start < block.start and len(s.shape) > 1 and is_matrix(trace, e)
     ]  # fmt: skip
     wide = [t for t in tables if (rows := rows_at(t[0].outputs, t[1])) is not None and rows.shape[1] == width]
     return next(iter(wide or tables), None)

@@ -22,7 +22,7 @@ from workbench.observing.recognition.projections import (
     run_index,
     same_projection,
 )
-from workbench.observing.recognition.trace import MATRIX, Execution
+from workbench.observing.recognition.executions import MATRIX, Execution
 
 _STEPS = 30  # of alternating least squares: a norm's factors are found in two
 _PACKING = 8  # weights that one stored number may hold

@@ -18,7 +18,7 @@ import pandas as pd
 from torch import Tensor
 
 from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
-from workbench.observing.recognition.structure import LayerStructure, Table
+from workbench.observing.recognition.structure import GATED, Combination, LayerStructure, Table
 
 Source = (
     str | int
@@ -49,6 +49,8 @@ class ValuePath:
 def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
     """Whether head outputs [row, head, d_head] are the attention's, plus at most a sum of its and the first layer's values."""
     tolerance = EXACT.get(heads.dtype, 1e-2)
+    if heads.shape != z.shape:
+        return False
     added = heads.double() - z.double()
     if float(added.norm()) <= 10 * tolerance * float(heads.double().norm()):
         return True
@@ -81,7 +83,9 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
             for n, table in tables.items() if table.rows.shape == (target := layer.attention.v).flatten(1).shape
         }  # fmt: skip
         paths += _fit_simplest(i, "value", layer.attention.v, near, far, looked_up)
-        if (z := layer.rows.get("z")) is not None:
+        if layer.combination is not None:
+            paths += _combined(i, layer.combination)
+        elif (z := layer.rows.get("z")) is not None and z.shape == layer.attention.z.shape:
             added = z.double() - layer.attention.z.double()
             if float(added.norm()) > 10 * EXACT.get(z.dtype, 1e-2) * float(z.double().norm()):
                 wide = z.shape[1] // layer.attention.v.shape[1]
@@ -89,6 +93,19 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
                 here["own"] = layer.attention.v
                 repeated = {k: s.repeat_interleave(wide, dim=1) for k, s in here.items()}
                 paths += _fit_simplest(i, "output", added.to(z.dtype), repeated, {}, {})
+    return paths
+
+
+def _combined(layer: int, found: Combination) -> list[ValuePath]:
+    """What W_O reads of several attentions, for all heads where they have the same weights."""
+    same = bool((found.weights - found.weights[:1]).abs().max() < 1e-5 * found.weights.abs().max())
+    paths = []
+    for head in [None] if same else range(len(found.weights)):
+        weights, spread = (dict(zip(found.names, x[head or 0].tolist(), strict=True)) for x in (found.weights, found.spread))
+        by_token = found.kind == GATED
+        paths.append(
+            ValuePath(layer, "output", dict(weights), found.residual, exact=True, head=head, spread=dict(spread) if by_token else {})
+        )
     return paths
 
 
