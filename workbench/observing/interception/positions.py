@@ -62,6 +62,7 @@ class Positions:
         """The inverse of `shaped`: `like` with its tokens replaced."""
         lined = self.lined(like)
         assert lined is not None
+        tokens = tokens.reshape(self.batch, self.length, *lined.shape[2:])
         if lined.shape[:2] != (self.batch, self.length):
             tokens = self._put(lined, tokens)
         if lined.ndim == like.ndim and lined.shape != like.shape:
