@@ -53,7 +53,7 @@ class Observed(HookedModel):
         self, foreign: nn.Module, structure: DecoderStructure, paths: list[ValuePath], *, outer: nn.Module, call: Call,
         call_all: Call, recognize: Recognize, notes: list[str], tokenizer: Any,
     ) -> None:  # fmt: skip
-        name, options, reason = recognize_architecture(structure.layers, paths, structure.arriving)
+        name, options, reason = recognize_architecture(structure, paths)
         super().__init__(structure.config, name)
         self.options, self.tokenizer = options, tokenizer
         self.source = {"path": f"observed {type(foreign).__name__}"}

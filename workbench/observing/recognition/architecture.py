@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from workbench.observing.recognition.stream_sums import StreamSum
-from workbench.observing.recognition.structure import LayerStructure
+from workbench.observing.recognition.least_squares import weights_by_token
+from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath
 
 _SAME = 1e-3  # coefficients this near are one published constant
@@ -23,9 +24,10 @@ Named = tuple[list[str], dict[str, Any]]
 
 
 def recognize_architecture(
-    layers: Sequence[LayerStructure], paths: Sequence[ValuePath], arriving: Sequence[StreamSum]
+    structure: DecoderStructure, paths: Sequence[ValuePath]
 ) -> tuple[str, dict[str, Any], str]:
     """(name, options, reason): a registered architecture; `unknown` with the reason where none agrees."""
+    layers = structure.layers
     if not all(layer.is_read for layer in layers):
         return "unknown", {}, ""
     parts: list[str] = []
@@ -43,7 +45,7 @@ def recognize_architecture(
             raise _UnknownArchitecture(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
         parts, options = _values(paths, layers)
         shared = parts == ["cla"]
-        for more, its in (_outputs(paths), _queries_and_keys(paths, shared), _streams(arriving, layers)):
+        for more, its in (_outputs(paths), _queries_and_keys(paths, shared), _streams(structure)):
             parts, options = parts + more, options | its
     except _UnknownArchitecture as reason:
         return "unknown", {}, str(reason)
@@ -90,13 +92,17 @@ def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
     return parts, options
 
 
-def _streams(arriving: Sequence[StreamSum], layers: Sequence[LayerStructure]) -> Named:
+def _streams(structure: DecoderStructure) -> Named:
+    layers, arriving = structure.layers, structure.arriving
     if any(layer.keeps != (1.0, 0.0) for layer in layers):
         raise _UnknownArchitecture("blocks scale the stream they read, or add what the first one read again")
     mixed = [s for s in arriving[:-1] if not s.is_plain]
     if not all(s.exact for s in mixed):
         left = max(s.residual for s in mixed)
         raise _UnknownArchitecture(f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it")
+    inner = [s for s in structure.between if s is not None and s.exact and not s.is_plain]
+    if inner or any(s.by_token is not None for s in arriving):
+        return _depth_attention(structure)
     again = [s.weights for s in mixed if all(abs(w) < _SAME for w in s.weights[1:-1])]
     if len(again) < len(mixed):
         return ["denseformer"], {}
@@ -104,6 +110,31 @@ def _streams(arriving: Sequence[StreamSum], layers: Sequence[LayerStructure]) ->
         return [], {}
     options = _constant("lambda_h1", [w[0] for w in again]) | _constant("lambda_h_own", [w[-1] for w in again])
     return ["residual_hidden"], options
+
+
+def _depth_attention(structure: DecoderStructure) -> Named:
+    """Attention Residuals: each sublayer and the final norm read a softmax over all earlier outputs, beside their sum (delta) or alone."""
+    layers, outputs, read = structure.layers, [structure.layers[0].rows["in"]], list[Tensor]()
+    for i, layer in enumerate(layers):
+        if structure.between[i] is None:
+            raise _UnknownArchitecture("what sublayers read are sums of earlier outputs by token, but the MLPs' input was not found")
+        outputs.append(layer.rows["attn_out"])
+        read.append(weights_by_token(layer.rows["mid"], outputs)[0])
+        outputs.append(layer.rows["mlp_out"])
+        rows = layers[i + 1].rows["in"] if i + 1 < len(layers) else structure.last_stream
+        read.append(weights_by_token(rows, outputs)[0])
+    *inner, last = read
+    if all(_is_softmax(w) for w in read):
+        alike = (last[:, 1:-1] - last[:, 2:]).abs().amax(0) < _SAME  # outputs of one sum have one weight
+        blocks = last.shape[1] - 1 - int(alike.sum())
+        return ["attention_residuals"], {"depth_blocks": blocks} if bool(alike.any()) else {}
+    if all(_is_softmax(w - 1) for w in inner) and bool(((last - 1).abs() < _SAME).all()):
+        return ["attention_residuals"], {"depth_form": "delta"}
+    raise _UnknownArchitecture("what blocks or their MLPs read are sums of earlier outputs, weighted by token; see value_paths()")
+
+
+def _is_softmax(weights: Tensor) -> bool:
+    return bool((weights > -_SAME).all() and ((weights.sum(-1) - 1).abs() < _SAME).all())
 
 
 def _gates(paths: Sequence[ValuePath]) -> str:

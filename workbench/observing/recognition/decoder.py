@@ -17,7 +17,7 @@ from workbench.observing.recognition.ending import LinearEnding, find_ending
 from workbench.observing.recognition.layers import mlp_width, recognize_layers
 from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import TensorLocation, run_index
-from workbench.observing.recognition.stream_sums import stream_sums
+from workbench.observing.recognition.stream_sums import StreamSum, stream_sum, stream_sums
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure, Table
 from workbench.observing.recognition.executions import Execution, rows_at
 from workbench.observing.recognition.trace import Trace, is_matrix
@@ -73,13 +73,35 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     last_stream = layers[-1].rows["out"] if final is None else rows_at(final[0].inputs, final[1])
     assert last_stream is not None
     ending = _ending(trace, head, logits, last_stream) if streams_known else NO_STREAM
-    arriving = stream_sums(
-        [*(layer.rows["in"] for layer in layers), last_stream], [layer.rows["out"] for layer in layers]
-    )
+    streams = [*(layer.rows["in"] for layer in layers), last_stream]
+    outputs = _outputs_of(layers)
+    arriving = stream_sums(streams, [layer.rows["made"] for layer in layers], outputs)
     tables = _tables_of_values(trace, embed, layers)
     return DecoderStructure(
-        config, layers, starts, reads, ends, path, trace.in_place, layout, notes, ending, tables, arriving
+        config, layers, starts, reads, ends, path, trace.in_place, layout, notes, ending, tables, arriving, last_stream,
+        _between(layers, outputs),
     )
+
+
+def _outputs_of(layers: Sequence[LayerStructure]) -> list[list[Tensor]]:
+    """What each layer's parts add, where that is known of all."""
+    if not all(layer.adds and layer.keeps == (1.0, 0.0) for layer in layers):
+        return []
+    return [[layer.rows[n] for n in ("attn_out", "mlp_out") if n in layer.rows] for layer in layers]
+
+
+def _between(layers: Sequence[LayerStructure], outputs: Sequence[Sequence[Tensor]]) -> list[StreamSum | None]:
+    """What the MLP of each layer reads, None where that was not found."""
+    found: list[StreamSum | None] = []
+    for i, layer in enumerate(layers):
+        if "mid" not in layer.rows:
+            found.append(None)
+            continue
+        first, attended = layers[0].rows["in"], layer.rows["attn_out"]
+        stood = [first, *(earlier.rows["made"] for earlier in layers[:i]), layer.rows["in"] + attended]
+        known = [first, *(x for some in outputs[:i] for x in some), attended] if outputs else []
+        found.append(stream_sum(layer.rows["mid"], stood, known))
+    return found
 
 
 def _tables_of_values(

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from workbench.observing.recognition.additions import find_additions
+from workbench.observing.recognition.additions import Before, find_additions
 from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, is_stream, number, stream_of
 from workbench.observing.recognition.executions import MATRIX, Execution, rows_at
 from workbench.observing.recognition.least_squares import fit_rotated
@@ -41,10 +41,12 @@ def recognize_layers(trace: Trace, blocks: list[Block]) -> list[LayerStructure]:
     layers = [_layer(trace, attentions, block) for attentions, block in blocks]
     places = [(layer, block) for layer, (_, block) in zip(layers, blocks, strict=True)]
     _find_projections(trace, [(layer, block) for layer, block in places if layer.is_read])
+    before = Before(layers[0].rows["in"])
     for layer, block in places:
         if layer.is_read:
             _find_calls(trace, layer, block)
-        find_additions(trace, layer, block, inside_of(trace, block), layers[0].rows["in"])
+        find_additions(trace, layer, block, inside_of(trace, block), before)
+        before.follow(layer)
     return layers
 
 

@@ -126,3 +126,5 @@ class DecoderStructure:
     ending: LinearEnding | str = ""  # what makes the logits of the last stream; why that is not known, in words
     tables: dict[str, Table] = field(default_factory=dict)  # by name, those wide enough for values, the embedding aside
     arriving: list[StreamSum] = field(default_factory=list)  # of what each block and the final norm read
+    last_stream: Tensor | None = None  # rows of what the final norm reads
+    between: list[StreamSum | None] = field(default_factory=list)  # of what the MLP of each block reads, where that was found
