@@ -250,11 +250,11 @@ def layers_of(values, owns, *, z=None, k=None, added=None):
     for i, (v, own) in enumerate(zip(values, owns, strict=True)):
         heads = random(ROWS, v.shape[1], v.shape[2], seed=100 + i, dtype=v.dtype)
         keys = random(ROWS, 2, WIDTH, seed=200 + i) if k is None else k[i]
-        attention = SimpleNamespace(kind="fused", v=v, z=heads, k=keys)
+        attention = SimpleNamespace(kind="fused", v=v, z=heads, k=keys, q=heads)
         rows = {"in": random(ROWS, 8, seed=300 + i), "out": random(ROWS, 8, seed=301 + i)}
         rows |= {} if own is None else {"own": own}
         rows |= {} if added is None or added[i] is None else {"z": heads + added[i]}
-        made.append(LayerStructure(f"h.{i}", 0, (), (), [Part(attention, {})], attention, rows=rows))
+        made.append(LayerStructure(f"h.{i}", 0, (), (), [Part(attention, {})], attention, rows=rows, adds=True))
     return made
 
 
@@ -263,7 +263,10 @@ V = [random(ROWS, HEADS, WIDTH, seed=i) for i in range(4)]
 
 def named(layers, paths):
     ends = [layer.rows["in"] for layer in layers] + [layers[-1].rows["out"]]
-    return recognize_architecture(layers, paths, stream_sums(ends, [layer.rows["out"] for layer in layers]))
+    arriving = stream_sums(ends, [layer.rows["out"] for layer in layers])
+    return recognize_architecture(
+        SimpleNamespace(layers=layers, arriving=arriving, between=[None] * len(layers)), paths
+    )
 
 
 def architecture_of(values, owns, **more):
@@ -317,7 +320,8 @@ def test_shared_values_are_those_of_svformer_and_with_the_keys_those_of_cla():
     assert architecture_of(values, owns) == ("svformer", {"anchors": (0, 2)}, "")
     keys = [random(ROWS, 2, WIDTH, seed=200 + i) for i in (0, 0, 2, 2)]
     assert architecture_of(values, owns, k=keys) == ("cla", {}, "")
-    assert architecture_of(values, owns, k=[keys[0]] * 2 + [keys[2], keys[0]])[0] == "svformer"
+    name, _, reason = architecture_of(values, owns, k=[keys[0]] * 2 + [keys[2], keys[0]])
+    assert (name, reason) == ("unknown", "layers read another's key vectors; see value_paths()"), "of another layer's"
 
 
 def test_a_pull_toward_the_first_values_is_neutreno_and_any_other_addition_is_unknown():

@@ -19,7 +19,7 @@ from workbench.observing.recognition.decoder import recognize_decoder
 from workbench.observing.recognition.layouts import find_layout
 from workbench.observing.recognition.structure import DecoderStructure
 from workbench.observing.recognition.trace import Trace
-from workbench.observing.recognition.value_paths import ValuePath, fit_value_paths
+from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
 MIN_POSITIONS = 8  # with fewer, coincidences decide
 
@@ -102,7 +102,10 @@ def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None,
         trace = Trace(module, example if tokens is None else tokens, layout)
         output = trace.run(lambda ids: call(module, ids))
         structure = recognize_decoder(trace, output, blocks)
-        return structure, fit_value_paths(structure.layers, structure.tables)
+        return structure, [
+            *fit_value_paths(structure.layers, structure.tables),
+            *fit_streams(structure.arriving, structure.layers),
+        ]
 
     return recognize
 

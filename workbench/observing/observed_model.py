@@ -219,8 +219,10 @@ class Observed(HookedModel):
         `spread`: where weights depend on the token (`attn.hook_v_weights` has them), their standard deviation over tokens; the
         coefficient is then their mean, and NaN says that it is a constant. `residual`: what the fit leaves, relative
         to the target; about 1e-7 where a path is exact in float32. `head`: where heads have coefficients of their own.
-        `into`: `value`, or `output` for what is added between attention and W_O. On the example tokens unless others are
-        given; at least a few dozen positions make a sharp fit.
+        `into`: `value`; `output` for what is added between attention and W_O, or which of several attentions W_O reads
+        (`attn.0`, ...); `query`, `key`; `stream` for what a block (or the final norm, layer L) reads where outputs are averaged,
+        of `embed`, `block.<n>` and `own` (what stood after the last one), or by token of each output (`<n>_attn_out`). On the
+        example tokens unless others are given; at least a few dozen positions make a sharp fit.
         """
         with self.lock:
             ids = None if tokens is None else self.to_tokens(tokens)

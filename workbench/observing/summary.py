@@ -159,7 +159,11 @@ def describe(
 
 
 def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
-    for path in paths:
+    if streams := [p for p in paths if p.into == "stream"]:
+        which = ", ".join(str(p.layer) for p in streams)
+        weights = "weights by token" if any(p.by_token for p in streams) else "constant weights"
+        yield f"  streams {which} are sums of what was made earlier ({weights}; see value_paths())"
+    for path in (p for p in paths if p.into != "stream"):
         shown = {s: c for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE or not path.exact}
         if set(shown) - {"own"} or path.into == "output" or path.by_token or not path.exact:
             spreads = {s: f" ± {x:.2g}" for s, x in path.spread.items()}

@@ -28,9 +28,17 @@ class Layout:
         """What is unusual about it, in words; empty where nothing is."""
         before, after = self.beside
         told = [f"{n} positions {where} the tokens" for n, where in ((before, "before"), (after, "after")) if n]
-        notes = [f"{' and '.join(told)} are no tokens (registers, a prefix): what goes there is shown as null"] if told else []
+        notes = (
+            [f"{' and '.join(told)} are no tokens (registers, a prefix): what goes there is shown as null"]
+            if told
+            else []
+        )
         notes += ["all sequences stand in one row inside the module: they are shown one by one"] if self.packed else []
-        notes += ["streams are [pos, batch, d_model] inside the module: hooks get and give [batch, pos, d_model]"] if self.turned else []
+        notes += (
+            ["streams are [pos, batch, d_model] inside the module: hooks get and give [batch, pos, d_model]"]
+            if self.turned
+            else []
+        )
         return "; ".join(notes)
 
     def turn(self) -> Layout:

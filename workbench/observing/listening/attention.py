@@ -46,7 +46,9 @@ class AttentionHooks:
 
     def __init__(self, run: HookedRun) -> None:
         self.run, self.at = run, run.positions
-        self.mask_kinds: dict[int, tuple[str, Any]] = {}  # by id, with what the mask is made of so that its id stays its own
+        self.mask_kinds: dict[
+            int, tuple[str, Any]
+        ] = {}  # by id, with what the mask is made of so that its id stays its own
 
     def matrix(self, output: Any) -> Any:
         """Fire on a projection that is a bare matrix product."""

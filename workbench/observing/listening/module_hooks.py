@@ -199,7 +199,9 @@ class ModuleHooks:
     def _fired(self, structure: Any, path: TensorPath, fire: Callable[[Tensor], Tensor]) -> Any:
         """Fire on the tensor at a path, [batch, pos, ...] of tokens however it lies in the module."""
         tensor, positions = get_at(structure, path), self.run.positions
-        if (shown := positions.shaped(tensor)) is None:  # of some positions only, as what makes the logits of the last one
+        if (
+            shown := positions.shaped(tensor)
+        ) is None:  # of some positions only, as what makes the logits of the last one
             fired = fire(tensor)
             return structure if fired is tensor else replaced_at(structure, path, fired)
         fired = fire(shown)

@@ -113,11 +113,15 @@ class HookedRun:
         layer, together = self.layers[i], self.layer_points[i]
         n, several = len(layer.parts), len(layer.parts) > 1
         heard = []
-        for number, (part, points) in enumerate(zip(layer.parts, self.points.blocks[i].parts(n) if n else [], strict=True)):
+        for number, (part, points) in enumerate(
+            zip(layer.parts, self.points.blocks[i].parts(n) if n else [], strict=True)
+        ):
             own = points.hooked()
             if layer.z is not None:  # what W_O reads, where it reads it
                 (together if several else own).pop("z", None)
-            repeats = layer.attention.kv_heads * part.attention.heads // (layer.attention.heads * part.attention.kv_heads)
+            repeats = (
+                layer.attention.kv_heads * part.attention.heads // (layer.attention.heads * part.attention.kv_heads)
+            )
             heard.append(Heard(i, number, n, part, own, together if several else {}, repeats))
         return heard
 

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.observing.recognition.blocks import is_stream
 from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor
-from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
+from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import run_index
+from workbench.observing.recognition.stream_sums import depth_weights
 from workbench.observing.recognition.structure import Addition, LayerStructure
 from workbench.observing.recognition.trace import Trace
 
@@ -54,7 +55,9 @@ def find_additions(
     time = layer.attention.times[-1] if layer.is_read else block.start
     sums = _Sums(layer, before)
     reader = next((t for e in inside if e.name != MATRIX for t in e.inputs if is_stream(trace, t)), None)
-    adds_to_it = reader is not None and torch.equal(reader.rows, layer.rows["in"])  # else it may scale what it reads first
+    adds_to_it = reader is not None and torch.equal(
+        reader.rows, layer.rows["in"]
+    )  # else it may scale what it reads first
     several = (sums.averaged, sums.kept) if adds_to_it else (sums.kept, sums.averaged)
     for found in (sums.plain, sums.scaled, *several, sums.weighed):
         for some in _candidates(outputs, time):
@@ -68,6 +71,14 @@ def find_additions(
                 layer.adds, layer.keeps = True, sums.keeps
                 _find_middle(trace, layer, placed, inside)
                 return
+    norms = (e for e, t in outputs if torch.equal(t.rows, layer.rows["out"]))
+    layer.is_normed = any(_is_norm(trace.module.get_submodule(e.name)) for e in norms)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module has no weights but vectors, one at least."""
+    weights = [p.ndim for p in module.parameters()]
+    return bool(weights) and max(weights) == 1
 
 
 def _find_middle(
@@ -76,7 +87,9 @@ def _find_middle(
     """Rows of what the MLP's norm reads: the first stream that a part reads after the attention's output is made."""
     (attention, _), *others = (output for output, _ in placed)
     if others and others[0][0].end > attention.end:
-        later = (t for e in inside if e.start > attention.end and e.name != MATRIX for t in e.inputs if is_stream(trace, t))
+        later = (
+            t for e in inside if e.start > attention.end and e.name != MATRIX for t in e.inputs if is_stream(trace, t)
+        )
         seen = next((t for t in later if t.rows.shape == layer.rows["in"].shape), None)
         if seen is not None and not torch.equal(seen.rows, layer.rows["attn_out"]):
             layer.rows["mid"] = seen.rows
@@ -103,12 +116,9 @@ class _Sums:
         streams = [self.before] if torch.equal(self.before, self.first) else [self.before, self.first]
         self.basis = torch.linalg.qr(torch.stack([_few(s) for s in streams], dim=1)).Q
         self.stood = torch.linalg.qr(torch.stack([_few(s) for s in before.stood], dim=1)).Q
-        known = before.outputs if before.is_whole and 2 * len(before.outputs) + 4 <= self.out.shape[1] else []
-        each = torch.stack([x[:_FEW].double() for x in known], dim=-1) if known else None
-        self.by_row = None if each is None else torch.linalg.qr(each).Q  # [row, d_model, source]
+        self.outputs = before.outputs if before.is_whole else []
         self.few_added, self.few_out = _few(self.out) - _few(self.before), _few(self.out)
         self._known: dict[int, Tensor] = {}  # a few rows of outputs, by id
-        self._rests: dict[int, Tensor] = {}  # what is left of them beside all earlier outputs, by id
 
     def _few(self, part: Tensor) -> Tensor:
         if id(part) not in self._known:
@@ -145,38 +155,32 @@ class _Sums:
 
     def averaged(self, parts: list[Tensor]) -> list[float] | None:
         """They and what the block reads are what a sum of what stood before takes as one more term."""
-        left, made = (self._beside_stood(x) for x in (self.few_out, self._few_sum([self.before, *parts])))
-        size = float(made.square().sum())
+        added = self._few_sum(parts)
+        left, made = (self._beside_stood(x) for x in (self.few_out, added + _few(self.before)))
+        size, whole = float(made.square().sum()), float(self.few_out.norm())
         factor = float((left * made).sum()) / size if size else 0.0
-        exact = float((left - factor * made).norm()) <= self.tolerance * float(self.few_out.norm())
-        return [1.0] * len(parts) if exact and abs(factor) * size**0.5 > _LEAST * float(self.few_out.norm()) else None
+        exact = float((left - factor * made).norm()) <= self.tolerance * whole
+        goes_on = (
+            float((self.few_out - factor * added).norm()) > _LEAST * whole
+        )  # else it is in what they are said to add
+        return [1.0] * len(parts) if exact and goes_on and abs(factor) * size**0.5 > _LEAST * whole else None
 
     def weighed(self, parts: list[Tensor]) -> list[float] | None:
         """They are taken by each token with weights of its own, beside all earlier outputs."""
-        if self.by_row is None:
+        if not self.outputs:
             return None
-        out, *rests = (self._rest(x) for x in (self.out, *parts))
-        size = float(self.few_out.norm())
-        if float(out.norm()) <= _LEAST * size or any(float(r.norm()) <= _LEAST * float(_few(p).norm()) for r, p in zip(rests, parts, strict=True)):
-            return None
-        weights, left = weights_by_token(out, rests)
-        if left * float(out.norm()) > self.tolerance * size or bool((weights.abs().mean(0) <= _LEAST).any()):
-            return None
-        return [1.0] * len(parts)
+        few = [x[:_FEW] for x in (self.out, *self.outputs, *parts)]
+        weights, left = depth_weights(few[0], few[1:])
+        taken = weights.abs().mean((0, 1))
+        old, new = taken[: len(self.outputs)], taken[len(self.outputs) :]
+        found = left <= self.tolerance and bool((new > _LEAST).all()) and bool((old > _LEAST).any())
+        return [1.0] * len(parts) if found else None
 
     def _few_sum(self, parts: list[Tensor]) -> Tensor:
         return torch.stack([self._few(part) for part in parts]).sum(0)
 
     def _beside_stood(self, x: Tensor) -> Tensor:
         return x - self.stood @ (self.stood.T @ x)
-
-    def _rest(self, x: Tensor) -> Tensor:
-        """What is left of a few rows of x beside all earlier outputs, each row by itself."""
-        assert self.by_row is not None
-        if id(x) not in self._rests:
-            few = x[:_FEW].double()
-            self._rests[id(x)] = few - (self.by_row @ (self.by_row.mT @ few[..., None]))[..., 0]
-        return self._rests[id(x)]
 
     def _spans(self, x: Tensor, y: Tensor) -> bool:
         """Whether y [n] is a sum of the columns of x [n, 1 or 2], times numbers that are not 0."""

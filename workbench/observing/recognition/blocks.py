@@ -60,7 +60,9 @@ def _refuse_other_widths(blocks: Iterable[Block]) -> None:
             widths = sorted({getattr(a, name).shape[-1] for a in attentions})
             if len(widths) > 1:
                 sizes = " and ".join(map(str, widths))
-                raise WorkbenchError(f"attentions in {_name(block)} have heads of {sizes} numbers: only equal ones stand beside each other")
+                raise WorkbenchError(
+                    f"attentions in {_name(block)} have heads of {sizes} numbers: only equal ones stand beside each other"
+                )
 
 
 def with_unread(trace: Trace, blocks: list[Block]) -> list[Block]:

@@ -15,7 +15,6 @@ from workbench.observing.interception.tensor_layouts import TensorPath, get_at, 
 from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
 from workbench.observing.recognition.layers import mlp_width, recognize_layers
-from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import TensorLocation, run_index
 from workbench.observing.recognition.stream_sums import StreamSum, stream_sum, stream_sums
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure, Table
@@ -78,7 +77,19 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     arriving = stream_sums(streams, [layer.rows["made"] for layer in layers], outputs)
     tables = _tables_of_values(trace, embed, layers)
     return DecoderStructure(
-        config, layers, starts, reads, ends, path, trace.in_place, layout, notes, ending, tables, arriving, last_stream,
+        config,
+        layers,
+        starts,
+        reads,
+        ends,
+        path,
+        trace.in_place,
+        layout,
+        notes,
+        ending,
+        tables,
+        arriving,
+        last_stream,
         _between(layers, outputs),
     )
 
@@ -177,17 +188,18 @@ def _find_head(trace: Trace, block: Execution, width: int, logits: Tensor) -> tu
 def _find_final(
     trace: Trace, head: tuple[Execution, TensorPath], block: Execution, layers: Sequence[LayerStructure]
 ) -> tuple[Execution, TensorPath] | None:
-    """The final norm's input, where it is another sum of what blocks made than the output of the last one."""
-    last, few = layers[-1].rows["out"], slice(_FEW)
-    read = rows_at(head[0].inputs, head[1])
+    """The final norm's input, where it is another sum of what was made before than the output of the last block."""
+    last, first = layers[-1].rows["out"], layers[0].rows["in"]
+    read, outputs = rows_at(head[0].inputs, head[1]), _outputs_of(layers)
     for entry in trace.executions:
         if block.end < entry.start and entry.end < head[0].start:
             feeds_head = any(read is not None and torch.equal(t.rows, read) for t in entry.outputs)
             stream = next((t for t in entry.inputs if t.rows.shape == last.shape), None)
             if feeds_head and stream is not None:
-                made = [layers[0].rows["in"][few], *(layer.rows["out"][few] for layer in layers)]
-                is_sum = fit(stream.rows[few], made)[1] <= EXACT.get(last.dtype, 1e-2)
-                return (entry, stream.path) if is_sum and not torch.equal(stream.rows, last) else None
+                stood = [first, *(layer.rows["made"] for layer in layers)]
+                known = [first, *(x for some in outputs for x in some)] if outputs else []
+                is_sum = not torch.equal(stream.rows, last) and stream_sum(stream.rows, stood, known).exact
+                return (entry, stream.path) if is_sum else None
     return None
 
 

@@ -109,16 +109,16 @@ def combination(heads: Tensor, names: tuple[str, ...], sources: list[Tensor]) ->
 
 
 def _told_apart(sources: list[Tensor]) -> Tensor:
-    """Of each row and head whether no source is (nearly) a sum of others, as at a first position, where all are its value: bool."""
+    """How well sources are told from one another in each row and head, 0 where one is a sum of others (at a first position)."""
     x = torch.nn.functional.normalize(torch.stack(sources, dim=-2).double(), dim=-1)
-    return torch.linalg.eigvalsh(x @ x.mT)[..., 0] > 1e-2
+    return torch.linalg.eigvalsh(x @ x.mT)[..., 0].clamp_min(0)
 
 
 def _moments(weights: Tensor, sure: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and standard deviations [head, source] over rows of weights [row, head, source]."""
-    n, kept = sure.sum(0).clamp_min(1)[:, None], sure[..., None]
-    mean = torch.where(kept, weights, 0.0).sum(0) / n
-    return mean, (torch.where(kept, weights - mean, 0.0).square().sum(0) / n).sqrt()
+    """Means and standard deviations [head, source] over rows of weights [row, head, source], as far as each is sure."""
+    share = (sure / sure.sum(0).clamp_min(1e-300))[..., None]
+    mean = (share * weights).sum(0)
+    return mean, (share * (weights - mean).square()).sum(0).sqrt()
 
 
 def _compare(layer: LayerStructure, first: Tensor) -> None:

@@ -33,7 +33,11 @@ class Scope:
     run: int
 
 
-CONSTANT, NORMED, GATED = "a combination of", "a norm of each head of a combination of", "sums, weighted by token (gates), of"
+CONSTANT, NORMED, GATED = (
+    "a combination of",
+    "a norm of each head of a combination of",
+    "sums, weighted by token (gates), of",
+)
 """What a combination of several attentions is, in words before their names."""
 
 
@@ -58,7 +62,9 @@ class Part:
     """One attention of a layer, and where its tensors pass."""
 
     attention: TracedAttention
-    calls: dict[tuple[str, int], str]  # which of the scope's calls it is made of: (kind, which of these) -> what the call is
+    calls: dict[
+        tuple[str, int], str
+    ]  # which of the scope's calls it is made of: (kind, which of these) -> what the call is
     q: Projection | None = None
     k: Projection | None = None
     v: Projection | None = None
@@ -91,6 +97,7 @@ class LayerStructure:
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found
     adds: bool = False  # whether the block makes its stream by adding outputs of its parts to what it reads
+    is_normed: bool = False  # whether what the block returns is a norm's output (BERT)
 
     @property
     def is_read(self) -> bool:
@@ -127,4 +134,6 @@ class DecoderStructure:
     tables: dict[str, Table] = field(default_factory=dict)  # by name, those wide enough for values, the embedding aside
     arriving: list[StreamSum] = field(default_factory=list)  # of what each block and the final norm read
     last_stream: Tensor | None = None  # rows of what the final norm reads
-    between: list[StreamSum | None] = field(default_factory=list)  # of what the MLP of each block reads, where that was found
+    between: list[StreamSum | None] = field(
+        default_factory=list
+    )  # of what the MLP of each block reads, where that was found

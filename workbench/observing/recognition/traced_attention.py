@@ -53,7 +53,9 @@ class TracedAttention:
     exact: bool = True  # whether softmax(q k) v under the mask gives its output
     scale: float = 1.0  # score over q . k, of an eager attention
     note: str = ""
-    is_aside: bool = False  # whether its queries are no positions, so that it is something else than the block's attention
+    is_aside: bool = (
+        False  # whether its queries are no positions, so that it is something else than the block's attention
+    )
     queries: int = 0  # how many it has, where these are not the tokens
     is_distribution: bool = True  # whether what multiplies the values is >= 0 with rows that sum to at most 1
     lse: Tensor | None = None  # [row, head], where the reference gives its output
@@ -115,7 +117,9 @@ class EagerCall:
     call: ProductCall
     which: int
     out: Tensor
-    chosen: tuple[int, ...] = ()  # of the softmax's heads, half of which are combined with the other half; empty for all
+    chosen: tuple[
+        int, ...
+    ] = ()  # of the softmax's heads, half of which are combined with the other half; empty for all
     is_combined: bool = False  # whether its pattern multiplies the values in a combination with another's
 
     @property
@@ -138,7 +142,11 @@ class EagerCall:
         assert self.axes is not None
         (first, q_order, k_order), (_, v_order, _) = self.axes
         scores = self.seen.product[1]
-        return scores.arranged(first, q_order), scores.arranged(1 - first, k_order), self.call.arranged(1 - self.which, v_order)
+        return (
+            scores.arranged(first, q_order),
+            scores.arranged(1 - first, k_order),
+            self.call.arranged(1 - self.which, v_order),
+        )
 
     @property
     def made(self) -> Tensor:
@@ -175,7 +183,9 @@ class EagerCalls:
     def softmax(self, scores: Tensor, pattern: Tensor, time: int) -> bool:
         """Note a softmax over the positions; False where no product before it may have made its scores."""
         rows, widths = scores.numel() // scores.shape[-1], range(self.positions.columns, scores.shape[-1] + 1)
-        made = [(t, c) for t, c, out in self.products if out.numel() == rows * out.shape[-1] and out.shape[-1] in widths]
+        made = [
+            (t, c) for t, c, out in self.products if out.numel() == rows * out.shape[-1] and out.shape[-1] in widths
+        ]
         if made:
             self.softmaxes = [*self.softmaxes[1 - _KEPT :], SeenSoftmax(time, scores, pattern, made[-1])]
         return bool(made)
@@ -212,7 +222,9 @@ class EagerCalls:
     def _combined(self, used: Tensor) -> list[tuple[SeenSoftmax, tuple[int, ...]]]:
         """Two softmaxes, or twice one with half of its heads, whose rows sum to those of a pattern, each times a number of the row."""
         target = self._heads(used)
-        of_size = [s for s in self.softmaxes if s.pattern.shape[-1] == used.shape[-1] and s.scores.shape[-1] == used.shape[-1]]
+        of_size = [
+            s for s in self.softmaxes if s.pattern.shape[-1] == used.shape[-1] and s.scores.shape[-1] == used.shape[-1]
+        ]
         for one, other in combinations([s for s in of_size if s.pattern.numel() == used.numel()], 2):
             if _spans(target, [self._heads(one.pattern), self._heads(other.pattern)]):
                 return [(one, ()), (other, ())]
@@ -238,9 +250,14 @@ def stacked(attentions: list[TracedAttention]) -> TracedAttention:
     """Several attentions of one block as one, their heads one after the other; one alone is itself."""
     if len(attentions) == 1:
         return attentions[0]
-    widened = len({a.heads // a.kv_heads for a in attentions}) > 1  # else a key-value head would not be that of its heads
+    widened = (
+        len({a.heads // a.kv_heads for a in attentions}) > 1
+    )  # else a key-value head would not be that of its heads
     q, z = (torch.cat([getattr(a, name) for a in attentions], dim=1) for name in ("q", "z"))
-    k, v = (torch.cat([_of_each_head(a, getattr(a, name)) if widened else getattr(a, name) for a in attentions], dim=1) for name in ("k", "v"))
+    k, v = (
+        torch.cat([_of_each_head(a, getattr(a, name)) if widened else getattr(a, name) for a in attentions], dim=1)
+        for name in ("k", "v")
+    )
     lse = [a.lse for a in attentions if a.lse is not None]
     times = {t for a in attentions for t in a.times}
     return TracedAttention(
