@@ -13,18 +13,12 @@ from workbench.kernels.reference import statistics_of
 from workbench.names import STATISTICS
 from workbench.observing.interception.fused_calls import interface_call, sdpa_call
 from workbench.observing.interception.masks import CAUSAL, FUTURE, mask_kind, masked_statistics, pattern_statistics
+from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.product_calls import attention_axes, product_call
-from workbench.observing.interception.tensor_layouts import (
-    by_position,
-    from_heads,
-    from_positions,
-    head_repeats,
-    replaced_at,
-    tensors_in,
-    to_heads,
-)
+from workbench.observing.interception.tensor_layouts import head_repeats, replaced_at, tensors_in
 
 B, T, H, D = 2, 3, 5, 4
+PLAIN = Positions(B, T)
 
 
 def numbers(*shape):
@@ -63,29 +57,29 @@ def test_tensors_are_found_and_replaced_where_they_stand():
 )
 def test_every_layout_is_read_and_written_by_position(shape, order):
     x = numbers(*shape)
-    rows = by_position(x, B, T)
+    rows = PLAIN.by_position(x)
     assert rows.shape == (B * T, H * D if len(shape) == 4 else H)
     for b in range(B):
         for t in range(T):
             place = tuple({"b": b, "t": t, "r": b * T + t}.get(c, slice(None)) for c in order)
             assert torch.equal(rows[b * T + t], x[place].flatten())
-    assert torch.equal(from_positions(rows, x, B, T), x)
+    assert torch.equal(PLAIN.unshaped(rows.view(B, T, -1), x), x)
 
 
 @pytest.mark.parametrize(
     "shape", [(B * T,), (B, T), (B * T, 1, H), (T, H, B), (B, H, D, T), (B + 1, T, H), (B * T + 1, H)]
 )
 def test_what_has_no_positions_has_no_rows(shape):
-    assert by_position(numbers(*shape), B, T) is None
-    assert by_position(torch.ones(B, T, H, dtype=torch.long), B, T) is None
+    assert PLAIN.by_position(numbers(*shape)) is None
+    assert PLAIN.by_position(torch.ones(B, T, H, dtype=torch.long)) is None
 
 
 def test_heads_grouped_with_the_batch_or_apart_are_the_same_heads():
     apart = numbers(B, H, T, D)
     for x in (apart, apart.flatten(0, 1), apart.unflatten(1, (1, H))):
-        heads = to_heads(x, B)
+        heads = PLAIN.heads(x)
         assert torch.equal(heads, apart.transpose(1, 2))
-        assert torch.equal(from_heads(heads, x), x)
+        assert torch.equal(PLAIN.from_heads(heads, x), x)
 
 
 def test_repeated_heads_are_counted_where_all_repeat_alike():
@@ -110,12 +104,11 @@ def test_a_fused_call_is_read_by_position_and_by_name_with_pytorchs_defaults():
     assert (full.mask is mask, full.causal, full.dropout, full.scale) == (True, False, 0.25, 0.0)
     causal = sdpa_call(F.scaled_dot_product_attention, (q, k, v), {"is_causal": True, "scale": 2})
     assert (causal.causal, causal.scale) == (True, 2.0)
-    heads = causal.heads(B)
     wanted = F.scaled_dot_product_attention(q, k, 3 * v, is_causal=True, scale=2)
-    raw = causal.run({"value": 3 * heads[2]})
+    raw = causal.run({"value": 3 * v})
     assert torch.equal(raw, wanted)
-    assert torch.equal(causal.z(raw, B), wanted.transpose(1, 2))
-    assert torch.equal(causal.raw(causal.z(raw, B), raw), raw)
+    assert torch.equal(causal.z(raw, PLAIN), wanted.transpose(1, 2))
+    assert torch.equal(causal.raw(causal.z(raw, PLAIN), raw, PLAIN), raw)
 
 
 class Part(torch.nn.Module):
@@ -141,11 +134,11 @@ def test_a_call_through_the_interface_is_causal_unless_it_says_so_or_brings_a_ma
     call = interface_call(function, (part, q, k, v, mask), rest | {"sliding_window": 7})
     assert (call.causal, call.scale, call.dropout, call.window) == (causal, 0.5, 0.0, 7)
     assert call.mask is mask
-    raw = call.run({"value": call.heads(B)[2] * 2})
+    raw = call.run({"value": v * 2})
     assert torch.equal(raw[0], 2 * v.transpose(1, 2))
     assert seen == [(part, rest | {"sliding_window": 7})]
-    assert torch.equal(call.z(raw[0], B), raw[0])
-    assert torch.equal(call.raw(raw[0], raw[0].flatten(2)), raw[0].flatten(2))
+    assert torch.equal(call.z(raw[0], PLAIN), raw[0])
+    assert torch.equal(call.raw(raw[0], raw[0], PLAIN), raw[0])
     assert interface_call(function, (part, q, k, v, mask), {"scaling": 0.125, "dropout": 0.5}).scale == 0.125
     assert interface_call(function, (part, q, k, v, mask), {"dropout": 0.5}).dropout == 0.5
     part.is_causal = False

@@ -53,9 +53,10 @@ def test_gates_are_read_for_every_token_and_told_by_mean_and_spread(name, ids):
             mine = true[layer][..., 0 if name == "convex" else row["head"]]
             assert row["coefficient"] == pytest.approx(float(mine.mean()), abs=1e-8)
             assert row["spread"] == pytest.approx(float(mine.std(correction=0)), abs=1e-8)
-    assert observed.architecture == "unknown"
-    assert "values are weighted by token in layers" in repr(observed)
-    assert ("as nanochat" if source == "table" else "as SATFormer") in repr(observed)
+    names = {"added": "satformer", "embedded": "gated_value_embedding"}
+    assert observed.architecture == names.get(name, "unknown")
+    told = "values are weighted by token in layers 1, 2: gates on first and own (as SATFormer)" in repr(observed)
+    assert told == (name not in names), "own values are weighed too"
 
 
 @torch.no_grad()

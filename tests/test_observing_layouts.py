@@ -56,4 +56,4 @@ def test_logits_are_turned_and_as_many_sequences_as_positions_are_refused(ids):
     square = ids[:1].expand(40, -1)
     with pytest.raises(WorkbenchError, match="40 sequences of 40 tokens"):
         observed.run_with_cache(square, "blocks.1.hook_resid_pre")
-    assert see(large(PositionsFirst()), ids.flatten()[:64].view(8, 8)).structure.positions_first
+    assert see(large(PositionsFirst()), ids.flatten()[:64].view(8, 8)).structure.layout.turned

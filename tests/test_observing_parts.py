@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from observed import LAMBDAS, STRANGERS, see
-from odd_stacks import Gated, Headed, Outside, Scaled, Streams, hybrid, negative, sinking
+from odd_stacks import Gated, Headed, Outside, Scaled, Streams, hybrid, negative, sinking, talking
 from strangers import GPT, HEADS, D, GPTBlock, large
 from torch import nn
 
@@ -198,7 +198,8 @@ def test_parts_are_those_of_the_weights_of_now(ids):
         (Outside, None, "layer", "the stream is kept outside it"),
         (Streams, "logits", "layer", "several streams"),
         (lambda: GPT(attention=Gated), None, "value_path", "layer 0 shows no value paths: W_O reads more than"),
-        (lambda: GPT(attend=negative), None, "value_path", "is no distribution"),
+        (lambda: GPT(attend=negative), None, "value_path", "W_O reads a combination of attn.0 and attn.1"),
+        (lambda: GPT(attend=talking), None, "value_path", "is no distribution"),
         (lambda: GPT(attend=sinking("eager")), None, "value_path", "a sink takes its share"),
         (lambda: GPT(attend=lambda q, k, v, i: F.scaled_dot_product_attention(q, k, v.abs(), is_causal=True)), None,
          "value_path", "its values hold more than what layers project"),

@@ -12,7 +12,6 @@ from strangers import (
     GPT,
     VOCABULARY,
     D,
-    ListOfHeads,
     Pair,
     causal,
     flash,
@@ -24,19 +23,8 @@ from torch import nn
 from workbench.errors import BadData, UnknownName, WorkbenchError
 
 
-def with_register(q, k, v, layer):
-    k, v = (torch.cat((x[:, :, :1], x), 2) for x in (k, v))  # one more key, seen by all
-    scores = (q @ k.mT).masked_fill(~F.pad(BEFORE, (1, 0), value=True), -math.inf)
-    return F.softmax(scores, -1) @ v
-
-
 def noisy(q, k, v, layer):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2)
-
-
-def twice(q, k, v, layer):
-    attend = F.scaled_dot_product_attention
-    return attend(q, k, v, is_causal=True) - 0.3 * attend(k, q, v, is_causal=True)
 
 
 REFUSALS = {
@@ -45,9 +33,6 @@ REFUSALS = {
         "sees later positions",
     ),
     "custom kernel": (lambda: GPT(attend=lambda q, k, v, i: flash(q, k, v)), "flash_attn_forward.*custom kernel"),
-    "a register": (lambda: GPT(attend=with_register), "extra columns: a prefix or a cache"),
-    "two calls": (lambda: GPT(attend=twice), "makes 2 attention calls"),
-    "a module for each head": (lambda: GPT(attention=ListOfHeads), "makes 4 attention calls .*heads.0"),
     "two decoders": (Pair, "several stacks of blocks: student.transformer.h and teacher.transformer.h; .*blocks="),
     "dropout in attention": (lambda: GPT(attend=noisy), r"dropout of 0.2 is active.*module.eval\(\)"),
     "no attention": (

@@ -13,6 +13,7 @@ from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition import projections
 from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.attention_reference import near, reference, score_factor
+from workbench.observing.recognition.executions import Execution, TracedTensor
 from workbench.observing.recognition.least_squares import fit, fit_rotated, weights_by_token
 from workbench.observing.recognition.projections import (
     Projection,
@@ -22,8 +23,8 @@ from workbench.observing.recognition.projections import (
     same_projection,
 )
 from workbench.observing.recognition.stream_sums import stream_sums
-from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import Execution, Trace, TracedTensor
+from workbench.observing.recognition.structure import LayerStructure, Part
+from workbench.observing.recognition.trace import Trace
 from workbench.observing.recognition.value_paths import explained, fit_value_paths, mixture_of, value_path_table
 
 ROWS, HEADS, WIDTH = 50, 3, 4
@@ -224,10 +225,10 @@ def attended(scale=0.5):
 def test_an_attention_is_reproduced_up_to_rounding_in_its_own_type(off, same):
     q, k, v, z, _, past = attended()
     for mask, causal, kind in ((None, True, CAUSAL), (past, False, "packed sequences")):
-        found, _ = reference(q, k, v, 0.5, mask, causal, kind)
+        found, _ = reference(q, k, v, scale=0.5, mask=mask, causal=causal, kind=kind)
         assert near(found, z * (1 + off), v.dtype) is same
-    assert reference(q, k, v, 0.5, "blocks", True, "a mask of type str") is None
-    assert not near(reference(q, k, v, 0.4, None, True, CAUSAL)[0], z, v.dtype)
+    assert reference(q, k, v, scale=0.5, mask="blocks", causal=True, kind="a mask of type str") is None
+    assert not near(reference(q, k, v, scale=0.4, mask=None, causal=True, kind=CAUSAL)[0], z, v.dtype)
 
 
 @pytest.mark.parametrize(("off", "same"), [(0.0, True), (0.8e-9, True), (1.2e-9, False)])
@@ -249,11 +250,11 @@ def layers_of(values, owns, *, z=None, k=None, added=None):
     for i, (v, own) in enumerate(zip(values, owns, strict=True)):
         heads = random(ROWS, v.shape[1], v.shape[2], seed=100 + i, dtype=v.dtype)
         keys = random(ROWS, 2, WIDTH, seed=200 + i) if k is None else k[i]
-        attention = SimpleNamespace(kind="fused", v=v, z=heads, k=keys)
+        attention = SimpleNamespace(kind="fused", v=v, z=heads, k=keys, q=heads)
         rows = {"in": random(ROWS, 8, seed=300 + i), "out": random(ROWS, 8, seed=301 + i)}
         rows |= {} if own is None else {"own": own}
         rows |= {} if added is None or added[i] is None else {"z": heads + added[i]}
-        made.append(LayerStructure(f"h.{i}", 0, (), (), attention, (0,), rows=rows))
+        made.append(LayerStructure(f"h.{i}", 0, (), (), [Part(attention, {})], attention, rows=rows, adds=True))
     return made
 
 
@@ -262,7 +263,10 @@ V = [random(ROWS, HEADS, WIDTH, seed=i) for i in range(4)]
 
 def named(layers, paths):
     ends = [layer.rows["in"] for layer in layers] + [layers[-1].rows["out"]]
-    return recognize_architecture(layers, paths, stream_sums(ends, [layer.rows["out"] for layer in layers]))
+    arriving = stream_sums(ends, [layer.rows["out"] for layer in layers])
+    return recognize_architecture(
+        SimpleNamespace(layers=layers, arriving=arriving, between=[None] * len(layers)), paths
+    )
 
 
 def architecture_of(values, owns, **more):
@@ -316,7 +320,8 @@ def test_shared_values_are_those_of_svformer_and_with_the_keys_those_of_cla():
     assert architecture_of(values, owns) == ("svformer", {"anchors": (0, 2)}, "")
     keys = [random(ROWS, 2, WIDTH, seed=200 + i) for i in (0, 0, 2, 2)]
     assert architecture_of(values, owns, k=keys) == ("cla", {}, "")
-    assert architecture_of(values, owns, k=[keys[0]] * 2 + [keys[2], keys[0]])[0] == "svformer"
+    name, _, reason = architecture_of(values, owns, k=[keys[0]] * 2 + [keys[2], keys[0]])
+    assert (name, reason) == ("unknown", "layers read another's key vectors; see value_paths()"), "of another layer's"
 
 
 def test_a_pull_toward_the_first_values_is_neutreno_and_any_other_addition_is_unknown():

@@ -18,7 +18,8 @@ from workbench.models.anatomy import Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
 from workbench.observing.recognition.frozen_norm import FrozenNorm, fit_norm
-from workbench.observing.recognition.layers import SHARE
+from workbench.observing.recognition.outputs import SHARE
+from workbench.observing.recognition.stream_sums import depth_weights
 from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath, mixture_of
 
@@ -67,20 +68,37 @@ class ObservedAnatomy(Anatomy):
 
     def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
         """(label, [batch, pos, d_model]): `embed` is what the first block reads, `0_attn_bias` that of W_O."""
-        found = [("embed", weight * read.cut("blocks.0.hook_resid_pre")) for weight in [self._weights(layer)[0]]]
-        for n, weight in enumerate(self._weights(layer)[1:]):
-            structure = self.structure.layers[n]
+        first, *weights = self._weights(read, layer)
+        found = [("embed", first * read.cut("blocks.0.hook_resid_pre"))]
+        for n, structure in enumerate(self.structure.layers[:layer]):
             attended = f"blocks.{n}.hook_attn_out"
             mine = [(f"{n}_attn_out", read.cut(attended))]
             if by != "layer" and structure.is_read:
                 mine = self._heads(read, n, by)
-            if structure.mlp_out is not None:
-                mine.append((f"{n}_mlp_out", read.cut(f"blocks.{n}.hook_mlp_out")))
+            weight = weights.pop(0)
             found += [(label, weight * part) for label, part in mine]
+            if structure.mlp_out is not None:
+                found.append((f"{n}_mlp_out", weights.pop(0) * read.cut(f"blocks.{n}.hook_mlp_out")))
         return found
 
-    def _weights(self, layer: int) -> list[float]:
-        """How much of what the first block reads, and of what each block adds, arrives in a stream."""
+    def _weights(self, read: Reader, layer: int) -> list[Any]:
+        """How much of what the first block reads, and of each output so far, arrives in a stream."""
+        layers, arriving = self.structure.layers[:layer], self.structure.arriving[: layer + 1]
+        each = [f"blocks.{n}.hook_{x}" for n, s in enumerate(layers) for x in ("attn_out", "mlp_out") if getattr(s, x)]
+        if arriving[-1].by_token is not None:  # of this run
+            outputs = [read.cut(name) for name in ("blocks.0.hook_resid_pre", *each)]
+            stream = read.cut(stream_hook(layer, self.model.config.n_layers))
+            weights, _ = depth_weights(stream, outputs)
+            return list(weights.to(stream).repeat_interleave(stream.shape[-1] // weights.shape[-2], dim=-2).unbind(-1))
+        if any(s.by_token is not None for s in arriving):
+            raise BadData(
+                "this model's stream cannot be taken apart: sums of earlier outputs by token stand on its way"
+            )
+        first, *blocks = self._constants(layer)
+        return [first, *(blocks[n] for n, s in enumerate(layers) for x in ("attn_out", "mlp_out") if getattr(s, x))]
+
+    def _constants(self, layer: int) -> list[float]:
+        """How much of what the first block reads, and of what each block adds, arrives in a stream, where that is the same for all tokens."""
         outs: list[list[float]] = []  # of the first stream and of each block's output
         for n, arrives in enumerate(self.structure.arriving[: layer + 1]):
             sources = [[1.0], *outs]

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
+from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import tensors_in
 from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
 from workbench.observing.recognition.decoder import recognize_decoder
+from workbench.observing.recognition.layouts import find_layout
 from workbench.observing.recognition.structure import DecoderStructure
 from workbench.observing.recognition.trace import Trace
-from workbench.observing.recognition.value_paths import ValuePath, fit_value_paths
+from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
 MIN_POSITIONS = 8  # with fewer, coincidences decide
 
@@ -52,10 +54,10 @@ def observe(
     plain = _first_run(inner, run, tokens, given=call is not None)
     run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
     notes += more
-    _check_trace_changes_nothing(inner, run, plain, tokens)
+    trace = _check_trace_changes_nothing(inner, run, plain, tokens)
     if COMPILED_NOTE not in notes and (note := _other_path(inner, run, plain, tokens)):
         notes.append(note)
-    recognize = _recognizer(run_all, tokens, blocks)
+    recognize = _recognizer(run_all, tokens, blocks, find_layout(trace, lambda ids: run(inner, ids)))
     structure, paths = recognize(inner, None)
     observed = Observed(
         inner, structure, paths, outer=module if hasattr(module, "_orig_mod") else inner, call=run, call_all=run_all,
@@ -93,14 +95,17 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
         ) from error
 
 
-def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None) -> Recognize:
+def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None, layout: Layout) -> Recognize:
     """How to read a module's structure and value paths from a traced run, on the example tokens unless others are given."""
 
     def recognize(module: nn.Module, tokens: Tensor | None) -> tuple[DecoderStructure, list[ValuePath]]:
-        trace = Trace(module, example if tokens is None else tokens)
+        trace = Trace(module, example if tokens is None else tokens, layout)
         output = trace.run(lambda ids: call(module, ids))
         structure = recognize_decoder(trace, output, blocks)
-        return structure, fit_value_paths(structure.layers, structure.tables)
+        return structure, [
+            *fit_value_paths(structure.layers, structure.tables),
+            *fit_streams(structure.arriving, structure.layers),
+        ]
 
     return recognize
 
@@ -143,15 +148,15 @@ def _call_for_all_positions(module: nn.Module, usual: Call, plain: Any, tokens: 
     return (lambda m, ids: m(ids, **{name: ids})), [f"logits of every position come from calling it with {name}="]
 
 
-def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> None:
-    """Raise `WorkbenchError` where a trace changes the output, or where two runs differ anyway."""
+def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> Trace:
+    """A traced run; raises `WorkbenchError` where tracing changes the output, or where two runs differ anyway."""
     trace = Trace(module, tokens)
     traced = trace.run(lambda ids: run(module, ids))
     random = next((a for a in trace.attentions if a.refusal.startswith("dropout")), None)
     if random is not None:
         raise WorkbenchError(f"attention in {random.within.name} cannot be read: {random.refusal}")
     if same_tensors(plain, traced):
-        return
+        return trace
     with torch.inference_mode(False), torch.no_grad(), uncompiled():
         second = run(module, tokens)
     if not same_tensors(plain, second):

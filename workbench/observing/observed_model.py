@@ -8,6 +8,7 @@ workbench.measure(observed, ["importance_entropy", "value_drain"], tokens)
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,9 @@ from workbench.models.activation_gradients import LossFn, NamesFilter
 from workbench.models.activations import Cache
 from workbench.models.hook_points import HookPoint
 from workbench.models.hooked import HookedModel
-from workbench.names import is_statistic
+from workbench.names import is_statistic, layer_of
 from workbench.observing.anatomy import ObservedAnatomy
+from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.tensor_layouts import get_at
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
 from workbench.observing.listening.module_hooks import listening
@@ -51,7 +53,7 @@ class Observed(HookedModel):
         self, foreign: nn.Module, structure: DecoderStructure, paths: list[ValuePath], *, outer: nn.Module, call: Call,
         call_all: Call, recognize: Recognize, notes: list[str], tokenizer: Any,
     ) -> None:  # fmt: skip
-        name, options, reason = recognize_architecture(structure.layers, paths, structure.arriving)
+        name, options, reason = recognize_architecture(structure, paths)
         super().__init__(structure.config, name)
         self.options, self.tokenizer = options, tokenizer
         self.source = {"path": f"observed {type(foreign).__name__}"}
@@ -83,7 +85,15 @@ class Observed(HookedModel):
     def is_read_only(self, name: str) -> bool:
         """Whether a hook point can only be read: statistics, fitted coefficients, copies of earlier layers' values."""
         copy = name.endswith(("hook_v_mix", "hook_v_weights")) or ".attn.source." in name or ".attn.table." in name
-        return copy or is_statistic(name) or (bool(self.structure.layers[0].inline) and ".hook_resid_" in name)
+        inline = bool(self.structure.layers[0].inline) and ".hook_resid_" in name
+        return copy or is_statistic(name) or inline or self._is_of_several(name)
+
+    def _is_of_several(self, name: str) -> bool:
+        """Whether it shows all attentions of a layer together, each of which passes by itself."""
+        number, together = layer_of(name), re.fullmatch(r"blocks\.\d+\.attn\.(own\.)?hook_(\w+)", name)
+        if number is None or together is None or len(self.structure.layers[number].parts) < 2:
+            return False
+        return together[2] != "z" or self.structure.layers[number].z is None
 
     def listening(self, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
         """While open, one run of the foreign module itself on these ids [batch, pos] fires the hook points."""
@@ -165,10 +175,9 @@ class Observed(HookedModel):
         if self.structure.logits is None:
             return output
         logits = get_at(output, self.structure.logits)
-        if logits.ndim == 2 and len(logits) == tokens.numel():
-            logits = logits.view(*tokens.shape, -1)
-        if self.structure.positions_first and logits.shape[:2] == tokens.T.shape != tokens.shape:
-            logits = logits.transpose(0, 1)
+        if logits.shape[:2] != tokens.shape:
+            shaped = Positions(*tokens.shape, self.structure.layout).shaped(logits)
+            logits = logits if shaped is None else shaped
         if self.all_positions and logits.shape[:2] != tokens.shape:
             raise WorkbenchError(
                 f"{type(self.foreign).__name__} gives logits {tuple(logits.shape)} for tokens {tuple(tokens.shape)}: a loss "
@@ -210,8 +219,10 @@ class Observed(HookedModel):
         `spread`: where weights depend on the token (`attn.hook_v_weights` has them), their standard deviation over tokens; the
         coefficient is then their mean, and NaN says that it is a constant. `residual`: what the fit leaves, relative
         to the target; about 1e-7 where a path is exact in float32. `head`: where heads have coefficients of their own.
-        `into`: `value`, or `output` for what is added between attention and W_O. On the example tokens unless others are
-        given; at least a few dozen positions make a sharp fit.
+        `into`: `value`; `output` for what is added between attention and W_O, or which of several attentions W_O reads
+        (`attn.0`, ...); `query`, `key`; `stream` for what a block (or the final norm, layer L) reads where outputs are averaged,
+        of `embed`, `block.<n>` and `own` (what stood after the last one), or by token of each output (`<n>_attn_out`). On the
+        example tokens unless others are given; at least a few dozen positions make a sharp fit.
         """
         with self.lock:
             ids = None if tokens is None else self.to_tokens(tokens)

@@ -11,7 +11,7 @@ from workbench.names import ACTIVATIONS, NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition.projections import Projection, TensorLocation
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure
-from workbench.observing.recognition.trace import BY_HAND
+from workbench.observing.recognition.traced_attention import BY_HAND
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, Mixture, ValuePath
 
 _NO_PROJECTION = (
@@ -26,7 +26,8 @@ _NO_BLOCK = (
 _NO_ATTENTION = (
     "the block has no attention that can be read (a mixer of another kind, a custom kernel, a softmax by hand)"
 )
-_KINDS = {"fused": "fused", BY_HAND: "softmax by hand"}
+_KINDS = {"fused": "fused", BY_HAND: "softmax by hand", "eager": "eager softmax"}
+_CALLS = {"fused": "scaled dot product", BY_HAND: "softmax by hand", "eager": "softmax"}
 _OTHER_MIXER = "in some blocks of a mixer that is no attention which can be read"
 _NO_SUM = "no two outputs in the block add up to what it adds to the stream (scaled, normed or averaged)"
 _NOT_MIXED = "not in these values"
@@ -55,8 +56,8 @@ def _sites_of_ends(structure: DecoderStructure) -> Iterator[Site]:
 
 def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
     attention = layer.attention
-    kind = {"fused": "scaled dot product", BY_HAND: "softmax by hand"}.get(attention.kind, "softmax")
-    call = f"{kind} in {attention.within.name or 'the module'}"
+    places = dict.fromkeys(part.attention.within.name or "the module" for part in layer.parts)
+    call = f"{' and '.join(dict.fromkeys(_CALLS[p.attention.kind] for p in layer.parts))} in {', '.join(places)}"
     inline = "the block is no part of its own: the stream can be read here, not replaced" if layer.inline else ""
     yield (
         "stream",
@@ -73,13 +74,13 @@ def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
         return
     yield "attn_out", *_place(layer.attn_out, _NO_SUM)
     yield "mlp_out", *_place(layer.mlp_out, _NO_SUM)
-    yield "q", *_place(layer.q, _NO_ROTATION)
-    yield "k", *_place(layer.k, _NO_ROTATION)
+    yield "q", *_places([part.q for part in layer.parts], _NO_ROTATION)
+    yield "k", *_places([part.k for part in layer.parts], _NO_ROTATION)
     repeats = attention.repeats
     yield "v", True, call, f"each key-value head is repeated {repeats} times" if repeats > 1 else ""
-    yield "own_v", *_place(layer.v, _NO_PROJECTION)
-    if layer.latent is not None:
-        yield "latent", *_place(layer.latent, "")
+    yield "own_v", *_places([part.v for part in layer.parts], _NO_PROJECTION)
+    if len(layer.parts) == 1 and layer.parts[0].latent is not None:
+        yield "latent", *_place(layer.parts[0].latent, "")
     sources, first = mixture.sources, 0 in mixture.sources
     why = "" if first else f"see source.{sources[0]}" if sources else _NOT_MIXED
     yield "first_v", first, call if first else "", why
@@ -88,18 +89,30 @@ def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
     if mixture.by_token:
         yield "v_weights", True, call, ""
     no_w_o = "no matrix W_O found: the attention's own output"
-    yield "z", True, *((layer.z.module, layer.changed) if layer.z else (call, no_w_o))
+    if layer.z is None and any(part.attention.is_combined for part in layer.parts):
+        yield "z", False, "", "its attentions are combined before their values are taken, and no matrix W_O was found"
+    else:
+        yield "z", True, *((layer.z.module, layer.changed) if layer.z else (call, no_w_o))
     masked = "" if attention.mask == CAUSAL else attention.mask
     why = attention.note or (f"masked: {masked}; not rebuilt from q and k" if masked else "")
     for site in ("rot_q", "rot_k"):
-        yield site, layer.pattern_from_qk, *((call, "") if layer.pattern_from_qk else ("", why))
+        yield site, attention.pattern_from_qk, *((call, "") if attention.pattern_from_qk else ("", why))
     for site in ("scores", "pattern", *STATISTICS):
-        if site == "scores" and attention.kind == BY_HAND:
+        if site == "scores" and "attn_scores" not in attention.squares and attention.has_statistics:
             yield site, False, "", "the softmax is written out: its scores are no tensor of their own"
             continue
-        yield site, layer.has_statistics, *((call, masked or attention.note) if layer.has_statistics else ("", why))
+        found = attention.has_statistics
+        yield site, found, *((call, masked or attention.note) if found else ("", why))
     if attention.has_null:
-        yield NULL, layer.has_statistics, call, ""
+        yield NULL, NULL in attention.statistics, call, ""
+
+
+def _places(locations: Sequence[TensorLocation | None], missing: str) -> tuple[bool, str, str]:
+    """Where the same of several attentions passes; not found where one of them is not."""
+    found = [location for location in locations if location is not None]
+    if len(found) < len(locations):
+        return False, "", missing
+    return True, ", ".join(dict.fromkeys(_place(location, "")[1] for location in found)), ""
 
 
 def _place(location: TensorLocation | None, missing: str) -> tuple[bool, str, str]:
@@ -146,7 +159,11 @@ def describe(
 
 
 def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
-    for path in paths:
+    if streams := [p for p in paths if p.into == "stream"]:
+        which = ", ".join(str(p.layer) for p in streams)
+        weights = "weights by token" if any(p.by_token for p in streams) else "constant weights"
+        yield f"  streams {which} are sums of what was made earlier ({weights}; see value_paths())"
+    for path in (p for p in paths if p.into != "stream"):
         shown = {s: c for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE or not path.exact}
         if set(shown) - {"own"} or path.into == "output" or path.by_token or not path.exact:
             spreads = {s: f" ± {x:.2g}" for s, x in path.spread.items()}
@@ -159,11 +176,14 @@ def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
 
 
 def _attention_kinds(layers: list[LayerStructure]) -> str:
+    """Kinds and masks of all attentions, and how many stand in a block."""
+    each = {len(layer.parts) for layer in layers if layer.is_read} - {1}
     kinds = {
-        f"{_KINDS.get(a.kind, 'eager softmax')}, {a.mask}{'' if a.exact else ', not reproduced'}"
-        for a in (layer.attention for layer in layers if layer.is_read)
+        f"{_KINDS[a.kind]}, {a.mask}{'' if a.exact or a.has_null else ', not reproduced'}"
+        for a in (part.attention for layer in layers for part in layer.parts)
     }
-    return "; ".join(sorted(kinds)) or "none"
+    many = [f"{' or '.join(map(str, sorted(each)))} in a block (attn.0, attn.1, ...)"] if each else []
+    return "; ".join([*sorted(kinds), *many]) or "none"
 
 
 def _layer_list(layers: list[Any]) -> str:

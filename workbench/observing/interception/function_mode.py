@@ -147,8 +147,11 @@ def attention_functions(module: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def intercepting(handler: CallHandler, names: list[str]) -> Iterator[InterceptionMode]:
-    """While open, the handler gets this thread's calls, and those of the attention functions of these names."""
+def intercepting(handler: CallHandler, names: list[str], *, everywhere: bool = True) -> Iterator[InterceptionMode]:
+    """While open, the handler gets this thread's calls, and those of the attention functions of these names.
+
+    Not `everywhere`: the calls only while the mode it gives is entered.
+    """
     mode = InterceptionMode(handler)
     with contextlib.ExitStack() as stack:
         table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
@@ -156,7 +159,8 @@ def intercepting(handler: CallHandler, names: list[str]) -> Iterator[Interceptio
             if name in table:
                 stack.enter_context(_replaced_function(table, name, mode))
         stack.enter_context(uncompiled())
-        stack.enter_context(mode)
+        if everywhere:
+            stack.enter_context(mode)
         yield mode
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.observing.interception.masks import FUTURE, Modify, mask_kind
-from workbench.observing.interception.tensor_layouts import from_heads, to_heads
+from workbench.observing.interception.masks import CROSSING, FUTURE, Modify, mask_kind, visible
+from workbench.observing.interception.positions import Beside, Positions
 
 CHANGED = "changes its scores by a function (score_mod)"
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -29,17 +29,17 @@ class FlexForm:
     sizes: tuple[int, int]  # batch and heads of the mask, 1 where it is shared
     buffers: tuple[tuple[Any, ...], tuple[Any, ...]]  # what compiled code hands these functions besides
 
-    def mask(self, length: int, device: torch.device) -> Tensor:
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """Bool [batch or 1, head or 1, query, key]."""
         from torch.nn.attention.flex_attention import create_mask
 
         def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # told from a score_mod by how many it takes
             return self.mask_mod(b, h, i, j, *self.buffers[1])
 
-        return create_mask(seen, *self.sizes, length, length, device=str(device))
+        return create_mask(seen, *self.sizes, queries, keys, device=str(device))
 
-    def modify(self, scores: Tensor, sequence: int, head: int, first: int) -> Tensor:
-        """Scaled scores [query, key] of one head as changed, from query `first` on."""
+    def modify(self, scores: Tensor, sequence: int, head: int, query: int, key: int) -> Tensor:
+        """Scaled scores [query, key] of one head as changed, from this query and key on."""
         assert self.score_mod is not None
         score_mod, buffers = self.score_mod, self.buffers[0]
         b, h = (torch.tensor(i, device=scores.device) for i in (sequence, head))
@@ -48,7 +48,7 @@ class FlexForm:
         def one(score: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score_mod(score, b, h, i, j, *buffers)
 
-        return torch.vmap(torch.vmap(one, (0, None, 0)), (0, 0, None))(scores, rows + first, columns)
+        return torch.vmap(torch.vmap(one, (0, None, 0)), (0, 0, None))(scores, rows + query, columns + key)
 
 
 @dataclass
@@ -71,41 +71,64 @@ class FusedCall:
         """What the mask is made of: the same object in all layers that share it."""
         return self.mask if self.flex is None else self.flex.mask_mod
 
-    def mask_tensor(self, length: int) -> Any:
-        """The mask as `scaled_dot_product_attention` takes it; that of FlexAttention is made here."""
-        return self.mask if self.flex is None else self.flex.mask(length, self.named["query"].device)
+    def masks(self, positions: Positions) -> tuple[Any, bool, bool]:
+        """The mask as `scaled_dot_product_attention` takes it, whether it is causal besides, and whether it is of all positions.
 
-    def mask_kind(self, length: int) -> str:
-        """What its mask does, in words."""
-        kind = mask_kind(self.mask_tensor(length), self.causal, length, self.window)
-        return CHANGED if kind != FUTURE and self.flex is not None and self.flex.score_mod is not None else kind
+        That of FlexAttention is made here. Of all positions, [row, any head, query, key], where these are not the tokens alone.
+        """
+        (queries, keys), mask = (x.shape[-2] for x in self.qkv[:2]), self.mask
+        if self.flex is not None:
+            mask = self.flex.mask(queries, keys, self.named["query"].device)
+        if queries == keys == positions.length or not (mask is None or isinstance(mask, Tensor)):
+            return mask, self.causal, False
+        if mask is None:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=self.named["query"].device)
+        if self.causal:
+            past = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
+            mask = mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -torch.inf)
+        return mask[(None,) * (4 - mask.ndim)].expand(positions.rows, -1, queries, keys), False, True
 
-    @property
-    def modify(self) -> Modify | None:
-        """How it changes its scores before they are masked; None where it does not."""
-        return None if self.flex is None or self.flex.score_mod is None else self.flex.modify
+    def mask_kind(self, positions: Positions, beside: Beside) -> str:
+        """What its mask does between tokens, in words; `beside`: how many keys before and after theirs are no tokens."""
+        mask, causal, whole = self.masks(positions)
+        if whole:
+            every, mask = mask, positions.square(mask, beside)
+            if positions.layout.packed and _seen(every).sum() != _seen(mask).sum():
+                return CROSSING
+        kind = mask_kind(mask, causal, positions.length, self.window)
+        return CHANGED if kind not in (FUTURE, CROSSING) and self.flex and self.flex.score_mod else kind
+
+    def modify(self, positions: Positions) -> Modify | None:
+        """How it changes the scores of tokens' queries before they are masked; None where it does not."""
+        form, packed, before = self.flex, positions.layout.packed, positions.layout.beside[0]
+        if form is None or form.score_mod is None:
+            return None
+        if packed:  # one row, in which a sequence begins after those before it
+            return lambda x, b, h, first: form.modify(x, 0, h, b * positions.length + first, b * positions.length)
+        return lambda x, b, h, first: form.modify(x, b, h, before + first, 0)
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as the call was given them."""
         return self.named["query"], self.named["key"], self.named["value"]
 
-    def heads(self, batch: int) -> list[Tensor]:
-        """q, k and v, each [batch, pos, head, d_head]."""
-        return [to_heads(x, batch) for x in self.qkv]
-
     def run(self, changed: Mapping[str, Tensor] | None = None) -> Any:
-        """The original function's output, with some of query, key and value [batch, pos, head, d_head] replaced."""
-        replaced = {name: from_heads(x, self.named[name]) for name, x in (changed or {}).items()}
-        return self.function(**self.named | replaced)
+        """The original function's output, with some of query, key and value replaced."""
+        return self.function(**self.named | dict(changed or {}))
 
-    def z(self, raw: Tensor, batch: int) -> Tensor:
+    def z(self, raw: Tensor, positions: Positions) -> Tensor:
         """The heads' outputs [batch, pos, head, d_head]."""
-        return to_heads(raw, batch) if self.heads_first else raw.reshape(batch, raw.shape[1], -1, raw.shape[-1])
+        return positions.heads(raw if self.heads_first else raw.transpose(1, 2))
 
-    def raw(self, z: Tensor, like: Tensor) -> Tensor:
+    def raw(self, z: Tensor, like: Tensor, positions: Positions) -> Tensor:
         """The inverse of `z`."""
-        return from_heads(z, like) if self.heads_first else z.reshape(like.shape)
+        if self.heads_first:
+            return positions.from_heads(z, like)
+        return positions.from_heads(z, like.transpose(1, 2)).transpose(1, 2)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else visible(mask)
 
 
 def sdpa_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:

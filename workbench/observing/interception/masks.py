@@ -13,8 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from workbench.kernels.attention import AttentionStatistics
+from workbench.observing.interception.positions import Beside
 
 CAUSAL, FUTURE = "causal", "sees later positions"
+CROSSING = "lets sequences that stand in one row see each other"
 HIDDEN = -1e4  # a score or bias at or below this hides its key
 FAR, LATER_FAR = (
     5000.0,
@@ -86,30 +88,34 @@ def _hidden_kind(allowed: Tensor, past: Tensor) -> str:
 @torch.no_grad()
 def masked_statistics(
     q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    v: Float[Tensor, "batch pos kv_head d_value"],
+    k: Float[Tensor, "batch key kv_head d_head"],
+    v: Float[Tensor, "batch key kv_head d_value"],
     *,
     scale: float,
     mask: Tensor | None,
     causal: bool,
     modify: Modify | None = None,
+    beside: Beside = (0, 0),
 ) -> tuple[Float[Tensor, "batch pos head d_value"], AttentionStatistics]:
     """Attention output and statistics under any mask, as `scaled_dot_product_attention` reads it, in strips.
 
-    `modify`: what scaled scores become before they are masked, of FlexAttention.
+    `modify`: what scaled scores become before they are masked, of FlexAttention. `beside`: how many keys before and after
+    those of the tokens are none: what goes to them is `null`.
 
     Rows that see no key have no attention: all their statistics are 0 but lse, which is -inf. Float32 or better.
     """
     batch, length, heads, _ = q.shape
+    keys = k.shape[1]
+    tokens = slice(beside[0], keys - beside[1])
     wide = torch.promote_types(v.dtype, torch.float32)
     group = heads // k.shape[2]
     z = torch.empty(batch, length, heads, v.shape[-1], dtype=v.dtype, device=q.device)
     received = torch.zeros(batch, heads, length, dtype=wide, device=q.device)
-    rowwise = torch.zeros(4, batch, heads, length, dtype=wide, device=q.device)
+    rowwise = torch.zeros(5, batch, heads, length, dtype=wide, device=q.device)
     full = None
     if mask is not None:  # fewer axes than four: of heads, queries and keys
         shaped = mask[(None,) * (4 - mask.ndim)]
-        full = shaped.expand(batch, shaped.shape[1], length, length)
+        full = shaped.expand(batch, shaped.shape[1], length, keys)
     future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1) if causal else None
     for b in range(batch):
         for h in range(heads):
@@ -128,12 +134,17 @@ def masked_statistics(
                     scores = scores.masked_fill(future[rows], -torch.inf)
                 pattern = scores.softmax(-1).nan_to_num_(0.0)
                 z[b, rows, h] = (pattern @ value).to(v.dtype)
-                received[b, h] += pattern.sum(0)
-                by_row = torch.special.entr(pattern).sum(-1), pattern.amax(-1), pattern[:, 0], scores.logsumexp(-1)
-                for out, values in zip(rowwise, by_row, strict=True):  # entropy, maximum, sink, lse
+                seen = pattern[:, tokens]
+                null = pattern[:, : beside[0]].sum(-1) + pattern[:, tokens.stop :].sum(-1)
+                received[b, h] += seen.sum(0)
+                entropy = torch.special.entr(seen).sum(-1) + torch.special.entr(null)
+                by_row = entropy, seen.amax(-1), seen[:, 0], scores.logsumexp(-1), null
+                for out, values in zip(rowwise, by_row, strict=True):
                     out[b, h, rows] = values
-    entropy, top, sink, lse = rowwise
-    return z, AttentionStatistics(received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse)
+    entropy, top, sink, lse, null = rowwise
+    return z, AttentionStatistics(
+        received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse, null=null if any(beside) else None
+    )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Tensors inside a module's calls: where they stand among arguments and outputs, and how their axes lie.
+"""Tensors inside a module's calls: where they stand among arguments and outputs, and whether heads repeat.
 
 A `TensorPath` leads to one tensor of a nested structure: `(0, "logits")` is `structure[0]["logits"]`.
 """
@@ -44,38 +44,6 @@ def replaced_at(structure: Any, path: TensorPath, value: Tensor) -> Any:
     changed = copy.copy(structure)
     changed[path[0]] = inner
     return changed
-
-
-def by_position(x: Tensor, batch: int, length: int) -> Tensor | None:
-    """[batch * pos, width] from [batch, pos, ...], [pos, batch, ...], [batch, head, pos, d_head], [batch * pos, width]."""
-    if not x.is_floating_point() or x.ndim < 2:
-        return None
-    if x.ndim > 2 and x.shape[:2] == (batch, length):
-        return x.reshape(batch * length, -1)
-    if x.ndim == 3 and x.shape[:2] == (length, batch):
-        return x.transpose(0, 1).reshape(batch * length, -1)
-    if x.ndim == 4 and (x.shape[0], x.shape[2]) == (batch, length):
-        return x.transpose(1, 2).reshape(batch * length, -1)
-    return x if x.ndim == 2 and x.shape[0] == batch * length else None
-
-
-def from_positions(rows: Tensor, like: Tensor, batch: int, length: int) -> Tensor:
-    """The inverse of `by_position`, in the layout of `like`."""
-    if like.ndim == 4 and like.shape[:2] != (batch, length):
-        return rows.view(batch, length, like.shape[1], like.shape[3]).transpose(1, 2)
-    if like.ndim == 3 and like.shape[:2] != (batch, length):
-        return rows.view(batch, length, -1).transpose(0, 1)
-    return rows.view(like.shape)
-
-
-def to_heads(x: Tensor, batch: int) -> Tensor:
-    """[..., pos, d_head] with batch and heads in front, however they are grouped -> [batch, pos, head, d_head]."""
-    return x.reshape(batch, -1, *x.shape[-2:]).transpose(1, 2)
-
-
-def from_heads(x: Tensor, like: Tensor) -> Tensor:
-    """[batch, pos, head, d_head] -> the layout of `like`."""
-    return x.transpose(1, 2).reshape(like.shape)
 
 
 def head_repeats(*groups: Tensor) -> int:

@@ -17,6 +17,7 @@ from workbench.models.activations import probabilities
 from workbench.observing.interception.fused_calls import FusedCall
 from workbench.observing.interception.masks import (
     CAUSAL,
+    CROSSING,
     FUTURE,
     is_distribution,
     mask_kind,
@@ -25,29 +26,26 @@ from workbench.observing.interception.masks import (
     visible,
     window_mask,
 )
+from workbench.observing.interception.positions import Beside
 from workbench.observing.interception.product_calls import ProductCall, arrange, restore
-from workbench.observing.interception.tensor_layouts import from_heads, get_at, replaced_at, to_heads
-from workbench.observing.listening.run import HookedRun
+from workbench.observing.interception.tensor_layouts import get_at, replaced_at
+from workbench.observing.listening.run import Heard, HookedRun
+from workbench.observing.listening.sources import show_sources
 from workbench.observing.recognition.attention_reference import causal_attention
-from workbench.observing.recognition.least_squares import fit, weights_by_token
-from workbench.observing.recognition.structure import LayerStructure
-from workbench.observing.recognition.trace import BY_HAND, NO_DISTRIBUTION, TracedAttention
-from workbench.observing.recognition.value_paths import TABLE
-
-_MAX_FITTED = 4096  # positions: enough for coefficients to 1e-7
+from workbench.observing.recognition.traced_attention import (
+    BY_HAND,
+    NO_DISTRIBUTION,
+    chosen_heads,
+    repeated,
+    with_chosen_heads,
+)
 
 
 class AttentionHooks:
     """Handler of the calls of one run: fires the hook points of its attention around them."""
 
     def __init__(self, run: HookedRun) -> None:
-        self.run, self.layers = run, run.layers
-        self.batch, self.length = run.batch, run.length
-        self.lse: dict[int, Tensor] = {}  # of eager scores whose statistics are hooked
-        self.scores: dict[
-            int, Tensor
-        ] = {}  # products of queries and keys under a softmax that is written out, where statistics are
-        self.null: dict[int, Tensor] = {}  # of these, what of each row goes to columns that are no keys
+        self.run, self.at = run, run.positions
         self.mask_kinds: dict[
             int, tuple[str, Any]
         ] = {}  # by id, with what the mask is made of so that its id stays its own
@@ -75,244 +73,291 @@ class AttentionHooks:
     def wrote(self) -> None:
         """Nor do those that write over a tensor: where they do, hooks get copies."""
 
+    # ---- a whole attention in one call -------------------------------------------------------------------------------
+
     def fused(self, call: FusedCall) -> Any:
         """Fire around one whole attention."""
-        i, count = self.run.count_call("fused")
-        layer = self.layers[i]
-        if i < 0 or layer.attention.kind != "fused" or layer.calls != (count,) or i not in self.run.intercepted:
+        if not (listeners := self.run.listeners("fused")):
             return call.run()
-        q, k, v = call.heads(self.batch)
-        depends = self.run.hooks_any(i, "rot_q", "rot_k", *layer.statistics)
-        self._check(i, q, k, self._mask_kind(call) if depends else CAUSAL, call.dropout)
-        repeats = _repeats(v, layer.attention)
-        short_k, short_v = k[:, :, ::repeats], v[:, :, ::repeats]
-        factor = call.scale * q.shape[-1] ** 0.5
-        changed = self._inputs(i, q, short_k, short_v, factor)
-        used = {"query": q, "key": short_k, "value": short_v} | changed
-        q, short_k, short_v = used.values()
-        repeated = {n: x.repeat_interleave(repeats, dim=2) for n, x in changed.items() if n != "query" and repeats > 1}
-        wide = changed | repeated
-        pattern, replaced = None, False
-        if self.run.hooks_any(i, "attn_scores", "pattern"):
-            scores = _scores(q, short_k, call)
-            pattern, replaced = self._pattern(i, scores, v.dtype)
-        self._show_statistics(i, lambda: self._fused_statistics(call, q, short_k, short_v, layer, pattern))
-        if pattern is not None and replaced:
-            z = torch.einsum("bhqk,bkhd->bqhd", pattern, _wide(short_v, q.shape[2]))
-            raw = call.run(wide)
-            return replaced_at(raw, call.output, call.raw(z.to(v.dtype), get_at(raw, call.output)))
-        raw = call.run(wide)
-        if layer.z is None and self.run.hooks_any(i, "z"):
-            output = get_at(raw, call.output)
-            z = call.z(output, self.batch)
-            out = self.run.fire_at(i, "z", z)
-            return raw if out is z else replaced_at(raw, call.output, call.raw(out, output))
-        return raw
+        ((heard, _),) = listeners
+        attention, names = heard.part.attention, heard.part.attention.statistics
+        depends = heard.hooks_any("rot_q", "rot_k", *names)
+        self._check_lengths(heard, *call.qkv[:2])
+        self._check_mask(heard, self._mask_kind(call, attention.beside) if depends else CAUSAL, call.dropout)
+        changed = self._inputs(heard, call)
+        used = call.named | changed
+        probabilities_, replaced = None, False
+        if heard.hooks_any("attn_scores", "pattern"):
+            probabilities_, replaced = self._pattern(heard, call, used)
+        if heard.hooks_any(*names):
+            self._show_statistics(heard, self._fused_statistics(heard, call, used, probabilities_))
+        raw = call.run(changed)
+        output = get_at(raw, call.output)
+        z = before = call.z(output, self.at)
+        if probabilities_ is not None and replaced:
+            v = repeated(self._keys(heard, used["value"]), probabilities_.shape[1])
+            z = torch.einsum("bhqk,bkhd->bqhd", probabilities_, v).to(before.dtype)
+        z = self.run.fire_at(heard, "z", z) if heard.hooks_any("z") else z
+        return raw if z is before else replaced_at(raw, call.output, call.raw(z, output, self.at))
 
-    def _mask_kind(self, call: FusedCall) -> str:
+    def _mask_kind(self, call: FusedCall, beside: Beside) -> str:
         """What a mask does, worked out once for all layers that share it."""
         source = call.mask_source
         if source is None:
-            return call.mask_kind(self.length)
+            return call.mask_kind(self.at, beside)
         if id(source) not in self.mask_kinds:
-            self.mask_kinds[id(source)] = call.mask_kind(self.length), source
+            self.mask_kinds[id(source)] = call.mask_kind(self.at, beside), source
         return self.mask_kinds[id(source)][0]
 
-    def _inputs(self, i: int, q: Tensor, k: Tensor, v: Tensor, factor: float) -> dict[str, Tensor]:
-        """Fire on q, k, v [batch, pos, head, d_head] as the attention reads them; what was replaced, by name."""
+    def _keys(self, heard: Heard, x: Tensor) -> Tensor:
+        """Keys or values of all that the tokens see, [batch, key, kv_head, d_head]."""
+        return self.at.heads(x, self._left_out(heard))
+
+    def _left_out(self, heard: Heard) -> Beside:
+        return heard.part.attention.beside if self.at.layout.packed else (0, 0)
+
+    def _columns(self, heard: Heard, x: Tensor) -> Tensor:
+        """Of [..., query, key] of all keys those of tokens."""
+        before, after = (0, 0) if self.at.layout.packed else heard.part.attention.beside
+        return x.narrow(-1, before, x.shape[-1] - before - after) if before or after else x
+
+    def _inputs(self, heard: Heard, call: FusedCall) -> dict[str, Tensor]:
+        """Fire on queries, keys and values as the attention reads them; what was replaced, by name, as the call takes it."""
         changed: dict[str, Tensor] = {}
-        self._sources(i, v)
-        if (out := self.run.fire_at(i, "v", v)) is not v:
-            changed["value"] = out
-        if (out := self._fire_rot_q(i, q, factor)) is not q:
-            changed["query"] = out
-        if (out := self.run.fire_at(i, "rot_k", k)) is not k:
-            changed["key"] = out
+        attention = heard.part.attention
+        for name, hook in (("value", "v"), ("query", "rot_q"), ("key", "rot_k")):
+            shows_sources = hook == "v" and self._shows_sources(heard)
+            if not heard.hooks_any(hook) and not shows_sources:
+                continue
+            raw, beside = call.named[name], None if name == "query" else attention.beside
+            wide = self.at.heads(raw, beside)
+            n = wide.shape[2] if name == "query" else getattr(attention, hook[-1]).shape[1]
+            repeats = wide.shape[2] // n
+            x = wide[:, :, ::repeats] if repeats > 1 else wide
+            if shows_sources:
+                show_sources(self.run, heard, x)
+            factor = call.scale * x.shape[-1] ** 0.5 if name == "query" else 1.0
+            if (out := self._fire_scaled(heard, hook, x, factor)) is not x:
+                changed[name] = self.at.from_heads(repeated(out, wide.shape[2]), raw, beside)
         return changed
 
-    def _fire_rot_q(self, i: int, q: Tensor, factor: float) -> Tensor:
-        """Fire on q in units in which a score is q . k / sqrt(d_head), which are `factor` times the call's own."""
-        if not self.run.hooks_any(i, "rot_q"):
-            return q
-        folded = q if abs(factor - 1) < 1e-6 else q * factor
-        out = self.run.fire_at(i, "rot_q", folded)
-        return q if out is folded else out if folded is q else out / factor
+    def _shows_sources(self, heard: Heard) -> bool:
+        return heard.layer in self.run.mixtures or heard.layer in self.run.own_values_read
 
-    def _sources(self, i: int, v: Tensor) -> None:
-        """Show the sources of a mixed value and their coefficients in it."""
-        run, own, block = self.run, self.run.own_values, self.run.points.blocks[i]
-        if i in run.own_values_read and self.layers[i].v is None and not block.mixture.sources:
-            own[i] = v
-        if i not in run.mixtures:
-            return
-        for j, point in run.mixtures[i].items():
-            run.show(point, own[j])
-        table = run.tables[block.mixture.table].reshape(v.shape) if block.mixture.table else None
-        if table is not None:
-            run.show(block.table_point, table)
-        if not run.hooks_any(i, "v_mix", "v_weights"):
-            return
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        if run.hooks_any(i, "v_weights"):
-            named: dict[Any, Any] = {"own": own.get(i), "first": own.get(0), TABLE + block.mixture.table: table, **own}
-            weights, _ = weights_by_token(v, [named[s] for s in block.mixture.order])
-            run.show(run.point(i, "v_weights"), weights.to(dtype))
-            return
-        values = [own[j] for j in (*run.mixtures[i], i) if j in own]
-        target, *values = (x.flatten(0, 1)[:_MAX_FITTED] for x in (v, *values))
-        coefficients, _ = fit(target, values)
-        coefficients = coefficients if i in own else [*coefficients, 0.0]
-        run.show(run.point(i, "v_mix"), v.new_tensor(coefficients, dtype=dtype))
+    def _fire_scaled(self, heard: Heard, name: str, x: Tensor, factor: float) -> Tensor:
+        """Fire on queries in units in which a score is q . k / sqrt(d_head), which are `factor` times the call's own."""
+        folded = x if abs(factor - 1) < 1e-6 else x * factor
+        out = self.run.fire_at(heard, name, folded) if heard.hooks_any(name) else folded
+        return x if out is folded else out if folded is x else out / factor
 
-    def _pattern(self, i: int, scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """The pattern [batch, head, query, key] of scores after the hooks, and whether one of them replaced anything."""
-        first = self.run.fire_at(i, "attn_scores", scores)
-        pattern = probabilities(first, dtype).nan_to_num(0.0)
-        out = self.run.fire_at(i, "pattern", pattern)
-        return out, first is not scores or out is not pattern
+    def _scores(self, heard: Heard, call: FusedCall, used: dict[str, Any]) -> Tensor:
+        """Scaled, masked scores [batch, head, query, key] of tokens' queries and all keys that they see."""
+        q, k = self.at.heads(used["query"]), self._keys(heard, used["key"])
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, repeated(k, q.shape[2])) * call.scale
+        if (modify := call.modify(self.at)) is not None:
+            each = [[modify(head, b, h, 0) for h, head in enumerate(heads)] for b, heads in enumerate(scores)]
+            scores = torch.stack([torch.stack(heads) for heads in each])
+        mask, causal, whole = call.masks(self.at)
+        mask = self.at.square(mask, self._left_out(heard)) if whole else mask
+        if causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        if mask is None:
+            return scores
+        return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+
+    def _pattern(self, heard: Heard, call: FusedCall, used: dict[str, Any]) -> tuple[Tensor, bool]:
+        """The pattern [batch, head, query, key] over all keys after the hooks, and whether one of them replaced anything."""
+        scores = self._scores(heard, call, used)
+        mine = self._columns(heard, scores)
+        out = self.run.fire_at(heard, "attn_scores", mine)
+        if out is not mine:
+            scores = _with_columns(scores, self._columns, heard, out)
+        pattern = probabilities(scores, used["value"].dtype).nan_to_num(0.0)
+        mine_ = self._columns(heard, pattern)
+        out_ = self.run.fire_at(heard, "pattern", mine_)
+        if out_ is not mine_:
+            pattern = _with_columns(pattern, self._columns, heard, out_)
+        heard.lse = scores.logsumexp(-1)
+        return pattern, out is not mine or out_ is not mine_
 
     def _fused_statistics(
-        self, call: FusedCall, q: Tensor, k: Tensor, v: Tensor, layer: LayerStructure, pattern: Tensor | None
+        self, heard: Heard, call: FusedCall, used: dict[str, Any], pattern: Tensor | None
     ) -> AttentionStatistics:
         """Statistics of a fused call: of the pattern in use where hooks formed or replaced one."""
+        attention = heard.part.attention
         if pattern is not None:
-            return pattern_statistics(_scores(q, k, call).logsumexp(-1), pattern)
-        if (kind := self._mask_kind(call)) == CAUSAL:
+            mine, lse, heard.lse = self._columns(heard, pattern), heard.lse, None
+            assert lse is not None
+            null = (pattern.sum(-1) - mine.sum(-1)).clamp_min(0) if attention.has_null else None
+            return pattern_statistics(lse, mine, null)
+        q, k, v = self.at.heads(used["query"]), self._keys(heard, used["key"]), self._keys(heard, used["value"])
+        k, v = (_short(x, getattr(attention, name).shape[1]) for x, name in ((k, "k"), (v, "v")))
+        if (kind := self._mask_kind(call, attention.beside)) == CAUSAL and not attention.has_null:
             return causal_attention(q, k, v, call.scale)[1]
-        mask = call.mask_tensor(self.length)
+        mask, causal, whole = call.masks(self.at)
+        mask = self.at.square(mask, self._left_out(heard)) if whole else mask
         if not isinstance(mask, Tensor):
             if call.window is None:
-                raise WorkbenchError(f"attention in {layer.attention.within.name} has {kind}: no statistics of it")
-            mask = window_mask(self.length, call.window, q.device)
-        options: Any = {"scale": call.scale, "mask": mask, "causal": call.causal, "modify": call.modify}
-        return masked_statistics(q, k, v, **options)[1]
+                raise WorkbenchError(f"attention in {attention.within.name} has {kind}: no statistics of it")
+            mask = window_mask(self.at.length, call.window, q.device)
+        options: Any = {"scale": call.scale, "mask": mask, "causal": causal, "modify": call.modify(self.at)}
+        beside = (0, 0) if self.at.layout.packed else attention.beside
+        return masked_statistics(q, k, v, beside=beside, **options)[1]
 
-    def _show_statistics(self, i: int, compute: Callable[[], AttentionStatistics]) -> None:
-        if self.run.hooks_any(i, *self.layers[i].statistics):
-            statistics = compute()
-            for name in self.layers[i].statistics:
-                self.run.show(self.run.point(i, name), getattr(statistics, name))
+    def _show_statistics(self, heard: Heard, statistics: AttentionStatistics) -> None:
+        for name in heard.part.attention.statistics:
+            self.run.show_at(heard, name, getattr(statistics, name))
 
-    def _check(self, i: int, q: Tensor, k: Tensor, kind: str = CAUSAL, dropout: float = 0.0) -> None:
-        """Raise `WorkbenchError` where this attention is not the observed one in a way that the hooked points depend on."""
-        where, known = f"attention in layer {i}", self.layers[i].attention.mask
+    # ---- what it must be for its hook points to be true --------------------------------------------------------------
+
+    def _check_lengths(self, heard: Heard, q: Tensor, k: Tensor) -> None:
+        """Raise `WorkbenchError` where queries and keys [..., pos, d_head] are not the positions that they were."""
+        more = sum(heard.part.attention.beside) - sum(self.at.layout.beside)
+        if (q.shape[-2], k.shape[-2]) != (self.at.columns, self.at.columns + more):
+            raise WorkbenchError(
+                f"attention in layer {heard.layer} lets {q.shape[-2]} queries attend to {k.shape[-2]} keys for {self.at.length} "
+                "tokens; give whole sequences"
+            )
+
+    def _check_mask(self, heard: Heard, kind: str, dropout: float = 0.0) -> None:
+        """Raise `WorkbenchError` where this attention is masked otherwise in a way that the hooked points depend on."""
+        where, known = f"attention in layer {heard.layer}", heard.part.attention.mask
         if dropout:
             raise WorkbenchError(f"dropout of {dropout} is active in the {where}: call module.eval() first")
-        if q.shape[1] != k.shape[1] or q.shape[1] != self.length:
-            raise WorkbenchError(
-                f"{where} lets {q.shape[1]} queries attend to {k.shape[1]} keys for {self.length} tokens; give whole sequences"
-            )
-        if kind == FUTURE and self.run.hooks_any(i, *self.layers[i].statistics):
+        if kind in (FUTURE, CROSSING) and heard.hooks_any(*heard.part.attention.statistics):
             raise WorkbenchError(f"{where} {kind} now, which it did not on the example tokens")
-        if known == CAUSAL != kind and self.run.hooks_any(i, "rot_q", "rot_k"):
+        if known == CAUSAL != kind and heard.hooks_any("rot_q", "rot_k"):
             raise WorkbenchError(
                 f"{where} is masked otherwise now ({kind}) than on the example tokens ({known}), so that softmax of rot_q and "
                 f"rot_k is not its pattern: read hook_pattern or the statistics, or give sequences it does not cut"
             )
 
+    # ---- an attention in steps ---------------------------------------------------------------------------------------
+
     def product(self, call: ProductCall) -> Any:
         """Fire around the two products of an eager attention."""
-        i, count = self.run.count_call("product")
-        layer = self.layers[i]
-        if i < 0 or layer.attention.kind not in ("eager", BY_HAND) or i not in self.run.intercepted:
-            return call.run()
-        if count == layer.calls[0]:
-            return self._score_product(i, call)
-        return self._value_product(i, call) if count == layer.calls[-1] else call.run()
+        listeners = self.run.listeners("product")
+        changed: dict[int, Tensor] = {}
+        for heard, role in listeners:
+            (self._before_scores if role == "scores" else self._before_values)(heard, call, changed)
+        out = call.run(changed)
+        for heard, role in listeners:
+            attention = heard.part.attention
+            if role == "scores" and attention.kind == BY_HAND and heard.hooks_any(*attention.statistics):
+                heard.dots = self.at.square(out.detach(), attention.beside)
+            elif role == "values" and heard.hooks_any("z") and not attention.is_combined:
+                order = attention.axes[-1]
+                lined = arrange(out, call.letters[2], order)
+                z = self.at.heads(lined)
+                if (fired := self.run.fire_at(heard, "z", z)) is not z:
+                    out = restore(self.at.from_heads(fired, lined), order, call.letters[2])
+        return out
 
-    def _score_product(self, i: int, call: ProductCall) -> Any:
-        attention = self.layers[i].attention
-        by_hand = attention.kind == BY_HAND and self.run.hooks_any(i, *self.layers[i].statistics)
-        if not by_hand and not self.run.hooks_any(i, "rot_q", "rot_k"):
-            return call.run()
-        which, q_order, k_order = attention.axes[:3]
-        arranged = call.arranged(which, q_order), call.arranged(1 - which, k_order)
-        q, k = (to_heads(x, self.batch) for x in arranged)
-        self._check(i, q, k)
-        repeats = _repeats(k, attention)
-        short, changed = k[:, :, ::repeats], {}
-        if (out := self._fire_rot_q(i, q, attention.scale * q.shape[-1] ** 0.5)) is not q:
-            changed[which] = call.restored(which, from_heads(out, arranged[0]), q_order)
-        if (out := self.run.fire_at(i, "rot_k", short)) is not short:
-            wide = from_heads(out.repeat_interleave(repeats, dim=2), arranged[1])
-            changed[1 - which] = call.restored(1 - which, wide, k_order)
-        scores = call.run(changed)
-        if by_hand:
-            self.scores[i] = scores.detach().reshape(self.batch, -1, self.length, self.length)
-        return scores
+    def _before_scores(self, heard: Heard, call: ProductCall, changed: dict[int, Tensor]) -> None:
+        """Fire on queries and keys; what was replaced goes into `changed`, by operand."""
+        attention = heard.part.attention
+        first, q_order, k_order = attention.axes[:3]
+        self._check_lengths(heard, call.arranged(first, q_order), call.arranged(1 - first, k_order))
+        for name, which, order, beside in (
+            ("rot_q", first, q_order, None), ("rot_k", 1 - first, k_order, attention.beside),
+        ):  # fmt: skip
+            if not heard.hooks_any(name):
+                continue
+            raw = arrange(changed.get(which, call.operands[which]), call.letters[which], order)
+            wide = self.at.heads(raw, beside)
+            mine = chosen_heads(wide, attention.chosen)
+            short = mine if name == "rot_q" else _short(mine, attention.k.shape[1])
+            factor = attention.scale * wide.shape[-1] ** 0.5 if name == "rot_q" else 1.0
+            if (out := self._fire_scaled(heard, name, short, factor)) is not short:
+                back = with_chosen_heads(wide, repeated(out, mine.shape[2]), attention.chosen)
+                changed[which] = call.restored(which, self.at.from_heads(back, raw, beside), order)
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """Fire on an eager attention's scores."""
-        i, count = self.run.count_call("softmax")
-        layer = self.layers[i]
-        if i < 0 or layer.attention.kind != "eager" or count != layer.calls[1]:
-            return run(scores)
-        attention, names = layer.attention, layer.statistics
-        shaped = scores[..., attention.columns].reshape(self.batch, -1, self.length, self.length)
-        out = self.run.fire_at(i, "attn_scores", shaped)
-        used = scores if out is shaped else _with_tokens(scores, out, attention.columns)
-        pattern = run(used)
-        if self.run.hooks_any(i, "rot_q", "rot_k", *names):
-            kind = mask_kind(visible(shaped[:, :1]), False, self.length)
-            self._check(i, shaped[:, 0], shaped[:, 0].mT, kind)
-        if self.run.hooks_any(i, *names):
-            wide = torch.promote_types(out.dtype, torch.float32)
-            self.lse[i] = used.detach().to(wide).logsumexp(-1).view(shaped.shape[:3])
-            if attention.has_null:
-                null = pattern.detach().to(wide).sum(-1) - pattern[..., attention.columns].detach().to(wide).sum(-1)
-                self.null[i] = null.clamp_min(0).view(shaped.shape[:3])
+        """Fire on an eager attention's scores, and on its pattern where others are combined with it before the values."""
+        listeners = [heard for heard, _ in self.run.listeners("softmax")]
+        for heard in listeners:
+            shaped = self._square(heard, scores)
+            out = self.run.fire_at(heard, "attn_scores", shaped)
+            scores = scores if out is shaped else self._from_square(heard, out, scores)
+        pattern = run(scores)
+        for heard in listeners:
+            attention, names = heard.part.attention, heard.part.attention.statistics
+            if heard.hooks_any("rot_q", "rot_k", *names):
+                shaped = self._square(heard, scores)[:, :1]
+                self._check_mask(heard, mask_kind(visible(shaped), False, self.at.length))
+            if heard.hooks_any(*names):
+                wide = torch.promote_types(scores.dtype, torch.float32)
+                heard.lse = self._row(heard, scores.detach().to(wide).logsumexp(-1))
+                if attention.has_null:
+                    mine = self._square(heard, pattern.detach()).to(wide).sum(-1)
+                    heard.null = (self._row(heard, pattern.detach().to(wide).sum(-1)) - mine).clamp_min(0)
+            if attention.is_combined:
+                square = self._square(heard, pattern)
+                out = self._fire_pattern(heard, square)
+                pattern = pattern if out is square else self._from_square(heard, out, pattern)
         return pattern
 
-    def _value_product(self, i: int, call: ProductCall) -> Any:
-        attention = self.layers[i].attention
-        which, _, v_order, z_order = attention.axes[3:]
-        changed: dict[int, Tensor] = {}
-        arranged = call.arranged(1 - which, v_order)
-        wide_v = to_heads(arranged, self.batch)
-        repeats = _repeats(wide_v, attention)
-        v = wide_v[:, :, ::repeats]
-        self._sources(i, v)
-        if (out := self.run.fire_at(i, "v", v)) is not v:
-            wide = from_heads(out.repeat_interleave(repeats, dim=2), arranged)
-            changed[1 - which] = call.restored(1 - which, wide, v_order)
-        pattern = call.operands[which]
-        shaped = pattern.reshape(self.batch, -1, self.length, self.length)
-        used = self.run.fire_at(i, "pattern", shaped)
-        if used is not shaped:
-            changed[which] = used.reshape(pattern.shape)
-        lse = self.lse.pop(i, None)
-        if (scores := self.scores.pop(i, None)) is not None:
-            lse = _lse_by_hand(scores, shaped, attention.scale)
-            self._check(i, shaped[:, 0], shaped[:, 0].mT, mask_kind(shaped[:, :1] > 0, False, self.length))
+    def _square(self, heard: Heard, x: Tensor) -> Tensor:
+        """[batch, head, query, key] of a softmax's scores or pattern, what is this attention's of it."""
+        attention = heard.part.attention
+        return chosen_heads(self.at.square(x, attention.softmax_beside), attention.chosen, 1)
+
+    def _from_square(self, heard: Heard, square: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `_square`: `like` with what is this attention's replaced."""
+        attention = heard.part.attention
+        whole = with_chosen_heads(self.at.square(like, attention.softmax_beside), square, attention.chosen, 1)
+        return self.at.from_square(whole, like, attention.softmax_beside)
+
+    def _row(self, heard: Heard, x: Tensor) -> Tensor:
+        """[batch, head, query] of numbers of a softmax's rows."""
+        rows = self.at.cropped(self.at.all_heads(x[..., None]))[..., 0].transpose(1, 2)
+        return chosen_heads(rows, heard.part.attention.chosen, 1)
+
+    def _fire_pattern(self, heard: Heard, square: Tensor) -> Tensor:
+        """Fire on a pattern [batch, head, query, key], and show statistics of what becomes of it."""
+        used, attention = self.run.fire_at(heard, "pattern", square), heard.part.attention
+        lse, null, dots = heard.lse, heard.null, heard.dots
+        heard.lse = heard.null = heard.dots = None
+        if dots is not None:
+            lse = _lse_by_hand(dots, square, attention.scale)
+            self._check_mask(heard, mask_kind(square[:, :1] > 0, False, self.at.length))
         if lse is not None:
-            if used is shaped and not is_distribution(used):
-                raise WorkbenchError(f"layer {i}: {NO_DISTRIBUTION} on these tokens, so it has no statistics")
-            null = self.null.pop(i, None)
-            if null is not None and used is not shaped:
+            if used is square and not is_distribution(used):
+                raise WorkbenchError(f"layer {heard.layer}: {NO_DISTRIBUTION} on these tokens, so it has no statistics")
+            if null is not None and used is not square:
                 null = (1 - used.sum(-1)).clamp_min(0)
-            self._show_statistics(i, lambda: pattern_statistics(lse, used, null))
-        raw = call.run(changed)
-        if self.layers[i].z is None and self.run.hooks_any(i, "z"):
-            lined = arrange(raw, call.letters[2], z_order)
-            z = to_heads(lined, self.batch)
-            out = self.run.fire_at(i, "z", z)
-            return raw if out is z else restore(from_heads(out, lined), z_order, call.letters[2])
-        return raw
+            self._show_statistics(heard, pattern_statistics(lse, used, null))
+        return used
+
+    def _before_values(self, heard: Heard, call: ProductCall, changed: dict[int, Tensor]) -> None:
+        """Fire on values and, where it is the attention's own, on the pattern; what was replaced goes into `changed`, by operand."""
+        attention = heard.part.attention
+        which, _, v_order, _ = attention.axes[3:]
+        if heard.hooks_any("v") or self._shows_sources(heard):
+            raw = arrange(changed.get(1 - which, call.operands[1 - which]), call.letters[1 - which], v_order)
+            wide = self.at.heads(raw, attention.beside)
+            v = _short(wide, attention.v.shape[1])
+            if self._shows_sources(heard):
+                show_sources(self.run, heard, v)
+            if (out := self.run.fire_at(heard, "v", v)) is not v:
+                back = self.at.from_heads(repeated(out, wide.shape[2]), raw, attention.beside)
+                changed[1 - which] = call.restored(1 - which, back, v_order)
+        if not attention.is_combined:
+            pattern = call.operands[which]
+            square = self.at.square(pattern, attention.beside)
+            used = self._fire_pattern(heard, square)
+            if used is not square:
+                changed[which] = self.at.from_square(used, pattern, attention.beside)
 
 
-def _scores(q: Tensor, k: Tensor, call: FusedCall) -> Tensor:
-    """Scaled, masked scores [batch, head, query, key] of a fused call."""
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, _wide(k, q.shape[2])) * call.scale
-    if call.modify is not None:
-        each = [[call.modify(head, b, h, 0) for h, head in enumerate(heads)] for b, heads in enumerate(scores)]
-        scores = torch.stack([torch.stack(heads) for heads in each])
-    mask = call.mask_tensor(scores.shape[-1])
-    if call.causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+def _with_columns(whole: Tensor, columns: Callable[[Heard, Tensor], Tensor], heard: Heard, replaced: Tensor) -> Tensor:
+    """[..., query, key] in which the columns of tokens are replaced."""
+    if replaced.shape == whole.shape:
+        return replaced
+    whole = whole.clone()
+    columns(heard, whole).copy_(replaced)
+    return whole
 
 
 def _lse_by_hand(dots: Tensor, pattern: Tensor, factor: float) -> Tensor:
@@ -322,19 +367,6 @@ def _lse_by_hand(dots: Tensor, pattern: Tensor, factor: float) -> Tensor:
     return (dots.gather(-1, place).to(wide) * factor - top.to(wide).log())[..., 0]
 
 
-def _with_tokens(scores: Tensor, tokens: Tensor, columns: slice) -> Tensor:
-    """Scores of a softmax in which those of tokens are replaced."""
-    if tokens.numel() == scores.numel():
-        return tokens.reshape(scores.shape)
-    changed = scores.clone()
-    changed[..., columns] = tokens.reshape(changed[..., columns].shape)
-    return changed
-
-
-def _repeats(x: Tensor, attention: TracedAttention) -> int:
-    """How often each key-value head is repeated in this call: some modules repeat them only where they pass a mask."""
-    return x.shape[2] // attention.kv_heads
-
-
-def _wide(x: Tensor, heads: int) -> Tensor:
-    return x.repeat_interleave(heads // x.shape[2], dim=2)
+def _short(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [batch, pos, head, d_head] without repeats: some modules repeat them only where they pass a mask."""
+    return x[:, :, :: x.shape[2] // heads]

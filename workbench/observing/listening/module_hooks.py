@@ -23,14 +23,20 @@ from workbench.observing.recognition.projections import TensorLocation
 
 @contextlib.contextmanager
 def listening(run: HookedRun) -> Iterator[None]:
-    """While open, a run of the module fires the hook points that are hooked."""
+    """While open, a run of the module fires the hook points that are hooked.
+
+    The function mode sees every torch function while it stands, so it stands only where a layer makes its attention calls,
+    unless something outside them is read.
+    """
     with contextlib.ExitStack() as stack:
-        for handle in ModuleHooks(run).register():
-            stack.callback(handle.remove)
+        hooks = ModuleHooks(run)
         if run.intercepted:
-            run.mode = stack.enter_context(intercepting(AttentionHooks(run), attention_functions(run.module)))
+            names = attention_functions(run.module)
+            run.mode = stack.enter_context(intercepting(AttentionHooks(run), names, everywhere=run.everywhere))
         else:
             stack.enter_context(uncompiled())
+        for handle in hooks.register():
+            stack.callback(handle.remove)
         yield
 
 
@@ -51,22 +57,25 @@ class ModuleHooks:
 
     def register(self) -> Iterator[Any]:
         """Handles of all hooks; those of blocks come first, so that the others know which layer is running."""
-        modules = dict(self.run.module.named_modules())
+        module = self.run.module.get_submodule
         blocks = {layer.block for layer in self.layers if not layer.inline}
         for i, layer in enumerate(self.layers):
             for name in layer.inline:
-                yield modules[name].register_forward_pre_hook(partial(self._enter_inline, i, Counter()))
+                yield module(name).register_forward_pre_hook(partial(self._enter_inline, i, Counter()))
         for name in blocks:
-            yield modules[name].register_forward_pre_hook(partial(self._enter_block, name), with_kwargs=True)
+            yield module(name).register_forward_pre_hook(partial(self._enter_block, name), with_kwargs=True)
+        for name in {scope.module for i in self.run.intercepted if (scope := self.layers[i].scope)}:
+            yield module(name).register_forward_pre_hook(partial(self._enter_scope, name))
+            yield module(name).register_forward_hook(self._leave_scope, always_call=True)
         reads: dict[str, list[_ReadTensor]] = {}
         for read in self._reads():
             reads.setdefault(read.location.module, []).append(read)
         for name, some in reads.items():
-            yield modules[name].register_forward_pre_hook(partial(self._before, name, some), with_kwargs=True)
+            yield module(name).register_forward_pre_hook(partial(self._before, name, some), with_kwargs=True)
             if any(not read.is_input for read in some):
-                yield modules[name].register_forward_hook(partial(self._after, some), with_kwargs=True)
+                yield module(name).register_forward_hook(partial(self._after, some), with_kwargs=True)
         for name in blocks:
-            yield modules[name].register_forward_hook(self._leave_block, with_kwargs=True)
+            yield module(name).register_forward_hook(self._leave_block, with_kwargs=True)
 
     def _reads(self) -> Iterator[_ReadTensor]:
         yield from self._reads_of_ends()
@@ -80,12 +89,12 @@ class ModuleHooks:
                 location = getattr(layer, name)
                 if location is not None and is_hooked(point := getattr(block, f"hook_{name}")):
                     yield _ReadTensor(location, False, partial(self._fire_addition, point, location.factor), i)
-            if layer.latent is not None and self.run.hooks_any(i, "latent"):
-                yield _ReadTensor(layer.latent, True, partial(self.run.fire_at, i, "latent"), i)
-            if layer.z is not None and self.run.hooks_any(i, "z"):
+            if layer.z is not None and "z" in self.run.layer_points[i]:
                 yield _ReadTensor(layer.z, True, partial(self._fire_z, i), i)
+        for heard, latent in self.run.latents:
+            yield _ReadTensor(latent, True, partial(self.run.fire_at, heard, "latent"), heard.layer)
         for p in self.run.module_projections:
-            yield _ReadTensor(p.projection, False, partial(self.run.fire_projection, p), p.layer)
+            yield _ReadTensor(p.projection, False, partial(self.run.fire_projection, p), p.heard.layer)
 
     def _reads_of_ends(self) -> Iterator[_ReadTensor]:
         """The token embedding, what the head reads, and the last stream where that is not the last block's output."""
@@ -106,21 +115,20 @@ class ModuleHooks:
         return tensor
 
     def _fire_addition(self, point: Any, factor: float, output: Tensor) -> Tensor:
-        """What is added to the stream [batch, pos, d_model], which some modules write as [batch * pos, d_model]."""
-        shaped = output.view(self.run.batch, self.run.length, -1)
-        added = shaped if factor == 1 else shaped * factor
+        """What is added to the stream, times the factor with which it is."""
+        added = output if factor == 1 else output * factor
         fired = self.run.fire(point, added)
-        return output if fired is added else (fired if factor == 1 else fired / factor).view(output.shape)
+        return output if fired is added else fired if factor == 1 else fired / factor
 
     def _fire_z(self, i: int, tensor: Tensor) -> Tensor:
-        heads = tensor.unflatten(-1, (self.layers[i].attention.heads, -1))
-        fired = self.run.fire_at(i, "z", heads)
+        heads = tensor.unflatten(-1, (self.layers[i].rows["z"].shape[1], -1))
+        fired = self.run.fire(self.run.layer_points[i]["z"], heads)
         return tensor if fired is heads else fired.flatten(-2)
 
     def _enter_inline(self, i: int, counts: Counter[str], module: nn.Module, args: Any) -> None:
         """A module runs that belongs to a layer whose block is no module: from here on that layer is running."""
         if self.run.running != [i]:
-            self.run.running, self.run.within = [i], [counts]
+            self.run.running, self.run.within, self.run.scopes = [i], [counts], [(i, Counter())]
 
     def _enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         run = self.run
@@ -143,6 +151,25 @@ class ModuleHooks:
             return None
         changed = self._fired(output, self.layers[i].stream_out, partial(self.run.fire, point))
         return None if changed is output else changed
+
+    def _enter_scope(self, name: str, module: nn.Module, args: Any) -> None:
+        """A module runs in which a layer may make its attention calls: from here on they are counted and handed on."""
+        run = self.run
+        i = run.running[-1] if run.running else -1
+        scope = self.layers[i].scope if i in run.intercepted else None
+        here = False
+        if scope is not None and scope.module == name:
+            here = run.within[-1][f"(scope) {name}"] == scope.run
+            run.within[-1][f"(scope) {name}"] += 1
+        run.scopes.append((i if here else -1, Counter()))
+        if here and not run.everywhere and run.mode is not None:
+            run.mode.__enter__()
+
+    def _leave_scope(self, module: nn.Module, args: Any, output: Any) -> None:
+        run = self.run
+        i, _ = run.scopes.pop()
+        if i >= 0 and not run.everywhere and run.mode is not None:
+            run.mode.__exit__(None, None, None)
 
     def _before(self, name: str, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.run.runs[name] += 1
@@ -170,11 +197,12 @@ class ModuleHooks:
         return in_layer and run.within[-1][location.module] == location.run + 1
 
     def _fired(self, structure: Any, path: TensorPath, fire: Callable[[Tensor], Tensor]) -> Any:
-        """Fire on the tensor at a path, [batch, pos, ...] whichever comes first in the module."""
-        tensor, run = get_at(structure, path), self.run
-        turned = run.structure.positions_first and tensor.ndim == 3 and tensor.shape[:2] == (run.length, run.batch)
-        shown = tensor.transpose(0, 1) if turned else tensor
+        """Fire on the tensor at a path, [batch, pos, ...] of tokens however it lies in the module."""
+        tensor, positions = get_at(structure, path), self.run.positions
+        if (
+            shown := positions.shaped(tensor)
+        ) is None:  # of some positions only, as what makes the logits of the last one
+            fired = fire(tensor)
+            return structure if fired is tensor else replaced_at(structure, path, fired)
         fired = fire(shown)
-        if fired is shown:
-            return structure
-        return replaced_at(structure, path, fired.transpose(0, 1) if turned else fired)
+        return structure if fired is shown else replaced_at(structure, path, positions.unshaped(fired, tensor))

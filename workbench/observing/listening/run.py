@@ -3,31 +3,52 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.models.hook_points import HookPoint, is_hooked
-from workbench.names import NULL, STATISTICS
+from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.function_mode import InterceptionMode
-from workbench.observing.interception.tensor_layouts import by_position, from_positions
-from workbench.observing.listening.hook_points import DecoderPoints
-from workbench.observing.recognition.projections import Projection
-from workbench.observing.recognition.structure import DecoderStructure
-from workbench.observing.recognition.trace import MATRIX
+from workbench.observing.interception.positions import Positions
+from workbench.observing.listening.hook_points import OWN, DecoderPoints
+from workbench.observing.recognition.executions import MATRIX
+from workbench.observing.recognition.projections import Projection, TensorLocation
+from workbench.observing.recognition.structure import DecoderStructure, Part
 
 _INTERCEPTED = ("v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "v_mix", "v_weights", *STATISTICS, NULL)
+_BY_KEY_VALUE_HEAD = ("v", OWN, "k", "rot_k", "own values", "effective values")
+
+
+@dataclass(eq=False)
+class Heard:
+    """One attention that is listened to, in one run: its hook points that are hooked, and what its calls leave for the next."""
+
+    layer: int
+    number: int  # which of the layer's attentions
+    of: int  # how many these are
+    part: Part
+    points: dict[str, HookPoint]
+    together: dict[str, HookPoint]  # of all the layer's attentions, where these are several
+    repeats: int = 1  # how often its key-value heads are repeated there
+    lse: Tensor | None = None  # of eager scores whose statistics are hooked
+    null: Tensor | None = None  # of these, what of each row goes to columns that are no tokens
+    dots: Tensor | None = None  # queries times keys under a softmax that is written out, where statistics are hooked
+
+    def hooks_any(self, *names: str) -> bool:
+        """Whether one of these hook points is hooked."""
+        return any(name in self.points or name in self.together for name in names)
 
 
 class HookedProjection(NamedTuple):
-    """A projection whose output is read: of which layer, q, k or v, where it stands, its hook point (None: read, not shown)."""
+    """A projection whose output is read: of which attention, as what (q, k or own_v), where it stands."""
 
-    layer: int
+    heard: Heard
     name: str
     projection: Projection
-    point: HookPoint | None
 
 
 class HookedRun:
@@ -37,7 +58,8 @@ class HookedRun:
         self.module, self.structure, self.points = module, structure, points
         self.layers = structure.layers
         self.batch, self.length = tokens.shape
-        if structure.positions_first and self.batch == self.length > 1:
+        self.positions = Positions(self.batch, self.length, structure.layout)
+        if structure.layout.turned and self.batch == self.length > 1:
             raise WorkbenchError(
                 f"{self.batch} sequences of {self.length} tokens: this module puts positions first, and only other numbers tell "
                 "them from sequences; give more or fewer sequences"
@@ -45,14 +67,12 @@ class HookedRun:
         self.mode: InterceptionMode | None = None
         self.running: list[int] = []  # layers, innermost last
         self.runs: Counter[str] = Counter()  # of each module, in all
-        self.within: list[Counter[str]] = []  # of modules and calls, in each running layer
+        self.within: list[Counter[str]] = []  # of modules, in each running layer
+        self.scopes: list[tuple[int, Counter[str]]] = []  # layers whose calls are being counted, and these calls
         self.own_values: dict[int, Tensor] = {}  # [batch, pos, kv_head, d_head], where later layers read them
         self.layer_at = {(layer.block, layer.run): i for i, layer in enumerate(self.layers)}
-        attentions: Any = [block.attn._modules for block in points.blocks]
-        self.attention_points = [  # of each layer, those that are hooked
-            {name.removeprefix("hook_"): p for name, p in modules.items() if name.startswith("hook_") and is_hooked(p)}
-            for modules in attentions
-        ]
+        self.layer_points = [block.attn.hooked() for block in points.blocks]
+        self._gathered: dict[tuple[int, str], dict[int, Tensor]] = {}
         sources = {i: block.source_points for i, block in enumerate(points.blocks)}
         self.mixtures = {i: s for i, s in sources.items() if self._mixes(i, s)}
         self.own_values_read = {j for i in self.mixtures for j in (*sources[i], i)}
@@ -60,45 +80,73 @@ class HookedRun:
         read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
         self.tables_at = {structure.tables[name].run: name for name in read}
         self.lookups = 0  # of any tables, in all
-        projections = [hooked_one for i in sources for hooked_one in self._hooked_projections(i)]
-        self.module_projections = [p for p in projections if p.projection.module != MATRIX]
-        self.matrix_projections: dict[tuple[int, int], list[HookedProjection]] = {}  # by layer, and which matrix there
-        for p in projections:
-            if p.projection.module == MATRIX:
-                self.matrix_projections.setdefault((p.layer, p.projection.run), []).append(p)
-        hooked_layers = {i for i, named in enumerate(self.attention_points) if named.keys() & set(_INTERCEPTED)}
-        self.intercepted = hooked_layers | self.own_values_read | {i for i, _ in self.matrix_projections}
+        self._listen()
+
+    def _listen(self) -> None:
+        """Who listens to which calls: of each layer by kind and count, and to which outputs of projections."""
+        self.calls: dict[tuple[int, str, int], list[tuple[Heard, str]]] = {}
+        self.matrix_projections: dict[tuple[int, int], list[HookedProjection]] = {}
+        self.module_projections: list[HookedProjection] = []
+        self.latents: list[tuple[Heard, TensorLocation]] = []
+        self.intercepted: set[int] = set()
+        for i, layer in enumerate(self.layers):
+            for heard in self._heard_in(i):
+                for name, projection in (("q", heard.part.q), ("k", heard.part.k), (OWN, heard.part.v)):
+                    read = heard.hooks_any(name) or (name == OWN and i in self.own_values_read)
+                    if projection is not None and read:
+                        hooked = HookedProjection(heard, name, projection)
+                        if projection.module == MATRIX:
+                            self.matrix_projections.setdefault((i, projection.run), []).append(hooked)
+                            self.intercepted.add(i)
+                        else:
+                            self.module_projections.append(hooked)
+                if heard.part.latent is not None and heard.hooks_any("latent"):
+                    self.latents.append((heard, heard.part.latent))
+                if heard.hooks_any(*_INTERCEPTED) or i in self.own_values_read:
+                    self.intercepted.add(i)
+                    for (kind, count), role in heard.part.calls.items():
+                        self.calls.setdefault((i, kind, count), []).append((heard, role))
+        whole = bool(self.tables_at) or any(self.layers[i].scope is None for i in self.intercepted)
+        self.everywhere = whole  # whether calls outside the attentions are needed too
+
+    def _heard_in(self, i: int) -> list[Heard]:
+        layer, together = self.layers[i], self.layer_points[i]
+        n, several = len(layer.parts), len(layer.parts) > 1
+        heard = []
+        for number, (part, points) in enumerate(
+            zip(layer.parts, self.points.blocks[i].parts(n) if n else [], strict=True)
+        ):
+            own = points.hooked()
+            if layer.z is not None:  # what W_O reads, where it reads it
+                (together if several else own).pop("z", None)
+            repeats = (
+                layer.attention.kv_heads * part.attention.heads // (layer.attention.heads * part.attention.kv_heads)
+            )
+            heard.append(Heard(i, number, n, part, own, together if several else {}, repeats))
+        return heard
 
     def _mixes(self, i: int, sources: dict[int, HookPoint]) -> bool:
         """Whether what is mixed into a layer's values, or how much of it, is hooked."""
         table = self.points.blocks[i].table_point
         shown = [*sources.values(), *([] if table is None else [table])]
-        return bool({"v_mix", "v_weights"} & self.attention_points[i].keys()) or any(map(is_hooked, shown))
+        return bool({"v_mix", "v_weights"} & self.layer_points[i].keys()) or any(map(is_hooked, shown))
 
-    def _hooked_projections(self, i: int) -> Iterator[HookedProjection]:
-        layer = self.layers[i]
-        for name, projection in (("q", layer.q), ("k", layer.k), ("v", layer.v)):
-            point = self.points.blocks[i].own_point if name == "v" else self.point(i, name)
-            read = (point is not None and is_hooked(point)) or (name == "v" and i in self.own_values_read)
-            if projection is not None and read:
-                yield HookedProjection(i, name, projection, point)
-
-    def point(self, i: int, name: str) -> Any:
-        """The hook point of a layer's attention, None where it is not hooked."""
-        return self.attention_points[i].get(name)
-
-    def hooks_any(self, i: int, *names: str) -> bool:
-        """Whether one of these hook points of a layer's attention is hooked."""
-        points = self.attention_points[i]
-        return any(name in points for name in names)
+    # ---- where the run is --------------------------------------------------------------------------------------------
 
     def count_call(self, kind: str) -> tuple[int, int]:
-        """(layer, which call of this kind it is there); layer -1 outside the observed blocks."""
-        if not self.running or self.running[-1] < 0:
+        """(layer, which call of this kind it is there); layer -1 outside the observed ones."""
+        if not self.scopes or self.scopes[-1][0] < 0:
             return -1, 0
-        count = self.within[-1][f"({kind})"]
-        self.within[-1][f"({kind})"] += 1
-        return self.running[-1], count
+        layer, counts = self.scopes[-1]
+        counts[kind] += 1
+        return layer, counts[kind] - 1
+
+    def listeners(self, kind: str) -> list[tuple[Heard, str]]:
+        """The attentions that a call of this kind, made now, is a step of, and which."""
+        layer, count = self.count_call(kind)
+        return self.calls.get((layer, kind, count), [])
+
+    # ---- hook points -------------------------------------------------------------------------------------------------
 
     def fire(self, point: Any, tensor: Tensor) -> Tensor:
         """What leaves a hook point: the same tensor where no hook replaces it."""
@@ -108,9 +156,30 @@ class HookedRun:
         out = self._call_hooks(point, handed)
         return tensor if out is handed else out.to(tensor.dtype)
 
-    def fire_at(self, i: int, name: str, tensor: Tensor) -> Tensor:
-        """What leaves a hook point of a layer's attention."""
-        return self.fire(self.attention_points[i].get(name), tensor)
+    def fire_at(self, heard: Heard, name: str, tensor: Tensor) -> Tensor:
+        """What leaves a hook point of an attention; that of all its layer's attentions is shown with the last of them."""
+        out = self.fire(heard.points.get(name), tensor)
+        if (point := heard.together.get(name)) is not None and (whole := self.gather(heard, name, out)) is not None:
+            self.show(point, whole)
+        return out
+
+    def show_at(self, heard: Heard, name: str, tensor: Tensor) -> None:
+        """Show what is computed beside the module at a hook point of an attention."""
+        self.show(heard.points.get(name), tensor)
+        if (point := heard.together.get(name)) is not None and (whole := self.gather(heard, name, tensor)) is not None:
+            self.show(point, whole)
+
+    def gather(self, heard: Heard, name: str, tensor: Tensor) -> Tensor | None:
+        """The tensors of all a layer's attentions along their heads, once the last one is there."""
+        axis = 1 if is_statistic(f"hook_{name}") or name in ("attn_scores", "pattern") else 2
+        if name in _BY_KEY_VALUE_HEAD and heard.repeats > 1:
+            tensor = tensor.repeat_interleave(heard.repeats, dim=axis)
+        parts = self._gathered.setdefault((heard.layer, name), {})
+        parts[heard.number] = tensor
+        if len(parts) < heard.of:
+            return None
+        del self._gathered[heard.layer, name]
+        return torch.cat([parts[n] for n in range(heard.of)], dim=axis) if heard.of > 1 else tensor
 
     def show(self, point: Any, tensor: Tensor) -> None:
         """Fire a hook point that can only be read; raises `WorkbenchError` where a hook replaces its tensor."""
@@ -127,15 +196,21 @@ class HookedRun:
         finally:
             self.mode.silent = before
 
-    def fire_projection(self, hooked_projection: HookedProjection, output: Tensor) -> Tensor:
+    def fire_projection(self, hooked: HookedProjection, output: Tensor) -> Tensor:
         """Fire own values, or queries and keys before their rotation, among the columns of a projection's output."""
-        i, name, projection, point = hooked_projection
-        rows = by_position(output, self.batch, self.length)
+        heard, name, projection = hooked
+        rows = self.positions.by_position(output)
         assert rows is not None
         heads = projection.heads_in(rows).unflatten(0, (self.batch, self.length))
-        fired = self.fire(point, heads)
-        if name == "v" and i in self.own_values_read:
-            self.own_values[i] = fired
+        fired = self.fire_at(heard, name, heads)
+        if name == OWN and heard.layer in self.own_values_read:
+            self.keep_own_values(heard, fired)
         if fired is heads:
             return output
-        return from_positions(projection.with_heads(rows, fired.flatten(0, 1)), output, self.batch, self.length)
+        changed = projection.with_heads(rows, fired.flatten(0, 1))
+        return self.positions.unshaped(changed.unflatten(0, (self.batch, self.length)), output)
+
+    def keep_own_values(self, heard: Heard, values: Tensor) -> None:
+        """Keep an attention's own values for the layers that read them."""
+        if (whole := self.gather(heard, "own values", values)) is not None:
+            self.own_values[heard.layer] = whole

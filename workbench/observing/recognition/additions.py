@@ -1,50 +1,98 @@
 """What a block adds to its stream: outputs of two of its parts, the attention's (or another mixer's) and the MLP's.
 
-    out = keep * in + again * x_0 + a * attention + b * MLP
+    made = keep * in + again * x_0 + a * attention + b * MLP
 
 Mostly keep = a = b = 1 and again = 0. Some multiply what they add (Granite's residual multiplier), some the stream, and
-bring back x_0, what the first block reads (modded-nanogpt). Nothing else is taken for an addition.
+bring back x_0, what the first block reads (modded-nanogpt). What a block returns is that, or a weighted sum in which that and
+what stood after earlier blocks take part (DenseFormer), or for each token of all earlier outputs (Attention Residuals).
+Nothing else is taken for an addition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.observing.recognition.blocks import is_stream
+from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import run_index
+from workbench.observing.recognition.stream_sums import depth_weights
 from workbench.observing.recognition.structure import Addition, LayerStructure
-from workbench.observing.recognition.trace import MATRIX, Execution, Trace, TracedTensor
+from workbench.observing.recognition.trace import Trace
 
 _FEW = 24  # rows that tell a sum of outputs from anything else
 _LEAST = 1e-3  # of a stream that goes on, times its size
 Output = tuple[Execution, TracedTensor]
 
 
+class Before:
+    """What stood before a block: after each earlier one, the first stream first, and every output so far, the first stream too."""
+
+    def __init__(self, first: Tensor) -> None:
+        self.stood, self.outputs = [first], [first]
+        self.is_whole = True  # whether all outputs are known
+
+    def follow(self, layer: LayerStructure) -> None:
+        """Take in a layer whose additions were looked for."""
+        self.stood.append(layer.rows["made"])
+        self.outputs += [layer.rows[name] for name in ("attn_out", "mlp_out") if name in layer.rows]
+        self.is_whole &= layer.adds
+
+
 def find_additions(
-    trace: Trace, layer: LayerStructure, block: Execution, inside: list[Execution], first: Tensor
+    trace: Trace, layer: LayerStructure, block: Execution, inside: list[Execution], before: Before
 ) -> None:
-    """Set a layer's `attn_out`, `mlp_out` and `keeps`, where its parts' outputs show them; `first`: what the first block reads."""
+    """Set a layer's `attn_out`, `mlp_out` and `keeps`, where its parts' outputs show them, and the rows of what stands after it."""
+    layer.rows["made"] = layer.rows["out"]
     outputs = [
         (e, t) for e in sorted(inside, key=lambda e: (len(e.stack()), e.start)) for t in e.outputs
         if e.name != MATRIX and t.rows.shape == layer.rows["in"].shape and (len(t.shape) == 2 or is_stream(trace, t))
     ]  # fmt: skip
     time = layer.attention.times[-1] if layer.is_read else block.start
-    sums = _Sums(layer, first)
-    for found in (sums.plain, sums.scaled, sums.kept):
+    sums = _Sums(layer, before)
+    reader = next((t for e in inside if e.name != MATRIX for t in e.inputs if is_stream(trace, t)), None)
+    adds_to_it = reader is not None and torch.equal(
+        reader.rows, layer.rows["in"]
+    )  # else it may scale what it reads first
+    several = (sums.averaged, sums.kept) if adds_to_it else (sums.kept, sums.averaged)
+    for found in (sums.plain, sums.scaled, *several, sums.weighed):
         for some in _candidates(outputs, time):
             if (factors := found([t.rows for _, t in some])) is not None:
                 placed = sorted(zip(some, factors, strict=True), key=lambda each: _distance(each[0][0], time))
-                places = [_addition(*output, inside, factor) for output, factor in placed]
-                (_, attended), factor = placed[0]
-                layer.rows["attn_out"] = attended.rows * factor if factor != 1 else attended.rows
-                layer.attn_out, layer.mlp_out = (*places, None)[:2]
+                for name, ((entry, seen), factor) in zip(("attn_out", "mlp_out"), placed, strict=False):
+                    layer.rows[name] = seen.rows * factor if factor != 1 else seen.rows
+                    setattr(layer, name, _addition(entry, seen, inside, factor))
+                if found in (sums.averaged, sums.weighed):
+                    layer.rows["made"] = sum((t.rows for _, t in some), layer.rows["in"])
                 layer.adds, layer.keeps = True, sums.keeps
+                _find_middle(trace, layer, placed, inside)
                 return
+    norms = (e for e, t in outputs if torch.equal(t.rows, layer.rows["out"]))
+    layer.is_normed = any(_is_norm(trace.module.get_submodule(e.name)) for e in norms)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module has no weights but vectors, one at least."""
+    weights = [p.ndim for p in module.parameters()]
+    return bool(weights) and max(weights) == 1
+
+
+def _find_middle(
+    trace: Trace, layer: LayerStructure, placed: Sequence[tuple[Output, float]], inside: list[Execution]
+) -> None:
+    """Rows of what the MLP's norm reads: the first stream that a part reads after the attention's output is made."""
+    (attention, _), *others = (output for output, _ in placed)
+    if others and others[0][0].end > attention.end:
+        later = (
+            t for e in inside if e.start > attention.end and e.name != MATRIX for t in e.inputs if is_stream(trace, t)
+        )
+        seen = next((t for t in later if t.rows.shape == layer.rows["in"].shape), None)
+        if seen is not None and not torch.equal(seen.rows, layer.rows["attn_out"]):
+            layer.rows["mid"] = seen.rows
 
 
 def _candidates(outputs: list[Output], time: int) -> Iterator[list[Output]]:
@@ -57,16 +105,18 @@ def _candidates(outputs: list[Output], time: int) -> Iterator[list[Output]]:
 
 
 class _Sums:
-    """Whether outputs sum to what a block makes of its stream, in one of three ways; each gives the outputs' factors."""
+    """Whether outputs sum to what a block makes of its stream, in one of five ways; each gives the outputs' factors."""
 
-    def __init__(self, layer: LayerStructure, first: Tensor) -> None:
-        self.before, self.out, self.first = layer.rows["in"], layer.rows["out"], first
+    def __init__(self, layer: LayerStructure, before: Before) -> None:
+        self.before, self.out, self.first = layer.rows["in"], layer.rows["out"], before.stood[0]
         self.target = self.out.double() - self.before.double()
         self.slack = torch.finfo(self.out.dtype).eps * 32 * float(self.out.double().abs().max())
         self.tolerance = EXACT.get(self.out.dtype, 1e-2)
-        self.keeps = (1.0, 0.0)
-        streams = [self.before] if torch.equal(self.before, first) else [self.before, first]
+        self.keeps = 1.0, 0.0
+        streams = [self.before] if torch.equal(self.before, self.first) else [self.before, self.first]
         self.basis = torch.linalg.qr(torch.stack([_few(s) for s in streams], dim=1)).Q
+        self.stood = torch.linalg.qr(torch.stack([_few(s) for s in before.stood], dim=1)).Q
+        self.outputs = before.outputs if before.is_whole else []
         self.few_added, self.few_out = _few(self.out) - _few(self.before), _few(self.out)
         self._known: dict[int, Tensor] = {}  # a few rows of outputs, by id
 
@@ -102,6 +152,35 @@ class _Sums:
             return None  # what they are said to add would hold the stream itself
         self.keeps = (keep, again[0] if again else 0.0)
         return [1.0] * len(parts)
+
+    def averaged(self, parts: list[Tensor]) -> list[float] | None:
+        """They and what the block reads are what a sum of what stood before takes as one more term."""
+        added = self._few_sum(parts)
+        left, made = (self._beside_stood(x) for x in (self.few_out, added + _few(self.before)))
+        size, whole = float(made.square().sum()), float(self.few_out.norm())
+        factor = float((left * made).sum()) / size if size else 0.0
+        exact = float((left - factor * made).norm()) <= self.tolerance * whole
+        goes_on = (
+            float((self.few_out - factor * added).norm()) > _LEAST * whole
+        )  # else it is in what they are said to add
+        return [1.0] * len(parts) if exact and goes_on and abs(factor) * size**0.5 > _LEAST * whole else None
+
+    def weighed(self, parts: list[Tensor]) -> list[float] | None:
+        """They are taken by each token with weights of its own, beside all earlier outputs."""
+        if not self.outputs:
+            return None
+        few = [x[:_FEW] for x in (self.out, *self.outputs, *parts)]
+        weights, left = depth_weights(few[0], few[1:])
+        taken = weights.abs().mean((0, 1))
+        old, new = taken[: len(self.outputs)], taken[len(self.outputs) :]
+        found = left <= self.tolerance and bool((new > _LEAST).all()) and bool((old > _LEAST).any())
+        return [1.0] * len(parts) if found else None
+
+    def _few_sum(self, parts: list[Tensor]) -> Tensor:
+        return torch.stack([self._few(part) for part in parts]).sum(0)
+
+    def _beside_stood(self, x: Tensor) -> Tensor:
+        return x - self.stood @ (self.stood.T @ x)
 
     def _spans(self, x: Tensor, y: Tensor) -> bool:
         """Whether y [n] is a sum of the columns of x [n, 1 or 2], times numbers that are not 0."""

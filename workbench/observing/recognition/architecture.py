@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from workbench.observing.recognition.stream_sums import StreamSum
-from workbench.observing.recognition.structure import LayerStructure
+from workbench.observing.recognition.least_squares import weights_by_token
+from workbench.observing.recognition.stream_sums import depth_weights
+from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath
 
 _SAME = 1e-3  # coefficients this near are one published constant
@@ -22,10 +24,9 @@ Named = tuple[list[str], dict[str, Any]]
 """Names of shortcuts and their options."""
 
 
-def recognize_architecture(
-    layers: Sequence[LayerStructure], paths: Sequence[ValuePath], arriving: Sequence[StreamSum]
-) -> tuple[str, dict[str, Any], str]:
+def recognize_architecture(structure: DecoderStructure, paths: Sequence[ValuePath]) -> tuple[str, dict[str, Any], str]:
     """(name, options, reason): a registered architecture; `unknown` with the reason where none agrees."""
+    layers = structure.layers
     if not all(layer.is_read for layer in layers):
         return "unknown", {}, ""
     parts: list[str] = []
@@ -35,12 +36,17 @@ def recognize_architecture(
             raise _UnknownArchitecture(
                 "what blocks read and return is no stream, so what happens between them is not known"
             )
+        own = next((i for i, layer in enumerate(layers) if len(layer.parts) > 1 and layer.z is None), None)
+        if own is not None:
+            raise _UnknownArchitecture(
+                f"block {own} has {len(layers[own].parts)} attentions, each with a matrix W_O of its own"
+            )
         if not all(p.exact for p in paths):
             worst = max(paths, key=lambda p: p.residual)
             raise _UnknownArchitecture(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
         parts, options = _values(paths, layers)
         shared = parts == ["cla"]
-        for more, its in (_outputs(paths), _queries_and_keys(paths, shared), _streams(arriving, layers)):
+        for more, its in (_outputs(paths), _queries_and_keys(paths, shared), _streams(structure)):
             parts, options = parts + more, options | its
     except _UnknownArchitecture as reason:
         return "unknown", {}, str(reason)
@@ -50,7 +56,9 @@ def recognize_architecture(
 def _values(paths: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Named:
     values = [p for p in paths if p.into == "value"]
     if gated := [p for p in values if p.by_token]:
-        raise _UnknownArchitecture(_gates(gated))
+        if (name := _gate_name(gated, values, layers)) is None:
+            raise _UnknownArchitecture(_gates(gated))
+        return [name], {}
     if all(_near(p.coefficients, {"own": 1.0}) for p in values):
         return [], {}
     name, options = _value_name(values, layers)
@@ -61,6 +69,10 @@ def _values(paths: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Nam
 
 def _outputs(paths: Sequence[ValuePath]) -> Named:
     outputs = [p for p in paths if p.into == "output"]
+    if combined := next((p for p in outputs if not {"first", "own"} & set(p.coefficients)), None):
+        names = " and ".join(map(str, combined.coefficients))
+        how = "weighs by token (gates)" if combined.by_token else "combines (differential attention)"
+        raise _UnknownArchitecture(f"what W_O reads {how} {names}; see value_paths()")
     pulls = [p.coefficients for p in outputs]
     if any(abs(c.get("first", 0.0) + c["own"]) > _SAME for c in pulls) or any(p.head is not None for p in outputs):
         raise _UnknownArchitecture("something is added to the attention's output; see value_paths()")
@@ -73,7 +85,7 @@ def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
     options: dict[str, Any] = {}
     for into in ("query", "key"):
         every = [p.coefficients for p in paths if p.into == into]
-        mixed = [c for c in every if not _near(c, {"first": 1.0})]
+        mixed = [c for c in every if abs(c.get("own", 0.0)) > _SAME]
         if len(mixed) < len(every) and not shared:
             raise _UnknownArchitecture(f"layers read another's {into} vectors; see value_paths()")
         if mixed:
@@ -83,13 +95,20 @@ def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
     return parts, options
 
 
-def _streams(arriving: Sequence[StreamSum], layers: Sequence[LayerStructure]) -> Named:
+def _streams(structure: DecoderStructure) -> Named:
+    layers, arriving = structure.layers, structure.arriving
+    strange = next((i for i, layer in enumerate(layers) if not (layer.adds or layer.is_normed or layer.inline)), None)
+    if strange is not None:
+        raise _UnknownArchitecture(f"what block {strange} adds to its stream was not found")
     if any(layer.keeps != (1.0, 0.0) for layer in layers):
         raise _UnknownArchitecture("blocks scale the stream they read, or add what the first one read again")
     mixed = [s for s in arriving[:-1] if not s.is_plain]
     if not all(s.exact for s in mixed):
         left = max(s.residual for s in mixed)
         raise _UnknownArchitecture(f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it")
+    inner = [s for s in structure.between if s is not None and s.exact and not s.is_plain]
+    if inner or any(s.by_token is not None for s in arriving):
+        return _depth_attention(structure)
     again = [s.weights for s in mixed if all(abs(w) < _SAME for w in s.weights[1:-1])]
     if len(again) < len(mixed):
         return ["denseformer"], {}
@@ -97,6 +116,56 @@ def _streams(arriving: Sequence[StreamSum], layers: Sequence[LayerStructure]) ->
         return [], {}
     options = _constant("lambda_h1", [w[0] for w in again]) | _constant("lambda_h_own", [w[-1] for w in again])
     return ["residual_hidden"], options
+
+
+def _depth_attention(structure: DecoderStructure) -> Named:
+    """Attention Residuals: each sublayer and the final norm read a softmax over all earlier outputs, beside their sum (delta) or alone."""
+    layers, outputs, read = structure.layers, [structure.layers[0].rows["in"]], list[Tensor]()
+    for i, layer in enumerate(layers):
+        after = layers[i + 1].rows["in"] if i + 1 < len(layers) else structure.last_stream
+        for name, rows in (("attn_out", layer.rows.get("mid")), ("mlp_out", after)):
+            if rows is None:
+                raise _UnknownArchitecture(
+                    "streams are sums of earlier outputs by token, but what the MLPs read was not found"
+                )
+            outputs.append(layer.rows[name])
+            read.append(depth_weights(rows, outputs)[0])
+    *inner, last = read
+    heads = {"depth_heads": last.shape[-2]} if last.shape[-2] > 1 else {}
+    alike = (last[..., 1:-1] - last[..., 2:]).abs().amax((0, 1)) < _SAME  # outputs of one sum have one weight
+    begins = [0, 1, *(i + 2 for i in range(len(alike)) if not alike[i])]
+    if all(map(_is_softmax, read)):
+        return ["attention_residuals"], heads
+    if all(_is_softmax(w[..., [j for j in begins if j < w.shape[-1]]]) for w in read):
+        return ["attention_residuals"], heads | {"depth_blocks": len(begins) - 1}
+    if all(_is_softmax(w - 1) for w in inner) and bool(((last - 1).abs() < _SAME).all()):
+        return ["attention_residuals"], heads | {"depth_form": "delta"}
+    raise _UnknownArchitecture(
+        "what blocks or their MLPs read are sums of earlier outputs, weighted by token; see value_paths()"
+    )
+
+
+def _is_softmax(weights: Tensor) -> bool:
+    return bool((weights > -_SAME).all() and ((weights.sum(-1) - 1).abs() < _SAME).all())
+
+
+def _gate_name(gated: Sequence[ValuePath], values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> str | None:
+    """The architecture that weighs values by token in this way: a share of the first layer's or a table's beside its own, or its own."""
+    kinds = {"table" if str(s).startswith(TABLE) else s for p in gated for s in p.coefficients}
+    own = [(p.coefficients["own"], p.spread["own"]) for p in gated if "own" in p.coefficients]
+    plain = len(own) == len(gated) and all(abs(c - 1) < _SAME and spread < _SAME for c, spread in own)
+    others = all(_near(p.coefficients, {"own": 1.0}) for p in values if not p.by_token)
+    if others and plain and kinds in ({"first", "own"}, {"table", "own"}):
+        return "satformer" if "first" in kinds else "gated_value_embedding"
+    if kinds != {"own"} or len({p.layer for p in gated}) < len(layers):
+        return None
+    weights = [weights_by_token(layer.attention.v, [layer.rows["own"]])[0][..., 0] for layer in layers]
+    if not all(bool((w > 0).all() and (w < 1).all()) for w in weights):
+        return None
+    squares = [layer.rows["own"].double().square().sum(-1) for layer in layers]
+    missing = [r * (1 / w - 1) for r, w in zip(squares, weights, strict=True)]  # C, where w = r / (r + C)
+    same = all(bool((c.std(0) < 1e-2 * c.mean(0)).all()) for c in missing)
+    return "value_scale" if same else "value_gate"
 
 
 def _gates(paths: Sequence[ValuePath]) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from workbench.kernels.attention import AttentionStatistics, attention_statistics
 from workbench.observing.interception.masks import CAUSAL, Modify, masked_statistics
+from workbench.observing.interception.positions import Beside
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far an attention's output may be from the reference, relative to its largest entry, to count as the same computation."""
@@ -39,13 +40,14 @@ def score_factor(scores: Tensor, allowed: Tensor, q: Tensor, k: Tensor) -> float
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, tensor: Any, causal: bool, mask: str, modify: Modify | None = None
-) -> tuple[Tensor, AttentionStatistics] | None:
-    """The reference's output and statistics of an attention; None under a mask that it cannot read."""
-    if mask == CAUSAL:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Any, causal: bool, kind: str, modify: Modify | None = None,
+    beside: Beside = (0, 0),
+) -> tuple[Tensor, AttentionStatistics] | None:  # fmt: skip
+    """The reference's output and statistics of an attention; None under a mask that it cannot read. `kind`: what that does."""
+    if kind == CAUSAL and not any(beside):
         return causal_attention(q, k, v, scale)
-    if isinstance(tensor, Tensor) and not mask.startswith("a mask of type"):
-        return masked_statistics(q, k, v, scale=scale, mask=tensor, causal=causal, modify=modify)
+    if isinstance(mask, Tensor) and not kind.startswith("a mask of type"):
+        return masked_statistics(q, k, v, scale=scale, mask=mask, causal=causal, modify=modify, beside=beside)
     return None
 
 

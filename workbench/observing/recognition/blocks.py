@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -11,16 +11,20 @@ from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.tensor_layouts import TensorPath
-from workbench.observing.recognition.trace import MATRIX, UNREAD, Execution, Trace, TracedAttention, TracedTensor
+from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor
+from workbench.observing.recognition.trace import Trace
+from workbench.observing.recognition.traced_attention import TracedAttention
 
 INLINE = "inline"
 """Kind of an execution that is a block written inline, no module of its own."""
 NUMBER = r"(?<![^.])\d+(?![^.])"
 """A component of a module's name that is a number."""
+Block = tuple[list[TracedAttention], Execution]
+"""A run of a block with the attentions in it, in order; none where none can be read."""
 
 
-def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[tuple[TracedAttention, Execution]]:
-    """Each attention with the run of the block that holds it, blocks without one among them."""
+def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[Block]:
+    """The run of each block with its attentions, blocks without one among them."""
     prefixes = [blocks] if isinstance(blocks, str) else list(blocks or [])
     attentions = [
         a for a in trace.attentions
@@ -34,33 +38,47 @@ def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[tupl
     if refused := next((a for a in attentions if a.refusal), None):
         raise WorkbenchError(f"attention in {_name(refused.within)} cannot be read: {refused.refusal}")
     if (inline := _inline_blocks(trace, attentions)) is not None:
-        return list(zip(attentions, inline, strict=True))
-    pairs = [(a, _block_of(trace, a, attentions)) for a in attentions]
-    stacks = {re.sub(r"\d+", "*", block.name.rpartition(".")[0]) for _, block in pairs}
+        return [([a], block) for a, block in zip(attentions, inline, strict=True)]
+    found: dict[int, Block] = {}
+    for a in attentions:
+        block = _block_of(trace, a, attentions)
+        found.setdefault(id(block), ([], block))[0].append(a)
+    _refuse_other_widths(found.values())
+    stacks = {re.sub(r"\d+", "*", block.name.rpartition(".")[0]) for _, block in found.values()}
     if len(stacks) > 1:
         names = " and ".join(sorted(stacks))
         raise WorkbenchError(
             f"attention was seen in several stacks of blocks: {names}; observe one of the submodules, or name one as blocks="
         )
-    return with_unread(trace, pairs)
+    return with_unread(trace, list(found.values()))
 
 
-def with_unread(
-    trace: Trace, pairs: list[tuple[TracedAttention, Execution]]
-) -> list[tuple[TracedAttention, Execution]]:
+def _refuse_other_widths(blocks: Iterable[Block]) -> None:
+    """Raise `WorkbenchError` where heads of one block do not stand beside each other, as they are not as wide."""
+    for attentions, block in blocks:
+        for name in ("q", "v"):
+            widths = sorted({getattr(a, name).shape[-1] for a in attentions})
+            if len(widths) > 1:
+                sizes = " and ".join(map(str, widths))
+                raise WorkbenchError(
+                    f"attentions in {_name(block)} have heads of {sizes} numbers: only equal ones stand beside each other"
+                )
+
+
+def with_unread(trace: Trace, blocks: list[Block]) -> list[Block]:
     """The chosen blocks, and in their order those of the same list whose attention was not seen: state spaces, hand-written."""
-    lists = {block.name.rpartition(".")[0] for _, block in pairs}
-    numbered = all(block.name.rpartition(".")[2].isdigit() for _, block in pairs)
-    known, like = {id(block): attention for attention, block in pairs}, stream_of(trace, pairs[0][1])
-    if pairs[0][1].kind == INLINE or (numbered and len(lists) > 1):
-        return pairs
+    lists = {block.name.rpartition(".")[0] for _, block in blocks}
+    numbered = all(block.name.rpartition(".")[2].isdigit() for _, block in blocks)
+    known, like = {id(block): attentions for attentions, block in blocks}, stream_of(trace, blocks[0][1])
+    if blocks[0][1].kind == INLINE or (numbered and len(lists) > 1):
+        return blocks
     if (
         not numbered
     ):  # the parts that attend, of blocks whose streams are not seen: those of the same name under other numbers
-        names = {re.sub(NUMBER, "*", block.name, count=1) for _, block in pairs if number(block.name) is not None}
+        names = {re.sub(NUMBER, "*", block.name, count=1) for _, block in blocks if number(block.name) is not None}
         alike = [e for e in trace.executions if re.sub(NUMBER, "*", e.name, count=1) in names]
-        other = [(known.get(id(e)) or _unread(e, s[0].rows), e) for e in alike if (s := stream_of(trace, e))]
-        return other if len(other) > len(pairs) else pairs
+        other = [(known.get(id(e), []), e) for e in alike if stream_of(trace, e)]
+        return other if len(other) > len(blocks) else blocks
     parents = {id(e.parent) for e in trace.executions if e.name != MATRIX}
     found = []
     for entry in trace.executions:
@@ -71,11 +89,11 @@ def with_unread(
             streams = stream_of(trace, entry)
             weights = any(True for _ in trace.module.get_submodule(entry.name).parameters())
             if weights and streams and like and streams[0].shape == like[0].shape:
-                found.append((_unread(entry, streams[0].rows), entry))
+                found.append(([], entry))
     return found
 
 
-def _blocks_without_attention(trace: Trace, prefixes: list[str]) -> list[tuple[TracedAttention, Execution]]:
+def _blocks_without_attention(trace: Trace, prefixes: list[str]) -> list[Block]:
     """Blocks of a module in which no attention was called: the outermost numbered parts that hand a stream on, each to the next.
 
     Empty where something else was called that may be an attention, which is refused by its name.
@@ -90,16 +108,15 @@ def _blocks_without_attention(trace: Trace, prefixes: list[str]) -> list[tuple[T
         if chosen and last.isdigit() and id(entry) in parents and stream_of(trace, entry):
             lists.setdefault(prefix, []).append(entry)
     for blocks in sorted(lists.values(), key=lambda found: len(found[0].stack())):
-        streams = [s for e in blocks if (s := stream_of(trace, e))]
-        hands_on = all(torch.equal(a[1].rows, b[0].rows) for a, b in pairwise(streams))
-        if len(blocks) > 1 and hands_on:
-            return [(_unread(e, s[0].rows), e) for e, s in zip(blocks, streams, strict=True)]
+        if _hand_on(trace, blocks):
+            return [([], block) for block in blocks]
     return []
 
 
-def _unread(block: Execution, rows: Tensor) -> TracedAttention:
-    none = rows.new_zeros(0)
-    return TracedAttention(UNREAD, block, (), 0, 0, 1, none, none, none, none, "", exact=False)
+def _hand_on(trace: Trace, blocks: Sequence[Execution]) -> bool:
+    """Whether several parts hand a stream on, each to the next."""
+    streams = [s for e in blocks if (s := stream_of(trace, e))]
+    return len(streams) > 1 and all(torch.equal(a[1].rows, b[0].rows) for a, b in pairwise(streams))
 
 
 def _without_side_softmaxes(attentions: list[TracedAttention]) -> list[TracedAttention]:
@@ -118,12 +135,19 @@ def _layout(attention: TracedAttention) -> str:
 
 
 def _block_of(trace: Trace, attention: TracedAttention, attentions: list[TracedAttention]) -> Execution:
-    """The outermost execution that reads and returns a stream and holds this attention alone."""
+    """The block around an attention: the outermost execution that reads and returns a stream and holds this attention alone.
+
+    Where that does not hand its stream on, or holds others, the innermost one of a list that does.
+    """
     around = [e for e in attention.within.stack()[1:] if stream_of(trace, e)]
+    listed = [e for e in around if e.name.rsplit(".", 1)[-1].isdigit()]
     alone = [e for e in around if sum(e.holds(a.times[-1]) for a in attentions) == 1]
-    if alone:
-        listed = [e for e in alone if e.name.rsplit(".", 1)[-1].isdigit()]
-        return (listed or alone)[0]
+    first = next((e for e in alone if e in listed), alone[0] if alone else None)
+    if first is not None and _hand_on(trace, _like(trace, first)):
+        return first
+    handing = [e for e in listed if _hand_on(trace, _like(trace, e))]
+    if handing or first or listed:
+        return handing[-1] if handing else first or listed[-1]
     if not around:
         raise WorkbenchError(
             f"attention in {_name(attention.within)} is in no block: no part around it reads and makes a stream "
@@ -132,8 +156,16 @@ def _block_of(trace: Trace, attention: TracedAttention, attentions: list[TracedA
         )
     several = [_name(a.within) for a in attentions if around[-1].holds(a.times[-1])]
     raise WorkbenchError(
-        f"{_name(around[-1])} makes {len(several)} attention calls ({', '.join(several[:4])}); one per block can be read"
+        f"{_name(around[-1])} makes {len(several)} attention calls ({', '.join(several[:4])}) and is no block of a list: keep blocks in "
+        "a ModuleList"
     )
+
+
+def _like(trace: Trace, entry: Execution) -> list[Execution]:
+    """All runs of the parts of one list."""
+    prefix, _, last = entry.name.rpartition(".")
+    runs = [e for e in trace.executions if e.name.rpartition(".")[0] == prefix and e.name.rpartition(".")[2].isdigit()]
+    return runs if last.isdigit() else []
 
 
 def _inline_blocks(trace: Trace, attentions: list[TracedAttention]) -> list[Execution] | None:
@@ -188,8 +220,9 @@ def stream_of(trace: Trace, entry: Execution) -> tuple[TracedTensor, TracedTenso
 
 
 def is_stream(trace: Trace, tensor: TracedTensor) -> bool:
-    """Whether a tensor is [batch, pos, any] or [pos, batch, any]."""
-    return len(tensor.shape) == 3 and tensor.shape[:2] in ((trace.batch, trace.length), (trace.length, trace.batch))
+    """Whether a tensor is [batch, pos, any] or [pos, batch, any], of all the module's positions."""
+    rows, columns = trace.positions.rows, trace.positions.columns
+    return len(tensor.shape) == 3 and tensor.shape[:2] in ((rows, columns), (columns, rows))
 
 
 def _no_attention(trace: Trace, prefixes: list[str]) -> str:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ObservedConfig
-from workbench.observing.interception.tensor_layouts import TensorPath, by_position, get_at, tensors_in
+from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_in
 from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
 from workbench.observing.recognition.layers import mlp_width, recognize_layers
-from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import TensorLocation, run_index
-from workbench.observing.recognition.stream_sums import stream_sums
+from workbench.observing.recognition.stream_sums import StreamSum, stream_sum, stream_sums
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure, Table
-from workbench.observing.recognition.trace import Execution, Trace, is_matrix, rows_at
+from workbench.observing.recognition.executions import Execution, rows_at
+from workbench.observing.recognition.trace import Trace, is_matrix
 
 CONTEXT = (
     "max_position_embeddings", "n_positions", "block_size", "n_ctx", "max_seq_len", "max_seq_length", "context_length",
@@ -65,19 +65,54 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
         seen = f"; seen: {', '.join(sorted(trace.other_calls))}" if trace.other_calls else ""
         notes.append(f"no attention that can be read in layers {', '.join(unread)}: only their streams are shown{seen}")
     shape = first.inputs[0].shape if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0].shape
-    if positions_first := shape[:2] != (trace.batch, trace.length):
-        notes.append("streams are [pos, batch, d_model] inside the module: hooks get and give [batch, pos, d_model]")
+    at = trace.positions
+    layout = at.layout.turn() if shape[:2] != (at.rows, at.columns) else at.layout
+    notes += [layout.words] if layout.words else []
     starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
     last_stream = layers[-1].rows["out"] if final is None else rows_at(final[0].inputs, final[1])
     assert last_stream is not None
     ending = _ending(trace, head, logits, last_stream) if streams_known else NO_STREAM
-    arriving = stream_sums(
-        [*(layer.rows["in"] for layer in layers), last_stream], [layer.rows["out"] for layer in layers]
-    )
+    streams = [*(layer.rows["in"] for layer in layers), last_stream]
+    outputs = _outputs_of(layers)
+    arriving = stream_sums(streams, [layer.rows["made"] for layer in layers], outputs)
     tables = _tables_of_values(trace, embed, layers)
     return DecoderStructure(
-        config, layers, starts, reads, ends, path, trace.in_place, positions_first, notes, ending, tables, arriving
+        config,
+        layers,
+        starts,
+        reads,
+        ends,
+        path,
+        trace.in_place,
+        layout,
+        notes,
+        ending,
+        tables,
+        arriving,
+        last_stream,
+        _between(layers, outputs),
     )
+
+
+def _outputs_of(layers: Sequence[LayerStructure]) -> list[list[Tensor]]:
+    """What each layer's parts add, where that is known of all."""
+    if not all(layer.adds and layer.keeps == (1.0, 0.0) for layer in layers):
+        return []
+    return [[layer.rows[n] for n in ("attn_out", "mlp_out") if n in layer.rows] for layer in layers]
+
+
+def _between(layers: Sequence[LayerStructure], outputs: Sequence[Sequence[Tensor]]) -> list[StreamSum | None]:
+    """What the MLP of each layer reads, None where that was not found."""
+    found: list[StreamSum | None] = []
+    for i, layer in enumerate(layers):
+        if "mid" not in layer.rows:
+            found.append(None)
+            continue
+        first, attended = layers[0].rows["in"], layer.rows["attn_out"]
+        stood = [first, *(earlier.rows["made"] for earlier in layers[:i]), layer.rows["in"] + attended]
+        known = [first, *(x for some in outputs[:i] for x in some), attended] if outputs else []
+        found.append(stream_sum(layer.rows["mid"], stood, known))
+    return found
 
 
 def _tables_of_values(
@@ -99,7 +134,7 @@ def _ending(
     trace: Trace, head: tuple[Execution, TensorPath] | None, logits: Tensor | None, stream: Tensor
 ) -> LinearEnding | str:
     """What makes the logits of the last stream [row, d_model]; why that is not known, in words."""
-    made = None if logits is None else by_position(logits, trace.batch, trace.length)
+    made = None if logits is None else trace.positions.by_position(logits)
     if head is None or made is None:
         return "no matrix after the blocks makes logits of every position"
     read, few = rows_at(head[0].inputs, head[1]), slice(_FEW)
@@ -125,17 +160,16 @@ def _location(trace: Trace, end: tuple[Execution, TensorPath] | None) -> TensorL
 
 def _is_logits(x: Tensor, trace: Trace) -> bool:
     """[batch, pos, d_vocab], of the last position alone, [pos, batch, d_vocab] or [batch * pos, d_vocab]."""
-    flat = x.ndim == 2 and x.shape[0] == trace.batch * trace.length
-    deep = x.ndim == 3 and x.shape[0] == trace.batch and x.shape[1] in (trace.length, 1)
-    turned = x.ndim == 3 and x.shape[:2] == (trace.length, trace.batch)
-    return x.is_floating_point() and (flat or deep or turned)
+    if x.ndim == 3 and x.is_floating_point() and x.shape[:2] == (trace.batch, 1):
+        return True
+    return x.ndim < 4 and trace.positions.shaped(x) is not None
 
 
 def _find_embedding(trace: Trace, block: Execution, width: int) -> tuple[Execution, TensorPath] | None:
     """The first matrix before the blocks that turns the tokens into vectors of the stream's width, else into any."""
     tables = [
         (e, s.path) for e in trace.executions for s in e.outputs
-        if e.reads_tokens and e.start < block.start and len(s.shape) == 3 and is_matrix(trace, e)
+        if e.reads_tokens and e.start < block.start and len(s.shape) > 1 and is_matrix(trace, e)
     ]  # fmt: skip
     wide = [t for t in tables if (rows := rows_at(t[0].outputs, t[1])) is not None and rows.shape[1] == width]
     return next(iter(wide or tables), None)
@@ -154,17 +188,18 @@ def _find_head(trace: Trace, block: Execution, width: int, logits: Tensor) -> tu
 def _find_final(
     trace: Trace, head: tuple[Execution, TensorPath], block: Execution, layers: Sequence[LayerStructure]
 ) -> tuple[Execution, TensorPath] | None:
-    """The final norm's input, where it is another sum of what blocks made than the output of the last one."""
-    last, few = layers[-1].rows["out"], slice(_FEW)
-    read = rows_at(head[0].inputs, head[1])
+    """The final norm's input, where it is another sum of what was made before than the output of the last block."""
+    last, first = layers[-1].rows["out"], layers[0].rows["in"]
+    read, outputs = rows_at(head[0].inputs, head[1]), _outputs_of(layers)
     for entry in trace.executions:
         if block.end < entry.start and entry.end < head[0].start:
             feeds_head = any(read is not None and torch.equal(t.rows, read) for t in entry.outputs)
             stream = next((t for t in entry.inputs if t.rows.shape == last.shape), None)
             if feeds_head and stream is not None:
-                made = [layers[0].rows["in"][few], *(layer.rows["out"][few] for layer in layers)]
-                is_sum = fit(stream.rows[few], made)[1] <= EXACT.get(last.dtype, 1e-2)
-                return (entry, stream.path) if is_sum and not torch.equal(stream.rows, last) else None
+                stood = [first, *(layer.rows["made"] for layer in layers)]
+                known = [first, *(x for some in outputs for x in some)] if outputs else []
+                is_sum = not torch.equal(stream.rows, last) and stream_sum(stream.rows, stood, known).exact
+                return (entry, stream.path) if is_sum else None
     return None
 
 

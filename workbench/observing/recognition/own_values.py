@@ -22,7 +22,7 @@ from workbench.observing.recognition.projections import (
     run_index,
     same_projection,
 )
-from workbench.observing.recognition.trace import MATRIX, Execution
+from workbench.observing.recognition.executions import MATRIX, Execution
 
 _STEPS = 30  # of alternating least squares: a norm's factors are found in two
 _PACKING = 8  # weights that one stored number may hold
@@ -48,6 +48,9 @@ def find_own_values(module: nn.Module, executions: list[Execution], target: Tens
     for place, entry, rows in projections_of(executions, target):
         for (owner, index), columns in _made_of(entry, rows, place, matrices):
             return OwnValues(place, owner, index, columns)
+    for (owner, index), entry in matrices.items():  # times a number of each token and head (V-scale, gates)
+        for columns in _scaled_columns(_rows(entry), target):
+            return OwnValues(_place(entry, columns, target.shape[1], executions), owner, index, columns)
     return None
 
 
@@ -116,16 +119,21 @@ def _made_of(
         rows = _rows(matrix)
         if (columns := matching_columns(rows - rows.mean(0), flat - flat.mean(0))) is not None:
             yield key, columns
-        heads = flat.unflatten(1, (place.heads, -1))
-        for first in range(0, rows.shape[1] - flat.shape[1] + 1, heads.shape[2]):
-            columns = slice(first, first + flat.shape[1])
-            if _scaled(rows[:, columns].view_as(heads), heads) < tolerance:
-                yield key, columns
+        yield from ((key, columns) for columns in _scaled_columns(rows, flat.unflatten(1, (place.heads, -1))))
     inside = {key: e for key, e in before.items() if entry.holds(e.start)}
     for seen in entry.outputs:
         alike = {key: _rows(e) for key, e in inside.items() if _rows(e).shape == seen.rows.shape}
         if seen.path == place.path and len(alike) > 1 and fit(seen.rows, list(alike.values()))[1] < tolerance:
             yield next(iter(alike)), place.columns
+
+
+def _scaled_columns(rows: Tensor, heads: Tensor) -> Iterable[slice]:
+    """Columns of rows [row, width] that are heads [row, head, d_head] but for a factor of each row and head and one of each column."""
+    n = heads.flatten(1).shape[1]
+    for first in range(0, rows.shape[1] - n + 1, heads.shape[2]):
+        columns = slice(first, first + n)
+        if _scaled(rows[:, columns].reshape(heads.shape), heads) < EXACT.get(heads.dtype, 1e-2):
+            yield columns
 
 
 def _scaled(heads: Tensor, target: Tensor) -> float:

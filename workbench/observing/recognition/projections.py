@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.interception.tensor_layouts import TensorPath
-from workbench.observing.recognition.trace import Execution
+from workbench.observing.recognition.executions import Execution
 
 _NARROW = (torch.float16, torch.bfloat16)
 _MAX_TABLE = 2**26  # entries of a table of all columns against all columns

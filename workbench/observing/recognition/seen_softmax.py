@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.interception.masks import is_distribution
+from workbench.observing.interception.positions import Beside
 from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.recognition.attention_reference import TOLERANCE, score_factor
 
@@ -28,15 +29,13 @@ class SeenSoftmax(NamedTuple):
     pattern: Tensor
     product: tuple[int, ProductCall]
 
-    def tokens(self, used: Tensor, length: int) -> slice | None:
-        """Which of its columns are tokens, from the pattern that multiplies the values; None where it may be another's."""
-        extra = self.scores.shape[-1] - length
-        if not extra:
-            return slice(None)
-        for columns in (slice(0, length), slice(extra, None)):
-            part = self.pattern[..., columns]
-            if torch.equal(used.reshape(part.shape), part.to(used.dtype)):
-                return columns
+    def beside(self, used: Tensor) -> Beside | None:
+        """How many of its columns before and after those that multiply the values do not; None where these are another's."""
+        extra = self.pattern.shape[-1] - used.shape[-1]
+        for before in dict.fromkeys((0, extra)) if extra >= 0 else ():
+            part = self.pattern.narrow(-1, before, used.shape[-1])
+            if part.numel() == used.numel() and torch.equal(used.reshape(part.shape), part.to(used.dtype)):
+                return before, extra - before
         return None
 
     def factor(self, scores: Tensor, allowed: Tensor, q: Tensor, k: Tensor) -> float | None:

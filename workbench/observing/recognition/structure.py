@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from workbench.config import ObservedConfig
-from workbench.names import NULL, STATISTICS
-from workbench.observing.interception.masks import CAUSAL
+from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.ending import LinearEnding
 from workbench.observing.recognition.projections import Projection, TensorLocation
 from workbench.observing.recognition.stream_sums import StreamSum
-from workbench.observing.recognition.trace import BY_HAND, UNREAD, TracedAttention
+from workbench.observing.recognition.traced_attention import TracedAttention
 
 UNLIMITED = 2**30
 """Context length, or vocabulary, of a module that does not show it."""
@@ -26,22 +25,67 @@ class Addition(TensorLocation):
     factor: float = 1.0
 
 
+@dataclass(frozen=True)
+class Scope:
+    """The innermost run of a module in which all attention calls of a layer are made: its name, which of its runs in the block."""
+
+    module: str
+    run: int
+
+
+CONSTANT, NORMED, GATED = (
+    "a combination of",
+    "a norm of each head of a combination of",
+    "sums, weighted by token (gates), of",
+)
+"""What a combination of several attentions is, in words before their names."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What W_O reads of several attentions: weights [head, source], and what they leave of it."""
+
+    names: tuple[str, ...]  # attn.0, attn.1, ...
+    weights: Tensor  # over the first one's where a norm of each head follows; means where they depend on the token
+    spread: Tensor  # their standard deviations over tokens
+    residual: float
+    kind: str
+
+    @property
+    def words(self) -> str:
+        """It in words."""
+        return f"{self.kind} {' and '.join(self.names)}: see value_paths()"
+
+
+@dataclass
+class Part:
+    """One attention of a layer, and where its tensors pass."""
+
+    attention: TracedAttention
+    calls: dict[
+        tuple[str, int], str
+    ]  # which of the scope's calls it is made of: (kind, which of these) -> what the call is
+    q: Projection | None = None
+    k: Projection | None = None
+    v: Projection | None = None
+    own: Tensor | None = None  # rows of its own values
+    latent: TensorLocation | None = None  # what the matrix of the values reads, where that is narrower than the stream
+
+
 @dataclass
 class LayerStructure:
-    """One run of a block: where its tensors pass."""
+    """One run of a block: where its tensors pass. Of several attentions their heads stand one after the other."""
 
     block: str
     run: int  # which of the block's runs, where one is run several times
     stream_in: TensorPath
     stream_out: TensorPath
+    parts: list[Part]  # empty where the block has no attention that can be read
     attention: TracedAttention
-    calls: tuple[int, ...]  # which of the block's fused calls, or of its products, softmaxes and products
-    q: Projection | None = None
-    k: Projection | None = None
-    v: Projection | None = None
-    latent: TensorLocation | None = None  # what the matrix of the values reads, where that is narrower than the stream
+    scope: Scope | None = None
     z: TensorLocation | None = None  # what W_O multiplies
     changed: str = ""  # what stands between the attention's output and W_O
+    combination: Combination | None = None  # of what it reads, where that is one of several attentions
     attn_out: Addition | None = None
     mlp_out: Addition | None = None
     keeps: tuple[float, float] = (1.0, 0.0)  # how much of what it and the first block read is in its output
@@ -53,34 +97,16 @@ class LayerStructure:
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found
     adds: bool = False  # whether the block makes its stream by adding outputs of its parts to what it reads
+    is_normed: bool = False  # whether what the block returns is a norm's output (BERT)
 
     @property
     def is_read(self) -> bool:
         """Whether the block has an attention that can be read."""
-        return self.attention.kind != UNREAD
+        return bool(self.parts)
 
-    @property
-    def has_statistics(self) -> bool:
-        """Whether attention statistics can be given exactly."""
-        return self.attention.is_distribution and (self.attention.exact or self.attention.kind == "eager")
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """Names of the attention statistics that can be given exactly."""
-        null = (NULL,) if self.attention.has_null else ()
-        return (*STATISTICS, *null) if self.has_statistics else ()
-
-    @property
-    def squares(self) -> tuple[str, ...]:
-        """Names of what it shows over queries and keys: the scores of a softmax that is written out are no tensor of its own."""
-        if not self.has_statistics:
-            return ()
-        return ("pattern",) if self.attention.kind == BY_HAND else ("attn_scores", "pattern")
-
-    @property
-    def pattern_from_qk(self) -> bool:
-        """Whether softmax of q . k under the causal mask alone is the pattern, so that it can be rebuilt from them."""
-        return self.attention.exact and self.attention.mask == CAUSAL
+    def found(self, name: str) -> bool:
+        """Whether each of its attentions shows a projection: q, k, v or latent."""
+        return bool(self.parts) and all(getattr(part, name) is not None for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -102,8 +128,12 @@ class DecoderStructure:
     final: TensorLocation | None  # what the final norm reads, where that is not the last block's output
     logits: TensorPath | None
     in_place: bool
-    positions_first: bool  # whether streams are [pos, batch, d_model]
+    layout: Layout  # which positions inside the module are tokens, and how its streams lie
     notes: list[str]
     ending: LinearEnding | str = ""  # what makes the logits of the last stream; why that is not known, in words
     tables: dict[str, Table] = field(default_factory=dict)  # by name, those wide enough for values, the embedding aside
     arriving: list[StreamSum] = field(default_factory=list)  # of what each block and the final norm read
+    last_stream: Tensor | None = None  # rows of what the final norm reads
+    between: list[StreamSum | None] = field(
+        default_factory=list
+    )  # of what the MLP of each block reads, where that was found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,100 +18,32 @@ from transformer_lens.hook_points import HookPoint
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.function_mode import attention_functions, intercepting
 from workbench.observing.interception.fused_calls import FusedCall
-from workbench.observing.interception.masks import FUTURE, Modify, is_distribution, mask_kind, visible
-from workbench.observing.interception.product_calls import ProductCall, arrange, attention_axes
-from workbench.observing.interception.tensor_layouts import (
-    TensorPath,
-    by_position,
-    get_at,
-    head_repeats,
-    tensors_in,
-    to_heads,
-)
+from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, mask_kind, visible
+from workbench.observing.interception.positions import Beside, Layout, Positions
+from workbench.observing.interception.product_calls import ProductCall
+from workbench.observing.interception.tensor_layouts import TensorPath, get_at, head_repeats, tensors_in
 from workbench.observing.recognition.attention_reference import near, reference
-from workbench.observing.recognition.seen_softmax import SeenSoftmax, softmax_by_hand
+from workbench.observing.recognition.executions import LOOKUP, MATRIX, Execution, TracedTensor
+from workbench.observing.recognition.traced_attention import (
+    BY_HAND,
+    NO_TOKEN,
+    EagerCall,
+    EagerCalls,
+    TracedAttention,
+    chosen_heads,
+    repeated,
+)
 
 ROWS = 192
-MATRIX = "(matrix)"
-"""Stands for a module's name where a product with a parameter is called by itself; its runs are counted in a block."""
-NO_DISTRIBUTION = "what multiplies the values is no distribution (entries below 0, or rows that sum to more than 1)"
-NO_KEY = "a column of its softmax is no key (sink logits): a share of each row goes to no token, shown as null"
-LOOKUP = "(lookup)"
-"""Stands for a module's name where vectors are looked up in a parameter; its runs are counted in all, `kind` names the parameter."""
-BY_HAND = "by hand"
-"""Kind of an attention whose softmax is written out."""
-UNREAD = "unread"
-"""Kind of what stands for the attention of a block that shows none."""
-
-
-@dataclass
-class TracedTensor:
-    """A tensor as it passed: its path among inputs or outputs, and its rows [position, width]."""
-
-    path: TensorPath
-    rows: Tensor
-    shape: tuple[int, ...]
-
-
-@dataclass
-class Execution:
-    """One run of one submodule."""
-
-    name: str
-    kind: str
-    parent: Execution | None
-    start: int
-    end: int = -1
-    inputs: list[TracedTensor] = field(default_factory=list)
-    outputs: list[TracedTensor] = field(default_factory=list)
-    reads_tokens: bool = False
-
-    def stack(self) -> list[Execution]:
-        """From the outermost module to this one."""
-        return [*(self.parent.stack() if self.parent else []), self]
-
-    def holds(self, time: int) -> bool:
-        """Whether it was running at a time."""
-        return self.start < time < self.end
-
-
-@dataclass
-class TracedAttention:
-    """One attention of the traced run: how it is called, where, and rows of its inputs and outputs."""
-
-    kind: str  # fused, eager, `BY_HAND`, or `UNREAD`
-    within: Execution
-    times: tuple[int, ...]  # of its call, or of the products and softmax
-    heads: int
-    kv_heads: int
-    repeats: int  # how often each key-value head is repeated in the call
-    q: Tensor  # [row, head, d_head], in units in which a score is q . k / sqrt(d_head)
-    k: Tensor  # [row, kv_head, d_head]
-    v: Tensor  # [row, kv_head, d_value]
-    z: Tensor  # [row, head, d_value]
-    mask: str
-    refusal: str = ""  # why it cannot be read at all
-    exact: bool = True  # whether softmax(q k) v under the mask gives its output
-    scale: float = 1.0  # score over q . k, of an eager attention
-    note: str = ""
-    is_aside: bool = (
-        False  # whether its queries are no positions, so that it is something else than the block's attention
-    )
-    is_distribution: bool = True  # whether what multiplies the values is >= 0 with rows that sum to at most 1
-    lse: Tensor | None = None  # [row, head], where the reference gives its output
-    axes: Any = ()  # of an eager attention: which operand is q, orders of q and k; the pattern, of it, v and z
-    columns: slice = field(
-        default_factory=lambda: slice(None)
-    )  # of an eager attention's softmax: those that are tokens
-    has_null: bool = False  # whether the others are no keys at all, so that rows of the pattern sum to less than 1
 
 
 class Trace:
     """Call handler and hooks of the one run; afterwards `executions` and `attentions` hold it in order."""
 
-    def __init__(self, module: nn.Module, tokens: Tensor) -> None:
+    def __init__(self, module: nn.Module, tokens: Tensor, layout: Layout | None = None) -> None:
         self.module, self.tokens = module, tokens
         self.batch, self.length = tokens.shape
+        self.positions = Positions(self.batch, self.length, layout)
         first = torch.arange(self.batch)[: ROWS // 4] * self.length
         others = torch.randperm(self.batch * self.length, generator=torch.Generator().manual_seed(0))[:ROWS]
         self.rows = torch.cat((first, others)).unique().to(tokens.device)
@@ -127,8 +58,7 @@ class Trace:
         self.in_place = False  # whether the module writes over tensors after they have passed
         self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of tensors that the module still holds
         self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # their rows, which many modules share
-        self._products: list[tuple[int, ProductCall, Tensor]] = []
-        self._softmax: SeenSoftmax | None = None
+        self._eager = EagerCalls(self.positions)
 
     def run(self, call: Callable[[Tensor], Any]) -> Any:
         """The module's output in the traced run."""
@@ -136,7 +66,7 @@ class Trace:
         with torch.inference_mode(False), torch.no_grad(), self._hooks(), intercepting(self, functions):
             output = call(self.tokens)
         self._look_for_writing()
-        self._products, self._softmax = [], None
+        self._eager = EagerCalls(self.positions)
         self._versions.clear()
         self._kept.clear()
         return output
@@ -146,9 +76,7 @@ class Trace:
         name = next((n for n, p in self.module.named_parameters() if p is table), "")
         entry = Execution(LOOKUP, name, self.running[-1] if self.running else None, self._tick())
         entry.end = self._tick()
-        entry.reads_tokens = (
-            isinstance(ids, Tensor) and ids.shape == self.tokens.shape and torch.equal(ids, self.tokens)
-        )
+        entry.reads_tokens = isinstance(ids, Tensor) and self._is_tokens(ids)
         self._keep(entry.outputs, (), output)
         self.lookups.append(entry)
 
@@ -189,10 +117,11 @@ class Trace:
         self.running.append(entry)
 
     def _is_tokens(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the tokens [batch, pos], or [pos, batch]."""
-        return not tensor.is_floating_point() and any(
-            tensor.shape == ids.shape and torch.equal(tensor, ids) for ids in (self.tokens, self.tokens.T)
-        )
+        """Whether a tensor is the tokens: [batch, pos], [pos, batch], in one row, or with more before or after them."""
+        if tensor.is_floating_point() or tensor.ndim > 2 or tensor.numel() < self.tokens.numel():
+            return False
+        ids = self.positions.tokens_in(tensor)
+        return ids is not None and torch.equal(ids, self.tokens)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._look_for_writing()
@@ -202,7 +131,7 @@ class Trace:
             self._keep(entry.outputs, path, tensor)
 
     def _keep(self, into: list[TracedTensor], path: TensorPath, tensor: Tensor) -> None:
-        rows = by_position(tensor, self.batch, self.length)
+        rows = self.positions.by_position(tensor)
         if rows is None:
             return
         version = -1 if tensor.is_inference() else tensor._version
@@ -242,37 +171,40 @@ class Trace:
         raw = call.run()
         time = self._count("fused")
         output = get_at(raw, call.output)
-        q, k, v = call.heads(self.batch)
         for tensor in (*call.qkv, output):
             self._remember(tensor)
-        if self._unfit(q, k, "fused", time):
+        beside = self._beside(call.qkv[0], call.qkv[1], partial(call.mask_kind, self.positions))
+        if beside is None:
+            self._unfit("fused", time, *call.qkv[:2])
             return raw
-        mask, tensor = call.mask_kind(self.length), call.mask_tensor(self.length)
-        z = call.z(output, self.batch)
-        self._record("fused", (time,), q, k, v, z, mask, call.scale, tensor, call.causal, call.dropout, call.modify)
+        mask, causal, whole = call.masks(self.positions)
+        mask = self.positions.square(mask, self._every_key(beside)) if whole else mask
+        options = {"scale": call.scale, "mask": mask, "causal": causal, "modify": call.modify(self.positions)}
+        keys = tuple(self.positions.heads(x, self._every_key(beside)) for x in call.qkv[1:])
+        attention = self._record(
+            "fused", (time,), self.positions.heads(call.qkv[0]), keys, call.z(output, self.positions), beside,
+            call.mask_kind(self.positions, beside), options, call.dropout,
+        )  # fmt: skip
+        if any(beside):
+            attention.note = NO_TOKEN
         return raw
 
     def product(self, call: ProductCall) -> Any:
         """Run the product; it may be the scores, or the values under a pattern."""
         out = call.run()
         time = self._count("product")
-        seen = self._softmax or softmax_by_hand(call, self._products, self.length)
-        if seen is not None and self._is_value_product(seen, call, out, time):
-            self._softmax = None
-        self._products = [*self._products[-2:], (time, call, out)]
+        for each in self._eager.product(call, out, time):
+            self._written_out(each)
         return out
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Run the softmax; it may be an attention pattern."""
         pattern = run(scores)
         time = self._count("softmax")
-        if scores.shape[-2] == self.length <= scores.shape[-1]:
-            if scores.ndim > 3 and scores.shape[-1] > self.length:
+        if scores.shape[-2] == self.positions.columns <= scores.shape[-1]:
+            if scores.ndim > 3 and scores.shape[-1] > self.positions.columns:
                 self.other_calls.add(_extra_columns(scores))
-            size = scores.numel() // scores.shape[-1] * self.length
-            before = [(t, call) for t, call, out in self._products if out.numel() == size]
-            if before:
-                self._softmax = SeenSoftmax(time, scores, pattern, before[-1])
+            self._eager.softmax(scores, pattern, time)
         return pattern
 
     def _count(self, kind: str) -> int:
@@ -280,58 +212,69 @@ class Trace:
         self.calls.append((time, kind))
         return time
 
-    def _is_value_product(self, seen: SeenSoftmax, call: ProductCall, out: Tensor, time: int) -> bool:
-        size = seen.pattern.numel() // seen.pattern.shape[-1] * self.length
-        alike = [x.shape[-2:] == (self.length, self.length) and x.numel() == size for x in call.operands]
-        if not any(alike):
-            return False
-        which = alike.index(True)
-        used = call.operands[which]
-        if (columns := seen.tokens(used, self.length)) is None:
-            return False
-        pattern, (before, score_call) = seen.pattern[..., columns], seen.product
-        altered = not torch.equal(used.reshape(pattern.shape), pattern.to(used.dtype))
-        if (axes := attention_axes(score_call, call, which)) is None:
-            return False
-        (first, q_order, k_order), (p_order, v_order, z_order) = axes
-        q = to_heads(score_call.arranged(first, q_order), self.batch)
-        k = to_heads(score_call.arranged(1 - first, k_order), self.batch)
-        v = to_heads(call.arranged(1 - which, v_order), self.batch)
-        z = to_heads(arrange(out, call.letters[2], z_order), self.batch)
-        if self._unfit(q, k, "eager", time):
-            return True
-        scores = seen.scores[..., columns].reshape(self.batch, -1, self.length, self.length)
-        allowed = visible(scores)
-        mask, scale = mask_kind(allowed, False, self.length), seen.factor(scores, allowed, q, k)
-        kind, times = ("eager", (before, seen.time, time)) if seen.time else (BY_HAND, (before, time))
-        self._record(kind, times, q, k, v, z, mask, scale or 1.0, allowed, False, 0.0)
-        attention = self.attentions[-1]
-        attention.axes = first, q_order, k_order, which, p_order, v_order, z_order
-        if scale is None:
-            attention.note = "scores are not a multiple of q . k (a bias, a cap): no rot_q and rot_k"
-        if altered:
-            attention.note = "the pattern is changed after its softmax; statistics are of what multiplies the values"
-        attention.exact &= scale is not None and not altered
-        if not is_distribution(used):
-            attention.is_distribution, attention.note = False, NO_DISTRIBUTION
-        elif seen.scores.shape[-1] > self.length:
-            attention.columns, attention.has_null, attention.note = columns, True, NO_KEY
-            attention.exact = False  # rot_q and rot_k alone do not make it
-            self.other_calls.discard(_extra_columns(seen.scores))
-        return True
+    def _beside(self, q: Tensor, k: Tensor, kind_of: Callable[[Beside], str]) -> Beside | None:
+        """How many keys before and after those of the tokens are none; None where queries or keys are not its positions."""
+        front, back = self.positions.layout.beside
+        more = k.shape[-2] - q.shape[-2]
+        if q.shape[-2] != self.positions.columns or more < 0 or (more and self.positions.layout.packed):
+            return None
+        if not more:
+            return front, back
+        kinds = {beside: kind_of(beside) for beside in ((front + more, back), (front, back + more))}
+        fit = sorted((b for b, kind in kinds.items() if kind != FUTURE), key=lambda b: kinds[b] != CAUSAL)
+        return fit[0] if fit else None
 
-    def _unfit(self, q: Tensor, k: Tensor, kind: str, time: int) -> bool:
-        reason = ""
-        if q.shape[1] != k.shape[1]:
-            reason = f"{q.shape[1]} queries attend to {k.shape[1]} keys (cross-attention or a cache)"
-        elif q.shape[1] != self.length:
-            reason = f"it runs over {q.shape[1]} positions for {self.length} tokens (a prefix, or another axis)"
-        if reason:
-            none, heads = q.new_zeros(0), (q.shape[2], k.shape[2])
-            unfit = TracedAttention(kind, self._within(), (time,), *heads, 1, none, none, none, none, "", reason)
-            unfit.is_aside = self.length != q.shape[1] != k.shape[1]
-            self.attentions.append(unfit)
-        return bool(reason)
+    def _every_key(self, beside: Beside) -> Beside:
+        """How many keys to leave out where all that tokens see are wanted: none, but those of other sequences in one row."""
+        return beside if self.positions.layout.packed else (0, 0)
+
+    def _written_out(self, each: EagerCall) -> None:
+        """Record an attention whose products and softmax were calls of their own."""
+        at, (left, right) = self.positions, each.cut
+        if each.axes is None:
+            return
+        q, k, v = each.operands()
+
+        def square(x: Tensor, beside: Beside) -> Tensor:
+            return chosen_heads(at.square(x, (left + beside[0], right + beside[1])), each.chosen, 1)
+
+        def kind(beside: Beside) -> str:
+            return mask_kind(visible(square(each.seen.scores, beside)), False, self.length)
+
+        if (beside := self._beside(q, k, kind)) is None:
+            self._unfit("eager", each.time, q, k)
+            return
+        every = self._every_key(beside)
+        heads = chosen_heads(at.heads(q), each.chosen)
+        keys = chosen_heads(at.heads(k, every), each.chosen), at.heads(v, every)
+        scores, pattern = (square(x, beside) for x in (each.seen.scores, each.seen.pattern))
+        scale = each.seen.factor(scores, visible(scores), heads, chosen_heads(at.heads(k, beside), each.chosen))
+        z = at.heads(each.made)
+        if each.is_combined:
+            z = torch.einsum("bhij,bjhd->bihd", pattern.to(v.dtype), repeated(at.heads(v, beside), pattern.shape[1]))
+        crossing = at.layout.packed and float(pattern.sum()) < (1 - 1e-4) * float(each.seen.pattern.sum())
+        options = {"scale": scale or 1.0, "mask": visible(square(each.seen.scores, every)), "causal": False}
+        mask = CROSSING if crossing else kind(beside)
+        times, name = (each.time,), BY_HAND
+        if each.seen.time:
+            times, name = (each.seen.time, each.time), "eager"
+        attention = self._record(name, (each.seen.product[0], *times), heads, keys, z, beside, mask, options)
+        attention.softmax_beside = left + beside[0], right + beside[1]
+        each.describe(attention, scale)
+        if attention.has_null:
+            self.other_calls.discard(_extra_columns(each.seen.scores))
+
+    def _unfit(self, kind: str, time: int, q: Tensor, k: Tensor) -> None:
+        """Record that an attention is over other positions than the tokens."""
+        queries, keys = q.shape[-2], k.shape[-2]
+        if queries != keys:
+            reason = f"{queries} queries attend to {keys} keys (cross-attention or a cache)"
+        else:
+            reason = f"it runs over {queries} positions for {self.length} tokens (a prefix, or another axis)"
+        none, heads = q.new_zeros(0), [x.shape[-3] if x.ndim > 3 else 1 for x in (q, k)]
+        unfit = TracedAttention(kind, self._within(), (time,), *heads, 1, none, none, none, none, "", reason)
+        unfit.is_aside, unfit.queries = self.positions.columns != queries != keys, queries
+        self.attentions.append(unfit)
 
     def _within(self) -> Execution:
         if not self.running:
@@ -339,29 +282,35 @@ class Trace:
         return self.running[-1]
 
     def _record(
-        self, kind: str, times: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, z: Tensor, mask: str, scale: float,
-        tensor: Any, causal: bool, dropout: float, modify: Modify | None = None,
-    ) -> None:  # fmt: skip
-        repeats = head_repeats(k, v)
-        k, v = k[:, :, ::repeats], v[:, :, ::repeats]
+        self, kind: str, times: tuple[int, ...], q: Tensor, keys: tuple[Tensor, ...], z: Tensor, beside: Beside, mask: str,
+        options: dict[str, Any], dropout: float = 0.0,
+    ) -> TracedAttention:  # fmt: skip
+        """Keep rows of an attention of q and z [batch, pos, head, d_head] over all keys and values that the tokens see."""
+        repeats = head_repeats(*keys) if keys[0].shape[2] == keys[1].shape[2] else 1
+        keys = tuple(x[:, :, ::repeats] for x in keys)
+        before, after = (0, 0) if self.positions.layout.packed else beside
+        k, v = (x.narrow(1, before, x.shape[1] - before - after) for x in keys)
         refusal = f"it {mask}, so this is no decoder" if mask == FUTURE else ""
-        if dropout:
+        if mask == CROSSING:
+            refusal = f"it {mask}: mask them, or give one sequence at a time"
+        elif dropout:
             refusal = f"dropout of {dropout} is active in it: call module.eval() first"
-        elif q.shape[2] % k.shape[2] or k.shape[2] != v.shape[2]:
+        elif q.shape[2] % k.shape[2] or k.shape[2] % v.shape[2]:
             refusal = f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads do not go together"
+        scale = options["scale"]
         attention = TracedAttention(
-            kind, self._within(), times, q.shape[2], k.shape[2], repeats,
-            self._pick(q) * (scale * q.shape[-1] ** 0.5), self._pick(k), self._pick(v), self._pick(z), mask, refusal,
-            scale=scale,
+            kind, self._within(), times, q.shape[2], v.shape[2], repeats, self._pick(q) * (scale * q.shape[-1] ** 0.5),
+            self._pick(k), self._pick(v), self._pick(z), mask, refusal, scale=scale, beside=beside,
         )  # fmt: skip
         if not refusal:
-            found = reference(q, k, v, scale, tensor, causal, mask, modify)
+            found = reference(q, keys[0], repeated(keys[1], k.shape[2]), kind=mask, beside=(before, after), **options)
             attention.exact = found is not None and near(found[0], z, v.dtype)
             if found is not None and attention.exact:
                 attention.lse = self._pick(found[1].lse.transpose(1, 2))
             if not attention.exact:
                 attention.note = "its output is not softmax(q k) v as seen (soft cap, sinks, a window of its own)"
         self.attentions.append(attention)
+        return attention
 
     def _pick(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)[self.rows].clone()
@@ -369,11 +318,6 @@ class Trace:
 
 def _extra_columns(scores: Tensor) -> str:
     return f"softmax over {tuple(scores.shape)} (extra columns: a prefix or a cache)"
-
-
-def rows_at(tensors: list[TracedTensor], path: TensorPath) -> Tensor | None:
-    """Rows of the tensor at a path, None where there is none."""
-    return next((t.rows for t in tensors if t.path == path), None)
 
 
 def is_matrix(trace: Trace, entry: Execution) -> bool:

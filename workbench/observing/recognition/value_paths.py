@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
-from workbench.observing.recognition.structure import LayerStructure, Table
+from workbench.observing.recognition.stream_sums import StreamSum
+from workbench.observing.recognition.structure import GATED, Combination, LayerStructure, Table
 
 Source = (
     str | int
@@ -32,7 +34,7 @@ class ValuePath:
     """One fitted value path of a layer: coefficients by source, for one head or all, and what the fit leaves."""
 
     layer: int
-    into: str  # value, output (what is added between attention and W_O), query or key (before their rotation)
+    into: str  # value, output (what is added between attention and W_O), query or key (before their rotation), stream
     coefficients: Mapping[Source, float]
     residual: float
     exact: bool
@@ -49,6 +51,8 @@ class ValuePath:
 def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
     """Whether head outputs [row, head, d_head] are the attention's, plus at most a sum of its and the first layer's values."""
     tolerance = EXACT.get(heads.dtype, 1e-2)
+    if heads.shape != z.shape:
+        return False
     added = heads.double() - z.double()
     if float(added.norm()) <= 10 * tolerance * float(heads.double().norm()):
         return True
@@ -69,8 +73,12 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
     for i, layer in enumerate(layers):
         if not layer.is_read:
             continue
-        for short, (a, b, left) in layer.mixed.items():
-            paths.append(ValuePath(i, {"q": "query", "k": "key"}[short], {name: a, "own": b}, left, exact=True))
+        for short, into in (("q", "query"), ("k", "key")):
+            if short in layer.mixed:
+                a, b, left = layer.mixed[short]
+                paths.append(ValuePath(i, into, {name: a, "own": b}, left, exact=True))
+            elif (j := _same(layers, i, short)) is not None:
+                paths.append(ValuePath(i, into, {"first" if j == 0 else j: 1.0}, 0.0, exact=True))
         near: dict[Source, Tensor] = {name: first} if i > start else {}
         if (own := owns[i]) is not None:
             near["own"] = own
@@ -81,7 +89,9 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
             for n, table in tables.items() if table.rows.shape == (target := layer.attention.v).flatten(1).shape
         }  # fmt: skip
         paths += _fit_simplest(i, "value", layer.attention.v, near, far, looked_up)
-        if (z := layer.rows.get("z")) is not None:
+        if layer.combination is not None:
+            paths += _combined(i, layer.combination)
+        elif (z := layer.rows.get("z")) is not None and z.shape == layer.attention.z.shape:
             added = z.double() - layer.attention.z.double()
             if float(added.norm()) > 10 * EXACT.get(z.dtype, 1e-2) * float(z.double().norm()):
                 wide = z.shape[1] // layer.attention.v.shape[1]
@@ -89,6 +99,52 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
                 here["own"] = layer.attention.v
                 repeated = {k: s.repeat_interleave(wide, dim=1) for k, s in here.items()}
                 paths += _fit_simplest(i, "output", added.to(z.dtype), repeated, {}, {})
+    return paths
+
+
+def _same(layers: Sequence[LayerStructure], i: int, name: str) -> int | None:
+    """The earliest layer whose queries or keys a layer reads as they are."""
+    rows = [getattr(layer.attention, name) for layer in layers[: i + 1]]
+    return next((j for j in range(i) if layers[j].is_read and torch.equal(rows[j], rows[i])), None)
+
+
+def _combined(layer: int, found: Combination) -> list[ValuePath]:
+    """What W_O reads of several attentions, for all heads where they have the same weights."""
+    same = bool((found.weights - found.weights[:1]).abs().max() < 1e-5 * found.weights.abs().max())
+    paths = []
+    for head in [None] if same else range(len(found.weights)):
+        weights, spread = (
+            dict(zip(found.names, x[head or 0].tolist(), strict=True)) for x in (found.weights, found.spread)
+        )
+        by_token = found.kind == GATED
+        paths.append(
+            ValuePath(
+                layer,
+                "output",
+                dict(weights),
+                found.residual,
+                exact=True,
+                head=head,
+                spread=dict(spread) if by_token else {},
+            )
+        )
+    return paths
+
+
+def fit_streams(arriving: Sequence[StreamSum], layers: Sequence[LayerStructure]) -> list[ValuePath]:
+    """What blocks and the final norm (layer L) read, where that is a sum of several streams or outputs."""
+    outputs = [
+        "embed",
+        *(f"{n}_{x}" for n, s in enumerate(layers) for x in ("attn_out", "mlp_out") if getattr(s, x) is not None),
+    ]
+    paths = []
+    for layer, read in enumerate(arriving):
+        if read.exact and not read.is_plain:
+            stood = ["embed", *(f"block.{n}" for n in range(layer - 1)), "own"]
+            names = stood if read.by_token is None else outputs[: len(read.weights)]
+            weights: dict[Source, float] = dict(zip(names, read.weights, strict=True))
+            spread: dict[Source, float] = dict(zip(names, read.spread, strict=False))
+            paths.append(ValuePath(layer, "stream", weights, read.residual, exact=True, spread=spread))
     return paths
 
 

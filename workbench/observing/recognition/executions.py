@@ -1,0 +1,50 @@
+"""Runs of submodules in a traced run, and the tensors that passed through them, of which a few rows are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from workbench.observing.interception.tensor_layouts import TensorPath
+
+MATRIX = "(matrix)"
+"""Stands for a module's name where a product with a parameter is called by itself; its runs are counted in a block."""
+LOOKUP = "(lookup)"
+"""Stands for a module's name where vectors are looked up in a parameter; its runs are counted in all, `kind` names the parameter."""
+
+
+@dataclass
+class TracedTensor:
+    """A tensor as it passed: its path among inputs or outputs, and its rows [position, width]."""
+
+    path: TensorPath
+    rows: Tensor
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Execution:
+    """One run of one submodule."""
+
+    name: str
+    kind: str
+    parent: Execution | None
+    start: int
+    end: int = -1
+    inputs: list[TracedTensor] = field(default_factory=list)
+    outputs: list[TracedTensor] = field(default_factory=list)
+    reads_tokens: bool = False
+
+    def stack(self) -> list[Execution]:
+        """From the outermost module to this one."""
+        return [*(self.parent.stack() if self.parent else []), self]
+
+    def holds(self, time: int) -> bool:
+        """Whether it was running at a time."""
+        return self.start < time < self.end
+
+
+def rows_at(tensors: list[TracedTensor], path: TensorPath) -> Tensor | None:
+    """Rows of the tensor at a path, None where there is none."""
+    return next((t.rows for t in tensors if t.path == path), None)
