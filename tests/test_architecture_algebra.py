@@ -129,3 +129,87 @@ def test_one_key_value_head_for_all_is_multi_query_attention(tiny):
     )
     assert torch.equal(a(ids), b(ids))
     assert torch.equal(a(ids), c(ids))
+
+
+def equal_with(tiny, one, other, change=lambda model: None):
+    """Whether two models of one seed, (name, options) each, have the same logits once the first is changed."""
+    first, second = (
+        tiny(name, dtype=WIDE, config={"n_key_value_heads": 2}, **options) for name, options in (one, other)
+    )
+    with torch.no_grad():
+        change(first)
+    ids = tokens(second, 9)
+    torch.testing.assert_close(first(ids), second(ids), atol=1e-12, rtol=0)
+
+
+def zeroed(prefix, value=0.0):
+    """Fill what a shortcut has learned with one number."""
+    return lambda model: [p.fill_(value) for name, p in model.named_parameters() if name.startswith(prefix)]
+
+
+@pytest.mark.parametrize(
+    ("gate", "alpha"), [("softmax", 1), ("sigmoid", 0.5), ("softmax_sigmoid", 0.5), ("relu", 0), ("tanh", 0)]
+)
+def test_a_satformer_whose_gates_read_nothing_is_a_resformer(tiny, gate, alpha):
+    resformer = ("resformer", {"lambda_v1": alpha, "lambda_own": 1})
+    equal_with(tiny, ("satformer", {"gate": gate}), resformer, zeroed("satformer."))
+
+
+def test_shared_heads_gates_and_banks_meet_their_neighbours(tiny):
+    equal_with(tiny, ("skip_v1", {"skip_heads": 2}), ("svformer", {}))
+    bank = {"bank": "first", "bank_layers": [1, 2]}
+    equal_with(tiny, ("bank_of_values", bank | {"bank_gain": False}), ("svformer", {}))
+    equal_with(tiny, ("bank_of_values", bank), ("svformer", {}))
+    equal_with(tiny, ("sink_logit", {}), ("transformer", {}), zeroed("sink_logit.", -1e4))
+    equal_with(tiny, ("sink_logit", {}), ("sink_logit", {"logit": "zero"}), zeroed("sink_logit."))
+    equal_with(tiny, ("value_scale", {}), ("transformer", {}), zeroed("value_scale.", -1e3))
+
+
+@pytest.mark.parametrize("gate_from", ["value", "input"])
+@pytest.mark.parametrize("name", ["value_gate", "value_gate_query"])
+def test_value_gates_that_read_nothing_halve_the_output(tiny, name, gate_from):
+    def change(model):
+        zeroed(f"{name}.")(model)
+        for block in model.blocks:
+            block.attn.o_proj.weight.mul_(2)
+
+    equal_with(tiny, (name, {"gate_from": gate_from}), ("transformer", {}), change)
+
+
+def test_tables_behind_a_gate_that_reads_nothing_are_added_half_the_scale_times(awake):
+    model = awake("gated_value_embedding", dtype=WIDE, config={"n_layers": 4})
+    with torch.no_grad():
+        for gate in model.gated_value_embedding.gates.values():
+            gate.zero_()
+    ids = tokens(model, 7)
+    _, cache = model.run_with_cache(ids)
+    assert [f"blocks.{n}.attn.table.hook_v" in cache for n in range(4)] == [False, True, False, True]
+    table = cache["blocks.3.attn.table.hook_v"]
+    rows = model.gated_value_embedding.tables["3"][ids].view_as(table)
+    torch.testing.assert_close(table, rows)
+    torch.testing.assert_close(cache["v", 3], cache["blocks.3.attn.own.hook_v"] + 1.5 * rows)
+    assert (cache["blocks.3.attn.hook_v_weights"] == torch.tensor([1.5, 1.0], dtype=WIDE)).all()
+
+
+def test_slopes_of_scaled_and_gated_values_are_the_published_ones(awake):
+    """r / (r + C) across the value and (r^2 + 3 C r) / (r + C)^2 along it; g I + g (1 - g) v w^T."""
+    model = awake("value_scale", dtype=WIDE, scale_start=40.0, config={"n_heads": 1})
+    scale, v = model.shortcuts[0], torch.linspace(-1, 2, 32, dtype=WIDE)
+    r, C = v.square().sum(), scale.start * scale.thetas[1].exp()
+    slope = torch.func.jacrev(lambda v: scale.own_value(1, v.view(1, 1, 1, -1), v, 0).flatten())(v)
+    values = torch.linalg.eigvalsh((slope + slope.T) / 2)
+    torch.testing.assert_close(values[:-1], (r / (r + C)).expand(31))
+    torch.testing.assert_close(values[-1:], (r**2 + 3 * C * r) / (r + C) ** 2)
+    gate = awake("value_gate", dtype=WIDE, config={"n_heads": 1}).shortcuts[0]
+    w, g = gate.gates[1][0], torch.sigmoid(gate.gates[1][0] @ v)
+    slope = torch.func.jacrev(lambda v: gate.own_value(1, v.view(1, 1, 1, -1), v, 0).flatten())(v)
+    torch.testing.assert_close(slope, g * torch.eye(32, dtype=WIDE) + g * (1 - g) * torch.outer(v, w))
+
+
+def test_tables_and_gates_of_nanochat_start_as_published(tiny):
+    model = tiny("gated_value_embedding", std=0.02, config={"d_vocab": 4096, "n_heads": 32, "d_model": 64})
+    table, gate = (getattr(model.gated_value_embedding, name)["2"].detach() for name in ("tables", "gates"))
+    assert table.std().item() == pytest.approx(64**-0.5, rel=0.01)
+    assert gate.shape == (32, 12)
+    assert 0 < gate.min() < 0.001 < 0.019 < gate.max() < 0.02
+    assert gate.mean().item() == pytest.approx(0.01, rel=0.1)

@@ -47,7 +47,7 @@ def golden(request):
 
 
 def test_all_references_are_here():
-    assert len(FOLDERS) == 16
+    assert len(FOLDERS) == 22
     assert {Reference(name).found["architecture"] for name in FOLDERS} == {
         "transformer",
         "resformer",
@@ -58,6 +58,11 @@ def test_all_references_are_here():
         "attention_residuals",
         "post_norm",
         "hyper_connections",
+        "exclusive_attention",
+        "gated_attention",
+        "gated_value_embedding",
+        "satformer",
+        "sink_logit",
     }
 
 
@@ -86,9 +91,12 @@ def test_gradient_norm_of_every_tensor(golden):
 
 def test_token_importance_entropy_of_every_layer(golden):
     model = golden.load()
-    names = [f"blocks.{layer}.attn.hook_received" for layer in range(model.config.n_layers)]
-    _, cache = model.run_with_cache(golden.ids, names_filter=names)
-    found = [importance_entropy(cache[name]).mean().item() for name in names]
+    _, cache = model.run_with_cache(golden.ids, names_filter=lambda name: name.endswith(("hook_received", "hook_null")))
+    null = cache.cache_dict.get  # what goes to no token, where a column of the softmax is none
+    found = [
+        importance_entropy(cache["received", n, "attn"], null(f"blocks.{n}.attn.hook_null")).mean().item()
+        for n in range(model.config.n_layers)
+    ]
     assert found == pytest.approx(golden.found["token_importance_entropy_by_layer"], abs=1e-4)
 
 

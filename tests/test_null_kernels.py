@@ -131,3 +131,18 @@ def test_logits_that_are_not_one_for_each_head_are_refused():
     q, k, v = draw(4, heads=4, kv_heads=2)
     with pytest.raises(WorkbenchError, match=r"one logit for each of the 4 heads; got \(2,\)"):
         attention_statistics(q, k, v, null=torch.zeros(2))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_column_on_a_gpu(dtype):
+    slack = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    true = gradients(lambda q, k, v, logits: attention_reference(q, k, v, null=logits)[0])
+    mine = gradients(lambda *x: streamed(*(y.cuda() for y in x)).cpu(), dtype)
+    for found, theirs in zip(mine, true, strict=True):
+        assert (found.double() - theirs).abs().max() < slack * theirs.abs().max()
+    q, k, v = draw(300, heads=4, kv_heads=2, width=32, dtype=dtype, device="cuda")
+    found = attention_statistics(q, k, v, null=LOGITS.to("cuda", dtype))[1].null.cpu().double()
+    exact = attention_reference(*(x.cpu().double() for x in (q, k, v)), null=LOGITS.to(dtype).double())[2].null
+    torch.testing.assert_close(found, exact, atol=slack, rtol=slack)
