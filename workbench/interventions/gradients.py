@@ -187,13 +187,13 @@ def gradient_flow(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
 def _flows(model: Any) -> Mapping[tuple[str, int, str], tuple[str, str]]:
     """(numerator, denominator) of each ratio, by sublayer, layer and kind, where this model has both points.
 
-    Of a sublayer by which nothing passes unweighed there is no stream before and after.
+    Where nothing passes by a sublayer unweighed, or several streams do, there is no stream before and after it.
     """
     found, skips = {}, getattr(getattr(model, "residual", None), "skips", ())
     for n in range(model.config.n_layers):
         for place, (part, (before, after, norm, sublayer)) in enumerate(FLOW.items()):
             found[part, n, "compress"] = f"blocks.{n}.{norm}.hook_in", f"blocks.{n}.{sublayer}.hook_in"
-            if skips and skips[2 * n + place] != "stream":
+            if f"blocks.{n}.hook_streams" in model.hook_dict or (skips and skips[2 * n + place] != "stream"):
                 continue
             averaged = f"blocks.{n}.hook_dwa_in"  # a block's own output, where later ones read an average
             out = averaged if after.endswith("post") and averaged in model.hook_dict else f"blocks.{n}.{after}"
