@@ -27,7 +27,7 @@ def test_one_loss_below_anothers(name, loss, status):
 
 @pytest.mark.parametrize(("blocks", "status"), [(2.72, "supported"), (2.76, "refuted")])
 def test_every_form_of_an_architecture_must_end_lower(blocks, status):
-    levels = {"transformer": 2.73, "attention_residuals": 2.70, "attention_residuals[block=2]": blocks}
+    levels = {"transformer": 2.73, "attention_residuals": 2.70, "attention_residuals[depth_blocks=2]": blocks}
     found = from_losses("attention_residuals_lower_the_loss", levels)
     assert found.status == status
     assert len(found.table) == 2
@@ -38,6 +38,14 @@ def test_reuse_by_token_is_compared_with_every_constant_share_that_is_here():
     found = from_losses("reuse_by_token_beats_constant_reuse", levels)
     assert found.status == "refuted"
     assert found.table["value"].tolist() == pytest.approx([-0.03, 0.01]), "not with the decoder, which is here too"
+
+
+@pytest.mark.parametrize(("correlation", "status"), [(0.5, "supported"), (-0.5, "refuted"), (None, "unresolved")])
+def test_weights_that_tell_what_is_needed(correlation, status):
+    made = runs("attention_residuals")
+    value = lambda of, n: (of["seed"] - 1.0) / 2 if correlation is None else correlation  # noqa: E731
+    rows = per_layer(made, "source_ablation", value, variant="rank_correlation", site="depth_weights")
+    assert judged("what_is_read_most_is_needed_most", made, rows).status == status
 
 
 # ---- exclusive attention ---------------------------------------------------------------------------------------------
@@ -82,17 +90,21 @@ ANSWERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("claim", [OUTLIERS, ANSWERS])
+NORMS = ("norms_remove_spikes_and_leave_sinks", "sandwich_norm", ("massive_activations", "stream"))
+
+
+@pytest.mark.parametrize("claim", [OUTLIERS, ANSWERS, NORMS])
 def test_ratios_beside_sinks(claim):
     assert beside(*claim).status == "supported"
     assert beside(*claim).table["value"].iloc[0] == pytest.approx(math.log(2 / 8), abs=1e-3)
     assert beside(*claim, mine=20.0).status == "refuted"
 
 
-def test_scaled_values_that_lose_the_sink_say_nothing_of_what_sinks_cause_and_a_gate_may_lose_it():
-    found = beside(*ANSWERS, kept=0.1)
-    assert found.status == "unresolved"
-    assert "has them in 0 of 5" in found.sentence
+def test_who_loses_the_sink_says_nothing_of_what_sinks_cause_and_a_gate_may_lose_it():
+    for claim in (ANSWERS, NORMS):
+        found = beside(*claim, kept=0.1)
+        assert found.status == "unresolved"
+        assert "has them in 0 of 5" in found.sentence
     assert beside(*OUTLIERS, kept=0.1).status == "supported"
 
 

@@ -293,6 +293,23 @@ def test_a_massive_state_emerges_where_it_grows_most(tiny, ids):
     assert [found(rows, variant="invariance", layer=n) for n in range(3)] == pytest.approx([1, 1, 1])
 
 
+def test_the_gain_of_several_streams_by_hand(tiny, ids):
+    """M = [[2, -1], [0, 1]] at attention alone: M, then M^2 = [[4, -3], [0, 1]]; of the third layer the MLP sums them up."""
+    model = tiny("hyper_connections", streams=2)
+    plain = run("stream_gain", model, ids)
+    assert [r["value"] for r in plain] == pytest.approx([1] * 6, abs=0.1)
+    put = lambda rows: lambda x, hook: torch.tensor(rows, dtype=x.dtype).expand_as(x)  # noqa: E731
+    grows, stays, sums = [[2.0, -1.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]
+    hooks = [(f"blocks.{n}.hook_attn_h_res", put(grows if n < 2 else stays)) for n in range(3)]
+    hooks += [(f"blocks.{n}.hook_mlp_h_res", put(stays if n < 2 else sums)) for n in range(3)]
+    with model.hooks(hooks):
+        rows = run("stream_gain", model, ids)
+    assert [found(rows, layer=n, variant=None) for n in range(3)] == pytest.approx([3, 7, 6])
+    assert [found(rows, layer=n, variant="backward") for n in range(3)] == pytest.approx([2, 4, 4])
+    assert [r["value"] for r in run("stream_gain", tiny("mhc"), ids)] == pytest.approx([1] * 6, abs=1e-3)
+    assert run("stream_gain", tiny(), ids) == []
+
+
 def test_a_head_that_only_sees_a_drained_first_token_writes_nothing_and_a_full_one_everything(tiny, ids):
     model = tiny(dtype=WIDE)
     only_first = lambda s, hook: s.masked_fill(torch.arange(s.shape[-1]) > 0, -torch.inf)  # noqa: E731

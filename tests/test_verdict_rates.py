@@ -2,12 +2,13 @@
 
 import math
 
+import noise
 import numpy as np
 import pandas as pd
 import pytest
-import verdict_rates
+from noise import NOISE
 from planted import evidence
-from verdict_rates import NOISE, OUT, TABLES, Rule, choices, rates
+from verdict_rates import OUT, TABLES, Rule, choices, rates
 
 from workbench.claims import CLAIMS
 from workbench.claims import verdict as verdicts
@@ -25,7 +26,7 @@ def test_every_claim_that_can_be_judged_has_its_rates_on_the_page():
 @pytest.mark.parametrize("name", NOISE)
 def test_one_seed_decides_nothing_and_two_decide_nothing(name, monkeypatch):
     for seeds in (1, 2):
-        monkeypatch.setattr(verdict_rates, "SEEDS", seeds)
+        monkeypatch.setattr(noise, "SEEDS", seeds)
         found = CLAIMS[name].judge(evidence(*NOISE[name](np.random.default_rng(seeds))))
         assert found.status in ("unresolved", "not_checkable", "gated"), found.sentence
         assert math.isnan(found.p), "no odds of what nothing was tested on"

@@ -8,7 +8,7 @@ from workbench.claims.evidence import Evidence, at_last_step
 from workbench.claims.loss import ends_lower
 from workbench.claims.registry import claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import numbers, seeds_note
+from workbench.claims.wording import model_name, numbers, seeds_note
 from workbench.statistics.error_bars import over_seeds
 
 ATTENTION_RESIDUALS = "Attention Residuals, arXiv 2603.15031 (2026)"
@@ -76,3 +76,20 @@ def attention_residuals_lower_the_loss(evidence: Evidence) -> Verdict:
 def averages_by_content_beat_fixed_ones(evidence: Evidence) -> Verdict:
     """What lowers the loss in reading earlier layers is that the weights depend on the token."""
     return ends_lower(evidence, "attention_residuals", "denseformer")
+
+
+@claim(
+    supports="over the sources of a place the cost of doing without one rises with its weight: rank correlations above 0",
+    refutes="they are below 0",
+    scale="trained Attention Residuals, three seeds; a comparison within one model, two or three sources say little",
+    published="against it, outside of depth routing: the largest mass is not the largest causal effect (arXiv 2606.13168)",
+    source=ATTENTION_RESIDUALS, metrics=("source_ablation",), models=("attention_residuals",), shows={"metric": "depth_routing"},
+)  # fmt: skip
+def what_is_read_most_is_needed_most(evidence: Evidence) -> Verdict:
+    """The weights of depth attention tell which earlier output a sublayer needs."""
+    forms = [name for name in evidence.of_task("text").models if name.startswith("attention_residuals")]
+    mine = evidence.of_task("text").comparable(forms or "attention_residuals")
+    rows = mine.rows("source_ablation", variant="rank_correlation")
+    parts = {model_name(m): over_seeds(mine.by_seed(mine.known(rows, m), m)) for m in forms if m in mine.models}
+    sentence = f"Rank correlation of a source's mean weight with the loss without it, mean over places: {numbers(parts, notes=True)}."
+    return judged(parts, 1, sentence, "rank correlation")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,7 @@ from workbench.statistics.sinks import SINK_MASS
 
 GRADIENT_SINKS = "Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771"
 SINKS = ("sink_mass", "sink_rate", "loss")
+NORMS = ("sandwich_norm", "post_norm", "dyt")
 Measured = Callable[[Evidence, str], Mapping[str, Interval]]
 
 
@@ -53,30 +54,55 @@ def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
 
 
 def _beside_sinks(
-    evidence: Evidence, model: str, measured: Measured, what: str, *, also: Measured | None = None, keeps: bool = False
+    evidence: Evidence,
+    models: Sequence[str],
+    measured: Measured,
+    what: str,
+    *,
+    also: Measured | None = None,
+    keep: bool = False,
 ) -> Verdict:
-    """Verdict on numbers that all should be below 0 where vanilla has sinks; with `keeps` only where this model has them too.
+    """Verdict on numbers of each model that is here, all below 0 where vanilla has sinks; with `keep` only where it has them too.
 
     `also`: what must be above 0 before anything is supported.
     """
-    pair = evidence.measured().comparable("transformer", model)
-    formed, found = gated(pair, lambda: {**measured(pair, model), **(also(pair, model) if also else {})}, what)
-    below = {name: found[name] for name in measured(pair, model)}
-    above = {name: i for name, i in found.items() if name not in below}
-    kept, losses = strongest_mass(pair, model), pair.losses()
-    sunk = int((kept > SINK_MASS).sum())
-    shown = {
-        "strongest head's sink mass": paired_seeds(kept, strongest_mass(pair, "transformer")),
-        "loss": pair.difference(losses, model),
-    }
-    units = {"strongest head's sink mass": "share", "loss": "nats"}
-    told = f"{model_name(model)} has them in {sunk} of {len(kept)}"
-    sentence = f"{formed}, {told}; {what}: {numbers(found)}; {model_name(model)} - Transformer: {numbers(shown)}."
-    signs = [-1] * len(below) + [1] * len(above)
+    pair = evidence.measured().comparable("transformer", models)
+    here = [model for model in models if model in pair.models]
+
+    def below() -> dict[str, Interval]:
+        return {f"{model_name(m)}, {name}": i for m in here for name, i in measured(pair, m).items()}
+
+    formed, found = gated(pair, lambda: {**below(), **(also(pair, "transformer") if also else {})}, what)
+    parts, losses = {name: found[name] for name in below()}, pair.losses()
+    above = {name: i for name, i in found.items() if name not in parts}
+    base, shown, told = strongest_mass(pair, "transformer"), dict[str, Interval](), []
+    units, gone = dict[str, str](), False
+    for model in here:
+        mass = strongest_mass(pair, model)
+        sunk = int((mass > SINK_MASS).sum())
+        gone |= sunk <= len(mass) / 2
+        told.append(f"{model_name(model)} has them in {sunk} of {len(mass)}")
+        for name, unit, i in (
+            ("strongest head's sink mass", "share", paired_seeds(mass, base)), ("loss", "nats", pair.difference(losses, model)),
+        ):  # fmt: skip
+            shown[f"{model_name(model)}, {name}"], units[f"{model_name(model)}, {name}"] = i, unit
+    sentence = f"{formed}, {', '.join(told)}; {what}: {numbers(found)}; minus vanilla's: {numbers(shown)}."
+    signs = [-1] * len(parts) + [1] * len(above)
     return judged(
-        below, signs, sentence, "logarithm of a ratio", units, also=above, shown=shown,
-        doubt=keeps and sunk <= len(kept) / 2, min_seeds=SINK_SEEDS,
-    )  # fmt: skip
+        parts,
+        signs,
+        sentence,
+        "logarithm of a ratio",
+        units,
+        also=above,
+        shown=shown,
+        doubt=keep and gone,
+        min_seeds=SINK_SEEDS,
+    )
+
+
+def _outliers(pair: Evidence, model: str) -> Mapping[str, Interval]:
+    return {"largest entry": at_top(pair, _logarithms(pair, "massive_activations", site="stream"), model)}
 
 
 def _logarithms(pair: Evidence, metric: str, *, step: str = "last", **axes: str) -> pd.DataFrame:
@@ -97,11 +123,9 @@ def _logarithms(pair: Evidence, metric: str, *, step: str = "last", **axes: str)
 )  # fmt: skip
 def a_value_gate_removes_outliers(evidence: Evidence) -> Verdict:
     """A gate that closes a token's value from the value itself makes massive entries of the stream needless."""
-
-    def outliers(pair: Evidence, model: str) -> Mapping[str, Interval]:
-        return {"largest entry": at_top(pair, _logarithms(pair, "massive_activations", site="stream"), model)}
-
-    return _beside_sinks(evidence, "value_gate", outliers, "ln of the largest over the median entry, minus vanilla's")
+    return _beside_sinks(
+        evidence, ("value_gate",), _outliers, "ln of the largest over the median entry, minus vanilla's"
+    )
 
 
 @claim(
@@ -130,4 +154,21 @@ def sinks_gather_gradients_that_spikes_answer(evidence: Evidence) -> Verdict:
         }
 
     what = "logarithms of ratios, minus vanilla's"
-    return _beside_sinks(evidence, "value_scale", answer, what, also=learned, keeps=True)
+    return _beside_sinks(evidence, ("value_scale",), answer, what, also=learned, keep=True)
+
+
+@claim(
+    supports="where vanilla has sinks, every other placement of the norms that is here (sandwich, output norm with normed queries and "
+    "keys, DyT) keeps them in most seeds, and the largest entry of the stream over the median one is lower",
+    refutes="it is higher with one of them",
+    scale="a vanilla model that has sinks, five seeds",
+    published="spike and share of heads with a sink, 7B: 3818 and 46.0 % (base), 520 and 44.7 (sandwich), 92 and 42.0 (output norm), "
+    "153 and 61.0 (DyT) (arXiv 2603.05498); against it: without what the first layer's MLP writes at the first token trained models have "
+    "no sinks (arXiv 2510.06477)",
+    source="arXiv 2603.05498 (2026)", metrics=(*SINKS, "massive_activations"), shows={"metric": "massive_activations", "site": "stream"},
+)  # fmt: skip
+def norms_remove_spikes_and_leave_sinks(evidence: Evidence) -> Verdict:
+    """Massive activations come of where the norms stand, attention sinks do not: the one can go without the other."""
+    return _beside_sinks(
+        evidence, NORMS, _outliers, "ln of the largest over the median entry, minus vanilla's", keep=True
+    )

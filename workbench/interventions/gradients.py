@@ -185,13 +185,18 @@ def gradient_flow(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
 
 
 def _flows(model: Any) -> Mapping[tuple[str, int, str], tuple[str, str]]:
-    """(numerator, denominator) of each ratio, by sublayer, layer and kind, where this model has both points."""
-    found = {}
+    """(numerator, denominator) of each ratio, by sublayer, layer and kind, where this model has both points.
+
+    Where nothing passes by a sublayer unweighed, or several streams do, there is no stream before and after it.
+    """
+    found, skips = {}, getattr(getattr(model, "residual", None), "skips", ())
     for n in range(model.config.n_layers):
-        for part, (before, after, norm, sublayer) in FLOW.items():
+        for place, (part, (before, after, norm, sublayer)) in enumerate(FLOW.items()):
+            found[part, n, "compress"] = f"blocks.{n}.{norm}.hook_in", f"blocks.{n}.{sublayer}.hook_in"
+            if f"blocks.{n}.hook_streams" in model.hook_dict or (skips and skips[2 * n + place] != "stream"):
+                continue
             averaged = f"blocks.{n}.hook_dwa_in"  # a block's own output, where later ones read an average
             out = averaged if after.endswith("post") and averaged in model.hook_dict else f"blocks.{n}.{after}"
             found[part, n, ""] = f"blocks.{n}.{before}", out
-            found[part, n, "compress"] = f"blocks.{n}.{norm}.hook_in", f"blocks.{n}.{sublayer}.hook_in"
     known = {*model.hook_dict, *(f"{name}.hook_in" for name in model.mod_dict)}
     return {at: pair for at, pair in found.items() if set(pair) <= known}

@@ -126,3 +126,32 @@ def _added(model: Transformer, ids: Tensor, layer: int, whole: Tensor, count: in
         with model.hooks([(hook_of(model, "output", layer), without)]):
             kept.append(model.run_with_cache(ids, names_filter=f"blocks.{layer}.attn.hook_z")[1]["z", layer])
     return [kept[0], *(whole - other for other in kept[1:])]
+
+
+@intervention(
+    unit="ratio", range=">= 0, 1 = neither grown nor shrunk", reading="higher: what stands in the streams grows on its way past the layers",
+    source="composite gain of mHC, arXiv 2512.24880 (2025): largest sum of absolute values over a row or a column of the product",
+)  # fmt: skip
+@torch.no_grad()
+def stream_gain(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """Most that the mixing of several residual streams makes of one, from the embedding to behind a layer; mean over tokens.
+
+    With M the product of the matrices h_res of all sublayers so far: largest row sum of |M|, how far a stream can grow on the way
+    forward. `backward`: largest column sum, how far its gradient can. 1 where all matrices are doubly stochastic (mHC), at the start
+    too (hyper-connections). Caution: outputs that are written on the way, and weights that read, are left out. Unit: ratio; models of
+    one stream have no rows.
+    """
+    names = [f"blocks.{n}.hook_{kind}_h_res" for n in range(model.config.n_layers) for kind in ("attn", "mlp")]
+    found: dict[tuple[int, str | None], list[Tensor]] = {}
+    for ids in batches_of(model, sample, batch) if set(names) <= set(model.hook_dict) else ():
+        _, cache = model.run_with_cache(ids, names_filter=names)
+        product: Tensor | None = None
+        for place, name in enumerate(names):
+            mixed = cache[name].double()  # [batch, pos, into, from]
+            product = mixed if product is None else mixed @ product
+            if place % 2:
+                for variant, axis in ((None, -1), ("backward", -2)):
+                    gain = product.abs().sum(axis).amax(-1).mean(1).cpu()
+                    found.setdefault((place // 2, variant), []).append(gain)
+    for (layer, variant), parts in found.items():
+        yield mean_row(torch.cat(parts), layer=layer, variant=variant, unit="ratio")
