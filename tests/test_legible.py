@@ -10,7 +10,7 @@ import pytest
 
 from workbench import plots
 from workbench.models.registry import ARCHITECTURES, SYMBOLS
-from workbench.plots.style import MINUS_COLOUR, symbol
+from workbench.plots.style import MINUS_COLOUR, colour, ordered, symbol
 from workbench.runs.records import records
 
 SIGHT = {
@@ -55,8 +55,10 @@ def test_models_that_look_alike_to_somebody_carry_other_marks():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_colour_drowns_in_the_page(page):
-    for name, colour in [("difference", MINUS_COLOUR), *((name, a.colour) for name, a in ARCHITECTURES.items())]:
-        light, dark = sorted((float(XYZ[1] @ linear(colour)), PAGES[page]), reverse=True)
+    settings = {a: [f"{a} x={n}" for n in range(8)] for a in ARCHITECTURES}
+    shades = [(name, colour(name, among)) for among in settings.values() for name in among]
+    for name, one in [("difference", MINUS_COLOUR), *((name, a.colour) for name, a in ARCHITECTURES.items()), *shades]:
+        light, dark = sorted((float(XYZ[1] @ linear(one)), PAGES[page]), reverse=True)
         assert (light + 0.05) / (dark + 0.05) > 2.2, name
 
 
@@ -71,6 +73,21 @@ def test_curves_carry_their_models_mark_hollow_before_training_and_few_on_long_c
     }
     assert symbol("resformer · B: s1, step 300") == symbol("resformer (lr 0.01)") == symbol("resformer")
     assert symbol("something else") in SYMBOLS
+
+
+def test_settings_of_one_architecture_have_shades_and_marks_of_their_own_in_the_order_of_their_numbers():
+    settings = ordered(f"resformer lambda_v1={n}" for n in (10.0, 0.2, 2.0, 0.5, 1.0))
+    assert [name.partition("=")[2] for name in settings] == ["0.2", "0.5", "1.0", "2.0", "10.0"]
+    among = ["transformer", *settings]
+    shades, marks = ([look(name, among) for name in among] for look in (colour, symbol))
+    assert len(set(shades)) == len(among)
+    assert len(set(marks[1:])) == len(settings)
+    for architecture in ("transformer", "resformer"):
+        assert colour(f"{architecture} lambda_v1=1.0", among[:2]) == colour(architecture), (
+            "alone it has its architecture's"
+        )
+    seeds = [f"resformer · s{seed}" for seed in range(4)]
+    assert len({colour(name, seeds) for name in seeds}) == 4
     long = plots.plot(frame(["transformer"], points=100, steps=(20,)))
     assert [t.marker.maxdisplayed for t in long.data if t.mode == "lines+markers"] == [8]
 

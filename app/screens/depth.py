@@ -82,8 +82,8 @@ def _choices(link: Link) -> tuple[Link, depth.Options]:
     """The link, completed by the select boxes, and what there is; a choice that is asked for in vain falls back with a word."""
     source = cached_source()
     bare = link.but(site=None, variant=None, view=None, seed=None, metric=None)
-    measures = depth.options(source, bare).metrics
-    bare = bare.but(metric=widgets.choose("Measure", "metric", measures, depth.METRIC, show=_words, width=200))
+    found = depth.options(source, bare)
+    bare = bare.but(metric=widgets.choose("Measure", "metric", found.metrics, found.metric, show=_words, width=200))
     found = depth.options(source, bare)
     if found.sites:
         site = widgets.choose("Where", "site", found.sites, found.site, show=plots.site, width=150)

@@ -34,7 +34,7 @@ HALF_POINTS = 200  # of a curve that fills half a page
 def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     """Copy loss over training: mean and range over seeds, the halfway line, a diamond where each seed crosses it."""
     rows = checked(copying(frame))
-    figure, legend = make_subplots(1, 1), Legend()
+    figure, legend = make_subplots(1, 1), Legend(ordered(rows["architecture"]))
     drawn, width = thinned(rows, HALF_POINTS)
     lines(figure, drawn, "step", {"row": 1, "col": 1}, legend)
     start = rows[rows["step"] == rows["step"].min()].groupby("run")["value"].mean()
@@ -49,7 +49,7 @@ def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
         mine = steps[steps["architecture"] == architecture]
         figure.add_scatter(
             x=mine["formation_step"].astype(int).tolist(), y=[float(start[r]) / 2 for r in mine["run"]], mode="markers",
-            marker={"symbol": "diamond", "size": 10, "color": colour(architecture), "line": {"color": "white", "width": 1}},
+            marker={"symbol": "diamond", "size": 10, "color": colour(architecture, legend.series), "line": {"color": "white", "width": 1}},
             name=f"{label(architecture)}: crossing", legendgroup=label(architecture), showlegend=False,
             hovertemplate=[f"{label(architecture)}, seed {s}: step %{{x}}<extra></extra>" for s in mine["seed"]],
         )  # fmt: skip

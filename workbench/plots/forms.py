@@ -35,8 +35,9 @@ class Panel:
 
 @dataclass
 class Legend:
-    """What a figure's panels have in common: names in its legend so far, and what its bands are."""
+    """What a figure's panels have in common: its series, names in its legend so far, and what its bands are."""
 
+    series: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     bands: set[str] = field(default_factory=set)
 
@@ -101,13 +102,13 @@ def _line(
         outline = np.concatenate([curve["high"], curve["low"][::-1]])
         around = np.concatenate([curve.index, curve.index[::-1]])
         figure.add_scatter(
-            x=around, y=outline, fill="toself", fillcolor=pale(architecture, 0.10 if init else 0.18), line_width=0,
+            x=around, y=outline, fill="toself", fillcolor=pale(architecture, 0.10 if init else 0.18, legend.series), line_width=0,
             hoverinfo="skip", showlegend=False, legendgroup=name, name=f"{name} band", mode="lines", **where,
         )  # fmt: skip
     figure.add_scatter(
         x=curve.index, y=curve["mean"], mode="lines+markers", name=f"{name}{at if init else ''}",
-        line={"color": colour(architecture), "dash": "dash" if init else "solid", "width": 1.3 if init else 2.2},
-        marker={"size": 5 if init else 7, "symbol": symbol(architecture) + ("-open" if init else ""),
+        line={"color": colour(architecture, legend.series), "dash": "dash" if init else "solid", "width": 1.3 if init else 2.2},
+        marker={"size": 5 if init else 7, "symbol": symbol(architecture, legend.series) + ("-open" if init else ""),
                 "maxdisplayed": MAX_MARKS if len(curve) > 24 else 0},
         legendgroup=name, showlegend=not init and name not in legend.names,
         customdata=[[int(n)] for n in curve.index] if x == "layer" and (curve.index % 1 == 0).all() else None,
@@ -166,10 +167,11 @@ def _draw_bars(figure: go.Figure, panel: Panel, where: dict[str, int], legend: L
         legend.bands |= {band.replace("band", "whisker") for _, band in curves}
         mean, low, high = ([float(c[k].iloc[0]) for c, _ in curves] for k in ("mean", "low", "high"))
         init = step == 0 and len(steps) > 1
-        when, line = "" if pd.isna(step) else f"step {step:.0f}", {"color": [colour(a) for a in names], "width": 1}
+        looks = [colour(a, legend.series) for a in names]
+        when, line = "" if pd.isna(step) else f"step {step:.0f}", {"color": looks, "width": 1}
         figure.add_bar(
-            x=[label(a) for a in names], y=mean, name=when, showlegend=False,
-            marker={"color": [pale(a) if init else colour(a) for a in names], "line": line},
+            x=[label(a).replace(" ", "<br>") for a in names], y=mean, name=when, showlegend=False,
+            marker={"color": [pale(a, among=legend.series) for a in names] if init else looks, "line": line},
             error_y={"array": np.subtract(high, mean), "arrayminus": np.subtract(mean, low), "color": GREY},
             hovertemplate=f"%{{x}}{when and f' at {when}'}: %{{y:.4g}}<extra></extra>", **where,
         )  # fmt: skip

@@ -27,12 +27,13 @@ def ranking(
     """
     names = unique([safe(name) for name in rows["name"]])
     figure, y = go.Figure(), np.array(names, dtype=object)
-    for architecture in ordered(rows["architecture"]):
+    series = ordered(rows["architecture"])
+    for architecture in series:
         mine = (rows["architecture"] == architecture).to_numpy()
         se = rows.loc[mine, "se"].astype("float64")
         figure.add_scatter(
             x=rows.loc[mine, "value"], y=y[mine], mode="markers", name=label(architecture),
-            marker={"color": colour(architecture), "symbol": symbol(architecture), "size": 9},
+            marker={"color": colour(architecture, series), "symbol": symbol(architecture, series), "size": 9},
             error_x={"array": se, "thickness": 1.2, "width": 3} if se.notna().any() else None,
             hovertemplate="%{y}: %{x:.4g}<extra></extra>", customdata=[[int(i)] for i in np.flatnonzero(mine)],
         )  # fmt: skip

@@ -17,11 +17,12 @@ def against_loss(frame: pd.DataFrame) -> go.Figure:
     """
     quantities = list(dict.fromkeys(frame["quantity"]))
     figure = make_subplots(1, len(quantities), subplot_titles=quantities, horizontal_spacing=0.27 / len(quantities))
+    series = ordered(frame["architecture"])
     for i, quantity in enumerate(quantities):
         where = {"row": 1, "col": i + 1}
         mine = frame[frame["quantity"] == quantity].sort_values(["run", "step"])
         for architecture in ordered(mine["architecture"]):
-            name, look = label(architecture), colour(architecture)
+            name, look = label(architecture), colour(architecture, series)
             figure.add_scatter(
                 x=[None], y=[None], mode="markers", name=name, marker={"color": look, "size": 9}, legendgroup=name,
                 showlegend=i == 0, hoverinfo="skip", **where,
@@ -30,7 +31,7 @@ def against_loss(frame: pd.DataFrame) -> go.Figure:
                 symbols = ["circle-open" if step == 0 else "circle" for step in rows["step"]]
                 figure.add_scatter(
                     x=rows["loss"].astype(float), y=rows["value"].astype(float), mode="lines+markers", name=name,
-                    line={"color": pale(architecture, 0.35), "width": 1},
+                    line={"color": pale(architecture, 0.35, series), "width": 1},
                     marker={"color": look, "size": [6] * (len(rows) - 1) + [10], "symbol": symbols},
                     legendgroup=name, showlegend=False, customdata=rows[["seed", "step"]].astype(str),
                     hovertemplate=f"{name}, seed %{{customdata[0]}}, step %{{customdata[1]}}<br>loss %{{x:.3f}}: %{{y:.3g}}"

@@ -116,7 +116,7 @@ def plot(
             f"{len(panels)} panels do not fit one figure; keep fewer metrics, variants, sites or steps"
         )
     figure, columns = _layout(panels)
-    count, legend = -(-len(panels) // columns), Legend()
+    count, legend = -(-len(panels) // columns), Legend(ordered(frame["architecture"]))
     for i, panel in enumerate(panels):
         DRAW[panel.form](figure, panel, {"row": i // columns + 1, "col": i % columns + 1}, legend, smooth)
     keys = list(dict.fromkeys(p.key for p in panels if p.form in MAPS))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import colorsys
 import html as markup
 import re
 import textwrap
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -39,6 +42,23 @@ VARIANT_READINGS: dict[tuple[str, str | None], str] = {
 MINUS, MINUS_COLOUR = "A − B", "#8B6FC0"  # a difference of two subjects
 DETAIL, WITHOUT = " · ", "without "  # between a series and one run of it, or what it lacks
 GREY, GRID, SEQUENTIAL, DIVERGING = "#808080", "rgba(128,128,128,0.25)", "Cividis", "RdBu_r"
+TURN, DARK, LIGHT, FULL = 0.055, 0.28, 0.65, 0.5
+"""Of shades: how far the hue turns, roots of luminance from and to, which stand out on both pages, least saturation."""
+MARKS = (
+    "circle",
+    "square",
+    "diamond",
+    "triangle-up",
+    "cross",
+    "x",
+    "star",
+    "triangle-down",
+    "hexagon",
+    "pentagon",
+    "bowtie",
+)
+TAGGED = re.compile(f"{DETAIL}([AB]′?: |{WITHOUT})")
+NUMBERS = re.compile(r"(\d+(?:\.\d+)?)")
 AIR, ROOM, LINE = 12, 32, 17  # pixels above a figure's marks, of its title, of a line of its subtitle
 INK = (
     ".infolayer text, .menulayer text, .bartext-outside, .textpoint text, .xaxislayer-above text, .yaxislayer-above text, "
@@ -47,22 +67,54 @@ INK = (
 """Words around a figure: in a page of HTML they take the page's ink, dark on light and light on dark."""
 
 
-def colour(architecture: str) -> str:
+def colour(architecture: str, among: Sequence[str] = ()) -> str:
     """The architecture's colour; an unregistered name gets one of its own from its hash.
 
-    `resformer · A: s1, step 300`, one run at one step, has its architecture's; `B′:`, the second of two that are alike, and
-    `transformer · without ...`, which lacks something of the others, a lighter one.
+    `among`: the series of the figure, in order; several settings of one architecture get shades of its colour, the first the
+    darkest. `resformer · A: s1, step 300`, one run at one step, has its architecture's; `B′:`, the second of two that are alike,
+    and `transformer · without ...`, which lacks something of the others, a lighter one.
     """
+    if architecture == MINUS:
+        return MINUS_COLOUR
     series, _, detail = architecture.partition(DETAIL)
-    if detail:
-        plain = colour(series.split(" ")[0])
-        return _lighter(plain) if detail.startswith(("B′", WITHOUT)) else plain
-    return MINUS_COLOUR if architecture == MINUS else registry.colour(architecture)
+    name = series.split(" ")[0]
+    plain = registry.colour(name if name in registry.ARCHITECTURES else series)
+    if detail.startswith(("B′", WITHOUT)):
+        return _lighter(plain)
+    kin = _settings(architecture, among)
+    return _shade(plain, kin.index(architecture) / (len(kin) - 1)) if len(kin) > 1 else plain
 
 
-def symbol(architecture: str) -> str:
-    """The mark on the architecture's curves; an unregistered name gets one from its hash."""
+def symbol(architecture: str, among: Sequence[str] = ()) -> str:
+    """The mark on the architecture's curves, an unregistered name's from its hash; `among`: each of several settings has its own."""
+    kin = _settings(architecture, among)
+    if len(kin) > 1:
+        return MARKS[kin.index(architecture) % len(MARKS)]
     return registry.symbol(architecture.partition(DETAIL)[0].split(" ")[0])
+
+
+def _settings(architecture: str, among: Sequence[str]) -> list[str]:
+    """The series of a figure that are settings or seeds of one architecture, the given one among them; none of A and B."""
+    if TAGGED.search(architecture):
+        return []
+    name = re.split(r"[ ·]", architecture)[0]
+    return [other for other in among if re.split(r"[ ·]", other)[0] == name and not TAGGED.search(other)]
+
+
+@cache
+def _shade(plain: str, place: float) -> str:
+    """A shade of a colour, from dark (0) to light (1) in equal steps to the eye, its hue turned a little along the way."""
+    if not plain.startswith("#"):
+        return plain
+    hue, _, full = colorsys.rgb_to_hls(*(int(plain[i : i + 2], 16) / 255 for i in (1, 3, 5)))
+    low, high, wanted = 0.0, 1.0, (DARK + (LIGHT - DARK) * place) ** 2
+    for _ in range(12):
+        middle = (low + high) / 2
+        parts = colorsys.hls_to_rgb((hue + TURN * (2 * place - 1)) % 1, middle, max(full, FULL))
+        linear = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        luminance = sum(share * p for share, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+        low, high = (low, middle) if luminance > wanted else (middle, high)
+    return "#" + "".join(f"{round(255 * part):02X}" for part in parts)
 
 
 def _lighter(plain: str) -> str:
@@ -80,20 +132,22 @@ def label(architecture: str) -> str:
 
 
 def ordered(names: Any) -> list[str]:
-    """Architectures in the order of the registry, the others after them; A before B, their difference last."""
+    """Architectures in the order of the registry, the others after them; settings by their numbers; A before B, their difference last."""
     known = list(registry.ARCHITECTURES)
 
-    def place(name: str) -> tuple[bool, str, int, str]:
+    def place(name: str) -> tuple[Any, ...]:
         series, _, detail = name.partition(DETAIL)
         tag, registered = detail.rpartition(": ")[0], series.split(" ")[0]
-        return name == MINUS, tag, known.index(registered) if registered in known else len(known), name
+        at = known.index(registered) if registered in known else len(known)
+        numbers = [(float(n), "") if n[:1].isdigit() else (0.0, n) for n in NUMBERS.split(name)]
+        return name == MINUS, tag, at, numbers
 
     return sorted({str(n) for n in (names.unique() if isinstance(names, pd.Series) else names)}, key=place)
 
 
-def pale(architecture: str, alpha: float = 0.18) -> str:
-    """The architecture's colour, transparent."""
-    c = colour(architecture)
+def pale(architecture: str, alpha: float = 0.18, among: Sequence[str] = ()) -> str:
+    """The architecture's colour, transparent; `among` as of `colour`."""
+    c = colour(architecture, among)
     if c.startswith("#"):
         return f"rgba({int(c[1:3], 16)},{int(c[3:5], 16)},{int(c[5:], 16)},{alpha})"
     return c.replace("hsl", "hsla").replace(")", f",{alpha})")

@@ -31,6 +31,8 @@ AXES = {
 MAPS = ("positions", "heads", "pairs")
 RELATIVE = "relative depth: 0 the first layer, 1 the last"
 METRIC = "token_identity_share"
+FIRST = (METRIC, "sink_mass", "loss")
+"""Measures that are shown first, as far as they are stored."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def options(source: Source, link: Link) -> Options:
     metrics = sorted({m for e in runs for m in e.measured})
     if not metrics:
         raise WorkbenchError(_unmeasured(runs))
-    metric = pick("measure", link.text("metric"), metrics, METRIC)
+    metric = pick("measure", link.text("metric"), metrics, next((m for m in FIRST if m in metrics), metrics[0]))
     rows = source.records(runs, [metric])
     if rows.empty:
         raise WorkbenchError(f"the records of {metric.replace('_', ' ')} cannot be read")

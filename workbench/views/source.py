@@ -52,7 +52,7 @@ class Subject:
     entry: Entry
     step: int
     tag: str = ""  # A or B, where two are compared
-    alike: bool = False  # whether the other one is of the same series
+    alike: bool = False  # whether the other one is of the same architecture
 
     @property
     def title(self) -> str:
@@ -147,7 +147,7 @@ class Source:
         wanted = link.whole("step_b")
         if wanted is None:  # B goes along with A where it can
             wanted = step if step in b.steps else None
-        alike = a.series == b.series
+        alike = a.architecture == b.architecture
         return [Subject(a, step, "A", alike), Subject(b, self._step(b, wanted), "B", alike)]
 
     def _run(self, link: Link, key: str, architecture: str) -> Entry:
