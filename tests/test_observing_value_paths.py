@@ -56,18 +56,51 @@ def test_architectures_are_named_by_their_value_paths(name, architecture, option
     }
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["transformer", "resformer", "svformer", "neutreno", "denseformer", "resformer+neutreno", "residual_hidden", "value_embedding",
-     "resformer+residual_q+residual_k"],
-)  # fmt: skip
-def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, ids):
-    model = tiny(architecture)
+LEARNED = ("dwa", "attention_residuals.q", "satformer", "gated_value_embedding")  # at the start they pass everything on
+
+
+def awake(tiny, architecture, **options):
+    """One of ours whose learned weights are not those of its start."""
+    model, generator = tiny(architecture, **options), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.startswith("dwa"):  # at the start its averages pass everything on
-                p += 0.1
-    assert see(model, ids).architecture == architecture
+            if name.startswith(LEARNED):
+                p += 0.3 * torch.randn(p.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("architecture", "named"),
+    [*((name, name) for name in (
+        "transformer", "resformer", "svformer", "neutreno", "denseformer", "resformer+neutreno", "residual_hidden", "value_embedding",
+        "resformer+residual_q+residual_k", "resformer+denseformer", "attention_residuals", "satformer", "gated_value_embedding",
+        "value_scale", "value_gate",
+    )), ("share_k", "unknown"), ("share_q", "unknown"), ("cut_skip", "unknown"), ("residual_attention", "unknown")],
+)  # fmt: skip
+def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, named, ids):
+    assert see(awake(tiny, architecture), ids).architecture == named
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"depth_blocks": 2}, {"depth_form": "delta"}, {"depth_heads": 2}, {"depth_blocks": 3, "depth_heads": 2}],
+)
+@torch.no_grad()
+def test_attention_residuals_are_named_and_taken_apart_as_from_inside(tiny, options, ids):
+    model = awake(tiny, "attention_residuals", **options).double()
+    observed = see(model, ids)
+    assert (observed.architecture, observed.options) == ("attention_residuals", options)
+    parts, true = (decompose(m, ids, "logits", "value_path", tokens=5) for m in (observed, model))
+    for label in ("embed", "L1H2.own", "2_mlp_out"):
+        torch.testing.assert_close(parts[label], true[label])
+    sums = observed.value_paths().query("into == 'stream'").set_index(["layer", "source"])
+    _, cache = model.run_with_cache(ids)
+    weights = cache["blocks.0.hook_depth_weights"]  # of what block 1 reads
+    if not options:
+        names = ["embed", "0_attn_out", "0_mlp_out"]
+        rows = sums.loc[[(1, name) for name in names]]
+        assert rows["coefficient"].tolist() == pytest.approx(weights.mean((0, 1, 2)).tolist(), abs=0.02)
+        assert rows["spread"].min() > 0
 
 
 @pytest.mark.parametrize("name", ["q", "k"])

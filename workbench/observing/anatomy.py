@@ -98,7 +98,7 @@ class ObservedAnatomy(Anatomy):
         return [first, *(blocks[n] for n, s in enumerate(layers) for x in ("attn_out", "mlp_out") if getattr(s, x))]
 
     def _constants(self, layer: int) -> list[float]:
-        """How much of what the first block reads, and of what each block adds, arrives in a stream, where that is the same for all tokens."""
+        """How much of what the first block reads, and of what each block adds, arrives in a stream, the same for all tokens."""
         outs: list[list[float]] = []  # of the first stream and of each block's output
         for n, arrives in enumerate(self.structure.arriving[: layer + 1]):
             sources = [[1.0], *outs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +89,7 @@ class HookedRun:
         self.module_projections: list[HookedProjection] = []
         self.latents: list[tuple[Heard, TensorLocation]] = []
         self.intercepted: set[int] = set()
-        for i, layer in enumerate(self.layers):
+        for i in range(len(self.layers)):
             for heard in self._heard_in(i):
                 for name, projection in (("q", heard.part.q), ("k", heard.part.k), (OWN, heard.part.v)):
                     read = heard.hooks_any(name) or (name == OWN and i in self.own_values_read)
@@ -110,19 +110,16 @@ class HookedRun:
         self.everywhere = whole  # whether calls outside the attentions are needed too
 
     def _heard_in(self, i: int) -> list[Heard]:
-        layer, together = self.layers[i], self.layer_points[i]
-        n, several = len(layer.parts), len(layer.parts) > 1
+        layer, n = self.layers[i], len(self.layers[i].parts)
+        each = [points.hooked() for points in self.points.blocks[i].parts(n)] if n else []
+        together = dict(self.layer_points[i]) if n > 1 else {}
+        if layer.z is not None:  # what W_O reads, where it reads it
+            (together if n > 1 else each[0] if each else {}).pop("z", None)
         heard = []
-        for number, (part, points) in enumerate(
-            zip(layer.parts, self.points.blocks[i].parts(n) if n else [], strict=True)
-        ):
-            own = points.hooked()
-            if layer.z is not None:  # what W_O reads, where it reads it
-                (together if several else own).pop("z", None)
-            repeats = (
-                layer.attention.kv_heads * part.attention.heads // (layer.attention.heads * part.attention.kv_heads)
-            )
-            heard.append(Heard(i, number, n, part, own, together if several else {}, repeats))
+        for number, (part, points) in enumerate(zip(layer.parts, each, strict=True)):
+            grouped = layer.attention.heads * part.attention.kv_heads
+            repeats = layer.attention.kv_heads * part.attention.heads // grouped
+            heard.append(Heard(i, number, n, part, points, together, repeats))
         return heard
 
     def _mixes(self, i: int, sources: dict[int, HookPoint]) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.tensor_layouts import TensorPath

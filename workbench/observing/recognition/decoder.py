@@ -14,11 +14,11 @@ from workbench.config import ObservedConfig
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_in
 from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
+from workbench.observing.recognition.executions import Execution, rows_at
 from workbench.observing.recognition.layers import mlp_width, recognize_layers
 from workbench.observing.recognition.projections import TensorLocation, run_index
 from workbench.observing.recognition.stream_sums import StreamSum, stream_sum, stream_sums
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure, Table
-from workbench.observing.recognition.executions import Execution, rows_at
 from workbench.observing.recognition.trace import Trace, is_matrix
 
 CONTEXT = (

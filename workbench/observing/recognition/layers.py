@@ -76,7 +76,7 @@ def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:
     shared = [e for e in around[0] if all(any(e is other for other in stack) for stack in around)]
     scope = shared[-1] if block.kind != INLINE else block
     if block.kind != INLINE:
-        layer.scope = Scope(scope.name, run_index(scope, [e for e in (block, *inside_of(trace, block))]))
+        layer.scope = Scope(scope.name, run_index(scope, (block, *inside_of(trace, block))))
     counts = dict[str, int]()
     at: dict[int, tuple[str, int]] = {}
     for time, kind in trace.calls:

@@ -22,9 +22,10 @@ def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
     that token's. Raises `WorkbenchError` where it lies elsewhere than before, between or after positions that are no tokens.
     """
     batch, length = trace.batch, trace.length
-    if not trace.attentions or not all(a.queries > length for a in trace.attentions):
+    if not trace.elsewhere or any(not a.refusal for a in trace.attentions):
         return Layout()
-    queries, name = trace.attentions[0].queries, trace.attentions[0].within.name
+    within, queries = trace.elsewhere[0]
+    name = within.name
     packed = batch > 1 and queries == batch * length
     guess = Positions(batch, length, Layout(packed=packed) if packed else Layout((queries - length, 0)))
     before, after = (_read(trace.module, name, call, ids, guess) for ids in (trace.tokens, _changed(trace.tokens)))
@@ -36,8 +37,8 @@ def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
     front = place - (length - 1)
     if packed or row or not 0 <= front <= queries - length:
         raise WorkbenchError(
-            f"attention in {name or 'the module'} runs over {queries} positions for {length} tokens, of which token {length - 1} of the first "
-            f"sequence is at {place} of row {row}: only tokens side by side, or sequences one after the other, can be told apart"
+            f"attention in {name or 'the module'} runs over {queries} positions for {length} tokens; token {length - 1} of the "
+            f"first sequence is at {place} of row {row}: only tokens side by side, or sequences one after the other, can be told apart"
         )
     return Layout((front, queries - length - front))
 

@@ -9,6 +9,7 @@ Source: Ye et al. (2024), Differential Transformer, arXiv 2410.05258, equations 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 

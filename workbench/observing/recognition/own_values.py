@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from workbench.observing.recognition.executions import MATRIX, Execution
 from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import (
     Projection,
@@ -22,7 +23,6 @@ from workbench.observing.recognition.projections import (
     run_index,
     same_projection,
 )
-from workbench.observing.recognition.executions import MATRIX, Execution
 
 _STEPS = 30  # of alternating least squares: a norm's factors are found in two
 _PACKING = 8  # weights that one stored number may hold

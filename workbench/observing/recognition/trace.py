@@ -53,6 +53,7 @@ class Trace:
         self.executions: list[Execution] = []
         self.lookups: list[Execution] = []
         self.attentions: list[TracedAttention] = []
+        self.elsewhere: list[tuple[Execution, int]] = []  # where attention runs over more positions, and how many
         self.calls: list[tuple[int, str]] = []  # time and class of every call that is counted
         self.other_calls: set[str] = set()
         self.in_place = False  # whether the module writes over tensors after they have passed
@@ -205,6 +206,8 @@ class Trace:
             if scores.ndim > 3 and scores.shape[-1] > self.positions.columns:
                 self.other_calls.add(_extra_columns(scores))
             self._eager.softmax(scores, pattern, time)
+        elif self.positions.columns < scores.shape[-2] <= scores.shape[-1]:
+            self.elsewhere.append((self._within(), scores.shape[-2]))
         return pattern
 
     def _count(self, kind: str) -> int:
@@ -273,8 +276,10 @@ class Trace:
             reason = f"it runs over {queries} positions for {self.length} tokens (a prefix, or another axis)"
         none, heads = q.new_zeros(0), [x.shape[-3] if x.ndim > 3 else 1 for x in (q, k)]
         unfit = TracedAttention(kind, self._within(), (time,), *heads, 1, none, none, none, none, "", reason)
-        unfit.is_aside, unfit.queries = self.positions.columns != queries != keys, queries
+        unfit.is_aside = self.positions.columns != queries != keys
         self.attentions.append(unfit)
+        if queries > self.positions.columns:
+            self.elsewhere.append((self._within(), queries))
 
     def _within(self) -> Execution:
         if not self.running:

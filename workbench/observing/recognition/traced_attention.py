@@ -56,7 +56,6 @@ class TracedAttention:
     is_aside: bool = (
         False  # whether its queries are no positions, so that it is something else than the block's attention
     )
-    queries: int = 0  # how many it has, where these are not the tokens
     is_distribution: bool = True  # whether what multiplies the values is >= 0 with rows that sum to at most 1
     lse: Tensor | None = None  # [row, head], where the reference gives its output
     axes: Any = ()  # of an eager attention: which operand is q, orders of q and k; the pattern, of it, v and z
