@@ -6,7 +6,6 @@ import pytest
 import torch
 from tensors import seeded
 
-from workbench.data.sources import Sample
 from workbench.errors import WorkbenchError
 from workbench.kernels import attention_statistics
 from workbench.measurement.measuring import measure, refuse_short
@@ -31,14 +30,10 @@ LEAST = {name: T for T, names in SHORTEST.items() for name in names}
 
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_reads_sequences_from_its_shortest_on(name):
-    entry, least = METRICS[name], LEAST.get(name, METRICS[name].min_length)
-
-    def read(T):
-        refuse_short(Sample(torch.zeros(2, T, dtype=torch.long), [0, 1], "zeros"), [entry])
-
-    read(least)
+    least = LEAST.get(name, METRICS[name].min_length)
+    refuse_short(least, [name])
     with pytest.raises(WorkbenchError, match=f"{name} needs sequences of {least} tokens; these have {least - 1}"):
-        read(least - 1)
+        refuse_short(least - 1, [name])
 
 
 def test_the_shortest_sequences_give_numbers(tiny):

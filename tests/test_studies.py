@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from workbench.config import PRESETS
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.jobs.running import BrokenProcessPool, Job, run_jobs
 from workbench.models import ARCHITECTURES, compose
 from workbench.runs.run import Run
@@ -197,6 +197,13 @@ def test_a_study_trains_tells_what_broke_and_trains_nothing_twice(tmp_path, fork
     jobs = [job for job in plan(study, tmp_path / "runs") if job.cell.model == "resformer"]
     work(processes_with_data(jobs[0]))
     assert weights.stat().st_mtime_ns == before
+
+
+def test_a_measure_that_the_sequences_are_too_short_for_is_refused_before_the_training(tmp_path):
+    study = read_study(written(tmp_path, SMALL + '\n[measure]\nmetrics = ["sink_rate"]\n'))
+    with pytest.raises(WorkbenchError, match="sink_rate needs sequences of 64 tokens; these have"):
+        work(processes_with_data(plan(study, tmp_path / "runs")[0]))
+    assert not list((tmp_path / "runs").glob("small-*"))
 
 
 def processes_with_data(job):

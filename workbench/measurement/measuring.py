@@ -78,7 +78,7 @@ def measure(
         if (shared := _sharing(subject)) not in samples:
             samples[shared] = sample_of(data, subject, n, T, seed)
         refuse_unfit(samples[shared], subject)
-        refuse_short(samples[shared], wanted)
+        refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted])
     frames = list[pd.DataFrame]()
     for subject in chosen:
         if progress and distributed.rank() == 0:
@@ -103,10 +103,9 @@ def _by_jobs(
     )
 
 
-def refuse_short(sample: Sample, wanted: Sequence[Measure]) -> None:
-    """Raise `WorkbenchError` where a metric needs longer sequences."""
-    T = sample.ids.shape[1]
-    for item in wanted:
+def refuse_short(T: int, metrics: Iterable[str]) -> None:
+    """Raise `WorkbenchError` where a metric needs longer sequences than T tokens."""
+    for item in map(_find, metrics):
         if item.min_length > T:
             raise WorkbenchError(f"{item.name} needs sequences of {item.min_length} tokens; these have {T}")
 

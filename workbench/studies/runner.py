@@ -90,18 +90,20 @@ def work(run: StudyRun) -> str:
     import torch
 
     from workbench.data.opening import open_data
-    from workbench.measurement.measuring import measure
+    from workbench.measurement.measuring import measure, refuse_short
     from workbench.training.loop import train
 
     torch.set_num_threads(1)
     runs = Path(run.runs)
     model, recipe = sizes(run)
+    metrics = run.study.measure.get("metrics", ())
+    refuse_short(recipe.T, metrics)  # before an hour of training, not after it
     data = open_data(dict(run.data), runs / CORPORA)
     trained = train(
         run.cell.architecture, data, name=run.name, runs=runs, model=model, train=recipe, seed=run.seed, device=run.device,
         **run.cell.settings["options"],
     )  # fmt: skip
-    if metrics := run.study.measure.get("metrics"):
+    if metrics:
         n = 4 if run.quick else run.study.measure.get("n", 64)
         measure(trained, metrics, steps=run.study.measure.get("steps", "ends"), n=n, device=run.device)
     return run.name
