@@ -44,7 +44,7 @@ def test_both_attentions_of_a_difference_and_the_difference_itself(form, ids):
         split(x, n) for x, n in zip(projected(module, ids, "wq", "wk", "wv"), (HEADS, HEADS, HEADS // 2), strict=True)
     )
     patterns = [softmax(q[:, i::2], k[:, i::2]) for i in range(2)]
-    halves = [half for half in v.chunk(2, -1)] if form == "halves of values" else [v]
+    halves = list(v.chunk(2, -1)) if form == "halves of values" else [v]
     parts = [(pattern, half) for pattern in patterns for half in halves]
     for n, (pattern, half) in enumerate(parts):
         torch.testing.assert_close(found[f"{n}.pattern"], pattern)

@@ -21,6 +21,8 @@ from strangers import (
 )
 from torch import nn
 
+from workbench.models.decomposition import decompose
+
 
 @pytest.mark.parametrize("form", [None, "torch", "einsum", "baddbmm"])
 def test_hidden_lambdas_come_back_to_a_millionth(form, ids):

@@ -81,6 +81,12 @@ def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
     yield "own_v", *_places([part.v for part in layer.parts], _NO_PROJECTION)
     if len(layer.parts) == 1 and layer.parts[0].latent is not None:
         yield "latent", *_place(layer.parts[0].latent, "")
+    yield from _sites_of_mixture(mixture, call)
+    yield from _sites_of_pattern(layer, call)
+
+
+def _sites_of_mixture(mixture: Mixture, call: str) -> Iterator[Site]:
+    """What is mixed into a layer's values."""
     sources, first = mixture.sources, 0 in mixture.sources
     why = "" if first else f"see source.{sources[0]}" if sources else _NOT_MIXED
     yield "first_v", first, call if first else "", why
@@ -88,6 +94,11 @@ def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
         yield "table_v", True, mixture.table, ""
     if mixture.by_token:
         yield "v_weights", True, call, ""
+
+
+def _sites_of_pattern(layer: LayerStructure, call: str) -> Iterator[Site]:
+    """What a layer's attention makes of its values, and its pattern."""
+    attention = layer.attention
     no_w_o = "no matrix W_O found: the attention's own output"
     if layer.z is None and any(part.attention.is_combined for part in layer.parts):
         yield "z", False, "", "its attentions are combined before their values are taken, and no matrix W_O was found"

@@ -112,26 +112,18 @@ def masked_statistics(
     z = torch.empty(batch, length, heads, v.shape[-1], dtype=v.dtype, device=q.device)
     received = torch.zeros(batch, heads, length, dtype=wide, device=q.device)
     rowwise = torch.zeros(5, batch, heads, length, dtype=wide, device=q.device)
-    full = None
-    if mask is not None:  # fewer axes than four: of heads, queries and keys
-        shaped = mask[(None,) * (4 - mask.ndim)]
-        full = shaped.expand(batch, shaped.shape[1], length, keys)
     future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1) if causal else None
+    if mask is not None:  # fewer axes than four: of heads, queries and keys
+        mask = mask[(None,) * (4 - mask.ndim)].expand(batch, -1, length, keys)
     for b in range(batch):
         for h in range(heads):
             key, value = k[b, :, h // group].to(wide), v[b, :, h // group].to(wide)
             for start in range(0, length, _ROWS):
                 rows = slice(start, min(start + _ROWS, length))
                 scores = q[b, rows, h].to(wide) @ key.T * scale
-                if modify is not None:
-                    scores = modify(scores, b, h, start)
-                if full is not None:
-                    part = full[b, h if full.shape[1] > 1 else 0, rows]
-                    hidden = ~part if part.dtype == torch.bool else part <= HIDDEN
-                    scores = scores if part.dtype == torch.bool else scores + part.to(wide)
-                    scores = scores.masked_fill(hidden, -torch.inf)
-                if future is not None:
-                    scores = scores.masked_fill(future[rows], -torch.inf)
+                scores = scores if modify is None else modify(scores, b, h, start)
+                hidden = None if mask is None else mask[b, h if mask.shape[1] > 1 else 0, rows]
+                scores = _masked(scores, hidden, None if future is None else future[rows])
                 pattern = scores.softmax(-1).nan_to_num_(0.0)
                 z[b, rows, h] = (pattern @ value).to(v.dtype)
                 seen = pattern[:, tokens]
@@ -145,6 +137,14 @@ def masked_statistics(
     return z, AttentionStatistics(
         received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse, null=null if any(beside) else None
     )
+
+
+def _masked(scores: Tensor, mask: Tensor | None, future: Tensor | None) -> Tensor:
+    """Scores [query, key] under a mask, bool or added, and without those of later keys."""
+    if mask is not None:
+        scores = scores if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+        scores = scores.masked_fill(~mask if mask.dtype == torch.bool else mask <= HIDDEN, -torch.inf)
+    return scores if future is None else scores.masked_fill(future, -torch.inf)
 
 
 @torch.no_grad()

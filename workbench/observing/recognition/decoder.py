@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ObservedConfig
+from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_in
 from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
@@ -45,53 +46,46 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     logits = None if path is None else get_at(output, path)
     embed = _find_embedding(trace, first, width)
     head = None if logits is None else _find_head(trace, last, width, logits)
-    final = _find_final(trace, head, last, layers) if head is not None else None
-    if layers[-1].inline:
+    final = _find_final(trace, head, last, layers) if head is not None and streams_known else None
+    if layers[-1].inline and streams_known:
         final = first_reader(trace, last, width)
-    final = final if streams_known else None
     vocabulary = _vocabulary_of(trace.module, embed, logits)
     if logits is not None and embed is not None and logits.shape[-1] == width != vocabulary:
         path = head = final = None  # hidden states of a module without a head
+    last_stream = layers[-1].rows["out"] if final is None else rows_at(final[0].inputs, final[1])
+    assert last_stream is not None
+    streams, outputs = [*(layer.rows["in"] for layer in layers), last_stream], _outputs_of(layers)
+    starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
     places = [(layer, block) for layer, (_, block) in zip(layers, chosen, strict=True)]
     attended, block = next((place for place in places if place[0].is_read), places[0])
-    attention = attended.attention
+    attention, layout = attended.attention, _layout(trace, first)
     config = ObservedConfig(
         n_layers=len(layers), d_model=width, n_heads=attention.heads, n_key_value_heads=attention.kv_heads,
         d_mlp=mlp_width(trace, attended, block), d_vocab=vocabulary, n_ctx=_context_of(trace, embed),
         head_width=attention.q.shape[-1] if attended.is_read else 0,
     )  # fmt: skip
+    return DecoderStructure(
+        config, layers, starts, reads, ends, path, trace.in_place, layout, _notes(trace, layers, layout),
+        ending=_ending(trace, head, logits, last_stream) if streams_known else NO_STREAM,
+        tables=_tables_of_values(trace, embed, layers), last_stream=last_stream, between=_between(layers, outputs),
+        arriving=stream_sums(streams, [layer.rows["made"] for layer in layers], outputs),
+    )  # fmt: skip
+
+
+def _layout(trace: Trace, first: Execution) -> Layout:
+    """The trace's layout, with positions first where the first block's stream has them."""
+    shape = first.inputs[0].shape if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0].shape
+    at = trace.positions
+    return at.layout.turn() if shape[:2] != (at.rows, at.columns) else at.layout
+
+
+def _notes(trace: Trace, layers: Sequence[LayerStructure], layout: Layout) -> list[str]:
+    """What is unusual, in words."""
     notes = ["positions are written over after they have passed: copies are handed out"] if trace.in_place else []
     if unread := [f"{i} ({layer.block})" for i, layer in enumerate(layers) if not layer.is_read]:
         seen = f"; seen: {', '.join(sorted(trace.other_calls))}" if trace.other_calls else ""
         notes.append(f"no attention that can be read in layers {', '.join(unread)}: only their streams are shown{seen}")
-    shape = first.inputs[0].shape if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0].shape
-    at = trace.positions
-    layout = at.layout.turn() if shape[:2] != (at.rows, at.columns) else at.layout
-    notes += [layout.words] if layout.words else []
-    starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
-    last_stream = layers[-1].rows["out"] if final is None else rows_at(final[0].inputs, final[1])
-    assert last_stream is not None
-    ending = _ending(trace, head, logits, last_stream) if streams_known else NO_STREAM
-    streams = [*(layer.rows["in"] for layer in layers), last_stream]
-    outputs = _outputs_of(layers)
-    arriving = stream_sums(streams, [layer.rows["made"] for layer in layers], outputs)
-    tables = _tables_of_values(trace, embed, layers)
-    return DecoderStructure(
-        config,
-        layers,
-        starts,
-        reads,
-        ends,
-        path,
-        trace.in_place,
-        layout,
-        notes,
-        ending,
-        tables,
-        arriving,
-        last_stream,
-        _between(layers, outputs),
-    )
+    return [*notes, *([layout.words] if layout.words else [])]
 
 
 def _outputs_of(layers: Sequence[LayerStructure]) -> list[list[Tensor]]:
