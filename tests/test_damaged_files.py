@@ -10,6 +10,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -90,19 +91,44 @@ def test_what_a_user_allows_by_name_is_read(tmp_path, tiny):
     [
         ("mp_rank_00_model_states.pt", "DeepSpeed shards.*zero_to_fp32"),
         ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed shards"),
-        ("__0_0.distcp", "FSDP shards.*merge-weights"),
-        ("model_and_optim/__0_0.distcp", "OLMo-core's shards.*convert_checkpoint_to_hf"),
-        ("lit_model.pth", "LitGPT model.*convert_from_litgpt"),
+        ("__0_0.distcp", "FSDP.*dcp_to_torch {at} OUT.pt.*merge-weights {at} OUT"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "FSDP.*dcp_to_torch {at}/pytorch_model_fsdp_0 OUT.pt"),
+        ("model_and_optim/__0_0.distcp", "OLMo-core's shards.*convert_checkpoint_to_hf.*-path {at} "),
+        ("lit_model.pth", "LitGPT model.*convert_from_litgpt {at} OUT"),
+        ("model.gguf", "GGUF file.*gguf_file="),
     ],
 )
 def test_shards_of_other_libraries_are_refused_with_the_cure(tmp_path, file, told):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_bytes(b"")
+    folder = tmp_path / "out" / "step-10"
+    (folder / file).parent.mkdir(parents=True)
+    (folder / file).write_bytes(b"GGUF" if file.endswith("gguf") else b"")
+    told = told.format(at=folder)
+    files = [folder / file, (folder / file).parent] if file.endswith("distcp") else []
+    for place in (folder, folder.parent, tmp_path, *files):
+        with pytest.raises(BadCheckpoint, match=told):
+            workbench.load(place)
+    (folder / CONFIG).write_text("{}")
     with pytest.raises(BadCheckpoint, match=told):
-        workbench.load(tmp_path)
-    (tmp_path / CONFIG).write_text("{}")
-    with pytest.raises(BadCheckpoint, match=told):
-        workbench.load(tmp_path)
+        workbench.load(folder)
+
+
+def test_the_command_named_for_shards_makes_a_file_that_opens(tmp_path, tiny):
+    import torch.distributed.checkpoint as shards
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's, of a single process
+        shards.save({"model": tiny().state_dict()}, checkpoint_id=tmp_path / "step-1")
+    with pytest.raises(BadCheckpoint, match="dcp_to_torch"):
+        workbench.load(tmp_path / "step-1")
+    dcp_to_torch_save(tmp_path / "step-1", tmp_path / "OUT.pt")
+    read, _ = workbench.read_state(tmp_path / "OUT.pt")
+    assert all(torch.equal(read[name], tensor) for name, tensor in tiny().state_dict().items())
+
+
+def test_a_gguf_file_beside_weights_is_no_obstacle(tmp_path, tiny):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    torch.save(nanogpt(tiny()), tmp_path / "ckpt.pt")
+    assert torch.equal(quietly(tmp_path)(IDS), tiny()(IDS))
 
 
 def test_a_bit_that_flipped_in_a_pickled_file_is_found(tmp_path, tiny):

@@ -32,16 +32,26 @@ SPECIAL = re.compile(r"[()\[\]{}^$+*?|\\]")
 STEP = re.compile(r"(?:step|iter|itr|checkpoint|ckpt|model|epoch=\d+-step)[-_=]?(\d+)(?!.*\d)", re.I)
 WITHOUT = "without weights: its numbers can be looked at, and `workbench study` trains it anew"
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
-ELSEWHERE = {  # what lies in folders of other libraries -> whose it is, and what makes weights of it
+ELSEWHERE = {  # what lies in folders of other libraries -> whose it is, and what makes weights of the folder it lies in
     "*mp_rank_*_model_states.pt zero_pp_rank_* *_optim_states.pt global_step*/mp_rank_*":
         "DeepSpeed shards, not weights: zero_to_fp32.py, which stands in it, writes one file",
-    "model_and_optim/*.distcp":
-        "OLMo-core's shards, not weights: its examples/huggingface/convert_checkpoint_to_hf.py writes a Hugging Face directory",
+    "model_and_optim/*.distcp ../model_and_optim/*.distcp":
+        "OLMo-core's shards, not weights: `python src/examples/huggingface/convert_checkpoint_to_hf.py --checkpoint-input-path {above} "
+        "--huggingface-output-dir OUT` of its repository writes a Hugging Face directory",
     "*.distcp pytorch_model_fsdp_* *_fsdp_*/*.distcp":
-        "FSDP shards, not weights: `accelerate merge-weights` or torch.distributed.checkpoint.format_utils.dcp_to_torch_save "
-        "writes one file",
-    "lit_model.pth": "a LitGPT model: `litgpt convert_from_litgpt FOLDER OUT` and its tutorial's next step write a Hugging Face directory",
+        "shards of torch.distributed.checkpoint (FSDP, torchtitan), not weights: "
+        "`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {here} OUT.pt` or, of accelerate's, "
+        "`accelerate merge-weights {here} OUT` writes one file",
+    "lit_model.pth":
+        "a LitGPT model: `litgpt convert_from_litgpt {here} OUT` writes OUT/model.pth; name it pytorch_model.bin and put the "
+        "config.json of the Hugging Face model beside it",
 }  # fmt: skip
+GGUF = (
+    "a GGUF file (llama.cpp), which is not read: open the model it was converted from, or save it with transformers' "
+    "from_pretrained(folder, gguf_file=...).save_pretrained(OUT)"
+)
+UNREAD = ELSEWHERE | {"*.gguf": GGUF}
+"""The same, and what may lie beside weights that are read."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,8 @@ def identify(path: str | Path, step: str | int = "last") -> Checkpoint:
 def checkpoints_at(path: str | Path) -> list[Checkpoint]:
     """The checkpoint at a path, or those of the series it means, by step; the only one in a folder needs no step."""
     place = Path(path)
+    if place.suffix == ".distcp":
+        refuse_shards(place.parent)
     if is_series(path):
         if place.is_dir():
             refuse_shards(place)
@@ -224,11 +236,19 @@ def is_directory(folder: Path) -> bool:
     return any((folder / name).exists() for name in names)
 
 
-def refuse_shards(folder: Path) -> None:
-    """Raise `BadCheckpoint` for a directory of shards or of another library's form, saying what makes weights of it."""
-    for patterns, cure in ELSEWHERE.items():
-        if any(True for pattern in patterns.split() for _ in folder.glob(pattern)):
-            raise BadCheckpoint(f"{folder} holds {cure}; open that")
+def refuse_shards(folder: Path, kinds: Mapping[str, str] = ELSEWHERE) -> None:
+    """Raise `BadCheckpoint` for a directory of shards or of another library's form, with the command that makes weights of it."""
+    if cure := _cure(folder, kinds):
+        raise BadCheckpoint(f"{folder} holds {cure}; open that")
+
+
+def _cure(folder: Path, kinds: Mapping[str, str]) -> str | None:
+    """What a folder holds that is of another library, and the command; None for anything else."""
+    for patterns, cure in kinds.items():
+        if found := next((path for pattern in patterns.split() for path in folder.glob(pattern)), None):
+            here = found.resolve() if found.is_dir() else found.resolve().parent
+            return cure.format(here=here, above=here.parent)
+    return None
 
 
 def _advice(folder: Path) -> str:
@@ -238,6 +258,9 @@ def _advice(folder: Path) -> str:
         return f"it holds runs: give one of them, as {folder / runs[0]}"
     if files := [p.name for p in inside if is_checkpoint(p)]:
         return f"give one of them, as {folder / files[0]}, or a pattern with a (?P<step>...) group"
+    for place in (folder, *sorted(folder.glob("*/")), *sorted(folder.glob("*/*/"))):  # out/checkpoint/step-1000
+        if cure := _cure(place, UNREAD):
+            return f"{place} holds {cure}; open that"
     return "give a glob, or a pattern with a (?P<step>...) group"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoints.format import formats
-from workbench.checkpoints.identify import CONFIG, PICKLED, WEIGHTS, Checkpoint, is_directory, refuse_shards
+from workbench.checkpoints.identify import CONFIG, PICKLED, UNREAD, WEIGHTS, Checkpoint, is_directory, refuse_shards
 from workbench.checkpoints.pickled import unpickle
 from workbench.checkpoints.state import Info, State, whole_number
 from workbench.checkpoints.stored import Stored, safetensors_table
@@ -91,12 +91,12 @@ def _weights_in(container: Any, path: Path, key: str | None = None) -> tuple[dic
 def _weight_files(folder: Path) -> list[Path]:
     """The files that hold a directory's weights: one, or those that its index names."""
     if not is_directory(folder):
-        refuse_shards(folder)
+        refuse_shards(folder, UNREAD)
         raise BadCheckpoint(f"{folder} is no checkpoint: it has no {CONFIG} and no weights")
     weights = [folder / f"{name}{end}" for name in (WEIGHTS, PICKLED) for end in (".index.json", "")]
     first = next((path for path in weights if path.exists()), None)
     if first is None:
-        refuse_shards(folder)
+        refuse_shards(folder, UNREAD)
         _ = read_json(folder / CONFIG)
         raise BadCheckpoint(f"{folder / WEIGHTS} is missing; so are {PICKLED} and their indices")
     if not first.name.endswith(".index.json"):

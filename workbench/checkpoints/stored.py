@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from workbench.checkpoints.identify import GGUF
 from workbench.errors import BadCheckpoint
 
 CHUNK = 1 << 20  # bytes read at a time: small beside a model, large beside a system call
@@ -116,10 +117,7 @@ def refuse_other_kinds(path: Path) -> None:
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}") from error
     if begin.startswith(b"GGUF"):
-        raise BadCheckpoint(
-            f"{path} is a GGUF file (llama.cpp), which is not read: open the model it was converted from, or save it with transformers' "
-            "from_pretrained(folder, gguf_file=...).save_pretrained(...)"
-        )
+        raise BadCheckpoint(f"{path} is {GGUF}")
     if begin.startswith(b"version https://git-lfs"):
         raise BadCheckpoint(
             f"{path} is a pointer of Git LFS, not the file it stands for: fetch that with `git lfs pull`"

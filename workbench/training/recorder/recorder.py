@@ -32,6 +32,7 @@ from workbench.training.recorder.capture_points import (
 )
 from workbench.training.recorder.quantities import DEFAULT, UNITS, aliases_of, chosen
 from workbench.training.recorder.recording_folder import RecordingFolder
+from workbench.training.recorder.sinks import SINKS, Sink, checked
 from workbench.training.recorder.step_record import StepRecord, frobenius_norms
 
 WITH_GRADIENT = ("stream", "v", "own_v", "first_v")
@@ -55,8 +56,9 @@ class Recorder:
         start: optimiser step the loop begins at; needed where the folder holds a recording already. What it holds from
             there on is dropped.
         seed: tells runs of one model apart.
+        to: `wandb`, `tensorboard` or both: where the numbers go beside the folder.
 
-    Raises `UnknownName` for a quantity, `WorkbenchError` for one that this module does not show, for a folder
+    Raises `UnknownName` for a quantity or a sink, `WorkbenchError` for one that this module does not show, for a folder
     in use or of another model. Only the first process of several records; its activations are those of its share of the
     batch.
     """
@@ -64,8 +66,9 @@ class Recorder:
     def __init__(
         self, model: nn.Module, every: int = 100, folder: str | Path | None = None, *,
         quantities: Iterable[str] = DEFAULT, start: int | None = None, seed: int = 0,
+        to: str | Iterable[str] = (),
     ) -> None:  # fmt: skip
-        self.quantities = chosen(quantities)
+        self.quantities, sinks = chosen(quantities), checked(to)
         if every < 1 or (start or 0) < 0:
             raise WorkbenchError(f"every={every}, start={start}: at least 1, and at least 0")
         self.model, self.every, self.count = _unwrapped(model), every, start or 0
@@ -75,6 +78,7 @@ class Recorder:
         self.capture = self._make_capture(strict=quantities is not DEFAULT)
         self.seconds, self.since = 0.0, (self.count, time.perf_counter())
         self.open: StepRecord | None = None
+        self.sinks: list[Sink] = []
         self.variant: str | None = None  # of the gradient norms, where a trainer clips first
         if self.active:
             path = _path(folder, self.model)
@@ -82,7 +86,8 @@ class Recorder:
                 _OPEN[path].close()
             self.folder = RecordingFolder(path, self._info(seed), start=start, every=every)
             _OPEN[path] = self
-            weakref.finalize(self, _stop, self.capture, self.folder)  # also where `close` is never called
+            weakref.finalize(self, _stop, self.capture, self.folder, self.sinks)  # also where `close` is never called
+            self.sinks += [SINKS[name][1](path, self.folder.info, start) for name in sinks]
             if self.unavailable:
                 warnings.warn(_warning(self.unavailable), NotRecorded, stacklevel=2)
             if self.count % every == 0:
@@ -118,14 +123,13 @@ class Recorder:
         """Write down a number of your own; `step` defaults to the optimiser step at hand."""
         if self.active:
             at = self.count if step is None else step
-            self.folder.add(at, [{"step": at, "metric": metric, "value": float(value), **axes}])
+            self._write(at, [{"step": at, "metric": metric, "value": float(value), **axes}])
 
     def close(self) -> None:
         """Finish the last record and write everything; call it after the last optimiser step."""
         if self.active and not self.folder.closed:
-            self.capture.stop()
             self._finish()
-            self.folder.close()
+            _stop(self.capture, self.folder, self.sinks)
 
     def __enter__(self) -> Recorder:
         return self
@@ -204,7 +208,12 @@ class Recorder:
             rows += [{"step": record.step, "metric": m, "unit": UNITS[m], "value": value} for m, value in pace.items()]
         self.seconds = self.capture.seconds = 0.0
         self.since = record.step, now_
-        self.folder.add(record.step, rows)
+        self._write(record.step, rows)
+
+    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self.folder.add(step, rows)
+        for sink in self.sinks:
+            sink.add(step, rows)
 
     def _place(self, name: str) -> dict[str, Any]:
         part, layer = self.places[name]
@@ -278,9 +287,11 @@ def _warning(missing: dict[str, str]) -> str:
     return "not recorded: " + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
 
 
-def _stop(capture: ActivationCapture, folder: RecordingFolder) -> None:
+def _stop(capture: ActivationCapture, folder: RecordingFolder, sinks: list[Sink]) -> None:
     capture.stop()
     folder.close()
+    while sinks:
+        sinks.pop().close()
 
 
 def _rank() -> int:
