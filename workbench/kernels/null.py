@@ -36,18 +36,24 @@ def attention_with_null(
     if torch.is_grad_enabled():
         result: Tensor = _Rescaled.apply(q, k, v, null, attn_mask, is_causal)
         return result
-    z, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=attn_mask)
-    return z * (lse - null.to(lse.dtype)[:, None]).sigmoid_().to(z.dtype)[..., None]
+    return _rescaled(q, k, v, null, attn_mask, is_causal)[0]
+
+
+def _rescaled(
+    q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The output, and the rows' log-sum-exp without the column."""
+    z, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask)
+    return z * (lse - null.to(lse.dtype)[:, None]).sigmoid_().to(z.dtype)[..., None], lse
 
 
 class _Rescaled(torch.autograd.Function):
-    """The stock call's output times the share that the keys keep."""
+    """`_rescaled` with its gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        z, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask)
+        z, lse = _rescaled(q, k, v, null, mask, causal)
         whole = torch.logaddexp(lse, null.to(lse.dtype)[:, None])
-        z = z * (lse - whole).exp_().to(z.dtype)[..., None]
         ctx.save_for_backward(q, k, v, z, whole, null)
         ctx.mask, ctx.causal = mask, causal
         return z
