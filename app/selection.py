@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,11 +59,16 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     default = default or (of_a if of_a and "set" not in st.query_params else source.group(Link(page))[0].group)
     known = tuple((name, runs[0].path, runs[0].stamp) for name, runs in groups.items())
     apart = source.keep(("told apart", known), lambda: told_apart(groups))
+    names = {name: _name(runs) for name, runs in groups.items()}
+    alike = Counter(names.values())
     group = widgets.choose(
-        "Experiment", "set", list(groups), default, show=lambda g: _titled(groups[g], apart[g]),
+        "Experiment", "set", list(groups), default,
+        show=lambda g: _titled(names[g], apart[g] if alike[names[g]] > 1 else "", len(groups[g])),
         help="Runs of one data, shape and recipe: what may be compared", clears=("a", "step", "b", "step_b", "by", "find", "models"),
     )  # fmt: skip
-    st.caption(widgets.escaped(", ".join(filter(None, (groups[group][0].title, apart[group])))))
+    title = groups[group][0].title
+    more = [part for part in apart[group].split(", ") if part and part not in title]
+    st.caption(widgets.escaped(", ".join([title, *more])))
     if not any(e.steps for e in groups[group]):
         st.caption(_without_checkpoints(groups[group]))
     return str(group)
@@ -101,11 +107,15 @@ def _without_checkpoints(runs: list[Entry]) -> str:
     return "Recordings hold no checkpoints." if all(e.kind == "recorded" for e in runs) else "No checkpoint here yet."
 
 
-def _titled(runs: list[Entry], apart: str) -> str:
-    """An experiment in the few words that a select box shows: its study or data, and what sets it apart."""
+def _name(runs: list[Entry]) -> str:
+    """An experiment's study, or its data."""
     folder = Path(runs[0].path).parent
-    name = folder.name if is_study(folder) else runs[0].kind
-    return f"{name}{', ' if apart else ''}{apart}: {len(runs)} run{'s' if len(runs) > 1 else ''}"
+    return folder.name if is_study(folder) else runs[0].kind
+
+
+def _titled(name: str, apart: str, count: int) -> str:
+    """An experiment in the few words that a select box shows: its name, and what sets it apart from others of that name."""
+    return f"{name}{', ' if apart else ''}{apart}: {count} run{'s' if count > 1 else ''}"
 
 
 def _run_words(entries: dict[str, Entry]) -> Callable[[str], str]:

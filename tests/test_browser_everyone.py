@@ -262,7 +262,7 @@ def test_a_model_has_one_colour_on_every_page_in_light_and_dark(every_page):
     [
         ("depth?metric=sink_mass", 2, ["Experiment", "Model A", "Training step of A", "Measure", "View", "Relative depth"]),
         ("attention?layer=1&head=0", 0, ["Text", "Layer", "Head", "More", "Whole prompt"]),
-        ("intervene?edits=sink&show=sweep", 1, ["Text", "Change", "Layers", "Try", "Add", "In turn", "Effect on", "Figure"]),
+        ("intervene?edits=sink", 2, ["Text", "Change", "Layers", "Try", "Add", "The changes", "Figure"]),
     ],
 )  # fmt: skip
 def test_the_tabulator_reaches_every_control_and_shows_where_it_is(opened, server, address, figures, names):

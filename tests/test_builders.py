@@ -295,8 +295,8 @@ def test_a_folder_of_one_checkpoint_is_that_checkpoint(code, tmp_path, module):
 
 def test_coefficients_of_own_code_are_not_offered(mine, browse, monkeypatch):
     monkeypatch.setenv(BUILDERS, "own_code:build")
-    at = browse(mine.path.parent, "intervene", prompt="1 2 3 4 5 6 7 8", show="sweep")
-    for key in ("w_kind", "w_sweep"):
+    for show, key in (("effect", "w_kind"), ("sweep", "w_sweep")):
+        at = browse(mine.path.parent, "intervene", prompt="1 2 3 4 5 6 7 8", show=show)
         assert not any("coefficient" in option for option in at.selectbox(key=key).options)
 
 

@@ -247,10 +247,23 @@ def test_patching_everything_at_the_last_stream_brings_the_answer_back(source, m
     monkeypatch.setattr(prompts, "patch_sweep", functools.partial(patch_sweep, apart=0))
     for target, against in ((5, 9), (9, 5)):
         with contextlib.suppress(BadData):
-            figures.append(drawn(source, "patching", prompt=text, other=other, target=target, against=against).figure)
-    (figure,) = figures  # the other way round there is nothing to bring back
-    assert np.asarray(figure.data[0].z)[-1, -1] == pytest.approx(1, abs=1e-4)
+            pair = {"prompt": text, "other": other, "target": target, "against": against}
+            figures.append((drawn(source, "patching", **pair).figure, pair))
+    ((figure, pair),) = figures  # the other way round there is nothing to bring back
+    restored = np.asarray(figure.data[0].z)
+    assert restored[-1, -1] == pytest.approx(1, abs=1e-4)
     assert "the first answer leads by" in figure.layout.title.subtitle.text.replace("<br>", " ")
+    layers, last = len(restored) - 1, restored.shape[1] - 1
+    whole = drawn(source, "patched", **pair, layer=layers, position=last).table.set_index("id")
+    first = drawn(source, "next_token", prompt=text).table.set_index("id")["before"]
+    common = whole.index.intersection(first.index)
+    assert list(whole["after"][common]) == pytest.approx(list(first[common]), abs=1e-5), "what follows the first text"
+    nothing = drawn(source, "patched", **pair, layer=0, position=0).table  # both begin alike
+    assert list(nothing["after"]) == pytest.approx(list(nothing["before"]), abs=1e-6)
+    (frame,) = drawn(source, "patching", **pair, layer=1, position=2).figure.layout.shapes
+    assert (frame.x0, frame.x1, frame.y0, frame.y1) == (1.5, 2.5, 0.5, 1.5), "the chosen cell is framed"
+    with pytest.raises(BadData, match="layer 9, position 0: there are"):
+        drawn(source, "patched", **pair, layer=9, position=0)
 
 
 @pytest.mark.parametrize(

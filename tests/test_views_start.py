@@ -71,7 +71,7 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
             (found.intervals[name].value, found.intervals[name].low, found.intervals[name].high)
         )
     told = start.finding.headline(found)
-    assert "SVFormer 106 [93.2, 118]" in told, "docs/induction.md: 271 and 165"
+    assert "SVFormer 106 [93, 118]" in told, "docs/induction.md: 271 and 165"
     assert told.endswith("3 unresolved.")
     drawing = start.finding.finding_differences(shipped, link("finding"))
     hollow = dict(zip(drawing.figure.data[0].y, drawing.figure.data[0].marker.symbol, strict=True))

@@ -9,7 +9,7 @@ from app.page_frame import page
 from app.prompt_box import prompt_box
 from app.screens.edit_builder import edit_builder
 from app.screens.intervene_parts import PARTS
-from workbench.views import Link
+from workbench.views import Link, intervene
 
 ABOUT = (
     "Change something inside the model while it reads one text, and see what follows: which tokens it now predicts worse, what it "
@@ -22,20 +22,29 @@ GRAMMAR = (
 
 
 def _body(link: Link) -> None:
+    shown = widgets.segments("Part", "show", list(PARTS), show=lambda name: PARTS[name][0])
     left, right = st.columns([2, 5], gap="medium")
     with left:
-        link = prompt_box(link)
+        link = _changes(prompt_box(link).but(show=shown), shown)
+    with right:
+        PARTS[shown][1](link)
+
+
+def _changes(link: Link, shown: str) -> Link:
+    """What the shown part changes, as far as it is not one place at a time, and the second text where it takes something from one."""
+    edits = ""
+    if shown == "effect":
         edit_builder(link)
         edits = widgets.text_line("The changes, as text; several are joined by ;", "edits", "", help=GRAMMAR)
+    made = {"effect": edits, "sweep": st.query_params.get("sweep", "")}
+    other = None
+    if shown == "patching" or intervene.takes_from_second(made[shown]):
         other = widgets.text_line(
             "Second text, for what is taken from another prompt", "other", rows=2,
-            help="Needed to patch, and to swap values between prompts; as many tokens as the first.", placeholder="of equal length",
+            help="As many tokens as the first: what is at one place there is put in the same place here.", placeholder="of equal length",
             clears=("against", "position"),
         )  # fmt: skip
-    link = link.but(edits=edits, other=other or None)
-    with right:
-        shown = widgets.segments("Part", "show", list(PARTS), show=lambda name: PARTS[name][0])
-        PARTS[shown][1](link.but(show=shown))
+    return link.but(edits=edits, other=other or None)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from app.figures import ready, show
 from app.page_frame import figures_side_by_side, toolbar
 from app.screens.edit_builder import kinds_of
 from workbench import prompts
-from workbench.views import Link, intervene
+from workbench.views import Link, intervene, patches
 
 HALF_PX = 400
 AT = "Patched at"
@@ -24,9 +24,11 @@ PATCHING = (
 
 def _effect(link: Link) -> None:
     with figures_side_by_side(HALF_PX):
-        for view in (intervene.effect, intervene.next_token):
+        with st.container():
+            drawn = show(intervene.effect, link)
+        if drawn is not None:  # else why is told once
             with st.container():
-                show(view, link)
+                show(intervene.next_token, link)
 
 
 def _sweep(link: Link) -> None:
@@ -46,7 +48,10 @@ def _sweep(link: Link) -> None:
 
 def _patching(link: Link) -> None:
     if not link.text("other"):
-        st.info("Give a second text on the left, with as many tokens as the first and another answer. " + PATCHING)
+        st.info(
+            "Give a second text on the left, with as many tokens as the first and another answer, or choose “one name of two” among "
+            f"the examples. {PATCHING}"
+        )
         return
     source = cached_source()
     subject = source.subjects(link)[0]
@@ -57,23 +62,23 @@ def _patching(link: Link) -> None:
         return
     with toolbar("controls"):
         site = widgets.choose(
-            "What is patched", "site", list(intervene.PATCHED), show=lambda s: s.replace("_", " "), width=130
+            "What is patched", "site", list(patches.PATCHED), show=lambda s: s.replace("_", " "), width=130
         )
         link = _token(link.but(site=site), "Answer of the first text", "target")
         link = _token(link, "Answer of the second text", "against", of_second=True)
     link = _cell(link.but(layer=None, position=None))
     with figures_side_by_side(HALF_PX):
         with st.container():
-            show(intervene.patching, link, about=PATCHING, take=_take_cell)
+            show(patches.patching, link, about=PATCHING, take=_take_cell)
         with st.container():
-            show(intervene.patched, link, about=PATCHING)
+            show(patches.patched, link, about=PATCHING)
 
 
 def _cell(bare: Link) -> Link:
     """The one activation whose patch is drawn beside the map: the address's, as far as it is there, else the strongest."""
-    ready(bare, "Patching one activation at a time", intervene.cell)
+    ready(bare, "Patching one activation at a time", patches.cell)
     source = cached_source()
-    best, tokens = intervene.cell(source, bare), source.tokens(source.subjects(bare)[0], bare.text("other"))
+    best, tokens = patches.cell(source, bare), source.tokens(source.subjects(bare)[0], bare.text("other"))
     at = token_strip.asked("position", AT, len(tokens), default=best.position)
     with toolbar("cell"):
         layer = widgets.choose("Layer", "layer", list(range(best.layers)), best.layer, elsewhere=("all",), width=80)

@@ -79,8 +79,9 @@ def _here(link: Link) -> None:
     found = source.catalogue()
     table = start.folder.table(source)
     writing = int((table["state"] == "being written now").sum())
+    where = f"in `{root()}`" if source.own() else f"that ship with the project, as `{root()}` has none of its own"
     st.markdown(
-        f"**{len(table)} runs** in `{root()}`{f', {writing} being written now' if writing else ''}. Click a row to look at that model."
+        f"**{len(table)} runs** {where}{f', {writing} being written now' if writing else ''}. Click a row to look at that model."
     )
     st.dataframe(
         table, hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)), key="runs", on_select=_choose,

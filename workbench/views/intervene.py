@@ -1,11 +1,10 @@
-"""Change something inside a model and see what follows: one prompt before and after, every layer and head in turn, patching."""
+"""Change something inside a model and see what follows: one prompt before and after, every layer and head in turn."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -14,16 +13,14 @@ from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.plots.style import pale
+from workbench.views import patches  # noqa: F401  (views of this page)
+from workbench.views.answers import Answers, alone, answers_of, likeliest, second
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.places import quoted
-from workbench.views.source import Source, Subject, read_alike
+from workbench.views.source import Source
 
 if TYPE_CHECKING:
     from workbench.interventions import Edit
-
-T = TypeVar("T")
 
 KIND = "values:how=zero"
 """The kind of edit that boxes begin with; nothing is edited where the link does not say."""
@@ -38,8 +35,6 @@ OF = {
     "probability": ("share", "change of the chosen token's probability"),
 }
 OVER: tuple[prompts.Over, ...] = ("layer", "layer x head")
-MAX_TOKENS = 14
-PATCHED = ("stream", "attn_out", "mlp_out", "v", "z")
 
 
 def presets() -> dict[str, str]:
@@ -89,9 +84,17 @@ def edits(link: Link) -> str:
     return text
 
 
+def takes_from_second(text: str) -> bool:
+    """Whether any of these edits takes something from a second prompt; none does of a text that is no edits."""
+    try:
+        return any(edit.reads_other for edit in parsed(text))
+    except WorkbenchError:
+        return False
+
+
 def _other(link: Link, text: str) -> str | None:
     """The second prompt, where the edits read one."""
-    return second(link) if any(edit.reads_other for edit in parsed(text)) else None
+    return second(link) if takes_from_second(text) else None
 
 
 def _means(text: str) -> str | None:
@@ -99,35 +102,10 @@ def _means(text: str) -> str | None:
     return next((edit.reads_means for edit in parsed(text) if edit.reads_means), None)
 
 
-def second(link: Link) -> str:
-    """The second prompt; raises `BadData` where there is none."""
-    text = link.text("other")
-    if not text:
-        raise BadData("this edit takes something from a second prompt: give one")
-    return text
-
-
-Answers = tuple[list[tuple[Subject, T]], list[str]]
-
-
-def _answers(source: Source, link: Link, question: Callable[[Subject], T]) -> Answers[T]:
-    """The answers about A and B, and why one of them has none; raises where neither has."""
-    answers, refused = list[tuple[Subject, T]](), list[str]()
-    subjects = source.subjects(link)
-    for subject in subjects:
-        try:
-            answers.append((subject, question(subject)))
-        except WorkbenchError as reason:
-            if len(subjects) == 1 or len(refused) == 1:
-                raise
-            refused.append(f"{subject.title} is left out: {reason}")
-    return answers, refused
-
-
 def _effects(source: Source, link: Link) -> Answers[prompts.Effect]:
     text, prompt = edits(link), source.prompt(link)
     other, means = _other(link, text), _means(text)
-    return _answers(
+    return answers_of(
         source, link, lambda subject: source.query(prompts.edit_effect, subject, prompt, text, other=other, means=means)
     )
 
@@ -160,7 +138,7 @@ def effect(source: Source, link: Link) -> Drawing:
     figure = _by_token(bars, "change of loss, nats" if edited else "loss, nats")
     what = "What the change costs, token by token" if edited else "What each token costs: nothing is changed yet"
     reading = f"{_words(edits(link))}; above 0: predicted worse than before" if edited else "higher: less expected"
-    plots.dressed(figure, what, f"{_alone(answers)}{reading}; one text", 320 if len(bars) < 3 else 480)
+    plots.dressed(figure, what, f"{alone(answers)}{reading}; one text", 320 if len(bars) < 3 else 480)
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(sentences + refused) + ".")
 
 
@@ -199,47 +177,7 @@ def next_token(source: Source, link: Link) -> Drawing:
     answers, refused = _effects(source, link)
     changed = edits(link)
     title = "What comes next, before and after" if changed else "What comes next: nothing is changed yet"
-    return _likeliest(answers, refused, title, _words(changed) if changed else "")
-
-
-def _likeliest(
-    answers: Sequence[tuple[Subject, prompts.Effect]], refused: Sequence[str], title: str, change: str
-) -> Drawing:
-    """Bars of the likeliest next tokens of each model; `change`: what was changed, in words, where anything was."""
-    own = [pd.concat([e.top_before, e.top_after]).drop_duplicates("id").head(MAX_TOKENS) for _, e in answers]
-    alike = (
-        len(answers) == 2
-        and len({len(e.before) for _, e in answers}) == 1
-        and read_alike(*(s.entry for s, _ in answers))
-    )
-    if alike:  # the same tokens of both, so that they can be compared
-        both = pd.concat([r.head(MAX_TOKENS // 2) for r in own]).drop_duplicates("id")
-        own = [both.assign(before=e.before[both["id"]], after=e.after[both["id"]]) for _, e in answers]
-    panels = [(s.title, s.series, rows.assign(model=s.title)) for (s, _), rows in zip(answers, own, strict=True)]
-    if alike:
-        a, b = (rows[["before", "after"]] for _, _, rows in panels)
-        panels.append((plots.MINUS, plots.MINUS, panels[0][2].assign(model=plots.MINUS, **(a - b))))
-    figure = make_subplots(
-        1, len(panels), subplot_titles=[html.escape(p[0]) for p in panels] if len(panels) > 1 else None,
-        horizontal_spacing=0.04 if alike else 0.16,
-    )  # fmt: skip
-    for column, (name, series, rows) in enumerate(panels, 1):
-        names = plots.unique([html.escape(str(t), quote=False) for t in rows["text"]])
-        bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
-        for when, colour in bars.items() if change else [("after", bars["after"])]:
-            figure.add_bar(
-                y=names, x=rows[when], orientation="h", name=f"{name}, {when}", marker_color=colour, showlegend=False,
-                hovertemplate=f"%{{y}}: %{{x:.2%}} {when * bool(change)}<extra></extra>", row=1, col=column,
-            )  # fmt: skip
-        shared = {"matches": "x"} if column > 1 and name != plots.MINUS else {}
-        unit = f"probability, {plots.MINUS}" if name == plots.MINUS else "probability"
-        figure.update_xaxes(title_text=unit, tickformat=".0%", row=1, col=column, **shared)
-        figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
-    figure.update_yaxes(autorange="reversed", type="category")
-    bars_say = f"pale: before; full: after; {change}; " if change else ""
-    plots.dressed(figure, title, f"{_alone(answers)}{bars_say}one text", 360)
-    table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
-    return Drawing(figure, table, ". ".join(refused))
+    return likeliest(answers, refused, title, _words(changed) if changed else "")
 
 
 @view("intervene")
@@ -254,7 +192,7 @@ def sweep(source: Source, link: Link) -> Drawing:
     if of != "loss" and answer is None:
         raise BadData(f"the change of a token's {of} needs the token: choose one")
     other, means, prompt = _other(link, kind), _means(kind), source.prompt(link)
-    answers, refused = _answers(
+    answers, refused = answers_of(
         source, link,
         lambda subject: source.query(
             prompts.edit_sweep, subject, prompt, kind, over, answer=answer, other=other, means=means, progress=source.progress
@@ -273,7 +211,7 @@ def sweep(source: Source, link: Link) -> Drawing:
         frames.append(plots.grid_table([(plots.MINUS, parts[0][1].minus(parts[1][1]))]).assign(n=answers[0][1].n))
     words = _words(kind)
     title = f"{words[:1].upper()}{words[1:]}, one place at a time"
-    under = f"{_alone(answers)}{about}; one text, no averaging"
+    under = f"{alone(answers)}{about}; one text, no averaging"
     colours = [plots.colour(s.series) for s, _ in answers]
     figure = plots.grids(parts, title, under) if over == OVER[1] else _by_layer(parts, colours, title, under)
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(refused))
@@ -301,91 +239,10 @@ def _by_layer(parts: Sequence[tuple[str, plots.Grid]], colours: Sequence[str], t
     return plots.dressed(figure, title, under, 320)
 
 
-def _swept(source: Source, link: Link) -> tuple[str, Answers[prompts.PatchSweep]]:
-    """Where activations are patched, and what each brings back."""
-    right, wrong, other = link.whole("target"), link.whole("against"), second(link)
-    if right is None or wrong is None:
-        raise BadData("patching compares two answers: the first prompt's token and the second's")
-    site = link.text("site", PATCHED[0]) or PATCHED[0]
-    if site not in PATCHED:
-        raise UnknownName("site", site, PATCHED)
-    return site, _answers(
-        source, link,
-        lambda subject: source.query(
-            prompts.patch_sweep, subject, source.prompt(link), other, (right, wrong), site, progress=source.progress
-        ),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One activation that is patched: a layer and a position, of so many layers; what each position brings back at most."""
-
-    layer: int
-    position: int
-    layers: int
-    restored: np.ndarray
-
-
-def cell(source: Source, link: Link) -> Cell:
-    """The chosen activation, that which brings most back unless the link says; raises `BadData` where there is none."""
-    (_, first), *_ = _swept(source, link)[1][0]
-    values = np.nan_to_num(first.restored, nan=-np.inf)
-    best = np.unravel_index(values.argmax(), values.shape)
-    layer, position = (link.whole(key, int(n)) for key, n in zip(("layer", "position"), best, strict=True))
-    if layer not in range(len(values)) or position not in range(values.shape[1]):
-        raise BadData(
-            f"layer {layer}, position {position}: there are {values.shape[0]} layers and {values.shape[1]} positions"
-        )
-    return Cell(int(layer or 0), int(position or 0), len(values), values.max(0).clip(0))
-
-
-@view("intervene")
-def patching(source: Source, link: Link) -> Drawing:
-    """Which activations of the first prompt bring its answer back when put into a run on the second."""
-    (site, (answers, refused)), chosen = _swept(source, link), cell(source, link)
-    parts, sentences = [], []
-    for subject, patched in answers:
-        tokens = source.tokens(subject, second(link))
-        columns = [f"{i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens)]
-        values = np.asarray(patched.restored, dtype="float32")
-        rows = [str(n) for n in range(len(values))]
-        mark = (chosen.layer, chosen.position) if chosen.layer < len(rows) and chosen.position < len(columns) else None
-        parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token", mark=mark)))
-        sentences.append(
-            f"{subject.title}: the first answer leads by {patched.clean:+.2f} after the first text, by {patched.corrupted:+.2f} after "
-            "the second"
-        )
-    figure = plots.grids(
-        parts, f"Patching {site.replace('_', ' ')} from the first prompt into the second",
-        f"{'; '.join(map(html.escape, sentences))}; 0: as the second text, 1: the first one's answer is fully back; one pair of texts",
-    )  # fmt: skip
-    return Drawing(figure, plots.grid_table(parts), ". ".join(refused))
-
-
-@view("intervene")
-def patched(source: Source, link: Link) -> Drawing:
-    """What comes after the second prompt, before and after the chosen activation is that of the first."""
-    (site, _), chosen = _swept(source, link), cell(source, link)
-    edit = f"patch:layer={chosen.layer},site={site},position={chosen.position}"
-    first, other = source.prompt(link), second(link)
-    answers, refused = _answers(
-        source, link, lambda subject: source.query(prompts.edit_effect, subject, other, edit, other=first)
-    )
-    token = source.tokens(source.subjects(link)[0], other)[chosen.position]
-    what = f"{site.replace('_', ' ')} of layer {chosen.layer} at token {chosen.position}, {quoted(token)}"
-    return _likeliest(answers, refused, "What comes next after the second text", f"{what}, from the first text")
-
-
 def _silenced(losses: np.ndarray) -> str:
     """What a loss that no token differs in means: that of a guess among all tokens, which says nothing of the change."""
     same = len(losses) > 1 and float(np.ptp(losses)) < 1e-4
     return "; every token costs the same now: the model guesses, and its loss is no result" if same else ""
-
-
-def _alone(answers: Sequence[tuple[Subject, Any]]) -> str:
-    """The model of a figure of one, which no legend names."""
-    return f"{html.escape(answers[0][0].title)}; " if len(answers) == 1 else ""
 
 
 def _words(text: str) -> str:

@@ -29,7 +29,7 @@ from workbench.views.source import Source
 from workbench.views.start.parts import check_part
 from workbench.views.training import VANILLA, mean_of_domains
 
-NAMED = 2  # models that the sentence names
+NAMED, WHOLE = 2, 10  # models that the sentence names; numbers from here on it tells in whole ones
 HALF_PAGE = 58  # characters
 
 
@@ -203,7 +203,8 @@ def headline(found: Finding) -> str:
 def _amount(interval: Interval, outcome: Outcome, after: Interval | None = None) -> str:
     """`31 [13, 48] steps earlier`; after one of the same sign the numbers alone."""
     low, high = sorted((abs(interval.low), abs(interval.high)))
-    numbers = f"{abs(interval.value):.3g} [{low:.3g}, {high:.3g}]"
+    digits = ".0f" if low >= WHOLE else ".3g"
+    numbers = f"{abs(interval.value):{digits}} [{low:{digits}}, {high:{digits}}]"
     if after is not None and (after.value < 0) == (interval.value < 0):
         return numbers
     return f"{numbers} {outcome.unit} {_direction(interval, outcome)}"
