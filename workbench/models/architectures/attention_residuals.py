@@ -66,8 +66,8 @@ class AttentionResiduals(Shortcut):
 
     def _heads(self, heads: int) -> int:
         width = self.config.d_model
-        fit = [h for h in range(1, width + 1) if width % h == 0]
-        if isinstance(heads, bool) or heads not in fit:
+        if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or width % heads:
+            fit = [h for h in range(1, min(width, 64) + 1) if width % h == 0]
             near = f", nearest {min(fit, key=lambda h: abs(h - heads))}" if isinstance(heads, int) else ""
             raise WorkbenchError(f"depth_heads={heads!r} does not divide d_model={width}: choose from {fit}{near}")
         return heads
