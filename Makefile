@@ -8,7 +8,7 @@ export OMP_NUM_THREADS = 1
 export PYTHONDONTWRITEBYTECODE =
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test check lint types contracts slow browser docs bench mutants damaged gpu clean
+.PHONY: demo test check lint types contracts slow browser docs site wheel lock lowest bench mutants damaged gpu clean
 
 demo: $(VENV)/.installed  ## corpus, training, measuring, report, dashboard on 127.0.0.1:8501
 	$(BIN)/workbench demo $(ARGS)
@@ -33,6 +33,23 @@ slow: $(VENV)/.installed-dev  ## browser, demo and other minutes-long tests
 
 docs: $(VENV)/.installed-dev  ## regenerate the tables and pictures under docs/
 	$(BIN)/python docs/generate.py
+
+site: $(VENV)/.installed-site  ## the documentation as static pages in build/site, links checked, nothing fetched from elsewhere
+	$(BIN)/mkdocs build --strict
+
+wheel: $(VENV)/.installed-dev  ## what is installed elsewhere: one file in dist/
+	rm -rf build/lib build/bdist*
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+lock:  ## lock.txt: every package that the tests need with its hashes, from pyproject.toml and constraints.txt (takes uv)
+	uv pip compile -q --universal --python-version 3.11 --extra app --extra dev -c constraints.txt \
+		--generate-hashes --no-annotate --no-emit-index-url --custom-compile-command "make lock" pyproject.toml -o lock.txt
+
+lowest:  ## the fast tests under the lowest versions that pyproject.toml allows, in an environment of their own (takes uv)
+	uv venv -q --allow-existing build/lowest
+	uv pip install -q --python build/lowest/bin/python --resolution lowest-direct -e ".[app]"
+	uv pip install -q --python build/lowest/bin/python pytest pytest-timeout pytest-xdist beartype setuptools pip scikit-learn peft
+	build/lowest/bin/python -m pytest -q -n 2 -m "not slow" -o filterwarnings=default $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, against plain twins
 	$(BIN)/python benchmarks/start.py
@@ -65,12 +82,16 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[app]"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+$(VENV)/.installed-site: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache *.egg-info build dist

@@ -22,7 +22,7 @@ HELP = """
 import runpy, sys
 sys.argv = ["workbench", "--help"]
 try:
-    runpy.run_module("workbench.cli", run_name="__main__")
+    runpy.run_module('workbench', run_name="__main__")
 except SystemExit as stop:
     assert not stop.code, stop.code
 """
@@ -47,7 +47,7 @@ def main() -> int:
     commands = {
         "python -c pass": ("-c", "pass"),
         "import workbench": ("-c", IMPORT),
-        "workbench --help": ("-m", "workbench.cli", "--help"),
+        "workbench --help": ("-m", "workbench", "--help"),
     }
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(ROUNDS + 1):  # the first round warms the file cache

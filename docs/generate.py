@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import evidence
+import reference
 import rooms
 from paper_figures import FIGURES
 
@@ -93,7 +94,7 @@ def figures_page() -> str:
     parts.append("| figure or table | command | what it shows | claims | study |\n|---|---|---|---|---|\n")
     for f in FIGURES:
         claims = ", ".join(f"[{c}](#{c})" for c in f.claims)
-        study = f"`workbench study analyses/studies/{f.study}.toml`" if f.study else ""
+        study = f"`workbench study {f.study}`" if f.study else ""
         parts.append(f"| {f.where} | `{f.command}` | {f.shows} | {claims} | {study} |\n")
     parts.append(
         "\nA difference inside its 95 % interval over seeds is unresolved, and so is one with fewer than three seeds.\n"
@@ -148,7 +149,10 @@ def _text(thing: object) -> str:
 
 
 HERE = Path(__file__).parent
-PAGES = {"models.md": models_page, "metrics.md": metrics_page, "figures.md": figures_page, "verdicts.md": verdicts_page}
+PAGES = {
+    "models.md": models_page, "metrics.md": metrics_page, "figures.md": figures_page, "verdicts.md": verdicts_page,
+    "python.md": lambda: HEAD + reference.python_page(), "commands.md": lambda: HEAD + reference.commands_page(),
+}  # fmt: skip
 
 
 def pages() -> dict[Path, str]:

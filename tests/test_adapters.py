@@ -107,5 +107,5 @@ def test_a_pickled_adapter_is_refused(adapted, tmp_path):
 
 def test_without_peft_the_message_says_what_to_install(adapted, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BadCheckpoint, match=r"pip install workbench\[adapters\]"):
+    with pytest.raises(BadCheckpoint, match=r"pip install 'value-residual-workbench\[adapters\]'"):
         workbench.load(adapted[1])

@@ -54,7 +54,7 @@ def run(*arguments, cwd=None, **environment):
 def run_process(*arguments, cwd=None, **environment):
     """A real process of the command line."""
     return subprocess.run(
-        [sys.executable, "-m", "workbench.cli", *map(str, arguments)], capture_output=True, text=True, timeout=240, cwd=cwd,
+        [sys.executable, "-m", "workbench", *map(str, arguments)], capture_output=True, text=True, timeout=240, cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment, check=False,
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_every_command_has_help_from_its_docstring(command):
 def test_help_needs_no_torch():
     code = (
         "import sys, runpy\nsys.argv = ['workbench', '--help']\n"
-        "try: runpy.run_module('workbench.cli', run_name='__main__')\nexcept SystemExit: pass\n"
+        "try: runpy.run_module('workbench', run_name='__main__')\nexcept SystemExit: pass\n"
         "assert not {'torch', 'pandas', 'transformer_lens'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

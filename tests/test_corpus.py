@@ -11,10 +11,11 @@ import pytest
 
 from workbench.data import corpus as corpora
 from workbench.data.corpus import Corpus, Document, code_and_prose, from_files, library, load, pieces, save, within
-from workbench.data.embedded import SHIPPED, embedded
+from workbench.data.embedded import embedded
 from workbench.data.sources import prepare
 from workbench.data.tokenizer import TokenDocuments, tokenize, train_tokenizer
 from workbench.errors import BadData, UnknownName
+from workbench.places import SHIPPED
 
 SMALL = 500_000
 ROOT = Path(__file__).parents[1]
@@ -161,12 +162,6 @@ def test_a_sample_of_the_embedded_text_keeps_domains_sides_and_budget() -> None:
         assert {d.split for d in of_domain} == {"train", "validation"}
     smaller = within(corpus, SMALL // 2)
     assert len(set(smaller.documents) - set(part.documents)) < len(smaller.documents) / 4  # the same order
-
-
-def test_an_installation_without_the_embedded_text_takes_the_library_and_says_so(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("workbench.data.embedded.SHIPPED", tmp_path)
-    with pytest.warns(UserWarning, match="this Python's standard library"):
-        assert embedded(100_000).manifest["origin"] == "standard library"
 
 
 def test_readers_may_choose_their_own_library(small: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

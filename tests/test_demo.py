@@ -1,6 +1,5 @@
 """The demo end to end in its quick form: real processes, real trainings, a report, nothing done twice."""
 
-import importlib
 import itertools
 import json
 import os
@@ -14,26 +13,19 @@ import urllib.request
 
 import pytest
 
-from workbench.reports.folder import up_to_date
 from workbench.studies.demo import EXPERIMENTS, jobs, ready
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 PATIENCE = 400.0
 """Seconds after which something hangs; on a busy machine everything here takes several times as long as on an idle one."""
 pytestmark = pytest.mark.timeout(4 * PATIENCE)
-COMMAND = [sys.executable, "-m", "workbench.cli", "demo", "--quick", "--seeds", "1"]
+COMMAND = [sys.executable, "-m", "workbench", "demo", "--quick", "--seeds", "1"]
 
 
 def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-def work(folder):
-    """Everything trained and measured, and when it was written."""
-    kinds = ("step_*/*.safetensors", "telemetry/*.parquet", "records/*.parquet")
-    return {path: path.stat().st_mtime_ns for kind in kinds for path in folder.glob(f"*/{kind}")}
 
 
 def ends(ask, within=PATIENCE / 4):
@@ -75,60 +67,13 @@ def test_a_damaged_run_is_a_model_that_is_not_ready(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_quick_demo_trains_measures_reports_and_reuses(tmp_path, monkeypatch):
-    done = subprocess.run(
-        [*COMMAND, "--no-app", "--runs", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=ENVIRONMENT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    status = json.loads((tmp_path / ".demo.json").read_text())
-    assert status["finished"]
-    assert sorted(status["ready"]) == sorted(status["models"])
-    assert (tmp_path / "report.html").stat().st_size > 1_000_000
-    written = work(tmp_path)
-    assert {path.suffix for path in written} == {".safetensors", ".parquet"}
-    again = subprocess.run(
-        [*COMMAND, "--no-app", "--runs", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=ENVIRONMENT,
-        check=False,
-    )
-    assert again.returncode == 0, again.stderr
-    assert work(tmp_path) == written, "nothing is trained or measured twice"
-    planned = jobs(tmp_path, seeds=1, quick=True)
-    assert all(map(ready, planned))
-    assert not any(map(ready, jobs(tmp_path, seeds=1))), "those of the whole demo are trained longer"
-    assert up_to_date(tmp_path / "report.html", tmp_path)
-    (lost,) = {path.parent for path in written if path.parts[-3] == planned[0].name and path.suffix == ".parquet"} - {
-        tmp_path / planned[0].name / "telemetry"
-    }
-    lost.rename(tmp_path / "aside")
-    assert [ready(job) for job in planned] == [False, *[True] * (len(planned) - 1)], "what is not measured any more is"
-    assert not up_to_date(tmp_path / "report.html", tmp_path)
-    (tmp_path / "aside").rename(lost)
-    for question, models in {"race_to_induction": "race-*", "deep_values": "text-*"}.items():
-        named = [question, *map(str, tmp_path.glob(models)), "--out", str(tmp_path / "results")]
-        monkeypatch.setattr(sys, "argv", named)
-        importlib.import_module(f"analyses.{question}").SCRIPT.main()
-        assert (tmp_path / "results" / f"{question}.html").exists()
-    after = work(tmp_path)  # analyses may measure more, and train nothing
-    assert all(after[path] == when for path, when in written.items() if path.suffix == ".safetensors")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("everyone", [True, False], ids=["ctrl-c", "terminated"])
 def test_stopping_keeps_the_work_and_leaves_nobody_behind(tmp_path, everyone):
     """Ctrl-C reaches the whole foreground group; a TERM only the command, which passes it on."""
     command = [
         sys.executable,
         "-m",
-        "workbench.cli",
+        "workbench",
         "demo",
         "--seeds",
         "1",
@@ -158,7 +103,7 @@ def test_stopping_keeps_the_work_and_leaves_nobody_behind(tmp_path, everyone):
 @pytest.mark.slow
 def test_dashboard_command_serves_loopback_and_is_found_again(tmp_path):
     port = free_port()
-    command = [sys.executable, "-m", "workbench.cli", "app", "--runs", str(tmp_path), "--port", str(port)]
+    command = [sys.executable, "-m", "workbench", "app", "--runs", str(tmp_path), "--port", str(port)]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -76,7 +76,7 @@ def foretold(model, metrics, **sizes):
     named = [word for name in metrics for word in ("-m", name)]
     given = [f"--n={sizes['n']}", "-T", str(sizes["T"]), f"--batch={sizes['batch']}", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "workbench.cli", "estimate", "resformer", *named, *shape, *given], capture_output=True,
+        [sys.executable, "-m", "workbench", "estimate", "resformer", *named, *shape, *given], capture_output=True,
         text=True, timeout=200, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

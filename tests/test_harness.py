@@ -115,7 +115,7 @@ def test_what_cannot_be_asked_is_refused(model, tiny):
 
 def test_without_the_harness_its_extra_is_named(model, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.api.model", None)
-    with pytest.raises(WorkbenchError, match=r"pip install workbench\[harness\]"):
+    with pytest.raises(WorkbenchError, match=r"pip install 'value-residual-workbench\[harness\]'"):
         for_lm_eval(model)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("workbench", "app", "analyses")
-MAX_LOOSE, MAX_FILE, MAX_FUNCTION = 8, 400, 50
+MAX_LOOSE, MAX_FILE, MAX_FUNCTION = 7, 400, 50
 NOT_OURS = ("somebody", "nobody", "whoever", "lender")
 
 
@@ -31,15 +31,23 @@ def module(path):
 MODULES = {module(path): path for path in python(*PRODUCT)}
 
 
+def home(name, node):
+    """The full name of what `from ... import` names in a module: one dot is its own package, two are the one around it."""
+    package = name.split(".") if MODULES[name].name == "__init__.py" else name.split(".")[:-1]
+    above = package[: len(package) - node.level + 1] if node.level else []
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
 def imports(name):
     """Modules of ours that a module imports anywhere: at the top, in a function, for type checking alone."""
     found = set()
     for node in ast.walk(tree(MODULES[name])):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            full = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {full[a] if full[a] in MODULES else node.module for a in full}
+        elif isinstance(node, ast.ImportFrom):
+            where = home(name, node)
+            full = {alias.name: f"{where}.{alias.name}" for alias in node.names}
+            found |= {full[a] if full[a] in MODULES else where for a in full}
     return (found & MODULES.keys()) - {name}
 
 
@@ -70,7 +78,7 @@ def circles():
 
 
 def test_few_modules_stand_loose_at_the_top_of_the_library():
-    loose = [p.name for p in (ROOT / "workbench").glob("*.py")]
+    loose = [p.name for p in (ROOT / "workbench").glob("[!_]*.py")]
     assert len(loose) <= MAX_LOOSE, loose
 
 

@@ -28,7 +28,7 @@ SERIES = TrainConfig(
 def started(*command):
     """A command in a process group of its own, as a terminal starts it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "workbench.cli", *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "workbench", *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

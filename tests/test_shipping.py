@@ -14,13 +14,13 @@ import workbench
 from workbench.claims.collect import collect, find_runs, stored
 from workbench.data import opening
 from workbench.data.corpus import Corpus, Document
-from workbench.data.embedded import SHIPPED
 from workbench.data.examples import examples
 from workbench.data.opening import open_data
 from workbench.data.sources import RepeatedData, TextData
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.measurement.measuring import measure
+from workbench.places import SHIPPED
 from workbench.runs.catalogue import catalogue
 from workbench.runs.records import load_records
 from workbench.runs.run import Run

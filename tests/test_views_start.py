@@ -11,8 +11,8 @@ import pytest
 from workbench import plots
 from workbench.claims.analysis import chosen
 from workbench.claims.collect import stored
-from workbench.data.embedded import SHIPPED
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.places import SHIPPED
 from workbench.reports import xray as xrays
 from workbench.runs.records import load_records, one_sample, provenance, records
 from workbench.runs.run import Run

@@ -1,4 +1,4 @@
-"""The wheel as somebody installs it: away from the clone it imports, lists and serves, with the clone's guards."""
+"""The wheel as somebody installs it: away from the clone it imports, trains, looks and serves, with the clone's guards."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 import urllib.request
+import venv
 import zipfile
 from pathlib import Path
 
@@ -18,9 +19,20 @@ import browsing
 import pytest
 from browsing import ask, connected
 
-pytestmark = pytest.mark.slow
+from workbench.claims.collect import find_runs
+from workbench.reports.folder import up_to_date
+from workbench.studies.demo import jobs, ready
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
+PATIENCE = 400.0
 ROOT = Path(__file__).parents[1]
-OURS = ("workbench", "app", "analyses")
+INSIDE = {
+    "workbench": "workbench",
+    "app": "workbench/app",
+    "analyses": "workbench/analyses",
+    "data": "workbench/shipped",
+}
+"""Folders here, and where they go."""
 FOREIGN = '[server]\nallowedHosts = ["*"]\n[browser]\ngatherUsageStats = true\n[client]\nshowErrorDetails = "full"\n'
 """Settings that somebody may have for dashboards of their own."""
 
@@ -30,83 +42,167 @@ def wheel(tmp_path_factory):
     """A wheel of the working tree, built without the network and without a trace in it."""
     pytest.importorskip("setuptools", minversion="77", reason="setuptools >= 77 builds the wheel")
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in OURS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in INSIDE:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     pip("wheel", "--no-build-isolation", "--wheel-dir", made, source)
-    (path,) = made.glob("workbench-*.whl")
+    (path,) = made.glob("value_residual_workbench-*.whl")
     return path
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """`installed(*command)`: a process that knows of the wheel alone, where somebody has settings of their own."""
-    target, here = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("elsewhere")
-    pip("install", "--no-compile", "--target", target, wheel)
+    """`installed(*command)`: a process of an environment that has the wheel and what it needs, where somebody has own settings.
+
+    Its own packages are the wheel alone; torch and the rest are read where this process has them.
+    """
+    home, here = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("elsewhere")
+    venv.create(home, symlinks=True)
+    (site,) = home.glob("lib/python3*/site-packages")
+    (site / "shared.pth").write_text("\n".join(p for p in sys.path if p.endswith("-packages")))
+    pip("install", "--no-compile", wheel, python=home / "bin" / "python")
     (here / ".streamlit").mkdir()
     (here / ".streamlit" / "config.toml").write_text(FOREIGN)
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "WORKBENCH", "STREAMLIT"))
     }
-    environment = kept | {"PYTHONPATH": str(target), "HOME": str(here), "COLUMNS": "200"}
+    environment = kept | {"HOME": str(here), "COLUMNS": "200", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-    def process(*command, program=(sys.executable,), start=subprocess.run, **options):
-        return start([*program, *map(str, command)], cwd=here, env=environment, text=True, **options)
+    def process(*command, program="python", start=subprocess.run, **options):
+        return start([home / "bin" / program, *map(str, command)], cwd=here, env=environment, text=True, **options)
 
-    process.target, process.program = target, (sys.executable, str(target / "bin" / "workbench"))
+    process.site, process.wheel = site, wheel.name
     return process
 
 
-def pip(*command):
-    command = [sys.executable, "-m", "pip", *command[:1], "--quiet", "--no-deps", "--no-index", *command[1:]]
+def pip(*command, python=sys.executable):
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        *command[:1],
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        *command[1:],
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def said(installed, *command, **options):
-    done = installed(*command, capture_output=True, timeout=240, **options)
+    done = installed(*command, capture_output=True, timeout=PATIENCE, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_it_holds_the_code_and_what_the_code_reads_and_nothing_else(wheel):
-    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-    assert {name.partition("/")[0] for name in names} == set(OURS)
-    asides = {p.relative_to(ROOT).as_posix() for p in (ROOT / "app").rglob("*") if p.suffix in (".css", ".js", ".toml")}
-    assert {name for name in names if not name.endswith(".py")} == asides
-    assert {name for name in names if name.endswith(".py")} == {
-        p.relative_to(ROOT).as_posix() for folder in OURS for p in (ROOT / folder).rglob("*.py")
+def test_it_holds_the_code_and_what_the_code_reads_under_one_name(wheel, installed):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert {path.name for path in installed.site.iterdir() if path.is_dir()} == {
+        "workbench",
+        f"{wheel.stem[:30]}.dist-info",
     }
+    theirs = {
+        f"{INSIDE[folder]}/{path.relative_to(ROOT / folder).as_posix()}": path.suffix
+        for folder in INSIDE
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in path.parts[len(ROOT.parts) :])
+    }
+    assert names == set(theirs)
+    assert {theirs[name] for name in names if "shipped" not in name} == {
+        ".py", ".css", ".js", ".toml", ".ipynb", ".parquet", ".typed"
+    }  # fmt: skip
 
 
 def test_it_imports_all_of_itself(installed):
-    """But for the pages and commands, which run as they are imported."""
+    """But for the commands, which run as they are imported."""
     code = (
-        "import importlib, json, pkgutil, sys\n"
-        f"for package in map(importlib.import_module, {OURS}):\n"
-        "    for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
-        "        if not found.name.startswith(('app.screens.', 'app.main')) and not found.name.endswith('__main__'):\n"
-        "            importlib.import_module(found.name)\n"
-        f"print(json.dumps([m.__file__ for name, m in sys.modules.items() if name.partition('.')[0] in {OURS}]))"
+        "import importlib, json, pkgutil, sys, workbench\n"
+        "for found in pkgutil.walk_packages(workbench.__path__, 'workbench.'):\n"
+        "    if not found.name.endswith(('__main__', 'app.main')):\n"
+        "        importlib.import_module(found.name)\n"
+        "print(json.dumps([m.__file__ for name, m in sys.modules.items() if name.partition('.')[0] == 'workbench']))\n"
+        "assert not {'app', 'analyses'} & set(sys.modules)"
     )
     files = json.loads(said(installed, "-c", code).splitlines()[-1])
-    assert len(files) > 200
-    assert all(Path(file).is_relative_to(installed.target) for file in files)
+    assert len(files) > 300
+    assert all(Path(file).is_relative_to(installed.site) for file in files)
 
 
-def test_its_command_helps_and_lists(installed):
-    assert "value-residual transformers" in said(installed, "--help", program=installed.program)
-    listed = json.loads(said(installed, "list", "architectures", "--json", program=installed.program))
-    assert "resformer" in json.dumps(listed)
+def test_its_command_tells_its_version_helps_and_lists_what_ships(installed):
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "workbench" / "__init__.py").read_text(), re.MULTILINE)
+    assert said(installed, "--version", program="workbench") == f"workbench {version}\n"
+    assert f"-{version}-" in installed.wheel
+    assert "value-residual transformers" in said(installed, "-m", "workbench", "--help")
+    listed = json.loads(said(installed, "list", "studies", "--json", program="workbench"))
+    shipped = {path.name for path in (ROOT / "data" / "evidence").glob("*/")}
+    assert {row["study"] for row in listed if row["shipped"]} == shipped | {"models"}
+
+
+def test_it_refuses_to_share_its_folder_with_the_other_project_of_its_name(installed):
+    theirs = installed.site / "workbench-0.8.506.dist-info"
+    theirs.mkdir()
+    try:
+        done = installed("-c", "import workbench", capture_output=True)
+        assert (
+            "two projects whose package is called workbench, value-residual-workbench and workbench-0.8.506"
+            in done.stderr
+        )
+        own = installed.site / "workbench" / "__init__.py"
+        kept = own.read_text()
+        own.write_text('"""Somebody else\'s."""\n')  # installed after ours
+        done = installed("list", capture_output=True, program="workbench")
+        own.write_text(kept)
+        assert (done.returncode, "pip uninstall workbench value-residual-workbench" in done.stderr) == (2, True)
+    finally:
+        theirs.rmdir()
+
+
+def test_it_trains_the_quick_demo_once_measures_and_reports(installed, tmp_path):
+    demo = ("demo", "--quick", "--no-app", "--seeds", "1", "--runs", tmp_path)
+    said(installed, *demo, program="workbench")
+    status = json.loads((tmp_path / ".demo.json").read_text())
+    assert status["finished"]
+    assert sorted(status["ready"]) == sorted(status["models"])
+    assert (tmp_path / "report.html").stat().st_size > 1_000_000
+    kinds = ("step_*/*.safetensors", "telemetry/*.parquet", "records/*.parquet")
+    written = {path: path.stat().st_mtime_ns for kind in kinds for path in tmp_path.glob(f"*/{kind}")}
+    assert {path.suffix for path in written} == {".safetensors", ".parquet"}
+    said(installed, *demo, program="workbench")
+    again = {path: path.stat().st_mtime_ns for kind in kinds for path in tmp_path.glob(f"*/{kind}")}
+    assert again == written, "nothing is trained or measured twice"
+    planned = jobs(tmp_path, seeds=1, quick=True)
+    assert all(map(ready, planned))
+    assert not any(map(ready, jobs(tmp_path, seeds=1))), "those of the whole demo are trained longer"
+    assert up_to_date(tmp_path / "report.html", tmp_path)
+    lost = tmp_path / planned[0].name / "records"
+    lost.rename(tmp_path / "aside")
+    assert [ready(job) for job in planned] == [False, *[True] * (len(planned) - 1)], "what is not measured any more is"
+    assert not up_to_date(tmp_path / "report.html", tmp_path)
+    (tmp_path / "aside").rename(lost)
+    race, out = tmp_path.glob("race-*"), tmp_path / "results"
+    assert "page: " in said(installed, "analyze", *race, "--question", "induction", "--out", out, program="workbench")
+    page = tmp_path / "looked_at.html"
+    told = said(installed, "xray", tmp_path / "text-resformer-s0", "--no-png", "--out", page, program="workbench")
+    assert told.count("?\n") == 4, "four questions"
+
+
+def test_studies_models_and_questions_that_ship_go_by_their_names(installed, tmp_path):
+    study = ("study", "sinks_ratio", "--quick", "--processes", "1", "--runs", tmp_path, "--out", tmp_path)
+    assert "Can a sink form" in said(installed, *study, program="workbench")
+    one = ("generate", "models-resformer-s0", "--prompt", "def ", "-n", "2")
+    assert said(installed, *one, program="workbench").startswith("def ")
+    assert "Do value paths speed up induction?" in said(installed, "-m", "workbench.analyses.race_to_induction", "-h")
+    assert find_runs(["sinks"])[0] == find_runs([ROOT / "data" / "evidence" / "sinks"])[0]
 
 
 def test_its_dashboard_is_set_as_the_file_says_whatever_else_is_set(installed):
     names = dict(flat(tomllib.loads((ROOT / "app" / "settings.toml").read_text(encoding="utf-8"))))
     assert {"server.allowedHosts", "browser.gatherUsageStats", "client.showErrorDetails"} <= names.keys()
-    code = (
-        f"import json, app.server, streamlit as st; print(json.dumps({{n: st.get_option(n) for n in {list(names)}}}))"
-    )
+    code = f"import json, workbench.app.server, streamlit as st; print(json.dumps({{n: st.get_option(n) for n in {list(names)}}}))"
     assert json.loads(said(installed, "-c", code).splitlines()[-1]) == names
 
 
@@ -115,10 +211,25 @@ def flat(section, prefix=""):
         yield from flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
 
 
+def test_its_pages_draw_what_ships(installed):
+    code = (
+        "import json, sys, workbench.places as places\n"
+        "from streamlit.testing.v1 import AppTest\n"
+        "sys.argv = ['main.py']\n"
+        "at = AppTest.from_file(str(places.HERE / 'app' / 'main.py'), default_timeout=60).run()\n"
+        "titles = [at.title[0].value]\n"
+        "at.switch_page('screens/depth.py').run()\n"
+        "print(json.dumps([*titles, at.title[0].value, [e.message for e in at.exception], len(at.get('plotly_chart'))]))"
+    )
+    *titles, wrong, figures = json.loads(said(installed, "-c", code).splitlines()[-1])
+    assert (titles, wrong) == (["Start", "Depth"], [])
+    assert figures
+
+
 def test_its_dashboard_answers_to_this_machine_alone(installed, tmp_path):
     port = browsing.free_port()
     command = ("app", "--runs", tmp_path / "runs", "--port", port)
-    server = installed(*command, program=installed.program, start=subprocess.Popen, stdout=subprocess.PIPE)
+    server = installed(*command, program="workbench", start=subprocess.Popen, stdout=subprocess.PIPE)
     try:
         assert re.search(rf"dashboard: http://127\.0\.0\.1:{port}\b", server.stdout.readline())
         assert ask(port, "/")[0].status == 200

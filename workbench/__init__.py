@@ -15,6 +15,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from workbench.places import refuse_a_namesake
+
+__version__ = "0.2.0"
+refuse_a_namesake()
+
 _HOMES = {
     "load": "workbench.checkpoints.opening",
     "build": "workbench.models.composition",

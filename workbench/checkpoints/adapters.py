@@ -19,6 +19,7 @@ from workbench.checkpoints.stored import Stored, safetensors_table
 from workbench.checkpoints.transformers_modules import from_transformers, quiet
 from workbench.errors import BadCheckpoint, NotCovered
 from workbench.files import read_json
+from workbench.places import install
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -54,7 +55,7 @@ def _base(folder: Path, named: str, revision: Any) -> Checkpoint:
 
 def _merged(base: State, folder: Path) -> dict[str, Any]:
     if importlib.util.find_spec("peft") is None:
-        raise BadCheckpoint(f"{folder} is an adapter; merging it takes peft: pip install workbench[adapters]")
+        raise BadCheckpoint(f"{folder} is an adapter; merging it takes peft: {install('adapters')}")
     from peft import PeftModel
 
     reason = NotCovered(f"{base.info.path} is the base of {folder}")

@@ -47,7 +47,13 @@ def _dropped(what: sys.UnraisableHookArgs) -> None:
 def main() -> None:
     """Run a command; what a user can cause is one sentence on stderr and exit code 2, Ctrl-C is 130."""
     from workbench.errors import WorkbenchError
+    from workbench.places import refuse_a_namesake
 
+    try:
+        refuse_a_namesake()  # which this package's face has done, unless it is theirs by now
+    except ImportError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        sys.exit(2)
     signal.signal(signal.SIGTERM, _terminated)
     warnings.formatwarning, sys.unraisablehook = _one_sentence, _dropped
     try:

@@ -11,12 +11,27 @@ import typer
 
 app = typer.Typer(
     name="workbench",
-    help="An interpretability workbench for value-residual transformers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from workbench import __version__
+
+        print(f"workbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def whole(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+    ] = False,
+) -> None:
+    """An interpretability workbench for value-residual transformers."""
 
 
 def destination(out: Path | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Tables of everything that can be named: architectures, metrics, interventions, presets, claims, runs."""
+"""Tables of everything that can be named: architectures, metrics, interventions, presets, claims, studies, runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pandas as pd
 
 from workbench.errors import UnknownName
+from workbench.places import SHIPPED, studies
 
-LISTINGS = ("architectures", "metrics", "interventions", "presets", "claims", "runs")
+LISTINGS = ("architectures", "metrics", "interventions", "presets", "claims", "studies", "runs")
 
 
 def listing(what: str, runs: Path) -> tuple[pd.DataFrame, list[str]]:
@@ -22,6 +23,7 @@ def listing(what: str, runs: Path) -> tuple[pd.DataFrame, list[str]]:
         "interventions": _interventions,
         "presets": _presets,
         "claims": _claims,
+        "studies": _studies,
     }.get(what, lambda: _runs(runs))()
 
 
@@ -96,6 +98,20 @@ def _claims() -> tuple[pd.DataFrame, list[str]]:
     return pd.DataFrame(rows), ["`workbench analyze RUN... --question NAME` says what runs decide of them"]
 
 
+def _studies() -> tuple[pd.DataFrame, list[str]]:
+    from workbench.studies.study_file import read_study
+
+    rows = []
+    for name, path in studies().items():
+        study = read_study(path)
+        ships = any((SHIPPED / place / name).is_dir() for place in ("evidence", "."))
+        rows.append({
+            "study": name, "question": study.question, "runs": len(study.cells) * len(study.seeds), "preset": study.preset,
+            "outcome": study.outcome, "shipped": "yes" if ships else "",
+        })  # fmt: skip
+    return pd.DataFrame(rows), ["`workbench study NAME` trains one; `--quick` sees in seconds that it works"]
+
+
 def _runs(folder: Path) -> tuple[pd.DataFrame, list[str]]:
     from workbench.runs.run import is_locked, list_runs
 
@@ -110,4 +126,8 @@ def _runs(folder: Path) -> tuple[pd.DataFrame, list[str]]:
     notes = [f"{name}: {problem}" for name, problem in problems.items()]
     if not rows:
         notes.insert(0, f"no runs under {folder}; make some with `workbench demo` or `workbench train`")
+        ships = ", ".join(run.name for run in list_runs(SHIPPED / "models")[0])
+        notes.insert(
+            1, f"what ships opens by its name: {ships}; for `analyze` the studies too, and evidence for all of them"
+        )
     return pd.DataFrame(rows, columns=columns), notes

@@ -21,6 +21,7 @@ from workbench.checkpoints.identify import BUILDERS
 from workbench.console import say
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, write_json
+from workbench.places import HERE, install, module
 
 HOST, NOTE, START_S = "127.0.0.1", ".app.json", 60.0
 
@@ -50,16 +51,14 @@ def serve(runs: Path, port: int) -> Server:
         return Server(url, None)
     if _taken(port):
         raise WorkbenchError(f"port {port} on {HOST} is in use by something else; choose another with --port")
-    spec = importlib.util.find_spec("app.server")
-    if spec is None or spec.origin is None:
-        raise WorkbenchError("the dashboard (folder app/) is not installed; run from a clone: pip install -e .")
-    folder = Path(spec.origin).parent.parent
+    if importlib.util.find_spec("streamlit") is None:
+        raise WorkbenchError(f"the dashboard takes streamlit, which is not installed: {install('app')}")
     environment = os.environ | {"WORKBENCH_RUNS": str(runs), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("WORKBENCH_FOLDER", str(Path.cwd()))  # of builders: the server stands elsewhere
     with _log(runs) as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.server", "--port", str(port), "--runs", str(runs), "--parent", str(os.getpid())],
-            cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True,
+            [sys.executable, "-m", module("app.server"), "--port", str(port), "--runs", str(runs), "--parent", str(os.getpid())],
+            cwd=HERE.parent, env=environment, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         server = Server(url, process)
         try:

@@ -20,12 +20,12 @@ from workbench.cli.arguments import (
 @app.command(name="list")
 def list_things(
     what: Annotated[
-        str, typer.Argument(help="architectures, metrics, interventions, presets, claims or runs.")
+        str, typer.Argument(help="architectures, metrics, interventions, presets, claims, studies or runs.")
     ] = "runs",
     runs: Runs = None,
     as_json: Json = False,
 ) -> None:
-    """List what can be named: architectures with their options, metrics, interventions, presets, claims, or the runs."""
+    """List what can be named: architectures with their options, metrics, interventions, presets, claims, studies, or the runs."""
     from workbench.cli.listing import LISTINGS, listing
     from workbench.console import say, table
     from workbench.runs.run import runs_folder

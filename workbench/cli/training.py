@@ -25,11 +25,15 @@ from workbench.cli.arguments import (
     app,
     key_values,
 )
+from workbench.places import studies
 
 if TYPE_CHECKING:
     from workbench.console import Task
 
 SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME, library: (this Python's); else the embedded text."
+StudyFile = Annotated[
+    str, typer.Argument(help="A name from `workbench list studies`, or a .toml file.", autocompletion=studies)
+]
 Texts = Annotated[list[Path] | None, typer.Option(help=SOURCES)]
 
 
@@ -166,9 +170,9 @@ def _data_of(
     return prepare(texts=text, vocabulary=vocabulary or default, bos=bos, root=runs / CORPORA)
 
 
-@app.command()
-def study(
-    file: Annotated[Path, typer.Argument(help="A study's .toml file, as those under analyses/studies.")],
+@app.command(name="study")
+def run_study(
+    study: StudyFile,
     runs: Runs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few steps of tiny models, to see that it works.")] = False,
     workers: Workers = None,
@@ -186,9 +190,9 @@ def study(
     from workbench.errors import WorkbenchError
     from workbench.runs.run import runs_folder
     from workbench.studies.runner import keep, run_study, summary
-    from workbench.studies.study_file import read_study
+    from workbench.studies.study_file import find_study, read_study
 
-    asked, folder = read_study(file), runs_folder(runs)
+    asked, folder = read_study(find_study(study)), runs_folder(runs)
     with progress(asked.name) as task:
         frame = run_study(asked, folder, quick=quick, workers=on or workers, device=device, progress=_models(task))
     cells = summary(asked, frame)
@@ -207,7 +211,7 @@ def study(
 
 @app.command()
 def ship(
-    file: Annotated[Path, typer.Argument(help="A study's .toml file whose runs are finished.")],
+    study: StudyFile,
     runs: Runs = None,
     out: Annotated[Path, Out(help="Folder of evidence; the study's own is made in it.")] = Path("data/evidence"),
     question: Annotated[
@@ -226,8 +230,9 @@ def ship(
     from workbench.console import progress, say
     from workbench.runs.run import runs_folder
     from workbench.studies.shipping import ship as keep_as_evidence
-    from workbench.studies.study_file import read_study
+    from workbench.studies.study_file import find_study, read_study
 
+    file = find_study(study)
     with progress("measuring") as task:
         place = keep_as_evidence(
             read_study(file), file, runs_folder(runs), out, questions=question, commit=commit, weights=weights or (),

@@ -6,9 +6,9 @@ import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 
-from workbench.data.embedded import SHIPPED
 from workbench.errors import BadData
 from workbench.files import read_text
+from workbench.places import SHIPPED
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,8 @@ class Example:
 
 @lru_cache(maxsize=1)
 def examples() -> tuple[Example, ...]:
-    """The example prompts, in their order; none where the package was installed without them. Raises `BadData` for other keys."""
+    """The example prompts, in their order. Raises `BadData` for other keys."""
     path = SHIPPED / "prompts.toml"
-    if not path.exists():
-        return ()
     try:
         return tuple(Example(**entry) for entry in tomllib.loads(read_text(path))["prompts"])
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Any model to lm-evaluation-harness (optional: `pip install workbench[harness]`).
+"""Any model to lm-evaluation-harness (optional: `pip install 'value-residual-workbench[harness]'`).
 
     import lm_eval
     lm_eval.simple_evaluate(model=workbench.models.lm_eval.for_lm_eval(model), tasks=["arc_easy"])
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from workbench.errors import BadData, WorkbenchError
+from workbench.places import install
 
 MAX_NEW = 256  # tokens generated where a request does not say, the harness's own default
 
@@ -119,7 +120,7 @@ def for_lm_eval(model: Any, **settings: Any) -> Any:
         from lm_eval.api.model import LM
     except ImportError as error:
         missing = f"lm-evaluation-harness is not installed ({error})"
-        raise WorkbenchError(f"{missing}: pip install workbench[harness]") from error
+        raise WorkbenchError(f"{missing}: {install('harness')}") from error
 
     class Adapter(Harness, LM):
         def __init__(self) -> None:

@@ -222,7 +222,7 @@ class Run:
 
 
 def run_or_model(source: Any, device: Any = None) -> Any:
-    """The run at a path, or the model of any other checkpoint there; what is no path is given back as it is."""
+    """The run at a path or of a name that ships, or the model of any other checkpoint there; what is no path as it is."""
     if not isinstance(source, str | Path):
         return source
     if (here(source) / RUN_FILE).exists():

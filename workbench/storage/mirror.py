@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from workbench.errors import WorkbenchError
 from workbench.files import digest, write_json
+from workbench.places import whereabouts
 from workbench.storage import sync
 from workbench.storage.bounds import trim, used
 from workbench.storage.remote import address, is_url, remote
@@ -38,11 +39,12 @@ def folder(path: str | Path) -> Path:
 def here(path: str | Path) -> Path:
     """The path on this machine of a run, a step, a checkpoint or a folder of runs, with what is small of it.
 
-    Raises `WorkbenchError` for a URL that cannot be read, or where nothing is.
+    A name that is no path here is what ships under it. Raises `WorkbenchError` for a URL that cannot be read, or where nothing is.
     """
     if not is_url(path):
-        refresh(Path(path))
-        return Path(path)
+        path = Path(whereabouts(path))
+        refresh(path)
+        return path
     url = address(path)
     place = _placed(url)
     refresh(place)
@@ -52,9 +54,9 @@ def here(path: str | Path) -> Path:
 
 
 def fetched(path: str | Path) -> str | Path:
-    """What a URL means, whole unless it is of a run, whose weights come step by step; any other path as it is."""
+    """What a URL means, whole unless it is of a run, whose weights come step by step; any other path as `whereabouts` has it."""
     if not is_url(path):
-        return path
+        return whereabouts(path)
     place = here(path)
     return place if (place / RUN).exists() or (place.parent / RUN).exists() else fill(place)
 

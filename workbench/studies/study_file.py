@@ -35,6 +35,7 @@ from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.data.texts import LIBRARY, is_dataset
 from workbench.errors import BadData, UnknownName
 from workbench.files import read_text
+from workbench.places import studies
 
 KEYS = (
     "question", "preset", "seeds", "outcome", "baseline", "tuned", "data", "model", "recipe", "grid", "models", "measure",
@@ -90,6 +91,16 @@ class Study:
     def axes(self) -> list[str]:
         """Axes of the grid."""
         return list(self.cells[0].point)
+
+
+def find_study(given: str) -> Path:
+    """The file of a study that ships by its name, or the one that a path names; raises `UnknownName` for neither."""
+    path = Path(given)
+    if path.suffix == ".toml" or path.is_file():
+        return path
+    if given not in (shipped := studies()):
+        raise UnknownName("study", given, shipped)
+    return shipped[given]
 
 
 def read_study(path: str | Path) -> Study:

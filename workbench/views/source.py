@@ -14,11 +14,11 @@ import pandas as pd
 
 from workbench import prompts
 from workbench.checkpoints.identify import WITHOUT
-from workbench.data.embedded import SHIPPED
 from workbench.data.tasks import SYMBOLS as ALPHABET
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import read_bytes
 from workbench.models.registry import label
+from workbench.places import SHIPPED
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Catalogue, Entry, catalogue
 from workbench.runs.run import Run, runs_folder

@@ -1,4 +1,4 @@
-"""`python -m workbench.cli`."""
+"""`python -m workbench`."""
 
 from workbench.cli import main
 

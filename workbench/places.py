@@ -1,0 +1,55 @@
+"""Where the parts of the project lie, and what they are called there.
+
+    in a clone    app/  analyses/  data/  beside workbench/       python -m analyses.race_to_induction
+    installed     workbench/app  /analyses  /shipped  inside it   python -m workbench.analyses.race_to_induction
+
+A wheel puts one name into everybody's environment (`setup.py`); inside `app/` and `analyses/` imports are relative, so that the
+same files work under both.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+INSTALLED = (HERE / "app").is_dir()
+ANALYSES = (HERE if INSTALLED else HERE.parent) / "analyses"
+SHIPPED = HERE / "shipped" if INSTALLED else HERE.parent / "data"
+"""Text, evidence, trained models and prompts; see its `README.md`."""
+DISTRIBUTION = "value-residual-workbench"
+
+
+def module(name: str) -> str:
+    """The full name of `app.server` or `analyses.tables`."""
+    return f"workbench.{name}" if INSTALLED else name
+
+
+def studies() -> dict[str, Path]:
+    """The files of the studies that ship, by name."""
+    return {path.stem: path for path in sorted((ANALYSES / "studies").glob("*.toml"))}
+
+
+def whereabouts(path: str | Path) -> str | Path:
+    """A path as it is; a name that is none here is what ships under it: `models-resformer-s0`, `sinks`, `evidence`."""
+    name = str(path)
+    if name in ("", ".", "..") or Path(name).name != name or os.path.lexists(name):
+        return path
+    folders = (SHIPPED, SHIPPED / "models", SHIPPED / "evidence", *(SHIPPED / "evidence").glob("*/"))
+    return next((folder / name for folder in folders if (folder / name).is_dir()), path)
+
+
+def install(extra: str) -> str:
+    """The command that adds an optional part."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def refuse_a_namesake() -> None:
+    """Raise `ImportError` where another project's package of the same name was installed into the same folder."""
+    theirs = next(HERE.parent.glob("workbench-*.dist-info"), None) if INSTALLED else None
+    if theirs is not None:
+        raise ImportError(
+            f"{HERE.parent} holds two projects whose package is called workbench, {DISTRIBUTION} and "
+            f"{theirs.name.removesuffix('.dist-info')}; each overwrites files of the other. Remove both "
+            f"(pip uninstall workbench {DISTRIBUTION}), install one, and give the other an environment of its own"
+        )
