@@ -67,3 +67,11 @@ def standing_for_all():
 
 
 COVERING = standing_for_all()
+
+
+def of_every_kind():
+    """The first name of each kind: those of the same shortcuts that do the same at the seams differ in numbers alone."""
+    kinds = {}
+    for name, entry in ARCHITECTURES.items():
+        kinds.setdefault((entry.classes, frozenset(uses(name))), name)
+    return sorted({*kinds.values(), *COVERING}, key=list(ARCHITECTURES).index)

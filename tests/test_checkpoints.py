@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from seams import COVERING
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import workbench
@@ -60,7 +61,13 @@ def change_tensors(folder, change):
 # ---- round trips -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "svformer+denseformer"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=() if name in {*COVERING, *OPTIONS} else pytest.mark.slow)
+        for name in (*ARCHITECTURES, "svformer+denseformer")
+    ],
+)
 def test_a_saved_model_comes_back_bit_by_bit(tiny, tmp_path, architecture):
     options = OPTIONS.get(architecture, {})
     grouped = {} if "qa" in architecture else {"n_key_value_heads": 2}  # gqa and mqa say themselves how many
@@ -134,7 +141,7 @@ def test_a_vanilla_step_opens_in_transformers(tiny, tmp_path, kv_heads):
     torch.testing.assert_close(llama(IDS).logits, model(IDS), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "transformer"])
+@pytest.mark.parametrize("architecture", [name for name in COVERING if name != "transformer"])
 def test_no_other_architecture_opens_as_a_llama(tiny, tmp_path, architecture):
     save(tiny(architecture), tmp_path)
     with pytest.raises(ValueError, match="workbench"):
