@@ -57,11 +57,11 @@ class MultiStream(Stream):
 
     def read(self, sublayer: int, streams: Tensor, memory: Memory) -> Tensor:
         """What a sublayer reads of the streams [batch, pos, stream, d_model]; what passes by it is kept."""
-        matrices = self.connector.connections(sublayer, streams)
+        matrices: Sequence[Tensor] = self.connector.connections(sublayer, streams)
         block, kind = self.blocks[sublayer // 2], KINDS[sublayer % 2]
         if block.hook_state.enabled:
             named = zip(MATRICES, matrices, strict=True)
-            matrices = tuple(self.hooked(block, f"hook_{kind}_{name}", x, streams) for name, x in named)
+            matrices = [self.hooked(block, f"hook_{kind}_{name}", x, streams) for name, x in named]
         pre, res, post = (x.to(streams.dtype) for x in matrices)
         memory["passing"], memory["h_post"] = _sums(res, streams), post
         return _sums(pre.unsqueeze(-2), streams).squeeze(-2)

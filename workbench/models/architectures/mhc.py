@@ -35,6 +35,8 @@ ROUNDS, MOST = 20, 6  # 720 permutations
 class ManifoldHyperConnections(Shortcut):
     """Streams mixed by doubly stochastic matrices."""
 
+    permutations: Tensor
+
     prefix = "mhc"
 
     def __init__(self, config: ModelConfig, *, streams: int = 4, mixing: str = "sinkhorn") -> None:
