@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from workbench.claims import CLAIMS, QUESTIONS, STATUSES
 from workbench.claims.analysis import chosen
@@ -22,13 +23,16 @@ How verdicts are decided, and how often they are wrong by chance: [verdicts.md](
 """
 
 
+SHOWN = 3  # numbers of a claim in the table of all
+
+
 def page() -> str:
     """The page, from the records that ship."""
     runs, _ = find_runs([EVIDENCE])
     (found, _), claims = stored(runs), chosen()
     verdicts = corrected([claim.judge(found) for claim in claims])
     of = dict(zip((c.name for c in claims), verdicts, strict=True))
-    parts = [ABOUT, _studies(), f"\n{expected_by_chance(verdicts)}\n\n", _counted(verdicts)]
+    parts = [ABOUT, _studies(), f"\n{expected_by_chance(verdicts)}\n\n", _counted(verdicts), _table(of)]
     for question, text in QUESTIONS.items():
         names = [name for name, claim in CLAIMS.items() if claim.question == question]
         if told := [_claim(name, of[name]) for name in names if of[name].status != "not_checkable"]:
@@ -54,6 +58,24 @@ def _counted(verdicts: Sequence[Verdict]) -> str:
     """How many claims have each status."""
     counts = {words: sum(v.status == status for v in verdicts) for status, words in STATUSES.items()}
     return f"Of {len(verdicts)} claims: {', '.join(f'{n} {words}' for words, n in counts.items() if n)}.\n"
+
+
+def _table(of: Mapping[str, Verdict]) -> str:
+    """Every claim that was put to the test beside what is published; the numbers that come first in deciding it."""
+    lines = ["\n| claim | published | here | verdict |\n|---|---|---|---|\n"]
+    for name, verdict in of.items():
+        if verdict.status != "not_checkable":
+            here = "<br>".join(_number(row) for row in verdict.table.head(SHOWN).to_dict("records")) or verdict.sentence
+            cells = (f"[{CLAIMS[name].text}](#{name})", CLAIMS[name].published, here, verdict.words)
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n")
+    return "".join(lines)
+
+
+def _number(row: Mapping[Any, Any]) -> str:
+    """A compared number with its interval and unit; one of a table without intervals by itself."""
+    if not {"comparison", "low", "high", "value", "unit"} <= set(row) or not isinstance(row["comparison"], str):
+        return ""
+    return f"{row['comparison']} {row['value']:+.3g} [{row['low']:+.3g}, {row['high']:+.3g}] {row['unit']}"
 
 
 def _claim(name: str, verdict: Verdict) -> str:

@@ -246,6 +246,8 @@ NOISE: dict[str, Callable[[np.random.Generator], Table]] = {
     "attention_residuals_lower_the_loss": of_losses("transformer", "attention_residuals", "attention_residuals[depth_blocks=2]"),
     "what_is_read_most_is_needed_most": of_layers(
         "attention_residuals", metrics={"source_ablation": [{"variant": "rank_correlation"}]}),
+    "values_read_the_embedding_queries_and_keys_the_latest": of_layers("attention_residuals", metrics={"reader_ablation": [
+        {"site": site, "part": part} for site in ("q", "k", "v") for part in ("embed", "latest")]}),
     "averages_by_content_beat_fixed_ones": of_losses("denseformer", "attention_residuals"),
     "denseformer_weights_have_structure": averages, "value_paths_speed_up_induction": racing,
 }  # fmt: skip

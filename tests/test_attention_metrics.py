@@ -101,14 +101,15 @@ def test_measuring_hands_in_each_layers_own_output_matrix(tiny, ids):
 
 
 def test_power_and_contribution_of_a_sink_by_hand():
-    """Values (2, 0) and (0, 1); the second query attends 3/4 and 1/4: z = (1.5, 0.25), of which the first supplies 36 of 37."""
-    sink = torch.tensor([[[1.0, 0.75]]])
-    v = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]]]])
-    z = torch.tensor([[[[2.0, 0.0]], [[1.5, 0.25]]]])
-    assert sink_power(sink).item() == 1.5625
+    """Values (2, 0) and (0, 1), twice; queries attend 3/4 and 1/4: z = (1.5, 0.25), of which the first supplies 36 of 37; one is closed."""
+    sink = torch.tensor([[[1.0, 0.75, 0.75]]])
+    v = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[0.0, 1.0]]]])
+    z = torch.tensor([[[[2.0, 0.0]], [[1.5, 0.25]], [[0.0, 0.0]]]])
+    assert sink_power(sink).item() == 1 + 2 * 0.5625
     assert sink_contribution(sink, v, z).item() == pytest.approx(36 / 37)
     assert sink_contribution(sink, v * torch.tensor([1.0, -1.0]), -z).item() == pytest.approx(-36 / 37), "against it"
     assert sink_contribution(sink, torch.zeros_like(v), z).item() == 0, "a drained value supplies nothing"
+    assert sink_contribution(sink, v, torch.zeros_like(z)).item() == 0, "nor is anything supplied to nothing"
 
 
 def test_value_bias_by_hand():

@@ -48,6 +48,20 @@ def test_weights_that_tell_what_is_needed(correlation, status):
     assert judged("what_is_read_most_is_needed_most", made, rows).status == status
 
 
+@pytest.mark.parametrize(("values", "status"), [(0.5, "supported"), (0.1, "refuted"), (0.3, "unresolved")])
+def test_values_that_need_the_embedding_more(values, status):
+    """Without it queries and keys lose .3 more than without the layer before, values so much."""
+    made, luck = runs("attention_residuals"), [0.0, 0.01, -0.02]
+    rows = []
+    for site in ("q", "k", "v"):
+        more = lambda of, n, s=site: 0.1 + (values if s == "v" else 0.3) + luck[of["seed"]] * (1 + (s == "v"))  # noqa: E731
+        rows += per_layer(made, "reader_ablation", more, range(1, 4), site=site, part="embed")
+        rows += per_layer(made, "reader_ablation", lambda of, n: 0.1, range(1, 4), site=site, part="latest")
+    found = judged("values_read_the_embedding_queries_and_keys_the_latest", made, rows)
+    assert found.status == status
+    assert found.table["value"].tolist() == pytest.approx([values - 0.3 - 0.01 / 3] * 2)
+
+
 # ---- exclusive attention ---------------------------------------------------------------------------------------------
 
 

@@ -293,6 +293,24 @@ def test_a_massive_state_emerges_where_it_grows_most(tiny, ids):
     assert [found(rows, variant="invariance", layer=n) for n in range(3)] == pytest.approx([1, 1, 1])
 
 
+@pytest.mark.parametrize("architecture", ["transformer", "attention_residuals"])
+def test_values_that_read_no_embedding_are_those_of_a_stream_without_it(awake, ids, architecture):
+    """The other way: values made by hand of the stream less what the embedding says of each token, put in at their hook point."""
+    model = awake(architecture, dtype=WIDE).requires_grad_(False)
+    rows, plain = run("reader_ablation", model, ids), document_losses(model, ids)
+    assert len(rows) == 2 * 2 * 3
+    _, cache = model.run_with_cache(ids)
+    for layer in (1, 2):
+        weight = cache[f"blocks.{layer - 1}.hook_depth_weights"][..., 0] if architecture != "transformer" else 1.0
+        said = weight * cache["hook_embed"]
+        read = model.blocks[layer].ln1(cache[f"blocks.{layer}.hook_resid_pre"] - said + said.mean(1, keepdim=True))
+        v = model.blocks[layer].attn.v_proj(read).unflatten(-1, (4, -1))
+        with model.hooks([(f"blocks.{layer}.attn.hook_v", lambda x, hook, v=v: v)]):
+            change = document_losses(model, ids) - plain
+        assert found(rows, site="v", layer=layer, part="embed") == pytest.approx(float(change.mean()), abs=1e-12)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_the_gain_of_several_streams_by_hand(tiny, ids):
     """M = [[2, -1], [0, 1]] at attention alone: M, then M^2 = [[4, -3], [0, 1]]; of the third layer the MLP sums them up."""
     model = tiny("hyper_connections", streams=2)

@@ -68,7 +68,7 @@ def supplied(A, world, n):
     v, z = attended(world, n)
     written = A[:, :, 1:, :1] * v[:, :1].transpose(1, 2)
     z = z[:, 1:].transpose(1, 2)
-    return ((written * z).sum(-1) / (z**2).sum(-1)).mean(-1)
+    return (written * z).sum((-2, -1)) / (z**2).sum((-2, -1))
 
 
 def bias(A, world, n, places=None, away=0):

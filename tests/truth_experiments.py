@@ -295,11 +295,41 @@ def first_token_norm(world):
     return rows
 
 
+def reader_ablation(world):
+    """Only the projection sees the stream without one part; DenseFormer's averages weigh every part by what arrives."""
+    rows, plain = {}, world.losses(world.ids)
+    outs = {None: world.seen["embed", None]} | {
+        n: world.seen["attn_out", n] + world.seen["mlp_out", n] for n in range(world.L)
+    }
+    for n in range(1, world.L):
+        for part, source in (("embed", None), ("latest", n - 1)):
+            said = arriving(world, n, source) * outs[source]
+            without = world.norm(world.seen["stream", n] - said + said.mean(1, keepdim=True), f"blocks.{n}.ln1")
+            for site in ("q", "k", "v"):
+                if f"blocks.{n}.attn.{site}_proj.weight" in world.p:
+                    see = instead(f"{site}_in", [n], lambda _, x, w=without: w)
+                    rows[at(site=site, layer=n, part=part)] = world.losses(world.ids, see) - plain
+    return rows
+
+
+def arriving(world, layer, source):
+    """Weight of the embedding (None) or of a block's additions in the stream that a layer reads."""
+    y = 1.0 if source is None else 0.0
+    outputs = [y]
+    for n in range(layer):
+        y += n == source
+        outputs.append(y)
+        if world.kind == "denseformer":
+            y = float(sum(a * o for a, o in zip(world.alphas(n), outputs, strict=True)))
+    return y
+
+
 EXPERIMENTS = {
     f.__name__: f
     for f in (
         cache_bytes, cache_traffic, skip_ablation, sublayer_removal, cross_layer_approximation,
         logit_lens, logit_attribution, nearest_embedding, sink_output,
         layer_similarity, value_ablation, deep_value_ablation, coefficient_share, first_token_norm, massive_emergence,
+        reader_ablation,
     )
 }  # fmt: skip

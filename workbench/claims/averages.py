@@ -9,7 +9,7 @@ from workbench.claims.loss import ends_lower
 from workbench.claims.registry import claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
-from workbench.statistics.error_bars import over_seeds
+from workbench.statistics.error_bars import over_seeds, paired_seeds
 
 ATTENTION_RESIDUALS = "Attention Residuals, arXiv 2603.15031 (2026)"
 
@@ -93,3 +93,34 @@ def what_is_read_most_is_needed_most(evidence: Evidence) -> Verdict:
     parts = {model_name(m): over_seeds(mine.by_seed(mine.known(rows, m), m)) for m in forms if m in mine.models}
     sentence = f"Rank correlation of a source's mean weight with the loss without it, mean over places: {numbers(parts, notes=True)}."
     return judged(parts, 1, sentence, "rank correlation")
+
+
+@claim(
+    supports="in Attention Residuals doing without the embedding rather than without the layer before costs the loss more where values "
+    "read than where queries or keys do",
+    refutes="it costs less than with queries or with keys",
+    scale="trained Attention Residuals, three seeds; one routing serves queries, keys and values here, so what they need is compared",
+    published="a probe with a routing for each: values keep reading the embedding, queries and keys recent layers (others' code, "
+    "unpublished); against it ExoFormer (arXiv 2601.08131) gains by reuse of queries and keys too, once they are normed",
+    source="a probe by others (2026), unpublished; " + ATTENTION_RESIDUALS, metrics=("reader_ablation",),
+    models=("attention_residuals",), shows={"metric": "reader_ablation"},
+)  # fmt: skip
+def values_read_the_embedding_queries_and_keys_the_latest(evidence: Evidence) -> Verdict:
+    """Deep values keep reading the embedding, while queries and keys read what was computed last."""
+    forms = [name for name in evidence.of_task("text").models if name.startswith("attention_residuals")]
+    mine = evidence.of_task("text").comparable(forms or "attention_residuals")
+    model = mine.first_of(forms)
+    rows = mine.known(mine.rows("reader_ablation"), model)
+    each = rows.groupby(["seed", "site", "part"])["value"].mean().unstack("part").astype(float)
+    early = (each["embed"] - each["latest"]).unstack("site")
+    parts = {
+        f"values - {name}": paired_seeds(early["v"], early[site]) for site, name in (("q", "queries"), ("k", "keys"))
+    }
+    costs = "; ".join(
+        f"{site} {r['embed']:+.3f} and {r['latest']:+.3f}" for site, r in each.groupby("site").mean().iterrows()
+    )
+    sentence = (
+        f"{model_name(model)}, rise of the loss without the embedding and without the layer before, mean over layers: {costs} nats; "
+        f"their difference, {numbers(parts, notes=True)} nats."
+    )
+    return judged(parts, 1, sentence, "nats")

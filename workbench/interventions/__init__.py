@@ -11,6 +11,7 @@ from workbench.interventions import (
     gradients,
     lens,
     mixing,
+    readers,
     retention,
     similarity,
     throughput,
@@ -25,6 +26,6 @@ from workbench.interventions.values import TokenMeans, replaced, token_means, va
 
 __all__ = [
     "INTERVENTIONS", "Edit", "Intervention", "TokenMeans", "ablation", "as_edits", "coefficients", "depth_routing", "edited", "first_token",
-    "gradients", "intervention", "lens", "mixing", "replaced", "retention", "similarity", "throughput", "token_means",
+    "gradients", "intervention", "lens", "mixing", "readers", "replaced", "retention", "similarity", "throughput", "token_means",
     "value_ablation", "values",
 ]  # fmt: skip

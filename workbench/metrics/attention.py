@@ -282,15 +282,16 @@ def sink_contribution(
     v: Float[Tensor, "batch pos kv_head d_head"],
     z: Float[Tensor, "batch pos head d_head"],
 ) -> Float[Tensor, "batch head"]:
-    """Share of a head's output that the first token's value supplies, with its sign: mean over the queries after the first.
+    """Share of a head's output that the first token's value supplies, with its sign, over the queries after the first.
 
-    A_i0 v_0 . z_i / |z_i|^2: over all tokens these sum to 1 where z is the attended values and no more. The baseline is the head's
-    `sink_mass`: a drained sink supplies much less. Caution: gates and additions change z; where z nearly cancels the share is large.
+    sum_i A_i0 v_0 . z_i / sum_i |z_i|^2: over all tokens these sum to 1 where z is the attended values and no more. The baseline is the
+    head's `sink_mass`: a drained sink supplies much less. 0 where the head puts out nothing. Caution: gates and additions change z;
+    where they take most of it away the share passes 1.
     """
     first = wide(v[:, 0]).repeat_interleave(z.shape[2] // v.shape[2], dim=1)
-    out = wide(z[:, 1:])
-    along = (out * first[:, None]).sum(-1) / out.square().sum(-1)
-    return (wide(sink[..., 1:]) * along.transpose(1, 2)).mean(-1)
+    out = wide(z[:, 1:]).transpose(1, 2)
+    supplied = (wide(sink[..., 1:]) * (out * first[:, :, None]).sum(-1)).sum(-1)
+    return supplied / out.square().sum((-2, -1)).clamp_min(torch.finfo(out.dtype).tiny)
 
 
 @metric(
