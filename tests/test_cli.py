@@ -21,6 +21,8 @@ EXPECTED = {
     "estimate",
     "import",
     "export",
+    "export-log",
+    "push",
     "measure",
     "analyze",
     "generate",

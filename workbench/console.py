@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape as escape_html
 from types import FrameType
 from typing import Any
 
@@ -41,6 +42,16 @@ def table(frame: Any) -> None:
     console.print(grid)
     if len(frame) > ROWS:
         say(f"... {len(frame) - ROWS} more of {len(frame)} rows; --json or --out writes them all")
+
+
+def html(title: str, facts: Mapping[str, Any], *parts: str) -> str:
+    """What a notebook shows of a thing: a title, its facts as a table without those that are unset, and further HTML."""
+    rows = "".join(
+        f"<tr><th style='text-align:left'>{escape_html(name)}</th><td style='text-align:left'>{escape_html(str(value))}</td></tr>"
+        for name, value in facts.items()
+        if value is not None and value != "" and value != {}
+    )
+    return f"<div><b>{escape_html(title)}</b><table>{rows}</table>{''.join(parts)}</div>"
 
 
 def _cell(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Commands on checkpoints: import, export, generate."""
+"""Commands on checkpoints and runs as others keep them: import, export, push, export-log; and generate."""
 
 from __future__ import annotations
 
@@ -71,6 +71,49 @@ def export(
     from workbench.console import say
 
     say(f"exported: {write(load(path, step=step_of(step)), out)}")
+
+
+@app.command()
+def push(
+    path: Annotated[str, typer.Argument(help="A run.")],
+    repo: Annotated[str, typer.Argument(help="A repository of the Hugging Face Hub, as me/resformer-tiny.")],
+    step: Step = "last",
+    private: Annotated[bool, typer.Option("--private", help="Where the repository is made: for nobody else.")] = False,
+    harness: Annotated[
+        Path | None, typer.Option(help="Results of lm-evaluation-harness; <run>/harness.json unless given.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Put a step on the Hugging Face Hub, with a card: architecture, formula, options, losses over seeds, evaluation."""
+    from workbench.console import progress, say
+    from workbench.reports.model_card import push_to_hub
+    from workbench.runs.run import Run
+
+    with progress(f"putting {path} up"):
+        address = push_to_hub(Run.open(path), repo, step_of(step), private=private or None, harness=harness)
+    say(f"pushed: {address}")
+
+
+@app.command(name="export-log")
+def export_log(
+    path: Annotated[str, typer.Argument(help="A run.")],
+    to: Annotated[str, typer.Option(help="wandb, tensorboard or mlflow.")],
+    where: Annotated[
+        str | None, typer.Option(help="The project of W&B, the folder of TensorBoard, the URI of MLflow.")
+    ] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", "-m", help="These alone, by head and position too; repeat for more.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Hand what is written down of a run, telemetry and records, to a tracker of yours."""
+    from workbench.console import progress, say
+    from workbench.runs.run import Run
+    from workbench.runs.trackers import export_log as hand_on
+
+    with progress(f"{path} to {to}"):
+        numbers = hand_on(Run.open(path), to, where, metric)
+    say(f"handed on: {numbers} numbers of {path} to {to}")
 
 
 @app.command()

@@ -36,7 +36,7 @@ def measure(
         int | None, typer.Option("-T", "--length", min=1, help="Tokens of each; the training length unless given.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time; results do not depend on it.")] = 8,
-    out: Annotated[Path | None, Out(help="Write the records here: .parquet, .csv or .json.")] = None,
+    out: Annotated[Path | None, Out(help="Write the records here: .parquet, .arrow, .csv or .json.")] = None,
     workers: OneWorker = 1,
     on: On = None,
     device: Device = None,
@@ -47,7 +47,9 @@ def measure(
     from workbench.console import progress, say, table
     from workbench.distributed import rank
     from workbench.measurement.measuring import measure as run_measures
+    from workbench.runs.tables import refuse_ending, write_table_as
 
+    refuse_ending(out)
     with progress("measuring") as task:
         frame = run_measures(
             list(paths),
@@ -66,7 +68,7 @@ def measure(
     for sentence in _lacking(frame, metric):
         typer.echo(sentence, err=True)
     if out is not None:
-        _write(frame, out)
+        write_table_as(frame, out)
         say(f"records: {out} ({len(frame)} rows)")
     elif as_json:
         print(frame.to_json(orient="records"))
@@ -87,21 +89,6 @@ def _lacking(frame: Any, metrics: list[str]) -> list[str]:
             )
             sentences.append(f"{name}: no number of {whose}, which has nothing that it reads or changes")
     return sentences
-
-
-def _write(frame: Any, out: Path) -> None:
-    from workbench.errors import UnknownName
-    from workbench.files import write_text
-    from workbench.runs.records import write_parquet
-
-    writers = {
-        ".parquet": lambda: write_parquet(frame, out),
-        ".csv": lambda: write_text(out, frame.to_csv(index=False)),
-        ".json": lambda: write_text(out, frame.to_json(orient="records")),
-    }
-    if out.suffix not in writers:
-        raise UnknownName("file ending", out.suffix, writers)
-    writers[out.suffix]()
 
 
 @app.command()

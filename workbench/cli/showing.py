@@ -41,19 +41,16 @@ def list_things(
 
 @app.command()
 def plot(
-    records: Annotated[Path, typer.Argument(help="Records as `measure --out` writes them (.parquet).")],
+    records: Annotated[Path, typer.Argument(help="Records as `measure --out` writes them.")],
     out: Annotated[Path, Out(help="The figure: one offline .html page.")] = Path("figure.html"),
 ) -> None:
     """Draw records as a figure, chosen by their axes."""
     from workbench import plots
     from workbench.console import say
-    from workbench.errors import BadData
     from workbench.files import write_text
-    from workbench.runs.records import read_parquet
+    from workbench.runs.tables import read_records
 
-    if not records.exists():
-        raise BadData(f"{records} does not exist")
-    write_text(out, plots.html(plots.plot(read_parquet([records])), whole=True))
+    write_text(out, plots.html(plots.plot(read_records(records)), whole=True))
     say(f"figure: {out}")
 
 
@@ -64,7 +61,7 @@ def view(
     ],
     out: Annotated[
         Path,
-        Out(help="The file; its ending says what: .html, .svg, .png, .csv, .parquet, .json."),
+        Out(help="The file; its ending says what: .html, .svg, .png, .csv, .parquet, .arrow, .json."),
     ] = Path("view.html"),
     only: Annotated[str | None, typer.Option(help="One view of the page; pictures hold one.")] = None,
     play: Annotated[bool, typer.Option("--play", help="A time-lapse over the checkpoints of model A (.html).")] = False,

@@ -110,6 +110,9 @@ def train(
     option: Options = None,
     model: ModelKeys = None,
     recipe: RecipeKeys = None,
+    log: Annotated[
+        str | None, typer.Option(help="Tell a tracker too, as it trains: wandb, tensorboard or mlflow.")
+    ] = None,
     runs: Runs = None,
     device: Device = None,
     quiet: Quiet = False,
@@ -132,7 +135,7 @@ def train(
     run_name = name or f"{architecture}-{preset}-s{seed}"
     with progress(run_name, settings.steps) as task:
         run = run_training(
-            architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device, **options,
+            architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device, log=log, **options,
             progress=lambda step, loss, rate: task(step, what=f"loss {loss:.3f} nats, {rate:,.0f} tokens/s"),
         )  # fmt: skip
     losses = run.telemetry(f"metric == 'validation_loss' and step == {settings.steps}")

@@ -16,6 +16,7 @@ from transformer_lens.config.transformer_bridge_config import TransformerBridgeC
 from transformer_lens.utilities import Slice
 
 from workbench.config import ModelConfig
+from workbench.console import html
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.kernels.cross_entropy import MIN_LOGITS, sequence_losses
 from workbench.models import generation
@@ -73,6 +74,20 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
             d_vocab=config.d_vocab, act_fn="silu", gated_mlp=True, normalization_type="RMS", final_rms=True,
             eps=config.rms_norm_eps, rotary_base=config.rope_theta, default_prepend_bos=False,
         )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        shape, weight = self.config, self.embed.weight
+        facts = {
+            "options": ", ".join(f"{key} = {value}" for key, value in self.options.items()),
+            "parameters": f"{sum(p.numel() for p in self.parameters()):,}, {str(weight.dtype).removeprefix('torch.')} on {weight.device}",
+            "shape": f"{shape.n_layers} layers of width {shape.d_model}, {shape.n_heads} heads, {shape.n_key_value_heads} of values",
+            "reads": f"{shape.d_vocab} tokens, up to {shape.n_ctx} at a time" + ("" if self.tokenizer else ", without a tokenizer"),
+            "from": " ".join(f"{self.source[key]}" for key in ("run", "path") if key in self.source),
+            "step": self.source.get("step"),
+            "seed": self.source.get("seed"),
+            "architecture": "assumed: the files do not say" if self.assumed else None,
+        }  # fmt: skip
+        return html(self.architecture, facts)
 
     def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from html import escape
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,6 +238,10 @@ class Observed(HookedModel):
     def __repr__(self) -> str:
         name = f"{type(self.foreign).__name__}: {self.architecture}"
         return describe(name, self.structure, self.sites, self.fitted_paths, self.notes)
+
+    def _repr_html_(self) -> str:
+        paths = value_path_table(self.fitted_paths).to_html(index=False)
+        return f"{super()._repr_html_()}<pre>{escape(repr(self))}</pre>{paths}"
 
 
 def refuse_dropout(module: nn.Module) -> None:

@@ -27,6 +27,7 @@ from workbench.plots.style import (
     subtitle,
     words,
 )
+from workbench.runs.tables import as_records
 
 FORMS = ("profile", "steps", "positions", "heads", "ranks", "pairs", "bars")
 MAX_PANELS = 24
@@ -98,18 +99,18 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[Panel]:
 
 
 def plot(
-    frame: pd.DataFrame, *, form: str | None = None, log_x: bool = False, log_y: bool = False, smooth: int = 1,
+    frame: Any, *, form: str | None = None, log_x: bool = False, log_y: bool = False, smooth: int = 1,
     title: str = "",
 ) -> go.Figure:  # fmt: skip
     """A figure of records, its form chosen by their axes; different metrics, data or lengths get panels of their own.
 
-    `form`: one of `FORMS` instead. `log_x`, `log_y`: logarithmic axes. `smooth`: running mean over so many records.
-    `title`: instead of the metric's name.
+    `frame`: a pandas table, or any that speaks Arrow. `form`: one of `FORMS` instead. `log_x`, `log_y`: logarithmic axes.
+    `smooth`: running mean over so many records. `title`: instead of the metric's name.
     Raises `WorkbenchError` where there is nothing to plot or more than one figure can hold.
     """
     if form is not None and form not in FORMS:
         raise UnknownName("form", form, FORMS)
-    frame = checked(frame)
+    frame = checked(frame if isinstance(frame, pd.DataFrame) else as_records(frame))
     panels = list(_panels(frame, form))
     if len(panels) > MAX_PANELS:
         raise WorkbenchError(

@@ -19,10 +19,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from workbench.checkpoints.identify import RUN_FILE
+from workbench.console import html
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest, read_json, write_json
 from workbench.runs.records import metrics_of
@@ -115,6 +117,15 @@ class Catalogue:
     def stamp(self) -> int:
         """Another number once any run is another."""
         return hash(tuple((e.path, e.series, e.stamp) for e in self.entries))
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in (e.name, e.series, e.seed, e.title, e.last))}</tr>"
+            for e in self.entries
+        )
+        head = "".join(f"<th>{name}</th>" for name in ("run", "model", "seed", "experiment", "steps"))
+        facts = {"folder": self.folder, "runs": len(self.entries), **self.problems}
+        return html("runs", facts, f"<table><tr>{head}</tr>{rows}</table>")
 
     def entry(self, name: str) -> Entry:
         """The run of a name; raises `UnknownName` with the nearest."""

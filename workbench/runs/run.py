@@ -20,10 +20,11 @@ from filelock import FileLock, Timeout
 
 from workbench.checkpoints.identify import CONFIG, RUN_FILE, WEIGHTS, choose, step_folder, steps_of, whole_steps
 from workbench.config import ModelConfig, ObservedConfig, TrainConfig
+from workbench.console import html
 from workbench.errors import BadCheckpoint, BadData, InUse, WorkbenchError
 from workbench.files import digest, open_regular, read_bytes, read_json
-from workbench.runs.records import NEEDED, Store, read_parquet
-from workbench.storage.mirror import fill, folder, here, refresh
+from workbench.runs.records import NEEDED, Store, metrics_of, read_parquet
+from workbench.storage.mirror import address_of, fill, folder, here, refresh
 
 FORMAT = 1  # of run.json
 CORPORA = ".corpora"
@@ -70,6 +71,19 @@ class Run:
         except (KeyError, TypeError, ValueError) as error:
             raise BadCheckpoint(f"{run.path / RUN_FILE} is no run description: {error}") from error
         return run
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "architecture": self.architecture,
+            "options": ", ".join(f"{key} = {value}" for key, value in self.options.items()),
+            "seed": self.seed,
+            "data": self.info["data"]["kind"],
+            "steps": self.progress,
+            "checkpoints": ", ".join(map(str, self.steps)),
+            "measured": ", ".join(metrics_of(self.path)),
+            "folder": address_of(self.path),
+        }
+        return html(f"run {self.name}", facts)
 
     @cached_property
     def info(self) -> dict[str, Any]:

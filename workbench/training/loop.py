@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from workbench.metrics import METRICS
 from workbench.models import build, compose
 from workbench.models.transformer import Transformer
 from workbench.runs.run import CORPORA, FORMAT, Run, place_of, written_now
+from workbench.runs.trackers import opened
 from workbench.storage.mirror import fill, folder, here, push
 from workbench.training.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
 from workbench.training.telemetry import Telemetry
@@ -86,11 +87,13 @@ def _outline(architecture: str, model: ModelConfig, train: TrainConfig, options:
 
 def train(
     architecture: str, data: Data, *, name: str, runs: Path, model: ModelConfig, train: TrainConfig, seed: int = 0,
-    checkpoints: Sequence[int] | None = None, device: str | None = None, progress: Progress | None = None, **options: Any,
+    checkpoints: Sequence[int] | None = None, device: str | None = None, progress: Progress | None = None, log: str | None = None,
+    **options: Any,
 ) -> Run:  # fmt: skip
     """Train a model, or go on where an interrupted training of the same name stopped; returns its run.
 
-    `checkpoints` replaces the log-like grid (0 and the last step are always kept). Ctrl-C ends after the current step with
+    `checkpoints` replaces the log-like grid (0 and the last step are always kept). `log` names a tracker that is told as well,
+    see `workbench.runs.trackers`. Ctrl-C ends after the current step with
     everything written, as `KeyboardInterrupt`. Raises `WorkbenchError` for a run in use or with other settings.
     """
     _refuse(data, model, train, seed, checkpoints or ())
@@ -109,8 +112,10 @@ def train(
     try:
         grid = sorted({0, train.steps, *(checkpoints or checkpoint_steps(train.steps, train.checkpoints))})
         fill(run.path / "resume")
+        loop = _Loop(run, data, accelerator, grid, progress, options)
         try:
-            _Loop(run, data, accelerator, grid, progress, options).run_to_end()
+            with opened(log, run, first=loop.step) if log and first else nullcontext() as loop.telemetry.told:
+                loop.run_to_end()
         finally:
             if first:
                 push(run.path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -12,10 +14,13 @@ from workbench.runs.run import Run
 
 
 class Telemetry:
-    """Rows on their way to `telemetry/<first>-<last>.parquet`; tensors are fetched only when a part is written."""
+    """Rows on their way to `telemetry/<first>-<last>.parquet`; tensors are fetched only when a part is written.
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.begin = run, 0
+    `told` is called with each part, once it is there.
+    """
+
+    def __init__(self, run: Run, told: Callable[[pd.DataFrame], None] | None = None) -> None:
+        self.run, self.told, self.begin = run, told, 0
         self.rows: list[dict[str, Any]] = []
         self.pending: list[tuple[dict[str, Any], Tensor]] = []
         self.common = {"run": run.name, "architecture": run.architecture, "seed": run.seed}
@@ -34,7 +39,10 @@ class Telemetry:
             values = torch.stack([value.float() for _, value in self.pending]).tolist()
             self.rows += [row | {"value": value} for (row, _), value in zip(self.pending, values, strict=True)]
         if self.rows:
-            write_parquet(records(self.rows), self.run.path / "telemetry" / f"{self.begin:06d}-{end:06d}.parquet")
+            frame = records(self.rows)
+            write_parquet(frame, self.run.path / "telemetry" / f"{self.begin:06d}-{end:06d}.parquet")
+            if self.told:
+                self.told(frame)
         self.rows, self.pending, self.begin = [], [], end
 
     def rewind(self, step: int) -> None:

@@ -14,7 +14,7 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
 from workbench.plots.browser import figure
 from workbench.plots.page import Page, numbers, paragraph
-from workbench.runs.records import write_parquet
+from workbench.runs.tables import write_table_as
 from workbench.views.base import Drawing, timelapse, views_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ WIDTH = 1000
 def write(
     source: Source, link: Link, out: Path, *, only: str | None = None, play: bool = False, command: str = ""
 ) -> tuple[Path, dict[str, str]]:
-    """Write what a link shows; the ending of `out` says as what: .html, .svg, .png, .csv, .parquet, .json.
+    """Write what a link shows; the ending of `out` says as what: .html, .svg, .png, .csv, .parquet, .arrow, .json.
 
     `only`: one view of the page; pictures hold one. `play`: over the checkpoints of model A (HTML). Returns the file and, by
     view, why what is left out cannot be drawn. Raises `UnknownName` for another ending or view, `WorkbenchError` where
@@ -89,7 +89,11 @@ def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:
     )
 
 
+def _columns(made: dict[str, Drawing], out: Path, *_: str) -> None:
+    write_table_as(_table(made), out)
+
+
 WRITERS: dict[str, Callable[..., None]] = {
     ".html": _html, ".svg": _picture, ".png": _picture, ".csv": _text, ".json": _text,
-    ".parquet": lambda made, out, *_: write_parquet(_table(made), out),
+    ".parquet": _columns, ".arrow": _columns,
 }  # fmt: skip

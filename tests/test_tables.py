@@ -1,0 +1,81 @@
+"""Tables in the forms that others use, and what a notebook shows of runs and models."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+import test_cli
+import training_runs
+
+import workbench
+from workbench.errors import BadData, UnknownName
+from workbench.measurement.measuring import measure
+from workbench.runs.catalogue import catalogue
+from workbench.runs.tables import as_frame, read_records, write_table_as
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return training_runs.start(tmp_path_factory.mktemp("runs"), lambda_v1=0.3)
+
+
+@pytest.fixture(scope="module")
+def frame(run):
+    return measure(run, ["loss", "row_entropy"], steps="ends", n=2)
+
+
+def test_records_go_to_arrow_and_come_back_and_a_figure_takes_both(frame):
+    table = pa.table(frame)
+    assert pa.types.is_int64(table.schema.field("layer").type)
+    pd.testing.assert_frame_equal(as_frame(table), frame)
+    (here, there) = (workbench.plot(given[given["metric"] == "row_entropy"]) for given in (frame, as_frame(table)))
+    assert here.to_json() == there.to_json()
+    chosen = table.filter(pa.compute.equal(table["metric"], "row_entropy"))
+    assert workbench.plot(chosen).to_json() == here.to_json()
+    with pytest.raises(BadData, match="a list is no table"):
+        workbench.plot([1, 2])
+    with pytest.raises(BadData, match="it has no value"):
+        workbench.plot(table.select(["metric"]))
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow", ".csv", ".json"])
+def test_a_file_of_every_ending_holds_the_same_records(frame, tmp_path, ending):
+    out = tmp_path / f"records{ending}"
+    write_table_as(frame, out)
+    again = read_records(out)
+    assert again["value"].tolist() == pytest.approx(frame["value"].tolist(), rel=1e-12)
+    for column in ("metric", "layer", "step", "unit", "provenance"):
+        assert again[column].dtype == frame[column].dtype
+        assert again[column].isna().tolist() == frame[column].isna().tolist()
+        assert again[column].dropna().tolist() == frame[column].dropna().tolist()
+
+
+def test_another_ending_is_refused_before_anything_is_measured(run, tmp_path):
+    before = sorted(run.path.rglob("*"))
+    done = test_cli.run("measure", run.path, "-m", "hidden_norm", "--out", tmp_path / "records.feather")
+    assert done.returncode == 2
+    assert "unknown file ending '.feather'" in done.stderr
+    assert sorted(run.path.rglob("*")) == before
+    (tmp_path / "records.arow").touch()
+    with pytest.raises(UnknownName, match=r"did you mean \.arrow"):
+        read_records(tmp_path / "records.arow")
+    (tmp_path / "broken.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(BadData, match=r"broken\.arrow cannot be read"):
+        read_records(tmp_path / "broken.arrow")
+
+
+def test_a_notebook_shows_runs_and_models_with_what_decides(run, gpt, ids):
+    shown = run._repr_html_()
+    for fact in ("run resformer", "lambda_v1 = 0.3", "8/8", "0, 8"):
+        assert fact in shown
+    assert "<td>resformer</td>" in catalogue(run.path.parent)._repr_html_()
+    model = run.load()
+    assert "lambda_v1 = 0.3" in model._repr_html_()
+    assert "2 layers of width 16" in model._repr_html_()
+    assert f"{sum(p.numel() for p in model.parameters()):,}" in model._repr_html_()
+    observed = workbench.observe(gpt.eval(), ids % 24)
+    assert "<pre>GPT" in observed._repr_html_()
+    assert "<table" in observed.value_paths()._repr_html_()
+    model.source["path"] = "<script>"
+    assert "<script>" not in model._repr_html_()

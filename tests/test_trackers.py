@@ -1,0 +1,165 @@
+"""A run's numbers in other people's tools: what they are called there, and that the real clients take them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+
+import pytest
+import training_runs
+from tensorboardX.proto.event_pb2 import Event
+
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.measurement.measuring import measure
+from workbench.runs.records import records
+from workbench.runs.run import Run
+from workbench.runs.trackers import export_log, identity, opened, series_names
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    made = training_runs.start(tmp_path_factory.mktemp("runs"), recipe=training_runs.RECIPE.replace(log_every=2))
+    measure(made, ["sink_mass", "loss"], steps="ends", n=2)
+    return made
+
+
+def test_a_number_is_called_by_its_metric_and_its_axes():
+    rows = [
+        {"metric": "validation_loss", "data": "text", "value": 1.0},
+        {"metric": "gradient_norm", "part": "q_proj", "layer": 2, "value": 1.0},
+        {"metric": "sink_mass", "variant": "k4", "layer": 0, "head": 1, "value": 1.0},
+    ]
+    assert series_names(records(rows)) == [
+        "validation_loss/text", "gradient_norm/q_proj/layer2", "sink_mass/k4/layer0/head1",
+    ]  # fmt: skip
+
+
+def scalars(folder):
+    """(tag, step, value) of all that a reader of TensorBoard's files shows: what a later file begins anew is gone."""
+    shown, found = {}, sorted(folder.glob("events.*"))
+    for path in found:
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            at += 12 + size + 4
+            if event.session_log.status == 1:  # START: everything from this step on is purged
+                shown = {key: value for key, value in shown.items() if key[1] < event.step}
+            shown |= {(v.tag, event.step): v.simple_value for v in event.summary.value if v.HasField("simple_value")}
+    return shown
+
+
+def test_tensorboard_shows_telemetry_and_records_once(run, tmp_path):
+    for _ in range(2):
+        told = export_log(run, "tensorboard", str(tmp_path))
+    found = scalars(tmp_path / run.name)
+    assert len(found) == told
+    losses = run.telemetry("metric == 'train_loss'")
+    assert [found["train_loss", step] for step in losses["step"]] == pytest.approx(losses["value"].tolist(), rel=1e-6)
+    assert any(tag.startswith("loss/") and step == 8 for tag, step in found), "records as well"
+    assert not any("/head" in tag for tag, _ in found), "by head: only where it is named"
+    export_log(run, "tensorboard", str(tmp_path / "chosen"), ["sink_mass"])
+    chosen = [tag for tag, _ in scalars(tmp_path / "chosen" / run.name)]
+    assert {tag.split("/")[0] for tag in chosen} == {"sink_mass"}
+    assert any("/head" in tag for tag in chosen)
+
+
+def test_a_training_is_told_as_it_goes_and_after_a_stop_goes_on_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def stop(step, *_):
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training_runs.start(tmp_path / "runs", progress=stop, log="tensorboard")
+    run = training_runs.start(tmp_path / "runs", log="tensorboard")
+    found = scalars(tmp_path / "tensorboard" / run.name)
+    losses = run.telemetry("metric == 'train_loss'")
+    assert [step for tag, step in sorted(found) if tag == "train_loss"] == losses["step"].tolist() == list(range(8))
+
+
+class Recorded:
+    """Stands for an object of a client; every call is held against the signature it has there."""
+
+    def __init__(self, signatures, **answers):
+        self.signatures, self.answers, self.calls = signatures, answers, []
+
+    def __getattr__(self, name):
+        def call(*given, **named):
+            self.signatures[name].bind(*given, **named)
+            self.calls.append((name, given, named))
+            return self.answers.get(name)
+
+        return call
+
+
+def test_wandb_gets_one_run_with_its_settings_and_steps_in_order(run, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    methods = {name: inspect.signature(getattr(wandb.Run, name).__get__(object())) for name in ("log", "finish")}
+    theirs = Recorded(methods)
+    opens = Recorded({"init": inspect.signature(wandb.init)}, init=theirs)
+    monkeypatch.setattr(wandb, "init", opens.init)
+    told = export_log(run, "wandb", "mine")
+    ((_, _, settings),) = opens.calls
+    assert (settings["project"], settings["id"], settings["resume"]) == ("mine", identity(run), "allow")
+    assert settings["config"]["train"]["steps"] == 8
+    *logged, (last, _, how) = theirs.calls
+    assert [named["step"] for _, _, named in logged] == list(range(9))
+    assert sum(len(given[0]) for _, given, _ in logged) == told
+    assert (last, how) == ("finish", {"exit_code": 0})
+    with pytest.raises(RuntimeError), opened("wandb", run):
+        raise RuntimeError("a training that failed")
+    assert theirs.calls[-1] == ("finish", (), {"exit_code": 1})
+
+
+def signature(text):
+    names: dict = {}
+    exec(f"def f({text}): ...", names)
+    return inspect.signature(names["f"])
+
+
+MLFLOW = {  # of MlflowClient as its documentation has them
+    "get_experiment_by_name": "name",
+    "create_experiment": "name, artifact_location=None, tags=None",
+    "search_runs": "experiment_ids, filter_string='', run_view_type=1, max_results=1000, order_by=None, page_token=None",
+    "create_run": "experiment_id, start_time=None, tags=None, run_name=None",
+    "update_run": "run_id, status=None, name=None",
+    "log_batch": "run_id, metrics=(), params=(), tags=(), synchronous=None",
+    "set_terminated": "run_id, status=None, end_time=None",
+}
+
+
+def test_mlflow_gets_its_batches_by_the_signatures_of_its_client(run, monkeypatch):
+    """The real client is not installed here: its calls are held against those its documentation gives."""
+    made = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+    client = Recorded(
+        {k: signature(v) for k, v in MLFLOW.items()}, create_experiment="e1", create_run=made, search_runs=[]
+    )
+    uris = []
+    module = types.ModuleType("mlflow")
+    module.MlflowClient = lambda tracking_uri=None, registry_uri=None: uris.append(tracking_uri) or client
+    entities = types.ModuleType("mlflow.entities")
+    entities.Metric = lambda key, value, timestamp, step: (key, value, step)
+    entities.Param = lambda key, value: (key, value)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    told = export_log(run, "mlflow", "file:///tmp/ml")
+    batches = [named for name, _, named in client.calls if name == "log_batch"]
+    assert uris == ["file:///tmp/ml"]
+    assert ("train.steps", "8") in [pair for batch in batches for pair in batch.get("params", ())]
+    assert all(len(batch.get("metrics", ())) <= 1000 and len(batch.get("params", ())) <= 100 for batch in batches)
+    assert sum(len(batch.get("metrics", ())) for batch in batches) == told
+    assert client.calls[-1] == ("set_terminated", ("r1",), {"status": "FINISHED"})
+
+
+def test_what_cannot_be_told_is_refused_by_name(run, monkeypatch):
+    with pytest.raises(UnknownName, match="did you mean tensorboard"):
+        export_log(run, "tensorbord")
+    with pytest.raises(UnknownName, match="did you mean sink_mass"):
+        export_log(run, "wandb", metrics=["sink_mas"])
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(WorkbenchError, match="mlflow is not installed, this package's extra `mlflow`"):
+        export_log(run, "mlflow")
+    assert Run.open(run.path).finished
