@@ -2,7 +2,8 @@
 
 Claim (after Bank of Values, arXiv 2606.02780): in a trained vanilla model most of the variance of deep own values is the
 token's identity, and replacing them by their mean per token costs a small part of what zeroing costs. Refuted where the
-token mean costs about as much as zero. Controls: the same share at random init, of queries and keys, and under shuffled ids.
+token mean costs about as much as zero. Values of the last third that are looked up by token should then cost no loss: refuted where
+they do. Controls: the same share at random init, of queries and keys, and under shuffled ids.
 """
 
 from analyses.common import Script
@@ -11,7 +12,7 @@ from analyses.tables import profiles
 SCRIPT = Script(
     file=__file__,
     question=__doc__,
-    claims=("deep_values_need_little_context",),
+    claims=("deep_values_need_little_context", "deep_values_can_be_looked_up"),
     table=profiles(
         *(("token_identity_share", {"site": site}, {"site": site}) for site in ("own_v", "q", "k")),
         *(

@@ -58,7 +58,8 @@ def commands_page() -> str:
     ]
     for name, command in typer.main.get_command(app).commands.items():
         parts.append(
-            f"\n## workbench {name}\n\n{inspect.cleandoc(command.help or '')}\n\n| argument or option | meaning | default |\n|---|---|---|\n"
+            f"\n## workbench {name}\n\n{inspect.cleandoc(command.help or '')}\n\n"
+            "| argument or option | meaning | default |\n|---|---|---|\n"
         )
         for given in (p for p in command.params if p.name != "help"):
             flags = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from metric_outputs import ELSEWHERE
+
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import RepeatedData
 from workbench.interventions import INTERVENTIONS
@@ -11,7 +13,7 @@ from workbench.training.loop import train
 
 MODEL = ModelConfig(n_layers=2, d_model=16, n_heads=4, n_key_value_heads=2, d_mlp=24, d_vocab=64, n_ctx=128)
 RECIPE = TrainConfig(steps=6, batch=4, T=64, warmup=2, lr=1e-2, validate_every=3, save_every=3, validation_sequences=8)
-EVERYTHING = [n for n in (*METRICS, *INTERVENTIONS) if n != "null_mass"]  # which sink logits alone have
+EVERYTHING = [n for n in (*METRICS, *INTERVENTIONS) if n not in ELSEWHERE]
 
 
 def trained(root):

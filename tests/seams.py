@@ -50,13 +50,6 @@ def uses(name):
     return facts
 
 
-def different():
-    """Architectures without those that differ from an earlier one in constants alone: its shortcuts, used in the same way."""
-    return list(
-        {(entry.classes, frozenset(uses(name))): name for name, entry in reversed(ARCHITECTURES.items())}.values()
-    )[::-1]
-
-
 def covering(names):
     """Some of them that together do all that any of them does: again and again the one that adds most."""
     facts = {name: uses(name) for name in names}

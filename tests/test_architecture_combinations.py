@@ -13,8 +13,6 @@ from seams import COVERING, of_every_kind
 from workbench.errors import WorkbenchError
 from workbench.models import ARCHITECTURES, build, compose
 
-NEIGHBOURS = [{a, COVERING[(i + far) % len(COVERING)]} for i, a in enumerate(COVERING) for far in (1, 2, 5, 7)]
-"""Pairs of those that stand for all in which each meets eight others; the rest are slow."""
 PAIR = {"n_layers": 3, "d_model": 16, "n_heads": 4, "d_mlp": 8, "d_vocab": 11, "n_ctx": 16, "init_std": 0.3}
 IDS = torch.randint(11, (1, 6), generator=torch.Generator().manual_seed(0))
 

@@ -131,10 +131,6 @@ def offloaded():
 
 
 MODULES = {
-    "a register": (
-        lambda: large(GPT(attend=with_register)),
-        r"keys with values that are no tokens .* not read: call it without them",
-    ),
     "more arguments": (lambda: large(MoreArguments()), r"cannot be called with ids alone .*'positions'.* call="),
     "another layout": (
         lambda: large(Channels()),

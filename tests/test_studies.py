@@ -26,7 +26,7 @@ FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml
 NAMED = {
     "learning_rate", "lambda", "source_layer", "target_layers", "first_layer_rate", "bos", "lengths", "sizes",
     "sinks", "sinks_held", "sinks_ratio", "sinks_length", "sinks_settings", "sinks_without_start", "induction", "induction_settings",
-    "losses", "places", "value_paths", "models", "mini",
+    "losses", "places", "value_paths", "models", "mini", "sinks_remedies", "routing", "exclusive_lengths",
 }  # fmt: skip
 SMALL = """
 question = "Is it earlier?"
@@ -64,7 +64,18 @@ def test_every_study_has_its_file():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_cell_of_the_study_files_can_be_built(file, quick):
     study = read_study(file)
-    many = ("sinks", "sinks_held", "sinks_without_start", "induction", "losses", "places", "value_paths", "bos")
+    many = (
+        "sinks",
+        "sinks_held",
+        "sinks_without_start",
+        "induction",
+        "losses",
+        "places",
+        "value_paths",
+        "bos",
+        "sinks_remedies",
+        "routing",
+    )
     assert len(study.seeds) >= (5 if file.stem in many else 1 if file.stem == "models" else 3), "models decides nothing"
     for job in plan(study, Path("runs"), quick=quick)[: len(study.cells)]:
         model, recipe = sizes(job)

@@ -218,7 +218,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         summary="attention and MLP read the stream itself; outputs, queries and keys are normed",
         plain="what each step adds is brought to one size, and what it reads is not",
         classes=("norm_placement.NormPlacement",), constants={"norms": "post"}, neutral={"norms": "pre"}),
-    "dyt": Architecture(label="DyT", colour="#A3B18A", symbol="diamond",
+    "dyt": Architecture(label="DyT", colour="#A3B18A", symbol="bowtie",
         summary="a scaled tanh of each element in place of the norms",
         plain="what each step reads is squashed number by number, not brought to one size",
         classes=("norm_placement.NormPlacement",), constants={"norms": "dyt"}, neutral={"norms": "pre"}),

@@ -130,9 +130,7 @@ def masked_statistics(
                 null = pattern[:, : beside[0]].sum(-1) + pattern[:, tokens.stop :].sum(-1)
                 received[b, h] += seen.sum(0)
                 entropy = torch.special.entr(seen).sum(-1) + torch.special.entr(null)
-                by_row = entropy, seen.amax(-1), seen[:, 0], scores.logsumexp(-1), null
-                for out, values in zip(rowwise, by_row, strict=True):
-                    out[b, h, rows] = values
+                rowwise[:, b, h, rows] = torch.stack((entropy, seen.amax(-1), seen[:, 0], scores.logsumexp(-1), null))
     entropy, top, sink, lse, null = rowwise
     return z, AttentionStatistics(
         received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse, null=null if any(beside) else None
