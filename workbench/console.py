@@ -102,7 +102,8 @@ class Task:
     def __init__(self, name: str, total: int = 0, heard: Sequence[int] = ()) -> None:
         self.name, self.done, self.total, self.what = name, 0, total, ""
         self.begin = self.last = time.monotonic()
-        self._took, self._left, self._heard = list[float](), None, heard
+        self._took, self._heard = list[float](), heard
+        self._left: float | None = None
 
     def __call__(self, done: int, total: int = 0, what: str = "", left: float | None = None) -> None:
         """Note it; `left` are seconds where the caller knows better. Raises `KeyboardInterrupt` where a Ctrl-C got lost."""

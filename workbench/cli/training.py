@@ -133,10 +133,10 @@ def train(
     data = _data_of(task, text, vocabulary, shortest, bos, default=chosen.vocabulary, runs=folder)
     config = shape.replace(**({"d_vocab": data.d_vocab} | sizes))
     run_name = name or f"{architecture}-{preset}-s{seed}"
-    with progress(run_name, settings.steps) as task:
+    with progress(run_name, settings.steps) as bar:
         run = run_training(
             architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device, log=log, **options,
-            progress=lambda step, loss, rate: task(step, what=f"loss {loss:.3f} nats, {rate:,.0f} tokens/s"),
+            progress=lambda step, loss, rate: bar(step, what=f"loss {loss:.3f} nats, {rate:,.0f} tokens/s"),
         )  # fmt: skip
     losses = run.telemetry(f"metric == 'validation_loss' and step == {settings.steps}")
     if as_json:

@@ -36,8 +36,8 @@ def depth_routing(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
         for name in sources:
             shares = cache[name].double() / cache[name].double().sum(-1, keepdim=True)  # [batch, pos, head, source]
             entropy = torch.special.entr(shares).sum(-1).mean(1) / math.log(shares.shape[-1])
-            parts = (x.cpu() for x in (shares.mean(1), shares.var(1, correction=0), entropy))
-            for head, each in enumerate(zip(*(x.unbind(1) for x in parts), strict=True)):
+            of_each = (x.cpu() for x in (shares.mean(1), shares.var(1, correction=0), entropy))
+            for head, each in enumerate(zip(*(x.unbind(1) for x in of_each), strict=True)):
                 found.setdefault((name, head), []).append(each)
     for (name, head), parts in found.items():
         mean, variance, entropy = (torch.cat(x) for x in zip(*parts, strict=True))
@@ -75,10 +75,10 @@ def source_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[
         changes = []
         for j, part in enumerate(labels):
             replacing = {
-                "mean": lambda y, of=names[part]: sum(means[point] for point in of).expand_as(y),
+                "mean": lambda y, of=names[part]: torch.stack([means[point] for point in of]).sum(0).expand_as(y),
                 "random": lambda y, seed=j: _random(y, seed),
             }
-            hooks = {"zero": [(name, _without(j))]}
+            hooks: dict[str, list[tuple[str, Callable[..., Any]]]] = {"zero": [(name, _without(j))]}
             hooks |= {how: _replaced(model, name, names[part], j, new) for how, new in replacing.items()}
             for how, put in hooks.items():
                 with model.hooks(put):
@@ -97,7 +97,7 @@ def source_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[
 
 def _sources(model: Any) -> Mapping[str, tuple[str, ...]]:
     """Hook point of each sublayer's weights by token -> what they multiply; empty for models without such weights."""
-    residual = getattr(model, "residual", None)
+    residual: Any = getattr(model, "residual", None)
     return residual.depth_sources() if hasattr(residual, "depth_sources") else {}
 
 
@@ -140,7 +140,7 @@ def _without(j: int) -> Callable[..., Tensor]:
 
 def _replaced(
     model: Any, name: str, outputs: list[str], j: int, new: Callable[[Tensor], Tensor]
-) -> list[tuple[str, Callable[..., Tensor | None]]]:
+) -> list[tuple[str, Callable[..., Any]]]:
     """Hooks that put `new(y_j)` in the place of source j in what one sublayer reads: x + w_j (new - y_j)."""
     seen: dict[str, Tensor] = {}
 

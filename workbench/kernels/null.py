@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CALL = "_scaled_dot_product_flash_attention_for_cpu"
-_FORWARD, _BACKWARD = (getattr(getattr(torch.ops.aten, _CALL + x, None), "default", None) for x in ("", "_backward"))
+_CALLS: list[Any] = [getattr(getattr(torch.ops.aten, _CALL + x, None), "default", None) for x in ("", "_backward")]
+_FORWARD, _BACKWARD = _CALLS
 _MULTIPLE = 8  # channels: what fused calls on a GPU take
 
 

@@ -120,7 +120,7 @@ class Attention(HookedModule):
         """Effective query, key or value [batch, pos, head, d_head], and those of other layers that were read."""
         wiring, hook = self.projections[name], _HOOK[name]
         sources = {j: module.run_hook_on_copy(hook, memory[key]) for j, module, key in self.reads[name]}
-        own: Tensor | None = None
+        own: Any = None
         if name in self.projected:
             own = getattr(self, _PROJECTION[name])(x).view(*x.shape[:2], -1, self.config.d_head)
             if name == "v":

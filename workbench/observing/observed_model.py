@@ -177,7 +177,7 @@ class Observed(HookedModel):
             return output
         logits = get_at(output, self.structure.logits)
         if logits.shape[:2] != tokens.shape:
-            shaped = Positions(*tokens.shape, self.structure.layout).shaped(logits)
+            shaped = Positions(len(tokens), tokens.shape[1], self.structure.layout).shaped(logits)
             logits = logits if shaped is None else shaped
         if self.all_positions and logits.shape[:2] != tokens.shape:
             raise WorkbenchError(

@@ -21,7 +21,7 @@ def as_frame(table: Any) -> pd.DataFrame:
     if isinstance(table, pd.DataFrame):
         return table
     if hasattr(table, "__arrow_c_stream__"):
-        return pd.DataFrame.from_arrow(table)
+        return pd.DataFrame.from_arrow(table)  # type: ignore[attr-defined]  # the stubs lag behind pandas 3
     raise BadData(f"a {type(table).__name__} is no table: give pandas', or one that speaks Arrow")
 
 

@@ -66,7 +66,8 @@ def saying(what: str, where: str, needs: str = "") -> Iterator[None]:
         raise WorkbenchError(f"cannot {what} {where}{extra}: {error}") from error
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        kind = {PermissionError: "no permission", FileNotFoundError: "not there"}.get(type(error), type(error).__name__)
+        known: dict[type[Exception], str] = {PermissionError: "no permission", FileNotFoundError: "not there"}
+        kind = known.get(type(error), type(error).__name__)
         raise WorkbenchError(f"cannot {what} {where}: {kind}: {text}") from error
 
 

@@ -41,7 +41,8 @@ class SATFormer(Shortcut):
 
     def __init__(self, config: ModelConfig, *, gate: str = "relu", layers: str | Sequence[int] = "all") -> None:
         super().__init__(config)
-        self.gate, self.layers = one_of("gate", gate, GATES), chosen_layers("layers", layers, range(1, config.n_layers))
+        self.opened_by = GATES[one_of("gate", gate, tuple(GATES))]
+        self.layers = chosen_layers("layers", layers, range(1, config.n_layers))
         shape = config.n_key_value_heads, config.d_model
         self.gates = nn.ParameterDict({str(n): nn.Parameter(torch.empty(shape)) for n in self.layers})
 
@@ -53,4 +54,4 @@ class SATFormer(Shortcut):
         return (0,) if tensor == "v" and layer in self.layers else ()
 
     def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
-        return GATES[self.gate](F.linear(x, self.gates[str(layer)])), 1.0
+        return self.opened_by(F.linear(x, self.gates[str(layer)])), 1.0

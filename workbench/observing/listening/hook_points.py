@@ -5,7 +5,7 @@ Of several attentions in a block each has its own, `attn.0`, `attn.1` and so on;
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -46,7 +46,8 @@ class AttentionPoints(HookedModule):
 
     def hooked(self) -> dict[str, HookPoint]:
         """Those that are hooked, by name."""
-        found = {name.removeprefix("hook_"): p for name, p in self._modules.items() if name.startswith("hook_")}
+        points: dict[str, Any] = dict(self._modules)
+        found = {name.removeprefix("hook_"): p for name, p in points.items() if name.startswith("hook_")}
         found |= {OWN: self.own.hook_v} if "own" in self._modules else {}
         return {name: point for name, point in found.items() if is_hooked(point)}
 

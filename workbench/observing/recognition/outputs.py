@@ -95,7 +95,7 @@ def combination(heads: Tensor, names: tuple[str, ...], sources: list[Tensor]) ->
         if not left < 0.9 * before:
             break
         before = left
-        made = sum(w[..., None] * s.double() for w, s in zip(weights.unbind(-1), sources, strict=True))
+        made = torch.stack([w[..., None] * s.double() for w, s in zip(weights.unbind(-1), sources, strict=True)]).sum(0)
         gain = (made * heads).sum((0, 1), keepdim=True) / made.square().sum((0, 1), keepdim=True).clamp_min(1e-300)
         gain = torch.where(gain.abs() < 1e-12, torch.ones_like(gain), gain)
     sure = _told_apart(sources)

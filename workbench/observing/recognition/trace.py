@@ -258,7 +258,8 @@ class Trace:
         crossing = at.layout.packed and float(pattern.sum()) < (1 - 1e-4) * float(each.seen.pattern.sum())
         options = {"scale": scale or 1.0, "mask": visible(square(each.seen.scores, every)), "causal": False}
         mask = CROSSING if crossing else kind(beside)
-        times, name = (each.time,), BY_HAND
+        times: tuple[int, ...] = (each.time,)
+        name = BY_HAND
         if each.seen.time:
             times, name = (each.seen.time, each.time), "eager"
         attention = self._record(name, (each.seen.product[0], *times), heads, keys, z, beside, mask, options)
@@ -274,8 +275,8 @@ class Trace:
             reason = f"{queries} queries attend to {keys} keys (cross-attention or a cache)"
         else:
             reason = f"it runs over {queries} positions for {self.length} tokens (a prefix, or another axis)"
-        none, heads = q.new_zeros(0), [x.shape[-3] if x.ndim > 3 else 1 for x in (q, k)]
-        unfit = TracedAttention(kind, self._within(), (time,), *heads, 1, none, none, none, none, "", reason)
+        none, (h, kv) = q.new_zeros(0), [x.shape[-3] if x.ndim > 3 else 1 for x in (q, k)]
+        unfit = TracedAttention(kind, self._within(), (time,), h, kv, 1, none, none, none, none, "", reason)
         unfit.is_aside = self.positions.columns != queries != keys
         self.attentions.append(unfit)
         if queries > self.positions.columns:

@@ -114,18 +114,19 @@ def _combined(layer: int, found: Combination) -> list[ValuePath]:
     paths = []
     for head in [None] if same else range(len(found.weights)):
         weights, spread = (
-            dict(zip(found.names, x[head or 0].tolist(), strict=True)) for x in (found.weights, found.spread)
+            dict[Source, float](zip(found.names, x[head or 0].tolist(), strict=True))
+            for x in (found.weights, found.spread)
         )
         by_token = found.kind == GATED
         paths.append(
             ValuePath(
                 layer,
                 "output",
-                dict(weights),
+                weights,
                 found.residual,
                 exact=True,
                 head=head,
-                spread=dict(spread) if by_token else {},
+                spread=spread if by_token else {},
             )
         )
     return paths
