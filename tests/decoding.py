@@ -25,6 +25,7 @@ COMBINED = [
     ("svformer+residual_attention", {}, {}),
     ("residual_attention", {"attn_mix": "logit"}, {}),
     ("resformer+bank_of_values", {}, {}),
+    ("mhc+dyt", {"streams": 2}, {}),
 ]
 EVERY = [(name, {}, {}) for name in COVERING] + COMBINED
 NAMES = [f"{name}-{index}" if options else name for index, (name, options, _) in enumerate(EVERY)]

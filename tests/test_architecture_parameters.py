@@ -85,6 +85,11 @@ def test_parameters_of_anchors_groups_and_grouped_heads():
     assert count("gqa", query_group=4) == vanilla - 4 * 2 * matrix * 3 // 4
     assert count("svformer+cla", group=4, anchors=[0, 2]) == vanilla - 3 * matrix - 2 * matrix
     assert count("value_embedding", value_tables=1) == vanilla + 1024 * 96 + 4 + 2
+    assert count("attention_residuals", depth_blocks=3, depth_heads=8) == vanilla + 16 * 96
+    assert count("attention_residuals", depth_form="delta") == vanilla + 2 * 7 * 96
+    assert count("hyper_connections", dynamic=False, streams=3) == vanilla + 8 * 15
+    assert count("mhc", mixing="permutations", streams=3) == vanilla + 8 * ((3 * 96 + 1) * (6 + 6) + 3)
+    assert count("post_norm+share_q") == count("share_q") + (2 + 4) * 96  # of queries and keys; as many norms as before
     assert count("bank_of_values", bank_layers=[1, 2, 3]) == vanilla + 3 * (1024 * 96 - matrix + 1)
     assert count("bank_of_values", bank="first", bank_layers=[1, 2, 3]) == vanilla + 3 * (1 - matrix)
     assert count("svformer", shared_layers="last_third") == vanilla - matrix

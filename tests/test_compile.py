@@ -88,7 +88,7 @@ def check_hooks(call, model, ids):
     "architecture",
     [
         "resformer_dense",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in COVERING if name != "resformer_dense"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*COVERING, "mhc+dyt"] if name != "resformer_dense"),
     ],
 )
 def test_is_one_graph_that_hears_hooks_added_later(tiny, ids, architecture):
