@@ -9,6 +9,7 @@ const plotly = () => window.wbPlotly ??= window.Plotly ? Promise.resolve() : new
   script.src = document.querySelector('link[as="script"][data-plotly]').href;
 });
 
+const NARROW = 600; // pixels
 const TOKEN = /^(\d+):/; // an axis of tokens has names such as 5:word
 const STILL = { displayModeBar: false, displaylogo: false, showSendToCloud: false };
 
@@ -44,10 +45,11 @@ class Figure {
   async draw({ data, layout, frames, alt, clicked }) {
     const style = getComputedStyle(this.root);
     this.clicked = clicked;
-    this.height = layout.height;
     this.root.setAttribute("aria-label", alt);
+    this.least = layout.meta?.least ?? 0;
+    layout.width = this.width = this.room();
+    if (layout.width < NARROW) under(data, layout);
     this.plot.style.height = `${layout.height}px`;
-    layout.width = this.width = this.root.clientWidth;
     layout.uirevision = layout.meta?.title?.text ?? ""; // the same measure keeps its zoom
     layout.template = { layout: {
       font: { family: style.fontFamily, color: style.color }, xaxis: { showgrid: false, zeroline: false },
@@ -65,11 +67,15 @@ class Figure {
 
   fit() { // to the width of its place, once that has a moment's rest
     clearTimeout(this.waiting);
-    if (!this.drawn || !this.root.clientWidth || this.root.clientWidth === this.width) return;
-    this.waiting = setTimeout(() => this.next(() => {
-      this.width = this.root.clientWidth;
-      return window.Plotly.relayout(this.plot, { width: this.width });
-    }), 50);
+    if (!this.drawn || !this.root.clientWidth || this.room() === this.width) return;
+    this.waiting = setTimeout(() => this.next(() => this.draw(JSON.parse(this.text))), 50);
+  }
+
+  room() { // what is narrower than its figure can be is scrolled, by keys too
+    const here = this.root.clientWidth, room = Math.max(here, this.least);
+    if (room > here) this.root.tabIndex = 0;
+    else this.root.removeAttribute("tabindex");
+    return room;
   }
 
   // ---- clicks, and tokens pointed at
@@ -107,6 +113,17 @@ class Figure {
       return [px(upright ? [along._offset + begin, across._offset, long, across._length] : [across._offset, along._offset + begin, across._length, long])];
     }));
   }
+}
+
+function under(data, layout) { // a legend beside a narrow figure takes its place; below it, it does not
+  const named = data.filter(({ type, showlegend, name }) => ["scatter", "bar"].includes(type) && showlegend !== false && name);
+  const names = [...new Set(named.map((trace) => trace.name))];
+  if (!names.length || layout.showlegend === false || layout.legend?.orientation === "h") return;
+  const abreast = Math.max(1, Math.floor(layout.width / (60 + 7 * Math.max(...names.map((name) => name.length)))));
+  const more = 12 + 22 * Math.ceil(names.length / abreast);
+  layout.legend = { ...layout.legend, orientation: "h", x: 0, xref: "container", xanchor: "left", y: 0, yref: "container", yanchor: "bottom" };
+  layout.height += more;
+  layout.margin.b += more;
 }
 
 const token = (name) => typeof name === "string" && TOKEN.test(name) ? Number(name.match(TOKEN)[1]) : null;

@@ -55,10 +55,8 @@ def verdicts(link: Link) -> None:
             table = start.verdicts.table(rest)[["question", "claim", "verdict", "because", "not measured"]]
             st.dataframe(table, hide_index=True, width="stretch", alt="Claims that are not decided, and why")
     if any(j.missing for j in found):
-        st.caption(
-            "Measures what claims need and is not stored yet, judges them all, and writes tables, figures and a page:"
-        )
-        st.code(start.verdicts.command(source, link), language=None, wrap_lines=True)
+        with st.expander("The command that measures what is missing, judges all claims and writes a page"):
+            st.code(start.verdicts.command(source, link), language=None, wrap_lines=True)
 
 
 def _claim(link: Link, found: start.verdicts.Judgement) -> None:

@@ -15,6 +15,7 @@ from workbench.plots.records import checked
 from workbench.plots.style import (
     GREY,
     MINUS,
+    at_least,
     axis_title,
     colour,
     dressed,
@@ -191,9 +192,8 @@ def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
         title_text=axis_title("ratio to the median", "lower: drained"), rangemode="tozero", row=1, col=2
     )
     figure.update_layout(showlegend=False)
-    return dressed(
-        figure, "Sinks and their values", subtitle(rows, "dotted: uniform attention; ratio 1, no drain"), 300
-    )
+    under = subtitle(rows, "dotted: uniform attention; ratio 1, no drain")
+    return at_least(dressed(figure, "Sinks and their values", under, 300), 420)
 
 
 STATUSES = {
@@ -208,7 +208,7 @@ STATUSES = {
 def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
     """Claims (question, name, status) as cells of bars, one bar for each question; custom data: a claim in words, and its name."""
     figure = go.Figure()
-    questions = {q: wrapped(markup.escape(q), 46) for q, _, _ in found}
+    questions = {q: wrapped(markup.escape(q), 56) for q, _, _ in found}
     for status, (mark, status_name, look) in STATUSES.items():
         mine = [(question, name) for question, name, of in found if of == status]
         figure.add_bar(
@@ -226,7 +226,7 @@ def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figur
     )
     below = {"orientation": "h", "x": 0, "xref": "paper", "y": -54 / (36 * len(questions)), "yanchor": "top"}
     figure.update_yaxes(automargin=False)  # it counts the words of a wrapped question as if they stood in one line
-    return figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110, margin_l=290)
+    return at_least(figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110, margin_l=320), 640)
 
 
 def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:

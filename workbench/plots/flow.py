@@ -11,10 +11,11 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.plots.grids import safe
-from workbench.plots.style import dressed, wrapped
+from workbench.plots.style import at_least, dressed, wrapped
 
 THICK, PITCH, HEADING, FINEST = 190.0, 21.0, 30.0, 4.0
 """Pixels: of all strands together, between two labels, above a group of strands, of a strand's piece on average."""
+LEAST = 800  # pixels of the whole, in which the words of both sides have their room
 LEFT, CENTRE, RIGHT, BAR = 0.27, 0.46, 0.64, 0.014
 """Where the bars stand, from 0 to 1, and how wide they are."""
 HEADS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#6F7F8F", "#B5651D")
@@ -66,7 +67,7 @@ def value_path(paths: Sequence[ValuePath], title: str, under: str = "") -> go.Fi
     figure.update_layout(showlegend=False)
     figure = dressed(figure, title, wrapped(under, 125), int(sum(heights) + 40 * (len(paths) - 1)))
     figure.layout.margin.l = figure.layout.margin.r = figure.layout.margin.b = 12
-    return figure
+    return at_least(figure, LEAST)
 
 
 def _above(path: ValuePath, height: float) -> tuple[float, float, list[str], str]:

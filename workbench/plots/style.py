@@ -248,16 +248,22 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
     return figure
 
 
+def at_least(figure: go.Figure, pixels: int) -> go.Figure:
+    """The figure, which a narrow window scrolls sideways: it is never drawn narrower than this."""
+    figure.layout.meta = (figure.layout.meta or {}) | {"least": pixels}
+    return figure
+
+
 def untitled(figure: go.Figure) -> tuple[str, str]:
     """A figure's title and subtitle in plain words, for a page that sets them itself: taken off it with the room they took.
 
     Asked again it is the same answer; `titled` gives them back. One that plays keeps its own, which change with each frame.
     """
-    layout = figure.layout
-    if layout.meta is None and layout.title.text and not figure.frames:
+    layout, known = figure.layout, dict(figure.layout.meta or {})
+    if "title" not in known and layout.title.text and not figure.frames:
         under = str(layout.title.subtitle.text or "")
         room = ROOM + LINE * (under.count("<br>") + 1 if under else 0)
-        layout.meta = {"title": layout.title.to_plotly_json(), "room": room}
+        layout.meta = known | {"title": layout.title.to_plotly_json(), "room": room}
         layout.title, layout.height, layout.margin.t = None, layout.height - room, layout.margin.t - room
     title = (layout.meta or {}).get("title", {})
     return plain(title.get("text")), plain(title.get("subtitle", {}).get("text"))
@@ -266,7 +272,8 @@ def untitled(figure: go.Figure) -> tuple[str, str]:
 def titled(figure: go.Figure) -> go.Figure:
     """A copy of a figure that has its words again, where a page took them off."""
     copy = go.Figure(figure)
-    if meta := copy.layout.meta:
+    meta = copy.layout.meta or {}
+    if "title" in meta:
         copy.layout.title, copy.layout.meta = meta["title"], None
         copy.layout.height, copy.layout.margin.t = (
             copy.layout.height + meta["room"],

@@ -216,10 +216,12 @@ def _direction(interval: Interval, outcome: Outcome) -> str:
 
 def _how(found: Finding) -> str:
     """What the numbers are, and by which rule they were chosen."""
-    few, many = found.seeds
-    seeds = f"{few}" if few == many else f"{few} to {many}"
+    few, most = found.seeds
+    seeds = f"{few}" if few == most else f"{few} to {most}"
+    many = len(found.intervals)
+    holm = f"; the verdicts are corrected (Holm) for all {many} models" if many > 1 else ""
     said = [
-        f"Means over {seeds} paired seeds with 95 % intervals; the verdicts are corrected (Holm) for all {len(found.intervals)} models.",
+        f"Means over {seeds} paired seeds with 95 % intervals{holm}.",
         found.outcome.note,
     ]
     if len(found.rates) > 1:
