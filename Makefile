@@ -31,8 +31,9 @@ contracts: $(VENV)/.installed-dev
 slow: $(VENV)/.installed-dev  ## browser, demo and other minutes-long tests
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
-docs: $(VENV)/.installed-dev  ## regenerate the tables and pictures under docs/
+docs: $(VENV)/.installed-dev  ## regenerate the tables and pictures under docs/, and what the notebooks show
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/notebooks.py
 
 bench: $(VENV)/.installed-dev  ## what instrumentation and statistics cost, against plain twins
 	$(BIN)/python benchmarks/start.py
