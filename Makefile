@@ -31,8 +31,9 @@ contracts: $(VENV)/.installed-dev
 slow: $(VENV)/.installed-dev  ## browser, demo and other minutes-long tests
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
-docs: $(VENV)/.installed-dev  ## regenerate the tables and pictures under docs/
+docs: $(VENV)/.installed-dev  ## regenerate the tables and pictures under docs/, and what the notebooks show
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/notebooks.py
 
 site: $(VENV)/.installed-site  ## the documentation as static pages in build/site, links checked, nothing fetched from elsewhere
 	$(BIN)/mkdocs build --strict
