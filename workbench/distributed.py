@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -18,14 +20,27 @@ from workbench.errors import WorkbenchError
 T = TypeVar("T")
 
 
+_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
+
+
 def world_size() -> int:
     """How many a launcher has started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return 1 if _ALONE.get() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
     """Which of them this is, from 0."""
-    return int(os.environ.get("RANK", "0"))
+    return 0 if _ALONE.get() else int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def alone(chosen: bool = True) -> Iterator[None]:
+    """While open, this process does all of the work: for models whose every run needs every process (sharded weights)."""
+    token = _ALONE.set(chosen or _ALONE.get())
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
 
 
 def join(device: str | None) -> str | None:

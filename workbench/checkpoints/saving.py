@@ -19,6 +19,7 @@ from workbench.checkpoints.vocabulary import export_tokenizer
 from workbench.errors import WorkbenchError
 from workbench.files import digest_of, replacing, write_json
 from workbench.models import Transformer
+from workbench.observing.interception.weights import samples
 
 
 def llama_config(model: Transformer) -> dict[str, Any]:
@@ -91,12 +92,16 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
 
 
 def weights_hash(model: Transformer) -> str:
-    """Content address of a model: architecture, options, config and every tensor's bytes, none of them copied on a CPU."""
+    """Content address of a model: architecture, options, config and every tensor's bytes, none of them copied on a CPU.
+
+    Of an observed module, whose numbers are not kept by it, a sample of each tensor's.
+    """
     return digest_of(_parts(model))
 
 
 def _parts(model: Transformer) -> Iterator[object]:
     yield from (model.architecture, model.options, repr(model.config), str(model.embed.weight.dtype))
-    for name, tensor in sorted(model.named_parameters()):
+    tensors = sorted(model.named_parameters()) if model.foreign is None else samples(model.foreign)
+    for name, tensor in tensors:
         yield name
         yield memoryview(tensor.detach().to("cpu").flatten().contiguous().view(torch.uint8).numpy())

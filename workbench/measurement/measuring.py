@@ -83,7 +83,8 @@ def measure(
     for subject in chosen:
         if progress and distributed.rank() == 0:
             progress(len(frames), len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
-        frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
+        with distributed.alone(getattr(subject.in_hand, "is_sharded", False)):
+            frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         subject.forget()
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
 

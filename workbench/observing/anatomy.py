@@ -17,6 +17,7 @@ from workbench.kernels.joint import Softmax, joint_attention
 from workbench.models.anatomy import Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
+from workbench.observing.interception.weights import applied, is_sharded
 from workbench.observing.recognition.frozen_norm import FrozenNorm, fit_norm
 from workbench.observing.recognition.outputs import SHARE
 from workbench.observing.recognition.stream_sums import depth_weights
@@ -118,6 +119,8 @@ class ObservedAnatomy(Anatomy):
         layer = self.structure.layers[n]
         if layer.z is None:
             raise BadData(f"layer {n} shows no heads: no matrix W_O was found after its attention")
+        if holds_some_heads(self.foreign, layer):
+            raise BadData(f"layer {n} shows no heads: its weights are spread over processes by head (tensor parallel)")
         w_o, bias = output_map(self.foreign, layer)
         z = layer.rows["z"].to(w_o)
         made, added = torch.einsum("rhd,hdm->rm", z, w_o) + bias, layer.rows["attn_out"]
@@ -247,15 +250,21 @@ class ObservedAnatomy(Anatomy):
         )  # fmt: skip
 
 
+def holds_some_heads(foreign: nn.Module, layer: LayerStructure) -> bool:
+    """Whether this process has some of a layer's heads alone, as tensor parallel modules are spread."""
+    weight: Any = None if layer.z is None else getattr(foreign.get_submodule(layer.z.module), "weight", None)
+    return weight is not None and is_sharded(weight) and layer.rows["z"].flatten(1).shape[1] not in weight.shape
+
+
 @torch.no_grad()
 def output_map(foreign: nn.Module, layer: LayerStructure) -> tuple[Tensor, Tensor]:
     """W_O [head, d_value, d_model] of an observed layer and what its matrix adds [d_model], in the matrix's type."""
     assert layer.z is not None
-    module: Any = foreign.get_submodule(layer.z.module)
+    module = foreign.get_submodule(layer.z.module)
     heads, width = layer.rows["z"].shape[1:]
-    rows = torch.eye(heads * width, dtype=layer.rows["z"].dtype, device=module.weight.device)
-    bias = module(torch.zeros_like(rows[:1]))
-    return (module(rows) - bias).unflatten(0, (heads, width)), bias[0]
+    rows = torch.eye(heads * width, dtype=layer.rows["z"].dtype, device=layer.rows["z"].device)
+    bias = applied(module, torch.zeros_like(rows[:1]))
+    return (applied(module, rows) - bias).unflatten(0, (heads, width)), bias[0]
 
 
 def _path(source: Source) -> str:

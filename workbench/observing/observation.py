@@ -14,6 +14,7 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
 from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import tensors_in
+from workbench.observing.interception.weights import refuse_absent_weights
 from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
 from workbench.observing.recognition.decoder import recognize_decoder
 from workbench.observing.recognition.layouts import find_layout
@@ -47,7 +48,7 @@ def observe(
     if isinstance(module, Observed):
         raise WorkbenchError("this module is observed already")
     inner, notes = unwrapped(module)
-    _refuse_absent_weights(inner)
+    refuse_absent_weights(inner)
     tokens = _tokens(inner, example_tokens)
     refuse_dropout(inner)
     run = call or (lambda m, ids: m(ids))
@@ -66,19 +67,6 @@ def observe(
     if not quiet:
         print(observed)
     return observed
-
-
-def _refuse_absent_weights(module: nn.Module) -> None:
-    """Raise `WorkbenchError` where weights are not here as a whole: offloaded, on the meta device, in shards."""
-    for name, part in module.named_parameters():
-        if hasattr(part, "placements"):  # of a DTensor, without loading torch.distributed
-            raise WorkbenchError(
-                f"{name} is one shard of a tensor (FSDP2, tensor parallel): observe the module in one process, filled from a checkpoint"
-            )
-        if part.is_meta:
-            offloaded = any(hasattr(m, "_hf_hook") for m in module.modules())
-            where = "offloaded (accelerate's device_map)" if offloaded else "on the meta device, without numbers"
-            raise WorkbenchError(f"{name} is {where}: load the whole model on one device first")
 
 
 def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> Any:
@@ -130,7 +118,7 @@ def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
         raise BadData(f"example_tokens of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids [batch, pos]")
     if ids.numel() < MIN_POSITIONS or ids.shape[1] < 2:
         raise BadData(f"example_tokens of shape {tuple(ids.shape)}: {MIN_POSITIONS} positions or more tell parts apart")
-    device = next((p.device for p in module.parameters()), ids.device)
+    device = next((p.device for p in module.parameters() if not p.is_meta), ids.device)
     if ids.shape[0] == ids.shape[1]:  # sequences and positions are told apart by how many there are
         ids = ids[:-1]
     with torch.inference_mode(False):

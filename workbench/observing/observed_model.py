@@ -23,9 +23,10 @@ from workbench.models.activations import Cache
 from workbench.models.hook_points import HookPoint
 from workbench.models.hooked import HookedModel
 from workbench.names import is_statistic, layer_of
-from workbench.observing.anatomy import ObservedAnatomy
+from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.tensor_layouts import get_at
+from workbench.observing.interception.weights import is_sharded, offloaded
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
 from workbench.observing.listening.module_hooks import listening
 from workbench.observing.listening.run import HookedRun
@@ -59,7 +60,9 @@ class Observed(HookedModel):
         self.options, self.tokenizer = options, tokenizer
         self.source = {"path": f"observed {type(foreign).__name__}"}
         self.structure, self.fitted_paths = structure, paths
-        self.notes = [n for n in (*notes, *structure.notes, sharing_note(paths), reason) if n]
+        spread = "tensor parallel: heads are those of this process, which all make each run together"
+        spread = spread if any(holds_some_heads(foreign, layer) for layer in structure.layers) else ""
+        self.notes = [n for n in (*notes, *structure.notes, spread, sharing_note(paths), reason) if n]
         # beside the registered modules: nothing of the foreign one is renamed, moved, saved or put into another mode
         self.__dict__["foreign"], self.__dict__["outer"] = foreign, outer
         self.__dict__["embed"] = self._embedding()
@@ -70,9 +73,17 @@ class Observed(HookedModel):
         self.setup()
 
     def _embedding(self) -> Any:
-        if self.structure.embed is not None:
-            return self.foreign.get_submodule(self.structure.embed.module)
-        return SimpleNamespace(weight=next(p for p in self.foreign.parameters() if p.is_floating_point()))
+        """The table of tokens, or what has some weight of the module; where its weight is offloaded, that."""
+        weight = next((p for p in self.foreign.parameters() if p.is_floating_point() and not p.is_meta), None)
+        if self.structure.embed is None:
+            return SimpleNamespace(weight=weight)
+        table: Any = self.foreign.get_submodule(self.structure.embed.module)
+        return SimpleNamespace(weight=offloaded(table, "weight")) if table.weight.is_meta else table
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether its weights are spread over processes, all of which must make its runs alike."""
+        return any(is_sharded(p) for p in self.foreign.parameters())
 
     def _add_hook_points(self) -> None:
         if self.structure.embed is not None:

@@ -101,8 +101,7 @@ def masked_statistics(
 
     `modify`: what scaled scores become before they are masked, of FlexAttention. `beside`: how many keys before and after
     those of the tokens are none: what goes to them is `null`.
-
-    Rows that see no key have no attention: all their statistics are 0 but lse, which is -inf. Float32 or better.
+    Rows that see no key have statistics of 0 but lse, which is -inf. Float32 or better.
     """
     batch, length, heads, _ = q.shape
     keys = k.shape[1]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from workbench.models.hook_points import HookedModule, HookPoint, is_hooked
+from workbench.observing.interception.weights import whole
 from workbench.observing.recognition.structure import LayerStructure, Part
 from workbench.observing.recognition.traced_attention import TracedAttention
 from workbench.observing.recognition.value_paths import Mixture
@@ -28,8 +29,8 @@ class HeadPoints(HookedModule):
 
     @property
     def weight(self) -> Tensor:
-        """[d_vocab, d_model]."""
-        return self.__dict__["owner"].weight
+        """[d_vocab, d_model], as a whole wherever it is kept."""
+        return whole(self.__dict__["owner"])
 
 
 class AttentionPoints(HookedModule):

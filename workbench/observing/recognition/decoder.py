@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from workbench.config import ObservedConfig
 from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_in
+from workbench.observing.interception.weights import whole
 from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
 from workbench.observing.recognition.executions import Execution, rows_at
@@ -133,8 +134,7 @@ def _ending(
         return "no matrix after the blocks makes logits of every position"
     read, few = rows_at(head[0].inputs, head[1]), slice(_FEW)
     assert read is not None
-    weight: Any = trace.module.get_submodule(head[0].name).weight
-    return find_ending(stream[few], read[few], made[trace.rows[few]], weight.detach())
+    return find_ending(stream[few], read[few], made[trace.rows[few]], whole(trace.module.get_submodule(head[0].name)))
 
 
 def _pass_a_stream(layers: Sequence[LayerStructure]) -> bool:

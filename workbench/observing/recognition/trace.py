@@ -22,6 +22,7 @@ from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, mas
 from workbench.observing.interception.positions import Beside, Layout, Positions
 from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, head_repeats, tensors_in
+from workbench.observing.interception.weights import is_sharded
 from workbench.observing.recognition.attention_reference import near, reference
 from workbench.observing.recognition.executions import LOOKUP, MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.traced_attention import (
@@ -78,7 +79,7 @@ class Trace:
         entry = Execution(LOOKUP, name, self.running[-1] if self.running else None, self._tick())
         entry.end = self._tick()
         entry.reads_tokens = isinstance(ids, Tensor) and self._is_tokens(ids)
-        self._keep(entry.outputs, (), output)
+        self._keep(entry.outputs, (), output, afresh=True)
         self.lookups.append(entry)
 
     def wrote(self) -> None:
@@ -119,7 +120,7 @@ class Trace:
 
     def _is_tokens(self, tensor: Tensor) -> bool:
         """Whether a tensor is the tokens: [batch, pos], [pos, batch], in one row, or with more before or after them."""
-        if tensor.is_floating_point() or tensor.ndim > 2 or tensor.numel() < self.tokens.numel():
+        if is_sharded(tensor) or tensor.is_floating_point() or tensor.ndim > 2 or tensor.numel() < self.tokens.numel():
             return False
         ids = self.positions.tokens_in(tensor)
         return ids is not None and torch.equal(ids, self.tokens)
@@ -131,14 +132,16 @@ class Trace:
         for path, tensor in tensors_in(output):
             self._keep(entry.outputs, path, tensor)
 
-    def _keep(self, into: list[TracedTensor], path: TensorPath, tensor: Tensor) -> None:
-        rows = self.positions.by_position(tensor)
+    def _keep(self, into: list[TracedTensor], path: TensorPath, tensor: Tensor, *, afresh: bool = False) -> None:
+        """Keep rows of a tensor, those kept already where it passed before; `afresh`: what it holds now may be a part of a sum."""
+        rows = None if is_sharded(tensor) else self.positions.by_position(tensor)
         if rows is None:
             return
         version = -1 if tensor.is_inference() else tensor._version
         held, at, kept = self._kept.get(id(tensor), (None, 0, None))
-        if kept is None or held is None or held() is not tensor or at != version or version < 0:
+        if afresh or kept is None or held is None or held() is not tensor or at != version or version < 0:
             kept = rows[self.rows]  # a copy
+        if not afresh:
             self._kept[id(tensor)] = weakref.ref(tensor), version, kept
         into.append(TracedTensor(path, kept, tuple(tensor.shape)))
         self._remember(tensor)
@@ -162,7 +165,7 @@ class Trace:
         """Record the output of a product with a parameter, which may be called outside a module of its own."""
         entry = Execution(MATRIX, "matrix", self.running[-1] if self.running else None, self._tick())
         if isinstance(output, Tensor):
-            self._keep(entry.outputs, (), output)
+            self._keep(entry.outputs, (), output, afresh=True)
         entry.end = self._tick()
         self.executions.append(entry)
         return output

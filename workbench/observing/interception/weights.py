@@ -1,0 +1,66 @@
+"""Weights that stay where they are: offloaded by accelerate, or one shard of each in every process; read as a whole when asked for.
+
+Modules run as they are placed: what holds their weights loads or gathers them for the run. Reading a sharded weight as a whole is a
+collective call, which all processes make alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import WorkbenchError
+
+_SAMPLE = 1024  # numbers of a parameter that tell it from another
+
+
+def whole(module: nn.Module, name: str = "weight") -> Tensor:
+    """A parameter of a module as a whole, without a gradient."""
+    weight: Any = getattr(module, name)
+    if is_sharded(weight):
+        return weight.detach().full_tensor()
+    return offloaded(module, name).detach() if weight.is_meta else weight.detach()
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether a tensor is one shard of a whole (FSDP2, tensor parallel)."""
+    return hasattr(weight, "full_tensor")  # a DTensor, without loading torch.distributed
+
+
+def offloaded(module: nn.Module, name: str) -> Tensor:
+    """A parameter that accelerate keeps in memory or on disk; raises `WorkbenchError` where nothing keeps it."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        kept = getattr(one, "weights_map", None)
+        if kept is not None and name in kept:
+            return kept[name]
+    raise WorkbenchError(f"{name} of a {type(module).__name__} is on the meta device, without numbers")
+
+
+def samples(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A few numbers of every parameter, of which a training changes some: what is here, without loading or gathering the rest."""
+    for name, parameter in sorted(module.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        here: Any = offloaded(module.get_submodule(owner), last) if parameter.is_meta else parameter.detach()
+        flat = (here.to_local() if is_sharded(here) else here).reshape(-1)
+        yield name, flat[:: max(len(flat) // _SAMPLE, 1)]
+
+
+def refuse_absent_weights(module: nn.Module) -> None:
+    """Raise `WorkbenchError` where weights have no numbers anywhere."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            owner, _, last = name.rpartition(".")
+            try:
+                offloaded(module.get_submodule(owner), last)
+            except WorkbenchError as error:
+                raise WorkbenchError(f"{name} is on the meta device, without numbers: load the model's weights first") from error
+
+
+def applied(module: nn.Module, rows: Tensor) -> Tensor:
+    """What a module makes of rows outside a run of the model it belongs to."""
+    sharded = {name: p.detach().full_tensor() for name, p in module.named_parameters() if is_sharded(p)}  # type: ignore[operator]
+    return torch.func.functional_call(module, sharded, (rows,)) if sharded else module(rows)
