@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import typer
@@ -53,11 +54,16 @@ def python_page() -> str:
 
 def commands_page() -> str:
     """Every command with its arguments and options."""
-    parts = ["# Commands\n\n`workbench COMMAND --help` says the same in a terminal; `workbench --install-completion` completes.\n"]
+    parts = [
+        "# Commands\n\n`workbench COMMAND --help` says the same in a terminal; `workbench --install-completion` completes.\n"
+    ]
     for name, command in typer.main.get_command(app).commands.items():
-        parts.append(f"\n## workbench {name}\n\n{inspect.cleandoc(command.help or '')}\n\n| argument or option | meaning | default |\n|---|---|---|\n")
+        parts.append(f"\n## workbench {name}\n\n{inspect.cleandoc(command.help or '')}\n")
+        parts.append("\n| argument or option | meaning | default |\n|---|---|---|\n")
         for given in (p for p in command.params if p.name != "help"):
-            flags = [*given.opts, *given.secondary_opts] if given.param_type_name == "option" else [str(given.name).upper()]
+            flags = (
+                [*given.opts, *given.secondary_opts] if given.param_type_name == "option" else [str(given.name).upper()]
+            )
             said = (getattr(given, "help", None) or "").replace("<", "&lt;")
             default = "" if given.default in (None, False) or callable(given.default) else f"`{given.default}`"
             parts.append(f"| {', '.join(f'`{f}`' for f in flags)} | {said} | {default} |\n")
@@ -75,14 +81,19 @@ def _found(name: str, module: str) -> tuple[Defined, str]:
     for node in ast.walk(_tree(module)):
         if isinstance(node, Defined) and node.name == name:
             return node, module
-        if isinstance(node, ast.ImportFrom) and node.module and name in {alias.asname or alias.name for alias in node.names}:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and name in {alias.asname or alias.name for alias in node.names}
+        ):
             return _found(name, node.module)
     raise LookupError(f"{module} neither defines {name} nor imports it")
 
 
 def _entry(node: Defined, module: str, title: str) -> str:
     said = re.sub(ARGUMENTS, _listed, ast.get_docstring(node) or "")
-    head = f"\n### {title}\n\n```text\n{_signature(node)}\n```\n\n{said}\n\nDefined in `{module}`.\n"
+    written = textwrap.fill(_signature(node), 100, subsequent_indent="    ", break_long_words=False)
+    head = f"\n### {title}\n\n```text\n{written}\n```\n\n{said}\n\nDefined in `{module}`.\n"
     if isinstance(node, ast.FunctionDef):
         return head
     rows = [
