@@ -144,6 +144,14 @@ def verdicts_page() -> str:
     return HEAD + "# How verdicts are decided, and how often they are wrong\n" + RATES.format(looked=6) + lines
 
 
+def decisions_page() -> str:
+    """The decisions by their titles."""
+    files = sorted((HERE / "decisions").glob("0*.md"))
+    titles = [path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for path in files]
+    rows = [f"- [{title}]({path.name})\n" for path, title in zip(files, titles, strict=True)]
+    return HEAD + "# Decisions\n\nWhat was chosen, why, and what was not.\n\n" + "".join(rows)
+
+
 def _text(thing: object) -> str:
     return (inspect.getdoc(thing) or "").replace("||", r"\|\|")
 
@@ -151,7 +159,8 @@ def _text(thing: object) -> str:
 HERE = Path(__file__).parent
 PAGES = {
     "models.md": models_page, "metrics.md": metrics_page, "figures.md": figures_page, "verdicts.md": verdicts_page,
-    "python.md": lambda: HEAD + reference.python_page(), "commands.md": lambda: HEAD + reference.commands_page(),
+    "decisions/README.md": decisions_page, "python.md": lambda: HEAD + reference.python_page(),
+    "commands.md": lambda: HEAD + reference.commands_page(),
 }  # fmt: skip
 
 

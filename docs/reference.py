@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import typer
@@ -57,10 +58,8 @@ def commands_page() -> str:
         "# Commands\n\n`workbench COMMAND --help` says the same in a terminal; `workbench --install-completion` completes.\n"
     ]
     for name, command in typer.main.get_command(app).commands.items():
-        parts.append(
-            f"\n## workbench {name}\n\n{inspect.cleandoc(command.help or '')}\n\n"
-            "| argument or option | meaning | default |\n|---|---|---|\n"
-        )
+        parts.append(f"\n## workbench {name}\n\n{inspect.cleandoc(command.help or '')}\n")
+        parts.append("\n| argument or option | meaning | default |\n|---|---|---|\n")
         for given in (p for p in command.params if p.name != "help"):
             flags = (
                 [*given.opts, *given.secondary_opts] if given.param_type_name == "option" else [str(given.name).upper()]
@@ -93,7 +92,8 @@ def _found(name: str, module: str) -> tuple[Defined, str]:
 
 def _entry(node: Defined, module: str, title: str) -> str:
     said = re.sub(ARGUMENTS, _listed, ast.get_docstring(node) or "")
-    head = f"\n### {title}\n\n```text\n{_signature(node)}\n```\n\n{said}\n\nDefined in `{module}`.\n"
+    written = textwrap.fill(_signature(node), 100, subsequent_indent="    ", break_long_words=False)
+    head = f"\n### {title}\n\n```text\n{written}\n```\n\n{said}\n\nDefined in `{module}`.\n"
     if isinstance(node, ast.FunctionDef):
         return head
     rows = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,43 +22,12 @@ RUNS = Path(__file__).parent / "golden" / "run_before"
 SHAPE = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 32}
 COPIED = ("workbench", "app", "analyses", "docs")
 
-ARCHITECTURE = '''"""Every later layer's values are scaled.
-
-V_n = value_factor V_n. Source: an example.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from torch import Tensor
-
-from workbench.config import ModelConfig
-from workbench.models.shortcut import Memory, Projection, Shortcut, Weight, number
-
-
-class Scaled(Shortcut):
-    """Values times a constant."""
-
-    prefix = "scaled"
-
-    def __init__(self, config: ModelConfig, *, value_factor: float = 2.0) -> None:
-        super().__init__(config)
-        self.value_factor = number("value_factor", value_factor)
-
-    def mixes(self, projection: Projection, layer: int) -> bool:
-        return projection == "v" and layer > 0
-
-    def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
-        return (self.value_factor,)
-'''
-ENTRY = """
-
-ARCHITECTURES["scaled"] = Architecture(
-    label="Scaled", colour="#123456", symbol="star", summary="later values times a constant",
-    plain="later layers speak louder", classes=("scaled.Scaled",), neutral={"value_factor": 1.0},
-)  # fmt: skip
-"""
+ARCHITECTURE, ENTRY, _ = re.findall(
+    r"^```python\n(.*?)^```",
+    (ROOT / "docs" / "own_architecture.md").read_text(encoding="utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+"""The file and the entry that the documentation shows."""
 METRIC = '''
 
 @metric(unit="norm", range=">= 0", reading="higher: a longer vector somewhere", source="an example", sites=("v",))

@@ -86,6 +86,11 @@ def test_every_command_has_help_from_its_docstring(command):
     assert "Usage" in done.stdout
 
 
+def test_studies_complete_by_their_names():
+    done = run(_WORKBENCH_COMPLETE="complete_bash", COMP_WORDS="workbench study sinks_", COMP_CWORD="2")
+    assert {"sinks_held", "sinks_length"} <= set(done.stdout.split())
+
+
 def test_help_needs_no_torch():
     code = (
         "import sys, runpy\nsys.argv = ['workbench', '--help']\n"
@@ -105,6 +110,7 @@ def test_help_needs_no_torch():
         (["train", "resformer", "--task", "repeated", "--recipe", "stepz=1"], "steps"),
         (["train", "resformer", "--task", "backcpy"], "backcopy"),
         (["study", "nowhere.toml"], "nowhere.toml"),
+        (["study", "sinks_lenght"], "sinks_length"),
         (["estimate", "resformer", "--recipe", "btch=4"], "batch"),
         (["estimate", "resformer", "-m", "sink_mas"], "sink_mass"),
         (["train", "resformer", "--task", "repeated", "--model", "n_layer=1"], "n_layers"),

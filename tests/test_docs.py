@@ -1,11 +1,23 @@
-"""Generated pages are up to date, and the repository speaks of itself alone."""
+"""Generated pages are up to date, links lead somewhere, what pages show runs, and the repository speaks of itself alone."""
 
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import generate
 import pytest
+import typer
+
+from workbench.cli import app
+from workbench.places import studies as shipped_studies
 
 ROOT = Path(__file__).parent.parent
+PAGES = sorted(p for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
 
 
 def test_generated_files_are_current():
@@ -26,9 +38,91 @@ def test_constraints_record_no_addresses_and_one_torch():
     assert not [line for line in lines if "/" in line or "@" in line]
 
 
-def test_the_readme_shows_an_effect_with_its_control():
+def test_the_lock_holds_the_tested_versions_their_hashes_and_no_addresses():
+    text = (ROOT / "lock.txt").read_text()
+    locked = dict(re.findall(r"^([\w.-]+)==([^ ;\\]+).*\\\n    --hash=sha256:", text, re.MULTILINE))
+    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    names = {name.lower().replace("_", "-"): version for name, version in tested.items()}
+    assert len(locked) > 100
+    assert {name: version for name, version in locked.items() if names.get(name, version) != version} == {}
+    assert "://" not in text
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = asked["optional-dependencies"]
+    needed = {
+        re.split(r"[\[<>=!]", line)[0].lower() for line in [*asked["dependencies"], *extras["app"], *extras["dev"]]
+    }
+    assert needed - locked.keys() == {asked["name"]}, "run `make lock`"
+
+
+def test_the_page_of_the_demo_shows_an_effect_with_its_control():
     """Queries and keys are a matter of the token as much as deep values are."""
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "index.md").read_text().split())
     effect = text.partition("3. **What deep values carry.**")[2].partition("What such models cannot show")[0]
     assert "The control: queries and keys are 93 to 94 % token identity too" in effect
     assert "stays unresolved" in effect
+
+
+def test_links_lead_somewhere():
+    lost = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if "://" not in link and not (target.is_file() and (not anchor or anchor in anchors(target))):
+                lost.append(f"{page.name}: {link}")
+    assert lost == []
+
+
+def anchors(page):
+    """What a page's headings are called in an address."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_on_the_site():
+    listed = set(re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {p.name for p in (ROOT / "docs").glob("*.md")} | {"decisions/README.md"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "decisions" not in page.parts], ids=lambda page: page.stem)
+def test_commands_are_such_as_there_are(page):
+    """Each line of a block that begins with `workbench`, `make` or `python -m` is parsed, with all its options."""
+    group, known = typer.main.get_command(app), shipped_studies()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in re.findall(
+        r"^    (?:[A-Z_]+=\S+ )*((?:workbench|make|python -m) .+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+    ):
+        command, *words = shlex.split(line, comments=True)
+        if command == "workbench":
+            asked = group.commands[words[0]].make_context(words[0], words[1:])
+            assert asked.params.get("study", "sinks") in known or asked.params["study"].endswith(".toml"), line
+        elif command == "make":
+            assert {word for word in words if "=" not in word} <= targets, line
+        else:
+            assert importlib.util.find_spec(words[1]), line
+
+
+@pytest.mark.slow
+def test_python_on_the_pages_runs_and_prints_what_they_say(tmp_path):
+    """In one process for all of them; `doc_blocks.py` has what each supposes that its reader has."""
+    written = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
+    assert {"README", "tutorial", "observing", "recorder", "checkpoints", "own_metric", "own_architecture"} <= {
+        p.stem for p in written
+    }
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "doc_blocks.py", tmp_path / "pages", *written], capture_output=True, text=True,
+        timeout=280, check=False, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
+    pytest.importorskip("mkdocs", reason="`make site` installs what builds it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 30
+    fetched = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?:https?:)?//")
+    assert [page.name for page in pages if fetched.search(page.read_text(encoding="utf-8"))] == []
