@@ -8,8 +8,8 @@ and at equal loss, and split into first position, profile and content, since the
 Tested only where the vanilla model has sinks in five seeds.
 """
 
-from analyses.common import Script
-from analyses.tables import profiles
+from .common import Script
+from .tables import profiles
 
 SCRIPT = Script(
     file=__file__,

@@ -7,8 +7,8 @@ Everything is computed on the unmodified vanilla model. The layer's own output a
 more than what it adds to that.
 """
 
-from analyses.common import Script
-from analyses.tables import profiles
+from .common import Script
+from .tables import profiles
 
 SCRIPT = Script(
     file=__file__,

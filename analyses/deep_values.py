@@ -6,8 +6,8 @@ token mean costs about as much as zero. Values of the last third that are looked
 they do. Controls: the same share at random init, of queries and keys, and under shuffled ids.
 """
 
-from analyses.common import Script
-from analyses.tables import profiles
+from .common import Script
+from .tables import profiles
 
 SCRIPT = Script(
     file=__file__,

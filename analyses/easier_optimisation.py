@@ -7,8 +7,8 @@ The control is a vanilla run with lr_factors, as --recipe 'lr_factors={"blocks.0
 papers do; a larger gradient of the first W_V is close to a tautology, since the shortcut adds terms to it.
 """
 
-from analyses.common import Script
-from analyses.tables import losses_by_rate
+from .common import Script
+from .tables import losses_by_rate
 
 SCRIPT = Script(
     file=__file__,

@@ -6,8 +6,8 @@ that scaled values keep the sink and lower both (arXiv 2603.17771); norms after 
 Refuted where the measured number moves the other way. Gated: vanilla must have sinks in most of five seeds.
 """
 
-from analyses.common import Script
-from analyses.tables import profiles
+from .common import Script
+from .tables import profiles
 
 SCRIPT = Script(
     file=__file__,

@@ -7,8 +7,8 @@ Weight decay pulls the coefficients to 0 where it is on, and small models show t
 Trained coefficients of value residuals are in where_the_residual_belongs.
 """
 
-from analyses.common import Script
-from analyses.tables import trained_coefficients
+from .common import Script
+from .tables import trained_coefficients
 
 SCRIPT = Script(
     file=__file__,

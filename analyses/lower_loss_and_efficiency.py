@@ -8,8 +8,8 @@ Absolute losses come before differences; a difference inside its interval over s
 several forms of the curve side by side, since the forms differ by points of per cent on the same numbers.
 """
 
-from analyses.common import Script
-from analyses.tables import losses_and_sizes
+from .common import Script
+from .tables import losses_and_sizes
 
 SCRIPT = Script(
     file=__file__,

@@ -7,8 +7,8 @@ trained minus init shows nothing.
 Each model is compared with its own random init: SVFormer and NeuTRENO have less similar tokens before any training.
 """
 
-from analyses.common import Script
-from analyses.tables import profiles
+from .common import Script
+from .tables import profiles
 
 SCRIPT = Script(
     file=__file__,

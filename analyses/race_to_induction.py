@@ -5,8 +5,8 @@ copy earlier than the vanilla Transformer, and a residual on the keys does not h
 steps (Olsson et al. 2022: first step with the copy loss below half of its start) is lost at any rate. Published: none known.
 """
 
-from analyses.common import Script
-from analyses.tables import formation
+from .common import Script
+from .tables import formation
 
 SCRIPT = Script(
     file=__file__,

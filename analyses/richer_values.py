@@ -7,8 +7,8 @@ the vanilla model's trend.
 Spectra are normalised by their trace: the published ones are not, and so contain the scale of the values.
 """
 
-from analyses.common import Script
-from analyses.tables import profiles
+from .common import Script
+from .tables import profiles
 
 SCRIPT = Script(
     file=__file__,

@@ -9,8 +9,8 @@ The three are measured apart, because changed norms can remove peaks and leave s
 that gives the first token more than 30 % of its attention in most of five seeds; single seeds mislead here.
 """
 
-from analyses.common import Script
-from analyses.tables import sinks_and_drains
+from .common import Script
+from .tables import sinks_and_drains
 
 SCRIPT = Script(
     file=__file__,

@@ -8,8 +8,8 @@ A tiny model flatters SVFormer: a reviewer of the first version notes that it wi
 tokens cannot be checked small.
 """
 
-from analyses.common import Script
-from analyses.tables import losses_and_cache
+from .common import Script
+from .tables import losses_and_cache
 
 SCRIPT = Script(
     file=__file__,

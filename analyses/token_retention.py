@@ -7,8 +7,8 @@ Values are left out of the verdict: the first layer's are a lookup of the token,
 effective values contain them, so a probe must succeed there by construction.
 """
 
-from analyses.common import Script
-from analyses.tables import profiles
+from .common import Script
+from .tables import profiles
 
 SCRIPT = Script(
     file=__file__,

@@ -8,8 +8,8 @@ The controls are architectures of their own: residual_q, residual_k, residual_at
 layers and weights are options of resformer and resformer_constant.
 """
 
-from analyses.common import Script
-from analyses.tables import mean_losses
+from .common import Script
+from .tables import mean_losses
 
 SCRIPT = Script(
     file=__file__,

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import background, widgets
-from app.cached_source import cached_source
-from app.links import address, command
 from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.plots.browser import find_browser
 from workbench.views import Drawing, Link, depth, pins
 from workbench.views.base import View, timelapse
 from workbench.views.writing import picture
+
+from . import background, widgets
+from .cached_source import cached_source
+from .links import address, command
 
 NO_BROWSER = "Pictures are drawn by a Chrome, Chromium or Edge on the machine that serves this page, and it has none"
 TABLE_PX = 300

@@ -13,14 +13,15 @@ from weakref import WeakKeyDictionary
 import pandas as pd
 import streamlit as st
 
-from app import background, widgets
-from app.cached_source import cached_source, weights_stamp
-from app.elements import figure as element
-from app.figure_menu import menu
 from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.views import Drawing, Link, Source
 from workbench.views.base import View
+
+from . import background, widgets
+from .cached_source import cached_source, weights_stamp
+from .elements import figure as element
+from .figure_menu import menu
 
 FOLLOW_RUNS = ("training", "depth", "heads", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import streamlit as st
 
-from app.cached_source import cached_source
 from workbench.checkpoints.identify import BUILDERS
 from workbench.views import Link
+
+from .cached_source import cached_source
 
 
 def address(link: Link) -> str:

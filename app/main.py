@@ -8,9 +8,13 @@ from pathlib import Path
 import pandas as pd
 import streamlit as st
 
-from app import page_frame, widgets
-from app.cached_source import cached_source, root
+from workbench.places import module
 from workbench.views.link import PAGES
+
+__package__ = module("app")  # Streamlit runs this file as a script
+
+from . import page_frame, widgets
+from .cached_source import cached_source, root
 
 SIDEBAR_PX = 220
 

@@ -10,17 +10,18 @@ import pandas as pd
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from app import background, widgets
-from app.cached_source import cached_source
-from app.figures import show
-from app.links import address, command
-from app.selection import choose
 from workbench import prompts
 from workbench.errors import WorkbenchError
 from workbench.runs.records import facts
 from workbench.views import Link
 from workbench.views.base import views_of
 from workbench.views.link import PAGES
+
+from . import background, widgets
+from .cached_source import cached_source
+from .figures import show
+from .links import address, command
+from .selection import choose
 
 MAX_FACTS, FIGURE_PX = 500, 560
 EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
 from workbench.data.examples import Example, examples
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest, write_text
 from workbench.runs.run import Run
 from workbench.views import Link
 from workbench.views.source import IDS, LETTERS, PROMPTS, example
+
+from . import widgets
+from .cached_source import cached_source
 
 MAX_PROMPT, MAX_IN_LINK = 100_000, 200  # characters
 TEXT_PX = 84

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import pandas as pd
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.row_table import rows_table
 from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.plots.style import plain
@@ -17,6 +14,10 @@ from workbench.runs.catalogue import Entry
 from workbench.views import Link
 from workbench.views.link import listed
 from workbench.views.source import facets
+
+from . import widgets
+from .cached_source import cached_source
+from .row_table import rows_table
 
 FIRST = 8  # series drawn where none were chosen, and most that stand as pills
 APART = "Lines are told apart by, beside the architecture"

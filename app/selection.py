@@ -8,13 +8,14 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
 from workbench.models.registry import label
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Entry, told_apart
 from workbench.runs.run import is_study
 from workbench.views import Link
+
+from . import widgets
+from .cached_source import cached_source
 
 MODEL_PX, STEP_PX = 170, 120
 OF_ALL_RUNS = ("training", "heads")

@@ -27,9 +27,10 @@ from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.session_manager import SessionInfo
 from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
 
-from app import settings
 from workbench.plots.style import INK
 from workbench.views.link import PAGES
+
+from . import settings
 
 FRONT = Path(st.__file__).parent / "static"
 DRAWS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
@@ -114,8 +115,8 @@ def _prepare() -> None:
     """What every page needs is imported, and the runs are looked at, while a first browser reads the front end."""
     from streamlit import emojis  # noqa: F401 - a quarter of a second, at the first icon
 
-    from app.cached_source import cached_source
-    from app.screens import start_finding  # noqa: F401
+    from .cached_source import cached_source
+    from .screens import start_finding  # noqa: F401
 
     cached_source().catalogue()
 

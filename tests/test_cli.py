@@ -86,11 +86,6 @@ def test_every_command_has_help_from_its_docstring(command):
     assert "Usage" in done.stdout
 
 
-def test_studies_complete_by_their_names():
-    done = run(_WORKBENCH_COMPLETE="complete_bash", COMP_WORDS="workbench study sinks_", COMP_CWORD="2")
-    assert {"sinks_held", "sinks_length"} <= set(done.stdout.split())
-
-
 def test_help_needs_no_torch():
     code = (
         "import sys, runpy\nsys.argv = ['workbench', '--help']\n"

@@ -132,12 +132,15 @@ def test_it_imports_all_of_itself(installed):
     assert all(Path(file).is_relative_to(installed.site) for file in files)
 
 
-def test_its_command_tells_its_version_helps_and_lists_what_ships(installed):
+def test_its_command_tells_its_version_helps_completes_and_lists_what_ships(installed):
     (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "workbench" / "__init__.py").read_text(), re.MULTILINE)
     assert said(installed, "--version", program="workbench") == f"workbench {version}\n"
     assert f"-{version}-" in installed.wheel
     assert "value-residual transformers" in said(installed, "-m", "workbench", "--help")
     listed = json.loads(said(installed, "list", "studies", "--json", program="workbench"))
+    asked = {"_WORKBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "workbench study sinks_", "COMP_CWORD": "2"}
+    code = f"import os, sys; os.environ |= {asked}; sys.argv = ['workbench']; from workbench.cli import main; main()"
+    assert {"sinks_held", "sinks_length"} <= set(said(installed, "-c", code).split())
     shipped = {path.name for path in (ROOT / "data" / "evidence").glob("*/")}
     assert {row["study"] for row in listed if row["shipped"]} == shipped | {"models"}
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import streamlit as st
 
-from app import widgets
-from app.elements.common import element, table
 from workbench import plots
 from workbench.plots.style import DIVERGING, SEQUENTIAL
 from workbench.views.attention import Choice, Seen, brightest, cell, short
+
+from .. import widgets
+from .common import element, table
 
 KEY = "attention_element"
 LONGEST, FAST = 24, 1

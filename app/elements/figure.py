@@ -14,8 +14,9 @@ import plotly.graph_objects as go
 import streamlit as st
 from plotly.io.json import to_json_plotly
 
-from app.elements.common import element
 from workbench import plots
+
+from .common import element
 
 _element = element("figure", apart=False)
 

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import streamlit as st
 
-from app import widgets
-from app.elements.common import element, ink, table
 from workbench.errors import BadData
 from workbench.plots.style import SEQUENTIAL
 from workbench.views.attention import short
+
+from .. import widgets
+from .common import element, ink, table
 
 LONGEST = 24
 """Characters of a token on its chip; the tooltip has all of them."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.elements import attention as element
-from app.elements import token_strip
-from app.figures import files, ready
-from app.page_frame import page, toolbar
-from app.prompt_box import prompt_box
+from workbench.places import module
 from workbench.views import Link, attention
+
+__package__ = module("app.screens")  # Streamlit runs this file as a script
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..elements import attention as element
+from ..elements import token_strip
+from ..figures import files, ready
+from ..page_frame import page, toolbar
+from ..prompt_box import prompt_box
 
 ABOUT = (
     "Each row of a map is a token that attends (query), each column an earlier token it attends to (key); a row sums to 1. A bright "

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.figures import show
 from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.statistics.formation import formation_steps, sink_steps
 from workbench.views import Link, start
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..figures import show
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.figures import show
 from workbench.views import Link, start
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..figures import show
 
 
 def resting_heads(link: Link) -> None:

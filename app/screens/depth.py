@@ -7,16 +7,20 @@ from dataclasses import replace
 import pandas as pd
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.elements.figure import Point
-from app.figures import show
-from app.page_frame import figures_side_by_side, page, toolbar
-from app.prompt_box import OF_A_PROMPT
-from app.row_table import row_table
-from app.run_table import choose_models
 from workbench import plots
+from workbench.places import module
 from workbench.views import Link, depth
+
+__package__ = module("app.screens")  # Streamlit runs this file as a script
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..elements.figure import Point
+from ..figures import show
+from ..page_frame import figures_side_by_side, page, toolbar
+from ..prompt_box import OF_A_PROMPT
+from ..row_table import row_table
+from ..run_table import choose_models
 
 ABOUT = (
     "Any measure, layer by layer. Solid: the chosen step. Dashed: the same models at random init. Dotted grey: what the measure "

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
 from workbench.runs.catalogue import Entry
 from workbench.views import Link, intervene
+
+from .. import widgets
+from ..cached_source import cached_source
 
 UNTOUCHED = 0.0  # the coefficient, until its slider is moved
 

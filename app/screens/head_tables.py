@@ -7,11 +7,12 @@ from functools import partial
 import pandas as pd
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.prompt_box import OF_A_PROMPT
-from app.row_table import row_table
 from workbench.views import Link, heads
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..prompt_box import OF_A_PROMPT
+from ..row_table import row_table
 
 COLUMNS = {"rank": "#", "name": "head", "value": "value", "se": "± se", "baseline": "baseline", "init": "random init"}
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.elements.figure import Point
-from app.figures import show
-from app.page_frame import page, toolbar
-from app.run_table import choose_models
-from app.screens import head_tables
 from workbench import plots
+from workbench.places import module
 from workbench.views import Link, heads
+
+__package__ = module("app.screens")  # Streamlit runs this file as a script
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..elements.figure import Point
+from ..figures import show
+from ..page_frame import page, toolbar
+from ..run_table import choose_models
+from . import head_tables
 
 ABOUT = (
     "All heads of all models in one order, by any measure that was stored for single heads. Dotted: what the measure gives under its "

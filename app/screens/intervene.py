@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.page_frame import page
-from app.prompt_box import prompt_box
-from app.screens.edit_builder import edit_builder
-from app.screens.intervene_parts import PARTS
+from workbench.places import module
 from workbench.views import Link, intervene
+
+__package__ = module("app.screens")  # Streamlit runs this file as a script
+
+from .. import widgets
+from ..page_frame import page
+from ..prompt_box import prompt_box
+from .edit_builder import edit_builder
+from .intervene_parts import PARTS
 
 ABOUT = (
     "Change something inside the model while it reads one text, and see what follows: which tokens it now predicts worse, what it "

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.elements import token_strip
-from app.elements.figure import Point
-from app.figures import ready, show
-from app.page_frame import figures_side_by_side, toolbar
-from app.screens.edit_builder import kinds_of
 from workbench import prompts
 from workbench.views import Link, intervene, patches
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..elements import token_strip
+from ..elements.figure import Point
+from ..figures import ready, show
+from ..page_frame import figures_side_by_side, toolbar
+from .edit_builder import kinds_of
 
 HALF_PX = 400
 AT = "Patched at"

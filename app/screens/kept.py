@@ -6,12 +6,16 @@ from typing import Any
 
 import streamlit as st
 
-from app import background, widgets
-from app.cached_source import cached_source
-from app.figures import chart
-from app.page_frame import toolbar
 from workbench.errors import WorkbenchError
+from workbench.places import module
 from workbench.views import Drawing, Link, pins
+
+__package__ = module("app.screens")  # Streamlit runs this file as a script
+
+from .. import background, widgets
+from ..cached_source import cached_source
+from ..figures import chart
+from ..page_frame import toolbar
 
 NONE = "Nothing is kept yet. The menu in the corner of any figure keeps it, with a note."
 

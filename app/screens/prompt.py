@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.elements import token_strip
-from app.page_frame import page, toolbar
-from app.prompt_box import prompt_box
-from app.screens.prompt_parts import PARTS
 from workbench import prompts
+from workbench.places import module
 from workbench.views import Link, prompt
+
+__package__ = module("app.screens")  # Streamlit runs this file as a script
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..elements import token_strip
+from ..page_frame import page, toolbar
+from ..prompt_box import prompt_box
+from .prompt_parts import PARTS
 
 ABOUT = (
     "One text through the chosen model, token by token. Compare it with a second model, or with another step, above."

@@ -8,13 +8,14 @@ from functools import partial
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.elements.figure import Point
-from app.figures import show
-from app.page_frame import figures_side_by_side
 from workbench import prompts
 from workbench.views import Link, follow, prompt
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..elements.figure import Point
+from ..figures import show
+from ..page_frame import figures_side_by_side
 
 EARLY = (
     "The model's own reading head, applied early: which token would come next if the model stopped after this layer? The top row is "

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source, root
-from app.page_frame import page
-from app.screens.start_demo import story
-from app.screens.start_finding import finding
-from app.screens.start_verdicts import verdicts
-from app.screens.start_xray import glance
-from app.selection import choose
 from workbench.errors import WorkbenchError
+from workbench.places import module
 from workbench.views import Link, start
+
+__package__ = module("app.screens")  # Streamlit runs this file as a script
+
+from .. import widgets
+from ..cached_source import cached_source, root
+from ..page_frame import page
+from ..selection import choose
+from .start_demo import story
+from .start_finding import finding
+from .start_verdicts import verdicts
+from .start_xray import glance
 
 ABOUT = (
     "How transformers use **values** (what attention carries from word to word) and what a shortcut for them changes. Every page "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.screens.demo_experiments import deep_values, race, sinks, verdict, verdicts
-from app.screens.demo_heads import copying_heads, resting_heads
 from workbench.models.registry import ARCHITECTURES
 from workbench.views import Link, Source, start
+
+from .. import widgets
+from ..cached_source import cached_source
+from .demo_experiments import deep_values, race, sinks, verdict, verdicts
+from .demo_heads import copying_heads, resting_heads
 
 WORDS = """
 A transformer reads a text as *tokens*, pieces of words. In each layer, *attention* lets every token gather from the tokens

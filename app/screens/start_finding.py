@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.figures import show
-from app.page_frame import figures_side_by_side
 from workbench.models.registry import ARCHITECTURES
 from workbench.views import Link, start
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..figures import show
+from ..page_frame import figures_side_by_side
 
 HALF_PX = 440
 WORDS = {

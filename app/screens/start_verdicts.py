@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import background, widgets
-from app.cached_source import cached_source
-from app.elements.figure import Point
-from app.figures import show
 from workbench.views import Link, start
+
+from .. import background, widgets
+from ..cached_source import cached_source
+from ..elements.figure import Point
+from ..figures import show
 
 ABOUT = (
     "What the field claims of such shortcuts, and what the runs of this experiment say of each claim; click one to read it. Only what "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import background, widgets
-from app.cached_source import cached_source
-from app.figures import show
-from app.page_frame import figures_side_by_side
 from workbench.errors import WorkbenchError
 from workbench.reports.xray import QUESTIONS
 from workbench.views import Link, Subject, start
+
+from .. import background, widgets
+from ..cached_source import cached_source
+from ..figures import show
+from ..page_frame import figures_side_by_side
 
 NARROW_PX, WHOLE_PX = 440, 900  # a figure of one model, of two
 READ = "Each answer has its number, what the number would be without learning or structure, and its standard error over documents (±)."

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import widgets
-from app.cached_source import cached_source
-from app.page_frame import page, toolbar
-from app.run_table import choose_models
-from app.screens.training_parts import PARTS
+from workbench.places import module
 from workbench.views import Link, training
+
+__package__ = module("app.screens")  # Streamlit runs this file as a script
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..page_frame import page, toolbar
+from ..run_table import choose_models
+from .training_parts import PARTS
 
 ABOUT = (
     "How each model got better, step by step. Everything here was written down while training ran: by `workbench train`, or by a "

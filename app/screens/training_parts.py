@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from app import widgets
-from app.cached_source import cached_source
-from app.figures import show
-from app.page_frame import figures_side_by_side
 from workbench import plots
 from workbench.models.registry import label
 from workbench.views import Link, training
+
+from .. import widgets
+from ..cached_source import cached_source
+from ..figures import show
+from ..page_frame import figures_side_by_side
 
 PULL = (
     "How strongly the loss pulls on each weight matrix: of attention what asks (`W_Q`), what is matched (`W_K`), what is "
