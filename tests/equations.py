@@ -56,7 +56,7 @@ PARTS = {  # name -> (family, its settings)
     "gated_value_embedding": (
         "gated_tables", {"gate_scale": 3, "gate_channels": None, "table_layers": "alternate"}
     ),
-    "satformer": ("satformer", {"gate": "relu", "layers": "all"}),
+    "satformer": ("satformer", {"gate_form": "relu", "layers": "all"}),
     "skip_v1": ("skip_v1", {"skip_heads": None}),
     "value_scale": ("value_scale", {"scale_start": 1}),
     "value_gate": ("value_gate", {"gate_from": "value"}),
@@ -208,7 +208,7 @@ def logits(name, weights, shape, ids, options):
                 first = OWN[o["source_layer"]]
                 return own, o["lambda_v1"] * (first.detach() if o["detach_source"] else first) + o["lambda_own"] * own
         if "satformer" in s and n > 0 and among(s["satformer"]["layers"], n, L):
-            alpha = GATES[s["satformer"]["gate"]](x @ p[f"satformer.gates.{n}"].T)
+            alpha = GATES[s["satformer"]["gate_form"]](x @ p[f"satformer.gates.{n}"].T)
             return own, torch.cat([head(own, g) + alpha[..., g, None] * head(V[0], g) for g in range(G)], -1)
         if "gated_tables" in s:
             o, at, layers = s["gated_tables"], "gated_value_embedding.", s["gated_tables"]["table_layers"]

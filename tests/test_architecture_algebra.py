@@ -152,7 +152,7 @@ def zeroed(prefix, value=0.0):
 )
 def test_a_satformer_whose_gates_read_nothing_is_a_resformer(tiny, gate, alpha):
     resformer = ("resformer", {"lambda_v1": alpha, "lambda_own": 1})
-    equal_with(tiny, ("satformer", {"gate": gate}), resformer, zeroed("satformer."))
+    equal_with(tiny, ("satformer", {"gate_form": gate}), resformer, zeroed("satformer."))
 
 
 def test_shared_heads_gates_and_banks_meet_their_neighbours(tiny):

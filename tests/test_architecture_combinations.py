@@ -159,7 +159,7 @@ def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
         ("gated_value_embedding", {"gate_channels": 0}, r"1..96 \(d_model\); nearest 1"),
         ("gated_value_embedding", {"gate_scale": -1}, "must be 0 or more"),
         ("gated_value_embedding", {"table_layers": "second"}, "choose 'all', 'late', 'last_third' or a list"),
-        ("satformer", {"gate": "softplus"}, "unknown gate 'softplus'.*softmax"),
+        ("satformer", {"gate_form": "softplus"}, "unknown gate_form 'softplus'.*softmax"),
         ("satformer", {"layers": [0]}, r"nearest \[1\]"),
         ("skip_v1", {"skip_heads": 5}, r"0..4 \(key-value heads\); nearest 4"),
         ("svformer", {"shared_layers": [0]}, r"1..3; nearest \[1\]"),

@@ -150,7 +150,7 @@ CASES = [
     ("bank_of_values", {"bank": "first", "bank_layers": [1, 3]}, {}),
     ("gated_value_embedding", {}, {}),
     ("gated_value_embedding", {"gate_scale": 0.7, "gate_channels": 5, "table_layers": "last_third"}, {"n_layers": 3}),
-    *(("satformer", {"gate": gate}, {}) for gate in equations.GATES if gate != "relu"),
+    *(("satformer", {"gate_form": gate}, {}) for gate in equations.GATES if gate != "relu"),
     ("satformer", {}, {}),
     ("satformer", {"layers": [2]}, {}),
     ("skip_v1", {}, {}),

@@ -18,9 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+
+def _stock(name: str) -> Any:
+    """A call of PyTorch's own; None where this one does not have it."""
+    return getattr(getattr(torch.ops.aten, name, None), "default", None)
+
+
 _CALL = "_scaled_dot_product_flash_attention_for_cpu"
-_CALLS: list[Any] = [getattr(getattr(torch.ops.aten, _CALL + x, None), "default", None) for x in ("", "_backward")]
-_FORWARD, _BACKWARD = _CALLS
+_FORWARD, _BACKWARD = (_stock(_CALL + more) for more in ("", "_backward"))
 _MULTIPLE = 8  # channels: what fused calls on a GPU take
 
 

@@ -130,10 +130,11 @@ class Attention(HookedModule):
                 own = self.own.run_hook(hook, own)
         if wiring.mixer is not None:
             effective = self.run_hook(hook, self.mixed(name, x, sources, own, memory))
-        elif wiring.shared_source is None:
-            own = effective = self.run_hook(hook, own)
-        else:
+        elif wiring.shared_source is not None:
             effective = self.shared(name, sources[wiring.shared_source], own, memory)
+        else:
+            assert own is not None
+            own = effective = self.run_hook(hook, own)
         for key, before_mixing in self.stores[name]:
             memory[key] = own if before_mixing and own is not None else effective
         return effective, sources

@@ -3,8 +3,8 @@
 | seam | where | who uses it |
 |---|---|---|
 | `reshaped` | the shape of the decoder | GQA, MQA |
-| `shared_source`, `own_heads` | construction: another layer's projection, or a table, for all heads or some | SVFormer, CLA |
-| `own_value` | the layer's own values, before any mixing | the start token's held value |
+| `shared_source`, `own_heads` | construction: another layer's projection, or a table, for all heads or some | SVFormer, SkipV1Former |
+| `own_value` | the layer's own values, before any mixing | V-scale, value gates, the held start |
 | `sources`, `weights` | q, k, v: a weighted sum of earlier layers' tensors and the layer's own | ResFormer, SATFormer |
 | `softmaxes` | the attention: several softmaxes, or one with more columns than own keys | cross-layer attention, sink logits |
 | `output` | after pattern x value: what is added to the head outputs | NeuTRENO, identity mapping |

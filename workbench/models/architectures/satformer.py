@@ -1,7 +1,7 @@
 """SATFormer: the first layer's values are added in an amount that each token and key-value head decides.
 
 V_n = V_n^own + alpha V_1 with alpha = f(X_n W_n), X_n the normalised input of the attention, for the layers n >= 2 that `layers` names.
-f = `gate`: relu, sigmoid, tanh, identity, softmax (over the key-value heads, times their number), or softmax_sigmoid (both).
+f = `gate_form`: relu, sigmoid, tanh, identity, softmax (over the key-value heads, times their number), or softmax_sigmoid (both).
 
 Source: arXiv 2605.03953 (2026), and its code (SkyeGunasekaran/SATFormer): no bias, weights from N(0, 0.02).
 Seam: values, with weights of each token: `attn.hook_v_weights` [batch, pos, kv_head, source], own last; `gates.<layer>` [kv_head, d].
@@ -39,9 +39,9 @@ class SATFormer(Shortcut):
     prefix = "satformer"
     weighs_tokens = True
 
-    def __init__(self, config: ModelConfig, *, gate: str = "relu", layers: str | Sequence[int] = "all") -> None:
+    def __init__(self, config: ModelConfig, *, gate_form: str = "relu", layers: str | Sequence[int] = "all") -> None:
         super().__init__(config)
-        self.opened_by = GATES[one_of("gate", gate, tuple(GATES))]
+        self.gate_form = one_of("gate_form", gate_form, tuple(GATES))
         self.layers = chosen_layers("layers", layers, range(1, config.n_layers))
         shape = config.n_key_value_heads, config.d_model
         self.gates = nn.ParameterDict({str(n): nn.Parameter(torch.empty(shape)) for n in self.layers})
@@ -54,4 +54,4 @@ class SATFormer(Shortcut):
         return (0,) if tensor == "v" and layer in self.layers else ()
 
     def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
-        return self.opened_by(F.linear(x, self.gates[str(layer)])), 1.0
+        return GATES[self.gate_form](F.linear(x, self.gates[str(layer)])), 1.0
