@@ -16,13 +16,13 @@ __package__ = module("app")  # Streamlit runs this file as a script
 from . import page_frame, widgets
 from .cached_source import cached_source, root
 
-SIDEBAR_PX = 220
+SIDEBAR_PX, TAB = 220, " · workbench"
 
 
 def main() -> None:
-    st.set_page_config(page_title="workbench", page_icon="🔬", layout="wide", initial_sidebar_state=SIDEBAR_PX)
+    st.set_page_config(page_icon="🔬", layout="wide", initial_sidebar_state=SIDEBAR_PX)
     pages = {name: _streamlit_page(name) for name in PAGES}
-    kept = st.Page("screens/kept.py", title="Kept", icon=":material/push_pin:", url_path="kept")
+    kept = st.Page("screens/kept.py", title=f"Kept{TAB}", icon=":material/push_pin:", url_path="kept")
     page = st.navigation([*pages.values(), kept], position="hidden")
     with st.sidebar:
         st.subheader("workbench")
@@ -40,7 +40,7 @@ def _streamlit_page(name: str) -> st.Page:
     described, script = PAGES[name], f"screens/{name}.py"
     screen = script if (Path(__file__).parent / script).exists() else partial(page_frame.all_views, name)
     icon = f":material/{described.icon}:"
-    return st.Page(screen, title=described.title, icon=icon, url_path=name, default=name == "start")
+    return st.Page(screen, title=f"{described.title}{TAB}", icon=icon, url_path=name, default=name == "start")
 
 
 def _problems() -> None:

@@ -292,6 +292,7 @@ def test_the_tabulator_reaches_every_control_and_shows_where_it_is(opened, serve
 def test_keys_alone_change_the_view_and_the_address(opened, server):
     page = opened()
     at(page, server, "depth?metric=importance_entropy", 1)
+    assert page.title() == "Depth · workbench"
     page.get_by_role("button", name="models").focus()
     page.keyboard.press("Enter")
     page.get_by_role("button", name="ResFormer").focus()

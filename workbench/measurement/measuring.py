@@ -63,23 +63,23 @@ def measure(
         sites: of a metric named here only these of its sites, where the others would cost memory for nothing.
         workers: 1 measures in this process; else each step of each run is a job, see `workbench.jobs.running.run_jobs`.
 
-    Records of a run are kept under `<run>/records` and not measured twice. Raises `UnknownName` for a metric, `BadData` for
-    data that cannot be used, `WorkbenchError` where a metric needs longer sequences.
+    Records of a run are kept under `<run>/records`, not measured twice. Raises `UnknownName`, `BadData`, `WorkbenchError`.
     """
     wanted = [_find(name) for name in ([metrics] if isinstance(metrics, str) else metrics)]
     only = {name: _sites(_find(name), chosen) for name, chosen in (sites or {}).items()}
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
     if workers != 1:
-        how = {"n": n, "T": T, "batch": batch, "seed": seed, "device": device, "sites": sites}
-        return _by_jobs(models_or_runs, metrics, data, steps, workers, progress, **how)
+        return _by_jobs(
+            models_or_runs, metrics, data, steps, workers, progress, n=n, T=T, batch=batch, seed=seed, device=device, sites=sites
+        )  # fmt: skip
     chosen, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
     for subject in chosen:
         if (shared := _sharing(subject)) not in samples:
             samples[shared] = sample_of(data, subject, n, T, seed)
+            refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted])
         refuse_unfit(samples[shared], subject)
-        refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted])
-    frames = list[pd.DataFrame]()
+    frames: list[pd.DataFrame] = []
     for subject in chosen:
         if progress and distributed.rank() == 0:
             progress(len(frames), len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")

@@ -64,5 +64,6 @@ def refuse_absent_weights(module: nn.Module) -> None:
 
 def applied(module: nn.Module, rows: Tensor) -> Tensor:
     """What a module makes of rows outside a run of the model it belongs to."""
-    sharded = {name: p.detach().full_tensor() for name, p in module.named_parameters() if is_sharded(p)}  # type: ignore[operator]
+    weights: dict[str, Any] = {name: p.detach() for name, p in module.named_parameters() if is_sharded(p)}
+    sharded = {name: p.full_tensor() for name, p in weights.items()}
     return torch.func.functional_call(module, sharded, (rows,)) if sharded else module(rows)
