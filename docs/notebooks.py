@@ -42,9 +42,7 @@ def _outputs(source: str, number: int, names: dict[str, Any], draw: bool) -> lis
         outputs.append({"output_type": "stream", "name": "stdout", "text": text.splitlines(keepends=True)})
     if shown is not None:
         here = f"{Path.cwd()}/"
-        data = {
-            kind: text.replace(here, "").splitlines(keepends=True) for kind, text in _shown(shown, draw).items()
-        }
+        data = {kind: text.replace(here, "").splitlines(keepends=True) for kind, text in _shown(shown, draw).items()}
         outputs.append({"output_type": "execute_result", "execution_count": number, "metadata": {}, "data": data})
     return outputs
 

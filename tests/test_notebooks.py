@@ -48,7 +48,9 @@ def test_every_cell_runs_in_order_and_shows_what_is_kept(notebook, tmp_path):
     assert done.returncode == 0, done.stderr
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     kept = [[words(output) for output in cell["outputs"]] for cell in cells]
-    assert [[words(output) for output in outputs] for outputs in json.loads(done.stdout)] == kept, "run docs/notebooks.py"
+    assert [[words(output) for output in outputs] for outputs in json.loads(done.stdout)] == kept, (
+        "run docs/notebooks.py"
+    )
 
 
 def words(output):

@@ -57,7 +57,9 @@ def refuse_absent_weights(module: nn.Module) -> None:
             try:
                 offloaded(module.get_submodule(owner), last)
             except WorkbenchError as error:
-                raise WorkbenchError(f"{name} is on the meta device, without numbers: load the model's weights first") from error
+                raise WorkbenchError(
+                    f"{name} is on the meta device, without numbers: load the model's weights first"
+                ) from error
 
 
 def applied(module: nn.Module, rows: Tensor) -> Tensor:
