@@ -200,6 +200,10 @@ def test_what_cannot_be_reached_is_one_sentence_and_exit_code_2(machine, monkeyp
     done = test_cli.run("list", "runs", "--runs", URL)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"workbench: cannot read {URL}: no permission: AccessDenied\n"
+    with pytest.raises(
+        WorkbenchError, match=r"cannot open gs://bucket: it needs gcsfs: pip install '[\w-]+\[remote\]'"
+    ):
+        runs_folder("gs://bucket")
     with pytest.raises(UnknownName, match="unknown kind of storage 's4'; did you mean s3"):
         runs_folder("s4://bucket/runs")
 

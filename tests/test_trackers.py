@@ -160,6 +160,6 @@ def test_what_cannot_be_told_is_refused_by_name(run, monkeypatch):
     with pytest.raises(UnknownName, match="did you mean sink_mass"):
         export_log(run, "wandb", metrics=["sink_mas"])
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(WorkbenchError, match="mlflow is not installed, this package's extra `mlflow`"):
+    with pytest.raises(WorkbenchError, match="mlflow is not installed: pip install"):
         export_log(run, "mlflow")
     assert Run.open(run.path).finished

@@ -22,12 +22,18 @@ from typing import Any
 
 from workbench.errors import InUse, NoWorkersYet, UnknownName, WorkbenchError, warn_caller
 from workbench.files import digest, read_json
+from workbench.places import install
 from workbench.storage.mirror import folder, forget
 from workbench.storage.sync import mirror_of
 
 ANSWERS_S = 10.0  # that a scheduler has for its first answer
 AGAIN_S = 2.0  # between two looks at a run that another worker is writing
 SCHEMES = ("dask",)
+BESIDE = (
+    "app",
+    "analyses",
+    "shipped",
+)  # inside the package where it is installed, beside it in a clone; no job reads them
 Told = Callable[[BaseException | None], BaseException | None]
 Mark = tuple[str, str]  # a path, and the URL it stands for
 Connection = tuple[Executor, Callable[[Callable[[], Any]], Any], Told]
@@ -85,9 +91,10 @@ def facts(marks: Sequence[Mark]) -> dict[str, Any]:
 
 @functools.cache
 def _code() -> str:
-    """The version of this package and a sum of its source."""
+    """A sum of this package's source."""
     root = Path(__file__).parents[1]
-    files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    names = (path.relative_to(root) for path in root.rglob("*.py"))
+    files = sorted(name.as_posix() for name in names if name.parts[0] not in BESIDE)
     return digest(*((name, (root / name).read_text(encoding="utf-8")) for name in files))
 
 
@@ -148,7 +155,7 @@ def _distributed() -> Any:
     try:
         import distributed
     except ImportError as error:
-        raise WorkbenchError(f"dask:// needs dask.distributed, this package's extra `dask`: {error}") from error
+        raise WorkbenchError(f"dask:// needs dask.distributed: {install('dask')} ({error})") from error
     return distributed
 
 

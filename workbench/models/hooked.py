@@ -87,7 +87,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
             "seed": self.source.get("seed"),
             "architecture": "assumed: the files do not say" if self.assumed else None,
         }  # fmt: skip
-        return html(self.architecture, facts)
+        return html(f"{type(self).__name__}: {self.architecture}", facts)
 
     def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""

@@ -252,7 +252,7 @@ class Observed(HookedModel):
 
     def _repr_html_(self) -> str:
         paths = value_path_table(self.fitted_paths).to_html(index=False)
-        return f"{super()._repr_html_()}<pre>{escape(repr(self))}</pre>{paths}"
+        return f"<pre>{escape(repr(self))}</pre>{paths}"
 
 
 def refuse_dropout(module: nn.Module) -> None:

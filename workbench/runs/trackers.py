@@ -20,6 +20,7 @@ import pandas as pd
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest
+from workbench.places import install
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
 
@@ -73,7 +74,7 @@ def opened(to: str, run: Run, where: str | None = None, first: int = 0) -> Itera
     try:
         tracker = TRACKERS[to](run, where, first)
     except ImportError as error:
-        raise WorkbenchError(f"{to} is not installed, this package's extra `{to}`: {error}") from error
+        raise WorkbenchError(f"{to} is not installed: {install(to)} ({error})") from error
     except Exception as error:  # of their own kinds: no key, no network, another program's folder
         raise WorkbenchError(f"{to} cannot be opened: {type(error).__name__}: {error}") from error
     failed = True

@@ -16,6 +16,7 @@ from typing import Any
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import URL, digest
+from workbench.places import install
 
 WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
 """Backends on which an object that is put appears whole or not at all; elsewhere it is put aside, then renamed."""
@@ -62,8 +63,8 @@ def saying(what: str, where: str, needs: str = "") -> Iterator[None]:
     except WorkbenchError:
         raise
     except ImportError as error:
-        extra = f" ({needs}, this package's extra `remote`)" if needs else ""
-        raise WorkbenchError(f"cannot {what} {where}{extra}: {error}") from error
+        cure = f"it needs {needs}: {install('remote')}" if needs else str(error)
+        raise WorkbenchError(f"cannot {what} {where}: {cure}") from error
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         known: dict[type[Exception], str] = {PermissionError: "no permission", FileNotFoundError: "not there"}
