@@ -113,23 +113,6 @@ class Channels(nn.Module):
         return self.head(x.mT)
 
 
-def with_register(q, k, v, layer):
-    k, v = (torch.cat((x[:, :, :1], x), 2) for x in (k, v))  # one more key, seen by all
-    return F.softmax((q @ k.mT).masked_fill(F.pad(later(q), (1, 0)), -torch.inf), -1) @ v
-
-
-def sharded():
-    module = large(GPT())
-    module.lm_head.weight.placements = ("Shard(dim=0)",)
-    return module
-
-
-def offloaded():
-    module = GPT().to("meta")
-    module._hf_hook = object()
-    return module
-
-
 MODULES = {
     "more arguments": (lambda: large(MoreArguments()), r"cannot be called with ids alone .*'positions'.* call="),
     "another layout": (
@@ -137,8 +120,6 @@ MODULES = {
         r"where it is one, have it take and return the stream in that layout",
     ),
     "meta": (lambda: GPT().to("meta"), r"transformer.wte.weight is on the meta device"),
-    "offloaded": (offloaded, r"offloaded \(accelerate's device_map\): load the whole model"),
-    "FSDP2": (sharded, r"lm_head.weight is one shard .* observe the module in one process"),
 }
 
 

@@ -7,7 +7,7 @@ processes share the work and all return the same records; the first one keeps th
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,9 +70,8 @@ def measure(
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
     if workers != 1:
-        return _by_jobs(
-            models_or_runs, metrics, data, steps, workers, progress, n=n, T=T, batch=batch, seed=seed, device=device, sites=sites
-        )  # fmt: skip
+        how = partial(measure, n=n, T=T, batch=batch, seed=seed, device=device, sites=sites)
+        return _by_jobs(models_or_runs, metrics, data, steps, workers, progress, how)
     chosen, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
     for subject in chosen:
         if (shared := _sharing(subject)) not in samples:
@@ -90,12 +89,18 @@ def measure(
 
 
 def _by_jobs(
-    things: Any, metrics: Any, data: Any, steps: Any, workers: Workers, progress: Progress | None, **how: Any
+    things: Any,
+    metrics: Any,
+    data: Any,
+    steps: Any,
+    workers: Workers,
+    progress: Progress | None,
+    how: Callable[..., Any],
 ) -> pd.DataFrame:
     """The same rows in the same order, of a job for each step of each run."""
     opened = [opened_run(thing) for thing in (things if isinstance(things, list | tuple) else [things])]
     jobs = [
-        Job(f"{run.path} step {step}", partial(measure, run, metrics, data, steps=[step], **how))
+        Job(f"{run.path} step {step}", partial(how, run, metrics, data, steps=[step]))
         for run in opened
         for step in run.resolve(steps)
     ]
