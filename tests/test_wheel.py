@@ -141,7 +141,7 @@ def test_its_command_tells_its_version_helps_completes_and_lists_what_ships(inst
     asked = {"_WORKBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "workbench study sinks_", "COMP_CWORD": "2"}
     code = f"import os, sys; os.environ |= {asked}; sys.argv = ['workbench']; from workbench.cli import main; main()"
     assert {"sinks_held", "sinks_length"} <= set(said(installed, "-c", code).split())
-    shipped = {path.name for path in (ROOT / "data" / "evidence").glob("*/")}
+    shipped = {path.name for path in (ROOT / "data" / "evidence").glob("[!.]*/")}
     assert {row["study"] for row in listed if row["shipped"]} == shipped | {"models"}
 
 
