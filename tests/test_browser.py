@@ -118,7 +118,7 @@ def test_a_typed_prompt_reaches_the_model_and_the_address_as_one_step_back(opene
     assert found == pytest.approx(next_probability(shown, "text-resformer-s0", "return values <b>now</b>"), abs=1e-5)
     typed(page, "x" * 100_000)
     page.wait_for_url("**stored=**")
-    page.locator('[data-testid="stAlert"]').wait_for()
+    page.locator('[data-testid="stAlert"]').first.wait_for()
     settled(page, 0)
     page.go_back()
     page.wait_for_url("**prompt=return**")
