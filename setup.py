@@ -1,6 +1,6 @@
 """Where things go in a wheel: `app/`, `analyses/` and `data/` lie beside the library here, and inside it once installed.
 
-All else is in `pyproject.toml`, which cannot look for packages in folders that get another name (docs/decisions/016).
+All else is in `pyproject.toml`, which cannot look for packages in folders that get another name (docs/decisions/015).
 """
 
 from setuptools import find_namespace_packages, setup
