@@ -84,7 +84,8 @@ class Evidence:
         groups = [(name,) if isinstance(name, str) else tuple(name) for name in wanted]
         absent = [" or ".join(g) for g in groups if not set(g) & set(self.models)]
         if absent:
-            here = f"here are {listed(self.models)}" if self.models else "here are no runs that can be used"
+            architectures = list(dict.fromkeys(self.runs["architecture"]))
+            here = f"here are {listed(architectures)}" if architectures else "here are no runs that can be used"
             raise InsufficientEvidence(f"Needs runs of {listed(absent)}; {here}.")
         candidates: list[tuple[tuple[float, ...], pd.DataFrame]] = []
         for _, rows in self.runs.groupby([c for c in SETTING if c not in ignoring], dropna=False):

@@ -16,7 +16,7 @@ from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
 from workbench.statistics.sinks import SINK_MASS
 
 GRADIENT_SINKS = "Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771"
-SINKS = ("sink_mass", "sink_rate", "loss")
+SINKS = ("sink_mass", "sink_rate")
 NORMS = ("sandwich_norm", "post_norm", "dyt")
 Measured = Callable[[Evidence, str], Mapping[str, Interval]]
 
