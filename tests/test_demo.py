@@ -82,7 +82,7 @@ def test_stopping_keeps_the_work_and_leaves_nobody_behind(tmp_path, everyone):
         "--port",
         str(free_port()),
     ]
-    demo = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    demo = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     begin = time.monotonic()
     while not list(tmp_path.glob("sinks-*/telemetry/*.parquet")):
         assert time.monotonic() - begin < PATIENCE
@@ -91,7 +91,7 @@ def test_stopping_keeps_the_work_and_leaves_nobody_behind(tmp_path, everyone):
         os.killpg(demo.pid, signal.SIGINT)
     else:
         demo.terminate()
-    said, _ = demo.communicate(timeout=PATIENCE)
+    _, said = demo.communicate(timeout=PATIENCE)
     assert demo.returncode == 130
     assert "the same command goes on from here" in said
     dashboard = json.loads((tmp_path / ".app.json").read_text())["pid"]
