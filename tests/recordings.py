@@ -49,12 +49,23 @@ def recorded_steps(model, recorder, rank=0, world=1):
     recorder.close()
 
 
-def record_in_parallel(folder, rank, world):
-    """One process of a data-parallel loop."""
+def shard(model, world):
+    """FSDP2 over each block and the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    for part in (*model.h, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def record_in_parallel(folder, rank, world, sharded=False):
+    """One process of a data-parallel loop, whose parameters each process has whole or in part."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(GPT())
+    model = shard(GPT(), world) if sharded else torch.nn.parallel.DistributedDataParallel(GPT())
     recorded_steps(model, Recorder(model, 2, folder / "r", quantities=PLAIN), rank, world)
     # freeing the model joins gloo's thread with the interpreter's lock held, which that thread may be waiting for
     os._exit(0)

@@ -58,8 +58,9 @@ def cache(gpt2, tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "lab/tiny-model", "lab/tiny-model@step10"])
+@pytest.mark.parametrize("name", ["gpt2", "lab/tiny-model", "lab/tiny-model@step10", "models--lab--tiny-model"])
 def test_a_name_in_the_cache_opens_as_its_folder_does(cache, gpt2, name):
+    name = cache / name if name.startswith("models--") else name
     with pytest.warns(ObservedInstead):
         ours, theirs = workbench.load(name), workbench.load(gpt2)
     with torch.no_grad():
@@ -68,6 +69,7 @@ def test_a_name_in_the_cache_opens_as_its_folder_does(cache, gpt2, name):
 
 def test_revisions_that_name_steps_are_a_series(cache):
     assert [step for step, _ in series("lab/tiny-model@step*")] == [10, 200]
+    assert series("lab/tiny-model", "step*") == series("lab/tiny-model@step*")
     assert identify("lab/tiny-model@step*", 10).step == identify("lab/tiny-model@step10").step == 10
 
 
@@ -75,6 +77,15 @@ def test_an_import_is_named_by_the_repository(cache, tmp_path):
     with pytest.warns(ObservedInstead):
         run = import_run("lab/tiny-model@step*", tmp_path / "runs")
     assert (run.path.name, run.steps) == ("tiny-model", [10, 200])
+
+
+def test_a_revision_is_given_by_name_or_beside_it(cache, tmp_path):
+    command = ["import", "lab/tiny-model", "--revision", "step10", "--runs", str(tmp_path / "runs")]
+    with pytest.warns(ObservedInstead):
+        assert typer.testing.CliRunner().invoke(app, command).exit_code == 0
+    assert [run.name for run in (tmp_path / "runs").glob("*/step_*")] == ["step_000010"]
+    asked = typer.testing.CliRunner().invoke(app, ["xray", "lab/tiny-model", "--revision", "step11"])
+    assert "lab/tiny-model@step10" in str(asked.exception)
 
 
 def test_a_folder_goes_before_a_name_of_the_hub(cache, gpt2, tmp_path, monkeypatch):

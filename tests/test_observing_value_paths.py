@@ -122,19 +122,47 @@ class NormedMixture(Apart):
 
     def forward(self, x, memory):
         q = self.q(x)
-        q = HeadNorm.forward(self, 0.5 * memory.setdefault("q", q) + 0.5 * q)
+        q = (
+            HeadNorm.forward(self, 0.3 * memory["q"] + 0.7 * q)
+            if memory.setdefault("q", q) is not q
+            else HeadNorm.forward(self, q)
+        )
         y = F.scaled_dot_product_attention(*(split(z) for z in (q, self.k(x), self.v(x))), is_causal=True)
         return self.o(y.transpose(1, 2).reshape(x.shape))
 
 
-def test_queries_that_are_normed_after_they_are_mixed_are_not_guessed_at(ids):
+class NormedAndTurned(Apart):
+    """The norm is a module, and rotary positions follow."""
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.norm = nn.RMSNorm(D // HEADS)
+
+    def forward(self, x, memory):
+        q, k, v = (split(f(x)) for f in (self.q, self.k, self.v))
+        q = self.norm(0.3 * memory["q"] + 0.7 * q if memory.setdefault("q", q) is not q else q)
+        half = D // HEADS // 2
+        angle = torch.arange(x.shape[1])[:, None] / 100 ** (torch.arange(half) / half)
+        cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+        q, k = (y * cos + torch.cat((-y[..., half:], y[..., :half]), -1) * sin for y in (q, k))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_queries_that_are_normed_after_they_are_mixed_show_the_ratio_of_their_weights(turned, ids):
+    """In a function without rotation, or in a module before it."""
+
     def make(layer):
-        attention = NormedMixture(layer)
+        attention = (NormedAndTurned if turned else NormedMixture)(layer)
         attention.weight = nn.Parameter(torch.ones(D // HEADS))
         return attention
 
     observed = see(large(GPT(attention=make)), ids)
-    assert set(observed.value_paths()["into"]) == {"value"}
+    paths = observed.value_paths().query("into == 'query'").set_index(["layer", "source"])["coefficient"]
+    share = {"first": 0.3, "own": 0.7}
+    assert paths.to_dict() == pytest.approx({(n, s): share[s] for n in (1, 2) for s in share}, abs=1e-6)
+    assert (observed.architecture, observed.options) == ("residual_q", {})
+    assert "layer 1 query = 0.3 first + 0.7 own, then a norm" in repr(observed)
 
 
 def shares(q, k, v, layer, kept={}):  # noqa: B006 - what the first layer of each pair leaves for the second

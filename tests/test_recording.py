@@ -128,7 +128,7 @@ def test_a_gradient_sink_is_that_of_the_summed_gradients_in_any_loop(tiny, gpt, 
     for name, module, call, expected in (
         ("ours", model.train(), model, ours), ("foreign", gpt, gpt, summed), ("observed", observed, gpt, summed),
     ):  # fmt: skip
-        with Recorder(module, 1, tmp_path / name, quantities=["gradient_sink"]) as recorder:
+        with Recorder(module, 1, tmp_path / name, quantities=["gradient_sink", "gradient_by_position"]) as recorder:
             for ids in parts:
                 loss_of(call, ids).backward()
             recorder.step()
@@ -137,6 +137,9 @@ def test_a_gradient_sink_is_that_of_the_summed_gradients_in_any_loop(tiny, gpt, 
             assert value(tmp_path / name, "gradient_sink", layer=n) == pytest.approx(
                 float(norms[0] / norms[1:].mean()), rel=1e-4
             )
+            each = rows(tmp_path / name, "gradient_by_position", layer=n).sort_values("position")
+            assert each["value"].to_numpy() == pytest.approx(norms.numpy(), rel=1e-4)
+            assert each["position"].tolist() == list(range(11))
 
 
 def test_a_foreign_module_by_hand(gpt, tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import multiprocessing
+import sys
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,16 +105,17 @@ def test_coefficients_and_a_learned_average_are_followed(tiny, tmp_path):
     assert value(tmp_path / "r", "coefficient", part="alpha_0", layer=2) == 0.0
 
 
-def test_two_processes_write_one_recording_of_averaged_gradients(gpt, tmp_path, forkserver):
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_two_processes_write_one_recording_of_averaged_gradients(gpt, tmp_path, forkserver, sharded):
     context = multiprocessing.get_context()
-    started = [context.Process(target=record_in_parallel, args=(tmp_path, rank, 2)) for rank in (0, 1)]
+    started = [context.Process(target=record_in_parallel, args=(tmp_path, rank, 2, sharded)) for rank in (0, 1)]
     for process in started:
         process.start()
     recorded_steps(gpt, Recorder(gpt, 2, tmp_path / "one", quantities=PLAIN))
     for process in started:
         process.join(120)
     assert [process.exitcode for process in started] == [0, 0]
-    for metric in ("gradient_norm", "update_ratio"):
+    for metric in ("gradient_norm", "update_ratio", "weight_norm"):
         one, two = (rows(tmp_path / name, metric)["value"].to_numpy() for name in ("one", "r"))
         assert two == pytest.approx(one, rel=1e-4)
     assert set(rows(tmp_path / "r", "hidden_norm")["n"]) == {2}
@@ -135,14 +140,12 @@ def test_a_module_is_recorded_under_its_own_name_through_every_wrapper(gpt, tmp_
     assert described[0]["class"] == "GPT"
 
 
-def test_a_module_whose_matrices_lie_in_pieces_is_refused(tmp_path):
-    class DTensor(torch.nn.Parameter):
-        """What `fully_shard` makes of a parameter, by its name."""
+def test_a_module_whose_matrices_are_flat_is_refused(tmp_path):
+    class FullyShardedDataParallel(nn.Sequential):
+        """What FSDP1 makes of a module, by its name."""
 
-    sharded = torch.nn.Linear(2, 2)
-    sharded.weight = DTensor(torch.ones(2, 2))
-    with pytest.raises(WorkbenchError, match="sharded over processes"):
-        Recorder(torch.nn.Sequential(sharded), 1, tmp_path / "r", quantities=["weight_norm"])
+    with pytest.raises(WorkbenchError, match=r"keeps no matrix by itself; shard the model with fully_shard"):
+        Recorder(FullyShardedDataParallel(nn.Linear(2, 2)), 1, tmp_path / "r", quantities=["weight_norm"])
     assert not (tmp_path / "r").exists()
 
 
@@ -287,3 +290,50 @@ def test_what_a_checkpoint_computes_again_is_recorded_once(reentrant, tmp_path):
         found.append([rows(tmp_path / name, m).sort_values("layer")["value"].tolist() for m in kinds])
     for plain, again in zip(*found, strict=True):
         assert again == pytest.approx(plain, rel=1e-5)
+
+
+# ---- Lightning ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lightning_callback(monkeypatch):
+    """The callback on a stand-in for Lightning's base class: its hooks are called in the order of Lightning's own loop."""
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.callbacks", SimpleNamespace(Callback=object))
+    monkeypatch.delitem(sys.modules, "workbench.training.recorder.lightning_callback", raising=False)
+    yield importlib.import_module("workbench.training.recorder.lightning_callback").LightningCallback
+    del sys.modules["workbench.training.recorder.lightning_callback"]
+
+
+def test_a_lightning_loop_is_recorded_before_it_clips(gpt, tmp_path, lightning_callback):
+    callback, trainer = (
+        lightning_callback(tmp_path / "r", 2, module="model", quantities=PLAIN),
+        SimpleNamespace(global_step=0),
+    )
+    module = nn.ModuleDict({"model": gpt})
+    optimizer, twin = torch.optim.SGD(gpt.parameters(), lr=0.1), copy.deepcopy(gpt)
+    callback.on_train_start(trainer, module)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(gpt, tokens(step))
+
+        def closure(loss=loss):  # the precision plugin's: backward, callbacks, clipping, all inside optimizer.step
+            loss.backward()
+            callback.on_before_optimizer_step(trainer, module, optimizer)
+            torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1e-3)
+
+        optimizer.step(closure)
+        callback.on_train_batch_end(trainer, module, {"loss": loss.detach()}, None, step)
+    callback.on_train_end(trainer, module)
+    assert sorted(rows(tmp_path / "r", "train_loss")["step"]) == [0, 2]
+    loss_of(twin, tokens(0)).backward()
+    whole = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()])
+    found = rows(tmp_path / "r", "gradient_norm", part="all", step=0)["value"].item()
+    assert found == pytest.approx(float(whole), rel=1e-5)
+    assert rows(tmp_path / "r", "learning_rate")["value"].tolist() == [0.1, 0.1]
+
+
+def test_without_lightning_its_callback_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
+    with pytest.raises(WorkbenchError, match="needs Lightning: pip install lightning"):
+        importlib.import_module("workbench.training.recorder.lightning_callback")

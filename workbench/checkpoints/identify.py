@@ -70,7 +70,7 @@ def identify(path: str | Path, step: str | int = "last") -> Checkpoint:
 
     Raises `BadCheckpoint` for a path that is none, `WorkbenchError` for a step that is not there.
     """
-    path = fetched(path)
+    path = _snapshot_in(fetched(path))
     if (Path(path) / RUN_FILE).exists():
         folder = Path(path).resolve()
         description = read_json(folder / RUN_FILE)
@@ -87,7 +87,7 @@ def identify(path: str | Path, step: str | int = "last") -> Checkpoint:
 
 def checkpoints_at(path: str | Path) -> list[Checkpoint]:
     """The checkpoint at a path, or those of the series it means, by step; the only one in a folder needs no step."""
-    place = Path(path)
+    place = Path(path := _snapshot_in(path))
     if place.suffix == ".distcp":
         refuse_shards(place.parent)
     if is_series(path):
@@ -102,6 +102,14 @@ def checkpoints_at(path: str | Path) -> list[Checkpoint]:
     found = _in_hub_cache(path)
     revision = STEP.search(str(path).partition("@")[2])
     return [Checkpoint(found, int(revision[1]) if revision else None)]
+
+
+def _snapshot_in(path: str | Path) -> str | Path:
+    """What a folder of the Hub's cache (`models--gpt2`) holds of its main revision; any other path as it is."""
+    reference = Path(path, "refs", "main")
+    if not Path(path).name.startswith("models--") or not reference.is_file():
+        return path
+    return Path(path, "snapshots", reference.read_text().strip())
 
 
 def hub_name(path: str | Path) -> str | None:
@@ -192,12 +200,13 @@ def is_pattern(text: str) -> bool:
     return "(?P<step>" in text or (glob.has_magic(text) and not os.path.lexists(text))
 
 
-def series(where: str | Path) -> list[tuple[int, Path]]:
+def series(where: str | Path, revision: str = "") -> list[tuple[int, Path]]:
     """(step, path) of each checkpoint of a folder, a glob or a pattern with a `step` group, by step.
 
+    Of a name of the Hub with a pattern over revisions, `series("EleutherAI/pythia-70m", "step*")`, those in this machine's cache.
     Raises `BadCheckpoint` for none, for one without a step, for two of one step and for shards of other libraries.
     """
-    text = str(where)
+    text = f"{where}@{revision}" if revision else str(where)
     if "(?P<step>" in text:
         checkpoints = _matching(text)
     elif is_pattern(text):

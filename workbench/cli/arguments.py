@@ -69,15 +69,20 @@ RecipeKeys = Annotated[list[str] | None, typer.Option(help="Training key as key=
 Download = Annotated[
     bool, typer.Option("--download", help="Fetch a name of the Hub first; else only this machine's cache is read.")
 ]
+Revision = Annotated[
+    str, typer.Option(help="Of a name of the Hub: step1000, or of several 'step*'. The same as NAME@REVISION.")
+]
 Step = Annotated[str, typer.Option(help="last, first, or a number.")]
 
 
-def fetch(path: object, download: bool) -> None:
-    """With `--download`, bring a name of the Hub into the cache; what lies under that path here goes first."""
+def fetch(path: Path, download: bool, revision: str) -> Path:
+    """A path with its revision; with `--download` a name of the Hub is brought into the cache, where nothing lies under it here."""
     from workbench.checkpoints import hub
 
-    if download and not Path(str(path)).exists():
+    path = path.with_name(f"{path.name}@{revision}") if revision else path
+    if download and not path.exists():
         hub.download(str(path))
+    return path
 
 
 def key_values(pairs: list[str] | None, kind: str) -> dict[str, Any]:

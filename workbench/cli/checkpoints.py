@@ -12,6 +12,7 @@ from workbench.cli.arguments import (
     Download,
     Options,
     Quiet,
+    Revision,
     Runs,
     Step,
     app,
@@ -37,6 +38,7 @@ def import_checkpoints(
         typer.Option(help="Your own code: package.module:function(settings) -> the module the weights fill."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Tells runs of one model apart.")] = None,
+    revision: Revision = "",
     download: Download = False,
     runs: Runs = None,
     quiet: Quiet = False,
@@ -47,7 +49,7 @@ def import_checkpoints(
     from workbench.runs.importing import import_run
     from workbench.runs.run import runs_folder
 
-    fetch(path, download)
+    path = str(fetch(Path(path), download, revision)) if revision or download else path
     settings = key_values(option, "option")
     with progress("reading") as task:
         run = import_run(
@@ -128,12 +130,13 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends it; repeat for more.")] = None,
     step: Step = "last",
     device: Device = None,
+    revision: Revision = "",
     download: Download = False,
 ) -> None:
     """Continue a text, token by token."""
     from workbench.checkpoints.opening import load
 
-    fetch(path, download)
+    path = fetch(path, download, revision)
     model = load(path, step=step_of(step), device=device)
     start, texts = (prompt, True) if model.tokenizer else (_ids(prompt), False)
     pieces = model.stream(

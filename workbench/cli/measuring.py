@@ -15,6 +15,7 @@ from workbench.cli.arguments import (
     OneWorker,
     Out,
     Quiet,
+    Revision,
     Runs,
     Workers,
     app,
@@ -155,6 +156,7 @@ def xray(
         bool, typer.Option("--layers", help="Replace values layer by layer too: three passes for each.")
     ] = False,
     png: Annotated[bool, typer.Option(help="Draw the page as a PNG too; needs Chrome, Chromium or Edge.")] = True,
+    revision: Revision = "",
     download: Download = False,
     runs: Runs = None,
     device: Device = None,
@@ -169,7 +171,7 @@ def xray(
     from workbench.storage.remote import is_url
 
     named = path if is_url(path) else here(runs_folder(runs) / path)
-    fetch(path, download)
+    path = fetch(path, download, revision)
     thing = path if path.exists() or not named.exists() else named
     with progress(f"measuring {thing.name}") as task:
         page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=task, announce=say)

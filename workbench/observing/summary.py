@@ -181,7 +181,8 @@ def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
             each = (
                 f"{c:.7g}{spreads.get(s, '')} {s if isinstance(s, str) else f'layer {s}'}" for s, c in shown.items()
             )
-            terms = (" + ".join(each) or "?") + (" by token" if path.by_token else "")
+            how = " by token" if path.by_token else ", then a norm" if path.is_normed else ""
+            terms = (" + ".join(each) or "?") + how
             head = "" if path.head is None else f" head {path.head}"
             yield f"  layer {path.layer}{head} {path.into} = {terms} (residual {path.residual:.1e})"
 

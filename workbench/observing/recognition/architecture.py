@@ -84,14 +84,15 @@ def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
     parts: list[str] = []
     options: dict[str, Any] = {}
     for into in ("query", "key"):
-        every = [p.coefficients for p in paths if p.into == into]
-        mixed = [c for c in every if abs(c.get("own", 0.0)) > _SAME]
+        every = [p for p in paths if p.into == into]
+        mixed = [p for p in every if abs(p.coefficients.get("own", 0.0)) > _SAME]
         if len(mixed) < len(every) and not shared:
             raise _UnknownArchitecture(f"layers read another's {into} vectors; see value_paths()")
         if mixed:
             parts.append(f"residual_{into[0]}")
-            options |= _constant(f"lambda_{into[0]}1", [c["first"] for c in mixed])
-            options |= _constant(f"lambda_{into[0]}_own", [c["own"] for c in mixed])
+        if mixed and not any(p.is_normed for p in mixed):
+            options |= _constant(f"lambda_{into[0]}1", [p.coefficients["first"] for p in mixed])
+            options |= _constant(f"lambda_{into[0]}_own", [p.coefficients["own"] for p in mixed])
     return parts, options
 
 

@@ -13,8 +13,8 @@ from workbench.observing.recognition.additions import Before, find_additions
 from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, is_stream, number, stream_of
 from workbench.observing.recognition.executions import MATRIX, Execution, rows_at
 from workbench.observing.recognition.least_squares import fit_rotated
-from workbench.observing.recognition.outputs import find_output
-from workbench.observing.recognition.own_values import OwnValues, find_own_values, same_own_values
+from workbench.observing.recognition.outputs import combination, find_output
+from workbench.observing.recognition.own_values import OwnValues, find_own_values, product_rows, same_own_values
 from workbench.observing.recognition.projections import (
     Projection,
     TensorLocation,
@@ -22,7 +22,7 @@ from workbench.observing.recognition.projections import (
     run_index,
     same_projection,
 )
-from workbench.observing.recognition.structure import LayerStructure, Part, Scope
+from workbench.observing.recognition.structure import GATED, LayerStructure, Mixed, Part, Scope
 from workbench.observing.recognition.trace import Trace, is_matrix
 from workbench.observing.recognition.traced_attention import BY_HAND, UNREAD, TracedAttention, stacked
 
@@ -133,8 +133,9 @@ def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]]
             layer.rows["own"] = own_values
         assert first is not None
         find_output(trace, layer, inside, first.attention.v, block)
-    for name in ("q", "k") if read else ():
+    for name in ("q", "k") if read and all(len(layer.parts) == 1 for layer, _ in read) else ():
         _find_mixed(trace, read, name)
+        _find_mixed_and_normed(trace, read, name)
 
 
 def beside_each_other(layer: LayerStructure, owns: list[Tensor]) -> Tensor | None:
@@ -150,7 +151,7 @@ def _find_mixed(trace: Trace, read: list[tuple[LayerStructure, Execution]], name
     """Queries or keys that no output holds, where they are the first layer's and their own, each times a number."""
     first, block = read[0]
     known: Projection | None = getattr(first.parts[0], name)
-    if known is None or any(len(layer.parts) > 1 for layer, _ in read):
+    if known is None:
         return
     sources = known.heads_in(_output_rows(trace, block, known))
     for layer, block in read[1:]:
@@ -162,7 +163,30 @@ def _find_mixed(trace: Trace, read: list[tuple[LayerStructure, Execution]], name
             pairs = [(getattr(at.attention, name), x) for at, x in ((first, sources), (layer, rows))]
             found = fit_rotated(*pairs, starts=trace.starts)
             if found is not None:
-                layer.mixed[name] = found
+                layer.mixed[name] = Mixed(*found)
+
+
+def _find_mixed_and_normed(trace: Trace, read: list[tuple[LayerStructure, Execution]], name: str) -> None:
+    """Queries or keys that are a norm of the first layer's and their own: only the ratio of their weights is known, which sum to 1."""
+    known, source = None, None
+    for layer, block in read:
+        part, inside = layer.parts[0], inside_of(trace, block)
+        place: Projection | None = getattr(part, name)
+        heads = getattr(part.attention, name) if place is None else place.heads_in(_output_rows(trace, block, place))
+        before = [e for e in inside if e.end < part.attention.times[-1]]
+        plain = find_own_values(trace.module, before, heads)
+        if known is None:
+            if plain is None:
+                return
+            known, first, source = plain, layer, product_rows(trace.module, before, plain, heads.shape[1])
+        elif plain is None and name not in layer.mixed and source is not None:
+            own = same_own_values(trace.module, before, known, partial(_renamed, was=first, now=layer))
+            found = None
+            if own is not None and heads.shape == source.shape:
+                found = combination(heads, ("first", "own"), [source, own.heads_in(_output_rows(trace, block, own))])
+            if found is not None and found.kind != GATED:
+                a, b = (found.weights.mean(0) / found.weights.mean(0).sum()).tolist()
+                layer.mixed[name] = Mixed(a, b, found.residual, True)
 
 
 def _latent(trace: Trace, layer: LayerStructure, part: Part, block: Execution) -> TensorLocation | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
     if not trace.elsewhere or any(not a.refusal for a in trace.attentions):
         return Layout()
     within, queries = trace.elsewhere[0]
-    name = within.name
+    names = [part.name for part in within.stack()[1:]]
     packed = batch > 1 and queries == batch * length
     guess = Positions(batch, length, Layout(packed=packed) if packed else Layout((queries - length, 0)))
-    before, after = (_read(trace.module, name, call, ids, guess) for ids in (trace.tokens, _changed(trace.tokens)))
+    before, after = (_read(trace.module, names, call, ids, guess) for ids in (trace.tokens, _changed(trace.tokens)))
     if before is None or after is None or before.shape != after.shape or torch.equal(before, after):
         return Layout()
     row, place = (before != after).flatten(2).any(-1).nonzero()[0].tolist()
@@ -37,7 +37,7 @@ def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
     front = place - (length - 1)
     if packed or row or not 0 <= front <= queries - length:
         raise WorkbenchError(
-            f"attention in {name or 'the module'} runs over {queries} positions for {length} tokens; token {length - 1} of the "
+            f"attention in {within.name or 'the module'} runs over {queries} positions for {length} tokens; token {length - 1} of the "
             f"first sequence is at {place} of row {row}: only tokens side by side, or sequences one after the other, can be told apart"
         )
     return Layout((front, queries - length - front))
@@ -51,19 +51,22 @@ def _changed(tokens: Tensor) -> Tensor:
     return changed
 
 
-def _read(module: nn.Module, name: str, call: Callable[[Tensor], Any], ids: Tensor, at: Positions) -> Tensor | None:
-    """What a submodule first reads at all positions, [row, column, ...]."""
+def _read(
+    module: nn.Module, names: Sequence[str], call: Callable[[Tensor], Any], ids: Tensor, at: Positions
+) -> Tensor | None:
+    """What the first of these submodules that reads vectors at all positions reads, [row, column, width]."""
     seen: list[Tensor] = []
 
     def note(part: nn.Module, args: Any, kwargs: Any) -> None:
         if not seen:
-            lined = (at.lined(x) for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim > 1)
+            lined = (at.lined(x) for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim in (2, 3))
             seen.extend(x.detach().clone() for x in lined if x is not None and x.shape[:2] == (at.rows, at.columns))
 
-    handle = module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+    handles = [module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True) for name in names]
     try:
         with torch.inference_mode(False), torch.no_grad(), uncompiled():
             call(ids)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     return seen[0] if seen else None

@@ -54,6 +54,12 @@ def find_own_values(module: nn.Module, executions: list[Execution], target: Tens
     return None
 
 
+def product_rows(module: nn.Module, executions: list[Execution], known: OwnValues, heads: int) -> Tensor:
+    """Rows [row, head, d_head] of the product behind own values, before any norm."""
+    rows = _rows(_matrices(module, executions)[known.owner, known.index])
+    return rows[:, known.columns if isinstance(known.columns, slice) else list(known.columns)].unflatten(1, (heads, -1))
+
+
 def same_own_values(
     module: nn.Module, executions: list[Execution], known: OwnValues, renamed: Callable[[str], str]
 ) -> Projection | None:
@@ -132,8 +138,17 @@ def _scaled_columns(rows: Tensor, heads: Tensor) -> Iterable[slice]:
     n = heads.flatten(1).shape[1]
     for first in range(0, rows.shape[1] - n + 1, heads.shape[2]):
         columns = slice(first, first + n)
-        if _scaled(rows[:, columns].reshape(heads.shape), heads) < EXACT.get(heads.dtype, 1e-2):
+        some = rows[:, columns].reshape(heads.shape)
+        if _may_be_scaled(some, heads) and _scaled(some, heads) < EXACT.get(heads.dtype, 1e-2):
             yield columns
+
+
+def _may_be_scaled(heads: Tensor, target: Tensor) -> bool:
+    """Whether two rows alone would have it so: what one is of the other has one factor for each head but for the columns'."""
+    (a, b), (x, y) = ([z[i].double() for i in (len(z) // 2, -1)] for z in (heads, target))
+    left, right = x * b, y * a  # factor of one row times those of the columns, of the other: equal but for a number
+    factor = (left * right).sum(-1, keepdim=True) / right.square().sum(-1, keepdim=True).clamp_min(1e-300)
+    return float((left - factor * right).norm()) <= 0.1 * float(left.norm())
 
 
 def _scaled(heads: Tensor, target: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -57,6 +58,18 @@ class Combination:
         return f"{self.kind} {' and '.join(self.names)}: see value_paths()"
 
 
+class Mixed(NamedTuple):
+    """Weights of the first layer's queries or keys and of the own ones, what they leave, whether a norm follows.
+
+    Behind a norm the weights are known but for a factor; they sum to 1.
+    """
+
+    first: float
+    own: float
+    residual: float
+    is_normed: bool = False
+
+
 @dataclass
 class Part:
     """One attention of a layer, and where its tensors pass."""
@@ -90,9 +103,7 @@ class LayerStructure:
     mlp_out: Addition | None = None
     keeps: tuple[float, float] = (1.0, 0.0)  # how much of what it and the first block read is in its output
     rows: dict[str, Tensor] = field(default_factory=dict)  # of the traced run: stream in and out, own values, z
-    mixed: dict[str, tuple[float, float, float]] = field(
-        default_factory=dict
-    )  # q, k: of the first layer's, of its own, what is left
+    mixed: dict[str, Mixed] = field(default_factory=dict)  # q, k: of the first layer's and its own
     inline: tuple[str, ...] = ()  # modules that run in it, where the block itself is no module
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found

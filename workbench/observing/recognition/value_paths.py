@@ -42,6 +42,9 @@ class ValuePath:
     spread: Mapping[Source, float] = field(default_factory=dict)
     """Standard deviation over tokens, where weights depend on them; the coefficients are then means."""
 
+    is_normed: bool = False
+    """Whether a norm follows, so that coefficients are known but for a factor: they sum to 1."""
+
     @property
     def by_token(self) -> bool:
         """Whether its weights depend on the token."""
@@ -74,9 +77,9 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
         if not layer.is_read:
             continue
         for short, into in (("q", "query"), ("k", "key")):
-            if short in layer.mixed:
-                a, b, left = layer.mixed[short]
-                paths.append(ValuePath(i, into, {name: a, "own": b}, left, exact=True))
+            if (mix := layer.mixed.get(short)) is not None:
+                weights = {name: mix.first, "own": mix.own}
+                paths.append(ValuePath(i, into, weights, mix.residual, exact=True, is_normed=mix.is_normed))
             elif (j := _same(layers, i, short)) is not None:
                 paths.append(ValuePath(i, into, {"first" if j == 0 else j: 1.0}, 0.0, exact=True))
         near: dict[Source, Tensor] = {name: first} if i > start else {}

@@ -17,7 +17,7 @@ from workbench.names import ACTIVATIONS
 from workbench.training.recorder.capture_points import ATTENTION_INPUT, CapturePoint, is_observed
 from workbench.training.recorder.quantities import UNITS, aliases_of
 
-GRADIENT_NORM, GRADIENT_SINK = "activation_gradient_norm", "gradient_sink"
+GRADIENT_NORM, GRADIENT_SINK, BY_POSITION = "activation_gradient_norm", "gradient_sink", "gradient_by_position"
 GATHERED = 32  # positions among which a gradient sink is sought, as in `measure`
 
 
@@ -48,11 +48,16 @@ UNCOMPILED = _Uncompiled()
 class ActivationCapture:
     """Means over the sequences of all forward passes between `start` and `stop`, sums of squared gradients, and of gradients.
 
-    `gradients`: aliases of the activations whose gradients are summed. `model`: what the points are of.
+    `gradients`: aliases of the activations whose gradients are summed, for these `quantities`. `model`: what the points are of.
     """
 
     def __init__(
-        self, model: Any, points: Sequence[CapturePoint], metrics: Sequence[Metric], gradients: Sequence[str]
+        self,
+        model: Any,
+        points: Sequence[CapturePoint],
+        metrics: Sequence[Metric],
+        gradients: Sequence[str],
+        quantities: Sequence[str] = (),
     ) -> None:
         self.observed: Any = model if is_observed(model) else None
         self.runs: list[ExitStack] = []
@@ -63,7 +68,10 @@ class ActivationCapture:
             if its_metrics or with_gradient:
                 self.plan.append((point, its_metrics, with_gradient))
         self.names = {m.name for _, its_metrics, _ in self.plan for m in its_metrics}
-        self.names |= {_quantity(point) for point, _, with_gradient in self.plan if with_gradient}
+        self.gathers = [
+            q for q in (GRADIENT_SINK, BY_POSITION) if q in quantities
+        ]  # of gradients summed over the batch
+        self.names |= {q for point, _, pulled in self.plan if pulled for q in self._quantities(point)}
         self.seconds = 0.0  # spent in the hooks
         self.handles: list[Any] = []
         self.reset()
@@ -159,9 +167,8 @@ class ActivationCapture:
 
     def missing(self) -> dict[str, str]:
         """Why each quantity that was to be captured was not."""
-        captured = {name for _, name in self.sums} | {
-            _quantity(self.plan[i][0]) for i in (*self.squares, *self.gathered)
-        }
+        seen = (*self.squares, *self.gathered)
+        captured = {name for _, name in self.sums} | {q for i in seen for q in self._quantities(self.plan[i][0])}
         no_call = "no hook was called: is the step compiled as a whole, or exported?"
         why = "nothing passed as [batch, pos, width]" if self.lengths else no_call
         return {name: self.short.get(name, why) for name in sorted(self.names - captured)}
@@ -178,11 +185,12 @@ class ActivationCapture:
             named = {"metric": GRADIENT_NORM, "unit": UNITS[GRADIENT_NORM]}
             yield named | dict(self.plan[index][0].axes) | shared, norm
         for index, total in self.gathered.items():
-            norms = total.norm(dim=-1)
-            named = {"metric": GRADIENT_SINK, "unit": UNITS[GRADIENT_SINK]}
-            yield named | dict(self.plan[index][0].axes) | shared, norms[0] / norms[1:].mean()
+            norms = total.norm(dim=-1) if scale is None else total.norm(dim=-1) / scale.to(total.device)
+            found = {GRADIENT_SINK: norms[0] / norms[1:].mean(), BY_POSITION: norms}
+            for name in self.gathers:
+                named = {"metric": name, "unit": UNITS[name], "along": "position"}
+                yield named | dict(self.plan[index][0].axes) | shared, found[name]
 
-
-def _quantity(point: CapturePoint) -> str:
-    """What is recorded of a point's gradient."""
-    return GRADIENT_SINK if point.alias == ATTENTION_INPUT else GRADIENT_NORM
+    def _quantities(self, point: CapturePoint) -> list[str]:
+        """What is recorded of a point's gradient."""
+        return self.gathers if point.alias == ATTENTION_INPUT else [GRADIENT_NORM]

@@ -14,6 +14,7 @@ OWN = {
     "weight_norm": "Frobenius norm of each matrix",
     "coefficient": "numbers that a shortcut learns or uses",
     "activation_gradient_norm": "Frobenius norm of the loss's gradient with respect to streams and values, whole batch",
+    "gradient_by_position": "norm of the gradient at what attention reads at each of the first 32 positions, summed over the batch",
     "gradient_sink": "gradient at what attention reads at the first position over that of the 31 behind it, summed over the batch",
 }
 """Quantities that are no measure of an activation alone."""
@@ -26,8 +27,8 @@ DEFAULT = (
 
 UNITS = {
     "train_loss": "nats", "gradient_norm": "loss per weight", "activation_gradient_norm": "loss per activation",
-    "update_ratio": "ratio", "gradient_sink": "ratio", "weight_norm": "norm", "coefficient": "weight", "seconds_per_step": "s",
-    "recorder_share": "share of the loop's time",
+    "gradient_by_position": "loss per activation", "gradient_sink": "ratio", "update_ratio": "ratio", "weight_norm": "norm",
+    "coefficient": "weight", "seconds_per_step": "s", "recorder_share": "share of the loop's time",
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.metrics import METRICS
 from workbench.runs.run import FORMAT, runs_folder, written_now
-from workbench.training.recorder.activation_capture import GRADIENT_NORM, GRADIENT_SINK, ActivationCapture
+from workbench.training.recorder.activation_capture import BY_POSITION, GRADIENT_NORM, GRADIENT_SINK, ActivationCapture
 from workbench.training.recorder.capture_points import (
     ATTENTION_INPUT,
     blocks_of,
@@ -33,7 +33,7 @@ from workbench.training.recorder.capture_points import (
 from workbench.training.recorder.quantities import DEFAULT, UNITS, aliases_of, chosen
 from workbench.training.recorder.recording_folder import RecordingFolder
 from workbench.training.recorder.sinks import SINKS, Sink, checked
-from workbench.training.recorder.step_record import StepRecord, frobenius_norms
+from workbench.training.recorder.step_record import StepRecord, frobenius_norms, is_sharded
 
 WITH_GRADIENT = ("stream", "v", "own_v", "first_v")
 """Activations whose gradients are recorded."""
@@ -48,7 +48,7 @@ class Recorder:
     """Records a module's training into a run folder. `step` after `backward`, `close` after the last optimiser step.
 
     Args:
-        model: any module; wrapped in DistributedDataParallel or compiled is fine, sharded is refused. A foreign module
+        model: any module; wrapped in DistributedDataParallel, compiled or sharded by `fully_shard` is fine. A foreign module
             under `workbench.observe` shows its attention too; the loop goes on calling the module itself.
         every: optimiser steps between logging steps.
         folder: the run folder; default a new one, named by the model and the time, under `runs` or `$WORKBENCH_RUNS`.
@@ -59,8 +59,8 @@ class Recorder:
         to: `wandb`, `tensorboard` or both: where the numbers go beside the folder.
 
     Raises `UnknownName` for a quantity or a sink, `WorkbenchError` for one that this module does not show, for a folder
-    in use or of another model. Only the first process of several records; its activations are those of its share of the
-    batch.
+    in use or of another model. Only the first process of several writes; its activations are those of its share of the
+    batch. Where parameters are sharded, every process calls `step` and `close`, and norms are those of whole matrices.
     """
 
     def __init__(
@@ -74,6 +74,9 @@ class Recorder:
         self.model, self.every, self.count = _unwrapped(model), every, start or 0
         self.places = matrix_places(self.model)
         self.active = _rank() == 0
+        self.helps = not self.active and any(
+            is_sharded(p) for p in self.model.parameters()
+        )  # with norms of spread tensors
         self.unavailable: dict[str, str] = {}
         self.capture = self._make_capture(strict=quantities is not DEFAULT)
         self.seconds, self.since = 0.0, (self.count, time.perf_counter())
@@ -105,16 +108,16 @@ class Recorder:
 
         Raises `WorkbenchError` after `close` and where no gradients are there.
         """
-        if self.active:
+        if self.active or self.helps:
             due, began = self.count % self.every == 0, 0.0
             if self.open or due or (self.count + 1) % self.every == 0:
                 began = time.perf_counter()
-                if self.folder.closed:
+                if self.active and self.folder.closed:
                     raise WorkbenchError(f"the recorder of {self.folder.path} is closed")
                 self._finish()
                 if due:
                     self._begin(loss, scaler, learning_rate)
-                if (self.count + 1) % self.every == 0:
+                if self.active and (self.count + 1) % self.every == 0:
                     self.capture.start()
                 self.seconds += time.perf_counter() - began
         self.count += 1
@@ -127,8 +130,9 @@ class Recorder:
 
     def close(self) -> None:
         """Finish the last record and write everything; call it after the last optimiser step."""
-        if self.active and not self.folder.closed:
+        if self.helps or (self.active and not self.folder.closed):
             self._finish()
+        if self.active:
             _stop(self.capture, self.folder, self.sinks)
 
     def __enter__(self) -> Recorder:
@@ -166,7 +170,8 @@ class Recorder:
                     record.add({"metric": "weight_norm", **self._place(name)}, norm)
             if "update_ratio" in self.quantities:
                 record.weights = {n: (w.clone(), norm) for (n, w), norm in zip(recorded.items(), norms, strict=True)}
-        self._warn_of_missing()
+        if self.active:
+            self._warn_of_missing()
 
     def _gradients(self, record: StepRecord, gradients: dict[str, Tensor], scale: Tensor | None) -> None:
         norms = dict(zip(gradients, frobenius_norms(gradients.values()), strict=True))
@@ -211,6 +216,8 @@ class Recorder:
         self._write(record.step, rows)
 
     def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
+        if not self.active:
+            return
         self.folder.add(step, rows)
         for sink in self.sinks:
             sink.add(step, rows)
@@ -221,14 +228,14 @@ class Recorder:
 
     def _make_capture(self, *, strict: bool) -> ActivationCapture:
         metrics = [METRICS[q] for q in self.quantities if q in METRICS and METRICS[q].form == "per_sequence"]
-        pulls = {GRADIENT_NORM: WITH_GRADIENT, GRADIENT_SINK: (ATTENTION_INPUT,)}
+        pulls = {GRADIENT_NORM: WITH_GRADIENT, GRADIENT_SINK: (ATTENTION_INPUT,), BY_POSITION: (ATTENTION_INPUT,)}
         pulls = {name: aliases for name, aliases in pulls.items() if name in self.quantities}
         reads = {m.name: aliases_of(m) for m in metrics} | pulls
         points = capture_points(self.model, [alias for aliases in reads.values() for alias in aliases])
         shown = {point.alias for point in points}
         for name, aliases in reads.items():
             if not shown & set(aliases):
-                helps = name != GRADIENT_SINK and not has_named_hooks(self.model)
+                helps = name not in (GRADIENT_SINK, BY_POSITION) and not has_named_hooks(self.model)
                 advice = "; give workbench.observe(model, ids) instead" if helps else ""
                 self.unavailable[name] = f"{type(self.model).__name__} shows no {' or '.join(aliases)}{advice}"
         if "coefficient" in self.quantities and not has_named_hooks(self.model) and strict:
@@ -237,9 +244,8 @@ class Recorder:
             name, reason = next(iter(self.unavailable.items()))
             raise WorkbenchError(f"{name} cannot be recorded: {reason}")
         available = [m for m in metrics if m.name not in self.unavailable]
-        return ActivationCapture(
-            self.model, points, available, [alias for aliases in pulls.values() for alias in aliases]
-        )
+        aliases = [alias for aliases in pulls.values() for alias in aliases]
+        return ActivationCapture(self.model, points, available, aliases, self.quantities)
 
     def _warn_of_missing(self) -> None:
         """Warn once of what a step did not show: too short sequences, or hooks that were never called."""
@@ -269,7 +275,7 @@ def _unscaled(scaler: Any) -> bool:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's and DistributedDataParallel's wrappers; raises for sharded parameters."""
+    """The module inside torch.compile's and DistributedDataParallel's wrappers; raises for FSDP1's flat parameters."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
@@ -277,9 +283,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         if inner is None:
             break
         model = inner
-    kinds = {type(p).__name__ for p in model.parameters()} | {type(m).__name__ for m in model.modules()}
-    if kinds & {"DTensor", "FullyShardedDataParallel"}:
-        raise WorkbenchError("the parameters are sharded over processes; a recorder needs each matrix whole")
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        raise WorkbenchError(
+            "FullyShardedDataParallel keeps no matrix by itself; shard the model with fully_shard (FSDP2)"
+        )
     return model
 
 

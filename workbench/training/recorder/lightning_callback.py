@@ -1,0 +1,72 @@
+"""`LightningCallback`: a recorder inside a Lightning Trainer.
+
+Trainer(callbacks=[workbench.LightningCallback("runs/mine", every=100)])
+
+Lightning calls `on_before_optimizer_step` after the last backward pass of a step and before it clips, inside the optimiser's
+closure; under AMP gradients are unscaled by then.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import WorkbenchError
+from workbench.training.recorder.recorder import Recorder
+
+
+def _callback() -> Any:
+    """Lightning's base class, under either of its names."""
+    for name in ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"):
+        try:
+            return importlib.import_module(name).Callback
+        except ModuleNotFoundError as error:
+            if not name.startswith(str(error.name)):
+                raise
+    raise WorkbenchError("a Lightning callback needs Lightning: pip install lightning")
+
+
+class LightningCallback(_callback()):  # type: ignore[misc]
+    """A `Recorder` over the LightningModule (or its part `module`), from the step the Trainer begins at.
+
+    The loss is what `training_step` returns; `every` counts optimiser steps.
+    """
+
+    def __init__(
+        self, folder: str | Path | None = None, every: int = 100, *, module: str = "", **settings: Any
+    ) -> None:
+        super().__init__()
+        self.folder, self.every, self.module, self.settings = folder, every, module, settings
+        self.recorder: Recorder | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start a recording, or go on with it."""
+        model = pl_module.get_submodule(self.module) if self.module else pl_module
+        start = trainer.global_step or None
+        self.recorder = Recorder(model, self.every, self.folder, **{"start": start} | self.settings)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Record the step."""
+        if self.recorder:
+            self.recorder.step(learning_rate=optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Write down the loss of a step that was recorded."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        recorder = self.recorder
+        if recorder and recorder.open and recorder.open.step == recorder.count - 1 and loss is not None:
+            recorder.open.add({"metric": "train_loss"}, loss)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Finish the recording."""
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Keep what was recorded until then."""
+        self._close()
+
+    def _close(self) -> None:
+        if self.recorder:
+            self.recorder.close()
+            self.recorder = None
