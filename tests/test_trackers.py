@@ -12,9 +12,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
-from workbench.runs.records import records
-from workbench.runs.run import Run
-from workbench.runs.trackers import export_log, identity, opened, series_names
+from workbench.runs import trackers
+from workbench.runs.trackers import export_log, identity, tag
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +24,18 @@ def run(tmp_path_factory):
 
 
 def test_a_number_is_called_by_its_metric_and_its_axes():
-    rows = [
-        {"metric": "validation_loss", "data": "text", "value": 1.0},
-        {"metric": "gradient_norm", "part": "q_proj", "layer": 2, "value": 1.0},
-        {"metric": "sink_mass", "variant": "k4", "layer": 0, "head": 1, "value": 1.0},
-    ]
-    assert series_names(records(rows)) == [
-        "validation_loss/text", "gradient_norm/q_proj/layer2", "sink_mass/k4/layer0/head1",
-    ]  # fmt: skip
+    assert tag({"metric": "validation_loss", "data": "text"}) == "workbench/validation_loss/text"
+    assert (
+        tag({"metric": "gradient_norm", "part": "q_proj", "layer": 2, "head": None})
+        == "workbench/gradient_norm/q_proj/2"
+    )
+    row = {"metric": "sink_mass", "variant": "k4", "control": "uniform", "layer": 0, "source": 1, "head": 3}
+    assert tag(row) == "workbench/sink_mass-k4-uniform/0/from1/h3"
 
 
 def scalars(folder):
-    """(tag, step, value) of all that a reader of TensorBoard's files shows: what a later file begins anew is gone."""
-    shown, found = {}, sorted(folder.glob("events.*"))
+    """(tag, step) -> value of all that a reader of TensorBoard's files shows: what a later file begins anew is gone."""
+    shown, found = {}, sorted((folder / "tensorboard").glob("events.*"))
     for path in found:
         data, at = path.read_bytes(), 0
         while at < len(data):
@@ -50,34 +48,35 @@ def scalars(folder):
     return shown
 
 
-def test_tensorboard_shows_telemetry_and_records_once(run, tmp_path):
+def test_tensorboard_shows_telemetry_and_records_once(run):
     for _ in range(2):
-        told = export_log(run, "tensorboard", str(tmp_path))
-    found = scalars(tmp_path / run.name)
+        told = export_log(run, "tensorboard")
+    found = scalars(run.path)
     assert len(found) == told
     losses = run.telemetry("metric == 'train_loss'")
-    assert [found["train_loss", step] for step in losses["step"]] == pytest.approx(losses["value"].tolist(), rel=1e-6)
-    assert any(tag.startswith("loss/") and step == 8 for tag, step in found), "records as well"
-    assert not any("/head" in tag for tag, _ in found), "by head: only where it is named"
-    export_log(run, "tensorboard", str(tmp_path / "chosen"), ["sink_mass"])
-    chosen = [tag for tag, _ in scalars(tmp_path / "chosen" / run.name)]
-    assert {tag.split("/")[0] for tag in chosen} == {"sink_mass"}
-    assert any("/head" in tag for tag in chosen)
+    sent = [found["workbench/train_loss", step] for step in losses["step"]]
+    assert sent == pytest.approx(losses["value"].tolist(), rel=1e-6)
+    assert any(name.startswith("workbench/loss/") and step == 8 for name, step in found), "records as well"
+    assert not any("/h0" in name for name, _ in found), "by head: only where it is named"
+    export_log(run, "tensorboard", ["sink_mass"])
+    chosen = {name for name, _ in scalars(run.path)}
+    assert {name.split("/")[1].split("-")[0] for name in chosen} == {"sink_mass"}
+    assert any(name.endswith("/h0") for name in chosen)
 
 
-def test_a_training_is_told_as_it_goes_and_after_a_stop_goes_on_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+def test_a_training_is_told_as_it_goes_and_after_a_stop_goes_on_there(tmp_path):
     def stop(step, *_):
         if step == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        training_runs.start(tmp_path / "runs", progress=stop, log="tensorboard")
-    run = training_runs.start(tmp_path / "runs", log="tensorboard")
-    found = scalars(tmp_path / "tensorboard" / run.name)
-    losses = run.telemetry("metric == 'train_loss'")
-    assert [step for tag, step in sorted(found) if tag == "train_loss"] == losses["step"].tolist() == list(range(8))
+        training_runs.start(tmp_path, progress=stop, log="tensorboard")
+    run = training_runs.start(tmp_path, log="tensorboard")
+    steps = sorted(step for name, step in scalars(run.path) if name == "workbench/train_loss")
+    assert steps == run.telemetry("metric == 'train_loss'")["step"].tolist() == list(range(8))
+    with pytest.raises(UnknownName, match="did you mean wandb"):
+        training_runs.start(tmp_path, name="none", log="wanbd")
+    assert not (tmp_path / "none").exists()
 
 
 class Recorded:
@@ -95,23 +94,21 @@ class Recorded:
         return call
 
 
-def test_wandb_gets_one_run_with_its_settings_and_steps_in_order(run, monkeypatch):
+def test_wandb_gets_one_run_with_its_settings_by_the_signatures_of_its_client(run, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    methods = {name: inspect.signature(getattr(wandb.Run, name).__get__(object())) for name in ("log", "finish")}
-    theirs = Recorded(methods)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    names = ("log", "finish", "define_metric")
+    theirs = Recorded({name: inspect.signature(getattr(wandb.Run, name).__get__(object())) for name in names})
     opens = Recorded({"init": inspect.signature(wandb.init)}, init=theirs)
     monkeypatch.setattr(wandb, "init", opens.init)
-    told = export_log(run, "wandb", "mine")
+    told = export_log(run, "wandb")
     ((_, _, settings),) = opens.calls
-    assert (settings["project"], settings["id"], settings["resume"]) == ("mine", identity(run), "allow")
+    assert (settings["mode"], settings["id"], settings["resume"]) == ("offline", identity(run.path, run.info), "allow")
     assert settings["config"]["train"]["steps"] == 8
-    *logged, (last, _, how) = theirs.calls
-    assert [named["step"] for _, _, named in logged] == list(range(9))
-    assert sum(len(given[0]) for _, given, _ in logged) == told
-    assert (last, how) == ("finish", {"exit_code": 0})
-    with pytest.raises(RuntimeError), opened("wandb", run):
-        raise RuntimeError("a training that failed")
-    assert theirs.calls[-1] == ("finish", (), {"exit_code": 1})
+    logged = [given[0] for name, given, _ in theirs.calls if name == "log"]
+    assert [row["workbench/step"] for row in logged] == list(range(9))
+    assert sum(len(row) - 1 for row in logged) == told
+    assert theirs.calls[-1] == ("finish", (), {})
 
 
 def signature(text):
@@ -137,21 +134,19 @@ def test_mlflow_gets_its_batches_by_the_signatures_of_its_client(run, monkeypatc
     client = Recorded(
         {k: signature(v) for k, v in MLFLOW.items()}, create_experiment="e1", create_run=made, search_runs=[]
     )
-    uris = []
-    module = types.ModuleType("mlflow")
-    module.MlflowClient = lambda tracking_uri=None, registry_uri=None: uris.append(tracking_uri) or client
-    entities = types.ModuleType("mlflow.entities")
+    module, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    module.MlflowClient = lambda tracking_uri=None, registry_uri=None: client
     entities.Metric = lambda key, value, timestamp, step: (key, value, step)
     entities.Param = lambda key, value: (key, value)
+    module.__spec__ = types.SimpleNamespace(name="mlflow")
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    told = export_log(run, "mlflow", "file:///tmp/ml")
+    told = export_log(run, "mlflow")
     batches = [named for name, _, named in client.calls if name == "log_batch"]
-    assert uris == ["file:///tmp/ml"]
     assert ("train.steps", "8") in [pair for batch in batches for pair in batch.get("params", ())]
     assert all(len(batch.get("metrics", ())) <= 1000 and len(batch.get("params", ())) <= 100 for batch in batches)
     assert sum(len(batch.get("metrics", ())) for batch in batches) == told
-    assert client.calls[-1] == ("set_terminated", ("r1",), {"status": "FINISHED"})
+    assert client.calls[-1] == ("set_terminated", ("r1",), {})
 
 
 def test_what_cannot_be_told_is_refused_by_name(run, monkeypatch):
@@ -159,7 +154,10 @@ def test_what_cannot_be_told_is_refused_by_name(run, monkeypatch):
         export_log(run, "tensorbord")
     with pytest.raises(UnknownName, match="did you mean sink_mass"):
         export_log(run, "wandb", metrics=["sink_mas"])
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(WorkbenchError, match="mlflow is not installed: pip install"):
-        export_log(run, "mlflow")
-    assert Run.open(run.path).finished
+
+    def refused(*_):
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(trackers.SINKS, "wandb", ("wandb", refused))
+    with pytest.raises(WorkbenchError, match="wandb cannot be opened: ConnectionError: no route"):
+        export_log(run, "wandb")

@@ -100,9 +100,6 @@ def push(
 def export_log(
     path: Annotated[str, typer.Argument(help="A run.")],
     to: Annotated[str, typer.Option(help="wandb, tensorboard or mlflow.")],
-    where: Annotated[
-        str | None, typer.Option(help="The project of W&B, the folder of TensorBoard, the URI of MLflow.")
-    ] = None,
     metric: Annotated[
         list[str] | None, typer.Option("--metric", "-m", help="These alone, by head and position too; repeat for more.")
     ] = None,
@@ -114,7 +111,7 @@ def export_log(
     from workbench.runs.trackers import export_log as hand_on
 
     with progress(f"{path} to {to}"):
-        numbers = hand_on(Run.open(path), to, where, metric)
+        numbers = hand_on(Run.open(path), to, metric)
     say(f"handed on: {numbers} numbers of {path} to {to}")
 
 

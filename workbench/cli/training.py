@@ -111,7 +111,7 @@ def train(
     model: ModelKeys = None,
     recipe: RecipeKeys = None,
     log: Annotated[
-        str | None, typer.Option(help="Tell a tracker too, as it trains: wandb, tensorboard or mlflow.")
+        list[str] | None, typer.Option(help="Tell a tracker too, as it trains: wandb, tensorboard or mlflow.")
     ] = None,
     runs: Runs = None,
     device: Device = None,
@@ -135,8 +135,8 @@ def train(
     run_name = name or f"{architecture}-{preset}-s{seed}"
     with progress(run_name, settings.steps) as bar:
         run = run_training(
-            architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device, log=log, **options,
-            progress=lambda step, loss, rate: bar(step, what=f"loss {loss:.3f} nats, {rate:,.0f} tokens/s"),
+            architecture, data, name=run_name, runs=folder, model=config, train=settings, seed=seed, device=device, log=log or (),
+            progress=lambda step, loss, rate: bar(step, what=f"loss {loss:.3f} nats, {rate:,.0f} tokens/s"), **options,
         )  # fmt: skip
     losses = run.telemetry(f"metric == 'validation_loss' and step == {settings.steps}")
     if as_json:

@@ -1,53 +1,175 @@
-"""A run's numbers in other people's trackers: Weights & Biases, TensorBoard, MLflow.
+"""Where numbers go beside a run's folder: W&B, TensorBoard and MLflow, through their own clients.
 
-    export_log(run, "wandb")                      # what is written down of it
-    train(..., log="tensorboard")                 # live, part by part as it is written down
+workbench.Recorder(model, to="wandb")          # into the loop's own W&B run where one is open, else into an offline run
+workbench.train(..., log="tensorboard")        # event files in the run's `tensorboard/`
+export_log(run, "mlflow")                      # what is written down of a run already
 
-A number's name is its metric and then its axes, `gradient_norm/q_proj/layer2`. Trackers draw a chart for each name, so of records
-those by head or position stay out unless their metric is named.
+A number is called `workbench/METRIC/PART/LAYER/hHEAD` there, as far as it has them, at the optimiser step it was recorded at.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
+import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import pandas as pd
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest
-from workbench.places import install
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
 
-NAMED = ("data", "variant", "control", "site", "part")
-COUNTED = ("layer", "source", "head", "position", "index")
-MANY = ["head", "position", "index"]
 PROJECT = "workbench"
-FITS = 1000  # numbers in one request, MLflow's limit; of its parameters a tenth
-LONGEST = 250  # characters of a name or a setting, MLflow's limit
+MANY = ["head", "position", "index"]  # axes of which each place would be a chart of its own
+FITS, PARAMETERS, LONGEST = 1000, 100, 250  # numbers and settings in one request of MLflow's, characters of each
 
 
-class Tracker(Protocol):
-    """Where numbers go."""
+class Sink(Protocol):
+    """What takes rows of one step."""
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """The numbers of one step."""
+    def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None: ...
 
-    def close(self, failed: bool) -> None:
-        """Nothing more comes."""
+    def close(self) -> None: ...
 
 
-def export_log(run: Run, to: str, where: str | None = None, metrics: Sequence[str] | None = None) -> int:
-    """Hand a tracker what is written down of a run, telemetry and records, and return how many numbers that were.
+class WandbSink:
+    """The open W&B run, which stays open; or a run of its own in the folder, offline unless `WANDB_MODE` says otherwise."""
 
-    `where`: the project of W&B, the folder of TensorBoard, the URI of MLflow; `metrics`: these alone, all of their axes. Done again it
-    goes into the same run of the tracker. Raises `UnknownName` for a tracker or a metric, `BadData` where nothing is written down.
+    def __init__(self, folder: Path, info: Mapping[str, Any], start: int | None) -> None:
+        import wandb
+
+        self.own = None if wandb.run is not None else self._opened(folder, info)
+        run: Any = self.own or wandb.run
+        self.run = run
+        # an axis of its own: the loop may have logged later steps by the time a record is complete, and W&B drops earlier ones
+        self.run.define_metric("workbench/step", hidden=True)
+        self.run.define_metric("workbench/*", step_metric="workbench/step")
+
+    @staticmethod
+    def _opened(folder: Path, info: Mapping[str, Any]) -> Any:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        quiet = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True)
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT), name=folder.name, id=identity(folder, info), resume="allow",
+            dir=folder, mode=mode, config=dict(info), settings=quiet,
+        )  # fmt: skip
+
+    def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Log all numbers of a step at once."""
+        self.run.log({"workbench/step": step, **{tag(row): row["value"] for row in rows}})
+
+    def close(self) -> None:
+        """End the run, where it is our own."""
+        if self.own:
+            self.own.finish()
+
+
+class TensorBoardSink:
+    """Event files in `tensorboard/` of the folder; what comes later hides what they hold from its first step on."""
+
+    def __init__(self, folder: Path, info: Mapping[str, Any], start: int | None) -> None:
+        from tensorboardX import SummaryWriter
+
+        suffix = f".{time.time_ns()}"  # two within a second would be one file
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start, filename_suffix=suffix)
+
+    def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write each number as a scalar."""
+        for row in rows:
+            self.writer.add_scalar(tag(row), row["value"], step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.writer.close()
+
+
+class MlflowSink:
+    """A run of the experiment `workbench` at `MLFLOW_TRACKING_URI`, the same one whenever the folder's run is told again."""
+
+    def __init__(self, folder: Path, info: Mapping[str, Any], start: int | None) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self.client, self.metric, own = MlflowClient(), Metric, identity(folder, info)
+        known = self.client.get_experiment_by_name(PROJECT)
+        experiment = known.experiment_id if known is not None else self.client.create_experiment(PROJECT)
+        found = self.client.search_runs([experiment], filter_string=f"tags.`workbench.run` = '{own}'", max_results=1)
+        if found:
+            self.id = found[0].info.run_id
+            self.client.update_run(self.id, status="RUNNING")
+            return
+        made = self.client.create_run(experiment, tags={"workbench.run": own}, run_name=folder.name)
+        self.id = made.info.run_id
+        pairs = [Param(key[:LONGEST], str(value)[:LONGEST]) for key, value in _flat(info)]
+        for i in range(0, len(pairs), PARAMETERS):
+            self.client.log_batch(self.id, params=pairs[i : i + PARAMETERS])
+
+    def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Send a step's numbers, so many in a request as one takes."""
+        now = int(time.time() * 1000)
+        told = [self.metric(re.sub(r"[^\w\-. /]", "_", tag(r))[:LONGEST], r["value"], now, step) for r in rows]
+        for i in range(0, len(told), FITS):
+            self.client.log_batch(self.id, metrics=told[i : i + FITS])
+
+    def close(self) -> None:
+        """Note its end."""
+        self.client.set_terminated(self.id)
+
+
+SINKS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any], int | None], Sink]]] = {
+    "wandb": ("wandb", WandbSink),
+    "tensorboard": ("tensorboardX", TensorBoardSink),
+    "mlflow": ("mlflow", MlflowSink),
+}
+
+
+def checked(to: str | Iterable[str]) -> tuple[str, ...]:
+    """Names of sinks whose clients are installed; raises `UnknownName`, and `WorkbenchError` for one that is not."""
+    names = (to,) if isinstance(to, str) else tuple(dict.fromkeys(to))
+    for name in names:
+        if name not in SINKS:
+            raise UnknownName("sink", name, SINKS)
+        if importlib.util.find_spec(SINKS[name][0]) is None:
+            raise WorkbenchError(f"to={name!r} takes its client: pip install {SINKS[name][0]}")
+    return names
+
+
+def opened(names: Sequence[str], folder: Path, info: Mapping[str, Any], start: int | None) -> list[Sink]:
+    """The sinks of these names; raises `WorkbenchError` for one that cannot be opened: no key, no server, a folder that is closed."""
+    made = list[Sink]()
+    for name in names:
+        try:
+            made.append(SINKS[name][1](folder, info, start))
+        except Exception as error:  # each client has kinds of its own
+            for sink in made:
+                sink.close()
+            raise WorkbenchError(f"{name} cannot be opened: {type(error).__name__}: {error}") from error
+    return made
+
+
+def tell(sinks: Iterable[Sink], frame: pd.DataFrame) -> None:
+    """Hand on the rows of a table, step by step."""
+    rows = frame[frame["step"].notna() & frame["value"].notna()].sort_values("step", kind="stable")
+    plain = rows.astype("object").where(rows.notna(), None)
+    for step, part in plain.groupby(rows["step"].astype("int64"), sort=True):
+        for sink in sinks:
+            sink.add(int(str(step)), part.to_dict("records"))
+
+
+def export_log(run: Run, to: str, metrics: Sequence[str] | None = None) -> int:
+    """Hand on what is written down of a run, telemetry and records, and return how many numbers that were.
+
+    `metrics`: these alone, with all of their axes; else all that have no head, position or index, since trackers draw a chart for
+    each name. Told again it is the same run there. Raises `UnknownName` for a tracker or a metric, `BadData` where nothing is written.
     """
+    names = checked(to)
     frame = pd.concat([run.telemetry(), load_records([run.path])], ignore_index=True)
     if metrics is None:
         frame = frame[frame[MANY].isna().all(axis=1)]
@@ -58,133 +180,31 @@ def export_log(run: Run, to: str, where: str | None = None, metrics: Sequence[st
         frame = frame[frame["metric"].isin(metrics)]
     if frame.empty:
         raise BadData(f"nothing is written down of {run.name}: there is nothing to hand on")
-    with opened(to, run, where, first=int(frame["step"].min())) as told:
-        told(frame)
+    sinks = opened(names, run.path, run.info, 0)
+    try:
+        tell(sinks, frame)
+    finally:
+        for sink in sinks:
+            sink.close()
     return len(frame)
 
 
-@contextlib.contextmanager
-def opened(to: str, run: Run, where: str | None = None, first: int = 0) -> Iterator[Callable[[pd.DataFrame], None]]:
-    """A function that hands rows to a tracker until the end; `first` is the step at which they begin.
-
-    Raises `UnknownName` for a tracker, `WorkbenchError` where its package is missing or it does not answer.
-    """
-    if to not in TRACKERS:
-        raise UnknownName("tracker", to, TRACKERS)
-    try:
-        tracker = TRACKERS[to](run, where, first)
-    except ImportError as error:
-        raise WorkbenchError(f"{to} is not installed: {install(to)} ({error})") from error
-    except Exception as error:  # of their own kinds: no key, no network, another program's folder
-        raise WorkbenchError(f"{to} cannot be opened: {type(error).__name__}: {error}") from error
-    failed = True
-    try:
-        yield lambda frame: _tell(tracker, frame)
-        failed = False
-    finally:
-        tracker.close(failed)
+def tag(row: Mapping[str, Any]) -> str:
+    """A row's name: `workbench/gradient_norm/q_proj/3`, with its variant behind the metric and `h2` for a head."""
+    metric = "-".join(str(row[key]) for key in ("metric", "variant", "control") if row.get(key) is not None)
+    short = {"source": "from", "head": "h", "position": "at", "index": "i"}
+    axes = [f"{sign}{row[axis]}" for axis, sign in short.items() if row.get(axis) is not None]
+    places = (row.get("data"), row.get("part"), row.get("site"), row.get("layer"))
+    return "/".join(["workbench", metric, *(str(place) for place in places if place is not None), *axes])
 
 
-def _tell(tracker: Tracker, frame: pd.DataFrame) -> None:
-    rows = frame.dropna(subset=["step", "value"])
-    for step, part in rows.assign(name=series_names(rows)).groupby("step", sort=True):
-        tracker.log(int(cast(int, step)), dict(zip(part["name"], part["value"].astype(float), strict=True)))
-
-
-def series_names(frame: pd.DataFrame) -> list[str]:
-    """What each row is called."""
-    names = []
-    for metric, *axes in frame[["metric", *NAMED, *COUNTED]].astype("object").itertuples(index=False):
-        told = [str(value) for value in axes[: len(NAMED)] if not pd.isna(value)]
-        counted = zip(COUNTED, axes[len(NAMED) :], strict=True)
-        told += [f"{axis}{int(value)}" for axis, value in counted if not pd.isna(value)]
-        names.append("/".join([str(metric), *told]))
-    return names
-
-
-def settings(run: Run) -> dict[str, Any]:
-    """What a tracker shows beside the numbers: architecture, options, seed, shape, recipe and data."""
-    told = {key: run.info[key] for key in ("architecture", "seed", "versions") if key in run.info}
-    groups = {
-        key: run.info[key] for key in ("options", "model", "train", "data") if isinstance(run.info.get(key), dict)
-    }
-    return told | groups
-
-
-def identity(run: Run) -> str:
+def identity(folder: Path, info: Mapping[str, Any]) -> str:
     """The same for a run wherever it lies, another for one of its name that was begun anew."""
-    return f"{re.sub(r'[^A-Za-z0-9-]', '-', run.name)}-{digest(run.name, run.info.get('created'))[:8]}"
+    return f"{re.sub(r'[^A-Za-z0-9-]', '-', folder.name)}-{digest(folder.name, info.get('created'))[:8]}"
 
 
-class _WandB:
-    def __init__(self, run: Run, where: str | None, first: int) -> None:
-        import wandb
-
-        self.run = wandb.init(
-            project=where or PROJECT, id=identity(run), name=run.name, config=settings(run), resume="allow"
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.run.log(values, step=step)
-
-    def close(self, failed: bool) -> None:
-        self.run.finish(exit_code=int(failed))
-
-
-class _TensorBoard:
-    def __init__(self, run: Run, where: str | None, first: int) -> None:
-        from tensorboardX import SummaryWriter
-
-        folder = Path(where or "tensorboard") / run.name  # what it showed from the first step on is shown no more
-        self.writer = SummaryWriter(logdir=str(folder), purge_step=first, filename_suffix=f".{first}")
-        self.writer.add_text(
-            "settings", "\n".join(f"    {key}: {value}" for key, value in settings(run).items()), first
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self, failed: bool) -> None:
-        self.writer.close()
-
-
-class _MLflow:
-    def __init__(self, run: Run, where: str | None, first: int) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
-
-        self.client, self.metric = MlflowClient(tracking_uri=where), Metric
-        known = self.client.get_experiment_by_name(PROJECT)
-        experiment = known.experiment_id if known is not None else self.client.create_experiment(PROJECT)
-        own = f"tags.`{PROJECT}.run` = '{identity(run)}'"
-        if found := self.client.search_runs([experiment], filter_string=own, max_results=1):
-            self.id = found[0].info.run_id
-            self.client.update_run(self.id, status="RUNNING")
-            return
-        self.id = self.client.create_run(
-            experiment, tags={f"{PROJECT}.run": identity(run)}, run_name=run.name
-        ).info.run_id
-        pairs = [(k, value) for k, v in settings(run).items() for k, value in _flat(k, v)]
-        for i in range(0, len(pairs), FITS // 10):
-            self.client.log_batch(self.id, params=[Param(k, str(v)[:LONGEST]) for k, v in pairs[i : i + FITS // 10]])
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        now = int(time.time() * 1000)
-        told = [self.metric(re.sub(r"[^\w\-. /]", "_", k)[:LONGEST], v, now, step) for k, v in values.items()]
-        for i in range(0, len(told), FITS):
-            self.client.log_batch(self.id, metrics=told[i : i + FITS])
-
-    def close(self, failed: bool) -> None:
-        self.client.set_terminated(self.id, status="FAILED" if failed else "FINISHED")
-
-
-def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        return [(key, value)]
-    return [pair for inner, one in value.items() for pair in _flat(f"{key}.{inner}", one)]
-
-
-TRACKERS: dict[str, Callable[[Run, str | None, int], Tracker]] = {
-    "wandb": _WandB, "tensorboard": _TensorBoard, "mlflow": _MLflow,
-}  # fmt: skip
+def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    pairs = list[tuple[str, Any]]()
+    for key, value in values.items():
+        pairs += _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else [(f"{before}{key}", value)]
+    return pairs

@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from workbench.metrics import METRICS
 from workbench.models import build, compose
 from workbench.models.transformer import Transformer
 from workbench.runs.run import CORPORA, FORMAT, Run, place_of, written_now
-from workbench.runs.trackers import opened
+from workbench.runs.trackers import checked, opened
 from workbench.storage.mirror import fill, folder, here, push
 from workbench.training.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
 from workbench.training.telemetry import Telemetry
@@ -87,16 +87,17 @@ def _outline(architecture: str, model: ModelConfig, train: TrainConfig, options:
 
 def train(
     architecture: str, data: Data, *, name: str, runs: Path, model: ModelConfig, train: TrainConfig, seed: int = 0,
-    checkpoints: Sequence[int] | None = None, device: str | None = None, progress: Progress | None = None, log: str | None = None,
+    checkpoints: Sequence[int] | None = None, device: str | None = None, progress: Progress | None = None, log: str | Sequence[str] = (),
     **options: Any,
 ) -> Run:  # fmt: skip
     """Train a model, or go on where an interrupted training of the same name stopped; returns its run.
 
-    `checkpoints` replaces the log-like grid (0 and the last step are always kept). `log` names a tracker that is told as well,
-    see `workbench.runs.trackers`. Ctrl-C ends after the current step with
+    `checkpoints` replaces the log-like grid (0 and the last step are always kept). `log` names trackers that are told as well:
+    wandb, tensorboard, mlflow. Ctrl-C ends after the current step with
     everything written, as `KeyboardInterrupt`. Raises `WorkbenchError` for a run in use or with other settings.
     """
     _refuse(data, model, train, seed, checkpoints or ())
+    logs = checked(log)
     accelerator, runs = _accelerator(device, train), folder(runs)
     first = accelerator.is_main_process
     if first:
@@ -114,9 +115,11 @@ def train(
         fill(run.path / "resume")
         loop = _Loop(run, data, accelerator, grid, progress, options)
         try:
-            with opened(log, run, first=loop.step) if log and first else nullcontext() as loop.telemetry.told:
-                loop.run_to_end()
+            loop.telemetry.sinks += opened(logs if first else (), run.path, run.info, loop.step)
+            loop.run_to_end()
         finally:
+            for sink in loop.telemetry.sinks:
+                sink.close()
             if first:
                 push(run.path)
         accelerator.wait_for_everyone()  # a launcher ends all processes with the first that leaves badly

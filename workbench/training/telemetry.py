@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor
 
 from workbench.runs.records import records, write_parquet
 from workbench.runs.run import Run
+from workbench.runs.trackers import Sink, tell
 
 
 class Telemetry:
     """Rows on their way to `telemetry/<first>-<last>.parquet`; tensors are fetched only when a part is written.
 
-    `told` is called with each part, once it is there.
+    `sinks` are told each part, once it is there.
     """
 
-    def __init__(self, run: Run, told: Callable[[pd.DataFrame], None] | None = None) -> None:
-        self.run, self.told, self.begin = run, told, 0
+    def __init__(self, run: Run) -> None:
+        self.run, self.sinks, self.begin = run, list[Sink](), 0
         self.rows: list[dict[str, Any]] = []
         self.pending: list[tuple[dict[str, Any], Tensor]] = []
         self.common = {"run": run.name, "architecture": run.architecture, "seed": run.seed}
@@ -41,8 +40,7 @@ class Telemetry:
         if self.rows:
             frame = records(self.rows)
             write_parquet(frame, self.run.path / "telemetry" / f"{self.begin:06d}-{end:06d}.parquet")
-            if self.told:
-                self.told(frame)
+            tell(self.sinks, frame)
         self.rows, self.pending, self.begin = [], [], end
 
     def rewind(self, step: int) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.metrics import METRICS
 from workbench.runs.run import FORMAT, runs_folder, written_now
+from workbench.runs.trackers import Sink, checked, opened
 from workbench.training.recorder.activation_capture import BY_POSITION, GRADIENT_NORM, GRADIENT_SINK, ActivationCapture
 from workbench.training.recorder.capture_points import (
     ATTENTION_INPUT,
@@ -32,7 +33,6 @@ from workbench.training.recorder.capture_points import (
 )
 from workbench.training.recorder.quantities import DEFAULT, UNITS, aliases_of, chosen
 from workbench.training.recorder.recording_folder import RecordingFolder
-from workbench.training.recorder.sinks import SINKS, Sink, checked
 from workbench.training.recorder.step_record import StepRecord, frobenius_norms, is_sharded
 
 WITH_GRADIENT = ("stream", "v", "own_v", "first_v")
@@ -56,7 +56,7 @@ class Recorder:
         start: optimiser step the loop begins at; needed where the folder holds a recording already. What it holds from
             there on is dropped.
         seed: tells runs of one model apart.
-        to: `wandb`, `tensorboard` or both: where the numbers go beside the folder.
+        to: `wandb`, `tensorboard`, `mlflow` or several: where the numbers go beside the folder.
 
     Raises `UnknownName` for a quantity or a sink, `WorkbenchError` for one that this module does not show, for a folder
     in use or of another model. Only the first process of several writes; its activations are those of its share of the
@@ -90,7 +90,7 @@ class Recorder:
             self.folder = RecordingFolder(path, self._info(seed), start=start, every=every)
             _OPEN[path] = self
             weakref.finalize(self, _stop, self.capture, self.folder, self.sinks)  # also where `close` is never called
-            self.sinks += [SINKS[name][1](path, self.folder.info, start) for name in sinks]
+            self.sinks += opened(sinks, path, self.folder.info, start)
             if self.unavailable:
                 warnings.warn(_warning(self.unavailable), NotRecorded, stacklevel=2)
             if self.count % every == 0:
