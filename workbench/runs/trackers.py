@@ -160,7 +160,7 @@ def tell(sinks: Iterable[Sink], frame: pd.DataFrame) -> None:
     plain = rows.astype("object").where(rows.notna(), None)
     for step, part in plain.groupby(rows["step"].astype("int64"), sort=True):
         for sink in sinks:
-            sink.add(int(str(step)), part.to_dict("records"))
+            sink.add(int(str(step)), [{str(k): v for k, v in row.items()} for row in part.to_dict("records")])
 
 
 def export_log(run: Run, to: str, metrics: Sequence[str] | None = None) -> int:

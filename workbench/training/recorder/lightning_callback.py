@@ -43,8 +43,8 @@ class LightningCallback(_callback()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start a recording, or go on with it."""
         model = pl_module.get_submodule(self.module) if self.module else pl_module
-        start = trainer.global_step or None
-        self.recorder = Recorder(model, self.every, self.folder, **{"start": start} | self.settings)
+        settings: dict[str, Any] = {"start": trainer.global_step or None} | self.settings
+        self.recorder = Recorder(model, self.every, self.folder, **settings)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Record the step."""

@@ -244,8 +244,8 @@ class Recorder:
             name, reason = next(iter(self.unavailable.items()))
             raise WorkbenchError(f"{name} cannot be recorded: {reason}")
         available = [m for m in metrics if m.name not in self.unavailable]
-        aliases = [alias for aliases in pulls.values() for alias in aliases]
-        return ActivationCapture(self.model, points, available, aliases, self.quantities)
+        pulled = [alias for aliases in pulls.values() for alias in aliases]
+        return ActivationCapture(self.model, points, available, pulled, self.quantities)
 
     def _warn_of_missing(self) -> None:
         """Warn once of what a step did not show: too short sequences, or hooks that were never called."""
