@@ -15,7 +15,7 @@ from ..figures import ready, show
 from ..page_frame import figures_side_by_side, toolbar
 from .edit_builder import kinds_of
 
-HALF_PX = 400
+HALF_PX = 340
 AT = "Patched at"
 PATCHING = (
     "One activation at a time is taken from the run on the first text and put into the run on the second. Where the first text's "
@@ -50,7 +50,7 @@ def _sweep(link: Link) -> None:
 def _patching(link: Link) -> None:
     if not link.text("other"):
         st.info(
-            "Give a second text on the left, with as many tokens as the first and another answer, or choose “one name of two” among "
+            "Give a second text, with as many tokens as the first and another answer, or choose “one name of two” among "
             f"the examples. {PATCHING}"
         )
         return

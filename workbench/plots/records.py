@@ -16,7 +16,9 @@ from workbench.plots.style import (
     DETAIL,
     DIVERGING,
     MINUS,
+    PANEL,
     SEQUENTIAL,
+    at_least,
     axis_title,
     dressed,
     label,
@@ -142,7 +144,7 @@ def plot(
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
     if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would
         figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2 / count, "yanchor": "top"})
-    return figure
+    return at_least(figure, PANEL * columns) if columns > 1 else figure
 
 
 def _layout(panels: Sequence[Panel]) -> tuple[go.Figure, int]:
