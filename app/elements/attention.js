@@ -108,7 +108,7 @@ function stamped(context, picture, x, y, width, height) {
 
 // ---- the element ----------------------------------------------------------------------------------------------------
 
-const TICKS = 62, TICK = 13, GUTTER = 14, STRIP = 40, SMALL = 22, WAIT = 240;
+const TICKS = 62, TICK = 13, GUTTER = 14, STRIP = 40, SMALL = 22, NUMBERS = 190, WAIT = 240;
 
 class View {
   constructor(parent) {
@@ -176,7 +176,7 @@ class View {
       const size = Math.max(12, Math.min(104, high, Math.floor((each - 22) / heads)));
       const limit = panel.signed ? largest(panel.tiles) || 1 : top;
       const grid = made("div", "grid", box), canvas = made("canvas", "", grid);
-      box.style.width = `${Math.max(size * heads + 22, Math.min(each, 256))}px`;
+      box.style.width = `${Math.max(size * heads + 22, Math.min(each, 256), NUMBERS)}px`;
       grid.setAttribute("role", "group");
       grid.setAttribute("aria-label", `Heads of ${panel.title}; arrow keys move, Enter enlarges`);
       const context = sized(canvas, size * heads, size * layers);

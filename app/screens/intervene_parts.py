@@ -5,6 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from workbench import prompts
+from workbench.data.examples import examples
 from workbench.views import Link, intervene, patches
 
 from .. import widgets
@@ -13,6 +14,7 @@ from ..elements import token_strip
 from ..elements.figure import Point
 from ..figures import ready, show
 from ..page_frame import figures_side_by_side, toolbar
+from ..prompt_box import take
 from .edit_builder import kinds_of
 
 HALF_PX = 340
@@ -49,10 +51,9 @@ def _sweep(link: Link) -> None:
 
 def _patching(link: Link) -> None:
     if not link.text("other"):
-        st.info(
-            "Give a second text, with as many tokens as the first and another answer, or choose “one name of two” among "
-            f"the examples. {PATCHING}"
-        )
+        st.info(f"Give a second text, with as many tokens as the first and another answer, or take two. {PATCHING}")
+        for pair in (e for e in examples() if e.other):
+            st.button(f"Take “{pair.phenomenon}”", on_click=take, args=(pair,), icon=":material/lightbulb:")
         return
     source = cached_source()
     subject = source.subjects(link)[0]

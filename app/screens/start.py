@@ -87,6 +87,7 @@ def _here(link: Link) -> None:
     st.markdown(
         f"**{len(table)} runs** {where}{f', {writing} being written now' if writing else ''}. Click a row to look at that model."
     )
+    _without_weights(st.query_params.get("a"))
     st.dataframe(
         table, hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)), key="runs", on_select=_choose,
         selection_mode="single-row", alt="The runs of the folder",
@@ -98,6 +99,18 @@ def _here(link: Link) -> None:
     st.markdown(
         "`measures`: how many measures are stored; more: `workbench measure RUN -m NAME`. Runs of one experiment may be compared."
     )
+
+
+def _without_weights(name: str | None) -> None:
+    """Where to look at the chosen run, if it has no weights to look into."""
+    entry = next((e for e in cached_source().catalogue().entries if e.name == name), None)
+    if entry is None or entry.steps:
+        return
+    with st.container(horizontal=True, vertical_alignment="center", key="next"):
+        st.markdown(f"**{widgets.escaped(entry.name)}** has no weights here, but numbers:", width="content")
+        widgets.page_link("training", "Its training", ":material/trending_down:")
+        widgets.page_link("depth", "Its measures", ":material/layers:")
+        widgets.page_link("start", "Its claims, judged", ":material/gavel:", show="verdicts")
 
 
 def _choose() -> None:
