@@ -17,7 +17,7 @@ from ..page_frame import figures_side_by_side, toolbar
 from ..prompt_box import take
 from .edit_builder import kinds_of
 
-HALF_PX = 340
+EFFECT_PX, MAP_PX = 340, 400  # beside the column of what is changed
 AT = "Patched at"
 PATCHING = (
     "One activation at a time is taken from the run on the first text and put into the run on the second. Where the first text's "
@@ -26,7 +26,7 @@ PATCHING = (
 
 
 def _effect(link: Link) -> None:
-    with figures_side_by_side(HALF_PX):
+    with figures_side_by_side(EFFECT_PX):
         with st.container():
             drawn = show(intervene.effect, link)
         if drawn is not None:  # else why is told once
@@ -69,7 +69,7 @@ def _patching(link: Link) -> None:
         link = _token(link.but(site=site), "Answer of the first text", "target")
         link = _token(link, "Answer of the second text", "against", of_second=True)
     link = _cell(link.but(layer=None, position=None))
-    with figures_side_by_side(HALF_PX):
+    with figures_side_by_side(MAP_PX):
         with st.container():
             show(patches.patching, link, about=PATCHING, take=_take_cell)
         with st.container():
