@@ -14,7 +14,7 @@ from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
 from workbench.plots import training
-from workbench.plots.style import outer_titles
+from workbench.plots.style import PANEL, outer_titles
 from workbench.reports.diagnosis import concentration
 from workbench.runs.records import provenance, records
 from workbench.statistics.formation import formation_steps
@@ -347,3 +347,4 @@ def test_a_spectrum_is_curves_over_ranks_for_each_layer_falling_on_a_logarithmic
     minus = [axis for text, axis in by_title.items() if text.startswith(plots.MINUS)]
     assert len(minus) == 2
     assert all(axis.type is None for axis in minus)
+    assert two.layout.meta["least"] == 2 * PANEL, "narrower, an axis would be written over the panel before"
