@@ -130,7 +130,7 @@ def plot(
         _colour_axis(figure, i, pd.concat([p.rows for p in mine]), mine[0].baseline)
     far = _link_axes(figure, panels, columns, logarithmic=log_y)
     if log_x:
-        figure.update_xaxes(type="log", title_text="training step (log scale, step 0 not shown)")
+        figure.update_xaxes(type="log", title_text="training step (log scale, step 0 not shown)", tickformat="d")
     if log_y:
         figure.update_yaxes(type="log")
     for i in _steep(panels):
@@ -211,9 +211,9 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, loga
         figure.update_yaxes(title_text=title, matches=None if new else first[kind], **where)
         first.setdefault(kind, "y" if i == 0 else f"y{i + 1}")
     told = []
-    for kind, axis in first.items():
-        rows = pd.concat([p.rows for p, of in zip(panels, kinds, strict=True) if of == kind])
-        if not logarithmic and kind[0] in ("profile", "steps") and (span := _without_far_baselines(rows)):
+    for shared, axis in first.items():
+        rows = pd.concat([p.rows for p, of in zip(panels, kinds, strict=True) if of == shared])
+        if not logarithmic and shared[0] in ("profile", "steps") and (span := _without_far_baselines(rows)):
             figure.layout[f"yaxis{axis[1:]}"].range = span
             told += [
                 f"off the scale: {words(name)}, {_from_to(part['value'])}"
