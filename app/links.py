@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 import streamlit as st
 
@@ -16,7 +17,8 @@ from .cached_source import cached_source
 
 def address(link: Link) -> str:
     """The address of a view on this server."""
-    return f"{(st.context.url or '/').split('?')[0].rsplit('/', 1)[0]}/{link}"
+    here = urlsplit(st.context.url or "")  # of the first page it has no path, not even a slash
+    return urlunsplit((here.scheme, here.netloc, f"{here.path.rpartition('/')[0]}/{link}", "", ""))
 
 
 def command(link: Link, options: str) -> str:

@@ -84,8 +84,13 @@ def _examples() -> None:
 def _take_example(texts: dict[str, Example]) -> None:
     chosen = texts.get(st.session_state["w_example"])
     if chosen:
-        gone = dict.fromkeys(("stored", *OF_A_PROMPT))
-        widgets.update_url(**gone | {"prompt": chosen.text, "other": chosen.other})
+        take(chosen)
+
+
+def take(chosen: Example) -> None:
+    """Make an example the prompt of all pages, and its second text the one to patch into."""
+    gone = dict.fromkeys(("stored", *OF_A_PROMPT))
+    widgets.update_url(**gone | {"prompt": chosen.text, "other": chosen.other})
 
 
 def _text_area(label: str, default: str, about: str, folder: Path) -> None:

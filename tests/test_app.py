@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import dashboard
 import figure_outputs
@@ -15,11 +16,12 @@ import pytest
 import torch
 from app_pages import APP, COMPARE, DEEP, FIGURES, FOLDERS, address, chart, charts, elements, ignored, numbers, said
 
-from app import page_frame
+from app import links, page_frame
 from workbench import plots
 from workbench.models import ARCHITECTURES
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
+from workbench.views import Link
 
 
 @pytest.fixture
@@ -340,3 +342,9 @@ def test_provenance_is_told_of_the_tables_that_have_some():
     told = pd.DataFrame({"run": ["a"], "step": [3], "provenance": [dashboard.known(metric="loss", weights="w")]})
     (found,) = page_frame.provenance([pd.DataFrame({"value": [1.0]}), told]).to_dict("records")
     assert (found["run"], found["step"], found["metric"]) == ("a", "3", "loss")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8501", "http://127.0.0.1:8501/", "http://127.0.0.1:8501/depth?a=x"])
+def test_a_copied_link_names_this_server_on_any_page(monkeypatch, url):
+    monkeypatch.setattr(links, "st", SimpleNamespace(context=SimpleNamespace(url=url)))
+    assert links.address(Link("depth", {"a": "b/c d"})) == "http://127.0.0.1:8501/depth?a=b/c%20d"

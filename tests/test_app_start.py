@@ -118,12 +118,18 @@ def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_p
     assert "not measured yet" not in said(at)
 
 
+def test_a_chosen_run_without_weights_is_led_on_to_its_numbers(page, folders):
+    assert "**race-svformer-s0** has no weights here" in said(
+        page(folders["half_written"], show="here", a="race-svformer-s0")
+    )
+
+
 def test_a_clicked_row_becomes_model_a(page, populated, monkeypatch):
     at = page(populated, show="here")
     table = at.dataframe[0].value
     assert list(table["run"]) == sorted(table["run"])
     row = list(table["run"]).index("race-transformer-s1")
-    from app.screens import start as view
+    from app.screens import start_here as view
 
     selected = SimpleNamespace(selection=SimpleNamespace(rows=(row,)))
     monkeypatch.setattr(view.st, "session_state", {"runs": selected})

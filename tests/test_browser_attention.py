@@ -115,7 +115,7 @@ def test_keys_alone_choose_a_head_read_cells_hold_and_zoom(at):
     page = at(f"{A}&layer=0&head=0")
     n = count(page)
     page.locator('[data-place="head-0-0-0"]').focus()
-    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile("layer=1&head=1"))

@@ -14,7 +14,7 @@ from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
 from workbench.plots import training
-from workbench.plots.style import outer_titles
+from workbench.plots.style import PANEL, outer_titles
 from workbench.reports.diagnosis import concentration
 from workbench.runs.records import provenance, records
 from workbench.statistics.formation import formation_steps
@@ -49,6 +49,19 @@ def test_a_layer_profile_has_lines_bands_init_and_baseline():
         assert word in said
     assert "higher: more" in figure.layout.yaxis.title.text
     assert "nats" in figure.layout.yaxis.title.text
+
+
+def test_a_baseline_far_from_all_lines_does_not_squeeze_them_and_is_told():
+    frame = of(rows(), "importance_entropy")
+    lines = frame.loc[frame["control"].isna(), "value"]
+    near = plots.plot(frame)
+    assert near.layout.yaxis.range is None
+    far = frame.assign(value=frame["value"].where(frame["control"].isna(), lines.min() - 10 * np.ptp(lines)))
+    figure = plots.plot(far)
+    low, high = figure.layout.yaxis.range
+    assert low < lines.min() < lines.max() < high
+    assert high - low < 1.2 * np.ptp(lines)
+    assert "off the scale: uniform causal" in plots.alt_text(figure)
 
 
 def test_a_row_without_a_layer_has_no_place_on_a_map():
@@ -104,7 +117,9 @@ def test_panels_of_one_unit_share_their_scales():
     assert figure.layout.yaxis2.matches == "y"
     maps = plots.plot(of(rows(), "sink_mass", step=20))
     assert {t.coloraxis for t in maps.data} == {"coloraxis"}
-    assert (maps.layout.coloraxis.cmin, maps.layout.coloraxis.cmax) == (0, 1)
+    (even,) = of(rows(), "sink_mass", step=20).query("control.notna()")["value"].unique()
+    assert (maps.layout.coloraxis.cmin + maps.layout.coloraxis.cmax) / 2 == pytest.approx(even), "the baseline is white"
+    assert f"white: uniform causal, {even:.3g}" in maps.layout.title.subtitle.text
     assert 1 < maps.layout.coloraxis.colorbar.x < 1.1, "right beside the map"
 
 
@@ -332,3 +347,4 @@ def test_a_spectrum_is_curves_over_ranks_for_each_layer_falling_on_a_logarithmic
     minus = [axis for text, axis in by_title.items() if text.startswith(plots.MINUS)]
     assert len(minus) == 2
     assert all(axis.type is None for axis in minus)
+    assert two.layout.meta["least"] == 2 * PANEL, "narrower, an axis would be written over the panel before"

@@ -139,10 +139,14 @@ def test_the_small_pictures_are_the_heads_in_order_with_gaps_between(ask):
     z, T = heat(drawing), expected.shape[-1]
     for layer in range(2):
         for head in range(2):
-            tile = z[layer * (T + 1) : (layer + 1) * (T + 1) - 1, head * (T + 1) : (head + 1) * (T + 1) - 1]
+            upwards = z[layer * (T + 1) + 1 : (layer + 1) * (T + 1), head * (T + 1) : (head + 1) * (T + 1) - 1]
+            tile = upwards[::-1]  # layers from below, the queries of each picture from above
             past = np.tril(np.ones((T, T), dtype=bool))
             assert tile[past] == pytest.approx(expected[layer, head][past], abs=1e-5)
-    assert np.isnan(z[T]).all()
+    assert np.isnan(z[T + 1]).all()
+    rows = np.asarray(drawing.figure.data[0].y)
+    assert (np.diff(rows) > 0).all()
+    assert np.floor(rows + 0.5).tolist() == [0] * (T + 1) + [1] * (T + 1)
     strongest = max((patterns(ask)[n, h][1:, 0].mean(), n, h) for n in range(2) for h in range(2))
     assert f"layer {strongest[1]}, head {strongest[2]}" in drawing.sentence
     told = drawing.table

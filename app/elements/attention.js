@@ -108,7 +108,7 @@ function stamped(context, picture, x, y, width, height) {
 
 // ---- the element ----------------------------------------------------------------------------------------------------
 
-const TICKS = 62, TICK = 13, GUTTER = 14, STRIP = 40, SMALL = 22, WAIT = 240;
+const TICKS = 62, TICK = 13, GUTTER = 14, STRIP = 40, SMALL = 22, NUMBERS = 190, WAIT = 240;
 
 class View {
   constructor(parent) {
@@ -176,13 +176,13 @@ class View {
       const size = Math.max(12, Math.min(104, high, Math.floor((each - 22) / heads)));
       const limit = panel.signed ? largest(panel.tiles) || 1 : top;
       const grid = made("div", "grid", box), canvas = made("canvas", "", grid);
-      box.style.width = `${Math.max(size * heads + 22, Math.min(each, 256))}px`;
+      box.style.width = `${Math.max(size * heads + 22, Math.min(each, 256), NUMBERS)}px`;
       grid.setAttribute("role", "group");
       grid.setAttribute("aria-label", `Heads of ${panel.title}; arrow keys move, Enter enlarges`);
       const context = sized(canvas, size * heads, size * layers);
       for (let layer = 0; layer < layers; layer++) {
         const name = made("span", "layer", grid, layer % Math.ceil(14 / size) ? "" : `${layer}`);
-        name.style.top = `${layer * size}px`;
+        name.style.top = `${(layers - 1 - layer) * size}px`;
         name.style.height = `${size}px`;
         for (let head = 0; head < heads; head++) {
           const n = layer * heads + head, cells = rows * columns, from = n * cells;
@@ -190,7 +190,7 @@ class View {
             panel.tiles.subarray(from, from + cells), rows, columns, panel.signed ? -limit : 0, limit,
             panel.signed ? colours.diverging : colours.sequential, root,
           );
-          stamped(context, picture, head * size, layer * size, size - 2, size - 2);
+          stamped(context, picture, head * size, (layers - 1 - layer) * size, size - 2, size - 2);
           this.addHead(grid, panel, i, layer, head, size);
         }
       }
@@ -200,7 +200,7 @@ class View {
         name.style.left = `${head * size}px`;
         name.style.width = `${size}px`;
       }
-      made("div", "axis", box, "layer downwards, head to the right");
+      made("div", "axis", box, "layer upwards, head to the right");
       this.legend(box, panel, panel.signed ? -limit : 0, limit, "share of attention");
       this.drawNumbers(box, panel);
     });
@@ -233,13 +233,13 @@ class View {
     button.dataset.place = `head-${i}-${layer}-${head}`;
     button.tabIndex = chosen ? 0 : -1;
     Object.assign(button.style, {
-      left: `${head * size}px`, top: `${layer * size}px`, width: `${size - 2}px`, height: `${size - 2}px`,
+      left: `${head * size}px`, top: `${(panel.shape[0] - 1 - layer) * size}px`, width: `${size - 2}px`, height: `${size - 2}px`,
     });
     button.disabled = layer >= layers || head >= heads; // the other model has no such head
     if (button.disabled) button.title += " (not to be enlarged: the other model has no such head)";
     button.addEventListener("click", () => this.choose(layer, head));
     button.addEventListener("keydown", (event) => {
-      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+      const step = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
       if (!step) return;
       event.preventDefault();
       grid.querySelector(`[data-place="head-${i}-${layer + step[0]}-${head + step[1]}"]:not(:disabled)`)?.focus();

@@ -9,7 +9,7 @@ const plotly = () => window.wbPlotly ??= window.Plotly ? Promise.resolve() : new
   script.src = document.querySelector('link[as="script"][data-plotly]').href;
 });
 
-const NARROW = 600; // pixels
+const NARROW = 600, PANEL = 300; // pixels: of a figure, and of each panel more that stands beside another
 const TOKEN = /^(\d+):/; // an axis of tokens has names such as 5:word
 const STILL = { displayModeBar: false, displaylogo: false, showSendToCloud: false };
 
@@ -48,7 +48,7 @@ class Figure {
     this.root.setAttribute("aria-label", alt);
     this.least = layout.meta?.least ?? 0;
     layout.width = this.width = this.room();
-    if (layout.width < NARROW) under(data, layout);
+    if (layout.width < NARROW + PANEL * (abreast(layout) - 1)) under(data, layout);
     this.plot.style.height = `${layout.height}px`;
     layout.uirevision = layout.meta?.title?.text ?? ""; // the same measure keeps its zoom
     layout.template = { layout: {
@@ -114,6 +114,8 @@ class Figure {
     }));
   }
 }
+
+const abreast = (layout) => new Set(Object.keys(layout).filter((key) => key.startsWith("xaxis")).map((key) => layout[key].domain?.[0] ?? 0)).size || 1;
 
 function under(data, layout) { // a legend beside a narrow figure takes its place; below it, it does not
   const named = data.filter(({ type, showlegend, name }) => ["scatter", "bar"].includes(type) && showlegend !== false && name);

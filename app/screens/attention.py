@@ -16,6 +16,7 @@ from ..elements import token_strip
 from ..figures import files, ready
 from ..page_frame import page, toolbar
 from ..prompt_box import prompt_box
+from . import attention_parts
 
 ABOUT = (
     "Each row of a map is a token that attends (query), each column an earlier token it attends to (key); a row sums to 1. A bright "
@@ -49,7 +50,8 @@ def _body(link: Link) -> None:
         )  # fmt: skip
     caption = f"{attention.where(choice, found)}; {', '.join(s.subject.title for s in found)}"
     element.draw(choice, found, f"Attention: {caption}")
-    _numbers(choice, found)
+    attention_parts.this_head(link, choice)
+    attention_parts.numbers(choice, found)
     files(FIGURES, link)
 
 
@@ -81,32 +83,6 @@ def _choices(bare: Link, link: Link) -> Link:
             branch = widgets.choose("Keys of", "branch", list(words), show=words.__getitem__)
         chosen = chosen.but(branch=None if branch == "all" else branch)
     return chosen
-
-
-def _numbers(choice: attention.Choice, found: list[attention.Seen]) -> None:
-    table = attention.statistics(found)
-    heads = table[table["head"].notna()].reset_index(drop=True)
-    evenly = found[0].overview.uniform
-    st.header("Numbers per head")
-    says = "; ".join(f"{words} {evenly[name]:.3g}" for name, words in attention.STATISTICS.items())
-    of = f"{choice.length}" if choice.alike else f"A's {choice.length}"
-    st.caption(
-        f"If attention were spread evenly over {of} tokens: {says}. {attention.MEANS.capitalize()}. "
-        "Choose a row to enlarge that head."
-    )
-    key = f"heads_{choice.layer}_{choice.head}"  # a head chosen elsewhere lets the row go
-
-    def chosen() -> None:
-        rows = st.session_state[key]["selection"]["rows"]
-        if rows:
-            row = heads.iloc[rows[0]]
-            widgets.update_url(layer=int(row["layer"]), head=int(row["head"]))
-
-    st.dataframe(
-        heads.rename(columns=attention.STATISTICS), hide_index=True, width="stretch", key=key, on_select=chosen,
-        selection_mode="single-row", alt="Entropy, effective keys and attention to the first token of every head",
-        column_config={words: st.column_config.NumberColumn(format="%.3f") for words in attention.STATISTICS.values()},
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

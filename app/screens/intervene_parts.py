@@ -5,6 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from workbench import prompts
+from workbench.data.examples import examples
 from workbench.views import Link, intervene, patches
 
 from .. import widgets
@@ -13,9 +14,10 @@ from ..elements import token_strip
 from ..elements.figure import Point
 from ..figures import ready, show
 from ..page_frame import figures_side_by_side, toolbar
+from ..prompt_box import take
 from .edit_builder import kinds_of
 
-HALF_PX = 400
+EFFECT_PX, MAP_PX = 340, 400  # beside the column of what is changed
 AT = "Patched at"
 PATCHING = (
     "One activation at a time is taken from the run on the first text and put into the run on the second. Where the first text's "
@@ -24,7 +26,7 @@ PATCHING = (
 
 
 def _effect(link: Link) -> None:
-    with figures_side_by_side(HALF_PX):
+    with figures_side_by_side(EFFECT_PX):
         with st.container():
             drawn = show(intervene.effect, link)
         if drawn is not None:  # else why is told once
@@ -49,10 +51,9 @@ def _sweep(link: Link) -> None:
 
 def _patching(link: Link) -> None:
     if not link.text("other"):
-        st.info(
-            "Give a second text on the left, with as many tokens as the first and another answer, or choose “one name of two” among "
-            f"the examples. {PATCHING}"
-        )
+        st.info(f"Give a second text, with as many tokens as the first and another answer, or take two. {PATCHING}")
+        for pair in (e for e in examples() if e.other):
+            st.button(f"Take “{pair.phenomenon}”", on_click=take, args=(pair,), icon=":material/lightbulb:")
         return
     source = cached_source()
     subject = source.subjects(link)[0]
@@ -68,7 +69,7 @@ def _patching(link: Link) -> None:
         link = _token(link.but(site=site), "Answer of the first text", "target")
         link = _token(link, "Answer of the second text", "against", of_second=True)
     link = _cell(link.but(layer=None, position=None))
-    with figures_side_by_side(HALF_PX):
+    with figures_side_by_side(MAP_PX):
         with st.container():
             show(patches.patching, link, about=PATCHING, take=_take_cell)
         with st.container():

@@ -17,6 +17,7 @@ from ..cached_source import cached_source
 from ..figures import chart
 from ..page_frame import toolbar
 
+ABOUT = "Views with their notes, in a file beside the runs; each is redrawn from the runs as they are now."
 NONE = "Nothing is kept yet. The menu in the corner of any figure keeps it, with a note."
 
 
@@ -25,6 +26,8 @@ def main() -> None:
     source = cached_source()
     with toolbar("header"):
         st.title("Kept", width="content")
+        with st.popover("About", icon=":material/help:", type="tertiary"):
+            st.markdown(ABOUT)
         kept = _read()
         if kept:
             _take_along(kept)
@@ -58,7 +61,7 @@ def _pin(pin: pins.Pin) -> None:
     key = f"{pin.view}_{abs(hash(pin))}"
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(f"**{widgets.escaped(pin.note)}**" if pin.note else pin.view.replace("_", " "), width="stretch")
-        st.caption(pin.kept, width="content")
+        st.caption(pin.kept[:16].replace("T", " "), width="content")
         try:
             link = Link.parse(pin.link)
         except WorkbenchError as error:

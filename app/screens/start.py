@@ -16,6 +16,7 @@ from ..page_frame import page
 from ..selection import choose
 from .start_demo import story
 from .start_finding import finding
+from .start_here import here
 from .start_verdicts import verdicts
 from .start_xray import glance
 
@@ -38,7 +39,7 @@ def _first_run() -> None:
 def _body(link: Link) -> None:
     parts, first = _parts()
     shown = widgets.segments("Part", "show", parts, first, show=start.parts.PARTS.__getitem__)
-    {"finding": finding, "model": glance, "here": _here, "verdicts": verdicts, "demo": story}[shown](
+    {"finding": finding, "model": glance, "here": here, "verdicts": verdicts, "demo": story}[shown](
         link.but(show=shown)
     )
 
@@ -76,39 +77,6 @@ def _finding() -> start.finding.Finding | None:
         return start.finding.finding(cached_source(), widgets.current_link("start"))
     except WorkbenchError:
         return None
-
-
-def _here(link: Link) -> None:
-    source = cached_source()
-    found = source.catalogue()
-    table = start.folder.table(source)
-    writing = int((table["state"] == "being written now").sum())
-    where = f"in `{root()}`" if source.own() else f"that ship with the project, as `{root()}` has none of its own"
-    st.markdown(
-        f"**{len(table)} runs** {where}{f', {writing} being written now' if writing else ''}. Click a row to look at that model."
-    )
-    st.dataframe(
-        table, hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)), key="runs", on_select=_choose,
-        selection_mode="single-row", alt="The runs of the folder",
-    )  # fmt: skip
-    if found.problems:
-        st.warning(
-            f"{len(found.problems)} folders look like runs and cannot be read; they are named at the foot of the page."
-        )
-    st.markdown(
-        "`measures`: how many measures are stored; more: `workbench measure RUN -m NAME`. Runs of one experiment may be compared."
-    )
-
-
-def _choose() -> None:
-    """The clicked run becomes model A."""
-    rows = st.session_state["runs"].selection.rows
-    if rows:
-        entries = cached_source().catalogue().entries
-        entry = entries[rows[0]]
-        widgets.update_url(
-            set=entry.group, a=entry.name, step=None, models=None, show="model" if entry.steps else "here"
-        )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import streamlit as st
+
 from workbench import plots
 from workbench.models.registry import label
 from workbench.views import Link, training
@@ -26,26 +28,28 @@ LEARNED = "Numbers the shortcut itself learns: with what weight each earlier out
 
 
 def _axes(link: Link) -> Link:
+    """What is drawn along, and behind a button what is rarely chosen."""
     axes = {"step": "training steps"}
     if all(e.tokens for e in training.runs(cached_source(), link)):
         axes["tokens"] = "tokens read"
     x = widgets.choose("Along", "x", list(axes), "step", show=axes.__getitem__, width=130, only_if_many=True)
-    log = widgets.toggle("Logarithmic axis", "log", help="The first steps as wide as the last ones")
+    with st.popover("More", icon=":material/tune:"):
+        log = widgets.toggle("Logarithmic axis", "log", help="The first steps as wide as the last ones")
+        if link.text("show") == "loss":
+            words = {1: "nothing"} | {n: f"{n} written steps" for n in (5, training.SMOOTH, 50, 200)}
+            smooth = widgets.choose("Smoothing", "smooth", list(words), training.SMOOTH, show=words.__getitem__)
+            link = link.but(smooth=smooth)
     return link.but(x=x, log=int(log))
 
 
 def _texts(link: Link) -> Link:
-    """What losses are drawn along, of which text, and how smooth."""
-    link = _axes(link)
+    """Of which text losses are drawn, and along what."""
     if len(training.domains(cached_source(), link)) > 1:
         texts = {training.TOTAL: "mean over domains", training.EACH: "each domain by itself"}
         link = link.but(
             domain=widgets.choose("Validation text", "domain", list(texts), show=texts.__getitem__, width=170)
         )
-    words = {n: f"{n} written steps" if n > 1 else "nothing" for n in (1, 5, training.SMOOTH, 50, 200)}
-    return link.but(
-        smooth=widgets.choose("Smoothing", "smooth", list(words), training.SMOOTH, show=words.__getitem__, width=150)
-    )
+    return _axes(link)
 
 
 def _loss(link: Link, quantities: set[str]) -> None:

@@ -168,8 +168,9 @@ def expected_by_chance(verdicts: Sequence[Verdict]) -> str:
         sum(s in ("supported", "refuted") for s in found)
         for found in ([v.alone for v in tested], [v.status for v in tested])
     )
+    were, are = ("claim was" if len(tested) == 1 else "claims were"), ("is" if alone == 1 else "are")
     return (
-        f"{len(tested)} claims were tested. One by one chance alone decides up to 5 % of claims that have nothing to them, half of them "
-        f"each way: up to {len(tested) * (1 - LEVEL):.2g} false ones here. {alone} are decided one by one, {left} after Holm's correction "
-        f"over all {len(tested)}, which is the status that stands first; the chance that any of these is false is 5 % at most."
+        f"{len(tested)} {were} tested. One by one chance alone decides up to 5 % of claims that have nothing to them, half of them "
+        f"each way: up to {len(tested) * (1 - LEVEL):.2g} false ones here. {alone} {are} decided one by one, {left} after Holm's "
+        f"correction over all {len(tested)}, which is the status that stands first; the chance that any of these is false is 5 % at most."
     )

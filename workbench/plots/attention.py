@@ -51,7 +51,6 @@ def tiles(
             named = list(range(0, count, every))
             update(title_text=says, tickvals=named, ticktext=[str(n) for n in named], showgrid=False, zeroline=False,
                    row=1, col=i + 1)  # fmt: skip
-        figure.update_yaxes(autorange="reversed", row=1, col=i + 1)
     L, H, rows, _ = max((f for _, f in parts), key=lambda f: f.shape[0]).shape
     under = f"each picture: queries downwards, keys to the right, in at most {rows} steps; brighter: more attention goes there"
     figure = dressed(figure, title, under, int(min(900, max(240, 760 / len(shown) * L / H))))
@@ -74,12 +73,12 @@ def lifted(figure: go.Figure) -> go.Figure:
 
 
 def _montage(found: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All pictures as one map with blank gaps, and the places of its rows and columns in layers and heads."""
+    """All pictures as one map with blank gaps, layers upwards, and the places of its rows and columns in layers and heads."""
     L, H, rows, columns = found.shape
     room = np.full((L, H, rows + 1, columns + 1), np.nan, dtype=np.float32)
     room[:, :, :rows, :columns] = found
-    z = room.transpose(0, 2, 1, 3).reshape(L * (rows + 1), H * (columns + 1))
-    return z, _places(L, rows), _places(H, columns)
+    z = room[:, :, ::-1].transpose(0, 2, 1, 3).reshape(L * (rows + 1), H * (columns + 1))
+    return z, L - 1 - _places(L, rows)[::-1], _places(H, columns)
 
 
 def _places(count: int, cells: int) -> np.ndarray:

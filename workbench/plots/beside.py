@@ -8,7 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.plots.style import MINUS, dressed, wrapped
+from workbench.plots.style import MINUS, PANEL, at_least, dressed, wrapped
 
 KEPT = ("type", "dtick", "rangemode", "tickvals", "ticktext")  # of an axis, beside its title
 
@@ -51,7 +51,8 @@ def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = ""
     if any(name == MINUS and _has_errors(figure) for name, figure in figures):
         under = wrapped(f"{under.replace('<br>', ' ')}; {MINUS}: ± standard error of independent means", 125)
     made = dressed(made, title, under, height)
-    return made.update_layout(legend={"orientation": "h", "x": 0, "y": -0.22 / count, "yanchor": "top"}, margin_b=90)
+    made.update_layout(legend={"orientation": "h", "x": 0, "y": -0.22 / count, "yanchor": "top"}, margin_b=90)
+    return at_least(made, PANEL * len(figures)) if len(figures) > 1 else made
 
 
 def _has_errors(figure: go.Figure) -> bool:

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from workbench.errors import WorkbenchError
 from workbench.plots.records import checked, plot
-from workbench.plots.style import MINUS
+from workbench.plots.style import DIVERGING, MINUS
 
 AXES = ("metric", "data", "T", "site", "part", "layer", "source", "head", "position", "index", "variant", "unit")
 
@@ -128,10 +128,12 @@ def _hold(base: go.Figure, figures: Sequence[go.Figure]) -> None:
         if not found:
             continue
         low, high = min(c.cmin for c in found), max(c.cmax for c in found)
-        signed = next((c for c in found if c.cmin == -c.cmax), None)
-        if signed is not None:  # white stays at zero, in the frames of one sign too
-            high = max(-low, high)
-            low = -high
+        both = go.layout.Coloraxis(colorscale=DIVERGING).colorscale
+        signed = next((c for c in found if c.colorscale == both), None)
+        if signed is not None:  # white stays where it is, at zero or a baseline, in the frames of one side too
+            white = (signed.cmin + signed.cmax) / 2
+            reach = max(white - low, high - white)
+            low, high = white - reach, white + reach
             base.layout[name].colorscale = signed.colorscale
         base.layout[name].update(cmin=low, cmax=high)
 

@@ -31,6 +31,8 @@ class Panel:
     title: str
     rows: pd.DataFrame
     key: tuple[Any, ...]
+    baseline: float | None = None
+    """Of a map, where it is one number."""
 
 
 @dataclass

@@ -12,9 +12,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, dressed, wrapped
+from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, at_least, dressed, wrapped
 
 MARKED = "#d55e00"  # a frame around what is chosen
+AROUND, CELL = 220, 26  # pixels: around a map of words, of a cell that has one
 MAX_TICKS, MAX_TEXTS, MAX_LETTERS, LINE, MAX_CELLS = 26, 32, 7, 120, 512 * 512
 # ticks of a panel, columns with texts, letters of a text and of a row of them, cells
 
@@ -94,7 +95,8 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
         figure.update_layout(coloraxis2=_scale([shown[-1][1]], MINUS, signed=True))
         halves = {"len": 0.5, "y": 1, "yanchor": "top"}, {"len": 0.5, "y": 0, "yanchor": "bottom"}
         figure.update_layout(coloraxis_colorbar=halves[0], coloraxis2_colorbar=halves[1])
-    return figure
+    written = 0 if first.texts is None else len(first.columns)
+    return at_least(figure, AROUND + CELL * written) if 0 < written <= MAX_TEXTS else figure
 
 
 def grid_table(parts: Sequence[tuple[str, Grid]], most: int = 100_000) -> pd.DataFrame:

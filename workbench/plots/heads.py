@@ -107,7 +107,7 @@ def pairs(rows: pd.DataFrame, paint: str, title: str, under: str) -> go.Figure:
     weights = rows["weight"].to_numpy(dtype="float64")
     figure = go.Figure()
     figure.add_scatter(
-        x=weights, y=names, mode="markers", name="weight", showlegend=False, marker={"color": paint, "size": 10},
+        x=weights, y=names, mode="markers", name="weight", showlegend=False, marker={"color": paint, "size": 10}, cliponaxis=False,
         error_x={"array": np.zeros_like(weights), "arrayminus": weights, "symmetric": False, "width": 0, "thickness": 2},
         customdata=rows["distance"], hovertemplate="%{y}: %{x:.3f}<br>%{customdata} tokens back<extra></extra>",
     )  # fmt: skip

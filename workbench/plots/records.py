@@ -16,7 +16,9 @@ from workbench.plots.style import (
     DETAIL,
     DIVERGING,
     MINUS,
+    PANEL,
     SEQUENTIAL,
+    at_least,
     axis_title,
     dressed,
     label,
@@ -31,6 +33,8 @@ from workbench.runs.tables import as_records
 
 FORMS = ("profile", "steps", "positions", "heads", "ranks", "pairs", "bars")
 MAX_PANELS = 24
+EQUAL, SQUEEZED, AIR = 1e-9, 4.0, 0.08
+"""What makes no difference; how many times the lines' range the baselines may need; air above and below lines, of their range."""
 
 
 def checked(frame: pd.DataFrame) -> pd.DataFrame:
@@ -77,14 +81,14 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[Panel]:
             name = f"{MINUS}: {name}" if name else MINUS
         chosen = form or form_of(rows)
         if chosen in MAPS:
-            measured = rows[rows["control"].isna()]
+            measured, baseline = rows[rows["control"].isna()], None if minus else _one_number(rows)
             for architecture in ordered(measured["architecture"]):
                 mine = measured[measured["architecture"] == architecture]
                 for step in sorted(mine["step"].unique()):
                     at = "" if np.isnan(step) or DETAIL in architecture else f", step {step:.0f}"
                     part = mine if np.isnan(step) else mine[mine["step"] == step]
                     titled = name if minus else f"{label(architecture)}{at}" + (f": {name}" if name else "")
-                    yield Panel(chosen, titled, part, key)
+                    yield Panel(chosen, titled, part, key, baseline)
         elif chosen == "ranks" or (chosen == "steps" and rows["layer"].nunique() + rows["head"].nunique() > 2):
             kept = rows["control"].isna() | (chosen == "ranks")
             places = (
@@ -122,10 +126,11 @@ def plot(
         DRAW[panel.form](figure, panel, {"row": i // columns + 1, "col": i % columns + 1}, legend, smooth)
     keys = list(dict.fromkeys(p.key for p in panels if p.form in MAPS))
     for i, key in enumerate(keys):
-        _colour_axis(figure, i, pd.concat([p.rows for p in panels if p.key == key]))
-    _link_axes(figure, panels, columns)
+        mine = [p for p in panels if p.key == key]
+        _colour_axis(figure, i, pd.concat([p.rows for p in mine]), mine[0].baseline)
+    far = _link_axes(figure, panels, columns, logarithmic=log_y)
     if log_x:
-        figure.update_xaxes(type="log", title_text="training step (log scale, step 0 not shown)")
+        figure.update_xaxes(type="log", title_text="training step (log scale, step 0 not shown)", tickformat="d")
     if log_y:
         figure.update_yaxes(type="log")
     for i in _steep(panels):
@@ -135,11 +140,11 @@ def plot(
     outer_titles(figure, len(panels), columns)
     smoothed = _smoothed(frame, smooth) if smooth > 1 else ""
     dashed = "dashed: step 0, random init" if INIT in legend.names else ""
-    under = subtitle(frame, *sorted(legend.bands), dashed, smoothed, *(_map_words(frame) if keys else ()))
+    under = subtitle(frame, *sorted(legend.bands), dashed, smoothed, *far, *(_map_words(frame, panels) if keys else ()))
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
     if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would
         figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2 / count, "yanchor": "top"})
-    return figure
+    return at_least(figure, PANEL * columns) if columns > 1 else figure
 
 
 def _layout(panels: Sequence[Panel]) -> tuple[go.Figure, int]:
@@ -170,18 +175,30 @@ def _smoothed(frame: pd.DataFrame, smooth: int) -> str:
     return f"running mean over {steps} steps" + ("" if steps == smooth else f" ({smooth} records)")
 
 
-def _map_words(frame: pd.DataFrame) -> Iterator[str]:
+def _one_number(rows: pd.DataFrame) -> float | None:
+    """The baseline, where there is one of one number."""
+    controls = rows[rows["control"].notna()]
+    if controls["control"].nunique() != 1 or controls["value"].max() - controls["value"].min() > EQUAL:
+        return None
+    return float(controls["value"].iloc[0])
+
+
+def _map_words(frame: pd.DataFrame, panels: Sequence[Panel]) -> Iterator[str]:
     """What a map cannot draw: which way to read it, and its baselines where they are one number."""
     if frame["seed"].nunique() > 1:
         yield "mean over seeds"
     yield words(reading(frame))
+    white = "white: " if any(p.baseline is not None for p in panels) else ""
     for control, rows in frame[frame["control"].notna()].groupby("control"):
-        if rows["value"].max() - rows["value"].min() < 1e-9:
-            yield f"{words(control)}: {rows['value'].iloc[0]:.3g}"
+        if rows["value"].max() - rows["value"].min() < EQUAL:
+            yield f"{white}{words(control)}, {rows['value'].iloc[0]:.3g}"
 
 
-def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int) -> None:
-    """Panels of one metric and unit share the y axis, so that they can be compared; its unit and its direction stand at the left."""
+def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, logarithmic: bool) -> list[str]:
+    """Panels of one metric and unit share the y axis, so that they can be compared; its unit and its direction stand at the left.
+
+    Baselines so far from all lines that these would be squeezed stay off the scale; they are told in the words returned.
+    """
     first: dict[tuple[str, ...], str] = {}
     kinds = [None if p.form in MAPS else (p.form, str(p.key[0]), str(p.key[1]), _unit(p)) for p in panels]
     for i, (panel, kind) in enumerate(zip(panels, kinds, strict=True)):
@@ -193,6 +210,32 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int) -> None
         title = axis_title(kind[-1], reading(panel.rows)) if leads else ""
         figure.update_yaxes(title_text=title, matches=None if new else first[kind], **where)
         first.setdefault(kind, "y" if i == 0 else f"y{i + 1}")
+    told = []
+    for shared, axis in first.items():
+        rows = pd.concat([p.rows for p, of in zip(panels, kinds, strict=True) if of == shared])
+        if not logarithmic and shared[0] in ("profile", "steps") and (span := _without_far_baselines(rows)):
+            figure.layout[f"yaxis{axis[1:]}"].range = span
+            told += [
+                f"off the scale: {words(name)}, {_from_to(part['value'])}"
+                for name, part in rows[rows["control"].notna()].groupby("control")
+                if part["value"].max() < span[0] or part["value"].min() > span[1]
+            ]
+    return list(dict.fromkeys(told))
+
+
+def _without_far_baselines(rows: pd.DataFrame) -> tuple[float, float] | None:
+    """The range of the measured lines with some air, where baselines lie so far away that they would take most of the axis."""
+    measured, controls = rows.loc[rows["control"].isna(), "value"], rows.loc[rows["control"].notna(), "value"]
+    low, high = float(measured.min()), float(measured.max())
+    whole = max(high, controls.max()) - min(low, controls.min()) if len(controls) else 0.0
+    if not whole > SQUEEZED * (high - low) > 0:
+        return None
+    return low - AIR * (high - low), high + AIR * (high - low)
+
+
+def _from_to(values: pd.Series) -> str:
+    low, high = values.min(), values.max()
+    return f"{low:.3g}" if high - low < EQUAL else f"{low:.3g} to {high:.3g}"
 
 
 def _unit(panel: Panel) -> str:
@@ -200,13 +243,17 @@ def _unit(panel: Panel) -> str:
     return str(unit.iloc[0]) if len(unit) else words(panel.key[0])
 
 
-def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame) -> None:
+def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, baseline: float | None) -> None:
+    """The colours of the maps of one key: by the difference from the baseline where that is one number, which is white."""
     low, high = float(rows["value"].min()), float(rows["value"].max())
     unit = str(rows["unit"].dropna().iloc[0]) if rows["unit"].notna().any() else ""
     signed = low < 0 < high or unit.endswith(MINUS)
     whole = not signed and unit.startswith("share") and rows["position"].nunique() < 2 and rows["index"].nunique() < 2
     limit = max(-low, high) or 1.0
     span = (-limit, limit) if signed else (0.0, 1.0) if whole else (low, high)
+    if baseline is not None:
+        reach = max(high - baseline, baseline - low) or 1.0
+        signed, span = True, (baseline - reach, baseline + reach)
     bar = {"title": {"text": words(unit)}, "x": 1.02 + 0.1 * index, "thickness": 14}
     name = "coloraxis" if index == 0 else f"coloraxis{index + 1}"
     figure.update_layout(

@@ -141,11 +141,12 @@ def course(source: Source, link: Link) -> Drawing:
         raise WorkbenchError("this measure has no course over training: one step, or an axis that has no mean")
     rows = pd.concat(_parts(source, link, chosen, "steps").values(), ignore_index=True)
     mine = rows[rows["layer"] == layer] if layer is not None else rows[:0]
-    rows, of = (mine, f"layer {layer}") if len(mine) else (rows, "mean over layers")
+    means_of = "mean over layers, " if rows["layer"].nunique() > 1 else ""
+    rows, of = (mine, f"layer {layer}, ") if len(mine) else (rows, means_of)
     within = ["layer", "head", "position", "value", "se"]
     means = rows.groupby([c for c in rows if c not in within], dropna=False, observed=True, as_index=False)["value"]
     rows = means.mean().assign(**dict.fromkeys(("layer", "head", "position", "se")))[list(rows)]
-    return Drawing(plots.plot(rows, form="steps", title=f"{_title(chosen, None)}: {of}, over training"), rows)
+    return Drawing(plots.plot(rows, form="steps", title=f"{_title(chosen, None)}: {of}over training"), rows)
 
 
 def _parts(source: Source, link: Link, chosen: Options, form: str | None) -> dict[str, pd.DataFrame]:

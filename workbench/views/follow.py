@@ -180,14 +180,16 @@ def _path(subject: Subject, flow: prompts.ValueFlow) -> plots.ValuePath:
     ]  # fmt: skip
     attended = heads[~heads["added"]].to_dict("records")
     here = _strands([(f"head {int(r['head'])}", r, looks[int(r["head"]) % len(looks)]) for r in attended], "heads")
-    readers = {f"read in layer {flow.layer}; % of all its readers get": here + _beside(heads)}
+    readers = dict[str, list[plots.Strand]]()  # from the last layer downwards to its own
     vectors = flow.readers.loc[flow.readers["layer"] > flow.layer, "path"].unique()
     what = path_in_words(vectors[0]) if len(vectors) == 1 else "parts of it"
     again = own if list(vectors) == ["own"] else others
     for added, how in ((False, "read again later"), (True, "added later, beside attention")):
         rows = later[later["added"] == added].to_dict("records")
         if rows:
-            readers[f"{what}, {how}"] = _strands([(f"layer {int(r['layer'])}", r, again) for r in rows], "layers")
+            strands = _strands([(f"layer {int(r['layer'])}", r, again) for r in rows], "layers")
+            readers[f"{what}, {how}"] = strands[::-1]
+    readers[f"read in layer {flow.layer}; % of all its readers get"] = here + _beside(heads)
     return plots.ValuePath(
         title=subject.title, centre=f"{token}, layer {flow.layer}: length {number(flow.norm)}", colour=own,
         sources={"made of": sources}, readers=readers,

@@ -290,7 +290,7 @@ def _bars(parts: Sequence[tuple[str, str, pd.DataFrame]]) -> go.Figure:
         a, b = (row.reindex(names, fill_value=0.0) for row in found)
         _bar(figure, plots.MINUS, plots.colour(plots.MINUS), a - b)
     figure.update_xaxes(title_text="logits")
-    return figure.update_yaxes(autorange="reversed", type="category")
+    return figure.update_yaxes(type="category")  # layers upwards, as in maps
 
 
 def _bar(figure: go.Figure, title: str, colour: str, row: pd.Series) -> None:

@@ -197,7 +197,8 @@ def headline(found: Finding) -> str:
     ]
     rest = [f"{len(decided) - NAMED} more decided"] if len(decided) > NAMED else []
     rest += [f"{many - len(decided)} unresolved"] if many > len(decided) else []
-    return f"{', '.join(said)}{'; ' if rest else ''}{', '.join(rest)}."
+    whole = f"{', '.join(said)}{'; ' if rest else ''}{', '.join(rest)}."
+    return whole[0].upper() + whole[1:]
 
 
 def _amount(interval: Interval, outcome: Outcome, after: Interval | None = None) -> str:
