@@ -103,11 +103,15 @@ def compared(observed: Observed, module: nn.Module, eager: nn.Module, ids: Tenso
     layers = [(i, layer) for i, layer in enumerate(observed.structure.layers) if layer.is_read]
     patterns = attentions_of(eager, ids)
     if len(patterns) == len(layers):
-        for (i, layer), pattern in zip(layers, patterns, strict=True):
+        each = [  # where a block calls several attentions, transformers gives the pattern that they share
+            (f"blocks.{i}.attn{n}", layer, pattern) for (i, layer), pattern in zip(layers, patterns, strict=True)
+            for n in ([f".{n}" for n in range(len(layer.parts))] if len(layer.parts) > 1 else [""])
+        ]  # fmt: skip
+        for attn, layer, pattern in each:
             if layer.z is not None and not layer.changed:
-                v = cache[f"blocks.{i}.attn.hook_v"].double()
+                v = cache[f"{attn}.hook_v"].double()
                 v = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2)
-                note("v", off(cache[f"blocks.{i}.attn.hook_z"], torch.einsum("bhij,bjhd->bihd", pattern, v)))
+                note("v", off(cache[f"{attn}.hook_z"], torch.einsum("bhij,bjhd->bihd", pattern, v)))
             truth = {
                 "row_entropy": torch.special.entr(pattern).sum(-1), "sink": pattern[..., 0], "received": pattern.sum(-2),
             }  # fmt: skip
@@ -115,7 +119,7 @@ def compared(observed: Observed, module: nn.Module, eager: nn.Module, ids: Tenso
                 truth["null"] = (1 - pattern.sum(-1)).clamp_min(0)
                 truth["row_entropy"] += torch.special.entr(truth["null"])
             for name in truth:
-                if (point := f"blocks.{i}.attn.hook_{name}") in cache:
+                if (point := f"{attn}.hook_{name}") in cache:
                     note(name, off(cache[point], truth[name]))
     names = dict(module.named_modules())
     inputs, outputs = hooked(module, ids, [n for n in names if n])
@@ -128,9 +132,12 @@ def compared(observed: Observed, module: nn.Module, eager: nn.Module, ids: Tenso
         for i, state in enumerate(states[:-1]):  # the last one is normed in most families
             if (point := f"blocks.{i}.hook_resid_{'post' if after else 'pre'}") in cache:
                 note("stream", off(cache[point], state))
+    final = observed.structure.final  # what the final norm reads, where that is no block's output
     for i, layer in enumerate(observed.structure.layers):
-        if (point := f"blocks.{i}.hook_resid_post") in cache and layer.block in outputs:
-            note("stream", off(cache[point], outputs[layer.block]))
+        is_last = final is not None and i == len(observed.structure.layers) - 1
+        made = inputs.get(final.module) if is_last else outputs.get(layer.block)
+        if (point := f"blocks.{i}.hook_resid_post") in cache and made is not None:
+            note("stream", off(cache[point], made))
         inside = [n for n in names if n.startswith(f"{layer.block}.")]
         for name in inside:
             last = name.rpartition(".")[2]

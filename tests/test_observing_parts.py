@@ -60,6 +60,43 @@ class WritingOver(GPTBlock):
         return x + y
 
 
+class ByToken(nn.Module):
+    """For each token some of one and some of the other."""
+
+    def forward(self, x, y):
+        share = torch.sigmoid(4 * y.mean(-1, keepdim=True))
+        return share * x + (1 - share) * y
+
+
+class Leaving(GPTBlock):
+    """The first one leaves what it reads behind, and a mixture by token is what the MLPs read (Inkling 2)."""
+
+    def __init__(self, attention):
+        super().__init__(attention)
+        self.mix = ByToken()
+
+    def forward(self, x, memory):
+        attended = self.attn(self.ln_1(x), memory)
+        stream = attended if memory.setdefault("first", x) is x else x + attended
+        return stream + self.mlp(self.ln_2(self.mix(memory["first"], stream)))
+
+
+class TwoStreams(GPTBlock):
+    """Each of two streams grows by what reads the other (Reformer)."""
+
+    def forward(self, x, other):
+        x = x + self.attn(self.ln_1(other), {})
+        return other + self.mlp(self.ln_2(x)), x
+
+
+class Reversible(GPT):
+    def forward(self, idx, targets=None):
+        x = other = self.transformer.wte(idx)
+        for block in self.transformer.h:
+            other, x = block(x, other)
+        return self.lm_head(self.transformer.ln_f(other)), None
+
+
 class Ended(GPT):
     """A decoder with an end of its own: `norm` of the stream, `then` of the logits."""
 
@@ -78,7 +115,9 @@ ENDINGS = {
     "no norm": (nn.Identity, None),
     "logits times 0.25": (RootMeanSquare, lambda x: 0.25 * x),
 }
-BLOCKS = {"scaled": Scaled, "post-normed": PostNormed, "recalling": Recalling, "writing over": WritingOver}
+BLOCKS = {
+    "scaled": Scaled, "post-normed": PostNormed, "recalling": Recalling, "writing over": WritingOver, "leaving": Leaving,
+}  # fmt: skip
 
 
 def wide(module):
@@ -159,6 +198,10 @@ def test_blocks_that_norm_scale_recall_or_write_over_are_taken_apart(name, ids):
         with observed.hooks([("blocks.1.hook_attn_out", lambda x, hook: 0 * x)]):
             changed = observed.run_with_cache(ids, "blocks.1.hook_resid_post")[1]["blocks.1.hook_resid_post"]
         torch.testing.assert_close(changed, x + 0.22 * block.mlp(block.ln_2(x)))
+    if name == "leaving":
+        first, x = module.transformer.h[0], cache["blocks.0.hook_resid_pre"]
+        torch.testing.assert_close(cache["blocks.0.hook_attn_out"], first.attn(first.ln_1(x), {}))
+        assert decompose(observed, ids)["embed"].abs().max() == 0
     if name == "recalling":
         weight = decompose(observed, ids)["embed"] / cache["blocks.0.hook_resid_pre"]
         # 1.1 E in the first block, then 0.8 times and 0.3 more in each
@@ -197,6 +240,7 @@ def test_parts_are_those_of_the_weights_of_now(ids):
         (Headed, "logits", "layer", "no norm of the last stream"),
         (Outside, None, "layer", "the stream is kept outside it"),
         (Streams, "logits", "layer", "several streams"),
+        (lambda: Reversible(block=TwoStreams), None, "layer", "the stream is kept outside it"),
         (lambda: GPT(attention=Gated), None, "value_path", "layer 0 shows no value paths: W_O reads more than"),
         (lambda: GPT(attend=negative), None, "value_path", "W_O reads a combination of attn.0 and attn.1"),
         (lambda: GPT(attend=talking), None, "value_path", "is no distribution"),

@@ -4,13 +4,14 @@
 
 Mostly keep = a = b = 1 and again = 0. Some multiply what they add (Granite's residual multiplier), some the stream, and
 bring back x_0, what the first block reads (modded-nanogpt). What a block returns is that, or a weighted sum in which that and
-what stood after earlier blocks take part (DenseFormer), or for each token of all earlier outputs (Attention Residuals).
-Nothing else is taken for an addition.
+what stood after earlier blocks take part (DenseFormer), or for each token of all earlier outputs (Attention Residuals). Some
+blocks of the last kind leave what they read behind, keep = again = 0 (Inkling 2). Nothing else is taken for an addition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -59,8 +60,9 @@ def find_additions(
         reader.rows, layer.rows["in"]
     )  # else it may scale what it reads first
     several = (sums.averaged, sums.kept) if adds_to_it else (sums.kept, sums.averaged)
-    for found in (sums.plain, sums.scaled, *several, sums.weighed):
-        for some in _candidates(outputs, time):
+    apart = [(e, t) for e, t in outputs if not any(torch.equal(x.rows, layer.rows["in"]) for x in e.inputs)]
+    for found in (sums.plain, sums.scaled, *several, sums.alone, sums.weighed):
+        for some in _candidates(apart if found == sums.alone else outputs, time):
             if (factors := found([t.rows for _, t in some])) is not None:
                 placed = sorted(zip(some, factors, strict=True), key=lambda each: _distance(each[0][0], time))
                 for name, ((entry, seen), factor) in zip(("attn_out", "mlp_out"), placed, strict=False):
@@ -105,7 +107,7 @@ def _candidates(outputs: list[Output], time: int) -> Iterator[list[Output]]:
 
 
 class _Sums:
-    """Whether outputs sum to what a block makes of its stream, in one of five ways; each gives the outputs' factors."""
+    """Whether outputs sum to what a block makes of its stream, in one of six ways; each gives the outputs' factors."""
 
     def __init__(self, layer: LayerStructure, before: Before) -> None:
         self.before, self.out, self.first = layer.rows["in"], layer.rows["out"], before.stood[0]
@@ -165,9 +167,16 @@ class _Sums:
         )  # else it is in what they are said to add
         return [1.0] * len(parts) if exact and goes_on and abs(factor) * size**0.5 > _LEAST * whole else None
 
+    def alone(self, parts: list[Tensor]) -> list[float] | None:
+        """Two that do not read the stream itself are all that the block returns."""
+        if len(parts) < 2 or float((self._few_sum(parts) - self.few_out).abs().max()) > self.slack:
+            return None
+        self.keeps = 0.0, 0.0
+        return [1.0] * len(parts)
+
     def weighed(self, parts: list[Tensor]) -> list[float] | None:
-        """They are taken by each token with weights of its own, beside all earlier outputs."""
-        if not self.outputs:
+        """They are taken by each token with weights of its own, beside all earlier outputs, as what the block reads is made."""
+        if not self.outputs or not self.reads_outputs:
             return None
         few = [x[:_FEW] for x in (self.out, *self.outputs, *parts)]
         weights, left = depth_weights(few[0], few[1:])
@@ -175,6 +184,11 @@ class _Sums:
         old, new = taken[: len(self.outputs)], taken[len(self.outputs) :]
         found = left <= self.tolerance and bool((new > _LEAST).all()) and bool((old > _LEAST).any())
         return [1.0] * len(parts) if found else None
+
+    @cached_property
+    def reads_outputs(self) -> bool:
+        """Whether what the block reads is made of earlier outputs, and not another stream (Reformer)."""
+        return depth_weights(self.before[:_FEW], [x[:_FEW] for x in self.outputs])[1] <= self.tolerance
 
     def _few_sum(self, parts: list[Tensor]) -> Tensor:
         return torch.stack([self._few(part) for part in parts]).sum(0)

@@ -102,7 +102,9 @@ def _streams(structure: DecoderStructure) -> Named:
     if strange is not None:
         raise _UnknownArchitecture(f"what block {strange} adds to its stream was not found")
     if any(layer.keeps != (1.0, 0.0) for layer in layers):
-        raise _UnknownArchitecture("blocks scale the stream they read, or add what the first one read again")
+        raise _UnknownArchitecture(
+            "blocks scale the stream they read or leave it behind, or add what the first one read again"
+        )
     mixed = [s for s in arriving[:-1] if not s.is_plain]
     if not all(s.exact for s in mixed):
         left = max(s.residual for s in mixed)

@@ -91,7 +91,7 @@ def _notes(trace: Trace, layers: Sequence[LayerStructure], layout: Layout) -> li
 
 def _outputs_of(layers: Sequence[LayerStructure]) -> list[list[Tensor]]:
     """What each layer's parts add, where that is known of all."""
-    if not all(layer.adds and layer.keeps == (1.0, 0.0) for layer in layers):
+    if not all(layer.adds and layer.keeps in ((1.0, 0.0), (0.0, 0.0)) for layer in layers):
         return []
     return [[layer.rows[n] for n in ("attn_out", "mlp_out") if n in layer.rows] for layer in layers]
 
