@@ -63,6 +63,7 @@ def test_tensorboard_has_every_number_of_the_folder(gpt, tmp_path):
     assert sum(name.startswith("workbench/gradient_norm") for name, _ in sent) == len(kept) > 4
 
 
+@pytest.mark.slow  # the client starts a server of its own
 def test_wandb_gets_an_offline_run_where_none_is_open(gpt, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with Recorder(gpt, 2, tmp_path / "r", quantities=ONE, to=["wandb"]) as recorder:
