@@ -86,6 +86,14 @@ def test_every_command_has_help_from_its_docstring(command):
     assert "Usage" in done.stdout
 
 
+def test_every_command_that_takes_long_can_be_quiet():
+    quiet = {
+        c.name or c.callback.__name__ for c in commands.registered_commands if "quiet" in c.callback.__annotations__
+    }
+    at_once = {"app", "export", "generate", "list", "plot"}
+    assert {name.replace("_", "-") for name in quiet} >= EXPECTED - at_once
+
+
 def test_help_needs_no_torch():
     code = (
         "import sys, runpy\nsys.argv = ['workbench', '--help']\n"

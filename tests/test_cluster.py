@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -23,7 +24,8 @@ from workbench.runs.run import Run
 from workbench.studies.runner import run_study
 from workbench.studies.study_file import read_study
 
-distributed = pytest.importorskip("distributed", reason="dask.distributed is not installed")
+if importlib.util.find_spec("distributed") is None:
+    pytest.skip("dask.distributed is not installed", allow_module_level=True)
 ASKED = {"workbench": "a1", "torch": "2.13", "Python": "3.11", "threads": 1, "unseen": []}
 STUDY = """
 question = "Is it earlier?"
@@ -68,6 +70,7 @@ def test_what_a_job_failed_of_concerns_all_where_it_is_the_worker_that_is_not_fi
         cluster._told("dask://x", ModuleNotFoundError("No module named 'workbench'"))
 
 
+@pytest.mark.slow
 def test_an_address_that_is_none_or_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(cluster, "ANSWERS_S", 0.2)
     with pytest.raises(WorkbenchError, match=r"dask://127\.0\.0\.1:1 does not answer: Timed out"):
@@ -82,6 +85,8 @@ def test_an_address_that_is_none_or_does_not_answer_is_one_sentence(monkeypatch,
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
     """A cluster of two workers on this machine, with a cache of their own."""
+    import distributed
+
     environment = {"WORKBENCH_CACHE": str(tmp_path_factory.mktemp("cache"))}
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", env=environment) as made:
         made.cache = environment["WORKBENCH_CACHE"]
@@ -135,6 +140,8 @@ def test_a_study_ends_whole_though_a_worker_is_killed_and_nothing_is_trained_twi
 
 def writer_of(run, made):
     """The worker's process that holds a run's lock."""
+    import distributed
+
     with distributed.Client(made) as client:
         for pid, holds in client.run(_holds, run).values():
             if holds:
@@ -200,6 +207,8 @@ if __name__ == "__main__":
 def test_a_worker_without_the_package_or_with_another_version_ends_it_before_anything_is_trained(
     has, sentence, tmp_path
 ):
+    import distributed
+
     if has == "other":
         shutil.copytree(Path(cluster.__file__).parents[1], tmp_path / "workbench")
         with (tmp_path / "workbench" / "names.py").open("a") as file:

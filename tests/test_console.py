@@ -23,6 +23,7 @@ def clock(monkeypatch):
 def test_the_time_left_is_what_the_pieces_took_and_runs_down_between_them(clock):
     """Two of five pieces after 10 and 20 seconds: 15 s each, 45 s for three, 41 s four seconds later."""
     task = Task("measuring", 5)
+    assert task.line() == "measuring: 0 of 5, 0 s so far"
     for seconds, done in ((10, 1), (20, 2), (4, 2)):
         clock[0] += seconds
         task(done, what="step 8")
@@ -31,6 +32,7 @@ def test_the_time_left_is_what_the_pieces_took_and_runs_down_between_them(clock)
 
 def test_pieces_that_were_there_already_say_nothing_of_the_rest(clock):
     task = Task("study")
+    assert task.line() == "study: 0 s so far"
     task(98, 100)
     clock[0] += 30
     task(99)

@@ -8,7 +8,6 @@ import types
 
 import pytest
 import training_runs
-from tensorboardX.proto.event_pb2 import Event
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
@@ -35,6 +34,8 @@ def test_a_number_is_called_by_its_metric_and_its_axes():
 
 def scalars(folder):
     """(tag, step) -> value of all that a reader of TensorBoard's files shows: what a later file begins anew is gone."""
+    from tensorboardX.proto.event_pb2 import Event
+
     shown, found = {}, sorted((folder / "tensorboard").glob("events.*"))
     for path in found:
         data, at = path.read_bytes(), 0

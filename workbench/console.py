@@ -130,8 +130,11 @@ class Task:
         return [*parts, self.what] if self.what else parts
 
     def line(self) -> str:
-        """As one line."""
-        return f"{self.name}: {', '.join(self.words())}" if self.words() else f"{self.name} ..."
+        """As one line, with the time so far while nothing says how much is left."""
+        words = self.words()
+        if self.left() is None and not 0 < self.total <= self.done:
+            words.insert(1 if self.total else 0, f"{time.monotonic() - self.begin:.0f} s so far")
+        return f"{self.name}: {', '.join(words)}"
 
 
 @contextmanager

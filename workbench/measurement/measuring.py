@@ -78,13 +78,16 @@ def measure(
             samples[shared] = sample_of(data, subject, n, T, seed)
             refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted])
         refuse_unfit(samples[shared], subject)
+    heard = progress if distributed.rank() == 0 else None
     frames: list[pd.DataFrame] = []
     for subject in chosen:
-        if progress and distributed.rank() == 0:
-            progress(len(frames), len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
+        if heard:
+            heard(len(frames), len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
         with distributed.alone(getattr(subject.in_hand, "is_sharded", False)):
             frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         subject.forget()
+    if heard:
+        heard(len(chosen), len(chosen), "")
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
 
 

@@ -142,16 +142,22 @@ def xray(
     if announce:
         announce(_cost(subject, data, n, length, layers))
 
-    def measured(names: Sequence[str], step: str) -> pd.DataFrame:
-        return measure(subject, names, data, steps=step, n=n, T=T, sites=SITES, progress=progress)
-
-    frames = [measured(names, "last")]
+    plan = {"last": names}
     if _has_init(subject):
-        frames.insert(0, measured([m for m in names if m not in (TOGETHER, BY_LAYER)], "first"))
-    frame = pd.concat(frames, ignore_index=True)
+        plan["first"] = [m for m in names if m not in (TOGETHER, BY_LAYER)]
+    frames = [
+        measure(subject, asked, data, steps=step, n=n, T=T, sites=SITES, progress=_part(progress, i, len(plan)))
+        for i, (step, asked) in enumerate(plan.items())
+    ]
+    frame = pd.concat(frames[::-1], ignore_index=True)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
     where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
     return XRay(name, tuple(answers(frame, _reasons(subject))), frame, f"workbench xray {where}{given}")
+
+
+def _part(progress: Progress | None, before: int, parts: int) -> Progress | None:
+    """The progress of one of several parts, as that of all of them."""
+    return progress and (lambda done, total, what: progress(before + done, parts, what))
 
 
 QUESTIONS = {

@@ -21,6 +21,7 @@ import pandas as pd
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest
+from workbench.places import install
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
 
@@ -137,7 +138,7 @@ def checked(to: str | Iterable[str]) -> tuple[str, ...]:
         if name not in SINKS:
             raise UnknownName("sink", name, SINKS)
         if importlib.util.find_spec(SINKS[name][0]) is None:
-            raise WorkbenchError(f"to={name!r} takes its client: pip install {SINKS[name][0]}")
+            raise WorkbenchError(f"to={name!r} takes its client: {install(name)}")
     return names
 
 
