@@ -89,7 +89,9 @@ def main() -> None:
     print(f"  tensor parallel  {gib['tensor parallel']:6.2f}")
     one, two = peaks(1), peaks(2)
     logits = T * (VOCABULARY - SMALL) * BYTES
-    print(f"MiB beside weights, one document of {T} tokens: one block, each further, all {LAYERS} and {VOCABULARY:,} logits")
+    print(
+        f"MiB beside weights, one document of {T} tokens: one block, each further, all {LAYERS} and {VOCABULARY:,} logits"
+    )
     for what in one:
         each = two[what] - one[what]
         whole = one[what] + (LAYERS - 1) * each + (logits if what != "observe" else logits * EXAMPLE // T)
