@@ -161,8 +161,15 @@ class Evidence:
         return paired_seeds(*(self.by_seed(self.known(rows, name), name) for name in (model, baseline)))
 
     def differences(self, rows: pd.DataFrame, model: str, baselines: Iterable[str]) -> dict[str, Interval]:
-        """`difference` from each of those baselines that are here, by name."""
-        return {name: self.difference(rows, model, name) for name in baselines if name in self.models}
+        """`difference` from each of those baselines that are here, by name, but for those with which the model shares no seed.
+
+        Raises `InsufficientEvidence` where it shares none with any.
+        """
+        found = {name: self.difference(rows, model, name) for name in baselines if name in self.models}
+        paired = {name: interval for name, interval in found.items() if interval.n}
+        if found and not paired:
+            raise InsufficientEvidence(f"No seed of {model} is one of {listed(list(found))}.")
+        return paired
 
     def losses(self) -> pd.DataFrame:
         """Final validation loss of each run and domain; from training, else from the measured loss.

@@ -41,7 +41,8 @@ def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
             continue
         losses = pair.losses()
         both = [pair.by_seed(pair.known(losses, name), name) for name in (model, "transformer")]
-        leads[float(str(length))] = both[0] - both[1]
+        if len(lead := (both[0] - both[1]).dropna()):  # of the seeds that both have
+            leads[float(str(length))] = lead
     if not leads:
         raise InsufficientEvidence(f"Needs transformer and {model} trained under equal conditions.")
     first, last = min(leads), max(leads)

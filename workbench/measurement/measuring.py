@@ -72,22 +72,23 @@ def measure(
     if workers != 1:
         how = partial(measure, n=n, T=T, batch=batch, seed=seed, device=device, sites=sites)
         return _by_jobs(models_or_runs, metrics, data, steps, workers, progress, how)
-    chosen, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
+    chosen, samples, frames = (
+        subjects(models_or_runs, steps, distributed.join(device)),
+        dict[Any, Sample](),
+        list[pd.DataFrame](),
+    )
     for subject in chosen:
         if (shared := _sharing(subject)) not in samples:
             samples[shared] = sample_of(data, subject, n, T, seed)
             refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted])
         refuse_unfit(samples[shared], subject)
-    heard = progress if distributed.rank() == 0 else None
-    frames: list[pd.DataFrame] = []
+    heard: Progress = progress if progress and distributed.rank() == 0 else lambda *_: None
     for subject in chosen:
-        if heard:
-            heard(len(frames), len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
+        heard(len(frames), len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
         with distributed.alone(getattr(subject.in_hand, "is_sharded", False)):
             frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         subject.forget()
-    if heard:
-        heard(len(chosen), len(chosen), "")
+    heard(len(chosen), len(chosen), "")
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
 
 
