@@ -41,7 +41,7 @@ def test_reuse_by_token_is_compared_with_every_constant_share_that_is_here():
 
 
 def test_a_rival_of_other_seeds_is_left_out_and_alone_is_no_evidence():
-    mine, shared, other = runs("satformer"), runs("resformer"), [run("resformer_learnable", seed) for seed in (7, 8, 9)]
+    mine, shared, other = runs("satformer"), runs("resformer"), [run("resformer_learnable", seed) for seed in (3, 4)]
     level = {"satformer": 2.70, "resformer": 2.73, "resformer_learnable": 2.60}
     name = "reuse_by_token_beats_constant_reuse"
     both, alone = ([*mine, *shared, *other], [*mine, *other])
@@ -49,7 +49,7 @@ def test_a_rival_of_other_seeds_is_left_out_and_alone_is_no_evidence():
     assert found.table["value"].tolist() == pytest.approx([-0.03])
     assert found.status == "supported"
     found = judged(name, alone, (), losses(alone, lambda of: level[of["model"]]))
-    assert found.status == "not checkable"
+    assert found.status == "not_checkable"
     assert "No seed of satformer is one of resformer_learnable" in found.sentence
 
 
@@ -85,7 +85,7 @@ def test_values_that_need_the_embedding_more(values, status):
 def test_a_lead_of_exclusive_heads_must_grow_with_length(short, long, status):
     made = [of for T, change in ((128, short), (512, long)) if change is not None
             for of in runs("transformer", "exclusive_attention", T=T, batch=1024 // T)]  # fmt: skip
-    made += [run("transformer", 9, T=128, batch=8)]  # whose seed the other model never had
+    made += [run("transformer", 4, T=128, batch=8)]  # whose seed the other model never had
     change = lambda of: (short if of["T"] == 128 else long) * (of["model"] != "transformer") * (1 + of["seed"] / 20)  # noqa: E731
     found = judged("exclusive_heads_lower_the_loss", made, (), losses(made, lambda of: 2.7 + change(of)))
     assert found.status == status

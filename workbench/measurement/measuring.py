@@ -72,24 +72,27 @@ def measure(
     if workers != 1:
         how = partial(measure, n=n, T=T, batch=batch, seed=seed, device=device, sites=sites)
         return _by_jobs(models_or_runs, metrics, data, steps, workers, progress, how)
-    chosen, samples, frames = (
-        subjects(models_or_runs, steps, distributed.join(device)),
-        dict[Any, Sample](),
-        list[pd.DataFrame](),
-    )
+    chosen, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
     for subject in chosen:
         if (shared := _sharing(subject)) not in samples:
             samples[shared] = sample_of(data, subject, n, T, seed)
             refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted])
         refuse_unfit(samples[shared], subject)
-    heard: Progress = progress if progress and distributed.rank() == 0 else lambda *_: None
-    for subject in chosen:
-        heard(len(frames), len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
+    frames: list[pd.DataFrame] = []
+    for subject in _told(chosen, progress):
         with distributed.alone(getattr(subject.in_hand, "is_sharded", False)):
             frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         subject.forget()
-    heard(len(chosen), len(chosen), "")
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+
+
+def _told(chosen: Sequence[Subject], progress: Progress | None) -> Iterator[Subject]:
+    """Each subject, told before it is measured, and the end of all."""
+    heard: Progress = progress if progress and distributed.rank() == 0 else lambda *_: None
+    for done, subject in enumerate(chosen):
+        heard(done, len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
+        yield subject
+    heard(len(chosen), len(chosen), "")
 
 
 def _by_jobs(
