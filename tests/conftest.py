@@ -47,14 +47,31 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported stays to the end: the collector need not walk through it, neither meanwhile nor afterwards."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
+
+
 def pytest_collection_finish():
-    """What is imported by now stays to the end: the collector need not walk through it again and again."""
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:  # what tests' processes come from is there when the first of them asks
         _forkserver().ensure_running()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """So does what a file has imported on its way: without this a walk takes from half a second to more than one."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 PRELOADED = ["workbench.observing", "workbench.studies.runner", "torch._dynamo", "scipy.stats"]
@@ -76,11 +93,11 @@ def without_evidence(monkeypatch, tmp_path_factory):
 
 
 def pytest_generate_tests(metafunc):
-    """`any_architecture`: each of those that stand for all, in turn."""
-    if "any_architecture" in metafunc.fixturenames:
+    """`any_architecture`: each of those that stand for all, in turn; `any_attention`: for all that attention weights depend on."""
+    for name in {"any_architecture", "any_attention"} & set(metafunc.fixturenames):
         import seams
 
-        metafunc.parametrize("any_architecture", seams.COVERING)
+        metafunc.parametrize(name, seams.COVERING if name == "any_architecture" else seams.ATTENDING)
 
 
 @pytest.fixture

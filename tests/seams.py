@@ -50,9 +50,9 @@ def uses(name):
     return facts
 
 
-def covering(names):
-    """Some of them that together do all that any of them does: again and again the one that adds most."""
-    facts = {name: uses(name) for name in names}
+def covering(names, among=None):
+    """Some of them that together do all that any of them does, or all of some kinds: again and again the one that adds most."""
+    facts = {name: {fact for fact in uses(name) if among is None or fact[0] in among} for name in names}
     chosen, left = ["transformer"], set.union(*facts.values()) - facts["transformer"]
     while left:
         chosen.append(max(names, key=lambda name: len(facts[name] & left)))
@@ -67,6 +67,8 @@ def standing_for_all():
 
 
 COVERING = standing_for_all()
+ATTENDING = covering(COVERING, ("score", "softmaxes", "grouped", "norms", "connections"))
+"""Those that stand for all where a test looks at queries, keys and weights alone."""
 
 
 def of_every_kind():
