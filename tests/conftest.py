@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -21,24 +22,16 @@ import pytest
 
 
 def pytest_configure():
-    """Ctrl-C reaches the processes that tests start, also where the tests run in the background of a shell, which ignores it."""
+    """Ctrl-C reaches the processes that tests start, also in the background of a shell, which ignores it; no logs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.disable(logging.WARNING)  # Streamlit logs each call outside a page, thousands of them
 
 
 LONGEST = (
-    "browser_everyone",
-    "demo",
-    "estimating",
-    "docs",
-    "compile",
-    "browser",
-    "studies",
-    "browser_tasks",
-    "analyses",
-    "killed",
-    "truth",
-)
+    "browser_everyone", "wheel", "estimating", "docs", "studies", "compile", "browser", "notebooks", "cluster", "demo",
+    "browser_tasks", "gpu", "analyses", "killed", "server_visitors", "truth",
+)  # fmt: skip
 """Files of minutes, taken first: what is left at the end are seconds, in which no process waits for another."""
 
 
