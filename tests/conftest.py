@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -21,24 +22,16 @@ import pytest
 
 
 def pytest_configure():
-    """Ctrl-C reaches the processes that tests start, also where the tests run in the background of a shell, which ignores it."""
+    """Ctrl-C reaches the processes that tests start, also in the background of a shell, which ignores it; no logs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.disable(logging.WARNING)  # Streamlit logs each call outside a page, thousands of them
 
 
 LONGEST = (
-    "browser_everyone",
-    "demo",
-    "estimating",
-    "docs",
-    "compile",
-    "browser",
-    "studies",
-    "browser_tasks",
-    "analyses",
-    "killed",
-    "truth",
-)
+    "browser_everyone", "wheel", "estimating", "docs", "studies", "compile", "browser", "notebooks", "cluster", "demo",
+    "browser_tasks", "gpu", "analyses", "killed", "server_visitors", "truth",
+)  # fmt: skip
 """Files of minutes, taken first: what is left at the end are seconds, in which no process waits for another."""
 
 
@@ -47,14 +40,31 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported stays to the end: the collector need not walk through it, neither meanwhile nor afterwards."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
+
+
 def pytest_collection_finish():
-    """What is imported by now stays to the end: the collector need not walk through it again and again."""
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:  # what tests' processes come from is there when the first of them asks
         _forkserver().ensure_running()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """So does what a file has imported on its way: without this a walk takes from half a second to more than one."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 PRELOADED = ["workbench.observing", "workbench.studies.runner", "torch._dynamo", "scipy.stats"]
@@ -76,11 +86,11 @@ def without_evidence(monkeypatch, tmp_path_factory):
 
 
 def pytest_generate_tests(metafunc):
-    """`any_architecture`: each of those that stand for all, in turn."""
-    if "any_architecture" in metafunc.fixturenames:
+    """`any_architecture`: each of those that stand for all, in turn; `any_attention`: for all that attention weights depend on."""
+    for name in {"any_architecture", "any_attention"} & set(metafunc.fixturenames):
         import seams
 
-        metafunc.parametrize("any_architecture", seams.COVERING)
+        metafunc.parametrize(name, seams.COVERING if name == "any_architecture" else seams.ATTENDING)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -152,11 +151,11 @@ def test_every_kind_of_widget_falls_back_to_its_default_with_a_word(value, scann
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "key", "kind"),
-    [(name, key, kind) for name in DEEP for key, kind in zip(keys(name), itertools.cycle(("markup", "path", "huge")))],
+    ("name", "first"), [(name, first) for name in DEEP for first in range((len(keys(name)) + 2) // 3)]
 )
-def test_a_hostile_value_of_one_key_is_ignored_or_explained(page, populated, name, key, kind):
-    at = page(populated, name, **{key: HOSTILE[kind]})
+def test_hostile_values_of_three_keys_far_apart_are_ignored_or_explained(page, populated, name, first):
+    three = keys(name)[first :: (len(keys(name)) + 2) // 3]
+    at = page(populated, name, **dict(zip(three, (HOSTILE[kind] for kind in ("markup", "path", "huge")), strict=False)))
     assert not re.search(r"(?<!\\)<script", said(at) + " ".join(c.spec for c in charts(at)))
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from seams import COVERING
+from seams import TOGETHER
 
 from workbench.errors import BadData
 from workbench.models.hooked import next_token_loss
@@ -86,10 +86,7 @@ def check_hooks(call, model, ids):
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        "resformer_dense",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in [*COVERING, "mhc+dyt"] if name != "resformer_dense"),
-    ],
+    [TOGETHER[0], *(pytest.param(name, marks=pytest.mark.slow) for name in [*TOGETHER[1:], "hyper_connections+dyt"])],
 )
 def test_is_one_graph_that_hears_hooks_added_later(tiny, ids, architecture):
     model = tiny(architecture, config={"n_layers": 2})
@@ -261,7 +258,7 @@ def test_cached_decoding_is_one_graph_for_many_steps(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", COVERING)
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_cached_decoding_breaks_no_graph(tiny, architecture):
     model = tiny(architecture, config={"n_layers": 2})
     check_decoding(torch.compile(model, backend="eager", fullgraph=True), model, [9, 1], reserve=10)

@@ -193,7 +193,7 @@ def test_named_activations_exist_and_have_their_axes():
     """Each name's hook point stands in some architecture, with as many axes as it says."""
     shapes = {}
     for architecture in [*ARCHITECTURES, "resformer+share_q"]:
-        model = build(architecture, SMALL.replace(n_ctx=16, d_vocab=16, d_mlp=16))
+        model = build(architecture, SMALL.replace(n_ctx=16, d_model=16, d_vocab=16, d_mlp=16))
         hooks = [(lambda name: True, lambda x, hook: shapes.update({hook.name: x.shape}))]
         model.run_with_hooks(torch.arange(5), fwd_hooks=hooks)
     for name, activation in ACTIVATIONS.items():

@@ -45,8 +45,8 @@ def pooled(pattern, queries, keys, how=np.mean):
     return cells
 
 
-def test_overview_and_windows_equal_the_patterns(awake, any_architecture):
-    model, ids = awake(any_architecture), some_ids()
+def test_overview_and_windows_equal_the_patterns(awake, any_attention):
+    model, ids = awake(any_attention), some_ids()
     pattern, found = dense(model, ids), attention_overview(model, ids, buckets=5)
     inputs = attention_inputs(model, ids)
     assert found.edges == bucket_edges(23, 5)
@@ -60,8 +60,8 @@ def test_overview_and_windows_equal_the_patterns(awake, any_architecture):
             np.testing.assert_allclose(whole.weights[~future], pattern[layer, head][~future], atol=1e-5)
 
 
-def test_statistics_equal_those_the_model_shows(awake, any_architecture):
-    model, ids = awake(any_architecture), some_ids()
+def test_statistics_equal_those_the_model_shows(awake, any_attention):
+    model, ids = awake(any_attention), some_ids()
     names = {n: [f"blocks.{n}.attn.hook_{x}" for x in ("row_entropy", "sink")] for n in range(3)}
     _, cache = model.run_with_cache(ids, names_filter=[*itertools.chain(*names.values())])
     found = attention_overview(model, ids)
@@ -97,8 +97,8 @@ def test_uniform_attention_has_the_uniform_numbers(tiny):
     assert {name: row[name] for name in found.uniform} == pytest.approx(found.uniform)
 
 
-def test_largest_weights_survive_pooling(awake, any_architecture):
-    model, ids = awake(any_architecture), some_ids()
+def test_largest_weights_survive_pooling(awake, any_attention):
+    model, ids = awake(any_attention), some_ids()
     pattern, edges = dense(model, ids), bucket_edges(23, 5)
     found = attention_overview(model, ids, buckets=5, pool="max")
     np.testing.assert_allclose(found.tiles, pooled(pattern, edges, edges, np.max), atol=1e-5)

@@ -52,7 +52,7 @@ def test_each_file_says_its_formula_source_seam_parameters_cache_and_degenerate_
 
 def test_those_that_stand_for_all_in_tests_use_every_seam_and_leave_no_newcomer_out(monkeypatch):
     used = [set().union(*map(seams.uses, names)) for names in (ARCHITECTURES, seams.COVERING)]
-    assert used[0] == used[1]
+    assert used[0] == used[1] == set().union(*map(seams.uses, seams.TOGETHER))
     assert {"transformer", "denseformer", "residual_attention"} <= set(seams.COVERING)
     assert len(seams.COVERING) <= len(ARCHITECTURES) / 2
     monkeypatch.setitem(ARCHITECTURES, "newcomer", ARCHITECTURES["resformer"])

@@ -52,17 +52,17 @@ def attention_by_hand(architecture, cache, layer, logits):
 
 
 @pytest.mark.parametrize("how", ["streamed", "trained", "eager"])
-def test_statistics_are_those_of_the_pattern(any_architecture, tiny, how):
+def test_statistics_are_those_of_the_pattern(any_attention, tiny, how):
     """Streamed beside the fused attention, or taken from patterns that were formed: what a naive attention has.
 
     Of several key sets a position receives what it receives in all together, and the row's entropy is over all keys.
     """
-    model = tiny(any_architecture, config=grouped(any_architecture), dtype=WIDE)
+    model = tiny(any_attention, config=grouped(any_attention), dtype=WIDE)
     with torch.set_grad_enabled(how == "trained"):
         _, cache = model.run_with_cache(tokens(9), names_filter=list(model.hook_dict) if how == "eager" else None)
     for layer in range(3):
-        logits = model.shortcuts[0].logits[layer].detach() if any_architecture == "sink_logit" else None
-        parts, lse = attention_by_hand(any_architecture, cache, layer, logits)
+        logits = model.shortcuts[0].logits[layer].detach() if any_attention == "sink_logit" else None
+        parts, lse = attention_by_hand(any_attention, cache, layer, logits)
         null = parts.pop("null", torch.zeros(1, dtype=WIDE))
         if logits is not None:
             torch.testing.assert_close(cache["null", layer, "attn"], null[..., 0], atol=1e-12, rtol=1e-9)

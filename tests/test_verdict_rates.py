@@ -40,7 +40,7 @@ def test_the_simulation_sees_a_rule_that_refutes_where_any_part_is_contrary(monk
     assert rule.agrees(tables[:50])
     monkeypatch.setattr(verdicts, "decide", _uncorrected)
     assert not rule.agrees(tables[:50])
-    refuted = [status == "refuted" for status in rule.said(tables)]
+    refuted = [status == "refuted" for status in rule.said(tables[:1000])]
     assert 100 * np.mean(refuted) > MOST
 
 
