@@ -73,7 +73,7 @@ TOGETHER = [
     "resformer_dense", "mhc+svformer+post_norm", "neutreno+value_embedding", "denseformer+cross_layer_all+gqa",
     "exclusive_attention+gated_attention+cla", "residual_attention+residual_k+gqa",
     "satformer+value_scale+value_gate+held_start", "skip_v1+value_gate_query+sink_logit", "neutreno+attention_residuals",
-    "resformer+bank_of_values",
+    "resformer", "bank_of_values",
 ]  # fmt: skip
 """Combinations that do the same in half as many models, where each costs seconds."""
 
