@@ -1,12 +1,14 @@
 """The report of a folder: it shows what the claims say, and so do the demo's story and the page of claims."""
 
 import html
+import json
 import re
 import shutil
 
 import dashboard
 import pytest
 
+from workbench import files
 from workbench.claims.analysis import Analysis, chosen, judge
 from workbench.claims.collect import find_runs, stored
 from workbench.claims.page import write_page
@@ -30,6 +32,22 @@ def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_
         assert article[1] == story.verdict.status
         assert html.escape(story.verdict.sentence) in article[0]
         assert f">{story.verdict.words}<" in article[0]
+
+
+@pytest.mark.parametrize(
+    ("shortest", "says"),
+    [([None, None], "always begins"), ([4, 4], "has to recognise"), ([None, 4], "In some of these runs")],
+)
+def test_the_race_says_whether_counting_would_do(populated, tmp_path, shortest, says):
+    for path, drawn in zip(sorted(populated.glob("race-*"))[:2], shortest, strict=True):
+        dashboard.copied(path, tmp_path / path.name)
+        info = json.loads((tmp_path / path.name / "run.json").read_text())
+        info["data"]["shortest"] = drawn
+        files.write_json(tmp_path / path.name / "run.json", info)
+    page = write_report(tmp_path, tmp_path / "report.html").read_text()
+    assert [w for w in ("always begins at", "has to recognise", "In some of these runs") if w in page][-1].startswith(
+        says
+    )
 
 
 TABLES = {

@@ -43,6 +43,14 @@ def up_to_date(page: Path, runs: Path) -> bool:
     return page.stat().st_mtime > max(file.stat().st_mtime for file in (*code, *kept))
 
 
+DISTANCES = {
+    True: "In training each sequence copies at a distance of its own, so a head has to recognise tokens; counting does not do.",
+    False: "The copy always begins at the same distance, so a head that counts does as well as one that recognises tokens.",
+    None: "In some of these runs the copy always begins at the same distance, where a head that counts does as well.",
+}
+"""What the race asks of a head, by whether the distance is drawn; None where runs differ."""
+
+
 def write_report(runs: Path, out: Path) -> Path:
     """Write the page and return its path; raises `BadData` where the folder has no run that can be read.
 
@@ -64,7 +72,7 @@ def write_report(runs: Path, out: Path) -> Path:
     )
     page.add(heading("What these models show", 1), paragraph(opening))
     page.add(paragraph(expected_by_chance([j.verdict for j in judged.values()]), "small"))
-    _race(page, telemetry, judged)
+    _race(page, found, telemetry, judged)
     _values(page, frame, judged)
     _beside(page, frame, telemetry)
     _claims(page, judged)
@@ -91,13 +99,13 @@ def verdicts(runs: list[Run]) -> dict[str, Judged]:
     return {claim.name: Judged(claim, verdict) for claim, verdict in zip(claims, found, strict=True)}
 
 
-def _race(page: Page, telemetry: pd.DataFrame, judged: Mapping[str, Judged]) -> None:
+def _race(page: Page, found: list[Run], telemetry: pd.DataFrame, judged: Mapping[str, Judged]) -> None:
     losses = telemetry[(telemetry["metric"] == "copy_loss") & telemetry["variant"].isna()]
     if losses.empty:
         return
-    note = (
-        "The copy always begins at the same distance, so a head that counts does as well as one that recognises tokens."
-    )
+    repeated = [data for run in found if (data := run.info.get("data") or {}).get("kind") == "repeated"]
+    drawn = {data.get("shortest") is not None for data in repeated}
+    note = DISTANCES[drawn.pop() if len(drawn) == 1 else None]
     page.add(
         heading("The race to induction"), article(judged[RACE]), paragraph(note),
         page.figure(plots.race(losses), "Loss where copying works; below half of its start a run has learnt it."),
