@@ -15,7 +15,8 @@ import pandas as pd
 
 from workbench import plots
 from workbench.claims import Claim, Evidence
-from workbench.claims.analysis import Analysis, analyse, chosen
+from workbench.claims.analysis import Analysis, analyse
+from workbench.claims.judging import chosen
 from workbench.claims.verdict import InsufficientEvidence
 from workbench.config import ModelConfig, TrainConfig
 from workbench.console import progress, say, table

@@ -77,14 +77,14 @@ def losses_by_rate(evidence: Evidence) -> pd.DataFrame:
 
 def trained_coefficients(evidence: Evidence) -> pd.DataFrame:
     """Every trained coefficient at the last step."""
-    rows = evidence.telemetry[evidence.telemetry["metric"] == "coefficient"]
+    rows = evidence.telemetry("coefficient")
     last = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
     return seed_band(last.rename(columns={"architecture": "model"}), ["model", "layer", "part"])
 
 
 def formation(evidence: Evidence) -> pd.DataFrame:
     """Formation step of every run."""
-    rows = evidence.of_task("repeated").telemetry
+    rows = evidence.of_task("repeated").telemetry("copy_loss")
     if rows.empty:
         raise InsufficientEvidence("no run was trained on repeated tokens; make some with `workbench demo`")
     return formation_steps(rows)

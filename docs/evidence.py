@@ -7,10 +7,9 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workbench.claims import CLAIMS, QUESTIONS, STATUSES
-from workbench.claims.analysis import chosen
-from workbench.claims.collect import find_runs, stored
-from workbench.claims.verdict import Verdict, corrected, expected_by_chance
+from workbench.claims import CLAIMS, QUESTIONS, STATUSES, kept
+from workbench.claims.collect import find_runs
+from workbench.claims.verdict import Verdict, expected_by_chance
 from workbench.views.source import EVIDENCE
 
 ABOUT = """# What the shipped runs say
@@ -26,12 +25,15 @@ How verdicts are decided, and how often they are wrong by chance: [verdicts.md](
 SHOWN = 3  # numbers of a claim in the table of all
 
 
-def page() -> str:
-    """The page, from the records that ship."""
+def pages() -> tuple[str, str]:
+    """The page, and the verdicts that ship with the runs, so that the dashboard need not judge them."""
     runs, _ = find_runs([EVIDENCE])
-    (found, _), claims = stored(runs), chosen()
-    verdicts = corrected([claim.judge(found) for claim in claims])
-    of = dict(zip((c.name for c in claims), verdicts, strict=True))
+    found = kept.judge_all(runs)
+    return _page(found.of), kept.text(kept.mark([run.path for run in runs]), found)
+
+
+def _page(of: Mapping[str, Verdict]) -> str:
+    verdicts = list(of.values())
     parts = [ABOUT, _studies(), f"\n{expected_by_chance(verdicts)}\n\n", _counted(verdicts), _table(of)]
     for question, text in QUESTIONS.items():
         names = [name for name, claim in CLAIMS.items() if claim.question == question]

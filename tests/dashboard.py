@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from workbench.checkpoints.saving import save
+from workbench.claims import kept
 from workbench.data.tokenizer import train_tokenizer
 from workbench.files import write_json
 from workbench.models import build
@@ -303,9 +304,9 @@ def copied(source: Path, target: Path) -> Path:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file of a folder of runs but its index, which whoever reads it keeps: its size and when it was written."""
+    """Every file of a folder of runs but its index and its verdicts, which whoever reads it keeps: size, and when it was written."""
     found = ((p.relative_to(folder).as_posix(), p.stat()) for p in sorted(folder.rglob("*")) if p.is_file())
-    return {name: (told.st_size, told.st_mtime_ns) for name, told in found if name != INDEX}
+    return {name: (told.st_size, told.st_mtime_ns) for name, told in found if name not in (INDEX, kept.FILE)}
 
 
 def pattern(n: int) -> np.ndarray:

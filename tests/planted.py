@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims import CLAIMS, RUN_COLUMNS, Evidence
+from workbench.claims.by_metric import ByMetric
 from workbench.runs.records import records
 
 FACTS = {
@@ -42,7 +43,9 @@ def row(of, metric, value, **axes):
 def evidence(facts, rows=(), telemetry=(), samples=()):
     """Evidence of planted rows."""
     table = pd.DataFrame(facts, columns=list(RUN_COLUMNS))
-    return Evidence(table, records(rows), records(telemetry), *([pd.DataFrame(samples)] if samples else []))
+    return Evidence(
+        table, *map(ByMetric, (records(rows), records(telemetry), *([pd.DataFrame(samples)] if samples else [])))
+    )
 
 
 def losses(facts, value, domains=("a", "b", "c")):

@@ -5,8 +5,8 @@ from planted import LAST, evidence, losses, row, runs
 
 from workbench import plots
 from workbench.claims import CLAIMS
-from workbench.claims.analysis import judge
 from workbench.claims.concentration import against_loss
+from workbench.claims.judging import judge
 
 
 def test_concentration_beside_the_loss_of_every_checkpoint():

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 import analyses
 from analyses.common import QUICK_MODEL, QUICK_TEXT, QUICK_TRAIN, quick_runs
 from workbench.claims import CLAIMS, DECIDED, QUESTIONS, STATUSES, collect
-from workbench.claims.analysis import WIDTH, analyse, chosen, verdicts, write_figures, write_tables
+from workbench.claims.analysis import WIDTH, analyse, verdicts, write_figures, write_tables
 from workbench.claims.collect import facts, find_runs, gather, matching_steps, plan
+from workbench.claims.judging import chosen
 from workbench.claims.page import write_page
 from workbench.cli import app
 from workbench.data.sources import prepare
@@ -226,7 +227,7 @@ def test_a_relabelled_copy_of_a_run_is_no_further_seed(three, tmp_path):
     assert found.runs.groupby("run")["seed"].first().to_dict() == {p.name: i % 2 for i, p in enumerate(three[:2])} | {
         c.name: i % 2 for i, c in enumerate(copies)
     }
-    assert set(found.telemetry["seed"]) == {0, 1}
+    assert set(found.told.rows["seed"]) == {0, 1}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

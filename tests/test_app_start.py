@@ -142,15 +142,16 @@ def test_a_clicked_row_becomes_model_a(page, populated, monkeypatch):
 
 
 def test_verdicts_name_the_claim_its_sentence_and_the_command(page, populated):
-    at = page(populated, show="verdicts", claim="lower_loss", a="text-resformer-s0")
+    at = page(populated, show="verdicts", alone="1", claim="lower_loss", a="text-resformer-s0")
     assert "ends at a lower validation loss" in said(at)
     assert at.selectbox(key="w_claim").value == "lower_loss"
     assert any(c.value.startswith("workbench analyze") and "text-*" in c.value for c in at.code)
     assert any("claims these runs do not decide" in e.label for e in at.expander)
 
 
-def test_verdicts_are_those_of_the_experiment_that_the_headline_is_about(page, populated):
-    at, judged = page(populated, show="finding"), page(populated, show="verdicts")
+def test_verdicts_of_one_experiment_are_of_that_which_the_headline_is_about(page, populated):
+    at, judged = page(populated, show="finding"), page(populated, show="verdicts", alone="1")
+    assert "w_set" not in page(populated, show="verdicts").session_state, "all runs are judged, so none is chosen"
     assert judged.selectbox(key="w_set").value == at.selectbox(key="w_set").value
     assert judged.selectbox(key="w_set").value != page(populated, show="model").selectbox(key="w_set").value
 

@@ -80,7 +80,7 @@ def test_records_of_other_runs_do_not_count():
     made, told = with_losses({"transformer": 2.73, "resformer": 2.70})
     whole = evidence(made, (), told)
     assert isinstance(whole, Evidence)
-    assert set(whole.of_models(["resformer"]).telemetry["run"]) == {
+    assert set(whole.of_models(["resformer"]).telemetry("validation_loss")["run"]) == {
         of["run"] for of in made if of["model"] == "resformer"
     }
     assert run("resformer")["run"] == "resformer-s0"

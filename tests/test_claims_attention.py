@@ -300,7 +300,7 @@ def test_values_at_a_common_loss_by_hand():
     told += [row(made[1], "validation_loss", v, step=s) for s, v in ((0, 6.0), (100, 3.6), (200, 3.2), (LAST, 2.8))]
     rows = [row(of, "token_similarity", s / 100, step=s, layer=1) for of in made for s in (0, 100, 200, LAST)]
     shown = evidence(made, rows, told)
-    found = shown.at_common_loss(shown.records).set_index("run")["value"]
+    found = shown.at_common_loss(shown.records("token_similarity")).set_index("run")["value"]
     assert found[made[0]["run"]] == pytest.approx(3.0)
     assert found[made[1]["run"]] == pytest.approx(2.5)
 

@@ -8,9 +8,9 @@ from planted import LAST, evidence, judged, losses, per_layer, row, run, runs, w
 from scipy import stats
 
 from workbench.claims import CLAIMS, collect
-from workbench.claims.analysis import Judged
 from workbench.claims.depth import _late
 from workbench.claims.evidence import model_mean
+from workbench.claims.judging import Judged
 from workbench.claims.optimisation import _gradients
 from workbench.claims.page import article
 from workbench.claims.sharing import _races
@@ -169,7 +169,7 @@ def test_errors_over_documents_are_those_of_eight_groups():
     """Two layers of one seed, each 0.1 off in one standard error: Student's t on 7 degrees, 2.3646, times 0.1 sqrt(2) / 2."""
     rows = evidence(
         [run("transformer")], [row(run("transformer"), "x", v, layer=n, se=0.1) for n, v in enumerate((1.0, 3.0))]
-    ).records
+    ).records("x")
     found = model_mean(rows)
     half = stats.t.ppf(0.975, 7) * 0.1 * math.sqrt(2) / 2
     assert (found.value, found.n) == (2.0, 64)
@@ -214,4 +214,4 @@ def test_copies_are_known_by_their_weights_where_no_losses_were_written():
         for of, kind in zip(made, "xyx", strict=True) for step in (0, LAST)
     ]  # fmt: skip
     shown = evidence(made, rows)
-    assert collect._seeds(shown.runs, shown.telemetry, shown.records) == {"a": 0, "b": 1, "copy": 0}
+    assert collect._seeds(shown.runs, shown.told.rows, shown.kept.rows) == {"a": 0, "b": 1, "copy": 0}

@@ -27,9 +27,10 @@ def test_generated_files_are_current():
 
 @pytest.mark.slow
 def test_the_page_of_evidence_says_what_the_shipped_runs_say():
-    ((path, content),) = generate.of_evidence().items()
-    assert path.read_text(encoding="utf-8") == content, "run `make docs`"
-    assert content.count("\n- Here: ") >= 20, "claims with a verdict"
+    made = generate.of_evidence()
+    stale = [path.name for path, content in made.items() if path.read_text(encoding="utf-8") != content]
+    assert not stale, "run `make docs`"
+    assert next(iter(made.values())).count("\n- Here: ") >= 20, "claims with a verdict"
 
 
 def test_constraints_record_no_addresses_and_one_torch():

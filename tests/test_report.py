@@ -9,8 +9,9 @@ import dashboard
 import pytest
 
 from workbench import files
-from workbench.claims.analysis import Analysis, chosen, judge
+from workbench.claims.analysis import Analysis
 from workbench.claims.collect import find_runs, stored
+from workbench.claims.judging import chosen, judge
 from workbench.claims.page import write_page
 from workbench.errors import BadData
 from workbench.reports.folder import write_report

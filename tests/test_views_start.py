@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import dashboard
 import numpy as np
+import pandas as pd
 import pytest
 
 from workbench import plots
-from workbench.claims.analysis import chosen
+from workbench.claims import kept
 from workbench.claims.collect import stored
+from workbench.claims.judging import chosen
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.places import SHIPPED
 from workbench.reports import xray as xrays
@@ -234,50 +237,57 @@ def test_verdicts_are_those_of_an_analysis_nothing_is_measured_and_the_bar_ends_
     told, source = [], Source(ask.folder)
     monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
     monkeypatch.setattr(source, "progress", lambda *done: told.append(done))
-    found = start.verdicts.judgements(source, link("verdicts", a=A))
+    found = start.verdicts.judgements(source, link("verdicts", a=A, alone=1))
     assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
     told.clear()
-    entries = ask.group(link("verdicts", a=A))
+    entries = ask.group(link("verdicts", a=A, alone=1))
     evidence, _ = stored([Run.open(e.path) for e in entries], lambda *done: told.append(done))
     assert told == [(i, len(entries)) for i in range(1, len(entries) + 1)]
     expected = {c.name: c.judge(evidence) for c in chosen()}
-    assert {j.judged.claim.name: j.judged.verdict.status for j in found} == {n: v.status for n, v in expected.items()}
-    lower = next(j for j in found if j.judged.claim.name == "lower_loss")
+    assert {j.claim.name: j.verdict.status for j in found} == {n: v.status for n, v in expected.items()}
+    lower = next(j for j in found if j.claim.name == "lower_loss")
     assert lower.decided
-    probe = next(j for j in found if j.judged.claim.name == "token_information_is_preserved")
+    probe = next(j for j in found if j.claim.name == "token_information_is_preserved")
     assert not probe.decided
     assert "token_probe" in probe.missing
 
 
-def test_claims_are_put_to_the_runs_of_all_experiments_where_that_is_asked(ask):
-    one, every = (
-        {
-            j.judged.claim.name: j.judged.verdict.status
-            for j in start.verdicts.judgements(ask, link("verdicts", a=A, **more))
-        }
-        for more in ({}, {"all": "1"})
-    )
-    finished = [e for e in ask.catalogue().entries if e.finished]
-    assert len(finished) > len(ask.group(link("verdicts", a=A)))
-    evidence, _ = stored([Run.open(e.path) for e in finished], lambda *done: None)
-    assert every.keys() == {c.name for c in chosen()}
+def test_claims_are_put_to_all_runs_of_the_folder_and_kept_until_a_file_of_theirs_changes(ask, tmp_path, monkeypatch):
+    for entry in ask.catalogue().entries:
+        shutil.copytree(entry.path, tmp_path / entry.name)
+    here = Source(tmp_path)
+    finished = [e for e in here.catalogue().entries if e.finished]
+    assert len(finished) > len(here.group(link("verdicts", a=A, alone=1)))
+    evidence, _ = stored([Run.open(e.path) for e in finished])
+    every = start.verdicts.judgements(here, link("verdicts"))
+    assert [j.claim for j in every] == chosen()
     alone = {c.name: c.judge(evidence).status for c in chosen()[::4]}
-    assert every.items() >= alone.items()
-    assert {name for name in one if one[name] != "not_checkable"} <= {n for n in every if every[n] != "not_checkable"}
+    assert {j.claim.name: j.verdict.alone or j.verdict.status for j in every}.items() >= alone.items()
+    monkeypatch.setattr(kept, "judge_all", lambda *_: pytest.fail("judged again"))
+    again = start.verdicts.judgements(Source(tmp_path), link("verdicts"))
+    for mine, before in zip(again, every, strict=True):
+        pd.testing.assert_frame_equal(mine.verdict.table, before.verdict.table, check_exact=True)
+        assert repr(replace(mine.verdict, table=None)) == repr(replace(before.verdict, table=None))
+        assert mine.missing == before.missing
+    (tmp_path / A / "records" / "more.parquet").write_bytes(
+        next((tmp_path / A / "records").glob("*.parquet")).read_bytes()[:99]
+    )
+    with pytest.raises(pytest.fail.Exception, match="judged again"):
+        start.verdicts.judgements(Source(tmp_path), link("verdicts"))
 
 
 def test_a_run_whose_records_are_damaged_is_named_beside_the_verdicts_on_the_others(ask, tmp_path):
-    for entry in ask.group(link("verdicts", a=A)):
+    for entry in ask.group(link("verdicts", a=A, alone=1)):
         shutil.copytree(entry.path, tmp_path / entry.name)
     for damaged in (tmp_path / A / "records").glob("*.parquet"):
         damaged.write_bytes(damaged.read_bytes()[:99])
     here = Source(tmp_path)
-    assert start.verdicts.judgements(here, link("verdicts", a=A))
+    assert start.verdicts.judgements(here, link("verdicts", a=A, alone=1))
     assert list(here.problems) == [A]
 
 
 def test_the_overview_has_a_cell_for_each_claim_and_the_choice_its_intervals(ask):
-    overview = start.verdicts.verdicts(ask, link("verdicts", a=A))
+    overview = start.verdicts.verdicts(ask, link("verdicts", a=A, alone=1))
     assert sum(len(t.x or ()) for t in overview.figure.data) == len(overview.table) == len(chosen())
     one = start.verdicts.verdict(ask, link("verdicts", a=A, claim="lower_loss"))
     row = overview.table.set_index("claim").loc["lower_loss"]
@@ -290,12 +300,15 @@ def test_the_overview_has_a_cell_for_each_claim_and_the_choice_its_intervals(ask
 
 
 def test_the_command_names_the_runs_of_the_experiment(ask, trained, tmp_path):
-    assert start.verdicts.command(ask, link("verdicts", a=A)) == f"workbench analyze {ask.folder}/text-* --out results"
+    assert (
+        start.verdicts.command(ask, link("verdicts", a=A, alone=1))
+        == f"workbench analyze {ask.folder}/text-* --out results"
+    )
     alone = start.verdicts.command(trained, link("verdicts"), "tokens")
     assert alone == f"workbench analyze {trained.folder} --question tokens --out results"
     folder = dashboard.copied(ask.folder, tmp_path / "some runs")
     (folder / "text-resformer-s1").rename(folder / "other")
-    told = start.verdicts.command(Source(folder), link("verdicts", a=A))
+    told = start.verdicts.command(Source(folder), link("verdicts", a=A, alone=1))
     assert f"'{folder}/other'" in told
     assert "*" not in told
 

@@ -19,7 +19,7 @@ from ..figures import show
 if TYPE_CHECKING:
     import pandas as pd
 
-    from workbench.claims.analysis import Judged
+    from workbench.claims.judging import Judged
 
 
 def sinks(link: Link) -> None:

@@ -45,13 +45,13 @@ def _body(link: Link) -> None:
 
 
 def _choose_for_part(name: str) -> Link | None:
-    """The choices that the shown part uses: models for a model at a glance, the experiment for what is found and judged."""
+    """The choices that the shown part uses: models for a model at a glance, the experiment for what is found, or judged of it alone."""
     if not cached_source().catalogue().entries:
         return None
     parts, first = _parts()
     asked = st.query_params.get("show")
     shown = asked if asked in parts else first
-    if shown in ("here", "demo"):
+    if shown in ("here", "demo") or (shown == "verdicts" and st.query_params.get("alone") != "1"):
         return widgets.current_link(name)
     # what is judged is what the headline is about, unless a model is named
     headline = shown == "finding" or (shown == "verdicts" and "a" not in st.query_params)

@@ -43,7 +43,7 @@ def _without_weights(name: str | None) -> None:
         st.markdown(f"**{widgets.escaped(entry.name)}** has no weights here, but numbers:", width="content")
         widgets.page_link("training", "Its training", ":material/trending_down:")
         widgets.page_link("depth", "Its measures", ":material/layers:")
-        widgets.page_link("start", "Its claims, judged", ":material/gavel:", show="verdicts")
+        widgets.page_link("start", "Its claims, judged", ":material/gavel:", show="verdicts", alone="1")
 
 
 def _choose() -> None:

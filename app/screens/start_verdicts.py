@@ -1,4 +1,4 @@
-"""Verdicts on the Start page: what the stored records of an experiment say of the field's claims."""
+"""Verdicts on the Start page: what the stored records say of the field's claims."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..elements.figure import Point
 from ..figures import show
 
 ABOUT = (
-    "What the field claims of such shortcuts, and what the runs of this experiment say of each claim; click one to read it. Only what "
-    "is stored is judged, nothing is measured here. A verdict needs three seeds or more, and stands among all claims here: one by one "
+    "What the field claims of such shortcuts, and what the runs here say of each claim; click one to read it. Only what is "
+    "stored is judged, nothing is measured here. A verdict needs three seeds or more, and stands among all claims here: one by one "
     "some would look decided by chance."
 )
 
@@ -21,12 +21,12 @@ ABOUT = (
 def verdicts(link: Link) -> None:
     """Every claim from what is stored: an overview, one claim in full, and what the others lack."""
     source = cached_source()
-    everything = widgets.toggle(
-        "All experiments",
-        "all",
-        help="Put each claim to all runs of the folder: it is judged in every setting that has what it asks for",
+    alone = widgets.toggle(
+        "This experiment alone",
+        "alone",
+        help="Else each claim is put to all runs of the folder, in every setting that has what it asks for",
     )
-    link = link.but(all=1 if everything else None)
+    link = link.but(alone=1 if alone else None)
 
     def work(progress):  # type: ignore[no-untyped-def]
         source.progress = progress
@@ -34,7 +34,7 @@ def verdicts(link: Link) -> None:
 
     found = background.run(start.verdicts.key(source, link), "Judging what is stored", work)
     decided = [j for j in found if j.decided]
-    names = {j.judged.claim.name: j for j in decided}
+    names = {j.claim.name: j for j in decided}
 
     def take(point: Point) -> None:
         words, name = point.at or ("", "")
@@ -46,7 +46,7 @@ def verdicts(link: Link) -> None:
     show(start.verdicts.verdicts, link, about=ABOUT, take=take)
     if decided:
         chosen = widgets.choose(
-            "Claim", "claim", list(names), show=lambda n: f"{n.replace('_', ' ')}: {names[n].judged.verdict.words}"
+            "Claim", "claim", list(names), show=lambda n: f"{n.replace('_', ' ')}: {names[n].verdict.words}"
         )
         _claim(link.but(claim=chosen), names[chosen])
     rest = [j for j in found if not j.decided]
@@ -61,7 +61,7 @@ def verdicts(link: Link) -> None:
 
 
 def _claim(link: Link, found: start.verdicts.Judgement) -> None:
-    claim, verdict = found.judged.claim, found.judged.verdict
+    claim, verdict = found.claim, found.verdict
     with st.container(border=True):
         st.markdown(f"**{widgets.escaped(claim.text)}**")
         box = {"supported": st.success, "refuted": st.error, "unresolved": st.warning}[verdict.status]

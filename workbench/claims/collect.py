@@ -16,7 +16,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from workbench.claims.evidence import RUN_COLUMNS, SETTING, Evidence
+from workbench.claims.by_metric import ByMetric
+from workbench.claims.evidence import RUN_COLUMNS, SETTING, TELEMETRY, Evidence
 from workbench.claims.registry import Claim
 from workbench.config import ModelConfig
 from workbench.console import Progress
@@ -33,8 +34,6 @@ from workbench.runs.run import Run, list_runs
 from workbench.statistics.loss_curves import step_at_loss
 from workbench.storage.mirror import here
 
-TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
-"""Of what training wrote down."""
 BASELINE = "transformer"
 SERIES = 10  # checkpoints at most that show a course, spread evenly over those there are
 EXPENSIVE = {"token_probe": 24}  # documents at most, for what takes half a minute a checkpoint on 64
@@ -288,7 +287,7 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
         f.assign(architecture=f["run"].map(label), seed=f["run"].map(seed).astype("Int64")) if len(f) else f
         for f in frames
     )
-    return Evidence(table.assign(seed=table["run"].map(seed)), kept, telemetry, samples)
+    return Evidence(table.assign(seed=table["run"].map(seed)), ByMetric(kept), ByMetric(telemetry), ByMetric(samples))
 
 
 def _seeds(table: pd.DataFrame, written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, int]:

@@ -125,8 +125,13 @@ def against_loss(evidence: Evidence, like: Iterable[str]) -> pd.DataFrame:
 
 def _losses_at(part: Evidence, table: pd.DataFrame) -> list[float]:
     """The loss of each row's run at its step: measured there, else from training, linear between its validations."""
-    measured = part.records[(part.records["metric"] == "loss") & part.records["control"].isna()]
-    known = measured[measured["variant"].isna()].groupby(["run", "step"])["value"].mean().to_dict()
+    measured = part.records("loss")
+    known = (
+        measured[measured["control"].isna() & measured["variant"].isna()]
+        .groupby(["run", "step"])["value"]
+        .mean()
+        .to_dict()
+    )
     curves = part.curves()
 
     def at(run: str, step: int) -> float:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from workbench.claims.by_metric import ByMetric
 from workbench.claims.verdict import InsufficientEvidence
 from workbench.claims.wording import listed
 from workbench.runs.records import SAMPLE_COLUMNS, records
@@ -23,6 +25,8 @@ RECIPE = (
 )  # fmt: skip
 SETTING = (*RECIPE, "lr")
 """What runs must have in common before they are compared."""
+TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
+"""Of what training wrote down."""
 RUN_COLUMNS = ("run", "model", "architecture", "seed", *SETTING, "tokens", "parameters", "bos", "task", "options")
 
 
@@ -31,13 +35,14 @@ class Evidence:
     """Tables of some runs: facts of each run, records, what training wrote down, and one value per document.
 
     `runs` has `RUN_COLUMNS`; its `model` is the architecture with the options that are not its defaults, and stands for the
-    architecture in the other tables. Every method returns rows or a narrower evidence; none reads a file.
+    architecture in the other tables. Those are shared with the evidence this one was narrowed from: `records`, `telemetry` and
+    `samples` are the rows of its own runs. Every method returns rows or a narrower evidence; none reads a file.
     """
 
     runs: pd.DataFrame
-    records: pd.DataFrame = field(default_factory=lambda: records([]))
-    telemetry: pd.DataFrame = field(default_factory=lambda: records([]))
-    samples: pd.DataFrame = field(default_factory=lambda: records([], SAMPLE_COLUMNS))
+    kept: ByMetric = field(default_factory=lambda: ByMetric(records([])))
+    told: ByMetric = field(default_factory=lambda: ByMetric(records([])))
+    documents: ByMetric = field(default_factory=lambda: ByMetric(records([], SAMPLE_COLUMNS)))
     compared: list[pd.DataFrame] = field(default_factory=list, repr=False)
     """Runs that `comparable` has chosen so far, for the verdict to name."""
     settings: list[pd.DataFrame] = field(default_factory=list, repr=False)
@@ -50,11 +55,25 @@ class Evidence:
         """Names of the models, in the order of the runs."""
         return list(dict.fromkeys(self.runs["model"]))
 
+    def records(self, metric: str) -> pd.DataFrame:
+        """What is measured of a metric, on all its axes."""
+        return self.kept.of(self._names, metric)
+
+    def telemetry(self, metric: str) -> pd.DataFrame:
+        """What training wrote down of a metric, on all its axes."""
+        return self.told.of(self._names, metric)
+
+    def samples(self, metric: str) -> pd.DataFrame:
+        """One value per document of a metric."""
+        return self.documents.of(self._names, metric)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.runs["run"])
+
     def of_runs(self, runs: pd.DataFrame) -> Evidence:
         """The evidence of these runs alone."""
-        kept = set(runs["run"])
-        records, telemetry, samples = (t[t["run"].isin(kept)] for t in (self.records, self.telemetry, self.samples))
-        return replace(self, runs=runs, records=records, telemetry=telemetry, samples=samples)
+        return replace(self, runs=runs)
 
     def of_models(self, models: Iterable[str]) -> Evidence:
         """The evidence of these models alone."""
@@ -118,7 +137,8 @@ class Evidence:
 
     def written(self, metric: str) -> pd.DataFrame:
         """What training wrote down of a metric, its plain variant."""
-        return self.telemetry[(self.telemetry["metric"] == metric) & self.telemetry["variant"].isna()]
+        rows = self.telemetry(metric)
+        return rows[rows["variant"].isna()]
 
     def rows(self, metric: str, *, step: str = "last", control: str | None = None, **axes: Any) -> pd.DataFrame:
         """Records of a metric at each run's `last` step, at step 0 (`first`), or at `all`, on the given axes.
@@ -126,7 +146,7 @@ class Evidence:
         An axis that is not given must be null where it is `variant`; other axes may vary. Raises `InsufficientEvidence` where there is
         none.
         """
-        rows = self.records[self.records["metric"] == metric]
+        rows = self.records(metric)
         for axis, value in {"control": control, "variant": None, **axes}.items():
             if value is not Ellipsis:
                 rows = rows[rows[axis].isna() if value is None else rows[axis] == value]
@@ -178,8 +198,9 @@ class Evidence:
         last loss is not of their step. Raises `InsufficientEvidence` where no run has one.
         """
         written = self.written("validation_loss")
-        measured = self.records[(self.records["metric"] == "loss") & self.records["control"].isna()]
-        rows = pd.concat([written, measured[~measured["run"].isin(set(written["run"]))]], ignore_index=True)
+        measured = self.records("loss")
+        measured = measured[measured["control"].isna() & ~measured["run"].isin(set(written["run"]))]
+        rows = pd.concat([written, measured], ignore_index=True)
         rows = at_last_step(rows)
         if rows.empty:
             raise InsufficientEvidence(f"No validation loss of {listed(self.models)} is known.")

@@ -52,7 +52,7 @@ def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
 
 def copying_steps(race: Evidence) -> dict[str, pd.Series]:
     """Formation step of each seed by model; a run that has not formed counts with its last step, which favours it."""
-    copying = race.telemetry[race.telemetry["metric"] == "copy_loss"]
+    copying = race.telemetry("copy_loss")
     if copying.empty:
         raise InsufficientEvidence("The copy loss of these runs was not written down.")
     steps = formation_steps(copying)

@@ -116,7 +116,8 @@ def _reached(pair: Evidence, model: str, baseline: str = "transformer") -> tuple
 
 def _same_documents(pair: Evidence, model: str) -> str:
     """The difference over documents within the shared seeds, where both were measured on the same ones."""
-    rows = at_last_step(pair.samples[(pair.samples["metric"] == "loss") & pair.samples["variant"].isna()])
+    documents = pair.samples("loss")
+    rows = at_last_step(documents[documents["variant"].isna()])
     mine, base = (pair.of_model(rows, name) for name in (model, "transformer"))
     if mine.empty or base.empty or not set(mine["document"]) & set(base["document"]):
         return ""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from workbench.claims import DECIDED, QUESTIONS, STATUSES
-from workbench.claims.analysis import Analysis, Judged
+from workbench.claims.analysis import Analysis
+from workbench.claims.judging import Judged
 from workbench.claims.verdict import expected_by_chance
 from workbench.plots.page import Page, facts, folded, heading, numbers, paragraph
 

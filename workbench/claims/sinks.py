@@ -37,8 +37,8 @@ def need_sinks(evidence: Evidence) -> str:
     which local and content heads move without any sink.
     """
     heads = strongest_mass(evidence, "transformer")
-    records = evidence.records
-    even = records[(records["metric"] == "sink_mass") & (records["control"] == "uniform_causal")]
+    masses = evidence.records("sink_mass")
+    even = masses[masses["control"] == "uniform_causal"]
     uniform = f", uniform attention would give {even['value'].iloc[0]:.1%}" if len(even) else ""
     sunk = heads > SINK_MASS
     with contextlib.suppress(InsufficientEvidence):  # sequences under 64 tokens: the mass alone decides

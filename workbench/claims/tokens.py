@@ -30,7 +30,7 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
     """A value residual preserves the information of the initial token in deep layers."""
     pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
     model, depth = pair.first_of(RESFORMERS), int(pair.runs["n_layers"].max())
-    _refuse_weak(pair.records)
+    _refuse_weak(pair.records("token_probe"))
     intervals: dict[str, Interval] = {}
     for site, name in SITES.items():
         now, start, over_time = (
@@ -45,7 +45,7 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
 
 def _refuse_weak(records: pd.DataFrame) -> None:
     """Raise `InsufficientEvidence` where the probe misses what is there for certain: the first layer's own values name their token."""
-    reached = records[(records["metric"] == "token_probe") & (records["variant"] == "of_ceiling")]
+    reached = records[records["variant"] == "of_ceiling"]
     reached = reached[(reached["site"] == "own_v") & (reached["layer"] == 0) & reached["control"].isna()]
     weak = reached[reached["value"] < REACHED]
     if len(weak):

@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 
 from workbench.models.registry import CONTROL, label
-from workbench.runs.records import facts
 from workbench.statistics.error_bars import MIN_SEEDS, Interval
 
 RATES = 3  # learning rates of each model, before a comparison of losses counts as tuned
@@ -56,10 +55,9 @@ def setting_of(runs: pd.DataFrame) -> str:
     return ", ".join(parts)
 
 
-def dtypes_of(provenances: pd.Series) -> str:
-    """What these records were measured in, to follow a setting; empty where nothing says so."""
-    found = {facts(text).get("dtype") for text in provenances.dropna().unique()} - {None}
-    return f", measured in {listed(sorted(map(str, found)))}" if found else ""
+def dtypes_of(found: Sequence[str]) -> str:
+    """What records were measured in, to follow a setting; empty where nothing says so."""
+    return f", measured in {listed(found)}" if found else ""
 
 
 def differences_of(settings: Sequence[pd.DataFrame]) -> list[str]:

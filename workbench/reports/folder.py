@@ -11,8 +11,8 @@ import pandas as pd
 from workbench import plots
 from workbench.checkpoints.identify import RUN_FILE
 from workbench.claims import DECIDED
-from workbench.claims.analysis import Judged, chosen
 from workbench.claims.collect import samples_of, stored
+from workbench.claims.judging import Judged, chosen
 from workbench.claims.page import article
 from workbench.claims.verdict import corrected, expected_by_chance
 from workbench.errors import BadCheckpoint, BadData

@@ -24,8 +24,8 @@ import torch
 from workbench.checkpoints.identify import step_folder
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.vocabulary import TOKENIZER
-from workbench.claims.analysis import chosen
 from workbench.claims.collect import TELEMETRY, collect
+from workbench.claims.judging import chosen
 from workbench.console import Progress
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, write_json

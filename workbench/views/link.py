@@ -11,7 +11,7 @@ from workbench.errors import BadData, UnknownName
 
 SELECTION = ("set", "a", "step", "compare", "b", "step_b", "by", "find", "models", "prompt", "stored")
 """Keys that every page carries along: the experiment, models A and B at their steps, which runs are compared and by what, the prompt."""
-SWITCHES = {"all", "compare", "log", "depth", "behind"}
+SWITCHES = {"alone", "compare", "log", "depth", "behind"}
 """Keys that are on (1) or off (0)."""
 
 
@@ -27,7 +27,7 @@ class Page:
 
 
 PAGES = {
-    "start": Page("Start", "flag", "What is here, and one model at a glance", ("show", "claim", "all", "when", "left", "right", "at")),
+    "start": Page("Start", "flag", "What is here, and one model at a glance", ("show", "claim", "alone", "when", "left", "right", "at")),
     "training": Page(
         "Training", "trending_down", "Losses, gradients, coefficients over time",
         ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),

@@ -25,7 +25,7 @@ from workbench.views.source import Source, Subject, example
 from workbench.views.start.parts import check_part
 
 if TYPE_CHECKING:
-    from workbench.claims.analysis import Judged
+    from workbench.claims.judging import Judged
 
 EXPERIMENTS = ("sinks", "sinks_without_start", "race", "text")
 SHOWN = ("transformer", "resformer", "svformer", "neutreno", "denseformer")
@@ -248,8 +248,8 @@ def verdicts(source: Source, experiment: str, claims: Sequence[str]) -> tuple[Ju
     finished = [e for e in here if e.finished]
 
     def judged() -> tuple[tuple[Judged, ...], dict[str, str]]:
-        from workbench.claims.analysis import Judged, chosen
         from workbench.claims.collect import stored
+        from workbench.claims.judging import Judged, chosen
         from workbench.claims.verdict import corrected
 
         (evidence, problems), asked = stored([Run.open(e.path) for e in finished]), chosen(claims=claims)
