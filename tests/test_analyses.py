@@ -164,7 +164,7 @@ def test_workers_find_the_same_in_the_same_order_also_after_a_resume(three, fork
     shutil.rmtree(three[0] / "records")  # as where it was stopped before the first run was measured
     resumed = analyse(three[:2], claims=["same_cost"], n=8, workers=2)
     for other in (pair, resumed):
-        pd.testing.assert_frame_equal(alone.evidence.records, other.evidence.records)
+        pd.testing.assert_frame_equal(alone.evidence.kept.rows, other.evidence.kept.rows)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from workbench.measurement.measuring import measure
 from workbench.places import SHIPPED
 from workbench.runs.catalogue import catalogue
 from workbench.runs.records import load_records
-from workbench.runs.run import Run
+from workbench.runs.run import Run, list_runs
 from workbench.statistics.formation import sink_step
 from workbench.studies.runner import outcomes, plan, prepare_data, sizes, summary, work
 from workbench.studies.shipping import ship
@@ -62,7 +62,10 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def evidence(trained):
     root, study = trained
-    ship(study, root / "small.toml", root / "runs", root / "evidence", commit="abc")
+    measure(
+        list_runs(root / "runs")[0][0], "value_norm", n=2
+    )  # as a measuring of more questions that was stopped leaves one run
+    ship(study, root / "small.toml", root / "runs", root / "evidence", questions=["loss"], commit="abc")
     return root / "evidence"
 
 
@@ -77,14 +80,13 @@ def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, eviden
     assert [run.name for run in mine] == [run.name for run in theirs]
     assert all(run.finished and run.shipped for run in theirs)
     key = ["run", "metric", "step", "layer", "head", "control"]
-    for a, b in zip(
-        *(load_records([r.path for r in runs]).sort_values(key).iterrows() for runs in (mine, theirs)), strict=True
-    ):
+    tables = [load_records([r.path for r in runs]).sort_values(key) for runs in (mine, theirs)]
+    assert set(tables[1]["metric"]) == {"sink_mass", "loss"}, "what nobody asked for stays behind"
+    asked = tables[0][tables[0]["metric"] != "value_norm"]
+    for a, b in zip(asked.iterrows(), tables[1].iterrows(), strict=True):
         assert a[1]["value"] == pytest.approx(b[1]["value"], rel=1e-6)
-    assert (
-        len(collect(theirs, [])[0].records) == len(stored(mine)[0].records) > 0
-    )  # nothing is measured, and all is there
-    assert len(stored(theirs)[0].samples) == 2 * 2 * 2  # the loss of two documents at both ends of two runs
+    assert len(collect(theirs, [])[0].kept.rows) == len(asked) > 0  # nothing is measured, and all is there
+    assert len(stored(theirs)[0].documents.rows) == 2 * 2 * 2  # the loss of two documents at both ends of two runs
     before, after = (
         summary(study, outcomes(study, plan(study, where), {})) for where in (root / "runs", evidence / "small")
     )

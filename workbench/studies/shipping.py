@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ def ship(
 ) -> Path:  # fmt: skip
     """Write `out/<study>` from a study's finished runs and return it; what claims need of them is measured first.
 
-    `questions`: whose claims, all unless given. `commit`: of the code that trained them, this one's unless given. `weights`:
-    steps whose weights ship too. Raises `WorkbenchError` where a run is not finished or lacks such a step.
+    `questions`: whose claims, all unless given; of other metrics nothing ships, since a measuring that was stopped leaves them on some
+    runs only, and claims would compare those. `commit`: of the code that trained them, this one's unless given. `weights`: steps
+    whose weights ship too. Raises `WorkbenchError` where a run is not finished or lacks such a step.
     """
     asked = chosen(questions)
     planned = [runs / run.name for run in plan(study, runs)]
@@ -56,16 +57,17 @@ def ship(
         raise WorkbenchError(
             f"{len(absent)} of {len(planned)} runs of {study.name} are not finished, first {absent[0]}"
         )
+    metrics = {name for claim in asked for name in claim.metrics} | set(study.measure.get("metrics") or ())
     place, opened = out / study.name, [Run.open(path) for path in planned]
     if again := next((run for run in opened if run.shipped), None):
         raise WorkbenchError(f"{again.path} ships already; give the folder in which the study was trained (--runs)")
     with tempfile.TemporaryDirectory() as parts:
         kept = [_in_few_bytes(run, Path(parts) / run.name, weights) for run in opened] if weights else opened
-        if weights and (metrics := study.measure.get("metrics")):
-            measure(kept, metrics, steps="all", n=study.measure.get("n", 64))
+        if weights and (asked_for := study.measure.get("metrics")):
+            measure(kept, asked_for, steps="all", n=study.measure.get("n", 64))
         _, problems = collect(kept, asked, workers=workers, progress=progress)
         for run in kept:
-            _ship_run(run, place / run.name, study.name, with_weights=bool(weights))
+            _ship_run(run, place / run.name, study.name, metrics, with_weights=bool(weights))
     for left in place.glob("*/"):
         if left.name not in {run.name for run in opened}:  # of the study as it was before
             shutil.rmtree(left)
@@ -88,9 +90,9 @@ def _in_few_bytes(run: Run, place: Path, steps: Sequence[int]) -> Run:
     return Run.open(place)
 
 
-def _ship_run(run: Run, place: Path, study: str, *, with_weights: bool) -> None:
-    steps = run.steps
-    info, frame = read_json(run.path / RUN_FILE), one_sample(load_records([run.path]))
+def _ship_run(run: Run, place: Path, study: str, metrics: Collection[str], *, with_weights: bool) -> None:
+    info, steps, frame = read_json(run.path / RUN_FILE), run.steps, one_sample(load_records([run.path]))
+    frame = frame[frame["metric"].isin(metrics)]
     samples = read_parquet(sorted((run.path / "records").glob("*.samples.parquet")), SAMPLE_COLUMNS)
     ends = samples[(samples["metric"] == "loss") & samples["step"].isin([steps[0], steps[-1]])]
     written = run.telemetry(f"metric in {WRITTEN}")
