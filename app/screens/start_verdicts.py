@@ -10,6 +10,7 @@ from .. import background, widgets
 from ..cached_source import cached_source
 from ..elements.figure import Point
 from ..figures import show
+from ..page_frame import figures_side_by_side, toolbar
 
 ABOUT = (
     "What the field claims of such shortcuts, and what the runs here say of each claim; click one to read it. Only what is "
@@ -18,14 +19,18 @@ ABOUT = (
 )
 
 
+OVERVIEW_PX = 640  # that its questions need
+
+
 def verdicts(link: Link) -> None:
     """Every claim from what is stored: an overview, one claim in full, and what the others lack."""
     source = cached_source()
-    alone = widgets.toggle(
-        "This experiment alone",
-        "alone",
-        help="Else each claim is put to all runs of the folder, in every setting that has what it asks for",
-    )
+    controls = toolbar("controls")
+    with controls:
+        alone = widgets.toggle(
+            "This experiment alone", "alone",
+            help="Else each claim is put to all runs of the folder, in every setting that has what it asks for",
+        )  # fmt: skip
     link = link.but(alone=1 if alone else None)
 
     def work(progress):  # type: ignore[no-untyped-def]
@@ -43,12 +48,20 @@ def verdicts(link: Link) -> None:
         else:
             st.toast(f"{words}: nothing is decided of it here; why is told below.")
 
-    show(start.verdicts.verdicts, link, about=ABOUT, take=take)
     if decided:
-        chosen = widgets.choose(
-            "Claim", "claim", list(names), show=lambda n: f"{n.replace('_', ' ')}: {names[n].verdict.words}"
-        )
-        _claim(link.but(claim=chosen), names[chosen])
+        with controls:  # above the figure, where a click on a bar is seen to change it
+            chosen = widgets.choose(
+                "Claim",
+                "claim",
+                list(names),
+                show=lambda n: f"{n.replace('_', ' ')}: {names[n].verdict.words}",
+                width=600,
+            )
+    with figures_side_by_side(OVERVIEW_PX) if decided else st.container():
+        with st.container():
+            show(start.verdicts.verdicts, link, about=ABOUT, take=take)
+        if decided:
+            _claim(link.but(claim=chosen), names[chosen])
     rest = [j for j in found if not j.decided]
     panel = st.expander(f"{len(rest)} claims these runs do not decide, and why", key="rest", on_change="rerun")
     if panel.open:

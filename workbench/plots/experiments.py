@@ -204,6 +204,8 @@ STATUSES = {
 }  # fmt: skip
 """Hatching, words and colour: the emptiest is the palest, by day and by night."""
 
+ROW_PX = 32  # a question, which has two lines
+
 
 def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
     """Claims (question, name, status) as cells of bars, one bar for each question; custom data: a claim in words, and its name."""
@@ -222,9 +224,9 @@ def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figur
         categoryorder="array", categoryarray=[*questions.values()][::-1], showgrid=False, tickfont_size=11
     )
     figure = dressed(
-        figure, "What these runs say of the field's claims", wrapped(under, 125), 100 + 36 * len(questions)
+        figure, "What these runs say of the field's claims", wrapped(under, 125), 100 + ROW_PX * len(questions)
     )
-    below = {"orientation": "h", "x": 0, "xref": "paper", "y": -54 / (36 * len(questions)), "yanchor": "top"}
+    below = {"orientation": "h", "x": 0, "xref": "paper", "y": -54 / (ROW_PX * len(questions)), "yanchor": "top"}
     figure.update_yaxes(automargin=False)  # it counts the words of a wrapped question as if they stood in one line
     return at_least(figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110, margin_l=320), 640)
 
