@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench.claims import CLAIMS, QUESTIONS, STATUSES, kept
-from workbench.claims.collect import find_runs
 from workbench.claims.verdict import Verdict, expected_by_chance
+from workbench.runs.catalogue import catalogue
 from workbench.views.source import EVIDENCE
 
 ABOUT = """# What the shipped runs say
@@ -27,9 +27,9 @@ SHOWN = 3  # numbers of a claim in the table of all
 
 def pages() -> tuple[str, str]:
     """The page, and the verdicts that ship with the runs, so that the dashboard need not judge them."""
-    runs, _ = find_runs([EVIDENCE])
+    runs = catalogue(EVIDENCE).entries
     found = kept.judge_all(runs)
-    return _page(found.of), kept.text(kept.mark([run.path for run in runs]), found)
+    return _page(found.of), kept.text(kept.mark(runs), found)
 
 
 def _page(of: Mapping[str, Verdict]) -> str:

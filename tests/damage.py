@@ -17,7 +17,8 @@ from workbench.checkpoints.identify import CONFIG, WEIGHTS
 from workbench.checkpoints.opening import read_state
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.vocabulary import SETTINGS, load_tokenizer
-from workbench.claims.collect import stored, usable
+from workbench.claims.collect import usable
+from workbench.claims.stored import stored
 from workbench.cli.serving import NOTE, _ours
 from workbench.data.corpus import from_files
 from workbench.data.corpus import load as load_corpus
@@ -232,7 +233,7 @@ def both_caches(runs):
             raise BadCheckpoint(str(problems))
     run = Run.open(runs / "r")
     _ = run.telemetry(), load_records([run.path]), run.progress, metrics_of(run.path)
-    found, problems = stored([run])
+    found, problems = stored(entries)
     if problems:
         raise BadCheckpoint(str(problems))
     return found

@@ -44,7 +44,8 @@ def evidence(facts, rows=(), telemetry=(), samples=()):
     """Evidence of planted rows."""
     table = pd.DataFrame(facts, columns=list(RUN_COLUMNS))
     return Evidence(
-        table, *map(ByMetric, (records(rows), records(telemetry), *([pd.DataFrame(samples)] if samples else [])))
+        table,
+        *map(ByMetric.of_rows, (records(rows), records(telemetry), *([pd.DataFrame(samples)] if samples else []))),
     )
 
 

@@ -19,6 +19,7 @@ from workbench.claims.analysis import WIDTH, analyse, verdicts, write_figures, w
 from workbench.claims.collect import facts, find_runs, gather, matching_steps, plan
 from workbench.claims.judging import chosen
 from workbench.claims.page import write_page
+from workbench.claims.stored import stored
 from workbench.cli import app
 from workbench.data.sources import prepare
 from workbench.errors import BadData, UnknownName, WorkbenchError
@@ -26,6 +27,7 @@ from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
 from workbench.models import hooked
 from workbench.plots.browser import find_browser
+from workbench.runs.catalogue import catalogue
 from workbench.runs.records import read_parquet, records
 from workbench.runs.run import Run
 from workbench.training.loop import train
@@ -164,7 +166,7 @@ def test_workers_find_the_same_in_the_same_order_also_after_a_resume(three, fork
     shutil.rmtree(three[0] / "records")  # as where it was stopped before the first run was measured
     resumed = analyse(three[:2], claims=["same_cost"], n=8, workers=2)
     for other in (pair, resumed):
-        pd.testing.assert_frame_equal(alone.evidence.kept.rows, other.evidence.kept.rows)
+        pd.testing.assert_frame_equal(alone.evidence.kept.whole(), other.evidence.kept.whole())
 
 
 @pytest.fixture(scope="module")
@@ -219,15 +221,17 @@ def test_unknown_questions_are_refused_with_the_nearest():
 
 
 def test_a_relabelled_copy_of_a_run_is_no_further_seed(three, tmp_path):
+    for path in three[:2]:
+        shutil.copytree(path, tmp_path / path.name)
     copies = [shutil.copytree(path, tmp_path / f"{path.name}9") for path in three[:2]]
     for copy in copies:
         kept = json.loads((copy / "run.json").read_text())
         (copy / "run.json").write_text(json.dumps(kept | {"seed": 9}))
-    found, _ = collect.stored([Run.open(path) for path in (*three[:2], *copies)])
+    found, _ = stored(catalogue(tmp_path).entries)
     assert found.runs.groupby("run")["seed"].first().to_dict() == {p.name: i % 2 for i, p in enumerate(three[:2])} | {
         c.name: i % 2 for i, c in enumerate(copies)
     }
-    assert set(found.told.rows["seed"]) == {0, 1}
+    assert set(found.told.whole()["seed"]) == {0, 1}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -214,4 +214,4 @@ def test_copies_are_known_by_their_weights_where_no_losses_were_written():
         for of, kind in zip(made, "xyx", strict=True) for step in (0, LAST)
     ]  # fmt: skip
     shown = evidence(made, rows)
-    assert collect._seeds(shown.runs, shown.told.rows, shown.kept.rows) == {"a": 0, "b": 1, "copy": 0}
+    assert collect.seeds_of(shown.runs, shown.told.whole(), shown.kept.whole()) == {"a": 0, "b": 1, "copy": 0}

@@ -10,11 +10,12 @@ import pytest
 
 from workbench import files
 from workbench.claims.analysis import Analysis
-from workbench.claims.collect import find_runs, stored
 from workbench.claims.judging import chosen, judge
 from workbench.claims.page import write_page
+from workbench.claims.stored import stored
 from workbench.errors import BadData
 from workbench.reports.folder import write_report
+from workbench.runs.catalogue import catalogue
 from workbench.views import Source, start
 
 
@@ -25,7 +26,7 @@ def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_
         dashboard.copied(path, folder / path.name)
     (story,) = start.demo.verdicts(Source(folder), "race", [name])
     assert story.verdict.status == "unresolved"
-    evidence, _ = stored(find_runs([folder])[0])
+    evidence, _ = stored(catalogue(folder).entries)
     analysis = Analysis(judge(evidence, chosen(claims=[name])), evidence, {})
     pages = [write_page(analysis, tmp_path, "workbench analyze"), write_report(folder, tmp_path / "report.html")]
     for page in pages:
@@ -65,7 +66,7 @@ def test_runs_with_a_damaged_table_are_left_out_by_name(tmp_path, populated):
     page = write_report(tmp_path, tmp_path / "report.html").read_text()
     for name, file in zip(TABLES, damaged, strict=True):
         assert f"{name} was left out: cannot read {file}" in page
-    assert "1 runs: resformer" in page
+    assert "1 run: resformer" in page
     shutil.rmtree(tmp_path / "text-resformer-s1")
     with pytest.raises(BadData, match=f"no readable runs under .*text-resformer-s0: cannot read {damaged[0]}"):
         write_report(tmp_path, tmp_path / "report.html")

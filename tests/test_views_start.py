@@ -12,8 +12,8 @@ import pytest
 
 from workbench import plots
 from workbench.claims import kept
-from workbench.claims.collect import stored
 from workbench.claims.judging import chosen
+from workbench.claims.stored import stored
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.places import SHIPPED
 from workbench.reports import xray as xrays
@@ -65,7 +65,7 @@ def test_the_finding_is_told_at_the_rate_that_was_best_for_the_baseline(shipped)
 
 def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
     found = start.finding.finding(shipped, link("finding"))
-    evidence, _ = stored([Run.open(e.path) for e in shipped.group(link("finding", set=found.group))])
+    evidence, _ = stored(shipped.group(link("finding", set=found.group)))
     (claim,) = chosen(claims=["value_paths_speed_up_induction"])
     judged = claim.judge(evidence).table.set_index("comparison")
     for name in ("svformer", "resformer", "residual_k"):
@@ -241,7 +241,7 @@ def test_verdicts_are_those_of_an_analysis_nothing_is_measured_and_the_bar_ends_
     assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
     told.clear()
     entries = ask.group(link("verdicts", a=A, alone=1))
-    evidence, _ = stored([Run.open(e.path) for e in entries], lambda *done: told.append(done))
+    evidence, _ = stored(entries, lambda *done: told.append(done))
     assert told == [(i, len(entries)) for i in range(1, len(entries) + 1)]
     expected = {c.name: c.judge(evidence) for c in chosen()}
     assert {j.claim.name: j.verdict.status for j in found} == {n: v.status for n, v in expected.items()}
@@ -258,12 +258,12 @@ def test_claims_are_put_to_all_runs_of_the_folder_and_kept_until_a_file_of_their
     here = Source(tmp_path)
     finished = [e for e in here.catalogue().entries if e.finished]
     assert len(finished) > len(here.group(link("verdicts", a=A, alone=1)))
-    evidence, _ = stored([Run.open(e.path) for e in finished])
+    evidence, _ = stored(finished)
     every = start.verdicts.judgements(here, link("verdicts"))
     assert [j.claim for j in every] == chosen()
     alone = {c.name: c.judge(evidence).status for c in chosen()[::4]}
     assert {j.claim.name: j.verdict.alone or j.verdict.status for j in every}.items() >= alone.items()
-    monkeypatch.setattr(kept, "judge_all", lambda *_: pytest.fail("judged again"))
+    monkeypatch.setattr(kept, "judge_all", lambda *_, **__: pytest.fail("judged again"))
     again = start.verdicts.judgements(Source(tmp_path), link("verdicts"))
     for mine, before in zip(again, every, strict=True):
         pd.testing.assert_frame_equal(mine.verdict.table, before.verdict.table, check_exact=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from workbench.claims.evidence import RUN_COLUMNS, SETTING, TELEMETRY, Evidence
 from workbench.claims.registry import Claim
 from workbench.config import ModelConfig
 from workbench.console import Progress
-from workbench.errors import BadCheckpoint, BadData, WorkbenchError
+from workbench.errors import BadData, WorkbenchError
 from workbench.interventions import INTERVENTIONS
 from workbench.jobs.running import Job, Workers, run_jobs
 from workbench.measurement.measuring import measure
@@ -70,21 +70,25 @@ def usable(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
     """The runs that claims can be judged on, and why others cannot be."""
     finished, problems = list[Run](), dict[str, str]()
     for run in runs:
-        if run.recorded:
-            problems[run.name] = "recorded in a loop of its own: it has no settings to compare and no checkpoints"
-        elif not run.finished:
-            problems[run.name] = f"not finished ({run.progress} steps); the same training command goes on from there"
-        elif damage := _damage(run):
-            problems[run.name] = damage
-        else:
+        if why := why_unusable(run):
+            problems[run.name] = why
+            continue
+        try:
+            run.telemetry()
             finished.append(run)
+        except WorkbenchError as error:
+            problems[run.name] = str(error)
     return finished, problems
 
 
-def _damage(run: Run) -> str:
-    """What is wrong with a run's description or with what its training wrote down; nothing where it is sound."""
+def why_unusable(run: Run) -> str:
+    """Why claims cannot be judged on a run, from its description alone; nothing where they can."""
+    if run.recorded:
+        return "recorded in a loop of its own: it has no settings to compare and no checkpoints"
+    if not run.finished:
+        return f"not finished ({run.progress} steps); the same training command goes on from there"
     try:
-        _ = facts(run), run.telemetry()
+        facts(run)
     except WorkbenchError as error:
         return str(error)
     except DAMAGE as error:
@@ -282,15 +286,16 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     ]  # a copy tells its first name
     parts = [f for f, _, _ in gathered.values()], written, [s for _, s, _ in gathered.values()]
     frames = [pd.concat(full, ignore_index=True) if (full := [f for f in p if len(f)]) else records([]) for p in parts]
-    seed = _seeds(table, frames[1], frames[0])
+    seed = seeds_of(table, frames[1], frames[0])
     kept, telemetry, samples = (
         f.assign(architecture=f["run"].map(label), seed=f["run"].map(seed).astype("Int64")) if len(f) else f
         for f in frames
     )
-    return Evidence(table.assign(seed=table["run"].map(seed)), ByMetric(kept), ByMetric(telemetry), ByMetric(samples))
+    table = table.assign(seed=table["run"].map(seed))
+    return Evidence(table, ByMetric.of_rows(kept), ByMetric.of_rows(telemetry), ByMetric.of_rows(samples))
 
 
-def _seeds(table: pd.DataFrame, written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, int]:
+def seeds_of(table: pd.DataFrame, written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, int]:
     """The seed of each run; a copy of a run has that of the first of them.
 
     A copy's losses are the same to the last digit, or where none were written its last weights are.
@@ -306,20 +311,3 @@ def _seeds(table: pd.DataFrame, written: pd.DataFrame, kept: pd.DataFrame) -> di
         if marks.get(run) is not None:
             seeds[run] = first.setdefault((model, marks[run]), seeds[run])
     return seeds
-
-
-def stored(runs: Sequence[Run], progress: Callable[[int, int], None] | None = None) -> tuple[Evidence, dict[str, str]]:
-    """The evidence that runs hold already, nothing being measured, and why some of them hold none.
-
-    `progress` is called with (done, all).
-    """
-    sound, problems = usable(runs)
-    gathered: dict[Run, Gathered] = {}
-    for i, run in enumerate(sound):
-        try:
-            gathered[run] = _kept(run)
-        except BadCheckpoint as error:
-            problems[run.name] = str(error)
-        if progress:
-            progress(i + 1, len(sound))
-    return evidence(gathered), problems

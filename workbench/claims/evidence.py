@@ -40,9 +40,9 @@ class Evidence:
     """
 
     runs: pd.DataFrame
-    kept: ByMetric = field(default_factory=lambda: ByMetric(records([])))
-    told: ByMetric = field(default_factory=lambda: ByMetric(records([])))
-    documents: ByMetric = field(default_factory=lambda: ByMetric(records([], SAMPLE_COLUMNS)))
+    kept: ByMetric = field(default_factory=lambda: ByMetric.of_rows(records([])))
+    told: ByMetric = field(default_factory=lambda: ByMetric.of_rows(records([])))
+    documents: ByMetric = field(default_factory=lambda: ByMetric.of_rows(records([], SAMPLE_COLUMNS)))
     compared: list[pd.DataFrame] = field(default_factory=list, repr=False)
     """Runs that `comparable` has chosen so far, for the verdict to name."""
     settings: list[pd.DataFrame] = field(default_factory=list, repr=False)

@@ -2,7 +2,7 @@
 
     runs/.verdicts.json
 
-They hold for exactly these runs' files and this code: `mark` is a digest of both, and verdicts of another mark are none.
+They hold for exactly these runs and this code: `mark` is a digest of both, and verdicts of another mark are none.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from workbench.claims.judging import chosen
 from workbench.claims.verdict import corrected
 from workbench.errors import BadCheckpoint
 from workbench.files import digest_of, read_bytes, read_json, write_text
+from workbench.runs.catalogue import RUN_FILE, Entry
 from workbench.runs.records import MAX_TABLE
-from workbench.runs.run import RUN_FILE, Run
 
 FILE = ".verdicts.json"
 
@@ -37,37 +37,44 @@ class Verdicts:
     problems: dict[str, str]
 
 
-def judge_all(runs: Sequence[Run], progress: Callable[[int, int], None] | None = None) -> Verdicts:
-    """Every claim judged from what the runs hold, nothing being measured; `progress` is called with (done, all)."""
-    from workbench.claims.collect import stored  # imports torch
+def judge_all(entries: Sequence[Entry], progress: Callable[[int, int], None] | None = None, **caches: Any) -> Verdicts:
+    """Every claim judged from what the runs hold, nothing being measured; `progress` and `caches`: see `stored`."""
+    from workbench.claims.stored import stored  # imports torch
 
     claims = chosen()
-    steps = len(runs) + len(claims)
+    steps = len(entries) + len(claims)
 
     def told(done: int) -> None:
         if progress is not None:
             progress(done, steps)
 
-    evidence, problems = stored(runs, lambda done, _: told(done))
+    evidence, problems = stored(entries, lambda done, _: told(done), **caches)
     alone = []
     for i, claim in enumerate(claims):
         alone.append(claim.judge(evidence))
-        told(len(runs) + i + 1)
+        told(len(entries) + i + 1)
     return Verdicts(dict(zip((c.name for c in claims), corrected(alone), strict=True)), evidence.kept.metrics, problems)
 
 
-def mark(runs: Sequence[Path]) -> str:
-    """What verdicts follow from: the runs' names and files, and the code that judges."""
-    return digest_of(_parts(runs))
+def mark(entries: Sequence[Entry]) -> str:
+    """What verdicts follow from: the runs and the code that judges.
+
+    A run is known by when it last changed; one that ships by its files, which every copy of the project writes at another time.
+    """
+    return digest_of(_parts(entries))
 
 
-def _parts(runs: Sequence[Path]) -> Iterator[object]:
+def _parts(entries: Sequence[Entry]) -> Iterator[object]:
     for package in (Path(__file__).parent, Path(str(statistics.__file__)).parent):
         for file in sorted(package.glob("*.py")):
             yield file.name
             yield read_bytes(file)
-    for run in sorted(runs):
-        yield run.name
+    for entry in entries:
+        yield entry.name
+        if not entry.shipped:
+            yield entry.stamp
+            continue
+        run = Path(entry.path)
         for file in (run / RUN_FILE, *sorted(run.glob("telemetry/*.parquet")), *sorted(run.glob("records/*.parquet"))):
             yield file.name
             yield read_bytes(file, MAX_TABLE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -11,12 +11,14 @@ import pandas as pd
 from workbench import plots
 from workbench.checkpoints.identify import RUN_FILE
 from workbench.claims import DECIDED
-from workbench.claims.collect import samples_of, stored
+from workbench.claims.collect import samples_of
 from workbench.claims.judging import Judged, chosen
 from workbench.claims.page import article
+from workbench.claims.stored import stored
 from workbench.claims.verdict import corrected, expected_by_chance
 from workbench.errors import BadCheckpoint, BadData
 from workbench.plots.page import Page, folded, heading, numbers, paragraph
+from workbench.runs.catalogue import catalogue
 from workbench.runs.records import load_records
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.formation import formation_steps
@@ -63,12 +65,13 @@ def write_report(runs: Path, out: Path) -> Path:
         why = "".join(f"; {name}: {reason}" for name, reason in problems.items())
         raise BadData(f"no readable runs under {runs}; make some with `workbench demo` or `workbench train`{why}")
     frame, telemetry = (pd.concat(tables, ignore_index=True) for tables in zip(*sound.values(), strict=True))
-    judged = verdicts(found)
+    judged = _verdicts(runs, {run.path.resolve() for run in found})
     page = Page("workbench report")
+    names = ", ".join(sorted({run.architecture for run in found}))
     opening = (
-        f"{len(found)} runs: {', '.join(sorted({run.architecture for run in found}))}. Bands are the range over seeds; dashed "
-        "lines are random init (step 0), dotted ones the metric's own baseline. A value-residual model gives later layers a "
-        "direct path to the first layer's values, which depend on the token alone."
+        f"{len(found)} run{'s' * (len(found) > 1)}: {names}. Bands are the range over seeds; dashed lines are random init (step 0), "
+        "dotted ones the metric's own baseline. A value-residual model gives later layers a direct path to the first layer's "
+        "values, which depend on the token alone."
     )
     page.add(heading("What these models show", 1), paragraph(opening))
     page.add(paragraph(expected_by_chance([j.verdict for j in judged.values()]), "small"))
@@ -91,9 +94,9 @@ def _tables(run: Run, problems: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFr
         return None
 
 
-def verdicts(runs: list[Run]) -> dict[str, Judged]:
-    """Every claim by name, with its verdict on those of the runs that are finished."""
-    evidence, _ = stored(runs)  # what a page says of damaged runs stands at its top
+def _verdicts(folder: Path, sound: Collection[Path]) -> dict[str, Judged]:
+    """Every claim by name, with its verdict on those of the runs that are finished; of the others the page speaks at its top."""
+    evidence, _ = stored([e for e in catalogue(folder).entries if Path(e.path) in sound])
     claims = chosen()
     found = corrected([claim.judge(evidence) for claim in claims])
     return {claim.name: Judged(claim, verdict) for claim, verdict in zip(claims, found, strict=True)}

@@ -246,6 +246,10 @@ def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
     alike in all of this, their hash decides: any rule would do that is the same everywhere.
     """
     samples = {text: str(facts(text).get("data", "")) for text in frame["provenance"].dropna().unique()}
+    each = frame[["run", "metric", "provenance"]].drop_duplicates()
+    each = each.assign(sample=[samples.get(text, "") for text in each["provenance"]]).drop(columns="provenance")
+    if not each.drop_duplicates().duplicated(["run", "metric"]).any():  # of nearly all runs
+        return frame
     keyed = frame.assign(sample=[samples.get(text, "") for text in frame["provenance"]])
     groups = keyed.groupby(["run", "metric", "sample"], as_index=False, dropna=False)
     sets = groups.agg(last=("step", "max"), steps=("step", "nunique"), n=("n", "max"))

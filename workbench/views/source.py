@@ -84,6 +84,11 @@ class Source:
     bases: dict[Any, Any] = field(default_factory=dict, repr=False)
     """The last two bases of `derive`."""
 
+    @property
+    def caches(self) -> dict[str, Any]:
+        """The tables that were read, as `claims.stored` takes them."""
+        return {"kept": self.record_cache, "told": self.telemetry_cache}
+
     def catalogue(self) -> Catalogue:
         """The runs of the folder; where there is none yet, those that ship with the project."""
         return runs_to_show(self.folder)

@@ -18,7 +18,6 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import read_json
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
-from workbench.runs.run import Run
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import Source, Subject, example
@@ -248,11 +247,11 @@ def verdicts(source: Source, experiment: str, claims: Sequence[str]) -> tuple[Ju
     finished = [e for e in here if e.finished]
 
     def judged() -> tuple[tuple[Judged, ...], dict[str, str]]:
-        from workbench.claims.collect import stored
         from workbench.claims.judging import Judged, chosen
+        from workbench.claims.stored import stored
         from workbench.claims.verdict import corrected
 
-        (evidence, problems), asked = stored([Run.open(e.path) for e in finished]), chosen(claims=claims)
+        (evidence, problems), asked = stored(finished, **source.caches), chosen(claims=claims)
         found = corrected([claim.judge(evidence) for claim in asked])
         return tuple(Judged(claim, verdict) for claim, verdict in zip(asked, found, strict=True)), problems
 

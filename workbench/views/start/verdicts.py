@@ -21,7 +21,6 @@ from workbench.claims.kept import Verdicts
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.runs.catalogue import Entry
-from workbench.runs.run import Run
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import Source
@@ -78,10 +77,10 @@ def judgements(source: Source, link: Link) -> tuple[Judgement, ...]:
 def _verdicts(source: Source, link: Link) -> Verdicts:
     """What is kept beside the runs of the folder, else judged now, and kept where the folder is the user's own."""
     entries, folder = _finished(source, link), Path(source.catalogue().folder)
-    marked = "" if link.on("alone") else kept.mark([Path(e.path) for e in entries])
+    marked = "" if link.on("alone") else kept.mark(entries)
     found = kept.load(folder, marked) if marked else None
     if found is None:
-        found = kept.judge_all([Run.open(e.path) for e in entries], source.progress)
+        found = kept.judge_all(entries, source.progress, **source.caches)
         if marked and source.own():
             with contextlib.suppress(WorkbenchError):  # a folder that may only be read keeps none
                 kept.save(folder, marked, found)
@@ -144,10 +143,10 @@ def verdict(source: Source, link: Link) -> Drawing:
 
 def _figure(source: Source, link: Link, judged: Judgement) -> tuple[go.Figure | None, pd.DataFrame]:
     """What the claim is about, of the runs that its verdict compared."""
-    from workbench.claims.collect import stored  # imports torch
+    from workbench.claims.stored import stored  # imports torch
 
     runs = set(judged.verdict.runs)
-    evidence, _ = stored([Run.open(e.path) for e in _finished(source, link) if e.name in runs])
+    evidence, _ = stored([e for e in _finished(source, link) if e.name in runs], **source.caches)
     return figure(judged.claim, judged.verdict, evidence)
 
 
