@@ -69,8 +69,9 @@ def _asked(names: Sequence[str]) -> list[str]:
     """The series that the address names, as far as they are there."""
     text = st.query_params.get("models")
     there = [name for name in names if name in listed(text or "")]
-    if len(names) > FIRST and set(listed(text or "")) - set(names):
-        widgets.warn_ignored("models")
+    gone = [name for name in listed(text or "") if name not in names]
+    if len(names) > FIRST and gone:
+        widgets.warn_ignored("models", ", ".join(gone), names)
     return there if there or text == "" else list(names[:FIRST])
 
 

@@ -1,4 +1,4 @@
-"""Parts of the Intervene page: what changes, where it matters, and patching, each with its controls."""
+"""Parts of the Intervene page, what changes, where it matters and patching: of each what is chosen, and what follows."""
 
 from __future__ import annotations
 
@@ -15,38 +15,85 @@ from ..elements.figure import Point
 from ..figures import ready, show
 from ..page_frame import figures_side_by_side, toolbar
 from ..prompt_box import take
-from .edit_builder import kinds_of
+from .edit_builder import edit_builder, kinds_of, unmade
 
-EFFECT_PX, MAP_PX = 340, 400  # beside the column of what is changed
+EFFECT_PX = 340  # pixels of a figure beside the column of what is changed
 AT = "Patched at"
 PATCHING = (
     "One activation at a time is taken from the run on the first text and put into the run on the second. Where the first text's "
     "answer comes back, that activation carries what tells the two texts apart."
 )
+GRAMMAR = (
+    "For instance values:layer=2..3,how=zero or coefficient:layer=1,value=0;sink:layer=2,head=0/1. "
+    "Layers and heads count from 0; none means all."
+)
+
+
+def _edits(link: Link) -> Link:
+    edit_builder(link)
+    edits = widgets.text_line("The changes, as text; several are joined by ;", "edits", "", help=GRAMMAR)
+    return _second(link.but(edits=edits), intervene.takes_from_second(edits))
 
 
 def _effect(link: Link) -> None:
-    with figures_side_by_side(EFFECT_PX):
-        with st.container():
-            drawn = show(intervene.effect, link)
-        if drawn is not None:  # else why is told once
+    chosen = unmade()
+    with st.container(key="stale" if chosen else None):
+        if chosen:
+            st.warning(
+                f"Drawn before **{widgets.escaped(chosen)}** was chosen: Try makes just this change, Add makes it too.",
+                icon=":material/history:",
+            )
+        with figures_side_by_side(EFFECT_PX):
             with st.container():
-                show(intervene.next_token, link)
+                drawn = show(intervene.effect, link)
+            if drawn is not None:  # else why is told once
+                with st.container():
+                    show(intervene.next_token, link)
+
+
+def _places(link: Link) -> Link:
+    kinds = kinds_of(cached_source().subjects(link)[0].entry, intervene.sweeps())
+    kind = widgets.choose(
+        "Change, made in one place at a time", "sweep", kinds, intervene.KIND, show=intervene.sweeps().__getitem__
+    )
+    choices = list(intervene.OVER) if intervene.has_heads(kind) else [intervene.OVER[0]]
+    over = widgets.choose("In turn", "over", choices, show=lambda o: o.replace("x", "and"))
+    of = widgets.choose("Effect on", "of", list(intervene.OF), show=_of_words)
+    link = _second(link.but(sweep=kind, over=over, of=of), intervene.takes_from_second(kind))
+    return _token(link, "Token", "target") if of != "loss" else link
 
 
 def _sweep(link: Link) -> None:
-    with toolbar("controls"):
-        kinds = kinds_of(cached_source().subjects(link)[0].entry, intervene.sweeps())
-        kind = widgets.choose(
-            "Change, made in one place at a time", "sweep", kinds, intervene.KIND, show=intervene.sweeps().__getitem__, width=230
-        )  # fmt: skip
-        choices = list(intervene.OVER) if intervene.has_heads(kind) else [intervene.OVER[0]]
-        over = widgets.choose("In turn", "over", choices, show=lambda o: o.replace("x", "and"), width=120)
-        of = widgets.choose("Effect on", "of", list(intervene.OF), show=_of_words, width=150)
-        link = link.but(sweep=kind, over=over, of=of)
-        if of != "loss":
-            link = _token(link, "Token", "target")
     show(intervene.sweep, link, long="Changing one place at a time")
+
+
+def _second(link: Link, asked: bool = True) -> Link:
+    """The second text, where something is taken from one."""
+    if not asked:
+        return link.but(other=None)
+    text = widgets.text_line(
+        "Second text, for what is taken from another prompt", "other", rows=2,
+        help="As many tokens as the first: what is at one place there is put in the same place here.", placeholder="of equal length",
+        clears=("against", "position"),
+    )  # fmt: skip
+    return link.but(other=text or None)
+
+
+def _pair(link: Link) -> Link:
+    """Two texts of as many tokens, what is patched, and the two answers that are compared; without these where they do not fit."""
+    link = _second(link)
+    if not link.text("other"):
+        return link
+    source = cached_source()
+    subject = source.subjects(link)[0]
+    first, second = (len(source.tokens(subject, text)) for text in (source.prompt(link), link.text("other")))
+    st.caption(f"{first} tokens in the first text, {second} in the second.")
+    if first != second:
+        st.warning("Patching needs as many tokens in both: cut or lengthen one of them.")
+        return link.but(against=None)
+    site = widgets.choose("What is patched", "site", list(patches.PATCHED), show=lambda s: s.replace("_", " "))
+    link = _token(link.but(site=site), "Answer of the first text", "target")
+    return _token(link, "Answer of the second text", "against", of_second=True)
 
 
 def _patching(link: Link) -> None:
@@ -55,25 +102,11 @@ def _patching(link: Link) -> None:
         for pair in (e for e in examples() if e.other):
             st.button(f"Take “{pair.phenomenon}”", on_click=take, args=(pair,), icon=":material/lightbulb:")
         return
-    source = cached_source()
-    subject = source.subjects(link)[0]
-    first, second = (len(source.tokens(subject, text)) for text in (source.prompt(link), link.text("other")))
-    st.caption(f"{first} tokens in the first text, {second} in the second.")
-    if first != second:
-        st.warning("Patching needs as many tokens in both: cut or lengthen one of them.")
-        return
-    with toolbar("controls"):
-        site = widgets.choose(
-            "What is patched", "site", list(patches.PATCHED), show=lambda s: s.replace("_", " "), width=130
-        )
-        link = _token(link.but(site=site), "Answer of the first text", "target")
-        link = _token(link, "Answer of the second text", "against", of_second=True)
+    if link.text("against") is None:
+        return  # why is told beside the texts
     link = _cell(link.but(layer=None, position=None))
-    with figures_side_by_side(MAP_PX):
-        with st.container():
-            show(patches.patching, link, about=PATCHING, take=_take_cell)
-        with st.container():
-            show(patches.patched, link, about=PATCHING)
+    show(patches.patching, link, about=PATCHING, take=_take_cell)
+    show(patches.patched, link, about=PATCHING)
 
 
 def _cell(bare: Link) -> Link:
@@ -104,7 +137,7 @@ def _token(link: Link, label: str, key: str, of_second: bool = False) -> Link:
     if of_second:  # two answers are compared, often one token is the likeliest of both
         top = top[top["id"] != link.whole("target")]
     names = {int(i): f"{t}  ({p:.1%})" for i, t, p in zip(top["id"], top["token"], top["probability"], strict=True)}
-    return link.but(**{key: widgets.choose(label, key, list(names), show=names.__getitem__, width=170)})
+    return link.but(**{key: widgets.choose(label, key, list(names), show=names.__getitem__)})
 
 
 def _of_words(of: str) -> str:
@@ -112,6 +145,7 @@ def _of_words(of: str) -> str:
 
 
 PARTS = {
-    "effect": ("What changes", _effect), "sweep": ("Where it matters", _sweep), "patching": ("Patching", _patching),
+    "effect": ("What changes", _edits, _effect), "sweep": ("Where it matters", _places, _sweep),
+    "patching": ("Patching", _pair, _patching),
 }  # fmt: skip
-"""Of each part: its name, and what draws it with its controls."""
+"""Of each part: its name, what draws what is changed and adds it to the link, and what draws what follows."""

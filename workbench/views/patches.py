@@ -15,7 +15,8 @@ from workbench.views.link import Link
 from workbench.views.places import quoted
 from workbench.views.source import Source
 
-PATCHED = ("stream", "attn_out", "mlp_out", "v", "z")
+PATCHED, BESIDE = ("stream", "attn_out", "mlp_out", "v", "z"), 6
+"""What can be patched; and how many tokens are drawn under the map, so that both are seen at once."""
 
 
 def _swept(source: Source, link: Link) -> tuple[str, Answers[prompts.PatchSweep]]:
@@ -91,4 +92,4 @@ def patched(source: Source, link: Link) -> Drawing:
     )
     token = source.tokens(source.subjects(link)[0], other)[chosen.position]
     what = f"{site.replace('_', ' ')} of layer {chosen.layer} at token {chosen.position}, {quoted(token)}"
-    return likeliest(answers, refused, "What comes next after the second text", f"{what}, from the first text")
+    return likeliest(answers, refused, "What comes next after the second text", f"{what}, from the first text", BESIDE)
