@@ -17,7 +17,7 @@ from ..page_frame import figures_side_by_side, toolbar
 from ..prompt_box import take
 from .edit_builder import edit_builder, kinds_of, unmade
 
-EFFECT_PX = 340  # pixels of a figure beside the column of what is changed
+EFFECT_PX, BOTH_PX = 340, 640  # pixels of a figure of one model, of two, beside the column of what is changed
 AT = "Patched at"
 PATCHING = (
     "One activation at a time is taken from the run on the first text and put into the run on the second. Where the first text's "
@@ -43,7 +43,7 @@ def _effect(link: Link) -> None:
                 f"Drawn before **{widgets.escaped(chosen)}** was chosen: Try makes just this change, Add makes it too.",
                 icon=":material/history:",
             )
-        with figures_side_by_side(EFFECT_PX):
+        with figures_side_by_side(BOTH_PX if link.on("compare") else EFFECT_PX):
             with st.container():
                 drawn = show(intervene.effect, link)
             if drawn is not None:  # else why is told once

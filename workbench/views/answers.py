@@ -11,14 +11,14 @@ from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
 from workbench.errors import BadData, WorkbenchError
-from workbench.plots.style import pale
+from workbench.plots.style import BARS, at_least, pale
 from workbench.views.base import Drawing
 from workbench.views.link import Link
 from workbench.views.source import Source, Subject, read_alike
 
 T = TypeVar("T")
 MAX_TOKENS = 14
-AXIS, EACH = 80, 20  # pixels: of the axis below, of a token's bars
+AXIS, EACH = 80, 18  # pixels: of the axis below, of a token's bars
 Answers = tuple[list[tuple[Subject, T]], list[str]]
 
 
@@ -82,6 +82,8 @@ def likeliest(
     figure.update_yaxes(autorange="reversed", type="category")
     bars_say = f"pale: before; full: after; {change}; " if change else ""
     plots.dressed(figure, title, f"{alone(answers)}{bars_say}one text", AXIS + EACH * most)
+    if len(panels) > 1:
+        at_least(figure, BARS * len(panels))
     table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
     return Drawing(figure, table, ". ".join(refused))
 

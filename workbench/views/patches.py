@@ -71,12 +71,12 @@ def patching(source: Source, link: Link) -> Drawing:
         mark = (chosen.layer, chosen.position) if chosen.layer < len(rows) and chosen.position < len(columns) else None
         parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token", mark=mark)))
         sentences.append(
-            f"{subject.title}: the first answer leads by {patched.clean:+.2f} after the first text, by {patched.corrupted:+.2f} after "
-            "the second"
+            f"{subject.title}: the first answer leads by {patched.clean:+.2f} after the first text, {patched.corrupted:+.2f} after the "
+            "second"
         )
     figure = plots.grids(
         parts, f"Patching {site.replace('_', ' ')} from the first prompt into the second",
-        f"{'; '.join(map(html.escape, sentences))}; 0: as the second text, 1: the first one's answer is fully back; one pair of texts",
+        f"{'; '.join(map(html.escape, sentences))}; 1: it is fully back; one pair",
     )  # fmt: skip
     return Drawing(figure, plots.grid_table(parts), ". ".join(refused))
 
