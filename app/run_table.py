@@ -32,7 +32,7 @@ def choose_models(link: Link) -> Link:
     bare = link.but(by=by, find=st.query_params.get("find"), models=None)
     runs = source.found(bare)
     names = _in_order(runs)
-    many = len(names) > FIRST
+    many = len({e.series for e in source.found(bare.but(find=None))}) > FIRST
     chosen = _asked(names)
     # an open panel closes where its name changes, so that of many models has no count
     panel = st.popover(
@@ -81,7 +81,7 @@ def _table(names: Sequence[str], runs: Sequence[Entry], chosen: Sequence[str]) -
     for entry in runs:
         kin[entry.series].append(entry)
     rows = [
-        {"model": _words(name), "runs": len(mine), "seeds": ", ".join(map(str, sorted({e.seed for e in mine}))),
+        {"model": _words(name), "runs": len(mine), "seeds": _seeds(mine),
          "trained to step": max(e.steps[-1] if e.steps else e.last for e in mine), "measures": max(len(e.measured) for e in mine)}
         for name, mine in kin.items()
     ]  # fmt: skip
@@ -91,6 +91,13 @@ def _table(names: Sequence[str], runs: Sequence[Entry], chosen: Sequence[str]) -
 
     st.caption(f"{len(runs)} runs in {len(names)} lines; the {len(chosen)} selected are drawn.")
     rows_table("runs_of_page", pd.DataFrame(rows), [names.index(n) for n in chosen], take, "Models to draw")
+
+
+def _seeds(runs: Sequence[Entry]) -> str:
+    """The seeds of runs, as `0 to 49`, or each by itself where some between are not there."""
+    seeds = sorted({e.seed for e in runs})
+    whole = len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1))
+    return f"{seeds[0]} to {seeds[-1]}" if whole else ", ".join(map(str, seeds))
 
 
 def _words(series: str) -> str:

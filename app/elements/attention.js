@@ -166,7 +166,7 @@ class View {
     const { panels, colours, whole, root } = this.data, shown = panels.filter((p) => p.tiles);
     this.heads.replaceChildren();
     made("h2", "", this.heads, "All heads: click one to enlarge it");
-    const row = made("div", "panels", this.heads);
+    const row = made("div", width < NARROW ? "panels narrow" : "panels", this.heads);
     const abreast = width < NARROW ? 1 : shown.length, each = Math.floor((width - GUTTER * (abreast - 1)) / abreast);
     const top = whole ? 1 : Math.max(...shown.filter((p) => !p.signed).map((p) => p.scale[0]));
     shown.forEach((panel, i) => {
@@ -280,7 +280,7 @@ class View {
     all.addEventListener("click", () => this.ask({ whole: true }));
     made("div", "where", this.maps, cell);
     this.maps.append(this.readout);
-    const row = made("div", "panels", this.maps);
+    const row = made("div", width < NARROW ? "panels narrow" : "panels", this.maps);
     const ticked = panels.filter((_, i) => i === 0 || !minus).length; // the same tokens are named once
     const narrow = width < NARROW; // one below the other, each with its names
     const side = narrow ? width - TICKS - 4 : Math.floor((width - ticked * TICKS - GUTTER * (panels.length - 1) - 4) / panels.length);

@@ -16,7 +16,8 @@ from workbench.views.places import quoted
 from workbench.views.source import Source
 
 PATCHED, BESIDE = ("stream", "attn_out", "mlp_out", "v", "z"), 6
-"""What can be patched; and how many tokens are drawn under the map, so that both are seen at once."""
+"""What can be patched; of how many tokens it is told what comes next."""
+MAP = 240  # pixels of the map, so that what comes next is seen beneath it
 
 
 def _swept(source: Source, link: Link) -> tuple[str, Answers[prompts.PatchSweep]]:
@@ -77,6 +78,7 @@ def patching(source: Source, link: Link) -> Drawing:
     figure = plots.grids(
         parts, f"Patching {site.replace('_', ' ')} from the first prompt into the second",
         f"{'; '.join(map(html.escape, sentences))}; 1: it is fully back; one pair",
+        height=MAP,
     )  # fmt: skip
     return Drawing(figure, plots.grid_table(parts), ". ".join(refused))
 
