@@ -89,7 +89,7 @@ def _table(names: Sequence[str], runs: Sequence[Entry], chosen: Sequence[str]) -
     def take(places: list[int]) -> None:
         widgets.update_url(models=",".join(names[i] for i in places))
 
-    st.caption(f"{len(runs)} runs in {len(names)} lines; the {len(chosen)} selected are drawn.")
+    st.caption(f"{len(runs)} runs in {len(names)} line{'s' * (len(names) != 1)}; the {len(chosen)} selected are drawn.")
     rows_table("runs_of_page", pd.DataFrame(rows), [names.index(n) for n in chosen], take, "Models to draw")
 
 

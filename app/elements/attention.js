@@ -167,7 +167,7 @@ class View {
     this.heads.replaceChildren();
     made("h2", "", this.heads, "All heads: click one to enlarge it");
     const row = made("div", width < NARROW ? "panels narrow" : "panels", this.heads);
-    const abreast = width < NARROW ? 1 : shown.length, each = Math.floor((width - GUTTER * (abreast - 1)) / abreast);
+    const abreast = width < NARROW ? 1 : shown.length, each = Math.floor((width - 8 - GUTTER * (abreast - 1)) / abreast);
     const top = whole ? 1 : Math.max(...shown.filter((p) => !p.signed).map((p) => p.scale[0]));
     shown.forEach((panel, i) => {
       const [layers, heads, rows, columns] = panel.shape, box = made("div", "panel", row);
