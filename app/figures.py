@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -51,18 +51,21 @@ def show(
         return None
     except background.Running:
         return None
+    said = {run for earlier in st.session_state["drawn"] for run in earlier.problems}
     for run, why in source.problems.items():
-        st.warning(f"{widgets.escaped(run)} is left out: {widgets.escaped(why)}", icon=":material/broken_image:")
-    _whole(view, link, drawing, about, take)
+        if run not in said:  # once on a page
+            st.warning(f"{widgets.escaped(run)} is left out: {widgets.escaped(why)}", icon=":material/broken_image:")
+    _whole(view, link, drawing, dict(source.problems), about, take)
     return drawing
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What stands on the page: the link it was drawn from, and its numbers."""
+    """What stands on the page: the link it was drawn from, its numbers, and why runs were left out of it."""
 
     link: Link
     table: pd.DataFrame
+    problems: Mapping[str, str]
 
 
 def ready(link: Link, label: str, question: Callable[[Source, Link], Any]) -> None:
@@ -150,7 +153,14 @@ def chart(
     element.draw(sent.figure, key, take)
 
 
-def _whole(view: View, link: Link, drawing: Drawing, about: str = "", take: element.Take | None = None) -> None:
+def _whole(
+    view: View,
+    link: Link,
+    drawing: Drawing,
+    problems: Mapping[str, str],
+    about: str = "",
+    take: element.Take | None = None,
+) -> None:
     """A figure, its menu in its corner, and the sentence that reads it."""
     name = view.__name__
     state = (name, *_state(cached_source(), link))
@@ -158,7 +168,7 @@ def _whole(view: View, link: Link, drawing: Drawing, about: str = "", take: elem
         chart(drawing, f"figure_{name}", take, lambda: menu(view, link, drawing, about, state, chart))
         if drawing.sentence:
             st.markdown(widgets.escaped(drawing.sentence))
-    st.session_state["drawn"].append(Drawn(link, drawing.table))
+    st.session_state["drawn"].append(Drawn(link, drawing.table, problems))
 
 
 def files(views: dict[str, View], link: Link) -> None:
@@ -173,4 +183,4 @@ def files(views: dict[str, View], link: Link) -> None:
         except WorkbenchError as error:
             st.info(widgets.escaped(error), icon=":material/info:")
             return
-        _whole(views[title], link, drawing)
+        _whole(views[title], link, drawing, {})

@@ -32,13 +32,14 @@ def page(name: str, about: str, body: Callable[[Link], None], choose: Callable[[
 
     `about`: what the page answers and how it is read, behind the question mark; `choose`: draws what can be chosen.
     """
-    st.session_state["drawn"] = []
+    st.session_state["drawn"], st.session_state["told"] = [], {}
     with toolbar("header"):
         st.title(PAGES[name].title, width="content")
         with st.popover("About", icon=":material/help:", type="tertiary"):
             st.markdown(about)
         link = choose(name)
         share = st.container(width="content", key="share")
+    told = st.container()
     if link is None:
         st.info(EMPTY)
         return
@@ -48,6 +49,8 @@ def page(name: str, about: str, body: Callable[[Link], None], choose: Callable[[
         st.info(widgets.escaped(error))
     except background.Running:
         pass
+    for words in st.session_state["told"]:
+        told.info(words, icon=":material/link_off:")
     with share:
         _share(link)
     _drawer(link)

@@ -101,7 +101,7 @@ def _text_area(label: str, default: str, about: str, folder: Path) -> None:
         if re.fullmatch(r"[0-9a-f]{16}", stored) and path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
         else:
-            widgets.warn_ignored("stored prompt")
+            widgets.warn_ignored("stored prompt", stored)
     st.session_state["w_prompt"] = text[:MAX_PROMPT]
     st.text_area(
         label, key="w_prompt", on_change=_keep_prompt, args=(folder,), help=about, max_chars=MAX_PROMPT, height=TEXT_PX

@@ -32,7 +32,7 @@ def choose_models(link: Link) -> Link:
     bare = link.but(by=by, find=st.query_params.get("find"), models=None)
     runs = source.found(bare)
     names = _in_order(runs)
-    many = len(names) > FIRST
+    many = len({e.series for e in source.found(bare.but(find=None))}) > FIRST
     chosen = _asked(names)
     # an open panel closes where its name changes, so that of many models has no count
     panel = st.popover(
@@ -69,8 +69,9 @@ def _asked(names: Sequence[str]) -> list[str]:
     """The series that the address names, as far as they are there."""
     text = st.query_params.get("models")
     there = [name for name in names if name in listed(text or "")]
-    if len(names) > FIRST and set(listed(text or "")) - set(names):
-        widgets.warn_ignored("models")
+    gone = [name for name in listed(text or "") if name not in names]
+    if len(names) > FIRST and gone:
+        widgets.warn_ignored("models", ", ".join(gone), names)
     return there if there or text == "" else list(names[:FIRST])
 
 
@@ -80,7 +81,7 @@ def _table(names: Sequence[str], runs: Sequence[Entry], chosen: Sequence[str]) -
     for entry in runs:
         kin[entry.series].append(entry)
     rows = [
-        {"model": _words(name), "runs": len(mine), "seeds": ", ".join(map(str, sorted({e.seed for e in mine}))),
+        {"model": _words(name), "runs": len(mine), "seeds": _seeds(mine),
          "trained to step": max(e.steps[-1] if e.steps else e.last for e in mine), "measures": max(len(e.measured) for e in mine)}
         for name, mine in kin.items()
     ]  # fmt: skip
@@ -88,8 +89,15 @@ def _table(names: Sequence[str], runs: Sequence[Entry], chosen: Sequence[str]) -
     def take(places: list[int]) -> None:
         widgets.update_url(models=",".join(names[i] for i in places))
 
-    st.caption(f"{len(runs)} runs in {len(names)} lines; the {len(chosen)} selected are drawn.")
+    st.caption(f"{len(runs)} runs in {len(names)} line{'s' * (len(names) != 1)}; the {len(chosen)} selected are drawn.")
     rows_table("runs_of_page", pd.DataFrame(rows), [names.index(n) for n in chosen], take, "Models to draw")
+
+
+def _seeds(runs: Sequence[Entry]) -> str:
+    """The seeds of runs, as `0 to 49`, or each by itself where some between are not there."""
+    seeds = sorted({e.seed for e in runs})
+    whole = len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1))
+    return f"{seeds[0]} to {seeds[-1]}" if whole else ", ".join(map(str, seeds))
 
 
 def _words(series: str) -> str:

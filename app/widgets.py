@@ -20,7 +20,8 @@ SHARED = ("layer", "head", "target", "against", "metric", "variant", "position")
 """Keys that mean the same on several pages, besides the selection's."""
 OF_ONE_PAGE = {k for k in KEYS if sum(k in page.keys for page in PAGES.values()) > 1} - {*SHARED}
 """Keys that mean another thing on another page."""
-MAX_TEXT = 2000  # characters of a short text
+MAX_TEXT, MAX_TOLD = 2000, 60  # characters of a short text, of what a link asks for in vain
+FEW = 8  # choices that are named
 
 
 def current_link(page: str) -> Link:
@@ -34,8 +35,15 @@ def escaped(text: Any) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(str(text).split()))
 
 
-def warn_ignored(label: str) -> None:
-    st.info(f"The link's “{label.lower()}” is not available here and was ignored.", icon=":material/link_off:")
+def warn_ignored(label: str, asked: object, choices: Sequence[Any] = ()) -> None:
+    """Note what a link asks for in vain, and what there is; the page says it under its header."""
+    told, numbers = escaped(str(asked)[:MAX_TOLD]), [c for c in choices if isinstance(c, int)]
+    there = ", ".join(escaped(c) for c in choices[:FEW]) + (f" … {escaped(choices[-1])}" if len(choices) > FEW else "")
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)) == list(choices):
+        there = f"{numbers[0]} to {numbers[-1]}"
+    rest = f" There is: {there}." if there else ""
+    said = f"The link asks for “{label.lower()}” {told}, which is not here; it was ignored.{rest}"
+    st.session_state.setdefault("told", {})[said] = None
 
 
 def _mirror(key: str, write: Callable[[Any], str], clears: Sequence[str] = ()) -> None:
@@ -58,7 +66,7 @@ def choose(
     default = default if default in options else options[0]
     asked, texts = st.query_params.get(key), {str(option): option for option in options}
     if asked is not None and asked not in texts and asked not in elsewhere:
-        warn_ignored(label)
+        warn_ignored(label, asked, options if show is str else [show(o) for o in options])
     if only_if_many and len(options) < 2:
         return options[0]
     st.session_state[f"w_{key}"] = texts.get(asked or "", default)
@@ -86,7 +94,7 @@ def segments(
     default = default if default in options else options[0]
     asked = st.query_params.get(key)
     if asked is not None and asked not in options:
-        warn_ignored(label)
+        warn_ignored(label, asked, [show(o) for o in options])
     st.session_state[f"w_{key}"] = asked if asked in options else default
     chosen = st.segmented_control(
         label, options, key=f"w_{key}", format_func=show, on_change=_mirror, args=(key, str), required=True,
@@ -102,8 +110,8 @@ def choose_many(
     """Pills over options, mirrored in the URL as `a,b`; all of them unless told otherwise."""
     asked = st.query_params.get(key)
     wanted = [o for o in options if asked is not None and o in listed(asked)]
-    if asked and set(listed(asked)) - set(options):
-        warn_ignored(label)
+    if asked and (gone := [name for name in listed(asked) if name not in options]):
+        warn_ignored(label, ", ".join(gone), [show(o) for o in options])
     st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(options if default is None else default)
     write = ",".join
     return list(
@@ -121,7 +129,7 @@ def range_slider(label: str, key: str, count: int, *, help: str | None = None) -
     named = re.fullmatch(r"(\d{1,9})-(\d{1,9})", asked or "")
     first, last = (int(named[1]), int(named[2])) if named else (0, count - 1)
     if asked is not None and (named is None or not first <= last < count):
-        warn_ignored(label)
+        warn_ignored(label, asked, range(count))
         first, last = 0, count - 1
     if count < 2:
         return 0, count - 1

@@ -145,7 +145,7 @@ def test_every_kind_of_widget_falls_back_to_its_default_with_a_word(value, scann
     *chosen, text = at.session_state["found"]
     assert chosen == [1, 20, "two", ["a", "b"] if value else [], (0, 8), False]
     assert text == value[:2000]
-    words = {i.value.partition("“")[2].partition("”")[0] for i in at.info}
+    words = {told.partition("“")[2].partition("”")[0] for told in at.session_state["told"]}
     assert words == {"box", "slider", "part", "window", *(["models"] if value else [])}
 
 

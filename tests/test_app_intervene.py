@@ -9,13 +9,14 @@ from workbench.runs.run import Run
 
 def test_nothing_is_changed_until_a_change_is_made_and_what_is_chosen_is_announced(browse, populated):
     at = browse(populated, "intervene", a="text-resformer-s0")
+    assert "Drawn before" not in said(at)
     assert ["nothing is changed yet" in h.value for h in at.header] == [True, True]
     assert "edits" not in at.query_params
     at.selectbox(key="w_kind").set_value("sink").run()
-    assert "not made yet: **sink**" in said(at)
+    assert "Drawn before **sink** was chosen" in said(at)
     at.button(key="edit_add").click().run()
     assert at.query_params["edits"] in ("sink", ["sink"])
-    assert "not made yet" not in said(at)
+    assert "Drawn before" not in said(at)
     at.multiselect(key="edit_layers").set_value([1]).run()
     at.button(key="edit_add").click().run()
     assert at.query_params["edits"] in ("sink;sink:layer=1", ["sink;sink:layer=1"])

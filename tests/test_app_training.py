@@ -125,7 +125,7 @@ def test_a_run_that_has_written_nothing_says_when_it_will(page, tmp_path):
 @pytest.mark.parametrize(("asked", "told"), [("m1,m2", []), ("m1,gone", ["models"]), ("", [])])
 def test_models_that_a_link_names_and_that_are_not_there_are_said(asked, told, monkeypatch):
     said, names = [], [f"m{i}" for i in range(run_table.FIRST + 1)]
-    monkeypatch.setattr(run_table.widgets, "warn_ignored", said.append)
+    monkeypatch.setattr(run_table.widgets, "warn_ignored", lambda label, *_: said.append(label))
     monkeypatch.setattr(run_table.st, "query_params", {"models": asked})
     assert run_table._asked(names) == [name for name in asked.split(",") if name in names]
     assert said == told

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 AXE = os.environ.get("WORKBENCH_AXE", "")
 PAGES = (
     "", "?show=model", "?show=here", "?show=verdicts", "training", "training?show=pace", "depth", "depth?metric=loss&behind=1",
-    "attention", "heads", "prompt", "prompt?show=layers", "prompt?show=follow", "intervene", "intervene?show=patching", "kept",
+    "attention", "heads", "prompt", "prompt?show=layers", "prompt?show=follow",
+    "intervene?edits=sink&kind=values:how=shuffle", "intervene?show=patching&prompt=self.name&other=self.path", "kept",
 )  # fmt: skip
 
 

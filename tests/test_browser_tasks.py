@@ -123,7 +123,7 @@ def test_two_prompts_are_patched_in_one_click_and_one_of_the_cells_in_another(at
     page, click = at(f"intervene?prompt={first}&other={second}")
     click(page.get_by_role("radio", name="Patching"))
     settled(page)
-    assert page.locator(".st-key-whole_patching", has_text="the first one's answer is fully back").count() == 1
+    assert page.locator(".st-key-whole_patching", has_text="it is fully back").count() == 1
     box = page.locator(".st-key-figure_patching .nsewdrag").bounding_box()
     tokens = page.locator(".tokens [role=option]")
     click(page.locator(".st-key-figure_patching .wb-figure"), force=True, position=_cell(page, box, 2 / tokens.count()))

@@ -108,7 +108,7 @@ function stamped(context, picture, x, y, width, height) {
 
 // ---- the element ----------------------------------------------------------------------------------------------------
 
-const TICKS = 62, TICK = 13, GUTTER = 14, STRIP = 40, SMALL = 22, NUMBERS = 190, WAIT = 240;
+const TICKS = 62, TICK = 13, GUTTER = 14, STRIP = 40, SMALL = 22, NUMBERS = 190, NARROW = 600, WAIT = 240;
 
 class View {
   constructor(parent) {
@@ -166,8 +166,8 @@ class View {
     const { panels, colours, whole, root } = this.data, shown = panels.filter((p) => p.tiles);
     this.heads.replaceChildren();
     made("h2", "", this.heads, "All heads: click one to enlarge it");
-    const row = made("div", "panels", this.heads);
-    const each = Math.floor((width - GUTTER * (shown.length - 1)) / shown.length);
+    const row = made("div", width < NARROW ? "panels narrow" : "panels", this.heads);
+    const abreast = width < NARROW ? 1 : shown.length, each = Math.floor((width - 8 - GUTTER * (abreast - 1)) / abreast);
     const top = whole ? 1 : Math.max(...shown.filter((p) => !p.signed).map((p) => p.scale[0]));
     shown.forEach((panel, i) => {
       const [layers, heads, rows, columns] = panel.shape, box = made("div", "panel", row);
@@ -280,13 +280,14 @@ class View {
     all.addEventListener("click", () => this.ask({ whole: true }));
     made("div", "where", this.maps, cell);
     this.maps.append(this.readout);
-    const row = made("div", "panels", this.maps);
+    const row = made("div", width < NARROW ? "panels narrow" : "panels", this.maps);
     const ticked = panels.filter((_, i) => i === 0 || !minus).length; // the same tokens are named once
-    const side = Math.floor((width - ticked * TICKS - GUTTER * (panels.length - 1) - 4) / panels.length);
+    const narrow = width < NARROW; // one below the other, each with its names
+    const side = narrow ? width - TICKS - 4 : Math.floor((width - ticked * TICKS - GUTTER * (panels.length - 1) - 4) / panels.length);
     this.side = Math.max(120, Math.min(620, tall() - AROUND, side));
     const top = whole ? 1 : Math.max(...panels.filter((p) => !p.signed).map((p) => p.scale[1]));
     const most = Math.max(...panels.filter((p) => !p.signed).map((p) => Math.max(largest(p.received), largest(p.received_evenly))));
-    panels.forEach((panel, i) => this.drawMap(row, panel, i, top, most, i === 0 || !minus));
+    panels.forEach((panel, i) => this.drawMap(row, panel, i, top, most, narrow || i === 0 || !minus));
     made("p", "help", this.maps, "Hover reads a cell, click holds its query, drag zooms in, double click zooms out. " +
       "Keys: arrows move, Enter holds, Escape lets go, + and − zoom, 0 shows the whole prompt.");
   }

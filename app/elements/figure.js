@@ -9,7 +9,7 @@ const plotly = () => window.wbPlotly ??= window.Plotly ? Promise.resolve() : new
   script.src = document.querySelector('link[as="script"][data-plotly]').href;
 });
 
-const NARROW = 600, PANEL = 300; // pixels: of a figure, and of each panel more that stands beside another
+const NARROW = 600, PANEL = 300, BETWEEN = 90; // pixels: of a figure, of each panel more that stands beside another, between two below each other
 const TOKEN = /^(\d+):/; // an axis of tokens has names such as 5:word
 const STILL = { displayModeBar: false, displaylogo: false, showSendToCloud: false };
 
@@ -47,6 +47,11 @@ class Figure {
     this.clicked = clicked;
     this.root.setAttribute("aria-label", alt);
     this.least = layout.meta?.least ?? 0;
+    const columns = abreast(layout);
+    if (columns > 1 && this.root.clientWidth < this.least) {
+      stacked(layout);
+      this.least /= columns;
+    }
     layout.width = this.width = this.room();
     if (layout.width < NARROW + PANEL * (abreast(layout) - 1)) under(data, layout);
     this.plot.style.height = `${layout.height}px`;
@@ -116,6 +121,26 @@ class Figure {
 }
 
 const abreast = (layout) => new Set(Object.keys(layout).filter((key) => key.startsWith("xaxis")).map((key) => layout[key].domain?.[0] ?? 0)).size || 1;
+
+function stacked(layout) { // panels beside each other, where there is no room for that, one below the other
+  const keys = Object.keys(layout).filter((key) => key.startsWith("xaxis")), left = (key) => layout[key].domain?.[0] ?? 0;
+  const lefts = [...new Set(keys.map(left))].sort((a, b) => a - b), tall = layout.height - layout.margin.t - layout.margin.b;
+  const whole = lefts.length * (tall + BETWEEN) - BETWEEN;
+  const place = (y, column) => ((lefts.length - 1 - column) * (tall + BETWEEN) + y * tall) / whole;
+  for (const note of layout.annotations ?? []) {
+    if (note.xref !== "paper" || note.yref !== "paper") continue;
+    note.y = place(note.y, lefts.findLastIndex((x) => x <= note.x));
+    note.x = 0.5;
+  }
+  for (const key of keys) {
+    const axis = layout[key.replace("x", "y")], column = lefts.indexOf(left(key));
+    axis.domain = (axis.domain ?? [0, 1]).map((y) => place(y, column));
+    if (column) axis.showticklabels = true;
+  }
+  for (const key of keys) layout[key].domain = [0, 1];
+  if (layout.legend?.y < 0) layout.legend.y *= tall / whole;
+  layout.height += whole - tall;
+}
 
 function under(data, layout) { // a legend beside a narrow figure takes its place; below it, it does not
   const named = data.filter(({ type, showlegend, name }) => ["scatter", "bar"].includes(type) && showlegend !== false && name);

@@ -53,7 +53,7 @@ def asked(key: str, label: str, count: int, *, first: int = 0, default: int | No
     text = st.query_params.get(key)
     positions = {str(i): i for i in range(first, first + count)}
     if text is not None and text not in positions:
-        widgets.warn_ignored(label)
+        widgets.warn_ignored(label, text, range(first, first + count))
     return positions.get(text or "", default)
 
 

@@ -22,23 +22,25 @@ def edit_builder(link: Link) -> None:
         "Change", "kind", kinds_of(entry, intervene.kinds()), intervene.KIND, show=intervene.kinds().__getitem__
     )
     first, second = st.columns(2)
-    layers = first.multiselect("Layers", list(range(entry.n_layers)), key="edit_layers", placeholder="all")
-    heads = second.multiselect(
+    first.multiselect("Layers", list(range(entry.n_layers)), key="edit_layers", placeholder="all")
+    second.multiselect(
         "Heads", list(range(entry.n_heads)), key="edit_heads", disabled=not intervene.has_heads(kind), placeholder="all"
     )
-    value = (
+    if kind.startswith("coefficient"):
         st.slider("The coefficient becomes", -2.0, 2.0, UNTOUCHED, 0.1, key="edit_value")
-        if kind.startswith("coefficient")
-        else None
-    )
-    made = intervene.compose(kind, layers, heads if intervene.has_heads(kind) else [], value)
+    made = _chosen()
     first, second = st.columns(2)
     first.button("Try", key="edit_set", help=f"Make just this change: {made}", on_click=_make, width="stretch")
     second.button(
         "Add", key="edit_add", help=f"Make it beside the others: {made}", on_click=_make, args=(True,), width="stretch"
     )
-    if made not in st.query_params.get("edits", "").split(";"):
-        st.caption(f"Chosen and not made yet: **{widgets.escaped(made)}**. Try makes just this, Add makes it too.")
+
+
+def unmade() -> str | None:
+    """The change that a person has chosen in the boxes and not made yet, of which no figure tells."""
+    now = st.session_state
+    touched = "kind" in st.query_params or now["edit_layers"] or now["edit_heads"] or now.get("edit_value")
+    return made if touched and (made := _chosen()) not in st.query_params.get("edits", "").split(";") else None
 
 
 def kinds_of(entry: Entry, kinds: Iterable[str]) -> list[str]:
@@ -46,12 +48,16 @@ def kinds_of(entry: Entry, kinds: Iterable[str]) -> list[str]:
     return [kind for kind in kinds if not (entry.observed and kind.startswith("coefficient"))]
 
 
-def _make(add: bool = False) -> None:
-    """Put the change that is chosen now into the address; a click may come before the page has drawn what was chosen."""
+def _chosen() -> str:
+    """The change that is chosen now; a click may come before the page has drawn what was chosen."""
     now = st.session_state
     kind = now["w_kind"]
     heads = now["edit_heads"] if intervene.has_heads(kind) else []
     value = now.get("edit_value", UNTOUCHED) if kind.startswith("coefficient") else None
-    made = intervene.compose(kind, now["edit_layers"], heads, value)
-    before = st.query_params.get("edits", "") if add else ""
+    return intervene.compose(kind, now["edit_layers"], heads, value)
+
+
+def _make(add: bool = False) -> None:
+    """Put the change that is chosen into the address, beside what is there where it is added."""
+    made, before = _chosen(), st.query_params.get("edits", "") if add else ""
     st.query_params["edits"] = f"{before};{made}" if before else made

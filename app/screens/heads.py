@@ -93,7 +93,7 @@ def _picked(bare: Link, link: Link) -> heads.Head:
         if asked is not None and asked in map(str, range(count)):
             bare = bare.but(**{key: asked})
         elif asked is not None:
-            widgets.warn_ignored(key)
+            widgets.warn_ignored(key, asked, range(count))
     return heads.head_of(source, bare)
 
 

@@ -32,8 +32,8 @@ def _axes(link: Link) -> Link:
     axes = {"step": "training steps"}
     if all(e.tokens for e in training.runs(cached_source(), link)):
         axes["tokens"] = "tokens read"
-    x = widgets.choose("Along", "x", list(axes), "step", show=axes.__getitem__, width=130, only_if_many=True)
     with st.popover("More", icon=":material/tune:"):
+        x = widgets.choose("Along", "x", list(axes), "step", show=axes.__getitem__, only_if_many=True)
         log = widgets.toggle("Logarithmic axis", "log", help="The first steps as wide as the last ones")
         if link.text("show") == "loss":
             words = {1: "nothing"} | {n: f"{n} written steps" for n in (5, training.SMOOTH, 50, 200)}
@@ -88,9 +88,9 @@ def _quantity(link: Link) -> Link:
     source = cached_source()
     found = training.inside(training.quantities(source, link))
     quantity = widgets.choose(
-        "Quantity", "quantity", found, "update_ratio", show=lambda m: m.replace("_", " "), width=220
+        "Quantity", "quantity", found, "update_ratio", show=lambda m: m.replace("_", " "), width=180
     )
-    where = widgets.choose("Where", "where", training.places(source, link, quantity), show=plots.site, width=170)
+    where = widgets.choose("Where", "where", training.places(source, link, quantity), show=plots.site, width=140)
     return _axes(link.but(quantity=quantity, where=where))
 
 
@@ -114,7 +114,7 @@ def _pace(link: Link, quantities: set[str]) -> None:
 
 PARTS = {
     "loss": ("Loss", _texts, _loss), "gradients": ("Gradients", _step, _gradients),
-    "coefficients": ("Learned coefficients", _series, _coefficients),
+    "coefficients": ("Coefficients", _series, _coefficients),
     "inside": ("Inside the model", _quantity, _inside), "pace": ("Rate and pace", _axes, _pace),
 }  # fmt: skip
 """Of each part: its name, what adds its choices to the link, and what draws it from the link and the quantities there are."""

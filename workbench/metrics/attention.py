@@ -73,7 +73,7 @@ def importance_entropy(
     source="chain rule of the Kullback-Leibler divergence, on the token importance of Zhou et al. 2024",
 )  # fmt: skip
 class ConcentrationParts:
-    """Concentration of attention in three parts that add up: the first position, the profile over positions, the content.
+    """Concentration of attention in three parts that add up: the first position, where tokens stand, particular tokens.
 
     With the importance p_s of sequence s (heads averaged), its mean m over sequences and u under uniform causal attention:
     mean_s KL(p_s || u) = KL(m_0 || u_0) of first against all others [first_position] + (1 - m_0) KL(m_>0 || u_>0), both

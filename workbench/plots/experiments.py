@@ -135,7 +135,7 @@ def after_the_first(rows: pd.DataFrame) -> pd.DataFrame:
 
 PARTS = {
     "first_position": ("first position", 1.0),
-    "profile": ("profile over positions", 0.55),
+    "profile": ("where tokens stand", 0.55),
     "content": ("particular tokens", 0.15),
 }
 """In words, and how strong a shade of the model's colour."""

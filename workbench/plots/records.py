@@ -149,7 +149,7 @@ def plot(
 
 def _layout(panels: Sequence[Panel]) -> tuple[go.Figure, int]:
     """An empty figure with a place for each panel, and how many stand in a row."""
-    abreast = len(panels) > 6 or (len(panels) == 3 and all(p.form in MAPS for p in panels))
+    abreast = len(panels) > 6 or (len(panels) == 3 and all(p.form in (*MAPS, "steps") for p in panels))
     columns = min(len(panels), 3 if abreast else 2)
     count = -(-len(panels) // columns)
     titles = [p.title for p in panels] if len(panels) > 1 or panels[0].title else None

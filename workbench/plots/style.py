@@ -63,7 +63,7 @@ MARKS = (
 )
 TAGGED = re.compile(f"{DETAIL}([AB]′?: |{WITHOUT})")
 NUMBERS = re.compile(r"(\d+(?:\.\d+)?)")
-PANEL = 290  # pixels that a panel beside another needs
+PANEL, BARS = 290, 200  # pixels that a panel beside another needs, and one of a few bars
 AIR, ROOM, LINE = 12, 32, 17  # pixels above a figure's marks, of its title, of a line of its subtitle
 INK = (
     ".infolayer text, .menulayer text, .bartext-outside, .textpoint text, .xaxislayer-above text, .yaxislayer-above text, "

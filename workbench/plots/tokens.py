@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
 from workbench.plots.grids import safe
-from workbench.plots.style import MINUS, SEQUENTIAL, colour, dressed
+from workbench.plots.style import BARS, MINUS, SEQUENTIAL, at_least, colour, dressed
 
 
 def token_ticks(tokens: Sequence[str]) -> list[str]:
@@ -84,4 +84,5 @@ def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]
             figure.update_xaxes(title_text=f"probability, {MINUS}", range=[-reach, reach], row=1, col=i + 1)
         else:
             figure.update_xaxes(title_text="probability", range=[0, 1.15 * largest], row=1, col=i + 1)
-    return dressed(figure, "What comes next?", "the most probable tokens after the last one; higher: more certain", 280)
+    under = "the most probable tokens after the last one; higher: more certain"
+    return at_least(dressed(figure, "What comes next?", under, 280), BARS * len(found) if len(found) > 1 else 0)

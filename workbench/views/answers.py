@@ -11,13 +11,14 @@ from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
 from workbench.errors import BadData, WorkbenchError
-from workbench.plots.style import pale
+from workbench.plots.style import BARS, at_least, pale
 from workbench.views.base import Drawing
 from workbench.views.link import Link
 from workbench.views.source import Source, Subject, read_alike
 
 T = TypeVar("T")
 MAX_TOKENS = 14
+AXIS, EACH = 80, 18  # pixels: of the axis below, of a token's bars
 Answers = tuple[list[tuple[Subject, T]], list[str]]
 
 
@@ -44,17 +45,19 @@ def second(link: Link) -> str:
 
 
 def likeliest(
-    answers: Sequence[tuple[Subject, prompts.Effect]], refused: Sequence[str], title: str, change: str
-) -> Drawing:
-    """Bars of the likeliest next tokens of each model; `change`: what was changed, in words, where anything was."""
-    own = [pd.concat([e.top_before, e.top_after]).drop_duplicates("id").head(MAX_TOKENS) for _, e in answers]
+    answers: Sequence[tuple[Subject, prompts.Effect]], refused: Sequence[str], title: str, change: str,
+    most: int = MAX_TOKENS,
+) -> Drawing:  # fmt: skip
+    """Bars of the `most` likeliest next tokens of each model; `change`: what was changed, in words, where anything was."""
+    tops = [[e.top_before.head(most - most // 3), e.top_after, e.top_before] for _, e in answers]
+    own = [pd.concat(top).drop_duplicates("id").head(most) for top in tops]
     alike = (
         len(answers) == 2
         and len({len(e.before) for _, e in answers}) == 1
         and read_alike(*(s.entry for s, _ in answers))
     )
     if alike:  # the same tokens of both, so that they can be compared
-        both = pd.concat([r.head(MAX_TOKENS // 2) for r in own]).drop_duplicates("id")
+        both = pd.concat([r.head(most // 2) for r in own]).drop_duplicates("id")
         own = [both.assign(before=e.before[both["id"]], after=e.after[both["id"]]) for _, e in answers]
     panels = [(s.title, s.series, rows.assign(model=s.title)) for (s, _), rows in zip(answers, own, strict=True)]
     if alike:
@@ -78,7 +81,9 @@ def likeliest(
         figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
     figure.update_yaxes(autorange="reversed", type="category")
     bars_say = f"pale: before; full: after; {change}; " if change else ""
-    plots.dressed(figure, title, f"{alone(answers)}{bars_say}one text", 360)
+    plots.dressed(figure, title, f"{alone(answers)}{bars_say}one text", AXIS + EACH * most)
+    if len(panels) > 1:
+        at_least(figure, BARS * len(panels))
     table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
     return Drawing(figure, table, ". ".join(refused))
 

@@ -146,7 +146,8 @@ def course(source: Source, link: Link) -> Drawing:
     within = ["layer", "head", "position", "value", "se"]
     means = rows.groupby([c for c in rows if c not in within], dropna=False, observed=True, as_index=False)["value"]
     rows = means.mean().assign(**dict.fromkeys(("layer", "head", "position", "se")))[list(rows)]
-    return Drawing(plots.plot(rows, form="steps", title=f"{_title(chosen, None)}: {of}over training"), rows)
+    title = f"{_title(chosen, None)}{f': {of}' if of else ' '}over training"
+    return Drawing(plots.plot(rows, form="steps", title=title), rows)
 
 
 def _parts(source: Source, link: Link, chosen: Options, form: str | None) -> dict[str, pd.DataFrame]:

@@ -15,7 +15,9 @@ from workbench.views.link import Link
 from workbench.views.places import quoted
 from workbench.views.source import Source
 
-PATCHED = ("stream", "attn_out", "mlp_out", "v", "z")
+PATCHED, BESIDE = ("stream", "attn_out", "mlp_out", "v", "z"), 6
+"""What can be patched; of how many tokens it is told what comes next."""
+MAP = 240  # pixels of the map, so that what comes next is seen beneath it
 
 
 def _swept(source: Source, link: Link) -> tuple[str, Answers[prompts.PatchSweep]]:
@@ -70,12 +72,13 @@ def patching(source: Source, link: Link) -> Drawing:
         mark = (chosen.layer, chosen.position) if chosen.layer < len(rows) and chosen.position < len(columns) else None
         parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token", mark=mark)))
         sentences.append(
-            f"{subject.title}: the first answer leads by {patched.clean:+.2f} after the first text, by {patched.corrupted:+.2f} after "
-            "the second"
+            f"{subject.title}: the first answer leads by {patched.clean:+.2f} after the first text, {patched.corrupted:+.2f} after the "
+            "second"
         )
     figure = plots.grids(
         parts, f"Patching {site.replace('_', ' ')} from the first prompt into the second",
-        f"{'; '.join(map(html.escape, sentences))}; 0: as the second text, 1: the first one's answer is fully back; one pair of texts",
+        f"{'; '.join(map(html.escape, sentences))}; 1: it is fully back; one pair",
+        height=MAP,
     )  # fmt: skip
     return Drawing(figure, plots.grid_table(parts), ". ".join(refused))
 
@@ -91,4 +94,4 @@ def patched(source: Source, link: Link) -> Drawing:
     )
     token = source.tokens(source.subjects(link)[0], other)[chosen.position]
     what = f"{site.replace('_', ' ')} of layer {chosen.layer} at token {chosen.position}, {quoted(token)}"
-    return likeliest(answers, refused, "What comes next after the second text", f"{what}, from the first text")
+    return likeliest(answers, refused, "What comes next after the second text", f"{what}, from the first text", BESIDE)
