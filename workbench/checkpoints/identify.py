@@ -127,8 +127,10 @@ def _in_hub_cache(path: str | Path) -> Path:
     if (found := hub.snapshot(str(path))) is not None:
         return found
     place = Path(path)
-    near = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
-    said = f"{place} does not exist; {suggest(place.name, near) if near else f'nor does anything in {place.parent}'}"
+    said = f"{place} does not exist"
+    if place.parent.is_dir():
+        near = sorted(p.name for p in place.parent.iterdir())
+        said += f"; {suggest(place.name, near)}" if near else f", and {place.parent} is empty"
     if hub.split(str(path)) is not None and (cached := hub.names()):
         said += f". As a name of the Hub it is not in the cache here; {suggest(str(path), cached)}"
     raise BadCheckpoint(said)
