@@ -40,7 +40,9 @@ def one_length(q, k, v, dropout_p, scale, causal, left, right, softcap, slopes, 
     return out, q.new_zeros(0), q.new_zeros(0), q.new_zeros(0)
 
 
-def many_lengths(q, k, v, starts, others, longest, other, dropout_p, scale, causal, left, right, softcap, slopes, *rest):
+def many_lengths(
+    q, k, v, starts, others, longest, other, dropout_p, scale, causal, left, right, softcap, slopes, *rest
+):
     cuts = starts.diff().tolist()
     each = zip(*(x.split(cuts) for x in (q, k, v)), strict=True)
     slopes = [None if slopes is None else slopes[i] if slopes.ndim > 1 else slopes for i in range(len(cuts))]
@@ -62,7 +64,9 @@ class Kernel(torch.autograd.Function):
         return operator(*args)[0]
 
 
-def options(q, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, **rest):
+def options(
+    q, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, **rest
+):
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return dropout_p, scale, causal, *window_size, softcap, alibi_slopes
 
@@ -79,7 +83,9 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args, **kwargs):
     return flash_attn_func(*(qkv[:, :, i] for i in range(3)), *args, **kwargs)
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, block_table=None, **kwargs):
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, block_table=None, **kwargs
+):
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     operator = torch.ops.flash_attn._flash_attn_varlen_forward
     return Kernel.apply(operator, q, k, v, *lengths, *options(q, *args, **kwargs), False, block_table)

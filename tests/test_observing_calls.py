@@ -97,7 +97,9 @@ def some(kernels, q, k, v):
 
 def one_by_one(kernels, q, k, v):
     packed = torch.stack([in_a_row(x) for x in (q, k, v)], 1)
-    return kernels.flash_attn_varlen_qkvpacked_func(packed, *starts(q), causal=True, alibi_slopes=SLOPES.expand(len(q), -1))
+    return kernels.flash_attn_varlen_qkvpacked_func(
+        packed, *starts(q), causal=True, alibi_slopes=SLOPES.expand(len(q), -1)
+    )
 
 
 SLOPED, WINDOW = FLEX["slopes"][2], BEFORE & (PLACE[:, None] - PLACE < 7)
@@ -149,7 +151,10 @@ def test_flash_kernels_are_read_where_their_functions_end(name, ids, monkeypatch
     ("given", "refused"),
     [
         ({"dropout_p": 0.1}, "dropout of 0.1 is active"),
-        ({"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "_flash_attn_varlen_forward with block_table: give whole sequences"),
+        (
+            {"block_table": torch.zeros(1, 1, dtype=torch.int32)},
+            "_flash_attn_varlen_forward with block_table: give whole sequences",
+        ),
         ({"causal": False}, "sees later positions"),
     ],
 )

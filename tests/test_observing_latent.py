@@ -53,7 +53,9 @@ class Latent(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("of_one_head", [False, True])  # the second as transformers' DeepSeek hands it on
-def test_latent_attention_shows_keys_with_both_parts_values_after_their_projection_and_what_they_come_from(ids, of_one_head):
+def test_latent_attention_shows_keys_with_both_parts_values_after_their_projection_and_what_they_come_from(
+    ids, of_one_head
+):
     module = large(GPT(attention=lambda i: Latent(i, of_one_head=of_one_head)))
     observed = see(module, ids)
     names = [n for n in observed.hook_dict if n.startswith("blocks.1")]

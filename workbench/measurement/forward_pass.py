@@ -83,7 +83,8 @@ def reductions_of(metric: Metric, tokens: Tensor, sites: Sequence[str] | None = 
             ]
         else:
             reductions += [
-                Reduction(metric, site, None, control, {**known, **options}) for control, options in metric.controls.items()
+                Reduction(metric, site, None, control, {**known, **options})
+                for control, options in metric.controls.items()
             ]
     return reductions
 

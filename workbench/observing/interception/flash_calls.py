@@ -24,7 +24,15 @@ _OURS = {
     "q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "is_causal": "causal", "cu_seqlens_q": "starts",
     "cu_seq_q": "starts", "cum_seq_q": "starts", "cu_seqlens_k": "key_starts", "cu_seq_k": "key_starts", "cum_seq_k": "key_starts",
 }  # fmt: skip
-_READ = {*_OURS.values(), "dropout_p", "window_size", "window_size_left", "window_size_right", "softcap", "alibi_slopes"}
+_READ = {
+    *_OURS.values(),
+    "dropout_p",
+    "window_size",
+    "window_size_left",
+    "window_size_right",
+    "softcap",
+    "alibi_slopes",
+}
 _NO_MATTER = (
     "max_seqlen_q", "max_seqlen_k", "max_q", "max_k", "return_softmax", "return_debug_mask", "zero_tensors", "num_splits", "enable_gqa",
     "rotary_interleaved", "scheduler_metadata", "pack_gqa", "sm_margin",
