@@ -9,7 +9,10 @@ import types
 import torch
 from torch import Tensor
 
-OPTIONS = "float dropout_p, float softmax_scale, bool causal, int window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes"
+OPTIONS = (
+    "float dropout_p, float softmax_scale, bool causal, int window_size_left, int window_size_right, float softcap, "
+    "Tensor? alibi_slopes"
+)
 RETURNS = "(Tensor, Tensor, Tensor, Tensor)"
 SCHEMAS = {
     "_flash_attn_forward": f"(Tensor q, Tensor k, Tensor v, {OPTIONS}, bool return_softmax) -> {RETURNS}",
