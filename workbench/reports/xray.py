@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,13 +148,11 @@ def xray(
     plan = {"last": names}
     if _has_init(subject):
         plan["first"] = [m for m in names if m not in (TOGETHER, BY_LAYER)]
+    once = partial(measure, subject, n=n, T=T, batch=_batch(subject, length), sites=SITES)
     frames = [
-        measure(
-            subject, asked, data, steps=step, n=n, T=T, batch=_batch(subject, length), sites=SITES,
-            progress=_part(progress, i, len(plan)),
-        )
+        once(asked, data, steps=step, progress=_part(progress, i, len(plan)))
         for i, (step, asked) in enumerate(plan.items())
-    ]  # fmt: skip
+    ]
     frame = pd.concat(frames[::-1], ignore_index=True)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
     where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name

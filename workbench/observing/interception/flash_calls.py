@@ -48,7 +48,9 @@ def flash_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """A call of one of `OPERATORS`; raises `WorkbenchError` for arguments that cannot be read."""
     arguments = getattr(function, "default", function)._schema.arguments
     names = [str(a.name) for a in arguments]
-    given = {str(a.name): a.default_value for a in arguments} | dict(zip(names, args, strict=False)) | dict(kwargs)
+    given: dict[str, Any] = (
+        {str(a.name): a.default_value for a in arguments} | dict(zip(names, args, strict=False)) | dict(kwargs)
+    )
     read = {_OURS.get(name, name): value for name, value in given.items() if _OURS.get(name, name) in _READ}
     unread = [n for n, value in given.items() if _OURS.get(n, n) not in (*_READ, *_NO_MATTER) and _is_set(value)]
     starts, others = read.get("starts"), read.get("key_starts")
