@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/billion.py [--only NAME ...]
 
-A Llama of Hugging Face with TinyLlama's sizes, random weights in bfloat16, documents of 512 tokens, one thread. Peaks are those
-of fresh processes with their libraries, over that of one that runs the module as it is. Times are CPU seconds of one process in
-which the bare passes and the others take turns: all statistics of every layer in one run, and the measures of an X-ray but its ablation.
+A Llama of Hugging Face with TinyLlama's sizes, random weights in bfloat16, documents of 512 tokens that come as often as words do
+(Zipf), one thread. Peaks are those of fresh processes with their libraries, over that of one that runs the module as it is. Times are
+CPU seconds of one process in which the bare passes and the others take turns: all statistics of every layer in one run, the measures of
+an X-ray but its ablation, and these at every site they know.
 Exits with 1 where a limit is broken.
 """
 
@@ -45,7 +46,8 @@ def billion() -> nn.Module:
 
 
 def documents(n: int, seed: int) -> Tensor:
-    return torch.randint(3, VOCABULARY, (n, T), generator=torch.Generator().manual_seed(seed))
+    often = 1 / torch.arange(1, VOCABULARY + 1)
+    return often.multinomial(n * T, replacement=True, generator=torch.Generator().manual_seed(seed)).view(n, T)
 
 
 def bare(module: nn.Module, ids: Tensor) -> None:
@@ -70,11 +72,16 @@ def measures(observed: Any, ids: Tensor) -> None:
     measure(observed, MEASURES, ids, batch=1, sites=SITES)
 
 
+def sites(observed: Any, ids: Tensor) -> None:
+    measure(observed, MEASURES, ids, batch=1)
+
+
 WORK: dict[str, Callable[[nn.Module], Any]] = {
     "bare": lambda module: bare(module, documents(DOCUMENTS, 0)),
     "observe": lambda module: seen(module),
     "statistics": lambda module: all_statistics(seen(module), documents(DOCUMENTS, 0)),
     "measures": lambda module: measures(seen(module), documents(DOCUMENTS, 0)),
+    "sites": lambda module: sites(seen(module), documents(DOCUMENTS, 0)),
     "xray": lambda module: xray(seen(module), documents(XRAYED, 0)),
 }
 """What is done in a fresh process; its peak is that of the whole process."""
@@ -97,12 +104,13 @@ def times() -> dict[str, tuple[float, float]]:
     module = billion()
     observed = seen(module)
     bare(module, documents(1, 1))
-    rounds: dict[str, list[float]] = {"bare": [], "statistics": [], "measures": []}
+    others = {"statistics": all_statistics, "measures": measures, "sites": sites}
+    rounds: dict[str, list[float]] = {name: [] for name in ("bare", *others)}
     for seed in range(ROUNDS):
         ids = documents(DOCUMENTS, seed)  # new ones: what was measured is not measured again
         rounds["bare"].append(seconds(lambda ids=ids: bare(module, ids)))
-        rounds["statistics"].append(seconds(lambda ids=ids: all_statistics(observed, ids)))
-        rounds["measures"].append(seconds(lambda ids=ids: measures(observed, ids)))
+        for name, work in others.items():
+            rounds[name].append(seconds(lambda ids=ids, work=work: work(observed, ids)))
     first = rounds["bare"]
     return {
         name: (statistics.median(mine), statistics.median(a / b for a, b in zip(mine, first, strict=True)))

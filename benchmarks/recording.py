@@ -5,7 +5,8 @@
 The same steps (forward, backward, clipping, AdamW) of two models with the same weights, with and without a recorder, float32,
 one thread, interleaved in this process: our ResFormer and its plain twin (`twin.py`), which is a foreign module to the recorder.
 `one step in 100` is 99 idle steps and one logging step, from the two ratios above it; `100 steps, run` is that, run as it
-is, files and all, on the smallest model, where what does not shrink with the model weighs most. Exits with 1 where a limit
+is, files and all, on the smallest model, where what does not shrink with the model weighs most; `gradient sinks` is the same of
+gradients by position alone, of ours, with one logging step in ten. Exits with 1 where a limit
 is broken.
 """
 
@@ -15,7 +16,7 @@ import argparse
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from workbench.models import build
 from workbench.models.hooked import next_token_loss
 from workbench.runs.run import Run
 from workbench.training.recorder import NotRecorded, Recorder
+from workbench.training.recorder.quantities import DEFAULT
 
 SIZES = {
     "mini": ({"n_layers": 8, "d_model": 256, "n_heads": 8, "d_mlp": 704, "d_vocab": 2048, "n_ctx": 512}, 2, 256),
@@ -35,6 +37,7 @@ SIZES = {
 }
 KINDS = ("ours", "foreign", "compiled")  # the last: the foreign one under torch.compile, which a logging step leaves
 DEFAULT_LIMIT, IDLE_LIMIT, EVERY = 1.03, 1.01, 100
+SINKS, SINKS_LIMIT, OFTEN = ("gradient_sink", "gradient_by_position"), 1.05, 10
 
 
 class Loop:
@@ -71,7 +74,7 @@ class Table:
             self.broken.append(f"{what}, {model}: {ratio:.3f}, limit {limit}")
 
 
-def loops(size: str, kind: str, folder: Path) -> Callable[[int | None], Loop]:
+def loops(size: str, kind: str, folder: Path, quantities: Sequence[str] = DEFAULT) -> Callable[[int | None], Loop]:
     """`make(every)`: a loop with a recorder of that period, None without; models of one seed."""
     config, batch, length = SIZES[size]
 
@@ -80,7 +83,7 @@ def loops(size: str, kind: str, folder: Path) -> Callable[[int | None], Loop]:
         model = ours if kind == "ours" else twin_of(ours)
         model = torch.compile(model) if kind == "compiled" else model
         path = folder / f"{size}-{kind}-{every}"
-        recorder = Recorder(model, every, path) if every else None
+        recorder = Recorder(model, every, path, quantities=quantities) if every else None
         return Loop(model, config["d_vocab"], (batch, length), recorder)
 
     return make
@@ -109,13 +112,18 @@ def measure(table: Table, size: str, kind: str, folder: Path, seconds: float) ->
 def run(table: Table, size: str, kind: str, folder: Path, seconds: float) -> None:
     name = f"{size}, {kind}"
     plain, default = (loops(size, kind, folder / "run")(every) for every in (None, EVERY))
-    calls = {"plain": lambda: plain.steps(EVERY), "default": lambda: default.steps(EVERY)}
+    timed = {"plain": plain, "default": default}
+    if kind == "ours":  # the twin mixes its values inline: what its attention reads is no module's output
+        timed["sinks"] = loops(size, kind, folder / "sinks", SINKS)(OFTEN)
+    calls = {name: partial(loop.steps, EVERY) for name, loop in timed.items()}
     found = interleave(calls, seconds=seconds, rounds=3)
     base, mine = found["plain"].milliseconds / EVERY, found["default"].milliseconds / EVERY
     table.row(f"{EVERY} steps, run", name, base, mine, found["default"].ratio, DEFAULT_LIMIT)
+    if "sinks" in found:
+        table.row("gradient sinks", name, base, base * found["sinks"].ratio, found["sinks"].ratio, SINKS_LIMIT)
     assert default.recorder is not None
     default.recorder.close()
-    shares = Run.open(default.recorder.folder.path).telemetry("metric = 'recorder_share'")["value"]
+    shares = Run.open(default.recorder.folder.path).telemetry("metric == 'recorder_share'")["value"]
     print(f"{'':22} {name:<20} the recorder's own share of the time, as it recorded it: {shares.median():.4f}")
 
 

@@ -103,7 +103,7 @@ def test_shards_of_other_libraries_are_refused_with_the_cure(tmp_path, file, tol
     (folder / file).parent.mkdir(parents=True)
     (folder / file).write_bytes(b"GGUF" if file.endswith("gguf") else b"")
     told = told.format(at=folder)
-    files = [folder / file, (folder / file).parent] if file.endswith("distcp") else []
+    files = [folder / file, (folder / file).parent] if file.endswith(("distcp", "lit_model.pth")) else []
     for place in (folder, folder.parent, tmp_path, *files):
         with pytest.raises(BadCheckpoint, match=told):
             workbench.load(place)

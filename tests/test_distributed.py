@@ -82,7 +82,7 @@ def test_what_two_processes_found_is_what_one_would_have(name, monkeypatch):
     sample = SimpleNamespace(ids=torch.zeros(4, 6, dtype=torch.long), documents=range(4))
 
     def fed(*batches):
-        (first, *_) = forward_pass.reductions_of(ALL[name], ["v"])
+        (first, *_) = forward_pass.reductions_of(ALL[name], sample.ids, ["v"])
         for batch in batches:
             first.feed(1, {"v": vectors[batch : batch + 1]}, range(batch, batch + 1))
         return first

@@ -23,7 +23,7 @@ from workbench.metrics.residual import (
     token_similarity,
 )
 from workbench.metrics.spectrum import EffectiveRank, Spectrum
-from workbench.metrics.values import TokenIdentityShare, value_drain, value_norm
+from workbench.metrics.values import TokenIdentityShare, returning, value_drain, value_norm
 from workbench.metrics.weights import cache_bytes, cache_traffic, gradient_norm, part_of
 
 # ---- the register ----------------------------------------------------------------------------------------------------
@@ -188,14 +188,17 @@ def test_identity_share_does_not_see_scale_rotation_or_order():
     assert share(x[:, order], tokens[:, order]) == pytest.approx(share(x, tokens), abs=1e-12)
 
 
-def test_identity_share_merges_to_a_single_pass():
-    tokens = torch.randint(15, (7, 30), generator=torch.Generator().manual_seed(4))
-    x = seeded(15, 4, seed=5)[tokens] + seeded(7, 30, 4)
-    whole = share(x, tokens)
+@pytest.mark.parametrize("known", [False, True])
+def test_identity_share_merges_to_a_single_pass(known):
+    """Also where it is known ahead which ids come twice, and sums of no others are kept."""
+    tokens = torch.randint(90, (7, 30), generator=torch.Generator().manual_seed(4))
+    x = seeded(90, 4, seed=5)[tokens] + seeded(7, 30, 4)
+    whole, options = share(x, tokens), returning(tokens) if known else {}
+    assert 0 < len(returning(tokens)["among"]) < len(tokens.unique())
     for cuts in ([1, 6], [3, 3, 1], [7]):
-        total = TokenIdentityShare()
+        total = TokenIdentityShare(**options)
         for ids, vectors in zip(tokens.split(cuts), x.split(cuts), strict=True):
-            part = TokenIdentityShare()
+            part = TokenIdentityShare(**options)
             part.update(vectors, ids)
             total.merge(part)
         assert total.result() == pytest.approx(whole, abs=1e-8)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import flash_stand_in
 import pytest
 import torch
 from observed import BEFORE, PLACE, see
 from strangers import GPT, HEADS, VOCABULARY, D, large
 from torch import nn
 
+from workbench.errors import WorkbenchError
 from workbench.kernels.reference import statistics_of
 from workbench.names import STATISTICS
 
@@ -58,6 +60,7 @@ def check(module, ids, change, seen, scale):
     logits, cache = observed.run_with_cache(ids, names_filter=names)
     assert torch.equal(logits, module(ids)[0])
     q, k, v = (cache[f"blocks.1.attn.hook_{x}"].double() for x in "qkv")
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = change(torch.einsum("bihd,bjhd->bhij", q, k) * scale).masked_fill(~seen, -math.inf)
     pattern = scores.softmax(-1)
     wanted = statistics_of(scores, pattern)
@@ -68,6 +71,99 @@ def check(module, ids, change, seen, scale):
     z = torch.einsum("bhij,bjhd->bihd", pattern, v)
     torch.testing.assert_close(cache["blocks.1.attn.hook_z"].double(), z, atol=1e-5, rtol=1e-5)
     return observed
+
+
+def in_a_row(x):
+    """[batch, head, pos, d_head] -> [batch * pos, head, d_head]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def starts(q, every=None):
+    """Where sequences, or documents of so many tokens, begin in one row, and where the last one ends."""
+    every = every or q.shape[2]
+    return torch.arange(0, len(q) * q.shape[2] + 1, every, dtype=torch.int32), every
+
+
+def lengths(q, every=None):
+    cuts, longest = starts(q, every)
+    return cuts, cuts, longest, longest
+
+
+def some(kernels, q, k, v):
+    """As many heads of keys and values as half of the queries'."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k[:, :2], v[:, :2]))
+    return kernels.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), causal=True, softcap=2.0)
+
+
+def one_by_one(kernels, q, k, v):
+    packed = torch.stack([in_a_row(x) for x in (q, k, v)], 1)
+    return kernels.flash_attn_varlen_qkvpacked_func(
+        packed, *starts(q), causal=True, alibi_slopes=SLOPES.expand(len(q), -1)
+    )
+
+
+SLOPED, WINDOW = FLEX["slopes"][2], BEFORE & (PLACE[:, None] - PLACE < 7)
+FLASH = {  # the call, its output [batch, pos, head, d_head] or in one row; what becomes of scores, what is seen, the scale
+    "flash_attn_func": (
+        lambda f, q, k, v: f.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, 0.3, True), lambda s: s, BEFORE, 0.3,
+    ),
+    "flash_attn_qkvpacked_func": (
+        lambda f, q, k, v: f.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2).permute(0, 3, 2, 1, 4), causal=True, window_size=(6, 0)),
+        lambda s: s, WINDOW, 8**-0.5,
+    ),
+    "flash_attn_kvpacked_func": (some, lambda s: 2 * torch.tanh(s / 2), BEFORE, 8**-0.5),
+    "flash_attn_varlen_func": (
+        lambda f, q, k, v: f.flash_attn_varlen_func(*map(in_a_row, (q, k, v)), *lengths(q, 10), causal=True),
+        lambda s: s, FLEX["documents"][3], 8**-0.5,
+    ),
+    "flash_attn_varlen_kvpacked_func": (
+        lambda f, q, k, v: f.flash_attn_varlen_kvpacked_func(
+            in_a_row(q), torch.stack((in_a_row(k), in_a_row(v)), 1), *lengths(q), window_size=(6, 0)
+        ),
+        lambda s: s, WINDOW, 8**-0.5,
+    ),
+    "flash_attn_varlen_qkvpacked_func": (one_by_one, SLOPED, BEFORE, 8**-0.5),
+}  # fmt: skip
+
+
+def flash(kernels, call):
+    def attend(q, k, v, layer=0):
+        out = call(kernels, q, k, v)
+        return out.reshape(len(q), q.shape[2], *out.shape[-2:]).transpose(1, 2)
+
+    return large(GPT(attend=attend))
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_flash_kernels_are_read_where_their_functions_end(name, ids, monkeypatch):
+    """Held against a stand-in: the kernels themselves need a GPU."""
+    call, *truth = FLASH[name]
+    observed = check(flash(flash_stand_in.installed(monkeypatch), call), ids, *truth)
+    plain = truth[1] is BEFORE and name in ("flash_attn_func", "flash_attn_varlen_func")
+    assert ("blocks.1.attn.hook_rot_q" in observed.hook_dict) is plain
+    assert observed.structure.layers[1].attention.exact
+    with torch.no_grad(), observed.hooks([("blocks.1.attn.hook_v", lambda v, hook: v * 0)]):
+        _, cache = observed.run_with_cache(ids, names_filter=["blocks.1.attn.hook_z"])
+    assert not cache["blocks.1.attn.hook_z"].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"dropout_p": 0.1}, "dropout of 0.1 is active"),
+        (
+            {"block_table": torch.zeros(1, 1, dtype=torch.int32)},
+            "_flash_attn_varlen_forward with block_table: give whole sequences",
+        ),
+        ({"causal": False}, "sees later positions"),
+    ],
+)
+def test_what_a_flash_kernel_does_that_cannot_be_read_is_refused_by_name(given, refused, ids, monkeypatch):
+    def call(kernels, q, k, v):
+        return kernels.flash_attn_varlen_func(*map(in_a_row, (q, k, v)), *lengths(q), **{"causal": True} | given)
+
+    with pytest.raises(WorkbenchError, match=refused):
+        see(flash(flash_stand_in.installed(monkeypatch), call), ids)
 
 
 @pytest.mark.slow  # it goes through the compiler, which other tests should not share a process with

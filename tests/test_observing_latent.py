@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 from observed import BEFORE, PLACE, see
@@ -26,8 +27,9 @@ def turned(x):
 class Latent(nn.Module):
     """Queries and keys have a plain and a turned part; the keys' turned one is shared by all heads."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, *, of_one_head=False):
         super().__init__()
+        self.of_one_head = of_one_head
         self.q = nn.Linear(D, HEADS * (PLAIN + TURNED), bias=False)
         self.down, self.norm = nn.Linear(D, RANK + TURNED, bias=False), nn.LayerNorm(RANK)
         self.up, self.out = (
@@ -38,7 +40,8 @@ class Latent(nn.Module):
     def parts(self, x):
         q, (state, shared) = split(self.q(x)), self.down(x).split((RANK, TURNED), -1)
         state = self.norm(state)
-        k, v = split(self.up(state)).split((PLAIN, VALUE), -1)
+        up = self.up(state[:, None])[:, 0] if self.of_one_head else self.up(state)
+        k, v = split(up).split((PLAIN, VALUE), -1)
         q = torch.cat((q[..., :PLAIN], turned(q[..., PLAIN:])), -1)
         k = torch.cat((k, turned(shared)[:, None].expand(-1, HEADS, -1, -1)), -1)
         return q, k, v, state
@@ -49,8 +52,11 @@ class Latent(nn.Module):
 
 
 @torch.no_grad()
-def test_latent_attention_shows_keys_with_both_parts_values_after_their_projection_and_what_they_come_from(ids):
-    module = large(GPT(attention=Latent))
+@pytest.mark.parametrize("of_one_head", [False, True])  # the second as transformers' DeepSeek hands it on
+def test_latent_attention_shows_keys_with_both_parts_values_after_their_projection_and_what_they_come_from(
+    ids, of_one_head
+):
+    module = large(GPT(attention=lambda i: Latent(i, of_one_head=of_one_head)))
     observed = see(module, ids)
     names = [n for n in observed.hook_dict if n.startswith("blocks.1")]
     logits, cache = observed.run_with_cache(ids, names_filter=names)
@@ -75,7 +81,7 @@ def test_latent_attention_shows_keys_with_both_parts_values_after_their_projecti
 
 @torch.no_grad()
 def test_a_replaced_latent_changes_values_and_the_plain_part_of_keys_alone(ids):
-    observed = see(large(GPT(attention=Latent)), ids)
+    observed = see(large(GPT(attention=lambda i: Latent(i, of_one_head=True))), ids)
     names = ["blocks.1.attn.hook_v", "blocks.1.attn.hook_rot_k"]
     _, before = observed.run_with_cache(ids, names_filter=names)
     with observed.hooks([("blocks.1.attn.hook_latent", lambda state, hook: state * 0)]):

@@ -68,4 +68,4 @@ def suggest(name: str, choices: list[str]) -> str:
     near = difflib.get_close_matches(name, choices, n=4, cutoff=0.5)
     if near:
         return f"did you mean {', '.join(near)}?"
-    return f"choose from {', '.join(choices[:60]) or '(nothing)'}"
+    return f"choose from {', '.join(choices[:60])}" if choices else "there is none"

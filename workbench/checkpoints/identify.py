@@ -88,7 +88,7 @@ def identify(path: str | Path, step: str | int = "last") -> Checkpoint:
 def checkpoints_at(path: str | Path) -> list[Checkpoint]:
     """The checkpoint at a path, or those of the series it means, by step; the only one in a folder needs no step."""
     place = Path(path := _snapshot_in(path))
-    if place.suffix == ".distcp":
+    if place.suffix == ".distcp" or (place.name in ELSEWHERE and place.is_file()):
         refuse_shards(place.parent)
     if is_series(path):
         if place.is_dir():
@@ -127,8 +127,10 @@ def _in_hub_cache(path: str | Path) -> Path:
     if (found := hub.snapshot(str(path))) is not None:
         return found
     place = Path(path)
-    near = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
-    said = f"{place} does not exist; {suggest(place.name, near)}"
+    said = f"{place} does not exist"
+    if place.parent.is_dir():
+        near = sorted(p.name for p in place.parent.iterdir())
+        said += f"; {suggest(place.name, near)}" if near else f", and {place.parent} is empty"
     if hub.split(str(path)) is not None and (cached := hub.names()):
         said += f". As a name of the Hub it is not in the cache here; {suggest(str(path), cached)}"
     raise BadCheckpoint(said)
@@ -270,6 +272,8 @@ def _advice(folder: Path) -> str:
     for place in (folder, *sorted(folder.glob("*/")), *sorted(folder.glob("*/*/"))):  # out/checkpoint/step-1000
         if cure := _cure(place, UNREAD):
             return f"{place} holds {cure}; open that"
+    if folder.is_dir() and not inside:
+        return "the folder is empty"
     return "give a glob, or a pattern with a (?P<step>...) group"
 
 

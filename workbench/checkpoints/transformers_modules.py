@@ -24,6 +24,7 @@ def observed(state: State, reason: NotCovered, device: Device = None, dtype: Dty
     module = module_of(state, reason, dtype).to(device or "cpu")
     config = module.config.get_text_config()  # of a model of several parts, as Gemma 3 with its vision tower
     longest = int(getattr(config, "max_position_embeddings", EXAMPLE) or EXAMPLE)
+    longest = longest if longest > 0 else EXAMPLE  # XLNet's is -1: any number
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (2, min(EXAMPLE, longest)), generator=generator)
     model = observe(module, ids.to(device or "cpu"), quiet=True)

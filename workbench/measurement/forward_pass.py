@@ -71,19 +71,20 @@ class Reduction:
             folds[document % self.metric.folds].update(**one)
 
 
-def reductions_of(metric: Metric, sites: Sequence[str] | None = None) -> list[Reduction]:
-    """A metric at each of its sites (or of these), plain, in its variants, and (accumulated) with its controls."""
-    per_sequence = metric.form == "per_sequence"
+def reductions_of(metric: Metric, tokens: Tensor, sites: Sequence[str] | None = None) -> list[Reduction]:
+    """A metric at each of its sites (or of these), plain, in its variants, and (accumulated) with its controls, for these ids."""
+    per_sequence, known = metric.form == "per_sequence", metric.ahead(tokens) if metric.ahead else {}
     reductions = []
     for site in (sites or metric.sites) or (None,):
-        reductions.append(Reduction(metric, site))
+        reductions.append(Reduction(metric, site, options=known))
         if per_sequence:
             reductions += [
                 Reduction(metric, site, variant, None, options) for variant, options in metric.variants.items()
             ]
         else:
             reductions += [
-                Reduction(metric, site, None, control, options) for control, options in metric.controls.items()
+                Reduction(metric, site, None, control, {**known, **options})
+                for control, options in metric.controls.items()
             ]
     return reductions
 
@@ -91,22 +92,30 @@ def reductions_of(metric: Metric, sites: Sequence[str] | None = None) -> list[Re
 def passes_of(model: Transformer, sample: Sample, reductions: Sequence[Reduction]) -> list[list[Reduction]]:
     """Which reductions share a pass over the sample: all, but of an observed model, which may be large, sites by `HELD`.
 
-    The sums of a site are taken for as large as all its vectors, which those by token are where few tokens come twice.
+    The sums of a site are taken for as large as all its vectors, those by token for one vector of each that is kept in a fold.
     """
     if getattr(model, "foreign", None) is None:
         return [list(reductions)]
-    config, rows = model.config, sample.ids.numel() * model.config.n_layers
+    config = model.config
     widths = dict.fromkeys(("own_v", "v", "k"), config.n_key_value_heads) | dict.fromkeys(("q", "z"), config.n_heads)
     passes, left = [[r for r in reductions if r.metric.form == "per_sequence"]], HELD
     summed = [r for r in reductions if r.metric.form != "per_sequence"]
     for (_, site), group in itertools.groupby(summed, lambda r: (r.metric.name, r.site)):
-        together = list(group)
-        size = 4 * rows * len(together) * (widths[site] * config.d_head if site in widths else config.d_model)
+        together, width = list(group), widths[site] * config.d_head if site in widths else config.d_model
+        size = 4 * _sums(together[0], sample) * config.n_layers * len(together) * width
         if size > left and passes[-1]:
             passes, left = [*passes, []], HELD
         passes[-1] += together
         left -= size
     return passes
+
+
+def _sums(reduction: Reduction, sample: Sample) -> int:
+    """How many vectors a reduction may keep of one layer."""
+    if (among := reduction.options.get("among")) is None:
+        return sample.ids.numel()
+    folds = [sample.ids[fold :: reduction.metric.folds] for fold in range(reduction.metric.folds)]
+    return sum(int(torch.isin(ids.unique(), among).sum()) for ids in folds)
 
 
 def _hook_of(alias: str, layer: Any, model: Transformer) -> str | None:

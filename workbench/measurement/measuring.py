@@ -189,7 +189,7 @@ def _compute(
                 f"{item.name} reads weights by our names, which an observed module does not have; leave it out"
             )
     metrics = {k: m for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
-    streamed = {k: reductions_of(m, only.get(m.name)) for k, m in metrics.items()}
+    streamed = {k: reductions_of(m, sample.ids, only.get(m.name)) for k, m in metrics.items()}
     *before, last = passes_of(model, sample, [r for reductions in streamed.values() for r in reductions])
     for reductions in before:
         collect(model, sample, reductions, batch)
@@ -211,7 +211,10 @@ def _compute(
         else:
             rows = _derived_rows(model, item, sample)
         common = _common(subject, key, item, sample)
-        return records(common | row for row in rows), records((common | r for r in samples), SAMPLE_COLUMNS)
+        found = records(common | row for row in rows), records((common | r for r in samples), SAMPLE_COLUMNS)
+        for reduction in streamed.get(key, ()):
+            reduction.parts.clear()  # before an experiment needs the room
+        return found
 
     return distributed.scatter({key: partial(results, key, item) for key, item in missing.items()})
 

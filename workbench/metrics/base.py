@@ -50,6 +50,7 @@ class Metric:
     min_length: int = 1
     version: int = 1
     doubt: Callable[[Tensor], str] | None = None
+    ahead: Callable[[Tensor], Mapping[str, Any]] | None = None
 
     @property
     def name(self) -> str:
@@ -108,6 +109,7 @@ def metric(
     min_length: int = 1,
     version: int = 1,
     doubt: Callable[[Tensor], str] | None = None,
+    ahead: Callable[[Tensor], Mapping[str, Any]] | None = None,
 ) -> Callable[[F], F]:
     """Register a measure under its own name.
 
@@ -117,13 +119,14 @@ def metric(
     `version`: raised whenever the metric's numbers change, through its own code or through a model's or kernel's; stored
     records of an older version are then measured anew, and only those.
     `doubt`: of token ids [batch, pos], why the numbers say nothing there, or ""; stands under every figure of them.
+    `ahead`: of all the ids [batch, pos] that will come, options with which an accumulator keeps less and says the same.
     Raises if the name is taken, an argument is no activation or an axis no column of the records.
     """
 
     def register(function: F) -> F:
         made = Metric(
             function, _form(function), unit, range, reading, source, sites, variants or {}, controls or {}, units or {},
-            folds, min_length, version, doubt,
+            folds, min_length, version, doubt, ahead,
         )  # fmt: skip
         if made.name in METRICS:
             raise ValueError(f"metric {made.name!r} is registered already")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -56,10 +58,16 @@ def value_bias(
     return torch.cosine_similarity(wide(z[:, :1] if first else z[:, 1:]), wide(own), dim=-1).mean(1)
 
 
+def returning(tokens: Tensor) -> Mapping[str, Tensor]:
+    """The ids that occur twice at least, ascending: no other type counts in an identity share."""
+    ids, counts = tokens.unique(return_counts=True)
+    return {"among": ids[counts > 1]}
+
+
 @metric(
     unit="share", range="about 0..1", reading="higher: the vector depends less on context",
     sites=("own_v", "v", "q", "k", "z", "stream"), controls={"shuffled": {"shuffle": True}},
-    source="one-way variance components; after Bank of Values, arXiv 2606.02780",
+    source="one-way variance components; after Bank of Values, arXiv 2606.02780", ahead=returning,
 )  # fmt: skip
 class TokenIdentityShare:
     """Share of the variance of a vector that the identity of its token explains.
@@ -67,11 +75,12 @@ class TokenIdentityShare:
     With N tokens, K types seen at least twice, sums of squares SSB between and SSW within types (over all dimensions) and
     MSW = SSW / (N - K): (SSB - (K - 1) MSW) / (SSB + SSW + MSW), the bias-corrected form. Exactly 1 for first-layer values
     and for every SVFormer value. `shuffled`: ids moved to other positions of their document, which must give about 0.
-    Caution: high at random init too, where context has moved little; read it against step 0.
+    Caution: high at random init too, where context has moved little; read it against step 0. `among`: the only ids to keep
+    sums of, where it is known ahead which will come twice.
     """
 
-    def __init__(self, *, shuffle: bool = False) -> None:
-        self.shuffle = shuffle
+    def __init__(self, *, shuffle: bool = False, among: Tensor | None = None) -> None:
+        self.shuffle, self.among = shuffle, among
         self.ids = torch.zeros(0, dtype=torch.long)
         self.counts = torch.zeros(0, dtype=torch.double)
         self.sums = torch.zeros(0, 0, dtype=torch.double)
@@ -83,6 +92,9 @@ class TokenIdentityShare:
             order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(tokens.shape[1]))
             tokens = tokens[:, order.to(tokens.device)]
         flat, ids = vectors.flatten(2).flatten(0, 1), tokens.flatten()
+        if self.among is not None:
+            kept_ids = torch.isin(ids, self.among.to(ids.device))
+            flat, ids = flat[kept_ids], ids[kept_ids]
         types, inverse = ids.unique(return_inverse=True)
         # what is kept first, and little beside it: what is freed between two kept tensors would split the heap
         kept = torch.empty(len(types), flat.shape[1], dtype=torch.promote_types(flat.dtype, torch.float32))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ TOGETHER, BY_LAYER = "deep_value_ablation", "value_ablation"
 """The ablation in four passes, and the one that runs the model three times for each layer: what it says stands first."""
 SITES = {"token_identity_share": ("own_v", "v")}
 DOCUMENTS = 32
+BATCH, LOGITS = 8, 1 << 24
+"""Documents at a time, and logits at most, which of a large vocabulary are the largest tensor of all."""
 SHORT = "sink_rate"  # needs 64 tokens
 NEEDED = ("concentration_parts", "sink_mass", "value_drain", "token_identity_share", TOGETHER)
 WIDTH, HEIGHT = 1400, 1400
@@ -145,8 +148,9 @@ def xray(
     plan = {"last": names}
     if _has_init(subject):
         plan["first"] = [m for m in names if m not in (TOGETHER, BY_LAYER)]
+    once = partial(measure, subject, n=n, T=T, batch=_batch(subject, length), sites=SITES)
     frames = [
-        measure(subject, asked, data, steps=step, n=n, T=T, sites=SITES, progress=_part(progress, i, len(plan)))
+        once(asked, data, steps=step, progress=_part(progress, i, len(plan)))
         for i, (step, asked) in enumerate(plan.items())
     ]
     frame = pd.concat(frames[::-1], ignore_index=True)
@@ -271,6 +275,11 @@ def _cost(subject: Any, data: Any, n: int, T: int, layers: bool) -> str:
         subject(data.ids[:1], return_type=None)
     seconds = (time.perf_counter() - begin) * (passes * n + (TABLE_TOKENS // T if layers else 0))
     return f"{cost}, through {sum(p.numel() for p in subject.parameters()):,} parameters: about {seconds:.0f} s here"
+
+
+def _batch(subject: Any, T: int) -> int:
+    config = subject.model if isinstance(subject, Run) else subject.config
+    return min(BATCH, max(1, LOGITS // (T * config.d_vocab)))
 
 
 def _length(subject: Any, T: int | None, data: Any) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
+from workbench.observing.interception.flash_calls import flash_call, is_flash
 from workbench.observing.interception.fused_calls import FusedCall, aten_call, flex_call, interface_call, sdpa_call
 from workbench.observing.interception.product_calls import PRODUCTS, ProductCall, product_call
 
@@ -34,7 +35,7 @@ _KINDS = {
 _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")  # names of functions that write over what they are given
 _ATEN = re.compile(r"_scaled_dot_product_\w*attention\w*")
 _SEEN_BY_MODE = ("eager", "sdpa", "flex_attention")  # these run through torch functions
-_WHOLE = {"fused": sdpa_call, "flex": flex_call, "aten": aten_call}
+_WHOLE = {"fused": sdpa_call, "flex": flex_call, "aten": aten_call, "flash": flash_call}
 
 
 class CallHandler(Protocol):
@@ -74,6 +75,8 @@ def _kind(function: Any) -> str | None:
         return "flex"
     if _ATEN.match(name) and "backward" not in name:
         return "aten"
+    if is_flash(function):
+        return "flash"
     if _WRITES.fullmatch(name):
         return "writing"
     return _KINDS.get(name) or ("other" if ATTENTION_LIKE.search(name) else None)

@@ -15,14 +15,14 @@ from torch import Tensor
 from workbench.observing.interception.masks import CROSSING, FUTURE, Modify, mask_kind, visible
 from workbench.observing.interception.positions import Beside, Positions
 
-CHANGED = "changes its scores by a function (score_mod)"
+CHANGED = "changes its scores by a function (score_mod, a soft cap, ALiBi)"
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _INTERFACE = ("module", "query", "key", "value", "attention_mask")
 
 
 @dataclass(frozen=True)
 class FlexForm:
-    """The functions of one FlexAttention call: of a score and its place (None: left as they are), of what may be seen."""
+    """The functions of one call as FlexAttention takes them: of a score and its place (None: left as they are), of what may be seen."""
 
     score_mod: Callable[..., Tensor] | None
     mask_mod: Callable[..., Tensor]
@@ -64,7 +64,7 @@ class FusedCall:
     window: int | None = None  # number of latest keys that can be seen, where an argument limits them
     output: tuple[int, ...] = ()  # path to the heads' outputs in what it returns
     heads_first: bool = True  # whether its output is [..., head, pos, d_head]
-    flex: FlexForm | None = None  # of FlexAttention: its functions of scores and positions
+    flex: FlexForm | None = None  # of FlexAttention and flash kernels: functions of scores and positions
 
     @property
     def mask_source(self) -> Any:
@@ -74,7 +74,7 @@ class FusedCall:
     def masks(self, positions: Positions) -> tuple[Any, bool, bool]:
         """The mask as `scaled_dot_product_attention` takes it, whether it is causal besides, and whether it is of all positions.
 
-        That of FlexAttention is made here. Of all positions, [row, any head, query, key], where these are not the tokens alone.
+        That which functions give is made here. Of all positions, [row, any head, query, key], where these are not the tokens alone.
         """
         (queries, keys), mask = (x.shape[-2] for x in self.qkv[:2]), self.mask
         if self.flex is not None:
@@ -118,13 +118,13 @@ class FusedCall:
 
     def z(self, raw: Tensor, positions: Positions) -> Tensor:
         """The heads' outputs [batch, pos, head, d_head]."""
-        return positions.heads(raw if self.heads_first else raw.transpose(1, 2))
+        return positions.heads(raw if self.heads_first else raw.transpose(-3, -2))
 
     def raw(self, z: Tensor, like: Tensor, positions: Positions) -> Tensor:
         """The inverse of `z`."""
         if self.heads_first:
             return positions.from_heads(z, like)
-        return positions.from_heads(z, like.transpose(1, 2)).transpose(1, 2)
+        return positions.from_heads(z, like.transpose(-3, -2)).transpose(-3, -2)
 
 
 def _seen(mask: Tensor) -> Tensor:

@@ -54,6 +54,12 @@ class Positions:
         packed, before = self.layout.packed, sum(self.layout.beside)
         self.rows, self.columns = (1, batch * length) if packed else (batch, length + before)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """[row, column] of streams: those in one row may stand so inside attention alone."""
+        inside = (self.rows, self.columns)
+        return (inside, (self.batch, self.length)) if self.layout.packed else (inside,)
+
     # ---- tensors with one axis of positions --------------------------------------------------------------------------
 
     def shaped(self, x: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from workbench.models.hook_points import is_hooked
 from workbench.observing.interception.function_mode import attention_functions, intercepting, uncompiled
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, replaced_at
 from workbench.observing.listening.attention import AttentionHooks
-from workbench.observing.listening.run import HookedRun
+from workbench.observing.listening.run import Heard, HookedRun
 from workbench.observing.recognition.projections import TensorLocation
 
 
@@ -92,9 +92,15 @@ class ModuleHooks:
             if layer.z is not None and "z" in self.run.layer_points[i]:
                 yield _ReadTensor(layer.z, True, partial(self._fire_z, i), i)
         for heard, latent in self.run.latents:
-            yield _ReadTensor(latent, True, partial(self.run.fire_at, heard, "latent"), heard.layer)
+            yield _ReadTensor(latent, True, partial(self._fire_latent, heard), heard.layer)
         for p in self.run.module_projections:
             yield _ReadTensor(p.projection, False, partial(self.run.fire_projection, p), p.heard.layer)
+
+    def _fire_latent(self, heard: Heard, state: Tensor) -> Tensor:
+        """Fire on a compressed state, which may have an axis of one head."""
+        flat = state.flatten(2) if state.ndim > 3 else state
+        fired = self.run.fire_at(heard, "latent", flat)
+        return state if fired is flat else fired
 
     def _reads_of_ends(self) -> Iterator[_ReadTensor]:
         """The token embedding, what the head reads, and the last stream where that is not the last block's output."""

@@ -220,8 +220,8 @@ def stream_of(trace: Trace, entry: Execution) -> tuple[TracedTensor, TracedTenso
 
 def is_stream(trace: Trace, tensor: TracedTensor) -> bool:
     """Whether a tensor is [batch, pos, any] or [pos, batch, any], of all the module's positions."""
-    rows, columns = trace.positions.rows, trace.positions.columns
-    return len(tensor.shape) == 3 and tensor.shape[:2] in ((rows, columns), (columns, rows))
+    shapes = trace.positions.shapes
+    return len(tensor.shape) == 3 and (tensor.shape[:2] in shapes or tensor.shape[1::-1] in shapes)
 
 
 def _no_attention(trace: Trace, prefixes: list[str]) -> str:

@@ -77,7 +77,7 @@ def _layout(trace: Trace, first: Execution) -> Layout:
     """The trace's layout, with positions first where the first block's stream has them."""
     shape = first.inputs[0].shape if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0].shape
     at = trace.positions
-    return at.layout.turn() if shape[:2] != (at.rows, at.columns) else at.layout
+    return at.layout if shape[:2] in at.shapes else at.layout.turn()
 
 
 def _notes(trace: Trace, layers: Sequence[LayerStructure], layout: Layout) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.recognition.additions import Before, find_additions
-from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, is_stream, number, stream_of
+from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, number, stream_of
 from workbench.observing.recognition.executions import MATRIX, Execution, rows_at
 from workbench.observing.recognition.least_squares import fit_rotated
 from workbench.observing.recognition.outputs import combination, find_output
@@ -196,7 +196,7 @@ def _latent(trace: Trace, layer: LayerStructure, part: Part, block: Execution) -
     inside = inside_of(trace, block)
     entry = [e for e in inside if e.name == part.v.module][part.v.run]
     widest, made = layer.rows["in"].shape[1], _output_rows(trace, block, part.v).shape[1]
-    if not is_matrix(trace, entry) or len(entry.inputs) != 1 or not is_stream(trace, entry.inputs[0]):
+    if not is_matrix(trace, entry) or len(entry.inputs) != 1:
         return None
     narrow = entry.inputs[0].rows.shape[1] < min(widest, made)
     return TensorLocation(entry.name, run_index(entry, inside), entry.inputs[0].path) if narrow else None

@@ -60,7 +60,7 @@ def _read(
     def note(part: nn.Module, args: Any, kwargs: Any) -> None:
         if not seen:
             lined = (at.lined(x) for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim in (2, 3))
-            seen.extend(x.detach().clone() for x in lined if x is not None and x.shape[:2] == (at.rows, at.columns))
+            seen.extend(x.detach().clone() for x in lined if x is not None and x.shape[:2] in at.shapes)
 
     handles = [module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True) for name in names]
     try:
