@@ -156,12 +156,25 @@ def _holds(run):
 
 @pytest.mark.slow
 def test_measuring_many_steps_on_a_cluster_gives_the_same_rows(local, tmp_path):
+    import distributed
+
     run = training_runs.start(tmp_path)
     there = measure(run, ["loss", "row_entropy"], steps="all", n=2, workers=address(local))
     shutil.rmtree(run.path / "records")
     here = measure(run, ["loss", "row_entropy"], steps="all", n=2)
     assert len(here) > len(run.steps)
     assert there.drop(columns="provenance").equals(here.drop(columns="provenance"))
+    with distributed.Client(local) as client:
+        looks = [*client.run(_looks).values(), *client.run(_looks, nanny=True).values()]
+    assert looks == [[500.0, 500.0]] * 2 + [[500.0]] * 2, "two workers and their nannies look at themselves seldom"
+
+
+def _looks(dask_worker):
+    return [
+        dask_worker.periodic_callbacks[name].callback_time
+        for name in ("profile", "tick")
+        if name in dask_worker.periodic_callbacks
+    ]
 
 
 @pytest.mark.slow

@@ -125,8 +125,9 @@ def test_what_cannot_be_put_up_is_one_sentence_and_goes_up_with_the_same_command
         sentence = (
             rf"cannot write memory://bucket/runs/resformer/step_000004/model.safetensors: {says}; all of it is whole in"
         )
-        with pytest.warns(NotSent, match="goes on without"), pytest.raises(WorkbenchError, match=sentence):
+        with pytest.warns(NotSent, match="goes on without") as told, pytest.raises(WorkbenchError, match=sentence):
             started()
+        assert len(told) == 1, "not at each step that waits"
         run = Run.open(runs_folder(URL) / "resformer")
         assert run.finished
         assert run.load(4).source["step"] == 4

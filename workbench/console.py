@@ -96,6 +96,12 @@ def silence(quiet: bool) -> None:
     _silent = quiet
 
 
+def note(text: str) -> None:
+    """One line on stderr, of what is about to be done; nothing once `silence`d."""
+    if not _silent:
+        errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 class Task:
     """How far one piece of work is: `task(done, total, what)` notes it, `line()` says it with the time left."""
 

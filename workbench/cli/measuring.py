@@ -163,7 +163,7 @@ def xray(
     quiet: Quiet = False,
 ) -> None:
     """Answer four questions about one model: concentration, sinks, what deep values carry, would a value residual help."""
-    from workbench.console import progress, say
+    from workbench.console import note, progress, say
     from workbench.plots.browser import find_browser
     from workbench.reports.xray import xray as answer
     from workbench.runs.run import runs_folder
@@ -174,7 +174,7 @@ def xray(
     path = fetch(path, download, revision)
     thing = path if path.exists() or not named.exists() else named
     with progress(f"measuring {thing.name}") as task:
-        page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=task, announce=say)
+        page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=task, announce=note)
     say(str(page))
     drawn = png and find_browser() is not None
     for written in page.save(out or Path(f"{thing.stem}-xray.html"), png=drawn):

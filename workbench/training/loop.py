@@ -166,7 +166,7 @@ class _Loop:
         self.config, self.main = run.train, accelerator.is_main_process
         self.bare: Transformer = build(run.architecture, run.model, seed=run.seed, **options)
         self.model, self.optimiser = accelerator.prepare(self.bare.train(), optimiser(self.bare, self.config))
-        self.telemetry, self.step, self.stop = Telemetry(run), 0, False
+        self.telemetry, self.step, self.stop, self.sent = Telemetry(run), 0, False, True
         self.samples = {d: data.sample(self.config.validation_sequences, self.config.T, domain=d) for d in data.domains}
         self._restore()
 
@@ -289,8 +289,11 @@ class _Loop:
         """Put up the run so far, where its folder stands for one elsewhere; what fails is tried again, and told at the end."""
         try:
             push(self.run.path)
+            self.sent = True
         except WorkbenchError as error:
-            warn_caller(f"goes on without: {error}", NotSent)
+            if self.sent:
+                warn_caller(f"goes on without: {error}", NotSent)
+            self.sent = False
 
     # ---- stopping and resuming ---------------------------------------------------------------------------------------
 
