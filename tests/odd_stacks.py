@@ -71,6 +71,19 @@ class Scaled(GPTBlock):
         return x + 0.22 * self.mlp(self.ln_2(x))
 
 
+class TwoMixers(GPTBlock):
+    """Adds three outputs, as Falcon-H1 does."""
+
+    def __init__(self, attention):
+        super().__init__(attention)
+        self.other = nn.Linear(D, D)
+
+    def forward(self, x, memory):
+        y = self.ln_1(x)
+        x = x + (self.attn(y, memory) + self.other(y))
+        return x + self.mlp(self.ln_2(x))
+
+
 def squared(q, k, v, layer):
     """Attention without an exponential."""
     e = (q @ k.mT * q.shape[-1] ** -0.5).relu().square().tril() + 1e-6 * torch.ones(q.shape[2], q.shape[2]).tril()

@@ -15,7 +15,6 @@ import typer
 
 from workbench.cli import app
 from workbench.places import studies as shipped_studies
-from workbench.plots.browser import find_browser
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
@@ -124,8 +123,7 @@ def test_python_on_the_pages_runs_and_prints_what_they_say(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning_fetches_nothing_and_searches_from_the_disk(tmp_path):
-    playwright = pytest.importorskip("playwright.sync_api")
+def test_the_site_is_built_without_a_warning_fetches_nothing_and_searches_from_the_disk(tmp_path, request):
     pytest.importorskip("mkdocs", reason="`make site` installs what builds it")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -134,15 +132,10 @@ def test_the_site_is_built_without_a_warning_fetches_nothing_and_searches_from_t
     assert len(pages) > 30
     fetched = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?:https?:)?//")
     assert [page.name for page in pages if fetched.search(page.read_text(encoding="utf-8"))] == []
-    if (path := find_browser()) is None:
-        pytest.skip("no Chrome, Chromium or Edge to search in")
-    with (
-        playwright.sync_playwright() as started,
-        started.chromium.launch(executable_path=path, args=["--no-sandbox"]) as browser,
-    ):
-        page = browser.new_page()
-        page.goto(f"file://{tmp_path}/decisions/index.html")
-        page.click(".md-search__input")
-        page.keyboard.type("induction", delay=20)
-        page.locator(".md-search-result__link").first.wait_for(timeout=20_000)
-        assert "matching documents" in page.inner_text(".md-search-result__meta")
+    page = request.getfixturevalue("browser").new_page()
+    page.goto(f"file://{tmp_path}/decisions/index.html")
+    page.click(".md-search__input")
+    page.keyboard.type("induction", delay=20)
+    page.locator(".md-search-result__link").first.wait_for(timeout=20_000)
+    assert "matching documents" in page.inner_text(".md-search-result__meta")
+    page.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from observed import LAMBDAS, STRANGERS, see
-from odd_stacks import Gated, Headed, Outside, Scaled, Streams, hybrid, negative, sinking, talking
+from odd_stacks import Gated, Headed, Outside, Scaled, Streams, TwoMixers, hybrid, negative, sinking, talking
 from strangers import GPT, HEADS, D, GPTBlock, large
 from torch import nn
 
@@ -214,6 +214,20 @@ def test_a_head_of_several_mixers_and_last_positions_are_read(ids):
     labels = decompose(see(large(hybrid()), ids), ids, by="value_path").labels
     assert "0_attn_out" in labels
     assert "L1H3.own" in labels
+    module = large(GPT(block=TwoMixers))
+    beside, stream, block = (
+        see(module, ids),
+        module.transformer.wte(ids) + module.transformer.wpe.weight[: ids.shape[1]],
+        module.transformer.h[0],
+    )
+    parts = decompose(beside, ids)
+    assert parts.labels == ["embed", "0_block_out", "1_block_out", "2_block_out"], (
+        "a block that adds three outputs stays whole"
+    )
+    torch.testing.assert_close(parts["0_block_out"], block(stream, {}) - stream, atol=1e-5, rtol=0)
+    sums(beside, ids, 1e-4, ["layer"])
+    with pytest.raises(BadData, match="layer 0 of this model shows no parts"):
+        decompose(beside, ids, by="head")
     shared = see(large(GPT(attention=lambda i: Gated(i, per_head=True))), ids)
     assert sums(shared, ids, 1e-4)["L1H0.own"].abs().max() > 0
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pandas as pd
 
 from workbench.claims.by_metric import ByMetric
 from workbench.claims.collect import facts, seeds_of, why_unusable
 from workbench.claims.evidence import RUN_COLUMNS, TELEMETRY, Evidence
+from workbench.errors import BadCheckpoint
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, one_sample, read_parquet, records
 from workbench.runs.run import Run
@@ -27,26 +27,36 @@ def stored(
     `progress` is called with (done, all); `kept` and `told` are where a dashboard has read them before.
     """
     kept, told = kept or RecordCache(), told or TelemetryCache()
-    rows, problems = dict[str, dict[str, object]](), dict[str, str]()
+    rows, samples, problems = dict[str, dict[str, object]](), dict[str, pd.DataFrame](), dict[str, str]()
     for begin in range(0, len(entries), AT_ONCE):
         part = entries[begin : begin + AT_ONCE]
         for cache in (kept, told):
             cache.metrics(part)
         for i, entry in enumerate(part, begin + 1):
-            run = Run.open(entry.path)
-            if why := why_unusable(run):
-                problems[entry.name] = why
-            else:
-                rows[entry.path] = facts(run) | {"run": entry.name}
             if progress:
                 progress(i, len(entries))
+            run = Run.open(entry.path)
+            try:
+                each = read_parquet(sorted(run.path.glob("records/*.samples.parquet")), SAMPLE_COLUMNS)
+            except BadCheckpoint as error:
+                problems[entry.name] = str(error)
+                continue
+            if why := why_unusable(run):
+                problems[entry.name] = why
+                continue
+            rows[entry.path] = facts(run) | {"run": entry.name}
+            samples[entry.name] = each[each["metric"] == "loss"].assign(run=entry.name)
     problems |= kept.rows(entries, ())[1] | told.rows(entries, ())[1]
     sound = [e for e in entries if e.path in rows and e.name not in problems]
     table = pd.DataFrame([rows[e.path] for e in sound], columns=list(RUN_COLUMNS))
-    return _evidence(table, sound, kept, told), problems
+    found = [samples[e.name] for e in sound if len(samples[e.name])]
+    losses = pd.concat(found, ignore_index=True) if found else records([], SAMPLE_COLUMNS)
+    return _evidence(table, sound, kept, told, losses), problems
 
 
-def _evidence(table: pd.DataFrame, sound: Sequence[Entry], kept: RecordCache, told: TelemetryCache) -> Evidence:
+def _evidence(
+    table: pd.DataFrame, sound: Sequence[Entry], kept: RecordCache, told: TelemetryCache, losses: pd.DataFrame
+) -> Evidence:
     label = dict(zip(table["run"], table["model"], strict=True))
     seed = _seeds(table, sound, kept, told)
 
@@ -60,9 +70,7 @@ def _evidence(table: pd.DataFrame, sound: Sequence[Entry], kept: RecordCache, to
         return named(told.rows(sound, [metric])[0])
 
     def documents(metric: str) -> pd.DataFrame:
-        files = [path for e in sound for path in sorted(Path(e.path).glob("records/*.samples.parquet"))]
-        each = read_parquet(files, SAMPLE_COLUMNS)
-        return named(each[(each["metric"] == metric) & each["provenance"].isin(set(measured(metric)["provenance"]))])
+        return named(losses[losses["provenance"].isin(set(measured(metric)["provenance"]))])
 
     return Evidence(
         table.assign(seed=table["run"].map(seed)),

@@ -77,10 +77,11 @@ def decompose(
     [], [batch] or [batch, pos], or a text of one token), minus those of `against`, of the whole vocabulary where no tokens
     are given. `by`: `layer` (`embed`, `0_attn_out`, `0_mlp_out`, ...), `head` (`L0H3` for the attention outputs),
     `value_path` (`L1H0.own`, `L1H0.first`, `L2H0.source.1`, `L2H0.table`, `L1H0.cross`). Observed models add
-    `0_attn_bias` (of W_O) and `bias` (of the final norm and the head) where they have them; their `embed` is what the first
-    block reads. `pos`: positions to keep, as `pos_slice` of `run_with_cache`. `anatomy`: of the model, where `anatomy_of`
-    was asked already. Parts are float32 or better. Raises `BadData` where a cache lacks what is needed or an observed model
-    does not show its parts, and `WorkbenchError` where the parts do not sum up, as after a hook changed a stream.
+    `0_attn_bias` (of W_O) and `bias` (of the final norm and the head) where they have them, and by layer `0_block_out` for a
+    block that is not told apart; their `embed` is what the first block reads. `pos`: positions to keep, as `pos_slice` of
+    `run_with_cache`. `anatomy`: of the model, where `anatomy_of` was asked already. Parts are float32 or better. Raises
+    `BadData` where a cache lacks what is needed or an observed model does not show its parts, and `WorkbenchError` where the
+    parts do not sum up, as after a hook changed a stream.
     """
     anatomy = anatomy or anatomy_of(model)
     if by not in ("layer", "head", "value_path"):

@@ -42,7 +42,9 @@ class ObservedAnatomy(Anatomy):
         for n in range(layer):
             structure = self.structure.layers[n]
             if not structure.adds:
-                raise BadData(f"layer {n} of this model shows no parts: {self._why(f'blocks.{n}.hook_attn_out')}")
+                if by != "layer" or structure.is_normed:
+                    raise BadData(f"layer {n} of this model shows no parts: {self._why(f'blocks.{n}.hook_attn_out')}")
+                names += [f"blocks.{n}.hook_resid_pre", f"blocks.{n}.hook_resid_post"]  # what it adds, as a whole
             names += [f"blocks.{n}.hook_{x}" for x in ("attn_out", "mlp_out") if getattr(structure, x) is not None]
             if by != "layer" and structure.is_read:
                 self._check_output(n)
@@ -68,14 +70,18 @@ class ObservedAnatomy(Anatomy):
     # ---- the stream --------------------------------------------------------------------------------------------------
 
     def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
-        """(label, [batch, pos, d_model]): `embed` is what the first block reads, `0_attn_bias` that of W_O."""
+        """(label, [batch, pos, d_model]): `embed` is what the first block reads, `0_attn_bias` that of W_O, `0_block_out` a block whole."""
         first, *weights = self._weights(read, layer)
         found = [("embed", first * read.cut("blocks.0.hook_resid_pre"))]
         for n, structure in enumerate(self.structure.layers[:layer]):
-            attended = f"blocks.{n}.hook_attn_out"
-            mine = [(f"{n}_attn_out", read.cut(attended))]
-            if by != "layer" and structure.is_read:
+            if not structure.adds:
+                mine = [
+                    (f"{n}_block_out", read.cut(f"blocks.{n}.hook_resid_post") - read.cut(f"blocks.{n}.hook_resid_pre"))
+                ]
+            elif by != "layer" and structure.is_read:
                 mine = self._heads(read, n, by)
+            else:
+                mine = [(f"{n}_attn_out", read.cut(f"blocks.{n}.hook_attn_out"))]
             weight = weights.pop(0)
             found += [(label, weight * part) for label, part in mine]
             if structure.mlp_out is not None:
@@ -96,7 +102,8 @@ class ObservedAnatomy(Anatomy):
                 "this model's stream cannot be taken apart: sums of earlier outputs by token stand on its way"
             )
         first, *blocks = self._constants(layer)
-        return [first, *(blocks[n] for n, s in enumerate(layers) for x in ("attn_out", "mlp_out") if getattr(s, x))]
+        outputs = (max(1, sum(getattr(s, x) is not None for x in ("attn_out", "mlp_out"))) for s in layers)
+        return [first, *(weight for weight, many in zip(blocks, outputs, strict=False) for _ in range(many))]
 
     def _constants(self, layer: int) -> list[float]:
         """How much of what the first block reads, and of what each block adds, arrives in a stream, the same for all tokens."""
