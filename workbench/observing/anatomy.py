@@ -102,8 +102,8 @@ class ObservedAnatomy(Anatomy):
                 "this model's stream cannot be taken apart: sums of earlier outputs by token stand on its way"
             )
         first, *blocks = self._constants(layer)
-        outputs = (max(1, sum(getattr(s, x) is not None for x in ("attn_out", "mlp_out"))) for s in layers)
-        return [first, *(weight for weight, many in zip(blocks, outputs, strict=False) for _ in range(many))]
+        counts = (max(1, sum(getattr(s, x) is not None for x in ("attn_out", "mlp_out"))) for s in layers)
+        return [first, *(weight for weight, count in zip(blocks, counts, strict=True) for _ in range(count))]
 
     def _constants(self, layer: int) -> list[float]:
         """How much of what the first block reads, and of what each block adds, arrives in a stream, the same for all tokens."""

@@ -13,9 +13,9 @@ from workbench.checkpoints.identify import RUN_FILE
 from workbench.claims import DECIDED
 from workbench.claims.collect import samples_of
 from workbench.claims.judging import Judged, chosen
+from workbench.claims.kept import judge_all
 from workbench.claims.page import article
-from workbench.claims.stored import stored
-from workbench.claims.verdict import corrected, expected_by_chance
+from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadCheckpoint, BadData
 from workbench.plots.page import Page, folded, heading, numbers, paragraph
 from workbench.runs.catalogue import catalogue
@@ -96,10 +96,8 @@ def _tables(run: Run, problems: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFr
 
 def _verdicts(folder: Path, sound: Collection[Path]) -> dict[str, Judged]:
     """Every claim by name, with its verdict on those of the runs that are finished; of the others the page speaks at its top."""
-    evidence, _ = stored([e for e in catalogue(folder).entries if Path(e.path) in sound])
-    claims = chosen()
-    found = corrected([claim.judge(evidence) for claim in claims])
-    return {claim.name: Judged(claim, verdict) for claim, verdict in zip(claims, found, strict=True)}
+    of = judge_all([e for e in catalogue(folder).entries if Path(e.path) in sound]).of
+    return {claim.name: Judged(claim, of[claim.name]) for claim in chosen()}
 
 
 def _race(page: Page, found: list[Run], telemetry: pd.DataFrame, judged: Mapping[str, Judged]) -> None:
