@@ -16,7 +16,7 @@ setup(
     ],
     package_data={
         "workbench": ["py.typed"],
-        "workbench.app": ["*.toml", "*.css"],
+        "workbench.app": ["*.toml", "*.css", "*.js"],
         "workbench.app.elements": ["*.css", "*.js"],
         "workbench.shipped": ["**/*"],
         "workbench.analyses": ["studies/**/*", "notebooks/*.ipynb"],

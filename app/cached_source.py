@@ -21,6 +21,8 @@ import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from workbench import prompts
+from workbench.claims.all_verdicts import Verdicts
+from workbench.claims.apart import judge_apart
 from workbench.runs.catalogue import Catalogue, Entry
 from workbench.runs.run import runs_folder
 from workbench.runs.table_cache import RecordCache, TableCache, TelemetryCache
@@ -79,6 +81,9 @@ class CachedSource(Source):
     def keep(self, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
         """The result of some work, done once for each key; shared, so never written to."""
         return _once(hash(key), work)  # keys name every run: Streamlit takes a hundred times as long to read them
+
+    def judge(self, entries: Sequence[Entry]) -> Verdicts:
+        return judge_apart(Path(self.catalogue().folder), entries, self.progress)
 
     def model(self, subject: Subject) -> HookedModel:
         return _model(*_place(subject))

@@ -25,7 +25,7 @@ def main() -> None:
     kept = st.Page("screens/kept.py", title=f"Kept{TAB}", icon=":material/push_pin:", url_path="kept")
     page = st.navigation([*pages.values(), kept], position="hidden")
     with st.sidebar:
-        st.subheader("workbench")
+        st.subheader("workbench", anchor=False)
         for name, described in PAGES.items():
             icon = f":material/{described.icon}:"
             widgets.page_link(name, described.title, icon, described.about, target=pages[name])

@@ -23,7 +23,8 @@ from .figures import show
 from .links import address, command
 from .selection import choose
 
-MAX_FACTS, FIGURE_PX = 500, 560
+MAX_FACTS = 500
+FIGURE_PX, PANELS_PX = 440, 560  # what a figure needs, one of several panels beside each other
 EMPTY = "No runs here yet: `make demo` trains and measures some, `workbench import` takes in your own checkpoints."
 
 
@@ -34,7 +35,7 @@ def page(name: str, about: str, body: Callable[[Link], None], choose: Callable[[
     """
     st.session_state["drawn"], st.session_state["told"] = [], {}
     with toolbar("header"):
-        st.title(PAGES[name].title, width="content")
+        st.title(PAGES[name].title, width="content", anchor=False)
         with st.popover("About", icon=":material/help:", type="tertiary"):
             st.markdown(about)
         link = choose(name)

@@ -40,6 +40,7 @@ HERE = (
     b" HOST_CONFIG: {allowedOrigins: [location.origin], useExternalAuthToken: false}}</script>"
 )
 STYLE = f"<style>{(Path(__file__).with_name('page.css')).read_text('utf-8').replace('INK', INK)}</style>".encode()
+SCRIPT = f"<script>{(Path(__file__).with_name('page.js')).read_text('utf-8')}</script>".encode()
 KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
 SLOW_S, AGAIN = 0.02, 100  # a collection of garbage that is felt; collections between two looks at everything
 FENCE = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; frame-ancestors 'self'; form-action 'self'"
@@ -107,7 +108,7 @@ def _read(path: Path) -> tuple[bytes, str]:
 
 def _document() -> bytes:
     """Streamlit's, which also says that the largest file will be needed, the one that draws: else it is asked for last of all."""
-    head = HERE + STYLE + f'<link rel="preload" as="script" href="{PLOTLY}" data-plotly></head>'.encode()
+    head = HERE + STYLE + SCRIPT + f'<link rel="preload" as="script" href="{PLOTLY}" data-plotly></head>'.encode()
     return (FRONT / "index.html").read_bytes().replace(b"</head>", head, 1)
 
 

@@ -34,8 +34,10 @@ from urllib.parse import urlsplit
 
 import psutil
 from dashboard_runs import generate, prose
-from playwright.sync_api import Error, Page, sync_playwright
+from playwright.sync_api import Error, Page, expect, sync_playwright
 
+from workbench.claims import all_verdicts
+from workbench.runs import packed_tables
 from workbench.runs.run import Run
 from workbench.views.prompt import LENS
 
@@ -46,7 +48,7 @@ COLD, COLD_FIGURE, SERVER = (
     0.1,
 )  # seconds to words and to figures of a server that has just started; CPU seconds of a click
 BYTES, MEMORY = 500_000, 1024  # of a view; MiB of the server
-REPEATS, TOKENS = 3, 512
+REPEATS, TOKENS, STEP_MS = 5, 512, 5000
 ROOT = Path(__file__).parent.parent
 FLAGS = [f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
                                   "disable-component-update", "disable-sync")]  # fmt: skip
@@ -77,18 +79,19 @@ def serving(runs: Path, script: Path | None = None) -> Iterator[tuple[str, psuti
 
 
 WATCH = """
-window.__last = 0; window.__ended = 0; window.__asked = 0; window.__words = 0; window.__figure = 0;
+window.__last = 0; window.__heard = 0; window.__asked = 0; window.__words = 0; window.__figure = 0;
 for (const kind of ["pointerdown", "keydown"]) document.addEventListener(kind, () => { window.__asked = performance.now(); }, true);
+window.WebSocket = class extends WebSocket { // a run that is quick is never seen as running, but it is answered
+  constructor(...asked) { super(...asked); this.addEventListener("message", () => { window.__heard = performance.now(); }); }
+};
 new MutationObserver((found) => {
-  if (found.some((m) => m.attributeName === "data-test-script-state" && m.target.dataset.testScriptState === "notRunning"))
-    window.__ended = performance.now();
   if (!found.some((m) => m.target.closest?.('[data-testid="stMain"]') || m.target.parentElement?.closest('[data-testid="stMain"]'))) return;
   window.__last = performance.now();
   if (!window.__words && document.querySelector('[data-testid="stMain"] [data-testid="stHeading"]')) window.__words = window.__last;
   if (!window.__figure && document.querySelector('.js-plotly-plot .main-svg')) window.__figure = window.__last;
 }).observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
 """
-QUIET = """([asked, figures]) => window.__last > asked && window.__ended > asked && performance.now() - window.__last > 600
+QUIET = """([asked, figures]) => window.__last > asked && window.__heard > asked && performance.now() - window.__last > 600
   && document.querySelectorAll('.js-plotly-plot .main-svg').length >= figures
   && document.querySelector('[data-testid="stApp"]')?.dataset.testScriptState === 'notRunning'
   && !document.querySelector('[class*="st-key-cancel_"]')"""
@@ -200,15 +203,25 @@ class Findings:
 
 
 def pick(page: Page, label: str, option: str) -> None:
-    """Choose an option of a select box."""
+    """Choose an option of a select box, until the server has answered the press and the box says that it is chosen.
+
+    A press on a list that is drawn anew under the pointer is lost: nothing follows it that could be waited for, so it is done
+    again. The list is narrowed first, as a long one holds only what is in sight.
+    """
     box = page.locator(f'[data-testid="stSelectbox"]:has-text("{label}") input').first
-    wanted = page.get_by_role("option", name=option, exact=True)
-    for _ in range(5):  # a list that opens while the page still draws may close again
-        box.click()
-        with contextlib.suppress(Error):
-            wanted.click(timeout=3000)
+    wanted, last = page.get_by_role("option", name=option, exact=True), None
+    for _ in range(5):
+        try:
+            box.fill(option, timeout=STEP_MS)
+            wanted.click(timeout=STEP_MS)
+            page.wait_for_function("window.__heard > window.__asked", timeout=STEP_MS)
+            expect(box).to_have_value(option, timeout=STEP_MS)
+        except (Error, AssertionError) as error:
+            last = error
+            page.keyboard.press("Escape")
+        else:
             return
-    raise SystemExit(f"{label}: no option {option}")
+    raise SystemExit(f"{label}: {option} could not be chosen: {last}")
 
 
 def bare(found: Findings, repeats: int) -> None:
@@ -270,6 +283,30 @@ def many_runs(found: Findings, series: int, seeds: int, checkpoints: int, repeat
             found.add("libraries of models loaded by pages of tables", int(loaded), "", 0)
             index = [p.name for p in runs.iterdir() if p.is_file()]
             found.add(f"index files ({', '.join(index)})", len(index), "", 1)
+            judged(found, new(), address, "for the first time")
+        with serving(runs) as (address, process), chromium(process) as new:
+            new().open(f"{address}/?show=verdicts")
+            words = statistics.median(new().open(f"{address}/?show=verdicts") for _ in range(repeats))
+            found.add("verdicts: what was judged before, all of it", words, "s")
+        shutil.rmtree(runs / packed_tables.FOLDER)
+        (runs / all_verdicts.FILE).unlink()
+        with serving(runs) as (address, process), chromium(process) as new:
+            judged(found, new(), address, "before any page has read the runs")
+
+
+def judged(found: Findings, browser: Browser, address: str, when: str) -> None:
+    """Every claim put to all runs, in a process that the server starts."""
+    most, server, began = 0, browser.server, time.perf_counter()
+    before = cpu(server)
+    browser.page.goto(f"{address}/?show=verdicts")
+    while not browser.page.locator(".js-plotly-plot .main-svg").count():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            most = max([most, *(p.memory_info().rss for p in server.children(recursive=True))])
+        browser.page.wait_for_timeout(50)
+    found.add(f"verdicts: judged {when}, until the figure", time.perf_counter() - began, "s")
+    found.add("  of it on a core: the server", cpu(server) - before, "s")
+    found.add("  memory of the process that judges", most / 2**20, "MiB", MEMORY)
+    found.add("  memory of the server after it", server.memory_info().rss / 2**20, "MiB", MEMORY)
 
 
 def clicks(found: Findings, browser: Browser, address: str, repeats: int) -> None:

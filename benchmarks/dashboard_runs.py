@@ -69,24 +69,23 @@ def _checkpoints(path: Path, weights: Path, steps: list[int]) -> None:
 
 
 def _telemetry(path: Path, seed: int, steps: list[int]) -> None:
-    """A part for each stretch between two checkpoints, as training writes them."""
-    draw = np.random.default_rng(seed)
-    for first, last in zip(steps, [*steps[1:], steps[-1] + 1], strict=True):
-        rows: list[dict[str, Any]] = []
-        for step in range(first, last):
-            loss = 3 + 4 * np.exp(-step / 200) + 0.1 * draw.standard_normal()
-            rows.append({"step": step, "metric": "train_loss", "value": loss, "unit": "nats"})
-            if step % 50 == 0:
-                rows += [{"step": step, "metric": "validation_loss", "data": d, "value": loss, "n": 32, "T": 128, "unit": "nats"}
-                         for d in ("prose", "python")]  # fmt: skip
-            if step % 10 == 0:
-                rows.append({"step": step, "metric": "learning_rate", "value": 4e-3 * (1 - step / STEPS)})
-                rows += [{"step": step, "metric": "gradient_norm", "part": part, "layer": n, "value": float(draw.random())}
-                         for n in range(4) for part in ("W_Q", "W_K", "W_V", "W_O", "W_gate", "W_in", "W_out")]  # fmt: skip
-        rows.append({"step": last - 1, "metric": "tokens_per_second", "value": 4e4, "unit": "tokens/s"})
-        common = {"run": path.name, "architecture": "transformer", "seed": seed}
-        part = path / "telemetry" / f"{first:06d}-{last:06d}.parquet"
-        write_parquet(records([common | row for row in rows]), part)
+    """One part, as training leaves it."""
+    draw, rows = np.random.default_rng(seed), list[dict[str, Any]]()
+    for step in range(steps[-1] + 1):
+        loss = 3 + 4 * np.exp(-step / 200) + 0.1 * draw.standard_normal()
+        rows.append({"step": step, "metric": "train_loss", "value": loss, "unit": "nats"})
+        if step % 50 == 0:
+            rows += [{"step": step, "metric": "validation_loss", "data": d, "value": loss, "n": 32, "T": 128, "unit": "nats"}
+                     for d in ("prose", "python")]  # fmt: skip
+        if step % 10 == 0:
+            rows.append({"step": step, "metric": "learning_rate", "value": 4e-3 * (1 - step / STEPS)})
+            rows += [{"step": step, "metric": "gradient_norm", "part": part, "layer": n, "value": float(draw.random())}
+                     for n in range(4) for part in ("W_Q", "W_K", "W_V", "W_O", "W_gate", "W_in", "W_out")]  # fmt: skip
+        if step + 1 in steps:
+            rows.append({"step": step, "metric": "tokens_per_second", "value": 4e4, "unit": "tokens/s"})
+    common = {"run": path.name, "architecture": "transformer", "seed": seed}
+    part = path / "telemetry" / f"{0:06d}-{steps[-1]:06d}.parquet"
+    write_parquet(records([common | row for row in rows]), part)
 
 
 def _records(path: Path, seed: int, steps: list[int]) -> None:

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workbench.claims import CLAIMS, QUESTIONS, STATUSES, kept
+from workbench.claims import CLAIMS, QUESTIONS, STATUSES, all_verdicts
 from workbench.claims.verdict import Verdict, expected_by_chance
 from workbench.runs.catalogue import catalogue
 from workbench.views.source import EVIDENCE
@@ -28,8 +28,8 @@ SHOWN = 3  # numbers of a claim in the table of all
 def pages() -> tuple[str, str]:
     """The page, and the verdicts that ship with the runs, so that the dashboard need not judge them."""
     runs = catalogue(EVIDENCE).entries
-    found = kept.judge_all(runs)
-    return _page(found.of), kept.text(kept.mark(runs), found)
+    found = all_verdicts.judge_all(runs)
+    return _page(found.of), all_verdicts.text(all_verdicts.mark(runs), found)
 
 
 def _page(of: Mapping[str, Verdict]) -> str:

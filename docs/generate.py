@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import evidence
+import pictures
 import reference
 import rooms
 from paper_figures import FIGURES
 
-from workbench.claims import CLAIMS, QUESTIONS, kept
+from workbench.claims import CLAIMS, QUESTIONS, all_verdicts
 from workbench.files import write_text
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
@@ -173,9 +174,9 @@ def pages() -> dict[Path, str]:
 def of_evidence() -> dict[Path, str]:
     """The files generated from the runs that ship."""
     page, verdicts = evidence.pages()
-    return {HERE / "evidence.md": HEAD + page, EVIDENCE / kept.FILE: verdicts}
+    return {HERE / "evidence.md": HEAD + page, EVIDENCE / all_verdicts.FILE: verdicts}
 
 
 if __name__ == "__main__":
-    for path, content in (pages() | of_evidence()).items():
+    for path, content in (pages() | of_evidence() | {pictures.RESTING: pictures.drawn(pictures.resting())}).items():
         write_text(path, content)

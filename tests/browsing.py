@@ -16,6 +16,7 @@ from workbench.cli import serving
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
+MODEL_A = "a=text-resformer-s0&step=20"
 MISSING = "no chromium, chromium-browser or google-chrome on PATH; `make browser` installs one"
 FLAGS = [
     f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
@@ -98,6 +99,15 @@ def settled(page, figures=1):
     )
     page.wait_for_timeout(300)
     assert page.locator('[data-testid="stException"]').all_inner_texts() == []
+
+
+def at(page, server, address, figures):
+    """Open an address with models to look at, and wait until it is drawn."""
+    joint = "&" if "?" in address else "?"
+    page.goto(f"{server}/{address}{'' if 'a=' in address else joint + MODEL_A}")
+    settled(page, figures)
+    if address.startswith("attention"):
+        page.locator(".attention .map canvas").first.wait_for()
 
 
 def files_of(page, view):

@@ -353,3 +353,13 @@ def new_page(browser, visitor):
         page.close()
     for page in visitor.pages:
         page.goto("about:blank")
+
+
+@pytest.fixture
+def opened(new_page, server):
+    """`opened()`: a page; nothing may go wrong in it until the test ends."""
+    import browsing
+
+    wrong = []
+    yield lambda **more: browsing.watched(new_page(**more), server, wrong, wrong)
+    assert not wrong

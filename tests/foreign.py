@@ -99,15 +99,8 @@ class GPT(nn.Module):
 
 def gpt2_args(**changes):
     """nanoGPT's `model_args` of `GPT`."""
-    return {
-        "n_layer": 2,
-        "n_head": 4,
-        "n_embd": 32,
-        "block_size": 64,
-        "bias": True,
-        "vocab_size": 61,
-        "dropout": 0.1,
-    } | changes
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 64, "vocab_size": 61}
+    return sizes | {"bias": True, "dropout": 0.1} | changes
 
 
 def rezipped(data, change):

@@ -126,16 +126,12 @@ def mixed(**parts):
 
 
 MIXED = {
-    "a submodule": mixed,
-    "identity after": lambda: mixed(end=nn.Identity),
-    "dropout after": lambda: mixed(end=lambda: nn.Dropout(0.5)),
-    "inside the projection": lambda: Fresh(MixedProjection),
-    "a kind of Linear": lambda: Fresh(MixedLinear),
-    "norm before": lambda: mixed(start=HeadNorm),
-    "adapted": lambda: mixed(project=Adapted),
-    "biased": lambda: mixed(project=Biased),
+    "a submodule": mixed, "identity after": lambda: mixed(end=nn.Identity),
+    "dropout after": lambda: mixed(end=lambda: nn.Dropout(0.5)), "inside the projection": lambda: Fresh(MixedProjection),
+    "a kind of Linear": lambda: Fresh(MixedLinear), "norm before": lambda: mixed(start=HeadNorm),
+    "adapted": lambda: mixed(project=Adapted), "biased": lambda: mixed(project=Biased),
     "packed": lambda: mixed(project=Packed),
-}
+}  # fmt: skip
 """Values are `SHARES` of the first layer's and the layer's own."""
 UNMIXED = {
     "norm": lambda: GPT(attention=lambda i: Apart(i, end=HeadNorm)),

@@ -7,10 +7,7 @@ from dataclasses import fields
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.kernels import (
-    AttentionStatistics,
-    attention_reference,
-)
+from workbench.kernels import AttentionStatistics, attention_reference
 
 NAMES = [field.name for field in fields(AttentionStatistics) if field.name != "null"]  # which not every attention has
 

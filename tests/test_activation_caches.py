@@ -11,7 +11,7 @@ from transformer_lens import ActivationCache
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.kernels.joint import STRIP
-from workbench.names import QUADRATIC, is_statistic, position_axis
+from workbench.names import QUADRATIC, is_statistic
 
 
 @pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
@@ -61,6 +61,8 @@ def test_filters_by_name_names_and_function(tiny):
             whole[wrong]
     with pytest.raises(KeyError):
         cache["pattern", 0]
+    with pytest.raises(WorkbenchError, match="2 sequences, not 1"):
+        model.run_with_cache(tokens(4), remove_batch_dim=True)
 
 
 def test_caching_everything_forms_no_quadratic_tensor(any_architecture, tiny):
@@ -118,18 +120,6 @@ def test_an_edited_pattern_is_cached_as_edited(tiny):
     torch.testing.assert_close(cache["z", 1][:, -1], cache["v", 1].mean(1))
 
 
-def test_remove_batch_dim_drops_the_batch_and_nothing_else(any_architecture, tiny):
-    model = tiny(any_architecture, config={"n_layers": 2})
-    whole = model.run_with_cache(tokens(6, batch=1))[1]
-    single = model.run_with_cache(tokens(6, batch=1), remove_batch_dim=True)[1]
-    assert not single.has_batch_dim
-    for name, tensor in single.items():
-        expected = whole[name] if position_axis(name) is None else whole[name][0]
-        torch.testing.assert_close(tensor, expected)
-    with pytest.raises(WorkbenchError, match="2 sequences, not 1"):
-        model.run_with_cache(tokens(6), remove_batch_dim=True)
-
-
 @pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
 def test_pos_slice_cuts_the_position_of_every_hook_point(tiny, architecture):
     """Sizes are all different, so a cut along heads or the batch would show."""
@@ -139,6 +129,7 @@ def test_pos_slice_cuts_the_position_of_every_hook_point(tiny, architecture):
     whole = {remove: model.run_with_cache(ids[remove], names_filter=everything)[1] for remove in ids}
     for cut, remove in ((2, False), ((1, 4), False), ([0, 3, 5], False), (2, True), ([0, 3, 5], True)):
         sliced = model.run_with_cache(ids[remove], pos_slice=cut, remove_batch_dim=remove)[1]
+        assert sliced.has_batch_dim != remove
         assert set(sliced.keys()) == set(everything)
         index = torch.tensor({2: [2], (1, 4): [1, 2, 3]}[cut] if not isinstance(cut, list) else cut)
         for name in everything:

@@ -71,45 +71,6 @@ def test_gradient_of_the_first_value_is_its_own_path_plus_every_branch(any_archi
     assert all(grads[branch].abs().max() > 0 for branch in branches)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "read"),
-    [
-        ("transformer", []),
-        ("resformer", ["1.attn.source.0", "2.attn.source.0"]),
-        ("resformer_dense", ["1.attn.source.0", "2.attn.source.0"]),
-        ("cla", ["1.attn.source.0"]),
-        ("cross_layer_all", ["1.attn.cross", "2.attn.cross.0"]),
-        ("value_embedding", []),
-    ],
-)
-def test_branches_stand_where_a_value_is_read(tiny, architecture, read):
-    assert read_from(tiny(architecture), 0) == [f"blocks.{branch}.hook_v" for branch in read]
-
-
-def test_gradient_of_the_coefficients_by_hand(tiny):
-    """dLoss/dlambda_j = <gradient at the effective value, source j>."""
-    model = tiny("resformer", dtype=WIDE)
-    at = "blocks.2.attn."
-    _, values, grads = model.run_with_grads(
-        tokens(6), [f"{at}{x}hook_v" for x in ("", "own.", "source.0.")] + [f"{at}hook_v_mix"]
-    )
-    upstream = grads[f"{at}hook_v"]
-    expected = torch.stack([(upstream * values[f"{at}{x}.hook_v"]).sum() for x in ("source.0", "own")])
-    torch.testing.assert_close(grads[f"{at}hook_v_mix"], expected)
-    torch.testing.assert_close(grads[f"{at}own.hook_v"], 0.5 * upstream)
-
-
-@pytest.mark.parametrize("architecture", ["transformer", "resformer", "svformer", "denseformer", "gqa"])
-def test_gradients_of_values_are_what_attention_sends_back_and_the_first_query_has_none(tiny, architecture):
-    """dL/dv_s = sum over t >= s of A_ts dL/dz_t; a query that sees one key cannot change anything."""
-    model, at = tiny(architecture, dtype=WIDE, config=grouped(architecture)), "blocks.2.attn.hook_"
-    _, values, grads = model.run_with_grads(tokens(7), [f"{at}{x}" for x in ("v", "z", "q", "pattern")])
-    assert grads[f"{at}q"][:, 0].abs().max() < 1e-16 < 1e-5 < grads[f"{at}q"][:, 1:].abs().max()
-    sent = torch.einsum("bhts,bthd->bshd", values[f"{at}pattern"], grads[f"{at}z"])
-    shared = sent.unflatten(2, (values[f"{at}v"].shape[2], -1)).sum(3)
-    torch.testing.assert_close(grads[f"{at}v"], shared, atol=1e-15, rtol=1e-10)
-
-
 @pytest.mark.parametrize("architecture", ["transformer", "resformer", "gated_attention"])
 def test_what_an_attention_reads_has_the_sum_of_its_paths_gradients(tiny, architecture):
     model, at = tiny(architecture, dtype=WIDE), "blocks.1.attn."

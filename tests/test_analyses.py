@@ -166,7 +166,7 @@ def test_workers_find_the_same_in_the_same_order_also_after_a_resume(three, fork
     shutil.rmtree(three[0] / "records")  # as where it was stopped before the first run was measured
     resumed = analyse(three[:2], claims=["same_cost"], n=8, workers=2)
     for other in (pair, resumed):
-        pd.testing.assert_frame_equal(alone.evidence.kept.whole(), other.evidence.kept.whole())
+        pd.testing.assert_frame_equal(alone.evidence.everything(), other.evidence.everything())
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_a_relabelled_copy_of_a_run_is_no_further_seed(three, tmp_path):
     assert found.runs.groupby("run")["seed"].first().to_dict() == {p.name: i % 2 for i, p in enumerate(three[:2])} | {
         c.name: i % 2 for i, c in enumerate(copies)
     }
-    assert set(found.told.whole()["seed"]) == {0, 1}
+    assert set(found.telemetry("validation_loss")["seed"]) == {0, 1}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

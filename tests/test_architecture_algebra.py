@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import equations
 import pytest
 import torch
 from inputs import WIDE, tokens
@@ -56,32 +55,6 @@ def test_learned_forms_start_as_fixed_ones(tiny):
         torch.testing.assert_close(learned(ids), fixed(ids), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("layers", [2, 3, 8])
-def test_shares_of_plus_sum_to_its_scale(awake, layers):
-    model = awake("resformer_learnable_plus", dtype=WIDE, config={"n_layers": layers})
-    shares = model.shortcuts[0].coefficients()["lambda_v1"][1:]
-    scale = model.get_parameter("resformer_learnable_plus.scale").item()
-    assert len(shares) == layers - 1
-    assert sum(shares) == pytest.approx(scale, abs=1e-12)
-    assert scale != layers
-
-
-@pytest.mark.parametrize("dense_source", ["raw", "mixed"])
-def test_dense_with_the_first_source_alone_is_learnable(awake, dense_source):
-    learnable = awake("resformer_learnable", dtype=WIDE, config={"n_layers": 4})
-    dense = awake("resformer_dense", dtype=WIDE, config={"n_layers": 4}, dense_source=dense_source)
-    with torch.no_grad():
-        for name, p in learnable.named_parameters():
-            if not name.startswith("resformer"):
-                dense.get_parameter(name).copy_(p)
-        for n in range(1, 4):
-            row = dense.get_parameter(f"resformer_dense.rows.{n}").zero_()
-            row[0] = learnable.get_parameter("resformer_learnable.first")[n - 1]
-            row[n] = learnable.get_parameter("resformer_learnable.own")[n - 1]
-    ids = tokens(dense, 9)
-    torch.testing.assert_close(dense(ids), learnable(ids), atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_forms_of_neutreno_agree(tiny, kv_heads):
     """A V + l (V_1 - V) = (A - l I) V + l V_1; over values mixed half and half 0.2 (V_1 - V') = 0.1 (V_1 - V_own)."""
@@ -100,39 +73,8 @@ def test_forms_of_neutreno_agree(tiny, kv_heads):
                 torch.testing.assert_close(cache["z", n], z, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("tensor", ["q", "k"])
-def test_a_residual_before_the_rotation_is_one_after_it(tiny, tensor):
-    model = tiny(f"residual_{tensor}", dtype=WIDE, **{f"lambda_{tensor}1": 0.3, f"lambda_{tensor}_own": 0.8})
-    _, cache = model.run_with_cache(tokens(model, 9))
-    for n in (1, 2):
-        own = cache[f"blocks.{n}.attn.own.hook_{tensor}"].transpose(1, 2)
-        turned = equations.rope(own, model.config.rope_theta).transpose(1, 2)
-        mixed = 0.3 * cache[f"rot_{tensor}", 0] + 0.8 * turned
-        torch.testing.assert_close(cache[f"rot_{tensor}", n], mixed, atol=1e-12, rtol=0)
-        assert cache[f"blocks.{n}.attn.hook_{tensor}_mix"].tolist() == pytest.approx([0.3, 0.8])
-
-
-def test_values_of_svformer_are_of_one_length_in_all_layers(tiny):
-    model = tiny("svformer", dtype=WIDE)
-    _, cache = model.run_with_cache(tokens(model, 9))
-    norms = [cache["v", n].flatten(2).norm(dim=-1) for n in range(3)]
-    assert torch.equal(norms[0], norms[1])
-    assert torch.equal(norms[0], norms[2])
-
-
-def test_one_key_value_head_for_all_is_multi_query_attention(tiny):
-    ids = torch.arange(9)[None]
-    a, b, c = (
-        tiny("mqa", dtype=WIDE),
-        tiny("gqa", dtype=WIDE, query_group=4),
-        tiny(dtype=WIDE, config={"n_key_value_heads": 1}),
-    )
-    assert torch.equal(a(ids), b(ids))
-    assert torch.equal(a(ids), c(ids))
-
-
 def equal_with(tiny, one, other, change=lambda model: None):
-    """Whether two models of one seed, (name, options) each, have the same logits once the first is changed."""
+    """Assert that two models of one seed, (name, options) each, have the same logits once the first is changed."""
     first, second = (
         tiny(name, dtype=WIDE, config={"n_key_value_heads": 2}, **options) for name, options in (one, other)
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from inputs import WIDE, tokens
@@ -51,27 +49,6 @@ def test_scores_mixed_with_nothing_are_the_vanilla_decoders(tiny):
 def test_with_one_layer_there_is_nothing_earlier(tiny, architecture):
     vanilla, model = (tiny(name, dtype=WIDE, config={"n_layers": 1}) for name in ("transformer", architecture))
     same(vanilla, model, tokens(vanilla, 11))
-
-
-@pytest.mark.parametrize("architecture", ["cross_layer", "cross_layer_all"])
-def test_keys_that_no_query_sees_or_that_are_its_own_leave_the_vanilla_decoder(tiny, architecture):
-    vanilla, model = tiny(dtype=WIDE), tiny(architecture, dtype=WIDE)
-    ids, seen = tokens(model, 9), {}
-    hidden = [(lambda n: ".cross." in n and n.endswith("scores"), lambda s, hook: torch.full_like(s, -math.inf))]
-
-    def keep(tensor, hook):
-        seen[hook.name] = tensor
-
-    def own(tensor, hook):
-        block, point = hook.name.split(".cross.")[0], hook.name.rsplit(".", 1)[-1]
-        return seen[f"{block}.{point}"]
-
-    copied = [
-        (lambda n: n.endswith(("attn.hook_rot_k", "attn.hook_v")), keep),
-        (lambda n: ".cross." in n and n.endswith(("hook_rot_k", "hook_v")), own),
-    ]
-    for hooks in (hidden, copied):
-        torch.testing.assert_close(model.run_with_hooks(ids, fwd_hooks=hooks), vanilla(ids), atol=1e-12, rtol=0)
 
 
 def test_a_gate_without_weights_halves_the_output(tiny):

@@ -133,35 +133,3 @@ def test_every_parameter_and_every_coefficient_learns_from_the_start(any_archite
         assert p.grad.abs().max() > 0, name
         if name.startswith(own) and (p.ndim < 2 or min(p.shape) == 1):
             assert (p.grad != 0).all(), name
-
-
-READERS = [
-    "resformer", "resformer_constant", "resformer_sparse", "resformer_learnable", "resformer_learnable_plus", "resformer_dense",
-    "svformer", "neutreno", "resformer+neutreno", "same_key", "identity_map", "cross_layer_all", "svformer+cla",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("architecture", READERS)
-def test_every_layer_trains_the_first_values(tiny, architecture):
-    """With every other path through the first layer's attention cut, its value projection still learns from each layer."""
-    model = tiny(architecture)
-    ids = tokens(model, 8)
-    branches = [n for n in model.hook_dict if n.endswith(("source.0.hook_v", "cross.0.hook_v", "cross.hook_v"))]
-    assert len(branches) == (1 if architecture == "resformer_sparse" else 2)
-    for reached in branches:
-        cut = [(name, lambda v, hook: v.detach()) for name in branches if name != reached]
-        cut.append(("blocks.0.attn.hook_z", lambda z, hook: z.detach()))
-        model.zero_grad()
-        with model.hooks(cut):
-            model(ids, return_type="loss").backward()
-        assert model.blocks[0].attn.v_proj.weight.grad.abs().max() > 0
-
-
-@pytest.mark.parametrize(
-    ("architecture", "projection"), [("residual_q", "q"), ("residual_k", "k"), ("share_q", "q"), ("cla", "k")]
-)
-def test_readers_train_the_first_queries_and_keys(tiny, architecture, projection):
-    model = tiny(architecture)
-    with model.hooks([("blocks.0.attn.hook_z", lambda z, hook: z.detach())]):
-        model(tokens(model, 8), return_type="loss").backward()
-    assert getattr(model.blocks[0].attn, f"{projection}_proj").weight.grad.abs().max() > 0

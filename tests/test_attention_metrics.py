@@ -54,18 +54,6 @@ def test_norm_weighted_importance_by_hand():
     assert even[0].tolist() == pytest.approx([1.5 * 11 / 18, 0.5 * 3 / 18])
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_norm_weighted_importance_sums_the_norms_of_what_each_weight_writes(randomly, kv_heads):
-    T, heads, d_head, d_model = 9, 4, 6, 24
-    pattern = torch.randn(2, heads, T, T, generator=randomly, dtype=torch.double).tril().abs()
-    v = torch.randn(2, T, kv_heads, d_head, generator=randomly, dtype=torch.double)
-    w_o = torch.randn(heads, d_head, d_model, generator=randomly, dtype=torch.double)
-    written = torch.einsum("bhij,bjhd,hdm->bhijm", pattern, v.repeat_interleave(heads // kv_heads, dim=2), w_o)
-    norms = written.norm(dim=-1).sum((1, 2))
-    found = norm_weighted_importance(pattern.sum(-2), v, w_o)
-    torch.testing.assert_close(found, norms / norms.sum(-1, keepdim=True))
-
-
 def test_norm_weighted_importance_of_uniform_attention_and_equal_norms_is_the_control(randomly):
     T = 12
     c = (T * uniform_importance(T)).expand(1, 2, T)
@@ -82,19 +70,6 @@ def test_a_value_that_the_output_matrix_drops_counts_only_before_it():
     received = torch.tensor([[[1.0, 1.0]]])
     assert norm_weighted_importance(received, v, w_o)[0].tolist() == [0.0, 1.0]
     assert value_weighted_importance(received, v)[0, 0] > 0.8
-
-
-def test_measuring_hands_in_each_layers_own_output_matrix(tiny, ids):
-    model = tiny(dtype=torch.float64)
-    frame = measure(model, "norm_weighted_importance", ids)
-    _, cache = model.run_with_cache(ids)
-    for layer in range(3):
-        stem = f"blocks.{layer}.attn.hook_"
-        expected = norm_weighted_importance(cache[f"{stem}received"], cache[f"{stem}v"], model.blocks[layer].attn.W_O)
-        rows = frame[(frame["layer"] == layer) & frame["variant"].isna() & frame["control"].isna()]
-        assert rows.sort_values("position")["value"].tolist() == pytest.approx(expected.mean(0).tolist(), rel=1e-5)
-        heads = frame[(frame["layer"] == layer) & (frame["variant"] == "per_head")]
-        assert heads.groupby("head")["value"].sum().tolist() == pytest.approx([1.0] * model.config.n_heads)
 
 
 # ---- the first token's part, the own value's -------------------------------------------------------------------------
@@ -122,28 +97,16 @@ def test_value_bias_by_hand():
     assert value_bias(z, v, other=True)[0].tolist() == pytest.approx([half / 2, 0.5])
 
 
-def test_an_exclusive_head_says_nothing_of_its_own_value(tiny, ids):
-    found = measure(tiny("exclusive_attention"), "value_bias", ids).groupby("variant", dropna=False)["value"]
-    assert found.max()[math.nan] < 1e-5
-    assert found.max()["first_position"] == 0, "of the first position nothing is left"
-
-
 # ---- kinds of sinks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mass", "ratio", "spread", "kind"),
     [
-        (0.3, 0.9, 0.1, "none"),
-        (math.nan, 0.9, 0.1, "none"),
-        (0.9, 0.2, 0.9, "no-op"),
-        (0.9, 0.0, 0.0, "no-op"),
-        (0.9, 0.5, 0.5, "broadcast"),
-        (0.9, 1.0, 0.6, "mixed"),
-        (0.9, 0.3, 0.1, "mixed"),
-        (0.9, math.nan, 0.1, "mixed"),
+        (0.3, 0.9, 0.1, "none"), (math.nan, 0.9, 0.1, "none"), (0.9, 0.2, 0.9, "no-op"), (0.9, 0.0, 0.0, "no-op"),
+        (0.9, 0.5, 0.5, "broadcast"), (0.9, 1.0, 0.6, "mixed"), (0.9, 0.3, 0.1, "mixed"), (0.9, math.nan, 0.1, "mixed"),
     ],
-)
+)  # fmt: skip
 def test_kinds_of_sinks_by_their_thresholds(mass, ratio, spread, kind):
     assert sink_kind(mass, ratio, spread) == kind
 

@@ -37,7 +37,7 @@ def drawn(page):
 def pointed(page, row, column, rows, columns, panel=0):
     """Where a cell lies in a map, after it has been scrolled to."""
     box = page.locator(".map").nth(panel)
-    box.scroll_into_view_if_needed()
+    box.hover(trial=True)  # which scrolls to it, again where it is drawn anew meanwhile
     side = box.bounding_box()["width"]
     return box, {"x": (column + 0.5) * side / columns, "y": (row + 0.5) * side / rows}
 

@@ -1,4 +1,4 @@
-"""Pages for everybody, in a real browser: contrast, names, the keyboard alone, narrow screens, and commands pasted as shown."""
+"""Pages for everybody, in a real browser: contrast, names, narrow screens, and commands pasted as shown."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import browsing
 import pandas as pd
 import pytest
-from browsing import downloaded, files_of, picture, settled
+from browsing import at, downloaded, files_of, picture
 from typer.testing import CliRunner
 
 from workbench import plots
 from workbench.cli import app
 
 pytestmark = pytest.mark.slow
-A, BOTH = "a=text-resformer-s0&step=20", "a=text-resformer-s0&step=20&compare=1&b=text-transformer-s0&step_b=20"
+BOTH = "a=text-resformer-s0&step=20&compare=1&b=text-transformer-s0&step_b=20"
 PAGES = {
     "?show=here": 0, "?show=verdicts": 1, "?show=demo": 4, f"?show=model&{BOTH}": 4,
     "training": 3, "training?show=gradients": 2, "training?show=coefficients": 1, "training?show=pace": 2, f"training?{BOTH}": 2,
@@ -129,42 +129,6 @@ WORDS = """
   return said.join('\\n');
 }
 """
-FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-FOCUS = """
-() => {
-  let e = document.activeElement;
-  while (e?.shadowRoot?.activeElement) e = e.shadowRoot.activeElement;
-  if (!e || e === document.body) return null;
-  const dress = () => {
-    const said = [];
-    for (let n = e, i = 0; n && i < 5; n = n.parentElement || (n.getRootNode().host ?? null), i++) {
-      const s = getComputedStyle(n);
-      said.push(s.outline, s.boxShadow, s.borderColor, s.backgroundColor, s.textDecoration);
-    }
-    return said.join('|');
-  };
-  const name = (e.getAttribute('aria-label') || [...(e.labels || [])].map((l) => l.textContent).join('') || e.textContent).trim();
-  window.undressed = () => dress();
-  return { tag: e.tagName, name: name.slice(0, 60), dress: dress() };
-}
-"""
-
-
-@pytest.fixture
-def opened(new_page, server):
-    """`opened()`: a page; nothing may go wrong in it until the test ends."""
-    wrong = []
-    yield lambda **more: browsing.watched(new_page(**more), server, wrong, wrong)
-    assert not wrong
-
-
-def at(page, server, address, figures):
-    """Open an address with models to look at, and wait until it is drawn."""
-    joint = "&" if "?" in address else "?"
-    page.goto(f"{server}/{address}{'' if 'a=' in address else joint + A}")
-    settled(page, figures)
-    if address.startswith("attention"):
-        page.locator(".attention .map canvas").first.wait_for()
 
 
 # ---- every page, each visited once ----
@@ -268,63 +232,7 @@ def test_a_model_has_one_colour_on_every_page_in_light_and_dark(every_page):
     assert len(seen) >= 20
 
 
-# ---- the keyboard, and commands ----
-
-
-@pytest.mark.parametrize(
-    ("address", "figures", "names"),
-    [
-        ("depth?metric=sink_mass", 2, ["Experiment", "Model A", "Training step of A", "Measure", "View", "Relative depth"]),
-        ("attention?layer=1&head=0", 0, ["Text", "Layer", "Head", "More", "Whole prompt"]),
-        ("intervene?edits=sink", 2, ["Text", "Change", "Layers", "Try", "Add", "The changes", "Figure"]),
-    ],
-)  # fmt: skip
-def test_the_tabulator_reaches_every_control_and_shows_where_it_is(opened, server, address, figures, names):
-    page = opened()
-    page.set_viewport_size({"width": 1280, "height": 2400})
-    at(page, server, address, figures)
-    page.add_style_tag(content="* { transition: none !important; }")  # colours that fade in are there at once
-    reached, unseen, last = [], [], None
-    for _ in range(120):
-        page.keyboard.press("Tab")
-        page.evaluate(FRAMES)
-        if last and page.evaluate("window.undressed()") == last["dress"]:
-            unseen.append(last)
-        last = page.evaluate(FOCUS)
-        if last is None:
-            break
-        reached.append(last["name"])
-    assert reached[0] == "Skip to main content"
-    missed = [name for name in names if not any(name in one for one in reached)]  # a button's icon is part of its text
-    assert missed == []
-    assert any("Where this comes from" in name for name in reached), "the drawer at the end"
-    own = address.partition("?")[0].capitalize()
-    blind = [u["name"] for u in unseen if u["tag"] not in ("MAIN", "TD", "CANVAS") and not u["name"].endswith(own)]
-    assert blind == []
-
-
-def test_keys_alone_change_the_view_and_the_address(opened, server):
-    page = opened()
-    at(page, server, "depth?metric=importance_entropy", 1)
-    assert page.title() == "Depth · workbench"
-    page.get_by_role("button", name="models").focus()
-    page.keyboard.press("Enter")
-    page.get_by_role("button", name="ResFormer").focus()
-    page.keyboard.press("Space")
-    page.wait_for_url("**models=**")
-    assert page.evaluate("document.activeElement.textContent") == "ResFormer", "the focus stays"
-    page.keyboard.press("Escape")
-    page.get_by_role("switch", name="Relative depth").focus()
-    page.keyboard.press("Space")
-    page.wait_for_url("**depth=1**")
-    page.get_by_role("combobox", name="Measure").focus()
-    page.keyboard.type("sink rate")
-    page.keyboard.press("Enter")
-    page.wait_for_url("**metric=sink_rate**")
-    settled(page, 1)
-    page.get_by_role("button", name="Figure").first.focus()
-    page.keyboard.press("Enter")
-    page.get_by_role("button", name="Numbers (CSV)").wait_for()
+# ---- commands ----
 
 
 def test_the_command_of_every_page_pasted_into_a_shell_writes_the_numbers_that_the_page_gives(

@@ -20,13 +20,9 @@ from workbench.models import ARCHITECTURES
 
 IDS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
 OPTIONS = {
-    "resformer": {"lambda_v1": 0.3},
-    "svformer": {"anchors": [0, 2]},
-    "neutreno": {"neutreno_lambda": 0.7},
-    "denseformer": {"dilation": 2, "period": 1},
-    "resformer+neutreno": {"lambda_own": 0.9},
-    "residual_k": {"lambda_k1": 0.2},
-}
+    "resformer": {"lambda_v1": 0.3}, "svformer": {"anchors": [0, 2]}, "neutreno": {"neutreno_lambda": 0.7},
+    "denseformer": {"dilation": 2, "period": 1}, "resformer+neutreno": {"lambda_own": 0.9}, "residual_k": {"lambda_k1": 0.2},
+}  # fmt: skip
 
 
 def stir(model):

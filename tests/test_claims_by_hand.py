@@ -16,7 +16,7 @@ from workbench.claims.page import article
 from workbench.claims.sharing import _races
 from workbench.claims.sinks import need_sinks
 from workbench.claims.verdict import InsufficientEvidence
-from workbench.runs.records import provenance
+from workbench.runs.records import provenance, records
 from workbench.runs.run import Run
 
 
@@ -214,4 +214,5 @@ def test_copies_are_known_by_their_weights_where_no_losses_were_written():
         for of, kind in zip(made, "xyx", strict=True) for step in (0, LAST)
     ]  # fmt: skip
     shown = evidence(made, rows)
-    assert collect.seeds_of(shown.runs, shown.told.whole(), shown.kept.whole()) == {"a": 0, "b": 1, "copy": 0}
+    marks = collect.told_apart(records([]), shown.everything())
+    assert collect.seeds_of(shown.runs, marks) == {"a": 0, "b": 1, "copy": 0}

@@ -15,25 +15,9 @@ from workbench.cli import app as commands
 from workbench.cli import main
 
 EXPECTED = {
-    "demo",
-    "train",
-    "study",
-    "estimate",
-    "import",
-    "export",
-    "export-log",
-    "push",
-    "measure",
-    "analyze",
-    "generate",
-    "plot",
-    "report",
-    "ship",
-    "xray",
-    "app",
-    "list",
-    "view",
-}
+    "demo", "train", "study", "estimate", "import", "export", "export-log", "push", "measure", "analyze", "generate", "plot",
+    "report", "ship", "xray", "app", "list", "view",
+}  # fmt: skip
 
 
 def run(*arguments, cwd=None, **environment):

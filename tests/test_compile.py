@@ -104,7 +104,7 @@ def test_is_one_graph_that_hears_hooks_added_later(tiny, ids, architecture):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["resformer", "cross_layer", "residual_attention"])
+@pytest.mark.parametrize("architecture", ["resformer", "cross_layer"])
 def test_other_lengths_break_no_graph(tiny, architecture):
     model = tiny(architecture, config={"n_layers": 2, "n_ctx": 150})
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -115,7 +115,7 @@ def test_other_lengths_break_no_graph(tiny, architecture):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["resformer_learnable", "denseformer", "cross_layer"])
+@pytest.mark.parametrize("architecture", ["resformer_learnable+denseformer", "cross_layer"])
 def test_a_compiled_training_step_equals_the_uncompiled_one(tiny, ids, architecture):
     model = tiny(architecture)
     twin = copy.deepcopy(model)
@@ -251,6 +251,10 @@ def check_decoding(compiled, model, sizes, **options):
     assert breaks() == 0
 
 
+PASSING_BY = ("resformer_dense", "resformer", "neutreno+value_embedding", "neutreno+attention_residuals")
+"""What they do beside a plain decoder, a cache hears nothing of: it is compiled above."""
+
+
 def test_cached_decoding_is_one_graph_for_many_steps(tiny):
     model = tiny("svformer", config={"n_layers": 2})
     check_decoding(torch.compile(model, backend="eager", fullgraph=True), model, [9, *[1] * 8])
@@ -258,19 +262,15 @@ def test_cached_decoding_is_one_graph_for_many_steps(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", TOGETHER)
+@pytest.mark.parametrize("architecture", [name for name in TOGETHER if name not in PASSING_BY])
 def test_cached_decoding_breaks_no_graph(tiny, architecture):
     model = tiny(architecture, config={"n_layers": 2})
     check_decoding(torch.compile(model, backend="eager", fullgraph=True), model, [9, 1], reserve=10)
 
 
 @pytest.mark.slow
-def test_cached_decoding_breaks_no_graph_whatever_the_room_type_and_mode(tiny):
+def test_cached_decoding_breaks_no_graph_whatever_the_type_and_mode(tiny):
     model = tiny("resformer", config={"n_layers": 2})
-    check_decoding(
-        torch.compile(model, backend="eager", fullgraph=True), model, [3, 1, 1, 1, 1]
-    )  # the room grows twice
-    torch._dynamo.reset()
     with torch.inference_mode():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         check_decoding(compiled, model, [8, 1, 6], dtype=torch.bfloat16)
@@ -313,23 +313,27 @@ def test_the_loss_is_part_of_the_graph(tiny, ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_hooks_of_before_the_compiler_is_imported_are_heard_or_refused_by_name(fullgraph):
+def test_hooks_of_before_the_compiler_is_imported_are_heard_or_refused_by_name():
     """Models import no compiler. A whole graph has no place for hooks, and this one has learned too late to step out of it."""
     code = f"""
-import sys, torch, workbench
+import os, sys, torch, workbench
 model = workbench.build("resformer", {{"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 16, "d_vocab": 9, "n_ctx": 8}})
 ids = torch.tensor([[1, 2, 3]])
 model.run_with_cache(ids)
+whole = os.fork() == 0  # imports once, compiles apart
 with model.hooks([("{POINT}", lambda value, hook: torch.zeros_like(value))]):
     without_values = model(ids)
     assert "torch._dynamo" not in sys.modules
-    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph={fullgraph})(ids), without_values)
+    try:
+        torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=whole)(ids), without_values)
+        assert not whole
+    except torch._dynamo.exc.Unsupported as error:
+        assert whole and "compile the model itself, torch.compile(model), and where nothing" in str(error)
 assert torch._dynamo.config.skip_nnmodule_hook_guards and torch.compiler.get_default_backend() == "inductor"
+assert whole or os.wait()[1] == 0
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (found.returncode == 1) == fullgraph, found.stderr
-    assert ("compile the model itself, torch.compile(model), and where nothing" in found.stderr) == fullgraph
+    assert found.returncode == 0, found.stderr
 
 
 # ---- PyTorch's own backend -------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import tomllib
 from pathlib import Path
 
 import generate
+import numpy as np
+import pictures
 import pytest
 import typer
 
@@ -31,6 +33,14 @@ def test_the_page_of_evidence_says_what_the_shipped_runs_say():
     stale = [path.name for path, content in made.items() if path.read_text(encoding="utf-8") != content]
     assert not stale, "run `make docs`"
     assert next(iter(made.values())).count("\n- Here: ") >= 20, "claims with a verdict"
+
+
+def test_the_readmes_picture_shows_the_shipped_runs():
+    numbers = pictures.numbers(pictures.resting())
+    assert sum(len(line) > 20 for line in numbers) >= 20, "lines and bands of five models in two panels"
+    kept = pictures.kept(pictures.RESTING.read_text(encoding="utf-8"))
+    assert [len(line) for line in kept] == [len(line) for line in numbers], "run `make docs`"
+    np.testing.assert_allclose(np.concatenate(kept), np.concatenate(numbers), rtol=1e-4, err_msg="run `make docs`")
 
 
 def test_constraints_record_no_addresses_and_one_torch():

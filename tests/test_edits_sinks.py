@@ -60,23 +60,6 @@ def test_a_cut_sink_is_the_one_of_forbidden_scores(awake, any_architecture):
 
 
 @torch.no_grad()
-def test_rows_of_a_cut_pattern_sum_to_one_without_the_sink(tiny, any_architecture):
-    model, ids = tiny(any_architecture), some_tokens()
-    names = [n for n in model.hook_dict if re.fullmatch(r"blocks\.2\.attn\.(cross\.(\d\.)?)?hook_pattern", n)]
-    with edited(model, "sink:layer=2,head=1"):
-        _, cache = model.run_with_cache(
-            ids, names_filter=[*names, *(n for n in model.hook_dict if n.endswith("_null"))]
-        )
-    pattern = torch.stack([cache[name] for name in names])
-    none = cache.cache_dict.get("blocks.2.attn.hook_null", torch.zeros(2, 4, 16))
-    torch.testing.assert_close(pattern.sum((0, -1)) + none, torch.ones(2, 4, 16), rtol=0, atol=1e-5)
-    assert not pattern[:, :, 1, 1:, 0].any()
-    assert pattern[:, :, 0, 1:, 0].any(), "other heads keep theirs"
-    itself = pattern[:, :, 1, 0, 0].sum(0) + none[:, 1, 0]
-    torch.testing.assert_close(itself, torch.ones(2), rtol=0, atol=1e-6)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("text", ["sink", "sink:how=keep"])
 def test_a_cut_sink_forms_no_square_array(tiny, monkeypatch, text):
     def refuse(q, k):

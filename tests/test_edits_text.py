@@ -16,19 +16,11 @@ from workbench.interventions.edits.outputs import Remove
 from workbench.interventions.edits.sink import Sink
 
 TEXTS = [
-    "coefficient:layer=2,source=first,value=0.25",
-    "coefficient:path=stream,value=-1.0",
-    "values:layer=1..2,head=0/2,how=token_mean,site=own_v",
-    "values:how=layer,from_layer=1",
-    "values:how=shuffle,seed=3",
-    "sink:layer=2,head=1",
-    "sink:position=0/-1,how=keep",
-    "remove:layer=2,part=mlp",
-    "patch:layer=2,site=v,position=5",
-    "patch:site=z,head=1,position=-2..-1,prompt=same,from_position=3..4",
-    "head:layer=1,head=0/2,how=mean",
-    "remove",
-]
+    "coefficient:layer=2,source=first,value=0.25", "coefficient:path=stream,value=-1.0",
+    "values:layer=1..2,head=0/2,how=token_mean,site=own_v", "values:how=layer,from_layer=1", "values:how=shuffle,seed=3",
+    "sink:layer=2,head=1", "sink:position=0/-1,how=keep", "remove:layer=2,part=mlp", "patch:layer=2,site=v,position=5",
+    "patch:site=z,head=1,position=-2..-1,prompt=same,from_position=3..4", "head:layer=1,head=0/2,how=mean", "remove",
+]  # fmt: skip
 
 
 def test_every_kind_has_common_forms_in_words():

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from observed import LAMBDAS, see
-from strangers import (
-    GPT,
-    large,
-)
+from strangers import GPT, large
 
 import workbench
 from workbench.errors import WorkbenchError

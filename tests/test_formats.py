@@ -189,18 +189,12 @@ def test_prefixes_of_real_wrappers_come_off_nested(tmp_path, vanilla):
     assert (model.source["step"], model.source["format"]) == (12, "PyTorch container")
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    [
-        "module.",
-        "_orig_mod.",
-        "model.",
-        "module.module.",
-        "_fsdp_wrapped_module.module.",
-        "module._orig_mod.model.",
-        "",
-    ],
-)
+PREFIXES = (
+    "module.", "_orig_mod.", "model.", "module.module.", "_fsdp_wrapped_module.module.", "module._orig_mod.model.", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
 def test_every_nesting_of_prefixes_is_taken_off_and_told(tmp_path, vanilla, prefix):
     tensors = {prefix + name: t for name, t in llama_tensors(vanilla).items()}
     torch.save(

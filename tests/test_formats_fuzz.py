@@ -27,15 +27,8 @@ HARMLESS = (
 )  # fmt: skip
 """Forms of which a damaged one is another sound one, or as good as absent."""
 RUNNING = {
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.fork",
-    "subprocess.Popen",
-    "socket.connect",
-    "pty.spawn",
-}
+    "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "socket.connect", "pty.spawn",
+}  # fmt: skip
 heard: list[str] = []
 
 

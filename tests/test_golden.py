@@ -18,13 +18,9 @@ from workbench.names import stream_hook
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
-RESULTS = {
-    "architecture",
-    "loss",
-    "token_importance_entropy_by_layer",
-    "hidden_state_similarity_by_layer",
-    "grad_norm",
-}
+RESULTS = (
+    "architecture", "loss", "token_importance_entropy_by_layer", "hidden_state_similarity_by_layer", "grad_norm",
+)  # fmt: skip
 
 
 class Reference:
@@ -49,65 +45,34 @@ def golden(request):
 def test_all_references_are_here():
     assert len(FOLDERS) == 22
     assert {Reference(name).found["architecture"] for name in FOLDERS} == {
-        "transformer",
-        "resformer",
-        "svformer",
-        "neutreno",
-        "resformer+neutreno",
-        "denseformer",
-        "attention_residuals",
-        "post_norm",
-        "hyper_connections",
-        "exclusive_attention",
-        "gated_attention",
-        "gated_value_embedding",
-        "satformer",
-        "sink_logit",
-    }
+        "transformer", "resformer", "svformer", "neutreno", "resformer+neutreno", "denseformer", "attention_residuals", "post_norm",
+        "hyper_connections", "exclusive_attention", "gated_attention", "gated_value_embedding", "satformer", "sink_logit",
+    }  # fmt: skip
 
 
-def test_logits_and_loss(golden):
-    logits, loss = golden.load()(golden.ids, return_type="both")
+def test_a_published_implementation_is_reproduced(golden):
+    """Logits, loss, first and last attention, gradients, importance entropy, and similarity of what each block and the head read."""
+    model, found = golden.load(), golden.found
+    depth = model.config.n_layers
+    logits, loss = model(golden.ids, return_type="both")
     torch.testing.assert_close(logits, golden.tensors["logits"], atol=1e-5, rtol=0)
-    assert loss.item() == pytest.approx(golden.found["loss"], abs=1e-5)
-
-
-def test_attention_of_first_and_last_layer(golden):
-    model = golden.load()
-    _, cache = model.run_with_cache(golden.ids)
-    for layer, name in ((0, "attention_first"), (-1, "attention_last")):
-        torch.testing.assert_close(cache["pattern", layer], golden.tensors[name], atol=1e-5, rtol=0)
-
-
-def test_gradient_norm_of_every_tensor(golden):
-    model = golden.load()
-    model(golden.ids, return_type="loss").backward()
+    assert loss.item() == pytest.approx(found["loss"], abs=1e-5)
+    loss.backward()
     norms = {llama_name(name): p.grad.norm().item() for name, p in model.named_parameters()}
     # what streams that are still alike are read with has no gradient but rounding's
-    assert norms == {
-        name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in golden.found["grad_norm"].items()
-    }
-
-
-def test_token_importance_entropy_of_every_layer(golden):
-    model = golden.load()
-    _, cache = model.run_with_cache(golden.ids, names_filter=lambda name: name.endswith(("hook_received", "hook_null")))
+    assert norms == {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in found["grad_norm"].items()}
+    _, cache = model.run_with_cache(golden.ids)
     null = cache.cache_dict.get  # what goes to no token, where a column of the softmax is none
-    found = [
+    for layer, name in ((0, "attention_first"), (-1, "attention_last")):
+        torch.testing.assert_close(cache["pattern", layer], golden.tensors[name], atol=1e-5, rtol=0)
+    streams = [cache[stream_hook(n, depth)] for n in (*range(depth), "final")]
+    similarity = [token_similarity(x).mean().item() for x in streams]
+    assert similarity == pytest.approx(found["hidden_state_similarity_by_layer"], abs=1e-4)
+    entropy = [
         importance_entropy(cache["received", n, "attn"], null(f"blocks.{n}.attn.hook_null")).mean().item()
-        for n in range(model.config.n_layers)
+        for n in range(depth)
     ]
-    assert found == pytest.approx(golden.found["token_importance_entropy_by_layer"], abs=1e-4)
-
-
-def test_token_similarity_of_every_stream(golden):
-    """Index n is what block n reads; the published last entry stands after the final norm."""
-    model = golden.load()
-    depth = model.config.n_layers
-    names = [stream_hook(n, depth) for n in (*range(depth), "final")]
-    _, cache = model.run_with_cache(golden.ids, names_filter=names)
-    found = [token_similarity(cache[name]).mean().item() for name in names]
-    assert found == pytest.approx(golden.found["hidden_state_similarity_by_layer"], abs=1e-4)
+    assert entropy == pytest.approx(found["token_importance_entropy_by_layer"], abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,7 @@ from jaxtyping import TypeCheckError
 from kernel_inputs import NAMES, LargestTensor, close, draw, truth
 
 from workbench.errors import WorkbenchError
-from workbench.kernels import (
-    attention_reference,
-    attention_statistics,
-)
+from workbench.kernels import attention_reference, attention_statistics
 from workbench.kernels.fused import runs_fused
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

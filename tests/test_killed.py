@@ -96,30 +96,32 @@ def test_what_jobs_return_is_heard(forkserver):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_killed_series_goes_on_where_it_was(tmp_path, how):
+def test_a_killed_series_goes_on_where_it_was(tmp_path):
+    """First by Ctrl-C, then without a word."""
     run = train(
         "resformer", RepeatedData(64), name="r", runs=tmp_path, model=QUICK_MODEL.replace(d_vocab=64), train=SERIES, device="cpu"
     )  # fmt: skip
-    metrics = ["-m", "layer_similarity", "-m", "sublayer_removal"]
-    command = ["measure", run.path, *metrics, "--steps", "all", "--n", "128", "--json"]
-    process = started(*command)
-    _, errors = killed(process, [run.path], how, 2)
-    assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
-    assert "Traceback" not in errors
-    if how == signal.SIGINT:
-        assert "stopped; the same command goes on from here" in errors
-    before = kept([run.path])
-    assert 2 <= len(before) < len(run.steps)
+    metrics = ["layer_similarity", "sublayer_removal"]
+    command = ["measure", run.path, "-m", metrics[0], "-m", metrics[1], "--steps", "all", "--n", "128", "--json"]
+    before = {}
+    for how in (signal.SIGINT, signal.SIGKILL):
+        process = started(*command)
+        _, errors = killed(process, [run.path], how, len(before) + 1)
+        assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+        assert "Traceback" not in errors
+        assert ("stopped; the same command goes on from here" in errors) == (how == signal.SIGINT)
+        assert list((run.path / "records").glob("*.part")) == [] or how == signal.SIGKILL
+        after = kept([run.path])
+        assert len(before) < len(after) < len(run.steps)
+        assert {path: after[path] for path in before} == before, "nothing is measured twice"
+        before = after
     again = started(*command)
     told, errors = again.communicate(timeout=250)
     assert again.returncode == 0, errors
     after = kept([run.path])
     assert {path: after[path] for path in before} == before, "nothing is measured twice"
-    assert pd.DataFrame(json.loads(told)).groupby("metric")["step"].nunique().to_dict() == {
-        "layer_similarity": len(run.steps), "sublayer_removal": len(run.steps),
-    }  # fmt: skip
-    assert not list((run.path / "records").glob("*.part")) or how == signal.SIGKILL
+    steps = pd.DataFrame(json.loads(told)).groupby("metric")["step"].nunique().to_dict()
+    assert steps == dict.fromkeys(metrics, len(run.steps))
 
 
 @pytest.mark.slow

@@ -26,10 +26,7 @@ SMALL = ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, 
         ),
         (lambda: build("transformer", "tiny", lambda_v1=1), "unknown option of transformer 'lambda_v1'"),
         (lambda: build("transformer", "tinny"), "unknown preset 'tinny'; did you mean tiny"),
-        (
-            lambda: build("transformer", {"n_layer": 2}),
-            "unknown config key 'n_layer'; did you mean n_layers",
-        ),
+        (lambda: build("transformer", {"n_layer": 2}), "unknown config key 'n_layer'; did you mean n_layers"),
         (lambda: SMALL.replace(dmodel=3), "unknown config key 'dmodel'; did you mean d_model"),
         (lambda: TrainConfig.of({"step": 2}), "unknown training key 'step'; did you mean steps"),
         (
@@ -63,10 +60,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(ask, told):
         (lambda: build("transformer", None), "a preset's name, a ModelConfig or a mapping"),
         (lambda: SMALL.replace(n_heads=5), r"n_heads=5 .* choose from \[1, 2, 3, 4, 6"),
         (lambda: SMALL.replace(n_heads=96), "even heads"),
-        (
-            lambda: SMALL.replace(n_key_value_heads=3),
-            r"does not divide n_heads=4; choose from \[1, 2, 4\]",
-        ),
+        (lambda: SMALL.replace(n_key_value_heads=3), r"does not divide n_heads=4; choose from \[1, 2, 4\]"),
         (lambda: SMALL.replace(n_layers=0), "n_layers=0: must be a positive int"),
         (lambda: SMALL.replace(n_layers=2.0), "n_layers=2.0: must be a positive int"),
         (lambda: SMALL.replace(n_layers=True), "n_layers=True: must be a positive int"),

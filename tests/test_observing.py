@@ -6,16 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from observed import LAMBDAS, STRANGERS, logits_of, pattern_of, see
-from strangers import (
-    GPT,
-    LAYERS,
-    D,
-    GroupedAttention,
-    InPlaceBlock,
-    SharedValues,
-    eagerly,
-    large,
-)
+from strangers import GPT, LAYERS, GroupedAttention, InPlaceBlock, SharedValues, eagerly, large
 
 import workbench
 from workbench.kernels.reference import statistics_of
@@ -68,43 +59,6 @@ def test_values_pattern_and_statistics_are_those_the_module_computes(name, ids):
         added = cache[f"blocks.{i}.hook_attn_out"] + cache[f"blocks.{i}.hook_mlp_out"]
         stream = cache[f"blocks.{i}.hook_resid_post"] - cache[f"blocks.{i}.hook_resid_pre"]
         torch.testing.assert_close(added, stream, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["hidden lambdas", "einsum", "bare matrix", "nested outputs"])
-@torch.no_grad()
-def test_named_values_equal_those_worked_out_by_hand(name, ids):
-    module = large(STRANGERS[name]())
-    observed = see(module, ids)
-    made = {}
-    blocks = module.layers if name == "nested outputs" else module.transformer.h
-    pairs = {"bare matrix": [(0, 1), (0.3, 0.7), (0.3, 0.7)], "nested outputs": [(0, 1), (0.5, 0.5), (0.5, 0.5)]}.get(
-        name, [(0, 1), *LAMBDAS[1:]]
-    )
-    handles = [
-        b.attn.register_forward_pre_hook(
-            lambda m, a, k, i=i: made.update({i: k.get("x", a[0] if a else None)}), with_kwargs=True
-        )
-        for i, b in enumerate(blocks)
-    ]
-    module(ids)
-    for handle in handles:
-        handle.remove()
-    _, cache = observed.run_with_cache(ids)
-    matrix = {
-        "bare matrix": lambda a, x: x @ a.wv,
-        "nested outputs": lambda a, x: a.v_proj(x),
-    }.get(name, lambda a, x: a.c_attn(x)[..., 2 * D :])
-    own = [matrix(b.attn, made[i]).unflatten(-1, (4, 8)) for i, b in enumerate(blocks)]
-    for i, (first, mine) in enumerate(pairs):
-        torch.testing.assert_close(cache[f"blocks.{i}.attn.own.hook_v"], own[i], atol=1e-6, rtol=0)
-        torch.testing.assert_close(
-            cache[f"blocks.{i}.attn.hook_v"], first * own[0] + mine * own[i], atol=1e-6, rtol=1e-6
-        )
-        if i:
-            torch.testing.assert_close(cache[f"blocks.{i}.attn.source.0.hook_v"], own[0], atol=1e-6, rtol=0)
-            torch.testing.assert_close(
-                cache[f"blocks.{i}.attn.hook_v_mix"], torch.tensor([first, mine]), atol=1e-6, rtol=0
-            )
 
 
 @torch.no_grad()

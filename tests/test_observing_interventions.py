@@ -6,45 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from observed import LAMBDAS, STRANGERS, see
-from strangers import (
-    GPT,
-    LAYERS,
-    D,
-    Inline,
-    Looped,
-    SharedValues,
-    eagerly,
-    large,
-)
+from strangers import GPT, LAYERS, D, Inline, Looped, SharedValues, large
 
 from workbench.errors import WorkbenchError
 from workbench.interventions import replaced, token_means
 from workbench.observing.recognition.blocks import number
-
-
-def edited(layer, change):
-    """The module whose attention itself changes q, k, v at a layer: what an intervention must equal."""
-
-    def attend(q, k, v, at):
-        q, k, v = change(q, k, v) if at == layer else (q, k, v)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return large(GPT(LAMBDAS, attend))
-
-
-@pytest.mark.parametrize("form", [None, "torch", "einsum", "ellipsis", "baddbmm"])
-@torch.no_grad()
-def test_replaced_values_queries_and_keys_run_as_if_the_module_were_rewritten(form, ids):
-    observed = see(large(GPT(LAMBDAS, eagerly(form)) if form else GPT(LAMBDAS)), ids)
-    for point, change in {
-        "v": lambda q, k, v: (q, k, v * 0),
-        "rot_q": lambda q, k, v: (q * 3, k, v),
-        "rot_k": lambda q, k, v: (q, k.flip(2), v),
-    }.items():
-        answer = {"v": lambda x, hook: x * 0, "rot_q": lambda x, hook: x * 3, "rot_k": lambda x, hook: x.flip(1)}[point]
-        with observed.hooks([(f"blocks.1.attn.hook_{point}", answer)]):
-            found = observed(ids)
-        torch.testing.assert_close(found, edited(1, change)(ids)[0], atol=2e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -64,7 +30,7 @@ def test_replaced_own_values_reach_the_layers_that_mix_them(ids):
 @torch.no_grad()
 def test_patterns_head_outputs_and_stream_can_be_replaced(name, ids):
     observed = see(large(STRANGERS[name]()), ids)
-    _, cache = observed.run_with_cache(ids)
+    plain, cache = observed.run_with_cache(ids)
     uniform = torch.ones(40, 40).tril() / torch.arange(1, 41)[:, None]
     seen = {}
 
@@ -93,7 +59,7 @@ def test_patterns_head_outputs_and_stream_can_be_replaced(name, ids):
             ("blocks.2.hook_resid_post", lambda x, hook: cache["blocks.2.hook_resid_post"]),
         ]
     ):
-        torch.testing.assert_close(observed(ids), observed(ids))
+        torch.testing.assert_close(observed(ids), plain)
     with observed.hooks(
         [
             ("blocks.1.hook_attn_out", lambda x, hook: x * 0),
@@ -215,10 +181,12 @@ def test_gradients_of_activations_equal_those_of_the_module_itself(name, ids):
     assert "blocks.1.attn.source.0.hook_v" not in every
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["fused", "grouped heads", "repeated heads", "repeated by hand", "grouped einsum", "torch.softmax", "baddbmm"],
-)
+ATTENDING = (
+    "fused", "grouped heads", "repeated heads", "repeated by hand", "grouped einsum", "torch.softmax", "einsum", "ellipsis", "baddbmm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENDING)
 @torch.no_grad()
 def test_each_activation_passes_its_hook_once_and_what_the_hook_returns_is_used_once(name, ids):
     """Every second head doubled (all keys' and values' heads differ, so that a group repeated wrongly is another)."""

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_inputs import LargestTensor
 from observed import LAMBDAS, pattern_of, see
-from strangers import (
-    GPT,
-    LAYERS,
-    VOCABULARY,
-    Averaged,
-    D,
-    flash,
-    large,
-)
+from strangers import GPT, LAYERS, VOCABULARY, Averaged, D, flash, large
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import workbench
 from workbench.errors import WorkbenchError
@@ -168,27 +160,14 @@ def test_functions_of_the_attention_interface_are_heard(ids):
         del AttentionInterface._global_mapping["strangers_kernel"]
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation makes."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.most = max(self.most, tensor.numel())
-        return out
-
-
 @torch.no_grad()
 def test_long_sequences_need_no_square_array(ids):
     observed = see(hugging_face("llama", "sdpa"), ids)
     T = 1536
     long = torch.randint(VOCABULARY, (1, T), generator=torch.Generator().manual_seed(0))
-    with Largest() as largest:
+    with LargestTensor() as largest:
         frame = workbench.measure(observed, ["importance_entropy", "row_entropy", "sink_mass", "value_norm"], long)
-    assert largest.most < T * T / 2
+    assert largest.numel < T * T / 2
     assert frame["T"].eq(T).all()
 
 

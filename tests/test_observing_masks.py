@@ -8,11 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from observed import BEFORE, PLACE, see
-from strangers import (
-    GPT,
-    VOCABULARY,
-    large,
-)
+from strangers import GPT, VOCABULARY, large
 
 import workbench
 from workbench.errors import WorkbenchError

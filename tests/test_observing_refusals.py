@@ -8,16 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from observed import BEFORE, pattern_of, see
-from strangers import (
-    GPT,
-    VOCABULARY,
-    D,
-    Pair,
-    causal,
-    flash,
-    large,
-    split,
-)
+from strangers import GPT, VOCABULARY, D, Pair, causal, flash, large, split
 from torch import nn
 
 from workbench.errors import BadData, UnknownName, WorkbenchError

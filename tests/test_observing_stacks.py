@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from observed import see
-from odd_stacks import (
-    Gated,
-    Headed,
-    Outside,
-    Scaled,
-    Streams,
-    half_written,
-    hybrid,
-    sinking,
-    talking,
-)
+from odd_stacks import Gated, Headed, Outside, Scaled, Streams, half_written, hybrid, sinking, talking
 from strangers import GPT, HEADS, LAYERS, D, FusedAttention, large
 
 import workbench
@@ -55,18 +45,10 @@ def test_what_the_attention_reads_is_no_stream_where_additions_stand_outside(mak
     assert workbench.measure(observed, "value_norm", ids)["layer"].nunique() == LAYERS
 
 
-@torch.no_grad()
-def test_a_scaled_addition_is_a_stream_all_the_same(ids):
-    module = large(GPT(block=Scaled))
-    observed = see(module, ids)
-    assert observed.architecture == "transformer"
-    _, cache = observed.run_with_cache(ids)
-    assert torch.equal(cache["blocks.1.hook_resid_post"], seen(module, ids, "transformer.h.1")[0])
-
-
 @pytest.mark.parametrize("block", [None, Scaled])
 @torch.no_grad()
 def test_a_block_without_attention_keeps_its_number_and_shows_its_stream(block, ids):
+    """Also where what is added is scaled."""
     module = large(hybrid(**({"block": block} if block else {})))
     observed = see(module, ids)
     assert (observed.config.n_layers, observed.architecture) == (LAYERS, "unknown")

@@ -22,22 +22,13 @@ def awake(awake):
 # ---- activation patching ---------------------------------------------------------------------------------------------
 
 SWEEPS = {
-    "resid_pre": ("resid_pre", "pos"),
-    "resid_mid": ("resid_mid", "pos"),
-    "attn_out": ("attn_out", "pos"),
-    "mlp_out": ("mlp_out", "pos"),
-    "attn_head_out_by_pos": ("z", "pos head"),
-    "attn_head_q_by_pos": ("q", "pos head"),
-    "attn_head_k_by_pos": ("k", "pos head"),
-    "attn_head_v_by_pos": ("v", "pos head"),
-    "attn_head_pattern_by_pos": ("pattern", "head dest"),
-    "attn_head_pattern_dest_src_pos": ("pattern", "head dest src"),
-    "attn_head_out_all_pos": ("z", "head"),
-    "attn_head_q_all_pos": ("q", "head"),
-    "attn_head_k_all_pos": ("k", "head"),
-    "attn_head_v_all_pos": ("v", "head"),
-    "attn_head_pattern_all_pos": ("pattern", "head"),
-}
+    "resid_pre": ("resid_pre", "pos"), "resid_mid": ("resid_mid", "pos"), "attn_out": ("attn_out", "pos"),
+    "mlp_out": ("mlp_out", "pos"), "attn_head_out_by_pos": ("z", "pos head"), "attn_head_q_by_pos": ("q", "pos head"),
+    "attn_head_k_by_pos": ("k", "pos head"), "attn_head_v_by_pos": ("v", "pos head"),
+    "attn_head_pattern_by_pos": ("pattern", "head dest"), "attn_head_pattern_dest_src_pos": ("pattern", "head dest src"),
+    "attn_head_out_all_pos": ("z", "head"), "attn_head_q_all_pos": ("q", "head"), "attn_head_k_all_pos": ("k", "head"),
+    "attn_head_v_all_pos": ("v", "head"), "attn_head_pattern_all_pos": ("pattern", "head"),
+}  # fmt: skip
 """What each sweep patches, and over which axes beside the layer."""
 ENDS = ("resid_pre", "attn_head_q_by_pos", "attn_head_v_by_pos", "attn_head_pattern_all_pos")
 """Sweeps of what architectures do differently; the others are of what all share, and run on a few."""

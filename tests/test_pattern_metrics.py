@@ -9,7 +9,7 @@ import torch
 from tensors import seeded
 
 from workbench import plots
-from workbench.kernels.attention import attention_reference, attention_statistics
+from workbench.kernels.attention import attention_statistics
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.metrics.attention import (
@@ -97,19 +97,6 @@ def test_sinks_by_hand():
 
 def test_a_head_without_numbers_is_not_a_head_without_a_sink():
     assert sink_rate(torch.full((1, 2, 64), math.nan)).isnan().all()
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_stripes_equal_the_dense_pattern(kv_heads):
-    T, period = 24, 12
-    q, k, v = (seeded(2, T, h, 8, seed=s) for s, h in ((1, 4), (2, kv_heads), (3, kv_heads)))
-    lse = attention_statistics(q, k, v)[1].lse
-    pattern = attention_reference(q, k, v)[1]
-    rows = torch.arange(period, T)
-    tokens = torch.zeros(2, T, dtype=torch.long)
-    for previous, offset in ((False, period - 1), (True, 1)):
-        dense = pattern[..., rows, rows - offset].mean(-1)
-        torch.testing.assert_close(induction_score(q, k, lse, tokens, previous=previous), dense)
 
 
 def test_induction_of_a_perfect_copier_and_of_uniform_attention():

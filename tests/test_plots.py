@@ -51,6 +51,14 @@ def test_a_layer_profile_has_lines_bands_init_and_baseline():
     assert "nats" in figure.layout.yaxis.title.text
 
 
+def test_a_baseline_is_that_of_the_trained_model_and_no_mean_with_random_init():
+    frame = of(rows(seeds=1), "importance_entropy")
+    control = frame["control"].notna()
+    frame.loc[control, "value"] = frame.loc[control, "step"].map({0: 9.0, 20: 1.0}).astype("float64")
+    (line,) = named(plots.plot(frame), "uniform causal")
+    assert set(line.y) == {1.0}
+
+
 def test_a_baseline_far_from_all_lines_does_not_squeeze_them_and_is_told():
     frame = of(rows(), "importance_entropy")
     lines = frame.loc[frame["control"].isna(), "value"]

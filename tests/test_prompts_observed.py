@@ -14,7 +14,6 @@ from workbench.prompts import (
     attention_inputs,
     attention_map,
     attention_overview,
-    logit_attribution,
     logit_lens,
     next_tokens,
     token_identity,
@@ -118,16 +117,3 @@ def test_an_observed_model_whose_output_does_not_follow_its_last_stream_has_no_l
     monkeypatch.setattr(observed, "everywhere", lambda ids: fixed)
     with pytest.raises(BadData, match="reads its output from elsewhere"):
         logit_lens(observed, some_ids())
-
-
-def test_an_observed_model_says_who_says_so(observed):
-    """Levels that sum to the logit the module gives, value paths among them; `test_observing_parts` has what is refused."""
-    ids = some_ids()
-    found = logit_attribution(observed, ids, -1, 5, 11)
-    row = observed.foreign(ids)[0][0, -1].detach()
-    assert found.logit == pytest.approx(float(row[5] - row[11]), abs=1e-5)
-    assert list(found.totals) == ["layer", "head", "value_path"]
-    assert found.error < 1e-4
-    assert set(found.frame["path"].dropna()) == {"own", "first"}
-    with pytest.raises(BadData, match="token id 61 leaves"):
-        logit_attribution(observed, ids, -1, 61)

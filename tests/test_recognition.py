@@ -274,32 +274,6 @@ def architecture_of(values, owns, **more):
     return named(layers, fit_value_paths(layers, {}))
 
 
-def test_values_of_their_own_make_a_transformer():
-    assert architecture_of(V, V) == ("transformer", {}, "")
-
-
-def test_a_constant_share_of_the_first_values_makes_a_resformer_of_the_layers_that_have_it():
-    mixed = [V[0], *(0.3 * V[0] + 0.8 * v for v in V[1:])]
-    name, options, reason = architecture_of(mixed, V)
-    assert (name, options, reason) == ("resformer", pytest.approx({"lambda_v1": 0.3, "lambda_own": 0.8}, abs=1e-6), "")
-    name, options, _ = architecture_of([V[0], V[1], *mixed[2:]], V)
-    assert (name, options.pop("layers")) == ("resformer", (2, 3))
-    assert options == pytest.approx({"lambda_v1": 0.3, "lambda_own": 0.8}, abs=1e-6)
-    _, options, _ = architecture_of([V[0], 0.2 * V[0] + V[1], 0.4 * V[0] + V[2], 0.3 * V[0] + V[3]], V)
-    assert options == pytest.approx({"lambda_own": 1.0}, abs=1e-6), "what is not shared is no option"
-
-
-def test_values_that_are_only_scaled_or_mixed_by_head_are_of_no_architecture():
-    assert architecture_of([V[0], *(2 * v for v in V[1:])], V)[0] == "unknown"
-    share = torch.tensor([0.1, 0.2, 0.3])[:, None]
-    layers = layers_of([V[0], *(share * V[0] + v for v in V[1:])], V)
-    paths = fit_value_paths(layers, {})
-    name, _, reason = named(layers, paths)
-    assert (name, reason) == ("unknown", "values are mixed in a way of their own; see value_paths()")
-    assert [p.head for p in paths] == [None, *[0, 1, 2] * 3]
-    assert [p.coefficients["first"] for p in paths[1:]] == pytest.approx([0.1, 0.2, 0.3] * 3, abs=1e-6)
-
-
 def test_values_of_all_layers_so_far_make_a_dense_resformer_unless_heads_differ():
     dense = [V[0], 0.5 * V[0] + V[1], 0.2 * V[0] + 0.3 * V[1] + V[2], 0.1 * V[1] + 0.6 * V[2] + V[3]]
     layers = layers_of(dense, V)
@@ -313,15 +287,6 @@ def test_values_of_all_layers_so_far_make_a_dense_resformer_unless_heads_differ(
     assert architecture_of(by_head, V)[0] == "unknown"
     pair = [V[0], V[1], 0.5 * V[1] + 0.5 * V[0], V[3]]
     assert architecture_of(pair, [V[0], V[1], None, V[3]])[0] == "unknown", "no values of its own among them"
-
-
-def test_shared_values_are_those_of_svformer_and_with_the_keys_those_of_cla():
-    values, owns = [V[0], V[0], V[2], V[2]], [V[0], None, V[2], None]
-    assert architecture_of(values, owns) == ("svformer", {"anchors": (0, 2)}, "")
-    keys = [random(ROWS, 2, WIDTH, seed=200 + i) for i in (0, 0, 2, 2)]
-    assert architecture_of(values, owns, k=keys) == ("cla", {}, "")
-    name, _, reason = architecture_of(values, owns, k=[keys[0]] * 2 + [keys[2], keys[0]])
-    assert (name, reason) == ("unknown", "layers read another's key vectors; see value_paths()"), "of another layer's"
 
 
 def test_a_pull_toward_the_first_values_is_neutreno_and_any_other_addition_is_unknown():
@@ -353,26 +318,6 @@ def test_values_that_nothing_explains_are_told_with_the_layer_and_the_share():
     assert (name, options) == ("unknown", {})
     assert reason.startswith("layer 2: ")
     assert reason.endswith(" of its value is unexplained")
-
-
-def test_a_stream_that_averages_what_blocks_made_is_denseformers_and_any_other_change_unknown():
-    layers = layers_of(V, V)
-    paths = fit_value_paths(layers, {})
-
-    def told(change):
-        before = layers[0].rows["in"]
-        for i, layer in enumerate(layers):
-            layer.rows["in"] = before
-            layer.rows["out"] = random(ROWS, 8, seed=400 + i)
-            made = [layers[0].rows["in"], *(earlier.rows["out"] for earlier in layers[: i + 1])]
-            before = change(made)
-        return named(layers, paths)
-
-    assert told(lambda made: made[-1]) == ("transformer", {}, "")
-    assert told(lambda made: 0.9 * made[-1] + 0.2 * made[0] - 0.1 * made[-2]) == ("denseformer", {}, "")
-    name, _, reason = told(lambda made: made[-1] + made[-1] ** 2)
-    assert name == "unknown"
-    assert reason.startswith("between blocks the stream changes: sums of earlier outputs leave ")
 
 
 def test_a_trace_holds_no_activation_that_the_module_has_let_go():

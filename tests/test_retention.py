@@ -6,11 +6,9 @@ import math
 
 import pytest
 import torch
-from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from tensors import seeded
 
 from workbench.measurement.measuring import measure
-from workbench.metrics import probing
 from workbench.metrics.probing import ClassSums, Discriminant, Prior, Reservoir, drawn, key_of
 from workbench.metrics.retention import (
     PreviousTokenProbe,
@@ -287,18 +285,6 @@ def test_discriminant_equals_the_naive_bayes_rule_of_two_gaussians():
     # 3 % of the whole variance, 1 + 4 * 3/16, is added to the variance within
     expected = (2 * points[:, 0] - 2) / (1 + 0.03 * 1.75) + math.log(1 / 3)
     torch.testing.assert_close(scores[:, 1] - scores[:, 0], expected, rtol=0.05, atol=0.05)
-
-
-def test_discriminant_is_scikit_learns_where_nothing_is_drawn_to_the_middle(monkeypatch):
-    """Without the share of the whole covariance, and with so many vectors that each centre stays where it is."""
-    monkeypatch.setattr(probing, "TOTAL_SHARE", 0.0)
-    y = torch.arange(6000) % 7 % 3
-    x = seeded(6000, 4).double() @ seeded(4, 4, seed=1).double() + 2 * seeded(3, 4, seed=2).double()[y]
-    sums = ClassSums()
-    sums.add(x, y)
-    true = LinearDiscriminantAnalysis(solver="lsqr").fit(x.numpy(), y.numpy()).predict_log_proba(x.numpy())
-    found = Discriminant.of(sums).scores(x.float()).log_softmax(-1).double()
-    torch.testing.assert_close(found, torch.from_numpy(true), atol=0.02, rtol=0.01)
 
 
 def test_means_of_a_probe_are_over_documents_and_a_share_needs_a_ceiling():

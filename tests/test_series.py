@@ -9,9 +9,7 @@ import warnings
 import pytest
 import torch
 from foreign import IDS, nanogpt, same
-from transformers import (
-    AutoModelForCausalLM,
-)  # fmt: skip
+from transformers import AutoModelForCausalLM  # fmt: skip
 
 import workbench
 from workbench.checkpoints.identify import CONFIG, series

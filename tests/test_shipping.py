@@ -86,7 +86,7 @@ def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, eviden
     asked = tables[0][tables[0]["metric"] != "value_norm"]
     for a, b in zip(asked.iterrows(), tables[1].iterrows(), strict=True):
         assert a[1]["value"] == pytest.approx(b[1]["value"], rel=1e-6)
-    assert len(collect(theirs, [])[0].kept.whole()) == len(asked) > 0  # nothing is measured, and all is there
+    assert len(collect(theirs, [])[0].everything()) == len(asked) > 0  # nothing is measured, and all is there
     assert (
         len(stored(catalogue(evidence).entries)[0].samples("loss")) == 2 * 2 * 2
     )  # the loss of two documents at both ends of two runs

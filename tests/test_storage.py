@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import logging
+import re
 import shutil
 
+import fsspec
 import pytest
 import test_cli
 import training_runs
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import workbench
-from workbench.errors import NotSent, UnknownName, WorkbenchError
+from workbench.claims.collect import gather
+from workbench.errors import NotSent, OnlyHere, UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.catalogue import catalogue
 from workbench.runs.run import Run, list_runs, runs_folder
@@ -139,6 +146,45 @@ def test_what_cannot_be_put_up_is_one_sentence_and_goes_up_with_the_same_command
     assert Run.open(f"{URL}/resformer").load(4).source["step"] == 4
 
 
+def test_what_may_be_read_and_not_written_is_measured_whole_here_and_refused_in_one_sentence(machine, monkeypatch):
+    def refused(self, *_, **__):
+        raise PermissionError("AccessDenied")
+
+    started()
+    before = there()
+    machine("b")
+    with monkeypatch.context() as bucket:
+        for name in ("put_file", "rm_file", "mv", "pipe_file"):
+            bucket.setattr(MemoryFileSystem, name, refused)
+        measured_where_nothing_may_be_written(before)
+    measure(f"{URL}/resformer", "loss", steps="ends", n=2)
+    assert {name.split(".")[1] for name in there() - before} == {"parquet", "samples"}, "the same command put them up"
+
+
+def measured_where_nothing_may_be_written(before):
+    sentence = (
+        rf"^cannot write {URL}/resformer/records/\S+: no permission: AccessDenied; all of it is whole in \S+, "
+        "and the same command goes on from there$"
+    )
+    with pytest.raises(OnlyHere, match=sentence) as refusal:
+        measure(f"{URL}/resformer", "loss", steps="ends", n=2)
+    assert sorted(set(refusal.value.made["step"])) == [0, 8], "both steps were measured before it was said"
+    with pytest.warns(NotSent, match=sentence):
+        assert len(workbench.xray(f"{URL}/resformer", n=4).answers) == 4
+    frame, _, problems = gather(Run.open(f"{URL}/resformer"), {4: ("loss", "importance_entropy"), 6: ("loss",)}, n=2)
+    assert set(zip(frame["metric"], frame["step"], strict=True)) == {
+        ("loss", 4),
+        ("importance_entropy", 4),
+        ("loss", 6),
+    }
+    assert [bool(re.match(sentence, problem)) for problem in problems] == [True], "who reads numbers hears it once"
+    assert [e.name for e in catalogue(URL).entries] == ["resformer"]
+    with pytest.warns(NotSent), pytest.raises(WorkbenchError, match=r"/other/\S+: no permission"):
+        started(name="other")
+    assert Run.open(runs_folder(URL) / "other").finished
+    assert there() == before
+
+
 def test_the_cache_stays_within_its_bounds_and_keeps_what_is_not_up(machine, monkeypatch):
     run = started()
     size = (run.step_folder(0) / "model.safetensors").stat().st_size
@@ -207,6 +253,31 @@ def test_what_cannot_be_reached_is_one_sentence_and_exit_code_2(machine, monkeyp
         runs_folder("gs://bucket")
     with pytest.raises(UnknownName, match="unknown kind of storage 's4'; did you mean s3"):
         runs_folder("s4://bucket/runs")
+
+
+class Cut(AsyncFileSystem):
+    """A connection that breaks: the request fails, and so does a task that it had begun."""
+
+    cachable = False
+
+    async def _isfile(self, path):
+        async def send():
+            raise ConnectionError("cannot write to a closing transport")
+
+        self.loop.create_task(send())
+        await asyncio.sleep(0)
+        raise ConnectionError("cut")
+
+
+def test_what_a_broken_connection_leaves_behind_is_not_told_beside_the_sentence(monkeypatch):
+    fsspec.register_implementation("cut", Cut, clobber=True)
+    monkeypatch.setattr(fsspec, "available_protocols", lambda: ["cut"])
+    told = list[object]()
+    monkeypatch.setattr(logging.getLogger("asyncio"), "error", lambda *words, **_: told.append(words))
+    with pytest.raises(WorkbenchError, match=r"^cannot read cut://bucket/a: ConnectionError: cut$"):
+        remote.remote("cut://bucket").exists("a")
+    gc.collect()
+    assert told == []
 
 
 def test_a_path_of_this_machine_is_nothing_to_the_mirrors(tmp_path):

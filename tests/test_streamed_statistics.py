@@ -8,7 +8,6 @@ from hooked import WIDE, grouped, listening, tokens
 
 from workbench.errors import WorkbenchError
 from workbench.kernels import attention_reference
-from workbench.kernels.joint import STRIP
 from workbench.names import STATISTICS, is_statistic
 
 
@@ -88,31 +87,6 @@ def test_statistics_are_those_of_the_pattern(any_attention, tiny, how):
             read = (cache[name, layer] for name in ("rot_q", "rot_k", "v"))
             reference = attention_reference(*read, null=logits)[2]
             torch.testing.assert_close(reference.received, expected["received"], atol=1e-12, rtol=1e-9)
-
-
-@pytest.mark.parametrize("architecture", ["cross_layer_all", "residual_attention"])
-def test_statistics_of_several_softmaxes_or_key_sets_run_on_over_strips(tiny, architecture):
-    """More queries than a strip holds: the same as from whole patterns."""
-    model = tiny(architecture, config={"n_ctx": 2 * STRIP}, dtype=WIDE)
-    ids, names = tokens(STRIP + 9, batch=1), [name for name in model.hook_dict if is_statistic(name)]
-    streamed = model.run_with_cache(ids, names_filter=names)[1]
-    patterns = [name for name in model.hook_dict if name.endswith("hook_pattern")]
-    formed = model.run_with_cache(ids, names_filter=[*names, *patterns])[1]
-    for name in names:
-        torch.testing.assert_close(streamed[name], formed[name], atol=1e-12, rtol=1e-9)
-
-
-@pytest.mark.parametrize("architecture", ["cross_layer", "cross_layer_all", "resformer+cross_layer"])
-def test_rows_of_all_halves_of_a_cross_layer_attention_sum_to_1(tiny, architecture):
-    model = tiny(architecture, dtype=WIDE)
-    _, cache = model.run_with_cache(tokens(7))
-    for layer in (1, 2):
-        stem = f"blocks.{layer}.attn."
-        halves = [n for n in model.hook_dict if n.startswith(stem) and n.endswith("hook_pattern")]
-        assert len(halves) == (layer + 1 if architecture.endswith("all") else 2)
-        total = sum(cache[half].sum(-1) for half in halves)
-        torch.testing.assert_close(total, torch.ones_like(total), atol=1e-12, rtol=0)
-        assert min(cache[half].sum(-1).max() for half in halves) > 0.2  # none is idle
 
 
 def test_what_a_mixture_of_patterns_lacks_is_refused_with_the_reason(tiny):

@@ -92,13 +92,9 @@ def test_answers_are_given_up_where_they_take_too_much(ask):
 # ---- tables that others wrote ----
 
 ODD = {
-    "value": [["x"], [[1.0]], [{"a": 1.0}], [pd.Timestamp(0)]],
-    "layer": [["first"], [0.5], [2**63]],
-    "step": [["now"]],
-    "se": [["much"]],
-    "data": [[["prose"]]],
-    "metric": [[b"\xff\xfe"]],
-}
+    "value": [["x"], [[1.0]], [{"a": 1.0}], [pd.Timestamp(0)]], "layer": [["first"], [0.5], [2**63]], "step": [["now"]],
+    "se": [["much"]], "data": [[["prose"]]], "metric": [[b"\xff\xfe"]],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("column", "values"), [(c, v) for c, many in ODD.items() for v in many])
@@ -187,6 +183,17 @@ def test_of_a_growing_telemetry_only_new_parts_are_read_and_a_new_beginning_forg
     part(run, "000010-000020", 20)
     part(run, "000020-000030", 21)
     assert seen() == (list(range(21)), ["000010", "000020"])
+    before = table_cache._parts_of(run)
+    part(run, "000000-000030", 21)
+    assert seen() == (list(range(21)), ["000000"]), "a part that holds the others is in their place"
+    for file in before:
+        (run / "telemetry" / file[0]).unlink()
+    parts_of, looks = table_cache._parts_of, iter([before])
+    monkeypatch.setattr(table_cache, "_parts_of", lambda path: next(looks, None) or parts_of(path))
+    found, problems = TelemetryCache().rows([e for e in ask.catalogue().entries if e.name == run.name], ["a"])
+    assert (found["step"].tolist(), problems) == (list(range(21)), {}), (
+        "its training ended between a look and a reading"
+    )
     for file in (run / "telemetry").glob("*.parquet"):
         file.unlink()
     assert seen() == ([], [])

@@ -78,7 +78,11 @@ def test_a_notebook_shows_runs_and_models_with_what_decides(run, gpt, ids):
     assert f"{sum(p.numel() for p in model.parameters()):,}" in model._repr_html_()
     observed = workbench.observe(gpt.eval(), ids % 24)
     assert re.search("<pre[^>]*>GPT", observed._repr_html_())
-    assert not re.search("NaN|<NA>|e-1|-0<", observed._repr_html_()), "what is nothing but rounding, or not there"
-    assert "<table" in observed.value_paths()._repr_html_()
+    paths = observed.value_paths()
+    for shown in (observed._repr_html_(), paths._repr_html_()):
+        assert "<table" in shown
+        assert not re.search("NaN|<NA>|e-1|-0<", shown), "what is nothing but rounding, or not there"
+    assert type(paths.head(1)) is pd.DataFrame, "a table like any other"
+    assert paths["spread"].isna().all()
     model.source["path"] = "<script>"
     assert "<script>" not in model._repr_html_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import types
 
@@ -12,7 +13,7 @@ import training_runs
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs import trackers
-from workbench.runs.trackers import export_log, identity, tag
+from workbench.runs.trackers import MlflowSink, export_log, identity, tag
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +125,16 @@ MLFLOW = {  # of MlflowClient as its documentation has them
     "search_runs": "experiment_ids, filter_string='', run_view_type=1, max_results=1000, order_by=None, page_token=None",
     "create_run": "experiment_id, start_time=None, tags=None, run_name=None",
     "update_run": "run_id, status=None, name=None",
+    "get_metric_history": "run_id, key",
     "log_batch": "run_id, metrics=(), params=(), tags=(), synchronous=None",
     "set_terminated": "run_id, status=None, end_time=None",
 }
 
 
-def test_mlflow_gets_its_batches_by_the_signatures_of_its_client(run, monkeypatch):
-    """The real client is not installed here: its calls are held against those its documentation gives."""
-    made = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+@pytest.fixture
+def mlflow(monkeypatch):
+    """A client that notes its calls, and the run that it makes; `mlflow` is not installed here."""
+    made = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"), data=types.SimpleNamespace(metrics={}))
     client = Recorded(
         {k: signature(v) for k, v in MLFLOW.items()}, create_experiment="e1", create_run=made, search_runs=[]
     )
@@ -142,12 +145,42 @@ def test_mlflow_gets_its_batches_by_the_signatures_of_its_client(run, monkeypatc
     module.__spec__ = types.SimpleNamespace(name="mlflow")
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    return client, made
+
+
+def test_mlflow_gets_its_batches_by_the_signatures_of_its_client(run, mlflow):
+    """The real client is not installed here: its calls are held against those its documentation gives."""
+    client, made = mlflow
     told = export_log(run, "mlflow")
     batches = [named for name, _, named in client.calls if name == "log_batch"]
     assert ("train.steps", "8") in [pair for batch in batches for pair in batch.get("params", ())]
     assert all(len(batch.get("metrics", ())) <= 1000 and len(batch.get("params", ())) <= 100 for batch in batches)
-    assert sum(len(batch.get("metrics", ())) for batch in batches) == told
+    sent = [number for batch in batches for number in batch.get("metrics", ())]
+    assert len(sent) == told
     assert client.calls[-1] == ("set_terminated", ("r1",), {})
+    made.data.metrics = {
+        key: value for key, value, _ in sent
+    }  # told again: the run is found there, all its numbers but one in it
+    there = [types.SimpleNamespace(key=k, step=s, value=v) for k, v, s in sent[1:]]
+    client.get_metric_history = lambda run_id, key: [number for number in there if number.key == key]
+    client.answers["search_runs"], client.calls = [made], []
+    assert export_log(run, "mlflow") == told
+    assert [named["metrics"] for name, _, named in client.calls if name == "log_batch"] == [sent[:1]]
+
+
+@pytest.mark.parametrize(("value", "back"), [(math.nan, math.nan), (math.inf, 1.7976931348623157e308), (0.5, 0.5)])
+def test_mlflow_is_not_told_twice_what_equals_nothing_or_comes_back_as_the_largest_number(
+    mlflow, tmp_path, value, back
+):
+    client, made = mlflow
+    made.data.metrics = {"workbench/train_loss": back}
+    number = types.SimpleNamespace(key="workbench/train_loss", step=3, value=back)
+    client.answers |= {"search_runs": [made], "get_metric_history": [number]}
+    sink = MlflowSink(tmp_path, {}, 0)
+    sink.add(3, [{"metric": "train_loss", "value": value}])
+    assert "log_batch" not in [name for name, *_ in client.calls]
+    sink.add(4, [{"metric": "train_loss", "value": value}])
+    assert "log_batch" in [name for name, *_ in client.calls]
 
 
 def test_what_cannot_be_told_is_refused_by_name(run, monkeypatch):

@@ -6,14 +6,7 @@ import json
 
 import pytest
 import torch
-from training_runs import (
-    MODEL,
-    PUBLISHED,
-    RECIPE,
-    start,
-    telemetry,
-    weights,
-)
+from training_runs import MODEL, PUBLISHED, RECIPE, start, telemetry, weights
 
 from workbench.data.sources import RepeatedData, prepare
 from workbench.errors import WorkbenchError
@@ -160,6 +153,9 @@ def test_batches_are_a_function_of_seed_and_step(tmp_path):
 
 def test_what_is_written_down(uninterrupted):
     frame = uninterrupted.telemetry()
+    assert [path.name for _, path in uninterrupted.telemetry_parts()] == ["000000-000008.parquet"], (
+        "one part in the end"
+    )
     assert set(frame["metric"]) >= {
         "train_loss", "validation_loss", "copy_loss", "learning_rate", "gradient_norm", "tokens_per_second", "coefficient",
     } - {"coefficient"}  # fmt: skip

@@ -11,16 +11,7 @@ import time
 import pandas as pd
 import pytest
 import torch
-from training_runs import (
-    CHILD,
-    MODEL,
-    RECIPE,
-    child,
-    last_word,
-    start,
-    telemetry,
-    weights,
-)
+from training_runs import CHILD, MODEL, RECIPE, child, last_word, start, telemetry, weights
 
 from workbench.config import ModelConfig
 from workbench.data.sources import RepeatedData, prepare

@@ -11,7 +11,7 @@ import pytest
 from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.runs.records import load_records, provenance, records
-from workbench.views import Link, Source, drawings
+from workbench.views import Link, Source, drawings, source_of
 from workbench.views.base import timelapse
 from workbench.views.depth import layers
 from workbench.views.writing import write
@@ -110,6 +110,16 @@ def test_an_empty_folder_says_what_to_do(tmp_path):
 def rows(values, name, **axes):
     common = {"metric": "m", "unit": "nats", "run": name, "architecture": name, "step": 5}
     return records([common | axes | {"layer": n, "value": v, "se": s} for n, (v, s) in enumerate(values)])
+
+
+def test_a_link_to_a_model_that_ships_is_drawn_beside_runs_of_ones_own(ask):
+    assert ask.catalogue().entries
+    link = Link.parse("depth?metric=token_identity_share&a=models-resformer-s0&compare=1&b=models-transformer-s0")
+    shipped = source_of(link, ask.folder)
+    assert [s.entry.name for s in shipped.subjects(link)] == ["models-resformer-s0", "models-transformer-s0"]
+    assert source_of(Link("depth", {"a": "text-resformer-s0"}), ask.folder).folder == ask.folder
+    with pytest.raises(UnknownName, match="run 'nobody'"):
+        source_of(nobody := Link("depth", {"a": "nobody"}), ask.folder).subjects(nobody)
 
 
 def test_a_difference_is_taken_axis_by_axis_with_the_error_of_a_difference():

@@ -181,7 +181,7 @@ def test_the_history_is_the_chosen_head_among_those_of_its_run(ask):
     assert list(traces["Transformer"].y) == [0.04, 0.7]
     assert sum(t.legendgroup == "others" for t in drawing.figure.data) == 3
     assert set(numbers(traces["uniform causal"].y)) == {0.125}
-    assert "from 0.04 at step 0 to 0.7 at step 20, the highest of its run's 4 heads" in drawing.sentence
+    assert drawing.sentence == "From 0.04 at step 0 to 0.7 at step 20, the highest of the run's 4 heads."
     heads_of_run = drawing.table[drawing.table["control"].isna()]
     assert set(heads_of_run[heads_of_run["chosen"].astype(bool)]["value"]) == {0.04, 0.7}
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
 
 import dashboard
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 
 from workbench import plots
-from workbench.claims import kept
+from workbench.claims import all_verdicts
+from workbench.claims.apart import judge_apart
 from workbench.claims.judging import chosen
 from workbench.claims.stored import stored
 from workbench.errors import BadData, UnknownName, WorkbenchError
@@ -93,6 +96,10 @@ def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path):
     assert told.startswith("Unresolved: 2 seeds of each model")
     with pytest.raises(WorkbenchError, match="a Transformer and another model"):
         start.finding.finding(Source(tmp_path / "one"), link("finding"))
+    for path in (tmp_path / "two").glob("*-s1"):
+        shutil.rmtree(path)
+    said = start.finding.finding_differences(Source(tmp_path / "two"), link("finding")).sentence
+    assert said.startswith("Each number is one pair of runs and has no interval."), "one seed has no mean over seeds"
 
 
 # ---- this model ----
@@ -263,7 +270,7 @@ def test_claims_are_put_to_all_runs_of_the_folder_and_kept_until_a_file_of_their
     assert [j.claim for j in every] == chosen()
     alone = {c.name: c.judge(evidence).status for c in chosen()[::4]}
     assert {j.claim.name: j.verdict.alone or j.verdict.status for j in every}.items() >= alone.items()
-    monkeypatch.setattr(kept, "judge_all", lambda *_, **__: pytest.fail("judged again"))
+    monkeypatch.setattr(Source, "judge", lambda *_: pytest.fail("judged again"))
     again = start.verdicts.judgements(Source(tmp_path), link("verdicts"))
     for mine, before in zip(again, every, strict=True):
         pd.testing.assert_frame_equal(mine.verdict.table, before.verdict.table, check_exact=True)
@@ -274,6 +281,31 @@ def test_claims_are_put_to_all_runs_of_the_folder_and_kept_until_a_file_of_their
     )
     with pytest.raises(pytest.fail.Exception, match="judged again"):
         start.verdicts.judgements(Source(tmp_path), link("verdicts"))
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_judges_alike_ends_with_its_visitor_and_its_death_is_told(ask, monkeypatch, tmp_path):
+    runs, children = ask.group(link("verdicts", a=A, alone=1)), psutil.Process().children
+    told: list[tuple[int, int]] = []
+    apart = judge_apart(ask.folder, runs, lambda *done: told.append(done))
+    assert all_verdicts.text("", apart) == all_verdicts.text("", all_verdicts.judge_all(runs))
+    assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
+
+    def leave(*_: int) -> None:
+        raise InterruptedError
+
+    before = children()
+    with pytest.raises(InterruptedError):
+        judge_apart(ask.folder, runs, leave)
+    assert children() == before
+    dies = tmp_path / "dies"
+    dies.write_text("#!/bin/sh\necho '{\"done\": [1, 4]}'\nkill -9 $$\n")
+    dies.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(dies))
+    with pytest.raises(WorkbenchError, match=r"ended in the middle .*out of memory"):
+        judge_apart(ask.folder, runs, lambda *done: told.append(done))
+    assert told[-1] == (1, 4)
+    assert children() == before
 
 
 def test_a_run_whose_records_are_damaged_is_named_beside_the_verdicts_on_the_others(ask, tmp_path):

@@ -146,21 +146,24 @@ def test_its_command_tells_its_version_helps_completes_and_lists_what_ships(inst
 
 
 def test_it_refuses_to_share_its_folder_with_the_other_project_of_its_name(installed):
-    theirs = installed.site / "workbench-0.8.506.dist-info"
+    theirs, own = installed.site / "workbench-0.8.506.dist-info", installed.site / "workbench" / "__init__.py"
+    told = "two projects whose package is called workbench, value-residual-workbench and workbench-0.8.506"
     theirs.mkdir()
+    kept = own.read_text()
     try:
-        done = installed("-c", "import workbench", capture_output=True)
         assert (
-            "two projects whose package is called workbench, value-residual-workbench and workbench-0.8.506"
-            in done.stderr
+            f"ImportError: {installed.site} holds {told}"
+            in installed("-c", "import workbench", capture_output=True).stderr
         )
-        own = installed.site / "workbench" / "__init__.py"
-        kept = own.read_text()
-        own.write_text('"""Somebody else\'s."""\n')  # installed after ours
-        done = installed("list", capture_output=True, program="workbench")
-        own.write_text(kept)
-        assert (done.returncode, "pip uninstall workbench value-residual-workbench" in done.stderr) == (2, True)
+        for face in (kept, '"""Somebody else\'s."""\n'):  # theirs installed before ours, and after
+            own.write_text(face)
+            short, long, module = ["workbench"], ["value-residual-workbench"], ["python", "-m", "workbench"]
+            for program, *command in (short, long, module):
+                done = installed(*command, "list", capture_output=True, program=program)
+                assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+                assert told in done.stderr
     finally:
+        own.write_text(kept)
         theirs.rmdir()
 
 

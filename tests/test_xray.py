@@ -110,6 +110,16 @@ def test_token_share_speaks_of_the_later_half_with_both_baselines():
     assert "2% with shuffled ids, 30.0% at random init" in said
 
 
+def test_the_shuffled_ids_beside_a_trained_model_are_its_own_and_not_those_at_random_init():
+    rows = [
+        share(0.5, 1),
+        share(0.02, 1, control="shuffled"),
+        share(0.4, 1, step=0),
+        share(0.3, 1, step=0, control="shuffled"),
+    ]
+    assert "2% with shuffled ids, 40.0% at random init" in token_share(planted(rows))
+
+
 def test_an_error_is_never_rounded_to_nothing():
     said = concentration(planted(parts(2, 0.3, 0, 0), se=0.0013))
     assert "0.300 ± 0.001 nats" in said

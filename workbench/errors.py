@@ -6,6 +6,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 
 class WorkbenchError(ValueError):
@@ -35,6 +36,13 @@ class InUse(WorkbenchError):
     """A run that another process is writing."""
 
 
+class OnlyHere(WorkbenchError):
+    """What was written is whole on this machine, and could not be put up where the folder stands for one elsewhere."""
+
+    made: Any = None
+    """What was asked for, where that is more than files: the records of `measure`."""
+
+
 class NotCovered(BadCheckpoint):
     """A sound checkpoint of a model that our decoder does not compute; the message says what it is and what opens it."""
 
@@ -48,7 +56,7 @@ class NoWorkersYet(UserWarning):
 
 
 class NotSent(UserWarning):
-    """What was written here could not be put up; it is tried again at the next step that is kept."""
+    """What was written here could not be put up; it is tried again with what is written next."""
 
 
 class ArchitectureAssumed(UserWarning):

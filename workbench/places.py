@@ -10,6 +10,8 @@ same files work under both.
 from __future__ import annotations
 
 import os
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -45,11 +47,19 @@ def install(extra: str) -> str:
 
 
 def refuse_a_namesake() -> None:
-    """Raise `ImportError` where another project's package of the same name was installed into the same folder."""
+    """Raise `ImportError` where another project's package of the same name was installed into the same folder.
+
+    Our command, which imports the package before it can catch anything, ends with the sentence and exit code 2.
+    """
     theirs = next(HERE.parent.glob("workbench-*.dist-info"), None) if INSTALLED else None
     if theirs is not None:
-        raise ImportError(
+        refusal = (
             f"{HERE.parent} holds two projects whose package is called workbench, {DISTRIBUTION} and "
             f"{theirs.name.removesuffix('.dist-info')}; each overwrites files of the other. Remove both "
             f"(pip uninstall workbench {DISTRIBUTION}), install one, and give the other an environment of its own"
         )
+        ours = {Path(word).stem for word in sys.argv[:1]} & {"workbench", DISTRIBUTION}
+        if ours or ("-m", "workbench") in pairwise(sys.orig_argv):
+            print(f"workbench: {refusal}", file=sys.stderr)
+            sys.exit(2)
+        raise ImportError(refusal)

@@ -171,7 +171,7 @@ class View {
     const top = whole ? 1 : Math.max(...shown.filter((p) => !p.signed).map((p) => p.scale[0]));
     shown.forEach((panel, i) => {
       const [layers, heads, rows, columns] = panel.shape, box = made("div", "panel", row);
-      if (panels.length > 1) made("h5", "", box, panel.title);
+      if (panels.length > 1) made("h3", "", box, panel.title);
       const high = Math.max(SMALL, Math.floor((Math.min(620, tall()) - 60) / layers)); // all layers are seen at once where they can be
       const size = Math.max(12, Math.min(104, high, Math.floor((each - 22) / heads)));
       const limit = panel.signed ? largest(panel.tiles) || 1 : top;
@@ -297,7 +297,7 @@ class View {
     const box = made("div", "panel", parent);
     box.style.paddingLeft = named ? `${TICKS}px` : "0";
     box.style.width = `${side + (named ? TICKS : 0)}px`;
-    if (this.data.panels.length > 1) made("h5", "", box, panel.title);
+    if (this.data.panels.length > 1) made("h3", "", box, panel.title);
     const limit = panel.signed ? largest(panel.weights) || 1 : top;
     const map = made("div", "map", box), canvas = made("canvas", "", map);
     map.style.width = map.style.height = `${side}px`;

@@ -9,7 +9,8 @@ function shown(make, read) {
     const found = read(data), count = (view.count = (view.count ?? 0) + 1);
     if (found instanceof Promise) found.then((parts) => count === view.count && view.show(parts));
     else view.show(found);
-    return () => { // once, when the element goes away
+    return () => { // when the element goes away, and for a call that another overtook while the script was on its way
+      if (parentElement.isConnected) return;
       view.count = null;
       view.leave();
       views.delete(parentElement);

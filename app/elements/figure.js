@@ -17,6 +17,10 @@ class Figure {
   constructor(parent) {
     this.root = made("div", "wb-figure", parent);
     this.root.setAttribute("role", "figure");
+    this.root.addEventListener("keydown", (event) => this.key(event));
+    this.root.addEventListener("focusout", () => {
+      if (this.at) window.Plotly.Fx.unhover(this.plot), this.pointing.tell((this.at = null));
+    });
     this.plot = made("div", "", this.root);
     this.bands = [];
     this.turn = Promise.resolve();
@@ -68,6 +72,14 @@ class Figure {
     this.plays = Boolean(frames);
     this.drawn = true;
     this.mark([]);
+    this.reveal();
+  }
+
+  reveal() { // of a figure wider than its place the part where something is chosen
+    const drawn = this.plot._fullLayout, chosen = drawn.shapes?.find(({ name }) => name === "chosen");
+    if (!chosen || this.width <= this.root.clientWidth) return;
+    const axis = drawn[chosen.xref.replace("x", "xaxis")], at = axis._offset + axis.r2p((chosen.x0 + chosen.x1) / 2) - this.root.scrollLeft;
+    if (at < 0 || at > this.root.clientWidth) this.root.scrollLeft += at - this.root.clientWidth / 2;
   }
 
   fit() { // to the width of its place, once that has a moment's rest
@@ -76,9 +88,9 @@ class Figure {
     this.waiting = setTimeout(() => this.next(() => this.draw(JSON.parse(this.text))), 50);
   }
 
-  room() { // what is narrower than its figure can be is scrolled, by keys too
+  room() { // what is narrower than its figure can be is scrolled, by keys too; keys choose a point where a click does
     const here = this.root.clientWidth, room = Math.max(here, this.least);
-    if (room > here) this.root.tabIndex = 0;
+    if (room > here || this.clicked) this.root.tabIndex = 0;
     else this.root.removeAttribute("tabindex");
     return room;
   }
@@ -97,6 +109,19 @@ class Figure {
       this.root.classList.remove("over");
       this.pointing.tell(null);
     });
+  }
+
+  key(event) { // an arrow points at the next point that way, the enter key clicks it
+    const way = WAYS[event.key];
+    if (!this.clicked || event.target !== this.root || !(way || event.key === "Enter")) return;
+    event.preventDefault();
+    if (!way) return this.at && this.ask(this.at.told);
+    const far = this.at ? (p) => ahead(p, this.at, way) : (p) => 1e4 * p.x + p.y;
+    const [to] = points_of(this.plot).map((p) => [far(p), p]).filter(([d]) => d < Infinity).sort((a, b) => a[0] - b[0]).map(([, p]) => p);
+    if (!to) return;
+    this.at = to;
+    window.Plotly.Fx.hover(this.plot, to.here, to.panel);
+    this.pointing.tell(token(to.told.x) ?? token(to.told.y));
   }
 
   mark(tokens) { // a band over each pointed token, in each panel that has it
@@ -118,6 +143,32 @@ class Figure {
       return [px(upright ? [along._offset + begin, across._offset, long, across._length] : [across._offset, along._offset + begin, across._length, long])];
     }));
   }
+}
+
+// ---- points by keys
+
+const WAYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+function points_of(plot) { // what can be pointed at: what a click there tells, and its place in pixels
+  return plot._fullData.flatMap(({ xaxis, yaxis, z, x = [], y = [], customdata, visible, hoverinfo }, curveNumber) => {
+    const panel = `${xaxis}${yaxis}`, axes = plot._fullLayout._plots[panel];
+    if (!axes || visible !== true || hoverinfo === "skip") return [];
+    const point = (at, i, j) => {
+      const told = { at: at ?? null, x: x[i] ?? i, y: y[j] ?? j };
+      const [xpx, ypx] = [[axes.xaxis, told.x], [axes.yaxis, told.y]].map(([axis, v]) => axis.c2p(axis.d2c(v)));
+      const here = z ? { xpx, ypx } : [{ curveNumber, pointNumber: i }];
+      return { told, panel, here, x: axes.xaxis._offset + xpx, y: axes.yaxis._offset + ypx };
+    };
+    const all = z
+      ? z.flatMap((row, j) => Array.from(row, (_, i) => point(customdata?.[j]?.[i], i, j)))
+      : Array.from(x, (_, i) => point(customdata?.[i], i, i));
+    return all.filter((p) => Number.isFinite(p.x + p.y));
+  });
+}
+
+function ahead(p, from, [right, down]) { // how far that way, then how far aside; not at all the other way
+  const x = p.x - from.x, y = p.y - from.y, along = Math.round(right * x + down * y);
+  return along > 0 ? 1e4 * along + Math.abs(down * x) + Math.abs(right * y) : Infinity;
 }
 
 const abreast = (layout) => new Set(Object.keys(layout).filter((key) => key.startsWith("xaxis")).map((key) => layout[key].domain?.[0] ?? 0)).size || 1;

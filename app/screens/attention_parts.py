@@ -13,15 +13,13 @@ from ..figures import show
 from ..page_frame import figures_side_by_side
 from ..row_table import row_table
 
-HALF_PX = 440
-
 
 def numbers(choice: attention.Choice, found: list[attention.Seen]) -> None:
     """A row for each head; the enlarged one's is selected, and another row enlarges another."""
     table = attention.statistics(found)
     rows = table[table["head"].notna()].reset_index(drop=True)
     evenly = found[0].overview.uniform
-    st.header("Numbers per head")
+    st.header("Numbers per head", anchor=False)
     says = "; ".join(f"{words} {evenly[name]:.3g}" for name, words in attention.STATISTICS.items())
     of = f"{choice.length}" if choice.alike else f"A's {choice.length}"
     st.caption(
@@ -45,7 +43,7 @@ def this_head(link: Link, choice: attention.Choice) -> None:
     head = {"layer": choice.layer, "head": choice.head}
     at = choice.length - 1 if choice.lock is None else choice.lock
     common = {k: v for k, v in link.options.items() if k in SELECTION}
-    with panel, figures_side_by_side(HALF_PX):
+    with panel, figures_side_by_side():
         with st.container():
             show(prompt.attribution, Link("prompt", common).but(position=at, **head))
         with st.container():

@@ -17,7 +17,7 @@ def resting_heads(link: Link) -> None:
     if not start.demo.resters(source):
         return
     _, common, step = start.demo.resting(source, Link("start"))
-    st.subheader("Watch the resting head appear")
+    st.subheader("Watch the resting head appear", anchor=False)
     st.markdown(
         "Each row is a token that attends, each column an earlier one it attends to. Drag the step: a bright first column is a head "
         "that rests on the start token; where it leaves that column, it copies."
@@ -33,7 +33,7 @@ def copying_heads(link: Link) -> None:
     if not names:
         return
     entries, _, _ = start.demo.pair(source, Link("start"))
-    st.subheader("Watch the copying head appear")
+    st.subheader("Watch the copying head appear", anchor=False)
     st.markdown(
         "Drag the step: the bright diagonal that appears in the lower half is a head that looks back to the symbol that followed last time."
     )

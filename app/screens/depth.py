@@ -17,7 +17,7 @@ from .. import widgets
 from ..cached_source import cached_source
 from ..elements.figure import Point
 from ..figures import show
-from ..page_frame import figures_side_by_side, page, toolbar
+from ..page_frame import FIGURE_PX, PANELS_PX, figures_side_by_side, page, toolbar
 from ..prompt_box import OF_A_PROMPT
 from ..row_table import row_table
 from ..run_table import choose_models
@@ -33,7 +33,8 @@ def _body(link: Link) -> None:
         if not link.on("compare"):
             link = choose_models(link)
         link, found = _choices(link)
-    with figures_side_by_side() if found.has_course else st.container():
+    least = PANELS_PX if link.on("compare") or found.is_map else FIGURE_PX
+    with figures_side_by_side(least) if found.has_course else st.container():
         with st.container():
             show(depth.layers, link, take=_layer)
         if found.has_course:

@@ -25,7 +25,7 @@ def main() -> None:
     """All pins of the folder, the newest first."""
     source = cached_source()
     with toolbar("header"):
-        st.title("Kept", width="content")
+        st.title("Kept", width="content", anchor=False)
         with st.popover("About", icon=":material/help:", type="tertiary"):
             st.markdown(ABOUT)
         kept = _read()

@@ -15,7 +15,7 @@ from .. import widgets
 from ..cached_source import cached_source
 from ..elements.figure import Point
 from ..figures import show
-from ..page_frame import figures_side_by_side
+from ..page_frame import FIGURE_PX, PANELS_PX, figures_side_by_side
 
 EARLY = (
     "The model's own reading head, applied early: which token would come next if the model stopped after this layer? The top row is "
@@ -37,7 +37,7 @@ HANDED_ON = (
     "again: first how much they bring, then which share that is of all that the same tokens get there, and what it would be "
     "if they attended evenly. Choose an early token: only later ones can read it."
 )
-ALL, NARROW_PX, WIDE_PX = "all", 440, 700
+ALL, WIDE_PX = "all", 700
 Draw = Callable[[], object]
 """What draws a part, once its controls stand above it."""
 
@@ -56,7 +56,7 @@ def _take_part(point: Point) -> None:
 
 def _next(link: Link) -> Draw:
     def draw() -> None:
-        with figures_side_by_side(WIDE_PX if link.on("compare") else NARROW_PX):
+        with figures_side_by_side(WIDE_PX if link.on("compare") else FIGURE_PX):
             show(prompt.predictions, link)
             show(prompt.surprise, link, take=_take_token)
 
@@ -76,7 +76,7 @@ def _carries(link: Link) -> Draw:
     )
 
     def draw() -> None:
-        with figures_side_by_side():
+        with figures_side_by_side(PANELS_PX if link.on("compare") else FIGURE_PX):
             show(prompt.values, link.but(site=site), about=CARRIED, take=_take_token)
             show(prompt.identity, link.but(site=site), about=CARRIED, take=_take_token)
 

@@ -33,15 +33,15 @@ def story(link: Link) -> None:
     live = bool(status and status.running)
     every = LIVE if live else None
     st.fragment(_progressing, run_every=every)(live, _ready(source))
-    st.header("1. Where does attention concentrate?")
+    st.header("1. Where does attention concentrate?", anchor=False)
     st.fragment(sinks, run_every=every)(link)
     st.fragment(resting_heads)(link)
-    st.header("2. The race to copying")
+    st.header("2. The race to copying", anchor=False)
     st.fragment(race, run_every=every)(link)
     st.fragment(copying_heads)(link)
-    st.header("3. What do deep values carry?")
+    st.header("3. What do deep values carry?", anchor=False)
     st.fragment(deep_values, run_every=every)(link)
-    st.subheader("What this size cannot tell")
+    st.subheader("What this size cannot tell", anchor=False)
     st.markdown("\n".join(f"- {verdict(judged)}" for judged in verdicts("text", start.demo.LIMITS)))
 
 

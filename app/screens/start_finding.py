@@ -12,7 +12,6 @@ from ..cached_source import cached_source
 from ..figures import show
 from ..page_frame import figures_side_by_side
 
-HALF_PX = 440
 WORDS = {
     "Value": "what attention carries from one token to a later one; an attention weight says how much of it.",
     "Value path": "a shortcut that hands the first layer's values, made of the bare tokens, to deeper layers.",
@@ -25,8 +24,8 @@ WORDS = {
 def finding(link: Link) -> None:
     """The headline of the chosen experiment."""
     found = start.finding.finding(cached_source(), link)
-    st.header(widgets.escaped(start.finding.headline(found)))
-    with figures_side_by_side(HALF_PX):
+    st.header(widgets.escaped(start.finding.headline(found)), anchor=False)
+    with figures_side_by_side():
         for view in (start.finding.finding_differences, start.finding.finding_curves):
             with st.container():
                 show(view, link)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import streamlit as st
 
 from workbench.errors import WorkbenchError
-from workbench.reports.xray import QUESTIONS
 from workbench.views import Link, Subject, start
 
 from .. import background, widgets
 from ..cached_source import cached_source
 from ..figures import show
-from ..page_frame import figures_side_by_side
+from ..page_frame import FIGURE_PX, figures_side_by_side
 
-NARROW_PX, WHOLE_PX = 440, 900  # a figure of one model, of two
+WHOLE_PX = 900  # a figure of two models
 READ = "Each answer has its number, what the number would be without learning or structure, and its standard error over documents (±)."
 
 
@@ -24,11 +23,10 @@ def glance(link: Link) -> None:
     ready = [_ready(subject) for subject in subjects]
     if not all(ready):
         return
-    with figures_side_by_side(WHOLE_PX if len(subjects) > 1 else NARROW_PX):
-        for name, question in QUESTIONS.items():
+    with figures_side_by_side(WHOLE_PX if len(subjects) > 1 else FIGURE_PX):
+        for answer in start.xray.ANSWERS.values():
             with st.container(border=True):
-                st.header(question)
-                show(start.xray.ANSWERS[name], link, about=READ)
+                show(answer, link, about=READ)
 
 
 def _ready(subject: Subject) -> bool:

@@ -11,7 +11,7 @@ from workbench.views import Link, training
 from .. import widgets
 from ..cached_source import cached_source
 from ..figures import show
-from ..page_frame import figures_side_by_side
+from ..page_frame import FIGURE_PX, PANELS_PX, figures_side_by_side
 
 PULL = (
     "How strongly the loss pulls on each weight matrix: of attention what asks (`W_Q`), what is matched (`W_K`), what is "
@@ -54,7 +54,7 @@ def _texts(link: Link) -> Link:
 
 def _loss(link: Link, quantities: set[str]) -> None:
     compared = link.on("compare")
-    with figures_side_by_side():
+    with figures_side_by_side(PANELS_PX if compared else FIGURE_PX):
         for view, quantity, about in LOSSES:
             if quantity in quantities and not (compared and view is training.relative):
                 show(view, link, about=about)
@@ -107,7 +107,7 @@ def _pace(link: Link, quantities: set[str]) -> None:
         "seconds_per_step": training.seconds,
         "recorder_share": training.recording_share,
     }
-    with figures_side_by_side():
+    with figures_side_by_side(PANELS_PX if link.on("compare") else FIGURE_PX):
         for function in (views[name] for name in views if name in quantities):
             show(function, link)
 

@@ -67,7 +67,7 @@ def verdicts(analysis: Analysis) -> pd.DataFrame:
 
 def write_tables(analysis: Analysis, out: Path) -> list[Path]:
     """`verdicts`, the measured `records`, and the deciding table of every claim, each as CSV and Parquet."""
-    written = [*_both(verdicts(analysis), out / "verdicts"), *_both(analysis.evidence.kept.whole(), out / "records")]
+    written = [*_both(verdicts(analysis), out / "verdicts"), *_both(analysis.evidence.everything(), out / "records")]
     for j in analysis.judged:
         if len(j.verdict.table):
             written += _both(j.verdict.table, out / "tables" / j.claim.name)

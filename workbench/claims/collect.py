@@ -21,7 +21,8 @@ from workbench.claims.evidence import RUN_COLUMNS, SETTING, TELEMETRY, Evidence
 from workbench.claims.registry import Claim
 from workbench.config import ModelConfig
 from workbench.console import Progress
-from workbench.errors import BadData, WorkbenchError
+from workbench.errors import BadData, OnlyHere, WorkbenchError
+from workbench.files import digest
 from workbench.interventions import INTERVENTIONS
 from workbench.jobs.running import Job, Workers, run_jobs
 from workbench.measurement.measuring import measure
@@ -187,24 +188,32 @@ def gather(run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: in
     """
     if run.shipped:
         return _kept(run)
-    frames, problems = [records([])], list[str]()
+    frames, problems, unsent = [records([])], list[str](), list[str]()
+
+    def measured(names: str | list[str], step: int, most: int) -> pd.DataFrame:
+        try:
+            return measure(run, names, data, steps=[step], n=min(n, most))
+        except OnlyHere as error:
+            unsent.append(str(error))
+            return error.made
+
     for step, names in wanted.items():
         fit, short = _fitting(names, run.train.T)
         problems += [s for s in short if s not in problems]
         for most in sorted({EXPENSIVE.get(name, n) for name in fit}):
             together = [name for name in fit if EXPENSIVE.get(name, n) == most]
             try:
-                frames.append(measure(run, together, data, steps=[step], n=min(n, most)))
+                frames.append(measured(together, step, most))
             except WorkbenchError:
                 failed: dict[str, list[str]] = {}
                 for name in together:  # one of them does not work here: which?
                     try:
-                        frames.append(measure(run, name, data, steps=[step], n=min(n, most)))
+                        frames.append(measured(name, step, most))
                     except WorkbenchError as error:
                         failed.setdefault(str(error), []).append(name)
                 problems += [f"{', '.join(names)} at step {step}: {error}" for error, names in failed.items()]
     frame = pd.concat(frames, ignore_index=True)
-    return frame, samples_of(run, frame), problems
+    return frame, samples_of(run, frame), problems + unsent[:1]
 
 
 def _kept(run: Run) -> Gathered:
@@ -286,7 +295,7 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     ]  # a copy tells its first name
     parts = [f for f, _, _ in gathered.values()], written, [s for _, s, _ in gathered.values()]
     frames = [pd.concat(full, ignore_index=True) if (full := [f for f in p if len(f)]) else records([]) for p in parts]
-    seed = seeds_of(table, frames[1], frames[0])
+    seed = seeds_of(table, told_apart(frames[1], frames[0]))
     kept, telemetry, samples = (
         f.assign(architecture=f["run"].map(label), seed=f["run"].map(seed).astype("Int64")) if len(f) else f
         for f in frames
@@ -295,19 +304,22 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     return Evidence(table, ByMetric.of_rows(kept), ByMetric.of_rows(telemetry), ByMetric.of_rows(samples))
 
 
-def seeds_of(table: pd.DataFrame, written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, int]:
-    """The seed of each run; a copy of a run has that of the first of them.
-
-    A copy's losses are the same to the last digit, or where none were written its last weights are.
-    """
+def told_apart(written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, str]:
+    """What a run has in common with its copies alone: losses to the last digit, or where none were written its last weights."""
     last = kept[kept["step"] == kept.groupby("run")["step"].transform("max")].drop_duplicates("run")
-    marks = {run: origin(text).get("weights") for run, text in zip(last["run"], last["provenance"], strict=True)}
+    weights = {run: origin(text).get("weights") for run, text in zip(last["run"], last["provenance"], strict=True)}
+    marks = {str(run): str(mark) for run, mark in weights.items() if mark is not None}
     losses = written[written["metric"].str.endswith("_loss")].sort_values(["metric", "data", "step"])
-    marks |= {
-        run: rows["value"].to_numpy(dtype=float).tobytes() for run, rows in losses.groupby("run") if len(rows) > 1
-    }
-    seeds, first = dict(zip(table["run"], table["seed"], strict=True)), dict[tuple[str, Any], int]()
+    for run, rows in losses.groupby("run"):
+        if len(rows) > 1:
+            marks[str(run)] = digest(rows["value"].to_numpy(dtype=float).tobytes())
+    return marks
+
+
+def seeds_of(table: pd.DataFrame, marks: dict[str, str]) -> dict[str, int]:
+    """The seed of each run; a copy of a run, told by its mark, has that of the first of them."""
+    seeds, first = dict(zip(table["run"], table["seed"], strict=True)), dict[tuple[str, str], int]()
     for run, model in zip(table["run"], table["model"], strict=True):
-        if marks.get(run) is not None:
+        if run in marks:
             seeds[run] = first.setdefault((model, marks[run]), seeds[run])
     return seeds

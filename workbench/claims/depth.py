@@ -83,7 +83,7 @@ def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
 
 def _late(pair: Evidence, model: str, depth: int) -> Interval:
     """ln of the last layer's own value norm over the middle layer's."""
-    norms = pair.rows("value_norm", site="own_v")
+    norms = pair.of_models(["transformer", model]).rows("value_norm", site="own_v")  # a row for every position
     last, middle = (norms[norms["layer"] == n] for n in (depth - 1, depth // 2))
     ratios = ((pair.by_seed(last, m) / pair.by_seed(middle, m)).map(math.log) for m in (model, "transformer"))
     return paired_seeds(*ratios)

@@ -67,6 +67,10 @@ class Evidence:
         """One value per document of a metric."""
         return self.documents.of(self._names, metric)
 
+    def everything(self) -> pd.DataFrame:
+        """What is measured of all metrics, on all their axes."""
+        return self.kept.of_all(self._names)
+
     @cached_property
     def _names(self) -> frozenset[str]:
         return frozenset(self.runs["run"])

@@ -66,7 +66,7 @@ class Claim:
         of_losses = "loss" in self.metrics or self.shows.get("metric") == "copy_loss"
         decided = of_losses and verdict.status in ("supported", "refuted")
         scope = scope_of(runs) if decided else ""
-        setting = setting_of(runs) + dtypes_of(evidence.kept.dtypes(runs["run"], self.metrics))
+        setting = setting_of(runs) + dtypes_of(evidence.kept.dtypes(frozenset(runs["run"]), self.metrics))
         return replace(verdict, runs=tuple(runs["run"]), setting=setting, scope=scope)
 
 

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pandas as pd
 
 from workbench.claims.by_metric import ByMetric
-from workbench.claims.collect import facts, seeds_of, why_unusable
+from workbench.claims.collect import facts, seeds_of, told_apart, why_unusable
 from workbench.claims.evidence import RUN_COLUMNS, TELEMETRY, Evidence
 from workbench.errors import BadCheckpoint
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, one_sample, read_parquet, records
 from workbench.runs.run import Run
-from workbench.runs.table_cache import RecordCache, TelemetryCache
+from workbench.runs.table_cache import TOGETHER, RecordCache, TelemetryCache
 
-AT_ONCE = 50  # runs that are read between two reports of progress
+AT_ONCE = 50  # runs whose losses are compared together
 
 
 def stored(
     entries: Sequence[Entry], progress: Callable[[int, int], None] | None = None, *,
-    kept: RecordCache | None = None, told: TelemetryCache | None = None,
+    record_cache: RecordCache | None = None, telemetry_cache: TelemetryCache | None = None,
 ) -> tuple[Evidence, dict[str, str]]:  # fmt: skip
     """The evidence of runs, and why some of them hold none.
 
-    `progress` is called with (done, all); `kept` and `told` are where a dashboard has read them before.
+    `progress` is called with (done, all); the caches are where a dashboard has read them before.
     """
-    kept, told = kept or RecordCache(), told or TelemetryCache()
+    kept, told = record_cache or RecordCache(), telemetry_cache or TelemetryCache()
     rows, samples, problems = dict[str, dict[str, object]](), dict[str, pd.DataFrame](), dict[str, str]()
-    for begin in range(0, len(entries), AT_ONCE):
-        part = entries[begin : begin + AT_ONCE]
+    for begin in range(0, len(entries), TOGETHER):
+        part = entries[begin : begin + TOGETHER]
         for cache in (kept, told):
             cache.metrics(part)
         for i, entry in enumerate(part, begin + 1):
@@ -58,19 +58,23 @@ def _evidence(
     table: pd.DataFrame, sound: Sequence[Entry], kept: RecordCache, told: TelemetryCache, losses: pd.DataFrame
 ) -> Evidence:
     label = dict(zip(table["run"], table["model"], strict=True))
-    seed = _seeds(table, sound, kept, told)
+    seed = seeds_of(table, dict(_marks(sound, kept, told)))
 
     def named(frame: pd.DataFrame) -> pd.DataFrame:
         return frame.assign(architecture=frame["run"].map(label), seed=frame["run"].map(seed).astype("Int64"))
 
-    def measured(metric: str) -> pd.DataFrame:
-        return named(one_sample(kept.rows(sound, [metric])[0]))
+    def of(runs: Collection[str]) -> list[Entry]:
+        return [entry for entry in sound if entry.name in runs]
 
-    def written(metric: str) -> pd.DataFrame:
-        return named(told.rows(sound, [metric])[0])
+    def measured(runs: Collection[str], metric: str) -> pd.DataFrame:
+        return named(one_sample(kept.rows(of(runs), [metric])[0]))
 
-    def documents(metric: str) -> pd.DataFrame:
-        return named(losses[losses["provenance"].isin(set(measured(metric)["provenance"]))])
+    def written(runs: Collection[str], metric: str) -> pd.DataFrame:
+        return named(told.rows(of(runs), [metric])[0])
+
+    def documents(runs: Collection[str], metric: str) -> pd.DataFrame:
+        asked = losses["run"].isin(runs) & losses["provenance"].isin(set(measured(runs, metric)["provenance"]))
+        return named(losses[asked])
 
     return Evidence(
         table.assign(seed=table["run"].map(seed)),
@@ -80,8 +84,10 @@ def _evidence(
     )
 
 
-def _seeds(table: pd.DataFrame, sound: Sequence[Entry], kept: RecordCache, told: TelemetryCache) -> dict[str, int]:
-    """The seed of each run: of copies from what training wrote down, of those without that from their records."""
-    losses = told.rows(sound, [name for name in TELEMETRY if name.endswith("_loss")])[0]
-    known = set(losses["run"])
-    return seeds_of(table, losses, kept.rows([e for e in sound if e.name not in known])[0])
+def _marks(entries: Sequence[Entry], kept: RecordCache, told: TelemetryCache) -> Iterator[tuple[str, str]]:
+    """What tells each run apart: what training wrote down, of runs without that their records."""
+    for begin in range(0, len(entries), AT_ONCE):
+        part = entries[begin : begin + AT_ONCE]
+        losses = told.rows(part, [name for name in TELEMETRY if name.endswith("_loss")])[0]
+        known = set(losses["run"])
+        yield from told_apart(losses, kept.rows([e for e in part if e.name not in known])[0]).items()

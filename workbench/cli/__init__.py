@@ -49,11 +49,7 @@ def main() -> None:
     from workbench.errors import WorkbenchError
     from workbench.places import refuse_a_namesake
 
-    try:
-        refuse_a_namesake()  # which this package's face has done, unless it is theirs by now
-    except ImportError as error:
-        print(f"workbench: {error}", file=sys.stderr)
-        sys.exit(2)
+    refuse_a_namesake()  # which this package's face has done, unless it is theirs by now
     signal.signal(signal.SIGTERM, _terminated)
     warnings.formatwarning, sys.unraisablehook = _one_sentence, _dropped
     try:

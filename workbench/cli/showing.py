@@ -71,10 +71,11 @@ def view(
     """Draw what a page of the dashboard shows, from its link: a figure for a paper, a table, an offline page."""
     from workbench.console import progress, say
     from workbench.runs.run import runs_folder
-    from workbench.views import Link, Source
+    from workbench.views import Link, source_of
     from workbench.views.writing import write
 
-    chosen, source = Link.parse(link), Source(runs_folder(runs))
+    chosen = Link.parse(link)
+    source = source_of(chosen, runs_folder(runs))
     command = f'workbench view "{chosen}"{f" --only {only}" if only else ""}{" --play" if play else ""} --out {shlex.quote(str(out))}'
     command += "" if runs is None else f" --runs {shlex.quote(str(runs))}"
     with progress("drawing"):

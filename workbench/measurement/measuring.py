@@ -63,7 +63,8 @@ def measure(
         sites: of a metric named here only these of its sites, where the others would cost memory for nothing.
         workers: 1 measures in this process; else each step of each run is a job, see `workbench.jobs.running.run_jobs`.
 
-    Records of a run are kept under `<run>/records`, not measured twice. Raises `UnknownName`, `BadData`, `WorkbenchError`.
+    Records of a run are kept under `<run>/records`, not measured twice. Raises `UnknownName`, `BadData`, `WorkbenchError`, and
+    `OnlyHere`, which has the records, where all is measured and cannot be put up.
     """
     wanted = [_find(name) for name in ([metrics] if isinstance(metrics, str) else metrics)]
     only = {name: _sites(_find(name), chosen) for name, chosen in (sites or {}).items()}
@@ -83,7 +84,16 @@ def measure(
         with distributed.alone(getattr(subject.in_hand, "is_sharded", False)):
             frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         subject.forget()
-    return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+        subject.send()
+    return _sent(pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0], chosen)
+
+
+def _sent(frame: pd.DataFrame, subjects: Sequence[Subject]) -> pd.DataFrame:
+    """The records of all; raises `OnlyHere` with them where those of one could not be put up."""
+    if failed := [subject.only_here for subject in subjects if subject.only_here is not None]:
+        failed[0].made = frame
+        raise failed[0]
+    return frame
 
 
 def _told(chosen: Sequence[Subject], progress: Progress | None) -> Iterator[Subject]:

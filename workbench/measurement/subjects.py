@@ -14,17 +14,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench import distributed
 from workbench.checkpoints.saving import weights_hash
 from workbench.config import ModelConfig
 from workbench.data.corpus import Corpus, read_documents
 from workbench.data.sources import Sample, TextData, TokenData, read_tokens
 from workbench.data.texts import is_dataset
-from workbench.errors import BadData, WorkbenchError
+from workbench.errors import BadData, OnlyHere, WorkbenchError
 from workbench.files import local
 from workbench.models.hooked import HookedModel
 from workbench.models.transformer import Transformer
 from workbench.runs.run import RUN_FILE, Run, run_or_model
-from workbench.storage.mirror import here
+from workbench.storage.mirror import here, push
 
 _memory: dict[tuple[str, str, str], pd.DataFrame] = {}
 """Records of models that live in this process only, by (weights, data, key); the oldest go first."""
@@ -41,6 +42,8 @@ class Subject:
     step: int = 0
     device: str | None = None
     in_hand: Transformer | None = None
+    only_here: OnlyHere | None = None
+    """Why its records could not be put up; told when all else is measured, which would be as true then as now."""
 
     @cached_property
     def model(self) -> Transformer:
@@ -94,6 +97,14 @@ class Subject:
                 while len(_memory) >= MAX_REMEMBERED:
                     del _memory[next(iter(_memory))]
                 _memory[self.weights, sample.hash, key] = frame
+
+    def send(self) -> None:
+        """Put up the records of a run whose folder stands for one elsewhere, and what an earlier call could not."""
+        if self.run is not None and not self.run.shipped and distributed.rank() == 0:
+            try:
+                push(self.run.store.folder)
+            except OnlyHere as error:
+                self.only_here = error
 
 
 def subjects(things: Any, steps: str | int | list[int], device: str | None) -> list[Subject]:

@@ -251,8 +251,7 @@ class Observed(HookedModel):
         return describe(name, self.structure, self.sites, self.fitted_paths, self.notes)
 
     def _repr_html_(self) -> str:
-        paths = value_path_table(self.fitted_paths).dropna(axis=1, how="all").round(6)
-        shown = paths.to_html(index=False, na_rep="", float_format=lambda number: f"{number + 0.0:.4g}")  # -0 is 0
+        shown = value_path_table(self.fitted_paths)._repr_html_()
         return f"<pre style='white-space: pre-wrap'>{escape(repr(self))}</pre>{shown}"
 
 

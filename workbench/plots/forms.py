@@ -69,7 +69,7 @@ def _curve(rows: pd.DataFrame, x: str, smooth: int = 1, *, paired: bool = False)
 def lines(
     figure: go.Figure, rows: pd.DataFrame, x: str, where: dict[str, int], legend: Legend, smooth: int = 1
 ) -> None:
-    """One line per architecture (and step, in a profile) with its band, and the controls in dotted grey."""
+    """One line per architecture (and step, in a profile) with its band, and the controls (of the last step) in dotted grey."""
     measured = rows[rows["control"].isna()]
     at_init = x != "step" and len(measured["step"].dropna().unique()) > 1
     for architecture in ordered(measured["architecture"]):
@@ -84,7 +84,10 @@ def lines(
             band = "± standard error of independent means, one pair of runs" if band and alone else band
             legend.bands.add(f"{MINUS}: {band}" if band and paired else band)
             _line(figure, curve, architecture, x, step, where, legend, init=step == 0 and at_init)
-    for dash, (control, part) in zip(DASHES, rows[rows["control"].notna()].groupby("control"), strict=False):
+    controls = rows[rows["control"].notna()]
+    if at_init:  # of what is drawn in full, not a mean with those of random init
+        controls = controls[controls["step"].eq(controls.groupby("run")["step"].transform("max"))]
+    for dash, (control, part) in zip(DASHES, controls.groupby("control"), strict=False):
         line = part.groupby(x)["value"].mean()
         figure.add_scatter(
             x=line.index, y=line, mode="lines", name=words(control), line={"color": GREY, "dash": dash, "width": 1.6},

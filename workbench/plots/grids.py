@@ -15,6 +15,7 @@ from workbench.errors import WorkbenchError
 from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, at_least, dressed, wrapped
 
 MARKED = "#d55e00"  # a frame around what is chosen
+CHOSEN = "chosen"  # its name, by which the dashboard scrolls there
 AROUND, CELL = 220, 26  # pixels: around a map of words, of a cell that has one
 MAX_TICKS, MAX_TEXTS, MAX_LETTERS, LINE, MAX_CELLS = 26, 32, 7, 120, 512 * 512
 # ticks of a panel, columns with texts, letters of a text and of a row of them, cells
@@ -140,7 +141,7 @@ def _add(
         row, column = grid.mark
         low, high = (0, len(y) - 1) if row is None else (row, row)
         box = {"x0": column - 0.5, "x1": column + 0.5, "y0": low - 0.5, "y1": high + 0.5}
-        figure.add_shape(type="rect", line={"color": MARKED, "width": 2}, **box, **where)
+        figure.add_shape(type="rect", name=CHOSEN, line={"color": MARKED, "width": 2}, **box, **where)
 
 
 def _in_cells(grid: Grid) -> np.ndarray:

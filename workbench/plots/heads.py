@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from workbench.plots.grids import safe, unique
 from workbench.plots.style import GREY, axis_title, colour, dressed, label, narrow, ordered, symbol
 
-ROW, MIN_HEIGHT = 21, 220
+ROW, MIN_HEIGHT = 19, 220
 WIDTH = 60
 """Characters of a subtitle's line in a column of half a page."""
 FAINT = "rgba(128,128,128,0.35)"
@@ -80,7 +80,7 @@ def history(
     heads = list(others.sort_values(["layer", "head", "step"]).groupby(["layer", "head"]))
     for i, ((layer, head), rows) in enumerate(heads):
         figure.add_scatter(
-            x=rows["step"], y=rows["value"], mode="lines" if len(rows) > 1 else "markers", name="the run's other heads",
+            x=rows["step"], y=rows["value"], mode="lines" if len(rows) > 1 else "markers", name="other heads",
             legendgroup="others", showlegend=i == 0, line={"color": FAINT, "width": 1}, marker={"color": FAINT, "size": 5},
             hovertemplate=f"layer {layer}, head {head}, step %{{x}}: %{{y:.4g}}<extra></extra>",
         )  # fmt: skip

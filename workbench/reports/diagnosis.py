@@ -26,9 +26,13 @@ NOTHING = 1e-4  # nats: a distance from uniform attention that has no parts to s
 DRAINED = 0.5  # first token's value norm over the others' median
 
 
-def _at(frame: pd.DataFrame, metric: str, *, last: bool = True, site: str | None = None) -> pd.DataFrame:
-    """Measured rows of a metric at the last step (or at step 0), plain variant."""
-    rows = frame[(frame["metric"] == metric) & frame["control"].isna()]
+def _at(
+    frame: pd.DataFrame, metric: str, *, last: bool = True, site: str | None = None, control: str | None = None
+) -> pd.DataFrame:
+    """Measured rows of a metric, or those of a control, at the last step (or at step 0), plain variant."""
+    rows = frame[
+        (frame["metric"] == metric) & (frame["control"].isna() if control is None else frame["control"] == control)
+    ]
     steps = frame["step"].dropna()
     step = (steps.max() if last else 0) if len(steps) else None
     if step is not None:
@@ -158,7 +162,7 @@ def token_share(frame: pd.DataFrame) -> str:
         return "Not measurable here: no layer after the first has values of its own."
     worst = deep["se"].max()
     error = "" if math.isnan(worst) else f" (± at most {worst:.1%})"
-    control = _deep(frame[(frame["metric"] == "token_identity_share") & (frame["control"] == "shuffled")])
+    control = _deep(_at(frame, "token_identity_share", control="shuffled"))
     beside = [f"{control['value'].abs().max():.0%} with shuffled ids"] if len(control) else []
     if len(start := _deep(_at(frame, "token_identity_share", last=False))) and frame["step"].max() > 0:
         beside.append(f"{_range(start['value'])} at random init")

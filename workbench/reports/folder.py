@@ -11,9 +11,9 @@ import pandas as pd
 from workbench import plots
 from workbench.checkpoints.identify import RUN_FILE
 from workbench.claims import DECIDED
+from workbench.claims.all_verdicts import judge_all
 from workbench.claims.collect import samples_of
 from workbench.claims.judging import Judged, chosen
-from workbench.claims.kept import judge_all
 from workbench.claims.page import article
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadCheckpoint, BadData

@@ -147,11 +147,12 @@ def evaluation(path: Path, asked: bool = True) -> str:
     rows = []
     for task, found in results.items():
         for key, value in found.items() if isinstance(found, dict) else ():
-            metric, _, filtered = key.partition(",")
-            if isinstance(value, int | float) and not metric.endswith("_stderr") and math.isfinite(value):
+            metric, comma, filtered = key.partition(",")  # what has none is no metric: names, how many documents
+            if comma and isinstance(value, int | float) and not metric.endswith("_stderr") and math.isfinite(value):
                 error = found.get(f"{metric}_stderr,{filtered}")
-                rows.append((task, metric, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else ""))
-    return _table(("task", "metric", "value", "standard error"), rows) + "\n\nBy lm-evaluation-harness."
+                error = f"{error:.4f}" if isinstance(error, float) else ""
+                rows.append((task, metric, f"{value:.4f}", error, found.get("sample_len", "")))
+    return _table(("task", "metric", "value", "standard error", "documents"), rows) + "\n\nBy lm-evaluation-harness."
 
 
 def _data(run: Run) -> str:

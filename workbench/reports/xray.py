@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.console import Progress
-from workbench.errors import BadData, WorkbenchError
+from workbench.errors import BadData, NotSent, OnlyHere, WorkbenchError, warn_caller
 from workbench.names import ACTIVATIONS
 from workbench.plots.browser import picture
 from workbench.plots.experiments import after_the_first
@@ -89,7 +89,7 @@ class XRay:
         page.add(heading(page.title, 1), paragraph(self._measured_on(), "small"), '<div class="four">')
         for a in self.answers:
             figure = page.figure(plots.narrow(a.figure))
-            page.add(f"<section>{heading(a.question)}{paragraph(a.sentence)}{figure}{numbers(a.records)}</section>")
+            page.add(f"<section>{figure}{paragraph(a.sentence)}{numbers(a.records)}</section>")
         page.add("</div>")
         return page
 
@@ -148,15 +148,27 @@ def xray(
     plan = {"last": names}
     if _has_init(subject):
         plan["first"] = [m for m in names if m not in (TOGETHER, BY_LAYER)]
-    once = partial(measure, subject, n=n, T=T, batch=_batch(subject, length), sites=SITES)
-    frames = [
-        once(asked, data, steps=step, progress=_part(progress, i, len(plan)))
-        for i, (step, asked) in enumerate(plan.items())
-    ]
-    frame = pd.concat(frames[::-1], ignore_index=True)
+    once = partial(measure, subject, data=data, n=n, T=T, batch=_batch(subject, length), sites=SITES)
+    frame = _measured(once, plan, progress)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
     where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
     return XRay(name, tuple(answers(frame, _reasons(subject))), frame, f"workbench xray {where}{given}")
+
+
+def _measured(
+    measure: Callable[..., pd.DataFrame], plan: Mapping[str, list[str]], progress: Progress | None
+) -> pd.DataFrame:
+    """Records of the metrics of each step, the last step last; a page needs no more than them, so where they stay here is a warning."""
+    frames, unsent = list[pd.DataFrame](), list[OnlyHere]()
+    for i, (step, metrics) in enumerate(plan.items()):
+        try:
+            frames.append(measure(metrics=metrics, steps=step, progress=_part(progress, i, len(plan))))
+        except OnlyHere as error:
+            frames.append(error.made)
+            unsent.append(error)
+    if unsent:
+        warn_caller(str(unsent[0]), NotSent)
+    return pd.concat(frames[::-1], ignore_index=True)
 
 
 def _part(progress: Progress | None, before: int, parts: int) -> Progress | None:
@@ -225,9 +237,17 @@ def _shown(name: str, rows: pd.DataFrame) -> bool:
 
 
 def drawn(name: str, rows: pd.DataFrame) -> go.Figure:
-    """A question's picture, of one model's rows or of a difference of two."""
+    """A question's picture, of one model's rows or of a difference of two; the question is its title."""
     if not _shown(name, rows):
-        return plots.dressed(go.Figure(), "Nothing to draw", "not measurable here", 60)
+        return plots.dressed(go.Figure(), f"{QUESTIONS[name]} Nothing to draw", "not measurable here", 60)
+    figure = _picture(name, rows)
+    title = figure.layout.title
+    shown = title.text.removesuffix("?")
+    title.subtitle.text, title.text = f"{shown}; {title.subtitle.text}", QUESTIONS[name]
+    return figure
+
+
+def _picture(name: str, rows: pd.DataFrame) -> go.Figure:
     if name == "sinks":
         return plots.sinks(rows[rows["metric"] == "sink_mass"], rows[rows["metric"] == "value_drain"])
     if name == "token_share":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import digest, open_regular, replacing
 from workbench.runs.catalogue import Entry
+from workbench.runs.recent import Recent
 from workbench.runs.records import COLUMNS, MARK, MAX_TABLE, NEEDED, SUM, TEXT, WHOLE, checked, damage, table_sum
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Packs:
     def __init__(self, root: Path | None, kind: str) -> None:
         self.root, self.kind = root, kind
         self.files: list[Pack] | None = None
-        self.held: OrderedDict[tuple[Path, str], pa.Table] = OrderedDict()
+        self.held = Recent[tuple[Path, str], "pa.Table"](MAX_HELD, lambda table: int(table.nbytes))
 
     def metrics(self, entry: Entry) -> list[str] | None:
         """The metrics of a run; None where it is not packed as it is now."""
@@ -129,17 +129,11 @@ class Packs:
         return self.files
 
     def _metric(self, pack: Pack, metric: str) -> pa.Table:
-        key = pack.path, metric
-        if key not in self.held:
-            try:
-                self.held[key] = _row_group(pack, pack.metrics.index(metric))
-            except BadCheckpoint:
-                self.root = None  # what was written cannot be read: each run has its own files
-                raise
-            while len(self.held) > 1 and sum(t.nbytes for t in self.held.values()) > MAX_HELD:
-                self.held.popitem(last=False)
-        self.held.move_to_end(key)
-        return self.held[key]
+        try:
+            return self.held.get((pack.path, metric), lambda: _row_group(pack, pack.metrics.index(metric)))
+        except BadCheckpoint:
+            self.root = None  # what was written cannot be read: each run has its own files
+            raise
 
     def _write(self, runs: Mapping[str, Said], tables: Callable[[str], list[pa.Table]]) -> Pack:
         """A file of runs, metric by metric; `tables` gives those of a metric in the order of the runs."""
@@ -153,10 +147,10 @@ class Packs:
             "metrics": metrics,
             "runs": {n: [stamp, [rows.get(m, 0) for m in metrics]] for n, (stamp, rows) in runs.items()},
         }
+        # a provenance is long: written out for each row it would take all the memory
+        text = pa.dictionary(pa.int32(), pa.string())
         kinds = [
-            (c, pa.string() if c in TEXT else pa.int64() if c in WHOLE else pa.float64())
-            for c in COLUMNS
-            if c not in ANSWERED
+            (c, text if c in TEXT else pa.int64() if c in WHOLE else pa.float64()) for c in COLUMNS if c not in ANSWERED
         ]
         schema = pa.schema(kinds, {ABOUT: json.dumps(about).encode()})
         path = self.root / FOLDER / f"{self.kind}-{digest(about)}.parquet"
@@ -165,7 +159,7 @@ class Packs:
             pq.ParquetWriter(part, schema, compression="zstd", write_page_checksum=True) as file,
         ):
             for metric in metrics:
-                table = pa.concat_tables(tables(metric), promote_options="permissive")
+                table = pa.concat_tables(tables(metric), promote_options="permissive").unify_dictionaries()
                 known = table.column_names
                 columns = [table[c].cast(k) if c in known else pa.nulls(len(table), k) for c, k in kinds]
                 file.write_table(pa.table(columns, schema=schema), row_group_size=max(1, len(table)))

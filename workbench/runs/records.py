@@ -25,7 +25,6 @@ from filelock import FileLock
 
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import read_bytes, replacing
-from workbench.storage.mirror import push
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -284,7 +283,7 @@ class Store:
     def put(self, weights: str, data: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
         """Add rows in place of those of the same metrics in this or an older version; newer ones stay.
 
-        Raises `WorkbenchError` where the folder cannot be written, or what it is a mirror of.
+        Raises `WorkbenchError` where the folder cannot be written.
         """
         versions = pd.Series(_versions(frame["provenance"])).groupby(frame["metric"].to_numpy()).max()
         try:
@@ -301,7 +300,6 @@ class Store:
                         write_parquet(pd.concat([old, new], ignore_index=True) if len(old) else new, path)
         except OSError as error:  # read-only, or another writer for a minute
             raise WorkbenchError(f"cannot keep records in {self.folder}: {error.strerror or error}") from error
-        push(self.folder)
 
 
 def metrics_of(folder: Path) -> tuple[str, ...]:

@@ -220,10 +220,17 @@ class Run:
             raise BadData(f"{where!r} is no condition of DataFrame.query, as \"metric == 'loss'\": {error}") from error
 
     def telemetry_parts(self) -> list[tuple[int, Path]]:
-        """(first step, file) of each telemetry part, in order; files of other names are not ours."""
-        folder = self.path / "telemetry"
-        matches = (re.fullmatch(r"(\d{6,})-\d{6,}\.parquet", p.name) for p in folder.glob("*.parquet"))
-        return sorted((int(m[1]), folder / m[0]) for m in matches if m)
+        """(first step, file) of each telemetry part, in order; files of other names are not ours.
+
+        A part whose steps lie within those of another was merged into it.
+        """
+        folder, parts, end = self.path / "telemetry", list[tuple[int, Path]](), -1
+        matches = (re.fullmatch(r"(\d{6,})-(\d{6,})\.parquet", p.name) for p in folder.glob("*.parquet"))
+        for first, last, name in sorted((int(m[1]), -int(m[2]), m[0]) for m in matches if m):
+            if -last > end:
+                parts.append((first, folder / name))
+                end = -last
+        return parts
 
     def writing(self) -> FileLock:
         """The lock a writer holds; raises `InUse` where another process keeps it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ import pandas as pd
 from workbench.errors import BadCheckpoint
 from workbench.runs.catalogue import Entry
 from workbench.runs.packed_tables import ANSWERED, ByMetric, Packs, compact, filled
+from workbench.runs.recent import Recent, bytes_of
 from workbench.runs.records import (
     COLUMNS,
     NEEDED,
@@ -56,10 +56,10 @@ class TableCache(ABC):
         self.loose: dict[str, Entry] = {}
         """Runs in memory that may be packed."""
         self.packs = Packs(folder, self.kind)
-        self.answers: OrderedDict[Any, tuple[pd.DataFrame, dict[str, str]]] = OrderedDict()
-        self.named: OrderedDict[Any, set[str]] = OrderedDict()
+        self.answers = Recent[Any, tuple[pd.DataFrame, dict[str, str]]](budget, lambda answer: bytes_of(answer[0]))
+        self.named = Recent[Any, set[str]](MAX_NAMED, lambda _: 1)
         """Names of the metrics of runs that were asked for together."""
-        self.budget, self.lock = budget, threading.Lock()
+        self.lock = threading.Lock()
 
     @abstractmethod
     def _read(self, path: Path) -> ByMetric:
@@ -72,14 +72,13 @@ class TableCache(ABC):
     def metrics(self, entries: Iterable[Entry]) -> set[str]:
         """Names of the metrics (or quantities) of runs; those whose files are damaged count as empty."""
         found = list(entries)
-        key = _key(found)
+
+        def names() -> set[str]:
+            self._gather(found)
+            return {name for entry in found for name in self._names(entry)}
+
         with self.lock:
-            if key not in self.named:
-                self._gather(found)
-                self.named[key] = {name for entry in found for name in self._names(entry)}
-                while len(self.named) > MAX_NAMED:
-                    self.named.popitem(last=False)
-            return set(self.named[key])
+            return set(self.named.get(_key(found), names))
 
     def rows(
         self, entries: Sequence[Entry], metrics: Sequence[str] | None = None
@@ -90,11 +89,7 @@ class TableCache(ABC):
         """
         key = _key(entries), None if metrics is None else tuple(metrics)
         with self.lock:
-            if key not in self.answers:
-                self.answers[key] = self._answer(entries, metrics)
-                self._shrink()
-            self.answers.move_to_end(key)
-            return self.answers[key]
+            return self.answers.get(key, lambda: self._answer(entries, metrics))
 
     def _answer(self, entries: Sequence[Entry], metrics: Sequence[str] | None) -> tuple[pd.DataFrame, dict[str, str]]:
         self._gather(entries)
@@ -153,12 +148,6 @@ class TableCache(ABC):
 
     def _forget(self, entry: Entry) -> None:
         del self.runs[entry.path]
-
-    def _shrink(self) -> None:
-        """Drop the answers that were used longest ago, but not the last."""
-        sizes = {key: int(frame.memory_usage(index=False).sum()) for key, (frame, _) in self.answers.items()}
-        while len(self.answers) > 1 and sum(sizes[key] for key in self.answers) > self.budget:
-            self.answers.popitem(last=False)
 
 
 def _key(entries: Iterable[Entry]) -> tuple[Any, ...]:
@@ -236,7 +225,16 @@ class TelemetryCache(TableCache):
         self.parts.pop(Path(entry.path), None)
 
     def _read(self, path: Path) -> ByMetric:
-        now, known = _parts_of(path), self.parts.pop(path, _Parts())
+        now = _parts_of(path)
+        try:
+            return self._of_parts(path, now)
+        except BadCheckpoint:
+            if _parts_of(path) == now:
+                raise
+            return self._read(path)  # its training ended at this moment, and made one part of all
+
+    def _of_parts(self, path: Path, now: list[Part]) -> ByMetric:
+        known = self.parts.pop(path, _Parts())
         if len(now) <= len(known.settled) or now[: len(known.settled)] != known.settled:  # begun anew
             known = _Parts()
         later = now[len(known.settled) :]

@@ -10,8 +10,10 @@ A number is called `workbench/METRIC/PART/LAYER/hHEAD` there, as far as it has t
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -102,8 +104,12 @@ class MlflowSink:
         known = self.client.get_experiment_by_name(PROJECT)
         experiment = known.experiment_id if known is not None else self.client.create_experiment(PROJECT)
         found = self.client.search_runs([experiment], filter_string=f"tags.`workbench.run` = '{own}'", max_results=1)
+        # name, step and number of what the run has there: MLflow keeps what comes twice
+        self.told = set[tuple[str, int, float | None]]()
         if found:
             self.id = found[0].info.run_id
+            for name in found[0].data.metrics:
+                self.told |= {(name, m.step, _kept(m.value)) for m in self.client.get_metric_history(self.id, name)}
             self.client.update_run(self.id, status="RUNNING")
             return
         made = self.client.create_run(experiment, tags={"workbench.run": own}, run_name=folder.name)
@@ -113,11 +119,14 @@ class MlflowSink:
             self.client.log_batch(self.id, params=pairs[i : i + PARAMETERS])
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Send a step's numbers, so many in a request as one takes."""
+        """Send a step's numbers that are not there yet, so many in a request as one takes."""
         now = int(time.time() * 1000)
-        told = [self.metric(re.sub(r"[^\w\-. /]", "_", tag(r))[:LONGEST], r["value"], now, step) for r in rows]
-        for i in range(0, len(told), FITS):
-            self.client.log_batch(self.id, metrics=told[i : i + FITS])
+        named = ((re.sub(r"[^\w\-. /]", "_", tag(row))[:LONGEST], float(row["value"])) for row in rows)
+        new = [
+            self.metric(name, value, now, step) for name, value in named if (name, step, _kept(value)) not in self.told
+        ]
+        for i in range(0, len(new), FITS):
+            self.client.log_batch(self.id, metrics=new[i : i + FITS])
 
     def close(self) -> None:
         """Note its end."""
@@ -171,7 +180,7 @@ def export_log(run: Run, to: str, metrics: Sequence[str] | None = None) -> int:
     each name. Told again it is the same run there. Raises `UnknownName` for a tracker or a metric, `BadData` where nothing is written.
     """
     names = checked(to)
-    frame = pd.concat([run.telemetry(), load_records([run.path])], ignore_index=True)
+    frame = pd.concat([run.telemetry(), load_records([run.path])], ignore_index=True).dropna(subset=["step", "value"])
     if metrics is None:
         frame = frame[frame[MANY].isna().all(axis=1)]
     else:
@@ -202,6 +211,11 @@ def tag(row: Mapping[str, Any]) -> str:
 def identity(folder: Path, info: Mapping[str, Any]) -> str:
     """The same for a run wherever it lies, another for one of its name that was begun anew."""
     return f"{re.sub(r'[^A-Za-z0-9-]', '-', folder.name)}-{digest(folder.name, info.get('created'))[:8]}"
+
+
+def _kept(value: float) -> float | None:
+    """A number as it compares with what MLflow gives back: NaN equals nothing, and for infinity a database keeps the largest float."""
+    return None if math.isnan(value) else max(-sys.float_info.max, min(sys.float_info.max, value))
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:

@@ -108,7 +108,7 @@ def push(path: Path) -> None:
     """Put up what changed here under a path of a mirror; nothing for other paths.
 
     Files come in the order in which others may see them: a step's `config.json`, which makes it one, after its weights. Raises
-    `WorkbenchError` where that fails; what is here stays, and the next call goes on.
+    `OnlyHere` where that fails; what is here stays, and the next call goes on.
     """
     if (mirror := mirror_of(path)) is not None:
         sync.push(mirror, mirror.name(path))

@@ -52,7 +52,15 @@ def remote(url: str) -> Remote:
         raise UnknownName("kind of storage", scheme, fsspec.available_protocols())
     with saying("open", url, NEEDS.get(scheme, "")):
         files, root = fsspec.core.url_to_fs(url)
+    if (loop := getattr(files, "loop", None)) is not None:
+        loop.set_exception_handler(_left_behind)
     return Remote(url, files, root, scheme in WHOLE)
+
+
+def _left_behind(loop: Any, context: Mapping[str, Any]) -> None:
+    """Tasks that ended with their connection; the request that began them raises what is said."""
+    if context["message"] != "Task exception was never retrieved":
+        loop.default_exception_handler(context)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from workbench.errors import WorkbenchError
+from workbench.errors import OnlyHere, WorkbenchError
 from workbench.files import read_json, write_json
 from workbench.storage.remote import Remote, remote
 
@@ -141,7 +141,7 @@ def push(mirror: Mirror, under: str) -> None:
                 before = mirror.state(name, None)
                 notes[name] = before | {"mark": mirror.remote.store(mirror.root / name, name)}
         except WorkbenchError as error:
-            raise WorkbenchError(
+            raise OnlyHere(
                 f"{error}; all of it is whole in {mirror.root / unit_of(under)}, and the same command goes on from there"
             ) from error
 

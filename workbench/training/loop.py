@@ -190,6 +190,8 @@ class _Loop:
                     self._keep_checkpoint()
         if stop:
             raise KeyboardInterrupt(f"stopped after step {self.step} of {steps}; the same command goes on from there")
+        if self.main:
+            self.telemetry.merge()
 
     def _update(self) -> Tensor:
         config, step = self.config, self.step

@@ -43,6 +43,15 @@ class Telemetry:
             tell(self.sinks, frame)
         self.rows, self.pending, self.begin = [], [], end
 
+    def merge(self) -> None:
+        """One part in place of all, once no more will come: many runs are read in a fraction of the time."""
+        parts = [path for _, path in self.run.telemetry_parts()]
+        if len(parts) > 1:
+            first, end = parts[0].stem.split("-")[0], parts[-1].stem.split("-")[1]
+            write_parquet(self.run.telemetry(), parts[0].with_name(f"{first}-{end}.parquet"))
+            for path in parts:
+                path.unlink()
+
     def rewind(self, step: int) -> None:
         """Forget parts that a resumed run writes anew."""
         for first, part in self.run.telemetry_parts():

@@ -5,6 +5,6 @@
 
 from workbench.views.base import VIEWS, Drawing, drawings, view
 from workbench.views.link import PAGES, Link
-from workbench.views.source import Source, Subject
+from workbench.views.source import Source, Subject, source_of
 
-__all__ = ["PAGES", "VIEWS", "Drawing", "Link", "Source", "Subject", "drawings", "view"]
+__all__ = ["PAGES", "VIEWS", "Drawing", "Link", "Source", "Subject", "drawings", "source_of", "view"]

@@ -25,6 +25,10 @@ class Drawing:
     table: pd.DataFrame
     sentence: str = ""
 
+    def __post_init__(self) -> None:
+        # rows of a larger table come with their places in it, which Arrow would take for a column
+        object.__setattr__(self, "table", self.table.reset_index(drop=True))
+
 
 View = Callable[["Source", Link], Drawing]
 VIEWS: dict[str, dict[str, View]] = {}

@@ -51,6 +51,11 @@ class Options(Measure):
         """Whether a mean over layers says something at each of several steps: ranks and pairs of layers have none."""
         return "steps" in self.forms and self.form != "steps" and not {"ranks", "pairs"} & set(self.forms)
 
+    @property
+    def is_map(self) -> bool:
+        """Whether it is drawn as maps, each a panel of its own."""
+        return self.form in MAPS or (self.form == "auto" and not {*MAPS}.isdisjoint(self.forms))
+
 
 def _unmeasured(runs: Sequence[Entry]) -> str:
     if all(e.kind == "recorded" for e in runs):

@@ -295,8 +295,8 @@ def _story(picked: Head, mine: pd.DataFrame, others: pd.DataFrame, chosen: Optio
     then = others.loc[others["step"] == last["step"], "value"]
     before = int((then > last["value"]).sum() if chosen.end == "highest" else (then < last["value"]).sum())
     nth = "the" if not before else f"number {before + 1} from the"
-    place = f"{nth} {chosen.end} of its run's {len(then) + 1} heads there"
-    return f"{picked.name}: from {first['value']:.3g} at step {first['step']} to {last['value']:.3g} at step {last['step']}, {place}."
+    place = f"{nth} {chosen.end} of the run's {len(then) + 1} heads"
+    return f"From {first['value']:.3g} at step {first['step']} to {last['value']:.3g} at step {last['step']}, {place}."
 
 
 @view("heads")
@@ -312,15 +312,12 @@ def passages(source: Source, link: Link) -> Drawing:
     table = _told(source.model(subject), mine, ids, LETTERS.get(picked.entry.kind, 0)).assign(
         run=picked.entry.name, step=subject.step
     )
-    first, documents = table.iloc[0], f"{len(ids)} documents of {ids.shape[1]} tokens"
-    under = (
-        f"step {subject.step}; the sharpest pair of each of {documents} of the run's validation data, the first {len(table)}; "
-        "the first position and the query itself left out"
-    )
+    first, read = table.iloc[0], f"{len(ids)} validation documents of {ids.shape[1]} tokens"
+    under = f"step {subject.step}; the sharpest pair of each of {len(ids)} documents; position 0 and the query itself left out"
     title = f"{picked.name}: where it looks hardest"
     drawn = table.assign(**{c: table[c].map(short) for c in ("key token", "query token")})
     sentence = (
-        f"Sharpest: “{first['query token']}” (token {first['query']}) gives {first['weight']:.2f} to “{first['key token']}” "
+        f"Sharpest in {read}: “{first['query token']}” (token {first['query']}) gives {first['weight']:.2f} to “{first['key token']}” "
         f"(token {first['key']}, {first['distance']} back); the last one shown gives {table['weight'].iloc[-1]:.2f}."
     )
     return Drawing(figures.pairs(drawn, plots.colour(picked.entry.series), title, under), table, sentence)

@@ -146,7 +146,7 @@ def identity(source: Source, link: Link) -> Drawing:
     )  # fmt: skip
     known = "The embedding is" if site == "stream" else "First-layer values, and all of SVFormer's, are"
     sentence = f"A token drawn at random would give {' in A, '.join(dict.fromkeys(chance))}{' in B' * (len(set(chance)) > 1)}. "
-    sentence += f"{known} the token's own by construction: 1 there is no finding. {drawing.sentence}"
+    sentence += f"{known} the token's own by construction, so a 1 there says nothing. {drawing.sentence}"
     return Drawing(drawing.figure, drawing.table, sentence.strip())
 
 

@@ -14,11 +14,12 @@ import pandas as pd
 
 from workbench import prompts
 from workbench.checkpoints.identify import WITHOUT
+from workbench.claims.all_verdicts import Verdicts, judge_all
 from workbench.data.tasks import SYMBOLS as ALPHABET
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import read_bytes
 from workbench.models.registry import label
-from workbench.places import SHIPPED
+from workbench.places import SHIPPED, whereabouts
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Catalogue, Entry, catalogue
 from workbench.runs.run import Run, runs_folder
@@ -87,7 +88,7 @@ class Source:
     @property
     def caches(self) -> dict[str, Any]:
         """The tables that were read, as `claims.stored` takes them."""
-        return {"kept": self.record_cache, "told": self.telemetry_cache}
+        return {"record_cache": self.record_cache, "telemetry_cache": self.telemetry_cache}
 
     def catalogue(self) -> Catalogue:
         """The runs of the folder; where there is none yet, those that ship with the project."""
@@ -127,8 +128,8 @@ class Source:
                 if name not in (known := facets(runs)):
                     raise UnknownName("option to tell models apart by", name, known)
             runs = [dataclasses.replace(e, series=series_by(e, by)) for e in runs]
-        words = (link.text("find") or "").lower().split()
-        return [e for e in runs if all(word in _searched(e) for word in words)] if words else runs
+        found = [_with_word(runs, word) for word in (link.text("find") or "").lower().split()]
+        return [e for e in runs if all(e.path in paths for paths in found)]
 
     def chosen(self, link: Link) -> list[Entry]:
         """Runs of the chosen series of the experiment: the link's `models`, else all that are found."""
@@ -197,6 +198,10 @@ class Source:
         """The result of some work; the dashboard keeps it under a key of plain values."""
         return work()
 
+    def judge(self, entries: Sequence[Entry]) -> Verdicts:
+        """The verdict of every claim, from what runs of the folder hold."""
+        return judge_all(entries, self.progress, **self.caches)
+
     def query(
         self, function: Callable[Concatenate[HookedModel, prompts.Prompt, P], R], subject: Subject, text: str | None, /,
         *args: P.args, **kwargs: P.kwargs,
@@ -239,6 +244,15 @@ class Source:
         return text
 
 
+def source_of(link: Link, folder: Path) -> Source:
+    """The numbers of a folder of runs; of what ships, where that is what the link's model A names and the folder has none of that name."""
+    source, name = Source(folder), link.text("a")
+    if name is None or name in {e.name for e in source.catalogue().entries}:
+        return source
+    place = Path(whereabouts(name))
+    return source if place == Path(name) else Source(place.parent)
+
+
 def facets(runs: Sequence[Entry]) -> list[str]:
     """What runs of one experiment may be told apart by beside their architecture: options in which any differ, and the seed."""
     alike: dict[str, list[Entry]] = {}
@@ -258,6 +272,16 @@ def series_by(entry: Entry, by: Sequence[str]) -> str:
     """A run's series where these options (and `seed`) tell runs apart."""
     options = "".join(f" {k}={entry.options[k]}" for k in sorted(by) if k in entry.options)
     return entry.architecture + options + (f"{DETAIL}s{entry.seed}" if "seed" in by else "")
+
+
+def _with_word(runs: Sequence[Entry], word: str) -> set[str]:
+    """Paths of the runs of which the word is a whole part, as `s3` is of `text-resformer-s3`; if of none, of those that contain it."""
+    said = {e.path: _searched(e) for e in runs}
+    whole = {path for path, text in said.items() if word in PARTS.split(text)}
+    return whole or {path for path, text in said.items() if word in text}
+
+
+PARTS = re.compile(r"[^\w.=+]+|_")
 
 
 def _searched(entry: Entry) -> str:

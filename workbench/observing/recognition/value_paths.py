@@ -223,7 +223,17 @@ def _of_tokens(layer: int, weights: Tensor, names: Sequence[Source], residual: f
     return ValuePath(layer, "value", coefficients, residual, exact=True, head=head, spread=spreads)
 
 
-def value_path_table(paths: Sequence[ValuePath]) -> pd.DataFrame:
+class PathTable(pd.DataFrame):
+    """A table with its numbers as they are, of which a notebook shows what is more than rounding."""
+
+    def _repr_html_(self) -> str:
+        shown = pd.DataFrame(self).dropna(axis=1, how="all").round(6)
+        said = "no spread: a constant coefficient; " if "spread" in shown and shown["spread"].isna().any() else ""
+        table = shown.to_html(index=False, na_rep="", float_format=lambda number: f"{number + 0.0:.4g}")  # -0 is 0
+        return f"{table}<p>{said}rounded to 1e-6</p>"
+
+
+def value_path_table(paths: Sequence[ValuePath]) -> PathTable:
     """One row per layer and source: layer, source, coefficient, spread (of weights by token), residual, head, into."""
     rows: list[dict[str, Any]] = [
         {
@@ -233,7 +243,7 @@ def value_path_table(paths: Sequence[ValuePath]) -> pd.DataFrame:
         for p in paths for s, c in p.coefficients.items()
     ]  # fmt: skip
     table = pd.DataFrame(rows, columns=["layer", "source", "coefficient", "spread", "residual", "head", "into"])
-    return table.astype({"source": object, "head": "Int64"})
+    return PathTable(table.astype({"source": object, "head": "Int64"}))
 
 
 def sharing_note(paths: Sequence[ValuePath]) -> str:

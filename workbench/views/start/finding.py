@@ -222,7 +222,9 @@ def _how(found: Finding) -> str:
     many = len(found.intervals)
     holm = f"; the verdicts are corrected (Holm) for all {many} models" if many > 1 else ""
     said = [
-        f"Means over {seeds} paired seeds with 95 % intervals{holm}.",
+        f"Means over {seeds} paired seeds with 95 % intervals{holm}."
+        if most > 1
+        else "Each number is one pair of runs and has no interval.",
         found.outcome.note,
     ]
     if len(found.rates) > 1:

@@ -15,9 +15,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench import plots
-from workbench.claims import DECIDED, QUESTIONS, Claim, Verdict, kept
+from workbench.claims import DECIDED, QUESTIONS, Claim, Verdict, all_verdicts
+from workbench.claims.all_verdicts import Verdicts
 from workbench.claims.judging import chosen, figure
-from workbench.claims.kept import Verdicts
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.runs.catalogue import Entry
@@ -77,13 +77,13 @@ def judgements(source: Source, link: Link) -> tuple[Judgement, ...]:
 def _verdicts(source: Source, link: Link) -> Verdicts:
     """What is kept beside the runs of the folder, else judged now, and kept where the folder is the user's own."""
     entries, folder = _finished(source, link), Path(source.catalogue().folder)
-    marked = "" if link.on("alone") else kept.mark(entries)
-    found = kept.load(folder, marked) if marked else None
+    marked = "" if link.on("alone") else all_verdicts.mark(entries)
+    found = all_verdicts.load(folder, marked) if marked else None
     if found is None:
-        found = kept.judge_all(entries, source.progress, **source.caches)
+        found = source.judge(entries)
         if marked and source.own():
             with contextlib.suppress(WorkbenchError):  # a folder that may only be read keeps none
-                kept.save(folder, marked, found)
+                all_verdicts.save(folder, marked, found)
     return found
 
 

@@ -86,10 +86,15 @@ def load(folder: Path, marked: str) -> Verdicts | None:
         found = read_json(folder / FILE)
         if found["mark"] != marked:
             return None
-        verdicts = {name: _verdict(facts) for name, facts in found["verdicts"].items()}
-        return Verdicts(verdicts, frozenset(found["metrics"]), found["problems"])
+        return read(found)
     except (BadCheckpoint, KeyError, TypeError, ValueError, AttributeError):  # none there, or damaged: judged anew
         return None
+
+
+def read(found: dict[str, Any]) -> Verdicts:
+    """Verdicts from what `text` wrote."""
+    verdicts = {name: _verdict(facts) for name, facts in found["verdicts"].items()}
+    return Verdicts(verdicts, frozenset(found["metrics"]), found["problems"])
 
 
 def save(folder: Path, marked: str, verdicts: Verdicts) -> None:
