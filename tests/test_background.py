@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from concurrent.futures import wait
 
 import dashboard
@@ -131,9 +130,7 @@ def test_a_model_in_use_is_let_go_without_keeping_anybody_waiting():
 
     model = Model()
     with model.lock:
-        begin = time.perf_counter()
         cached_source._release(model)
-        assert time.perf_counter() - begin < 1
         assert not model.done.wait(0.05)
     assert model.done.wait(5)
 

@@ -22,7 +22,30 @@ from browsing import downloaded, drawn, files_of, pick, settled, typed
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
 
+from app.elements import common
+
 pytestmark = pytest.mark.slow
+DRAWING = """
+async (script) => {
+  const { default: element } = await import(URL.createObjectURL(new Blob([script], { type: 'text/javascript' })));
+  const parentElement = document.body.appendChild(document.createElement('div')), drawn = [];
+  let done = () => 0;
+  const draw = async (_, { title, width }) => { drawn.push([title, width]); await new Promise((free) => (done = free)); };
+  window.Plotly = { newPlot: (plot, { layout }) => { plot.on = () => 0; plot._fullLayout = {}; return draw(plot, layout); },
+                    react: (plot, _, layout) => draw(plot, layout) };
+  const rest = (ms) => new Promise((done) => setTimeout(done, ms));
+  const wide = (width) => (parentElement.style.width = `${width}px`);
+  const show = (title) => {
+    const told = { data: [], layout: { title, height: 100 }, frames: null, alt: '', clicked: false };
+    element({ data: new TextEncoder().encode(JSON.stringify(told)), parentElement, setTriggerValue: () => 0 });
+  };
+  wide(900), show('first'), await rest(200), done(), await rest(200);
+  show('second'), await rest(200), wide(500), await rest(200), show('third'), done(), await rest(200), done(), await rest(200);
+  wide(700), await rest(200);
+  return drawn;
+}
+"""
+"""A figure whose plots take as long as they are wanted to: which were drawn, and how wide."""
 
 
 def next_probability(runs, name, text, step="last"):
@@ -235,6 +258,12 @@ def test_share_tells_link_and_command_and_the_drawer_provenance_and_self_check(o
     drawer.get_by_text("Run it").click()
     drawer.locator('[data-testid="stDataFrame"]').nth(1).wait_for()
     settled(page)
+
+
+def test_a_figure_whose_place_and_numbers_change_together_is_drawn_once(new_page):
+    script = "".join((common.HERE / name).read_text() for name in ("common.js", "figure.js"))
+    drawn = new_page().evaluate(DRAWING, script)
+    assert drawn == [["first", 900], ["second", 900], ["third", 500], ["third", 700]]
 
 
 def test_a_time_lapse_plays(opened, server):

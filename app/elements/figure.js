@@ -37,17 +37,17 @@ class Figure {
   }
 
   show(text) {
-    if (text === this.text) return;
     this.text = text;
-    this.next(() => this.draw(JSON.parse(text)));
+    this.next();
   }
 
-  next(work) { // one after another; what went wrong with one is told, and the next is tried
-    this.turn = this.turn.then(plotly).then(() => this.gone || work()).catch((error) => console.error(error));
+  next() { // one after another; what went wrong with one is told, and the next is tried
+    this.turn = this.turn.then(plotly).then(() => this.gone || this.draw()).catch((error) => console.error(error));
   }
 
-  async draw({ data, layout, frames, alt, clicked }) {
-    const style = getComputedStyle(this.root);
+  async draw() { // unless these numbers have been drawn to this width
+    if (this.text === this.drawn && (!this.root.clientWidth || this.room() === this.width)) return;
+    const text = this.text, { data, layout, frames, alt, clicked } = JSON.parse(text), style = getComputedStyle(this.root);
     this.clicked = clicked;
     this.root.setAttribute("aria-label", alt);
     this.least = layout.meta?.least ?? 0;
@@ -70,9 +70,16 @@ class Figure {
       this.listen();
     } else await window.Plotly.react(this.plot, data, layout, STILL);
     this.plays = Boolean(frames);
-    this.drawn = true;
+    this.drawn = text;
     this.mark([]);
+    this.admit();
     this.reveal();
+  }
+
+  admit() { // keys scroll what is wider than its place, and choose a point where a click does
+    const can = this.clicked || this.width > this.root.clientWidth;
+    if (can && !this.root.hasAttribute("tabindex")) this.root.tabIndex = 0;
+    else if (!can) this.root.removeAttribute("tabindex");
   }
 
   reveal() { // of a figure wider than its place the part where something is chosen
@@ -82,17 +89,16 @@ class Figure {
     if (at < 0 || at > this.root.clientWidth) this.root.scrollLeft += at - this.root.clientWidth / 2;
   }
 
-  fit() { // to the width of its place, once that has a moment's rest
+  fit() { // to the width of its place, once that has a moment's rest: the second is for numbers that come with it while others are drawn
+    const rest = (then) => (this.waiting = setTimeout(then, 50));
     clearTimeout(this.waiting);
-    if (!this.drawn || !this.root.clientWidth || this.room() === this.width) return;
-    this.waiting = setTimeout(() => this.next(() => this.draw(JSON.parse(this.text))), 50);
+    if (!this.drawn) return;
+    this.admit();
+    rest(() => rest(() => this.next()));
   }
 
-  room() { // what is narrower than its figure can be is scrolled, by keys too; keys choose a point where a click does
-    const here = this.root.clientWidth, room = Math.max(here, this.least);
-    if (room > here || this.clicked) this.root.tabIndex = 0;
-    else this.root.removeAttribute("tabindex");
-    return room;
+  room() {
+    return Math.max(this.root.clientWidth, this.least);
   }
 
   // ---- clicks, and tokens pointed at
