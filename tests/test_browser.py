@@ -19,10 +19,9 @@ import pytest
 import torch
 from browsing import downloaded, drawn, files_of, pick, settled, typed
 
+from app.elements import common
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
-
-from app.elements import common
 
 pytestmark = pytest.mark.slow
 DRAWING = """

@@ -29,7 +29,7 @@ async ([script, style]) => {
   };
 }
 """
-"""The element on an empty page: `show(data)` gives how many tokens it touched, `leave()` is what the last one gave to be called when it goes."""
+"""The element on an empty page: `show(data)` gives how many tokens it touched; `leave()` is what it left to be called when it goes."""
 
 
 @pytest.fixture
