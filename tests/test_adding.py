@@ -102,7 +102,7 @@ def touched(copy):
 
 def run(copy, *arguments):
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=copy, capture_output=True, text=True, timeout=240, check=False,
+        [sys.executable, *map(str, arguments)], cwd=copy, capture_output=True, text=True, timeout=560, check=False,
         env=os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WORKBENCH_RUNS": str(copy / "runs")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -40,7 +40,7 @@ def run(*arguments, cwd=None, **environment):
 def run_process(*arguments, cwd=None, **environment):
     """A real process of the command line."""
     return subprocess.run(
-        [sys.executable, "-m", "workbench", *map(str, arguments)], capture_output=True, text=True, timeout=240, cwd=cwd,
+        [sys.executable, "-m", "workbench", *map(str, arguments)], capture_output=True, text=True, timeout=560, cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment, check=False,
     )  # fmt: skip
 

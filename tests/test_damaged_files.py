@@ -327,7 +327,7 @@ def test_opening_takes_the_memory_of_the_weights_and_no_more(tmp_path, tiny):
         torch.save(llama_tensors(model), tmp_path / f"{name}.pt")
     done = subprocess.run(
         [sys.executable, "-c", OPEN, tmp_path / "small", tmp_path / "large", tmp_path / "large.pt"],
-        capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+        capture_output=True, text=True, timeout=560, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     files = (tmp_path / "large" / "model.safetensors", tmp_path / "large.pt")

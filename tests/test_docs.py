@@ -127,7 +127,7 @@ def test_python_on_the_pages_runs_and_prints_what_they_say(tmp_path):
     }
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "doc_blocks.py", tmp_path / "pages", *written], capture_output=True, text=True,
-        timeout=280, check=False, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        timeout=560, check=False, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
 

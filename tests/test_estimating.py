@@ -61,7 +61,7 @@ def real(kind, architecture, shape, root, metrics=METRICS, gives_back=False):
     model, batch, T = shape
     arguments = json.dumps([kind, architecture, asdict(model), batch, T, metrics, str(root)])
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, arguments], capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, "-c", CHILD, arguments], capture_output=True, text=True, timeout=560, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | ({"MALLOC_TRIM_THRESHOLD_": "0"} if gives_back else {}),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def foretold(model, metrics, **sizes):
     given = [f"--n={sizes['n']}", "-T", str(sizes["T"]), f"--batch={sizes['batch']}", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "workbench", "estimate", "resformer", *named, *shape, *given], capture_output=True,
-        text=True, timeout=200, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True, timeout=560, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return pd.DataFrame(json.loads(done.stdout))

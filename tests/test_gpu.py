@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 def gpu(*arguments):
     return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=560, check=False
     )
 
 

@@ -116,7 +116,7 @@ def test_a_killed_series_goes_on_where_it_was(tmp_path):
         assert {path: after[path] for path in before} == before, "nothing is measured twice"
         before = after
     again = started(*command)
-    told, errors = again.communicate(timeout=250)
+    told, errors = again.communicate(timeout=560)
     assert again.returncode == 0, errors
     after = kept([run.path])
     assert {path: after[path] for path in before} == before, "nothing is measured twice"
@@ -136,7 +136,7 @@ def test_ctrl_c_in_a_terminal_ends_an_analysis_with_one_sentence_and_it_goes_on(
     assert not said
     before = kept(runs)
     again = started(*command, "--workers", "1")
-    told, errors = again.communicate(timeout=280)
+    told, errors = again.communicate(timeout=560)
     assert again.returncode == 0, errors
     assert "neutreno_smooths_less: not checkable" in told
     assert set(before) <= set(kept(runs))

@@ -89,7 +89,7 @@ def pip(*command, python=sys.executable):
         "--no-index",
         *command[1:],
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr
 
 
