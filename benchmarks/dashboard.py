@@ -283,7 +283,6 @@ def many_runs(found: Findings, series: int, seeds: int, checkpoints: int, repeat
                 found.add(f"{name}: the same, the first figure", figure / 1e3, "s")
                 found.add(f"{name}: the same, all of it", last / 1e3, "s")
                 found.add(f"{name}: bytes of the view", size, "bytes", BYTES)
-            bare(found, repeats)
             clicks(found, new(), address, repeats)
             memory = process.memory_info().rss / 2**20
             found.add("memory of the server", memory, "MiB", MEMORY)
