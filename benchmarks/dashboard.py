@@ -6,11 +6,10 @@ The runs: 20 architectures x 50 seeds, 50 checkpoints each, with as much telemet
 have; weights and tables are hard links, so they take seconds to make. A click is measured from the pointer going down to the
 last change of the page; what was measured before is read from the runs and from the server's caches, nothing is computed.
 A page with a heading alone is what the toolkit costs: the limits are those of a machine that paints it within `FLOOR`, and are as
-much wider as another takes longer for it at that time. Bytes are what the server
-sends for a view: websocket frames and HTTP, without the front end's own files. The two models have the demo's shape and read a
-text of 512 tokens that the server has not seen. Memory is the server's resident set at the end. Times are medians of `REPEATS`;
-other work on the machine adds to them, so `--slack` widens their limits further, but not those of bytes and memory. Exits with 1
-where a limit is broken.
+much wider as another takes longer for it at that time. Bytes are what the server sends for a view: websocket frames and HTTP,
+without the front end's own files. The two models have the demo's shape and read a text of 512 tokens that the server has not seen.
+Memory is the server's resident set at the end. Times are medians of `REPEATS`; other work on the machine adds to them, so `--slack`
+widens their limits further, but not those of bytes and memory. Exits with 1 where a limit is broken.
 """
 
 from __future__ import annotations
