@@ -82,17 +82,22 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "workbench needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# uv where it is on the machine and reaches the index, else pip; modules are compiled when they are first imported
+define install
+	@echo "installing $(1) into $(VENV): one to five minutes, the first time only"
+	@{ command -v uv >/dev/null && uv pip install -q --python $(BIN)/python -c constraints.txt -e ".[$(1)]"; } || \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e ".[$(1)]"
+	@touch $@
+endef
+
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[app]"
-	touch $@
+	$(call install,app)
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	touch $@
+	$(call install,dev)
 
 $(VENV)/.installed-site: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[docs]"
-	touch $@
+	$(call install,docs)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache *.egg-info build dist

@@ -106,6 +106,16 @@ def test_what_deep_values_carry_is_of_shipped_models_where_one_seed_is_trained_a
     assert set(start.demo.identity(resting, link("demo")).table["architecture"]) >= {"transformer", "resformer"}
 
 
+def test_the_race_is_of_the_shipped_study_where_none_is_trained(ask, resting, monkeypatch):
+    raced = start.demo.runs(ask, "race")
+    renamed = [dataclasses.replace(e, name=f"induction-{e.architecture}-lr=0.003-s{e.seed}") for e in raced]
+    other = [dataclasses.replace(e, name=f"induction-{e.architecture}-lr=0.006-s{e.seed}") for e in raced]
+    monkeypatch.setattr(Source, "shipped", lambda self: SimpleNamespace(entries=[*renamed, *other]))
+    assert {e.name for e in start.demo.race_models(resting)} == {e.name for e in renamed}, "one rate alone"
+    assert start.demo.race_models(ask) == raced
+    assert set(start.demo.race(resting, link("demo")).table["architecture"]) == {e.architecture for e in raced}
+
+
 def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
     race = start.demo.race(ask, link("demo"))
     assert set(race.table["metric"]) == {"copy_loss"}

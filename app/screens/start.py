@@ -63,7 +63,7 @@ def _parts() -> tuple[list[str], str]:
     """The parts that have something to show, and which is shown first: where there is no finding, a model or the folder."""
     source = cached_source()
     found = start.demo.status(source.folder)
-    parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.racers(source)]
+    parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.resters(source)]
     if (found and found.running) or start.demo.only_demo(source):
         return parts, "demo"
     if _finding():

@@ -41,9 +41,10 @@ Texts = Annotated[list[Path] | None, typer.Option(help=SOURCES)]
 def demo(
     runs: Runs = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny trainings, to see that everything works.")] = False,
-    text: Annotated[
-        bool, typer.Option("--text", help="All models on text, every seed; else one seed of three.")
+    full: Annotated[
+        bool, typer.Option("--full", help="Train the race to induction and three models on text too.")
     ] = False,
+    text: Annotated[bool, typer.Option("--text", help="As --full, with all models on text and every seed.")] = False,
     show: Annotated[bool, typer.Option("--app/--no-app", help="Show the dashboard while the models train.")] = True,
     port: Annotated[int, typer.Option(help="Port of the dashboard on 127.0.0.1.")] = 8501,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each architecture.")] = 3,
@@ -52,9 +53,9 @@ def demo(
     device: Device = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train small models on this machine, measure them, write the report, and show it all on a dashboard.
+    """Train small models, measure attention sinks, write a report, and show the results on the dashboard.
 
-    Everything that is there already is reused; Ctrl-C stops and the same command goes on.
+    Finished models are reused. Ctrl-C stops; the same command resumes.
     """
     from workbench.cli.serving import make_folder, serve, stop, wait
     from workbench.runs.run import runs_folder
@@ -71,7 +72,8 @@ def demo(
             from workbench.studies.demo import run_demo
 
             run_demo(
-                folder, seeds=seeds, quick=quick, text=text, workers=on or workers, device=device, progress=_models(task)
+                folder, seeds=seeds, quick=quick, full=full, text=text, workers=on or workers, device=device,
+                progress=_models(task),
             )  # fmt: skip
             if not up_to_date(page, folder):
                 task(task.done, what="writing the report")

@@ -1,11 +1,11 @@
-"""The demo: experiments on real models, trained and measured on this machine while the dashboard shows them.
+"""The demo: small models, trained and measured on this machine while the dashboard shows them.
 
-1. Where attention concentrates: two-layer models on a task that calls for a head that rests; at which step does it look at the start?
-2. The race to induction: two-layer models on random tokens repeated once; at which step does each learn to copy?
-3. What deep values carry: four-layer models on the embedded text; how much of a value is its token alone? Evidence of five seeds
-   ships, so one seed of three models is trained, to look into; all of them where it is asked for.
+1. Attention sinks: two-layer models on a task that leaves a head idle. At which step does the head attend to the start token?
+2. Induction: two-layer models on random tokens that repeat. At which step does each model copy?
+3. Token information in deep values: four-layer models on the embedded text.
 
-Every architecture runs with the same seeds, so equal-named weights and all batches are equal between them.
+By default only the first experiment is trained; the dashboard shows shipped studies for the other two. Every architecture uses
+the same seeds, so equal-named weights and all batches are equal between architectures.
 """
 
 from __future__ import annotations
@@ -43,25 +43,30 @@ EXPERIMENTS = {
     "race": ("svformer", "resformer", "transformer", "residual_k"),
     "text": ("transformer", "resformer", "svformer", "neutreno", "denseformer"),
 }  # fmt: skip
-ONCE = ("sinks_without_start",)  # a control of which one seed will do
-TO_LOOK_INTO = ("transformer", "resformer", "svformer")  # of the models on text, one seed
+DEFAULT = ("sinks", "sinks_without_start")
+ONCE = ("sinks_without_start",)  # one seed suffices for this control
+ONE_SEED_ON_TEXT = ("transformer", "resformer", "svformer")
 
 
 def jobs(
-    runs: Path, *, seeds: int = 3, quick: bool = False, text: bool = False, device: str | None = None
+    runs: Path, *, seeds: int = 3, quick: bool = False, full: bool = False, text: bool = False, device: str | None = None
 ) -> list[Job]:
-    """All models of the demo, figure by figure and seed by seed, so that every figure has all its lines early."""
+    """Return one job per model, ordered by experiment and seed so that every figure has all its lines early.
+
+    Args:
+        full: Add the race to induction and one seed of three models on text.
+        text: Add every model on text, all seeds; includes `full`.
+    """
     once = ONCE if text else (*ONCE, "text")
-    made = [
+    experiments = EXPERIMENTS if full or text else DEFAULT
+    planned = [
         Job(f"{experiment}-{a}-s{seed}", work, (experiment, a, seed, runs, quick, device), COST[experiment])
-        for experiment, architectures in EXPERIMENTS.items()
+        for experiment in experiments
         for seed in range(1 if experiment in once else seeds)
-        for a in (architectures if text or experiment != "text" else TO_LOOK_INTO)
-    ]  # fmt: skip
-    figures = [
-        experiment.partition("_")[0] for experiment in EXPERIMENTS
-    ]  # a control stands in that of what it controls
-    return sorted(made, key=lambda job: (figures.index(job.arguments[0].partition("_")[0]), job.arguments[2]))
+        for a in (EXPERIMENTS[experiment] if text or experiment != "text" else ONE_SEED_ON_TEXT)
+    ]
+    figures = list(dict.fromkeys(experiment.partition("_")[0] for experiment in experiments))
+    return sorted(planned, key=lambda job: (figures.index(job.arguments[0].partition("_")[0]), job.arguments[2]))
 
 
 def ready(job: Job) -> bool:
@@ -166,18 +171,25 @@ def run_demo(
     *,
     seeds: int = 3,
     quick: bool = False,
+    full: bool = False,
     text: bool = False,
     workers: Workers = None,
     device: str | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Train and measure everything that is not there yet, where `workers` says (see `run_jobs`).
+    """Train and measure the demo's models; finished ones are reused, and the same call resumes after Ctrl-C.
 
-    `progress` receives the status after each change; it is also kept in `<runs>/.demo.json` for the dashboard. Ctrl-C stops
-    after the step at hand; the same call goes on from there. Raises `WorkbenchError` naming the first model that failed.
+    Args:
+        full: Train the race to induction and three models on text too; by default only the sinks.
+        text: Train all models on text, every seed; includes `full`.
+        workers: Number of processes, or a cluster; see `run_jobs`.
+        progress: Receives the status after each change; it is also written to `<runs>/.demo.json` for the dashboard.
+
+    Raises:
+        WorkbenchError: A model failed; the message names the first.
     """
     runs.mkdir(parents=True, exist_ok=True)
-    planned = jobs(runs, seeds=seeds, quick=quick, text=text, device=device)
+    planned = jobs(runs, seeds=seeds, quick=quick, full=full, text=text, device=device)
     status = Status(runs / STATUS, planned, progress)
     if left := [job for job in planned if not ready(job)]:
         for job in planned:
