@@ -13,9 +13,30 @@ Nothing heavy is imported until it is used.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.places import refuse_a_namesake
+
+if TYPE_CHECKING:
+    from workbench import metrics, plots, prompts
+    from workbench.checkpoints.identify import series
+    from workbench.checkpoints.opening import load, read_state
+    from workbench.config import PRESETS, ModelConfig, TrainConfig
+    from workbench.errors import ArchitectureAssumed, WorkbenchError
+    from workbench.interventions import INTERVENTIONS
+    from workbench.interventions.edits.context import edited
+    from workbench.measurement.measuring import measure
+    from workbench.metrics import METRICS
+    from workbench.models.composition import build
+    from workbench.models.decomposition import decompose
+    from workbench.models.registry import ARCHITECTURES
+    from workbench.observing import equal, observe
+    from workbench.plots import plot
+    from workbench.reports.xray import xray
+    from workbench.runs.run import Run
+    from workbench.training.loop import train
+    from workbench.training.recorder import Recorder
+    from workbench.training.recorder.trainer_callback import RecorderCallback
 
 __version__ = "0.2.0"
 refuse_a_namesake()
@@ -45,15 +66,25 @@ _HOMES = {
     "WorkbenchError": "workbench.errors",
     "ArchitectureAssumed": "workbench.errors",
 }
-__all__ = list(_HOMES)
+__all__ = [
+    "ARCHITECTURES", "INTERVENTIONS", "METRICS", "PRESETS", "ArchitectureAssumed", "ModelConfig", "Recorder", "RecorderCallback",
+    "Run", "TrainConfig", "WorkbenchError", "build", "decompose", "edited", "equal", "load", "measure", "metrics", "observe",
+    "plot", "plots", "prompts", "read_state", "series", "train", "xray",
+]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
+    if name in ("metrics", "plots", "prompts"):  # packages
+        return importlib.import_module(f"workbench.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # a type checker sees the imports above and rejects every other name
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

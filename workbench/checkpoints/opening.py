@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,11 +29,13 @@ from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead
 from workbench.models import Transformer
 from workbench.observing import Observed
 
+if TYPE_CHECKING:
+    from workbench.models.hooked import HookedModel
 
 def load(
     path: str | Path, *, architecture: str | None = None, step: str | int = "last",
     config: Mapping[str, Any] | ModelConfig | None = None, device: Device = None, dtype: Dtype = None, **options: Any,
-) -> Any:  # fmt: skip
+) -> HookedModel:  # fmt: skip
     """A model from a run, a step, or any checkpoint: Hugging Face directories, `.pt`, `.ckpt`, `.bin`, `.safetensors`.
 
     `step`: `last`, `first` or a number, of a run or a series (see `workbench.series`). `architecture`, `config` and

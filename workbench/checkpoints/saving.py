@@ -19,6 +19,7 @@ from workbench.checkpoints.vocabulary import export_tokenizer
 from workbench.errors import WorkbenchError
 from workbench.files import digest_of, replacing, write_json
 from workbench.models import Transformer
+from workbench.models.hooked import HookedModel
 from workbench.observing.interception.weights import samples
 
 
@@ -56,7 +57,7 @@ def save(model: Transformer, folder: str | Path, **provenance: Any) -> Path:
     return folder
 
 
-def export(model: Transformer, folder: str | Path) -> Path:
+def export(model: HookedModel, folder: str | Path) -> Path:
     """Write a vanilla model as a plain Hugging Face Llama directory, tokenizer included; returns the folder.
 
     transformers then computes the same logits. Raises `WorkbenchError` for any other architecture, which transformers

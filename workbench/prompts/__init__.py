@@ -5,16 +5,27 @@ from workbench import prompts
 lens = prompts.logit_lens(model, "def main():", top=5)
 """
 
-# ruff: noqa: F401  (names for a type checker)
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.prompts.attention_maps import AttentionInputs, Pool, Window, attention_inputs, attention_map
+    from workbench.prompts.attention_maps import (
+        AttentionInputs,
+        Pool,
+        Window,
+        attention_inputs,
+        attention_map,
+    )
     from workbench.prompts.attribution import Attribution, logit_attribution
-    from workbench.prompts.edit_effects import Effect, Over, Sweep, edit_effect, edit_sweep
+    from workbench.prompts.edit_effects import (
+        Effect,
+        Over,
+        Sweep,
+        edit_effect,
+        edit_sweep,
+    )
     from workbench.prompts.flow import ValueFlow, value_flow
     from workbench.prompts.heads import Overview, attention_overview
     from workbench.prompts.identity import Identity, token_identity
@@ -36,6 +47,13 @@ _MODULES = {
     "predictions": ("Predictions", "next_tokens"), "self_check": ("check_model",),
     "tokens": ("Prompt", "PromptLike", "tokenise"),
 }  # fmt: skip
+__all__ = [
+    "AttentionInputs", "Attribution", "Effect", "Excerpt", "Identity", "Lens", "Over", "Overview", "PatchSweep",
+    "Pool", "Predictions", "Prompt", "PromptLike", "Sweep", "ValueFlow", "ValueNorms", "Window", "attention_inputs",
+    "attention_map", "attention_overview", "check_model", "edit_effect", "edit_sweep", "excerpt",
+    "logit_attribution", "logit_lens", "next_tokens", "patch_sweep", "sharpest_pairs", "token_identity", "tokenise",
+    "value_flow", "value_norms",
+]  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
