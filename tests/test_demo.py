@@ -49,7 +49,8 @@ def test_plan_pairs_every_architecture_with_every_seed_and_trains_on_text_where_
         "sinks-gated_attention-s0",
         "sinks_without_start-transformer-s0",
     ], "all lines of the first figure, its control's too"
-    assert len(short) == 3 * 3 + 1 and all(job.name.startswith("sinks") for job in short)
+    assert len(short) == 3 * 3 + 1
+    assert all(job.name.startswith("sinks") for job in short)
     assert len(text) == 3 * sum(sizes.values()) - 2, "the control without a start token needs one seed"
     assert len(text) - len(full) == 3 * sizes["text"] - 3, "else one seed of three models to look into"
     figures = [job.name.partition("-")[0].partition("_")[0] for job in text]

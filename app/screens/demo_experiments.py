@@ -47,7 +47,8 @@ def race(link: Link) -> None:
     """When each model learns to copy."""
     drawing = show(start.demo.race, link)
     st.markdown(
-        f"{_shipped(start.demo.race_models(cached_source()), '--full')}Each sequence is 16 to 32 random symbols, then the same again to its end. What comes first cannot be guessed. The repetition "
+        _shipped(start.demo.race_models(cached_source()), "--full")
+        + "Each sequence is 16 to 32 random symbols, then the same again to its end. What comes first cannot be guessed. The repetition "
         "can, by looking back at what followed last time, and at some point in training each model finds out how: its loss "
         "falls off a cliff. The question is **when**. All models of one seed start from the same weights, see the same "
         "sequences, and differ only in their shortcut. (The distance of the copy changes from sequence to sequence: a head has to "
@@ -85,7 +86,8 @@ def _shipped(entries: Sequence[Entry], option: str) -> str:
 def deep_values(link: Link) -> None:
     """How much of deep values is their token, and what it costs to replace them."""
     st.markdown(
-        f"{_shipped(start.demo.text_models(cached_source()), '--text')}Trained on real text. **Token identity** is the share of a value's variation that the token alone explains, whatever "
+        _shipped(start.demo.text_models(cached_source()), "--text")
+        + "Trained on real text. **Token identity** is the share of a value's variation that the token alone explains, whatever "
         "stands around it. At 1 the value is a mere lookup of its token; lower, and it carries context too. Solid lines are the "
         "trained models, dashed ones the same models before training: only the difference was learned. First-layer values, and "
         "all of SVFormer's, are lookups by construction. Queries and keys are the control: they are a matter of the token as much."
