@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from workbench.observing.recognition.blocks import is_stream
 from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor
+from workbench.observing.recognition.frozen_norm import fit_norm
 from workbench.observing.recognition.least_squares import EXACT, fit
 from workbench.observing.recognition.projections import run_index
 from workbench.observing.recognition.stream_sums import depth_weights
@@ -86,15 +87,31 @@ def _is_norm(module: nn.Module) -> bool:
 def _find_middle(
     trace: Trace, layer: LayerStructure, placed: Sequence[tuple[Output, float]], inside: list[Execution]
 ) -> None:
-    """Rows of what the MLP's norm reads: the first stream that a part reads after the attention's output is made."""
+    """Set the rows of what the MLP reads, before any norm: the stream after the attention, where a part reads it or a norm of it.
+
+    Else the first stream that a part reads after the attention. Parts that add the attention's output read it and the block's
+    input, and a parallel MLP reads a norm of that input: neither is a sum of earlier outputs.
+    """
     (attention, _), *others = (output for output, _ in placed)
-    if others and others[0][0].end > attention.end:
-        later = (
-            t for e in inside if e.start > attention.end and e.name != MATRIX for t in e.inputs if is_stream(trace, t)
-        )
-        seen = next((t for t in later if t.rows.shape == layer.rows["in"].shape), None)
-        if seen is not None and not torch.equal(seen.rows, layer.rows["attn_out"]):
-            layer.rows["mid"] = seen.rows
+    if not others or others[0][0].end < attention.end:
+        return
+    before, added = layer.rows["in"], layer.rows["attn_out"]
+    reads = [
+        t.rows for e in inside if attention.end < e.start < others[0][0].end and e.name != MATRIX
+        for t in e.inputs if is_stream(trace, t) and t.rows.shape == before.shape
+    ]  # fmt: skip
+    if any(_is_norm_of(rows, before + added) for rows in reads):
+        layer.rows["mid"] = before + added
+        return
+    rest = [rows for rows in reads if not torch.equal(rows, added) and not _is_norm_of(rows, before)]
+    if rest:
+        layer.rows["mid"] = rest[0]
+
+
+def _is_norm_of(rows: Tensor, stream: Tensor) -> bool:
+    """Whether rows are the stream itself or a norm of it."""
+    slack = EXACT.get(rows.dtype, 1e-2) * float(stream.abs().max())
+    return float((rows - stream).abs().max()) <= slack or fit_norm(stream, rows) is not None
 
 
 def _candidates(outputs: list[Output], time: int) -> Iterator[list[Output]]:
