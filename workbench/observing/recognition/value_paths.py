@@ -246,6 +246,18 @@ def value_path_table(paths: Sequence[ValuePath]) -> PathTable:
     return PathTable(table.astype({"source": object, "head": "Int64"}))
 
 
+def paths_in_words(paths: Sequence[ValuePath]) -> str:
+    """Which layers read values that are not their own; empty where none does."""
+    reads: dict[str, list[int]] = {}
+    for path in (p for p in paths if p.into in ("value", "output")):
+        for source, c in path.coefficients.items():
+            if source != "own" and not str(source).startswith("attn.") and (path.by_token or abs(c) > NEGLIGIBLE):
+                name = "the first layer" if source == "first" else f"layer {source}" if isinstance(source, int) else source
+                reads.setdefault(f"values of {name}", []).append(path.layer)
+    layers = {what: sorted(set(of)) for what, of in reads.items()}
+    return "; ".join(f"layer{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {what}" for what, of in layers.items())
+
+
 def sharing_note(paths: Sequence[ValuePath]) -> str:
     """Which layers read nothing but another layer's values, and what replacing these means; empty where none does."""
     readers: dict[int, list[int]] = {}
