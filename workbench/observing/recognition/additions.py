@@ -50,10 +50,29 @@ def find_additions(
 ) -> None:
     """Set a layer's `attn_out`, `mlp_out` and `keeps`, where its parts' outputs show them, and the rows of what stands after it."""
     layer.rows["made"] = layer.rows["out"]
-    outputs = [
+    made = [
         (e, t) for e in sorted(inside, key=lambda e: (len(e.stack()), e.start)) for t in e.outputs
-        if e.name != MATRIX and t.rows.shape == layer.rows["in"].shape and (len(t.shape) == 2 or is_stream(trace, t))
+        if t.rows.shape == layer.rows["in"].shape and (len(t.shape) == 2 or is_stream(trace, t))
     ]  # fmt: skip
+    outputs = [(e, t) for e, t in made if e.name != MATRIX]
+    every = [(e, t) for e, t in made if e.name != MATRIX or not _is_all_of(e.parent, t)]
+    if _find_sum(trace, layer, block, inside, before, outputs):
+        return
+    if layer.is_read and len(every) > len(outputs) and _find_sum(trace, layer, block, inside, before, every):
+        return
+    norms = (e for e, t in outputs if torch.equal(t.rows, layer.rows["out"]))
+    layer.is_normed = any(_is_norm(trace.module.get_submodule(e.name)) for e in norms)
+
+
+def _is_all_of(parent: Execution | None, product: TracedTensor) -> bool:
+    """Whether a product is the whole output of the module that calls it."""
+    return parent is not None and any(torch.equal(t.rows, product.rows) for t in parent.outputs if t.rows.shape == product.rows.shape)
+
+
+def _find_sum(
+    trace: Trace, layer: LayerStructure, block: Execution, inside: list[Execution], before: Before, outputs: list[Output]
+) -> bool:
+    """Set what a layer adds, where one or two of these outputs show it; whether they do."""
     time = layer.attention.times[-1] if layer.is_read else block.start
     sums = _Sums(layer, before)
     reader = next((t for e in inside if e.name != MATRIX for t in e.inputs if is_stream(trace, t)), None)
@@ -73,9 +92,8 @@ def find_additions(
                     layer.rows["made"] = sum((t.rows for _, t in some), layer.rows["in"])
                 layer.adds, layer.keeps = True, sums.keeps
                 _find_middle(trace, layer, placed, inside)
-                return
-    norms = (e for e, t in outputs if torch.equal(t.rows, layer.rows["out"]))
-    layer.is_normed = any(_is_norm(trace.module.get_submodule(e.name)) for e in norms)
+                return True
+    return False
 
 
 def _is_norm(module: nn.Module) -> bool:
