@@ -58,12 +58,21 @@ class ObservedAnatomy(Anatomy):
             names += ["unembed.hook_in"]
         return list(dict.fromkeys(names))
 
+    @property
+    def inner_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Float32 where a norm of a float64 module passes through it."""
+        ending = self.structure.ending
+        norms = [*self.written.values(), *([] if isinstance(ending, str) else [ending.norm])]
+        return (torch.float32,) if any(norm.is_narrowed for norm in norms) else ()
+
     def _why(self, name: str) -> str:
         return self.model.absent.get(name, f"it does not show {name}")
 
-    def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Logits of every position and activations of a run."""
+    def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+        """Logits of every position, None of a module without a head, and activations of a run."""
         model: Any = self.model
+        if self.structure.logits is None:
+            return None, model.run_with_cache(given, names)[1].cache_dict
         logits, cache = model.everywhere_with_cache(given, names)
         return logits, cache.cache_dict
 

@@ -177,6 +177,7 @@ class Observed(HookedModel):
             with self.listening(tokens):
                 return self._logits_in(call(self.foreign, tokens), tokens)
         except (RuntimeError, IndexError, AssertionError) as error:
+            self._refuse_ids(tokens)
             if self.config.n_ctx < UNLIMITED:
                 raise
             raise WorkbenchError(

@@ -139,8 +139,8 @@ def xray(
     given += (f" --tokens {T}" if T else "") + (" --layers" if layers else "")
     length, data = _length(subject, T, data), _data(subject, data, n, T)
     names = [BY_LAYER if layers and m == TOGETHER else m for m in METRICS if m != SHORT or length >= 64]
-    if (structure := getattr(subject, "structure", None)) is not None and structure.logits is None:
-        names = [m for m in names if m not in ("loss", TOGETHER, BY_LAYER)]  # those read logits
+    if _no_loss(subject, data):
+        names = [m for m in names if m not in ("loss", TOGETHER, BY_LAYER)]
     if any(name.endswith(".hook_null") for name in getattr(subject, "hook_dict", ())):
         names.append("null_mass")
     if announce:
@@ -153,7 +153,7 @@ def xray(
     frame = _measured(once, plan, progress)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
     where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
-    found = answers(frame, _reasons(subject), _value_paths(subject))
+    found = answers(frame, _reasons(subject, data), _value_paths(subject))
     return XRay(name, tuple(found), frame, f"workbench xray {where}{given}")
 
 
@@ -208,14 +208,24 @@ def answers(frame: pd.DataFrame, reasons: Mapping[str, str] | None = None, path:
     return found
 
 
-def _reasons(subject: Any) -> dict[str, str]:
+def _no_loss(subject: Any, data: Any) -> str:
+    """Why an observed module has no loss on these documents; empty where it has one."""
+    if (structure := getattr(subject, "structure", None)) is None:
+        return ""
+    if structure.logits is None:
+        return "the module gives no logits, so there is no loss"
+    last = int(data.ids.max()) if data is not None else 0
+    return f"ids go up to {last}, and the module gives {structure.predicted} logits" if last >= structure.predicted else ""
+
+
+def _reasons(subject: Any, data: Any) -> dict[str, str]:
     """Why a model lacks what a question asks, by question: what observing it said of its last layer."""
     if isinstance(subject, Run):
         return {}
     last = subject.config.n_layers - 1
     notes = {q: [subject.absent.get(ACTIVATIONS[a].hook.format(layer=last)) for a in of] for q, of in READS.items()}
-    if getattr(getattr(subject, "structure", None), "logits", "some") is None:
-        notes["residual"] = ["the module gives no logits, so there is no loss"]
+    if why := _no_loss(subject, data):
+        notes["residual"] = [why]
     return {question: f" Why: {found[0]}." for question, found in notes.items() if all(found)}
 
 

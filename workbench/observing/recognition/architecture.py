@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.recognition.least_squares import weights_by_token
+from workbench.observing.recognition.outputs import CHANGED, GATE
 from workbench.observing.recognition.stream_sums import depth_weights
 from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath
@@ -46,7 +47,7 @@ def recognize_architecture(structure: DecoderStructure, paths: Sequence[ValuePat
             raise _UnknownArchitecture(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
         parts, options = _values(paths, layers)
         shared = parts == ["cla"]
-        for more, its in (_outputs(paths), _queries_and_keys(paths, shared), _streams(structure)):
+        for more, its in (_outputs(paths), _gates_of_outputs(structure), _queries_and_keys(paths, shared), _streams(structure)):
             parts, options = parts + more, options | its
     except _UnknownArchitecture as reason:
         return "unknown", {}, str(reason)
@@ -77,6 +78,17 @@ def _outputs(paths: Sequence[ValuePath]) -> Named:
     if any(abs(c.get("first", 0.0) + c["own"]) > _SAME for c in pulls) or any(p.head is not None for p in outputs):
         raise _UnknownArchitecture("something is added to the attention's output; see value_paths()")
     return (["neutreno"], _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])) if pulls else ([], {})
+
+
+def _gates_of_outputs(structure: DecoderStructure) -> Named:
+    """What stands before W_O in all layers: a gate of each number between 0 and 1 has a name, other gates and norms have none."""
+    layers = structure.layers
+    changed = [i for i, layer in enumerate(layers) if layer.changed == CHANGED]
+    if changed:
+        raise _UnknownArchitecture(f"layer {changed[0]}: {CHANGED}")
+    gates = [layer.rows["z"].double() / layer.attention.z.double() for layer in layers if layer.changed == GATE]
+    gated = len(gates) == len(layers) and all(bool(((g > 0) & (g < 1) | g.isnan()).all()) for g in gates)
+    return (["gated_attention"] if gated else []), {}
 
 
 def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:

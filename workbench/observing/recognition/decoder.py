@@ -56,6 +56,7 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     vocabulary = _vocabulary_of(trace.module, embed, logits)
     if logits is not None and embed is not None and logits.shape[-1] == width != vocabulary:
         path = head = final = None  # hidden states of a module without a head
+    predicted = 0 if path is None or logits is None else logits.shape[-1]
     last_stream = layers[-1].rows["out"] if final is None else rows_at(final[0].inputs, final[1])
     assert last_stream is not None
     streams, outputs = [*(layer.rows["in"] for layer in layers), last_stream], _outputs_of(layers)
@@ -69,7 +70,7 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
         head_width=attention.q.shape[-1] if attended.is_read else 0,
     )  # fmt: skip
     return DecoderStructure(
-        config, layers, starts, reads, ends, path, trace.in_place, layout, _notes(trace, layers, layout),
+        config, layers, starts, reads, ends, path, predicted, trace.in_place, layout, _notes(trace, layers, layout),
         ending=_ending(trace, head, logits, last_stream) if streams_known else NO_STREAM,
         tables=_tables_of_values(tables, layers), last_stream=last_stream, between=_between(layers, outputs),
         arriving=stream_sums(streams, [layer.rows["made"] for layer in layers], outputs),

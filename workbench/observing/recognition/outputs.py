@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.recognition.executions import Execution, TracedTensor
+from workbench.observing.recognition.frozen_norm import fit_norm
 from workbench.observing.recognition.least_squares import EXACT, weights_by_token
 from workbench.observing.recognition.projections import TensorLocation, run_index
 from workbench.observing.recognition.structure import (
@@ -28,6 +29,9 @@ from workbench.observing.recognition.trace import Trace, is_matrix
 from workbench.observing.recognition.value_paths import explained
 
 SHARE = "W_O reads a share of pattern x values, by head and position (a gate)"
+GATE = "W_O reads more than pattern x values: each number times a positive one (a gate)"
+NORM = "W_O reads a norm of pattern x values"
+CHANGED = "W_O reads more than pattern x values: something changes the heads' outputs (a gate, a norm)"
 _STEPS = 40  # of alternating least squares
 
 
@@ -175,7 +179,8 @@ def _compare(layer: LayerStructure, first: Tensor) -> None:
     z, slack = attention.z.double(), 10 * EXACT.get(attention.z.dtype, 1e-2)
     share = (heads * z).sum(-1) / z.square().sum(-1).clamp_min(1e-300)
     if float((heads - share[..., None] * z).norm()) > slack * float(heads.norm()):
-        layer.changed = "W_O reads more than pattern x values: something changes the heads' outputs (a gate, a norm)"
+        normed = any(fit_norm(z.flatten(*axes), heads.flatten(*axes)) for axes in ((1, 2), (0, 1)))
+        layer.changed = NORM if normed else GATE if _is_gated(heads, z) else CHANGED
         return
     layer.changed = SHARE
     if attention.lse is not None:

@@ -172,10 +172,12 @@ def own_beside_tables(
 ) -> OwnValues | None:
     """Where a block's own values are, if its values [row, head, d_head] are a sum of one of its products and a table's vectors.
 
-    Each has one coefficient, or one for each token and head.
+    Each has one coefficient, or one for each token and head. A table that explains them alone leaves nothing to own values.
     """
     tolerance, n = EXACT.get(target.dtype, 1e-2), target.flatten(1).shape[1]
     tables = [rows.view(target.shape) for rows in looked_up]
+    if any(weights_by_token(target[:_FEW], [table[:_FEW]])[1] < tolerance for table in tables):
+        return None
     for (owner, index), entry in _matrices(module, executions).items():
         rows = _rows(entry)
         for start in range(0, rows.shape[1] - n + 1, target.shape[2]):

@@ -162,6 +162,7 @@ class DecoderStructure:
     head: TensorLocation | None
     final: TensorLocation | None  # what the final norm reads, where that is not the last block's output
     logits: TensorPath | None
+    predicted: int  # ids that have a logit, which need not be as many as can be read; 0 without logits
     in_place: bool
     layout: Layout  # which positions inside the module are tokens, and how its streams lie
     notes: list[str]
