@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from workbench.observing.recognition.blocks import is_stream
 from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.frozen_norm import fit_norm
-from workbench.observing.recognition.least_squares import EXACT, fit
+from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
 from workbench.observing.recognition.projections import run_index
 from workbench.observing.recognition.stream_sums import depth_weights
 from workbench.observing.recognition.structure import Addition, LayerStructure
 from workbench.observing.recognition.trace import Trace
 
 _FEW = 24  # rows that tell a sum of outputs from anything else
+_SAME = 1e-2  # lengths of normed outputs, which differ by a norm's epsilon
 _LEAST = 1e-3  # of a stream that goes on, times its size
 Output = tuple[Execution, TracedTensor]
 
@@ -56,10 +57,9 @@ def find_additions(
     ]  # fmt: skip
     outputs = [(e, t) for e, t in made if e.name != MATRIX]
     every = [(e, t) for e, t in made if e.name != MATRIX or not _is_all_of(e.parent, t)]
-    if _find_sum(trace, layer, block, inside, before, outputs):
-        return
-    if layer.is_read and len(every) > len(outputs) and _find_sum(trace, layer, block, inside, before, every):
-        return
+    for some in [outputs, *([every] if layer.is_read and len(every) > len(outputs) else [])]:
+        if layer.adds_norms or _find_sum(trace, layer, block, inside, before, some):
+            return
     norms = (e for e, t in outputs if torch.equal(t.rows, layer.rows["out"]))
     layer.is_normed = any(_is_norm(trace.module.get_submodule(e.name)) for e in norms)
 
@@ -81,9 +81,12 @@ def _find_sum(
     )  # else it may scale what it reads first
     several = (sums.averaged, sums.kept) if adds_to_it else (sums.kept, sums.averaged)
     apart = [(e, t) for e, t in outputs if not any(torch.equal(x.rows, layer.rows["in"]) for x in e.inputs)]
-    for found in (sums.plain, sums.scaled, *several, sums.alone, sums.weighed):
+    for found in (sums.plain, sums.scaled, *several, sums.alone, sums.normed, sums.weighed):
         for some in _candidates(apart if found == sums.alone else outputs, time):
             if (factors := found([t.rows for _, t in some])) is not None:
+                if found == sums.normed:  # what is added passes as no output of a part
+                    layer.adds_norms = True
+                    return False
                 placed = sorted(zip(some, factors, strict=True), key=lambda each: _distance(each[0][0], time))
                 for name, ((entry, seen), factor) in zip(("attn_out", "mlp_out"), placed, strict=False):
                     layer.rows[name] = seen.rows * factor if factor != 1 else seen.rows
@@ -142,7 +145,7 @@ def _candidates(outputs: list[Output], time: int) -> Iterator[list[Output]]:
 
 
 class _Sums:
-    """Whether outputs sum to what a block makes of its stream, in one of six ways; each gives the outputs' factors."""
+    """Whether outputs sum to what a block makes of its stream, in one of seven ways; each gives the outputs' factors."""
 
     def __init__(self, layer: LayerStructure, before: Before) -> None:
         self.before, self.out, self.first = layer.rows["in"], layer.rows["out"], before.stood[0]
@@ -208,6 +211,16 @@ class _Sums:
             return None
         self.keeps = 0.0, 0.0
         return [1.0] * len(parts)
+
+    def normed(self, parts: list[Tensor]) -> list[float] | None:
+        """Root-mean-square norms of them are added, by a function without gains."""
+        target, few = self.few_added.view(-1, self.out.shape[1]), [self._few(p).view(-1, p.shape[1]) for p in parts]
+        weights, left = weights_by_token(target, few)
+        if left > self.tolerance:
+            return None
+        sizes = torch.stack([x.norm(dim=1) for x in few], dim=-1) * weights
+        mean = sizes.mean(0)
+        return mean.tolist() if bool((sizes.std(0) <= _SAME * mean.abs()).all()) else None
 
     def weighed(self, parts: list[Tensor]) -> list[float] | None:
         """They are taken by each token with weights of its own, beside all earlier outputs, as what the block reads is made."""

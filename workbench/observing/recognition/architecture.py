@@ -110,7 +110,7 @@ def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
 
 def _streams(structure: DecoderStructure) -> Named:
     layers, arriving = structure.layers, structure.arriving
-    strange = next((i for i, layer in enumerate(layers) if not (layer.adds or layer.is_normed or layer.inline)), None)
+    strange = next((i for i, layer in enumerate(layers) if not _is_known(layer)), None)
     if strange is not None:
         raise _UnknownArchitecture(f"what block {strange} adds to its stream was not found")
     if any(layer.keeps != (1.0, 0.0) for layer in layers):
@@ -131,6 +131,10 @@ def _streams(structure: DecoderStructure) -> Named:
         return [], {}
     options = _constant("lambda_h1", [w[0] for w in again]) | _constant("lambda_h_own", [w[-1] for w in again])
     return ["residual_hidden"], options
+
+
+def _is_known(layer: LayerStructure) -> bool:
+    return layer.adds or layer.adds_norms or layer.is_normed or bool(layer.inline)
 
 
 def _depth_attention(structure: DecoderStructure) -> Named:

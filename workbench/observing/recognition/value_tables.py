@@ -86,6 +86,8 @@ class ValueTables:
             is_embedding = embed is not None and (entry is embed[0] or embed[0].holds(entry.start) or name == _name(embed[0]))
             if entry.reads_tokens and name and not is_embedding:
                 for seen in entry.outputs:
+                    if name in self.looked_up and not _same(self.looked_up[name][1], seen.rows):
+                        name = f"{name}, lookup {run}"  # another part of one parameter
                     self.looked_up.setdefault(name, (run, seen.rows, None))
                     for projected, rows, through in _projected(trace, entry, name, seen.rows):
                         self.looked_up.setdefault(projected, (run, rows, through))
