@@ -105,8 +105,15 @@ class Decoder(nn.Module):
         self.blocks, self.head = nn.ModuleList(Block(**block) for _ in range(LAYERS)), matrix(out=vocabulary)
         self.each = nn.ModuleList(nn.Embedding(V, D) for _ in range(LAYERS if tables == "each" else 0))
         if tables:
-            self.wide, self.low, self.raw = nn.Embedding(V, LAYERS * D), nn.Embedding(V, 8), nn.Parameter(torch.randn(LAYERS * V, D))
-            self.turned, self.project = nn.Parameter(torch.randn(LAYERS * D, V)), nn.ModuleList(matrix(8) for _ in range(LAYERS))
+            self.wide, self.low, self.raw = (
+                nn.Embedding(V, LAYERS * D),
+                nn.Embedding(V, 8),
+                nn.Parameter(torch.randn(LAYERS * V, D)),
+            )
+            self.turned, self.project = (
+                nn.Parameter(torch.randn(LAYERS * D, V)),
+                nn.ModuleList(matrix(8) for _ in range(LAYERS)),
+            )
         self.eval()
 
     def looked_up(self, ids):
@@ -169,7 +176,19 @@ def test_an_edit_of_the_embedding_changes_no_table():
 
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize(
-    "form", ["", "module", "module adds", "adds", "sandwich", "module sandwich", "parallel", "module parallel", "scaled", "scaled adds"]
+    "form",
+    [
+        "",
+        "module",
+        "module adds",
+        "adds",
+        "sandwich",
+        "module sandwich",
+        "parallel",
+        "module parallel",
+        "scaled",
+        "scaled adds",
+    ],
 )
 def test_decoders_keep_their_name_however_norms_and_sums_are_written(form, mixes):
     observed = see(Decoder(form=form, mixes=mixes), IDS)

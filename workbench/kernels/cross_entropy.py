@@ -38,7 +38,9 @@ def refuse_targets(targets: Tensor, width: int) -> None:
     """Raise `BadData` for token ids without a logit; on a GPU the kernel does, without waiting for the ids here."""
     known = targets.device.type == "cpu" and targets.numel() and not isinstance(targets, FakeTensor)
     if known and not torch.compiler.is_compiling() and (last := int(targets.max())) >= width:
-        raise BadData(f"next tokens go up to {last} and logits to {width - 1}: ids without a logit have no loss; leave them out")
+        raise BadData(
+            f"next tokens go up to {last} and logits to {width - 1}: ids without a logit have no loss; leave them out"
+        )
 
 
 def sequence_losses(

@@ -268,7 +268,11 @@ class ObservedAnatomy(Anatomy):
 
 def holds_some_heads(foreign: nn.Module, layer: LayerStructure) -> bool:
     """Whether this process has some of a layer's heads alone, as tensor parallel modules are spread."""
-    weight: Any = None if layer.z is None or layer.w_o is not None else getattr(foreign.get_submodule(layer.z.module), "weight", None)
+    weight: Any = (
+        None
+        if layer.z is None or layer.w_o is not None
+        else getattr(foreign.get_submodule(layer.z.module), "weight", None)
+    )
     return weight is not None and is_sharded(weight) and layer.rows["z"].flatten(1).shape[1] not in weight.shape
 
 

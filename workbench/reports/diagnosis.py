@@ -233,7 +233,10 @@ def residual(frame: pd.DataFrame, path: str | None = None) -> str:
     """
     change, has_own = _together(frame), bool(((frame["site"] == "own_v") & (frame["layer"] > 0)).any())
     if has := _named_path(frame) or path:
-        return f"It has a value path already ({has}). {_replaced(change, has_own)} Whether that path is why needs a model trained without it."
+        costs = _replaced(change, has_own)
+        return (
+            f"It has a value path already ({has}). {costs} Whether that path is why needs a model trained without it."
+        )
     if path is None and str(frame["architecture"].iloc[0]) == "unknown":
         return f"Undecided: it is unknown whether the model has a value path already. {_replaced(change, has_own)}"
     if why := _undecided(change, has_own):
@@ -242,7 +245,10 @@ def residual(frame: pd.DataFrame, path: str | None = None) -> str:
     mass = _finite(_at(frame, "sink_mass"))["value"]
     if len(mass):
         sinks_there = float(mass.max()) > SINK_MASS
-        sides, reason = (for_it, "there are sinks, which the published models lose"), (against, "there are no sinks to remove")
+        sides, reason = (
+            (for_it, "there are sinks, which the published models lose"),
+            (against, "there are no sinks to remove"),
+        )
         side, words = sides if sinks_there else reason
         side.append(words)
     more = len(for_it) - len(against)
@@ -259,7 +265,8 @@ def _undecided(change: dict[str, tuple[float, float]], has_own: bool) -> str:
         return "no token of these documents is in the table of means, so nothing was replaced; give more documents."
     (token, token_se), (zero, zero_se) = change["token_mean"], change["zero"]
     if not math.isfinite(zero):
-        return f"values cannot be zeroed here: the loss is then no number (a norm of the attention's output divides by 0). {_replaced(change)}"
+        why = "the loss is then no number, as where a norm of the attention's output divides by 0"
+        return f"values cannot be zeroed here: {why}. {_replaced(change)}"
     if not math.isfinite(token):
         return f"values cannot be replaced by their token's mean here: the loss is then no number. {_replaced(change)}"
     if math.isnan(token_se) or math.isnan(zero_se):
@@ -281,8 +288,12 @@ def _of_values(change: dict[str, tuple[float, float]]) -> tuple[list[str], list[
         return [f"{reason}, and the first layer's values are a function of it"], [], ""
     if "seen" in change:  # a table from few documents: rare ids' means are noise, which costs what context would
         low = f" The token alone supplies at least {max(supplied, 0):.0%} of what later values do ({facts}): a table of means from as many "
-        return [], [], (
-            f"{low}documents as were measured gives a lower bound, which decides neither way; `--layers` reads a large one."
+        return (
+            [],
+            [],
+            (
+                f"{low}documents as were measured gives a lower bound, which decides neither way; `--layers` reads a large one."
+            ),
         )
     if supplied + error < HARDLY:
         return [], [f"later values need context: the token alone supplies {supplied:.0%} of what they do ({facts})"], ""

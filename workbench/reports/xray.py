@@ -215,7 +215,9 @@ def _no_loss(subject: Any, data: Any) -> str:
     if structure.logits is None:
         return "the module gives no logits, so there is no loss"
     last = int(data.ids.max()) if data is not None else 0
-    return f"ids go up to {last}, and the module gives {structure.predicted} logits" if last >= structure.predicted else ""
+    return (
+        f"ids go up to {last}, and the module gives {structure.predicted} logits" if last >= structure.predicted else ""
+    )
 
 
 def _reasons(subject: Any, data: Any) -> dict[str, str]:

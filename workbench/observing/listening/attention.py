@@ -15,7 +15,6 @@ from workbench.errors import WorkbenchError
 from workbench.kernels.attention import AttentionStatistics
 from workbench.models.activations import probabilities
 from workbench.observing.interception.fused_calls import FusedCall
-from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
 from workbench.observing.interception.masks import (
     CAUSAL,
     CROSSING,
@@ -27,6 +26,7 @@ from workbench.observing.interception.masks import (
     visible,
     window_mask,
 )
+from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
 from workbench.observing.interception.positions import Beside
 from workbench.observing.interception.product_calls import ProductCall, arrange, restore
 from workbench.observing.interception.tensor_layouts import get_at, replaced_at

@@ -88,7 +88,11 @@ class ModuleHooks:
                     yield _ReadTensor(layer.stream, True, partial(self._show_stream, points), i)
             for name in ("attn_out", "mlp_out"):
                 location = getattr(layer, name)
-                if location is not None and location.module != MATRIX and is_hooked(point := getattr(block, f"hook_{name}")):
+                if (
+                    location is not None
+                    and location.module != MATRIX
+                    and is_hooked(point := getattr(block, f"hook_{name}"))
+                ):
                     yield _ReadTensor(location, False, partial(self.run.fire_addition, point, location.factor), i)
             if layer.z is not None and layer.z.module != MATRIX and "z" in self.run.layer_points[i]:
                 yield _ReadTensor(layer.z, True, partial(self.run.fire_z, i), i)

@@ -115,18 +115,26 @@ class HookedRun:
                     for (kind, count), role in heard.part.calls.items():
                         self.calls.setdefault((i, kind, count), []).append((heard, role))
             self._listen_to_bare_products(i)
-        whole = bool(self.tables_at) or self.embed_at >= 0 or any(self.layers[i].scope is None for i in self.intercepted)
+        whole = (
+            bool(self.tables_at) or self.embed_at >= 0 or any(self.layers[i].scope is None for i in self.intercepted)
+        )
         self.everywhere = whole  # whether calls outside the attentions are needed too
 
     def _listen_to_bare_products(self, i: int) -> None:
         """Listen to W_O and to what a layer adds to its stream, where these are products that are no modules."""
         layer, block = self.layers[i], self.points.blocks[i]
         if layer.z is not None and layer.z.module == MATRIX and "z" in self.layer_points[i]:
-            self.matrix_inputs.setdefault((i, layer.z.run), []).append(partial(self._fire_shaped, partial(self.fire_z, i)))
+            self.matrix_inputs.setdefault((i, layer.z.run), []).append(
+                partial(self._fire_shaped, partial(self.fire_z, i))
+            )
             self.intercepted.add(i)
         for name in ("attn_out", "mlp_out"):
             location: Any = getattr(layer, name)
-            if location is not None and location.module == MATRIX and is_hooked(point := getattr(block, f"hook_{name}")):
+            if (
+                location is not None
+                and location.module == MATRIX
+                and is_hooked(point := getattr(block, f"hook_{name}"))
+            ):
                 fire = partial(self.fire_addition, point, location.factor)
                 self.matrix_reads.setdefault((i, location.run), []).append(partial(self._fire_shaped, fire))
                 self.intercepted.add(i)

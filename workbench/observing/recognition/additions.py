@@ -66,11 +66,18 @@ def find_additions(
 
 def _is_all_of(parent: Execution | None, product: TracedTensor) -> bool:
     """Whether a product is the whole output of the module that calls it."""
-    return parent is not None and any(torch.equal(t.rows, product.rows) for t in parent.outputs if t.rows.shape == product.rows.shape)
+    return parent is not None and any(
+        torch.equal(t.rows, product.rows) for t in parent.outputs if t.rows.shape == product.rows.shape
+    )
 
 
 def _find_sum(
-    trace: Trace, layer: LayerStructure, block: Execution, inside: list[Execution], before: Before, outputs: list[Output]
+    trace: Trace,
+    layer: LayerStructure,
+    block: Execution,
+    inside: list[Execution],
+    before: Before,
+    outputs: list[Output],
 ) -> bool:
     """Set what a layer adds, where one or two of these outputs show it; whether they do."""
     time = layer.attention.times[-1] if layer.is_read else block.start

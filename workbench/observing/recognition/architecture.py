@@ -47,7 +47,12 @@ def recognize_architecture(structure: DecoderStructure, paths: Sequence[ValuePat
             raise _UnknownArchitecture(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
         parts, options = _values(paths, layers)
         shared = parts == ["cla"]
-        for more, its in (_outputs(paths), _gates_of_outputs(structure), _queries_and_keys(paths, shared), _streams(structure)):
+        for more, its in (
+            _outputs(paths),
+            _gates_of_outputs(structure),
+            _queries_and_keys(paths, shared),
+            _streams(structure),
+        ):
             parts, options = parts + more, options | its
     except _UnknownArchitecture as reason:
         return "unknown", {}, str(reason)

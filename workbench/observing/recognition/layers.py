@@ -30,8 +30,8 @@ from workbench.observing.recognition.projections import (
 )
 from workbench.observing.recognition.structure import GATED, LayerStructure, Mixed, Part, Scope
 from workbench.observing.recognition.trace import Trace, is_matrix
-from workbench.observing.recognition.value_tables import ValueTables
 from workbench.observing.recognition.traced_attention import BY_HAND, UNREAD, TracedAttention, stacked
+from workbench.observing.recognition.value_tables import ValueTables
 
 _ROLES = {
     "fused": ("fused",),

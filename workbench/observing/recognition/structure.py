@@ -126,7 +126,9 @@ class LayerStructure:
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found
     adds: bool = False  # whether the block makes its stream by adding outputs of its parts to what it reads
-    adds_norms: bool = False  # whether it adds norms of its parts' outputs, which are functions and no outputs themselves
+    adds_norms: bool = (
+        False  # whether it adds norms of its parts' outputs, which are functions and no outputs themselves
+    )
     is_normed: bool = False  # whether what the block returns is a norm's output (BERT)
 
     @property

@@ -192,15 +192,15 @@ def _fit_simplest(
     return by_token or [plain if plain.residual <= LARGEST else replace(plain, coefficients={})]
 
 
-def _which_may(
-    target: Tensor, near: Mapping[Source, Tensor], tables: Mapping[Source, Tensor]
-) -> dict[Source, Tensor]:
+def _which_may(target: Tensor, near: Mapping[Source, Tensor], tables: Mapping[Source, Tensor]) -> dict[Source, Tensor]:
     """The tables that explain a few rows of a target beside near sources, with weights for each token."""
     few = {k: s[:_FEW] for k, s in near.items()}
     if 2 * (len(few) + 1) > target.shape[-1]:
         return dict(tables)
     tolerance = 10 * EXACT.get(target.dtype, 1e-2)
-    return {k: t for k, t in tables.items() if weights_by_token(target[:_FEW], [*few.values(), t[:_FEW]])[1] < tolerance}
+    return {
+        k: t for k, t in tables.items() if weights_by_token(target[:_FEW], [*few.values(), t[:_FEW]])[1] < tolerance
+    }
 
 
 def _before_own(near: Mapping[Source, Tensor], more: Mapping[Source, Tensor]) -> dict[Source, Tensor]:
@@ -274,7 +274,9 @@ def paths_in_words(paths: Sequence[ValuePath]) -> str:
     for path in (p for p in paths if p.into in ("value", "output")):
         for source, c in path.coefficients.items():
             if source != "own" and not str(source).startswith("attn.") and (path.by_token or abs(c) > NEGLIGIBLE):
-                name = "the first layer" if source == "first" else f"layer {source}" if isinstance(source, int) else source
+                name = (
+                    "the first layer" if source == "first" else f"layer {source}" if isinstance(source, int) else source
+                )
                 reads.setdefault(f"values of {name}", []).append(path.layer)
     layers = {what: sorted(set(of)) for what, of in reads.items()}
     return "; ".join(f"layer{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {what}" for what, of in layers.items())

@@ -79,11 +79,15 @@ class ValueTables:
     """Tables by token id other than the embedding, cut into parts of the width that is asked for."""
 
     def __init__(self, trace: Trace, embed: Embedding | None) -> None:
-        self.looked_up: dict[str, tuple[int, Tensor, Any]] = {}  # by name: which lookup, rows, what is done to its vectors
+        self.looked_up: dict[
+            str, tuple[int, Tensor, Any]
+        ] = {}  # by name: which lookup, rows, what is done to its vectors
         self._cut: dict[int, dict[str, Table]] = {}
         for run, entry in enumerate(trace.lookups):
             name = entry.parent.name if entry.parent and entry.kind == f"{entry.parent.name}.weight" else entry.kind
-            is_embedding = embed is not None and (entry is embed[0] or embed[0].holds(entry.start) or name == _name(embed[0]))
+            is_embedding = embed is not None and (
+                entry is embed[0] or embed[0].holds(entry.start) or name == _name(embed[0])
+            )
             if entry.reads_tokens and name and not is_embedding:
                 for seen in entry.outputs:
                     if name in self.looked_up and not _same(self.looked_up[name][1], seen.rows):
