@@ -18,6 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from workbench.errors import BadData
+
 CHUNK = 2**23  # logits held at a time: 32 MiB in float32
 PART = 2**20  # logits widened at a time, where all are there already
 MIN_ROWS = 128  # positions; the gradient of the matrix is read and written once a chunk
@@ -32,6 +34,15 @@ def cross_entropy_reference(
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
 
 
+def refuse_targets(targets: Tensor, width: int) -> None:
+    """Raise `BadData` for token ids without a logit; on a GPU the kernel does, without waiting for the ids here."""
+    known = targets.device.type == "cpu" and targets.numel() and not isinstance(targets, FakeTensor)
+    if known and not torch.compiler.is_compiling() and (last := int(targets.max())) >= width:
+        raise BadData(
+            f"next tokens go up to {last} and logits to {width - 1}: ids without a logit have no loss; leave them out"
+        )
+
+
 def sequence_losses(
     logits: Float[Tensor, "batch pos d_vocab"], tokens: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch targets"]:
@@ -39,6 +50,7 @@ def sequence_losses(
 
     Float32 or better inside: of half precision only those few positions are ever widened.
     """
+    refuse_targets(tokens[:, 1:], logits.shape[-1])
     rows, wide = max(1, PART // logits.shape[-1]), torch.promote_types(logits.dtype, torch.float32)
     losses = torch.empty(len(tokens), tokens.shape[1] - 1, dtype=wide, device=logits.device)
     for one, ids, out in zip(

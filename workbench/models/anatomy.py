@@ -59,6 +59,11 @@ class Anatomy(ABC):
     def __init__(self, model: HookedModel) -> None:
         self.model = model
 
+    @property
+    def inner_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Types that tensors are rounded to between hook points, where these are coarser than the activations'."""
+        return ()
+
     @abstractmethod
     def needed(self, by: str, layer: int, frozen: bool = False) -> list[str]:
         """Hook points that a decomposition of stream `layer`, or of what follows the last one (`frozen`), reads."""
@@ -72,8 +77,8 @@ class Anatomy(ABC):
         """What follows the last stream."""
 
     @abstractmethod
-    def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Logits of every position and the named activations of a run on tokens or text."""
+    def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+        """Logits of every position (None of a model without a head) and the named activations of a run on tokens or text."""
 
 
 @dataclass
@@ -105,6 +110,7 @@ class Reader:
         dtypes = [self.tensors[n].dtype for n in names] + [model.embed.weight.dtype]
         self.coarsest = max(dtypes, key=lambda dtype: TOLERANCE[dtype])
         self.wide = torch.float64 if self.coarsest == torch.float64 else torch.float32
+        self.coarsest = max((self.coarsest, *self.anatomy.inner_dtypes), key=lambda dtype: TOLERANCE[dtype])
 
     def __call__(self, name: str) -> Tensor:
         """[batch, ...] of every position."""

@@ -18,7 +18,7 @@ from transformer_lens.utilities import Slice
 from workbench.config import ModelConfig
 from workbench.console import html
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.kernels.cross_entropy import MIN_LOGITS, sequence_losses
+from workbench.kernels.cross_entropy import MIN_LOGITS, refuse_targets, sequence_losses
 from workbench.models import generation
 from workbench.models.activation_gradients import LossFn, NamesFilter, gradients_at
 from workbench.models.activations import Cache, RebuiltPatterns
@@ -37,6 +37,7 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
     """
     if tokens.shape[1] < 2:
         raise BadData("a next-token loss needs sequences of 2 tokens or more, got 1")
+    refuse_targets(tokens[:, 1:], logits.shape[-1])
     if logits.requires_grad or logits.numel() < MIN_LOGITS:
         wide = logits[:, :-1].float() if logits.dtype in (torch.float16, torch.bfloat16) else logits[:, :-1]
         loss = F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none" if per_token else "mean")

@@ -58,12 +58,21 @@ class ObservedAnatomy(Anatomy):
             names += ["unembed.hook_in"]
         return list(dict.fromkeys(names))
 
+    @property
+    def inner_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Float32 where a norm of a float64 module passes through it."""
+        ending = self.structure.ending
+        norms = [*self.written.values(), *([] if isinstance(ending, str) else [ending.norm])]
+        return (torch.float32,) if any(norm.is_narrowed for norm in norms) else ()
+
     def _why(self, name: str) -> str:
         return self.model.absent.get(name, f"it does not show {name}")
 
-    def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Logits of every position and activations of a run."""
+    def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+        """Logits of every position, None of a module without a head, and activations of a run."""
         model: Any = self.model
+        if self.structure.logits is None:
+            return None, model.run_with_cache(given, names)[1].cache_dict
         logits, cache = model.everywhere_with_cache(given, names)
         return logits, cache.cache_dict
 
@@ -259,7 +268,11 @@ class ObservedAnatomy(Anatomy):
 
 def holds_some_heads(foreign: nn.Module, layer: LayerStructure) -> bool:
     """Whether this process has some of a layer's heads alone, as tensor parallel modules are spread."""
-    weight: Any = None if layer.z is None else getattr(foreign.get_submodule(layer.z.module), "weight", None)
+    weight: Any = (
+        None
+        if layer.z is None or layer.w_o is not None
+        else getattr(foreign.get_submodule(layer.z.module), "weight", None)
+    )
     return weight is not None and is_sharded(weight) and layer.rows["z"].flatten(1).shape[1] not in weight.shape
 
 
@@ -267,11 +280,15 @@ def holds_some_heads(foreign: nn.Module, layer: LayerStructure) -> bool:
 def output_map(foreign: nn.Module, layer: LayerStructure) -> tuple[Tensor, Tensor]:
     """W_O [head, d_value, d_model] of an observed layer and what its matrix adds [d_model], in the matrix's type."""
     assert layer.z is not None
-    module = foreign.get_submodule(layer.z.module)
     heads, width = layer.rows["z"].shape[1:]
     rows = torch.eye(heads * width, dtype=layer.rows["z"].dtype, device=layer.rows["z"].device)
-    bias = applied(module, torch.zeros_like(rows[:1]))
-    return (applied(module, rows) - bias).unflatten(0, (heads, width)), bias[0]
+    if layer.w_o is not None:
+        bare, zero = layer.w_o, rows.new_zeros(1, heads, width)
+        bias, made = bare(zero), bare(rows.unflatten(1, (heads, width)))
+    else:
+        module = foreign.get_submodule(layer.z.module)
+        bias, made = applied(module, torch.zeros_like(rows[:1])), applied(module, rows)
+    return (made - bias).unflatten(0, (heads, width)), bias[0]
 
 
 def _path(source: Source) -> str:

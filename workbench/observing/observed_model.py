@@ -31,6 +31,7 @@ from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints
 from workbench.observing.listening.module_hooks import listening
 from workbench.observing.listening.run import HookedRun
 from workbench.observing.recognition.architecture import recognize_architecture
+from workbench.observing.recognition.executions import LOOKUP
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
 from workbench.observing.recognition.value_paths import (
     ValuePath,
@@ -75,7 +76,7 @@ class Observed(HookedModel):
     def _embedding(self) -> Any:
         """The table of tokens, or what has some weight of the module; where its weight is offloaded, that."""
         weight = next((p for p in self.foreign.parameters() if p.is_floating_point() and not p.is_meta), None)
-        if self.structure.embed is None:
+        if self.structure.embed is None or self.structure.embed.module == LOOKUP:
             return SimpleNamespace(weight=weight)
         table: Any = self.foreign.get_submodule(self.structure.embed.module)
         return SimpleNamespace(weight=offloaded(table, "weight")) if table.weight.is_meta else table
@@ -176,6 +177,7 @@ class Observed(HookedModel):
             with self.listening(tokens):
                 return self._logits_in(call(self.foreign, tokens), tokens)
         except (RuntimeError, IndexError, AssertionError) as error:
+            self._refuse_ids(tokens)
             if self.config.n_ctx < UNLIMITED:
                 raise
             raise WorkbenchError(

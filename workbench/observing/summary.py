@@ -149,10 +149,11 @@ def describe(
 ) -> str:
     """What was found and what not, in lines; `name`: of the module and its architecture, `table`: its sites."""
     config, layers = structure.config, structure.layers
+    predicted = structure.predicted if structure.predicted not in (0, config.d_vocab) else ""
     context = "unknown context" if config.n_ctx == UNLIMITED else f"n_ctx {config.n_ctx}"
     lines = [
         f"{name}, {config.n_layers} layers, {config.n_heads} heads of {config.d_head} ({config.n_key_value_heads} key-value), "
-        f"d_model {config.d_model}, d_vocab {config.d_vocab}, {context}",
+        f"d_model {config.d_model}, d_vocab {config.d_vocab}{predicted and f' ({predicted} logits)'}, {context}",
         f"  blocks {layers[0].block} .. {layers[-1].block}; attention: {_attention_kinds(layers)}",
     ]
     for found, word in ((True, "found"), (False, "not found")):

@@ -7,7 +7,10 @@ last sentence weighs what speaks for and against, and names the experiment that 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from workbench.models.registry import ARCHITECTURES
@@ -23,6 +26,8 @@ PARTS = {
 }  # fmt: skip
 UNLEARNED = 1e-3  # nats: what values do of which no share is to be spoken of
 NOTHING = 1e-4  # nats: a distance from uniform attention that has no parts to speak of
+_NOT_REPLACED = "Replacing all later layers' own values was not measured."
+_NO_OWN = "No layer after the first has values of its own."
 DRAINED = 0.5  # first token's value norm over the others' median
 
 
@@ -44,21 +49,26 @@ def _at(
 
 def _at_init(frame: pd.DataFrame, rows: pd.DataFrame, layer: float) -> str:
     """What a layer had in these rows of step 0, where the model was also measured later."""
-    start = rows[rows["layer"] == layer]["value"]
+    start = rows[rows["layer"] == layer]["value"].dropna()
     return f", {start.iloc[0]:.2f} at random init" if len(start) and frame["step"].max() > 0 else ""
 
 
-def _pm(value: float, se: float, digits: int = 2) -> str:
+def pm(value: float, se: float, digits: int = 2) -> str:
     """A number and its error, which is never rounded to nothing."""
     if math.isnan(se):
-        return f"{value:.{digits}f}"
+        return f"{value:.{digits}f} (error unknown)"
     while 0 < se < 0.5 * 10**-digits and digits < 4:
         digits += 1
     return f"{value:.{digits}f} ± {se:.{digits}f}"
 
 
 def _percent(value: float, se: float) -> str:
-    return f"{_pm(100 * value, 100 * se, 1)}%"
+    return f"{pm(100 * value, 100 * se, 1)}%"
+
+
+def _finite(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows whose value is a number."""
+    return rows[np.isfinite(rows["value"].astype(float))]
 
 
 def _range(values: pd.Series) -> str:
@@ -68,8 +78,8 @@ def _range(values: pd.Series) -> str:
 
 def concentration(frame: pd.DataFrame) -> str:
     """Where attention concentrates most, how much, and in which of its three parts."""
-    rows = _at(frame, "concentration_parts")
-    whole = rows[rows["variant"].isna()].dropna(subset=["value"])
+    rows = _finite(_at(frame, "concentration_parts"))
+    whole = rows[rows["variant"].isna()]
     if whole.empty:
         return "Not measured: this model's attention gives no statistics."
     top = whole.sort_values("value").iloc[-1]
@@ -85,51 +95,56 @@ def concentration(frame: pd.DataFrame) -> str:
             "little to be split into parts: nothing is learned yet."
         )
     strength = "Hardly" if top["value"] < 0.05 else "Yes"
-    span = f"{whole['value'].min():.2f} to {whole['value'].max():.2f}"
+    span = f" Layers range from {whole['value'].min():.2f} to {whole['value'].max():.2f}." if len(whole) > 1 else ""
     return (
-        f"{strength}: most in layer {layer}, {_pm(top['value'], top['se'])} nats from uniform causal attention "
-        f"(0 by definition{init}){': ' if shares else ''}{shares}. Layers range from {span}."
+        f"{strength}: most in layer {layer}, {pm(top['value'], top['se'])} nats from uniform causal attention "
+        f"(0 by definition{init}){': ' if shares else ''}{shares}.{span}"
     )
 
 
 def sinks(frame: pd.DataFrame) -> str:
     """How many heads are sinks, and whether the first token's value is drained there."""
-    mass = _at(frame, "sink_mass")
-    even = frame[(frame["metric"] == "sink_mass") & (frame["control"] == "uniform_causal")]["value"]
-    if mass.empty:
-        return "Not measured: this model's attention gives no statistics."
+    mass = _finite(_at(frame, "sink_mass"))
+    even = _finite(frame[(frame["metric"] == "sink_mass") & (frame["control"] == "uniform_causal")])["value"]
     heads = mass[mass["head"].notna()]
+    if heads.empty:
+        return "Not measured: this model's attention gives no statistics."
     strong, rest = heads[heads["value"] > SINK_MASS], _null(frame)
     top = heads.sort_values("value").iloc[-1]
-    floor = f"uniform attention would give {even.iloc[0]:.1%}" if len(even) else ""
+    floor = f"; uniform attention would give {even.iloc[0]:.1%}" if len(even) else ""
     place = f"layer {int(top['layer'])}, head {int(top['head'])}"
     if strong.empty:
         return (
             f"There is no sink to drain: the strongest head ({place}) gives the first token "
-            f"{_percent(top['value'], top['se'])} of its attention, {floor}; a sink here means more than {SINK_MASS:.0%}.{rest}"
+            f"{_percent(top['value'], top['se'])} of its attention{floor}; a sink here means more than {SINK_MASS:.0%}.{rest}"
         )
     layers = sorted({int(n) for n in strong["layer"]})
     drain = _drain(frame)
-    drain = drain[drain["layer"].isin(layers)]
+    drain = drain[drain["layer"].isin(layers)].sort_values("value")
     drained = "their values were not measured"
     if len(drain):
-        worst = drain.sort_values("value").iloc[0]
-        error = 0.0 if math.isnan(worst["se"]) else worst["se"]
-        low, high = worst["value"] - 2 * error, worst["value"] + 2 * error
-        verdict = "drained" if high < DRAINED else "not drained" if low > DRAINED else "unresolved"
+        worst, verdicts = drain.iloc[0], [_drained(row) for row in drain.to_dict("records")]
         drained = (
-            f"{verdict}: the first token's value has {_pm(worst['value'], worst['se'])} times the others' median norm in layer "
+            f"{verdicts[0]}: the first token's value has {pm(worst['value'], worst['se'])} times the others' median norm in layer "
             f"{int(worst['layer'])} (1 = none, drained below {DRAINED}){_at_init(frame, _drain(frame, last=False), worst['layer'])}"
         )
+        if len(drain) > 1:
+            drained += f"; {verdicts.count('drained')} of {len(drain)} layers with sinks are drained"
     return (
         f"{len(strong)} of {len(heads)} heads give the first token more than {SINK_MASS:.0%} of their attention (strongest "
-        f"{_percent(top['value'], top['se'])}, {place}; {floor}); {drained}.{rest}"
+        f"{_percent(top['value'], top['se'])}, {place}{floor}); {drained}.{rest}"
     )
+
+
+def _drained(row: Mapping[Any, Any]) -> str:
+    """Whether a layer's first value is drained, by two standard errors; unresolved without an error."""
+    low, high = row["value"] - 2 * row["se"], row["value"] + 2 * row["se"]
+    return "drained" if high < DRAINED else "not drained" if low > DRAINED else "unresolved"
 
 
 def _null(frame: pd.DataFrame) -> str:
     """How much of the attention goes to no token, where softmaxes have a column that is no key."""
-    null = _at(frame, "null_mass")
+    null = _finite(_at(frame, "null_mass"))
     if null.empty:
         return ""
     top = null.sort_values("value").iloc[-1]
@@ -138,7 +153,7 @@ def _null(frame: pd.DataFrame) -> str:
 
 
 def _drain(frame: pd.DataFrame, *, last: bool = True) -> pd.DataFrame:
-    rows = _at(frame, "value_drain", last=last)
+    rows = _finite(_at(frame, "value_drain", last=last))
     rows = rows[rows["variant"].isna()]
     own = rows[rows["site"] == "own_v"]
     return own if (own["layer"] > 0).any() or rows["site"].ne("v").all() else rows[rows["site"] == "v"]
@@ -155,16 +170,16 @@ def _deep(frame: pd.DataFrame) -> pd.DataFrame:
 def token_share(frame: pd.DataFrame) -> str:
     """Share of the variance of deep values that the token's identity explains, against init and shuffled ids."""
     found = _deep(_at(frame, "token_identity_share"))
-    deep = found.dropna(subset=["value"])
+    deep = _finite(found)
     if len(found) and deep.empty:
         return "Not measurable here: no two tokens occur twice each, or values do not differ, so there is nothing to explain."
     if deep.empty:
         return "Not measurable here: no layer after the first has values of its own."
     worst = deep["se"].max()
-    error = "" if math.isnan(worst) else f" (± at most {worst:.1%})"
-    control = _deep(_at(frame, "token_identity_share", control="shuffled"))
+    error = " (error unknown)" if math.isnan(worst) else f" (± at most {worst:.1%})"
+    control = _finite(_deep(_at(frame, "token_identity_share", control="shuffled")))
     beside = [f"{control['value'].abs().max():.0%} with shuffled ids"] if len(control) else []
-    if len(start := _deep(_at(frame, "token_identity_share", last=False))) and frame["step"].max() > 0:
+    if len(start := _finite(_deep(_at(frame, "token_identity_share", last=False)))) and frame["step"].max() > 0:
         beside.append(f"{_range(start['value'])} at random init")
     what = "own values" if (deep["site"] == "own_v").all() else "effective values"
     first, last = int(deep["layer"].min()), int(deep["layer"].max())
@@ -176,68 +191,112 @@ def token_share(frame: pd.DataFrame) -> str:
 
 
 def _together(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """Change of the loss and its error with the values of all layers after the first replaced, by replacement."""
+    """Change of the loss and its error, NaN where unknown, with the values of all layers after the first replaced, by replacement."""
     rows = _at(frame, "value_ablation")
     rows = rows if len(rows) else _at(frame, "deep_value_ablation")
     rows = rows[rows["layer"].isna()]
-    values, errors = rows["value"].astype(float), rows["se"].astype(float).fillna(0.0)
+    values, errors = rows["value"].astype(float), rows["se"].astype(float)
     return {str(k): (v, e) for k, v, e in zip(rows["variant"], values, errors, strict=True)}
 
 
-def _replaced(change: dict[str, tuple[float, float]]) -> str:
-    if "token_mean" not in change:
-        return "No layer after the first has values of its own."
-    (token, token_se), (zero, zero_se) = change["token_mean"], change["zero"]
-    seen = f" at the {change['seen'][0]:.0%} of positions whose token has one" if "seen" in change else ""
-    return (
-        f"Replacing all later layers' own values by their token's mean{seen} costs {token:+.3f} ± {token_se:.3f} nats, "
-        f"by zero {zero:+.3f} ± {zero_se:.3f}."
-    )
+def _replaced(change: dict[str, tuple[float, float]], has_own: bool = True) -> str:
+    """What replacing later values costs; what gives no number is said to."""
+    if not {"token_mean", "zero"} & set(change):
+        return _NOT_REPLACED if has_own else _NO_OWN
+    share = change.get("seen", (math.nan, math.nan))[0]
+    seen = f" at the {share:.0%} of positions whose token has one" if math.isfinite(share) else ""
+    costs = [
+        f"{how} costs {_cost(*change[name])}"
+        for name, how in (("token_mean", f"their token's mean{seen}"), ("zero", "zero"))
+        if name in change and math.isfinite(change[name][0])
+    ]
+    return f"Replacing all later layers' own values by {', by '.join(costs) or 'anything'}{'' if costs else ' gives no number'}."
 
 
-def _path(frame: pd.DataFrame) -> str | None:
-    """The value path a model's name says it has."""
+def _cost(value: float, se: float) -> str:
+    return f"{value:+.3f} nats (error unknown)" if math.isnan(se) else f"{value:+.3f} ± {se:.3f} nats"
+
+
+def _named_path(frame: pd.DataFrame) -> str:
+    """The value path that a model's name says it has."""
     parts = str(frame["architecture"].iloc[0]).split("+")
     known = [ARCHITECTURES[part] for part in parts if part in ARCHITECTURES]
-    return next((a.label for a in known if a.value_path), None)
+    return next((a.label for a in known if a.value_path), "")
 
 
-def residual(frame: pd.DataFrame) -> str:
-    """What speaks for and against a value residual in this model."""
-    change = _together(frame)
-    if (path := _path(frame)) is not None:
-        return f"It has a value path already ({path}). {_replaced(change)} Whether that path is why needs a model trained without it."
-    mass = _at(frame, "sink_mass")
-    if "token_mean" not in change:
-        return "Undecided: no layer after the first has values of its own that could be replaced."
-    if change.get("seen", (1.0, 0.0))[0] == 0:
-        return "Undecided: no token of these documents is in the table of means, so nothing was replaced; give more documents."
-    (token, _), (zero, error) = change["token_mean"], change["zero"]
-    if abs(zero) < UNLEARNED:
-        return f"Undecided: nothing is learned yet in later values. {_replaced(change)}"
-    kept = 1 - token / zero if zero > 0 else 0.0
-    for_it, against, low = [], [], ""
-    facts = _replaced(change).rstrip(".").replace("Replacing", "replacing")
-    if zero <= 2 * error:
-        against.append(f"removing later values changes the loss by no more than its error ({facts})")
-    elif kept >= MOSTLY:
-        for_it.append(
-            f"the token alone supplies {kept:.0%} of what later values do ({facts}), and the first layer's values are a function of it"
+def residual(frame: pd.DataFrame, path: str | None = None) -> str:
+    """What speaks for and against a value residual in this model.
+
+    Args:
+        frame: Records of the model.
+        path: The value paths that were found in its numbers, in words; "" where there are none, None where nobody looked.
+    """
+    change, has_own = _together(frame), bool(((frame["site"] == "own_v") & (frame["layer"] > 0)).any())
+    if has := _named_path(frame) or path:
+        costs = _replaced(change, has_own)
+        return (
+            f"It has a value path already ({has}). {costs} Whether that path is why needs a model trained without it."
         )
-    elif "seen" in change:  # a table from few documents: rare ids' means are noise, which costs what context would
-        low = f" The token alone supplies at least {max(kept, 0):.0%} of what later values do ({facts}): a table of means from as many "
-        low += (
-            "documents as were measured gives a lower bound, which decides neither way; `--layers` reads a large one."
+    if path is None and str(frame["architecture"].iloc[0]) == "unknown":
+        return f"Undecided: it is unknown whether the model has a value path already. {_replaced(change, has_own)}"
+    if why := _undecided(change, has_own):
+        return f"Undecided: {why[0].lower()}{why[1:]}"
+    for_it, against, low = _of_values(change)
+    mass = _finite(_at(frame, "sink_mass"))["value"]
+    if len(mass):
+        sinks_there = float(mass.max()) > SINK_MASS
+        sides, reason = (
+            (for_it, "there are sinks, which the published models lose"),
+            (against, "there are no sinks to remove"),
         )
-    elif kept < HARDLY:
-        against.append(f"later values need context: the token alone supplies {kept:.0%} of what they do ({facts})")
-    else:
-        against.append(f"the token supplies only part, {kept:.0%}, of what later values do ({facts})")
-    if len(mass) and float(mass["value"].max()) > SINK_MASS:
-        for_it.append("there are sinks, which the published models lose")
-    else:
-        against.append("there are no sinks to remove")
+        side, words = sides if sinks_there else reason
+        side.append(words)
     more = len(for_it) - len(against)
     start = "Open" if low or not more else "More speaks for it" if more > 0 else "More speaks against it"
     pro, con = ("; ".join(reasons) or "nothing measured here" for reasons in (for_it, against))
     return f"{start}; for: {pro}. Against: {con}.{low} One model cannot decide it: {PUBLISHED}."
+
+
+def _undecided(change: dict[str, tuple[float, float]], has_own: bool) -> str:
+    """Why the replaced values decide nothing; empty where they may."""
+    if not {"token_mean", "zero"} <= set(change):
+        return _NOT_REPLACED if has_own else _NO_OWN
+    if change.get("seen", (1.0, 0.0))[0] == 0:
+        return "no token of these documents is in the table of means, so nothing was replaced; give more documents."
+    (token, token_se), (zero, zero_se) = change["token_mean"], change["zero"]
+    if not math.isfinite(zero):
+        why = "the loss is then no number, as where a norm of the attention's output divides by 0"
+        return f"values cannot be zeroed here: {why}. {_replaced(change)}"
+    if not math.isfinite(token):
+        return f"values cannot be replaced by their token's mean here: the loss is then no number. {_replaced(change)}"
+    if math.isnan(token_se) or math.isnan(zero_se):
+        return f"one document gives no error; give more documents. {_replaced(change)}"
+    return f"nothing is learned yet in later values. {_replaced(change)}" if abs(zero) < UNLEARNED else ""
+
+
+def _of_values(change: dict[str, tuple[float, float]]) -> tuple[list[str], list[str], str]:
+    """Reasons for and against a value residual from the replaced values, and what decides neither way."""
+    (token, token_se), (zero, zero_se) = change["token_mean"], change["zero"]
+    facts = _replaced(change).rstrip(".").replace("Replacing", "replacing")
+    if zero <= 2 * zero_se:
+        effect = "changes the loss by no more than its error" if zero >= -2 * zero_se else "lowers the loss"
+        return [], [f"removing later values {effect} ({facts})"], ""
+    supplied = 1 - token / zero
+    error = 2 * math.hypot(token_se, token / zero * zero_se) / zero
+    if supplied >= MOSTLY and supplied - error >= HARDLY:
+        reason = f"the token alone supplies {supplied:.0%} of what later values do ({facts})"
+        return [f"{reason}, and the first layer's values are a function of it"], [], ""
+    if "seen" in change:  # a table from few documents: rare ids' means are noise, which costs what context would
+        low = f" The token alone supplies at least {max(supplied, 0):.0%} of what later values do ({facts}): a table of means from as many "
+        return (
+            [],
+            [],
+            (
+                f"{low}documents as were measured gives a lower bound, which decides neither way; `--layers` reads a large one."
+            ),
+        )
+    if supplied + error < HARDLY:
+        return [], [f"later values need context: the token alone supplies {supplied:.0%} of what they do ({facts})"], ""
+    if supplied + error < MOSTLY:
+        return [], [f"the token supplies only part, {supplied:.0%}, of what later values do ({facts})"], ""
+    return [], [], f" How much the token alone supplies is unresolved: {supplied:.0%} ± {error / 2:.0%} ({facts})."

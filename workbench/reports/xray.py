@@ -25,7 +25,7 @@ from workbench.names import ACTIVATIONS
 from workbench.plots.browser import picture
 from workbench.plots.experiments import after_the_first
 from workbench.plots.page import Page, heading, numbers, paragraph
-from workbench.reports.diagnosis import concentration, residual, sinks, token_share
+from workbench.reports.diagnosis import concentration, pm, residual, sinks, token_share
 from workbench.runs.records import facts
 from workbench.runs.run import Run, run_or_model
 
@@ -101,10 +101,11 @@ class XRay:
         dtype = facts(first["provenance"]).get("dtype")
         dtype = f" in {dtype}" if dtype else ""
         of = f"{first['data']}, {{}} documents of {first['T']} tokens{dtype}; ± is one standard error over documents."
+        of = of.format(int(self.records["n"].max()))
         if loss.empty:
-            return of.format(0)
+            return of
         here = loss.iloc[0]
-        return f"{of.format(here['n'])} Loss here {here['value']:.3f} ± {here['se']:.3f} nats per token."
+        return f"{of} Loss here {pm(here['value'], here['se'], 3)} nats per token."
 
 
 def xray(
@@ -138,8 +139,8 @@ def xray(
     given += (f" --tokens {T}" if T else "") + (" --layers" if layers else "")
     length, data = _length(subject, T, data), _data(subject, data, n, T)
     names = [BY_LAYER if layers and m == TOGETHER else m for m in METRICS if m != SHORT or length >= 64]
-    if (structure := getattr(subject, "structure", None)) is not None and structure.logits is None:
-        names = [m for m in names if m not in ("loss", TOGETHER, BY_LAYER)]  # those read logits
+    if _no_loss(subject, data):
+        names = [m for m in names if m not in ("loss", TOGETHER, BY_LAYER)]
     if any(name.endswith(".hook_null") for name in getattr(subject, "hook_dict", ())):
         names.append("null_mass")
     if announce:
@@ -152,7 +153,8 @@ def xray(
     frame = _measured(once, plan, progress)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
     where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
-    return XRay(name, tuple(answers(frame, _reasons(subject))), frame, f"workbench xray {where}{given}")
+    found = answers(frame, _reasons(subject, data), _value_paths(subject))
+    return XRay(name, tuple(found), frame, f"workbench xray {where}{given}")
 
 
 def _measured(
@@ -189,28 +191,54 @@ READS = {"concentration": ("received",), "sinks": ("sink",), "token_share": ("ow
 """What a question asks of a layer."""
 
 
-def answers(frame: pd.DataFrame, reasons: Mapping[str, str] | None = None) -> list[Answer]:
-    """The four answers from records of one model, at its last step and, where there, at step 0.
+def answers(frame: pd.DataFrame, reasons: Mapping[str, str] | None = None, path: str | None = None) -> list[Answer]:
+    """Answer the four questions from records of one model, at its last step and, where there, at step 0.
 
-    `reasons`: why a question has no records, by question, where the model says.
+    Args:
+        frame: Records of the model.
+        reasons: Why a question has no records, by question.
+        path: Value paths that were found in the model's numbers, in words; None where nobody looked.
     """
     found = []
     for name, question in QUESTIONS.items():
         rows = rows_of(name, frame)
         why = "" if _shown(name, rows) else (reasons or {}).get(name, "")
-        found.append(Answer(question, SENTENCES[name](frame) + why, drawn(name, rows), rows))
+        sentence = residual(frame, path) if name == "residual" else SENTENCES[name](frame)
+        found.append(Answer(question, sentence + why, drawn(name, rows), rows))
     return found
 
 
-def _reasons(subject: Any) -> dict[str, str]:
+def _no_loss(subject: Any, data: Any) -> str:
+    """Why an observed module has no loss on these documents; empty where it has one."""
+    if (structure := getattr(subject, "structure", None)) is None:
+        return ""
+    if structure.logits is None:
+        return "the module gives no logits, so there is no loss"
+    last = int(data.ids.max()) if data is not None else 0
+    return (
+        f"ids go up to {last}, and the module gives {structure.predicted} logits" if last >= structure.predicted else ""
+    )
+
+
+def _reasons(subject: Any, data: Any) -> dict[str, str]:
     """Why a model lacks what a question asks, by question: what observing it said of its last layer."""
     if isinstance(subject, Run):
         return {}
     last = subject.config.n_layers - 1
     notes = {q: [subject.absent.get(ACTIVATIONS[a].hook.format(layer=last)) for a in of] for q, of in READS.items()}
-    if getattr(getattr(subject, "structure", None), "logits", "some") is None:
-        notes["residual"] = ["the module gives no logits, so there is no loss"]
+    if why := _no_loss(subject, data):
+        notes["residual"] = [why]
     return {question: f" Why: {found[0]}." for question, found in notes.items() if all(found)}
+
+
+def _value_paths(subject: Any) -> str | None:
+    """The value paths of an observed module in words; None where they are unknown."""
+    from workbench.observing.recognition.value_paths import paths_in_words
+
+    paths = getattr(subject, "fitted_paths", None)
+    if paths is None or not all(path.exact for path in paths if path.into == "value"):
+        return None
+    return paths_in_words(paths)
 
 
 def rows_of(name: str, frame: pd.DataFrame) -> pd.DataFrame:

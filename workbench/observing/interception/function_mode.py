@@ -22,6 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.observing.interception.flash_calls import flash_call, is_flash
 from workbench.observing.interception.fused_calls import FusedCall, aten_call, flex_call, interface_call, sdpa_call
+from workbench.observing.interception.matrix_calls import (
+    Lookup,
+    MatrixCall,
+    indexed_parameter,
+    is_parameter,
+    matrix_call,
+)
 from workbench.observing.interception.product_calls import PRODUCTS, ProductCall, product_call
 
 ATTENTION_LIKE = re.compile(r"attn|attention|flash|sdpa|encoder_layer_fwd", re.IGNORECASE)
@@ -31,6 +38,8 @@ _KINDS = {
     "softmax": "softmax",
     "multi_head_attention_forward": "composite",
     "embedding": "lookup",
+    "__getitem__": "index",
+    "index_select": "index",
 }
 _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")  # names of functions that write over what they are given
 _ATEN = re.compile(r"_scaled_dot_product_\w*attention\w*")
@@ -50,10 +59,10 @@ class CallHandler(Protocol):
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """A softmax over the last axis."""
 
-    def matrix(self, output: Any) -> Any:
-        """The output of a product with a parameter or a view of one, or of any `linear`, which has run."""
+    def matrix(self, call: MatrixCall) -> Any:
+        """A product with a parameter or a view of one, or any `linear`."""
 
-    def looked_up(self, ids: Any, table: Any, output: Any) -> None:
+    def looked_up(self, lookup: Lookup) -> Any:
         """The vectors of a table by ids, which were looked up."""
 
     def other(self, name: str) -> None:
@@ -108,8 +117,11 @@ class InterceptionMode(TorchFunctionMode):
         if kind == "lookup":
             out = func(*args, **kwargs)
             ids, table = (*args, *kwargs.values())[:2]
-            self.handler.looked_up(ids, table, out)
-            return out
+            return self.handler.looked_up(Lookup(ids, table, out))
+        if kind == "index":
+            out = func(*args, **kwargs)
+            lookup = indexed_parameter(args, kwargs, out)
+            return out if lookup is None else self.handler.looked_up(lookup)
         if kind == "softmax":
             return self._softmax(func, args, kwargs)
         if kind == "composite":
@@ -118,8 +130,8 @@ class InterceptionMode(TorchFunctionMode):
         if kind == "other":
             self.handler.other(_name(func))
             return func(*args, **kwargs)
-        if _name(func) == "linear" or any(_is_parameter(x) for x in (*args, *kwargs.values())):
-            return self.handler.matrix(func(*args, **kwargs))
+        if _name(func) == "linear" or any(is_parameter(x) for x in (*args, *kwargs.values())):
+            return self.handler.matrix(matrix_call(func, args, kwargs))
         call = product_call(func, args, kwargs) if kind == "product" else None
         return func(*args, **kwargs) if call is None else self.handler.product(call)
 
@@ -130,11 +142,6 @@ class InterceptionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         rest = {key: value for key, value in kwargs.items() if key != "input"}
         return self.handler.softmax(scores, lambda x: func(x, *args[1:], **rest))
-
-
-def _is_parameter(x: Any) -> bool:
-    """Whether it is a parameter or a view of one."""
-    return isinstance(x, Tensor) and isinstance(x if x._base is None else x._base, nn.Parameter)
 
 
 def _decomposed(function: Any) -> Any:

@@ -26,6 +26,7 @@ from workbench.observing.interception.masks import (
     visible,
     window_mask,
 )
+from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
 from workbench.observing.interception.positions import Beside
 from workbench.observing.interception.product_calls import ProductCall, arrange, restore
 from workbench.observing.interception.tensor_layouts import get_at, replaced_at
@@ -50,22 +51,34 @@ class AttentionHooks:
             int, tuple[str, Any]
         ] = {}  # by id, with what the mask is made of so that its id stays its own
 
-    def matrix(self, output: Any) -> Any:
-        """Fire on a projection that is a bare matrix product."""
+    def matrix(self, call: MatrixCall) -> Any:
+        """Fire on the input and the output of a bare matrix product: a projection, or what a block adds to its stream."""
         run = self.run
-        if not run.matrix_projections:
-            return output
-        place = run.count_call("matrix")
-        for projection in run.matrix_projections.get(place, ()) if isinstance(output, Tensor) else ():
-            output = run.fire_projection(projection, output)
+        if not (run.matrix_reads or run.matrix_inputs):
+            return call.run()
+        place, read = run.count_call("matrix"), call.input
+        for fire in run.matrix_inputs.get(place, ()) if read is not None else ():
+            read = fire(read)
+        output = call.run(None if read is call.input else read)
+        for fire in run.matrix_reads.get(place, ()) if isinstance(output, Tensor) else ():
+            output = fire(output)
         return output
 
-    def looked_up(self, ids: Any, table: Any, output: Any) -> None:
-        """Keep what tables of values give for the layers that read it."""
-        run = self.run
+    def looked_up(self, lookup: Lookup) -> Any:
+        """Fire on the embedding where it is a parameter, and keep what tables of values give for the layers that read it."""
+        run, output = self.run, lookup.output
         place, run.lookups = run.lookups, run.lookups + 1
-        if place in run.tables_at and isinstance(output, Tensor):
-            run.tables[run.tables_at[place]] = output
+        if place != run.embed_at and place not in run.tables_at:
+            return output
+        vectors = lookup.by_position(output)
+        if place == run.embed_at and (shown := self.at.shaped(vectors)) is not None:
+            fired = run.fire(run.points.embed, shown)
+            return output if fired is shown else lookup.restored(self.at.unshaped(fired, vectors))
+        for name in run.tables_at[place]:
+            shown = self.at.shaped(run.structure.tables[name].read(vectors))
+            if shown is not None:
+                run.tables[name] = shown.flatten(2)
+        return output
 
     def other(self, name: str) -> None:
         """Calls of other functions fire nothing."""

@@ -18,6 +18,7 @@ from workbench.observing.interception.function_mode import attention_functions, 
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, replaced_at
 from workbench.observing.listening.attention import AttentionHooks
 from workbench.observing.listening.run import Heard, HookedRun
+from workbench.observing.recognition.executions import LOOKUP, MATRIX
 from workbench.observing.recognition.projections import TensorLocation
 
 
@@ -30,7 +31,7 @@ def listening(run: HookedRun) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         hooks = ModuleHooks(run)
-        if run.intercepted:
+        if run.intercepted or run.everywhere:
             names = attention_functions(run.module)
             run.mode = stack.enter_context(intercepting(AttentionHooks(run), names, everywhere=run.everywhere))
         else:
@@ -87,10 +88,14 @@ class ModuleHooks:
                     yield _ReadTensor(layer.stream, True, partial(self._show_stream, points), i)
             for name in ("attn_out", "mlp_out"):
                 location = getattr(layer, name)
-                if location is not None and is_hooked(point := getattr(block, f"hook_{name}")):
-                    yield _ReadTensor(location, False, partial(self._fire_addition, point, location.factor), i)
-            if layer.z is not None and "z" in self.run.layer_points[i]:
-                yield _ReadTensor(layer.z, True, partial(self._fire_z, i), i)
+                if (
+                    location is not None
+                    and location.module != MATRIX
+                    and is_hooked(point := getattr(block, f"hook_{name}"))
+                ):
+                    yield _ReadTensor(location, False, partial(self.run.fire_addition, point, location.factor), i)
+            if layer.z is not None and layer.z.module != MATRIX and "z" in self.run.layer_points[i]:
+                yield _ReadTensor(layer.z, True, partial(self.run.fire_z, i), i)
         for heard, latent in self.run.latents:
             yield _ReadTensor(latent, True, partial(self._fire_latent, heard), heard.layer)
         for p in self.run.module_projections:
@@ -105,7 +110,7 @@ class ModuleHooks:
     def _reads_of_ends(self) -> Iterator[_ReadTensor]:
         """The token embedding, what the head reads, and the last stream where that is not the last block's output."""
         run, structure, points = self.run, self.run.structure, self.run.points
-        if structure.embed is not None and points.embed is not None and is_hooked(points.embed):
+        if structure.embed is not None and structure.embed.module != LOOKUP and is_hooked(points.embed):
             yield _ReadTensor(structure.embed, False, partial(run.fire, points.embed), None)
         if structure.head is not None and points.head is not None and is_hooked(points.head):
             yield _ReadTensor(structure.head, True, partial(run.fire, points.head), None)
@@ -119,17 +124,6 @@ class ModuleHooks:
         for point in points:
             self.run.show(point, shown)
         return tensor
-
-    def _fire_addition(self, point: Any, factor: float, output: Tensor) -> Tensor:
-        """What is added to the stream, times the factor with which it is."""
-        added = output if factor == 1 else output * factor
-        fired = self.run.fire(point, added)
-        return output if fired is added else fired if factor == 1 else fired / factor
-
-    def _fire_z(self, i: int, tensor: Tensor) -> Tensor:
-        heads = tensor.unflatten(-1, (self.layers[i].rows["z"].shape[1], -1))
-        fired = self.run.fire(self.run.layer_points[i]["z"], heads)
-        return tensor if fired is heads else fired.flatten(-2)
 
     def _enter_inline(self, i: int, counts: Counter[str], module: nn.Module, args: Any) -> None:
         """A module runs that belongs to a layer whose block is no module: from here on that layer is running."""

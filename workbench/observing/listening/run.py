@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.function_mode import InterceptionMode
 from workbench.observing.interception.positions import Positions
 from workbench.observing.listening.hook_points import OWN, DecoderPoints
-from workbench.observing.recognition.executions import MATRIX
+from workbench.observing.recognition.executions import LOOKUP, MATRIX
 from workbench.observing.recognition.projections import Projection, TensorLocation
 from workbench.observing.recognition.structure import DecoderStructure, Part
 
@@ -78,14 +80,19 @@ class HookedRun:
         self.own_values_read = {j for i in self.mixtures for j in (*sources[i], i)}
         self.tables: dict[str, Tensor] = {}  # [batch, pos, width], of those that are read
         read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
-        self.tables_at = {structure.tables[name].run: name for name in read}
+        self.tables_at: dict[int, list[str]] = {}  # which tables each lookup gives
+        for name in sorted(read):
+            self.tables_at.setdefault(structure.tables[name].run, []).append(name)
+        bare = structure.embed is not None and structure.embed.module == LOOKUP and is_hooked(points.embed)
+        self.embed_at = structure.embed.run if bare and structure.embed is not None else -1  # lookup of the embedding
         self.lookups = 0  # of any tables, in all
         self._listen()
 
     def _listen(self) -> None:
         """Who listens to which calls: of each layer by kind and count, and to which outputs of projections."""
         self.calls: dict[tuple[int, str, int], list[tuple[Heard, str]]] = {}
-        self.matrix_projections: dict[tuple[int, int], list[HookedProjection]] = {}
+        self.matrix_inputs: dict[tuple[int, int], list[Callable[[Tensor], Tensor]]] = {}
+        self.matrix_reads: dict[tuple[int, int], list[Callable[[Tensor], Tensor]]] = {}
         self.module_projections: list[HookedProjection] = []
         self.latents: list[tuple[Heard, TensorLocation]] = []
         self.intercepted: set[int] = set()
@@ -96,7 +103,8 @@ class HookedRun:
                     if projection is not None and read:
                         hooked = HookedProjection(heard, name, projection)
                         if projection.module == MATRIX:
-                            self.matrix_projections.setdefault((i, projection.run), []).append(hooked)
+                            fire = partial(self.fire_projection, hooked)
+                            self.matrix_reads.setdefault((i, projection.run), []).append(fire)
                             self.intercepted.add(i)
                         else:
                             self.module_projections.append(hooked)
@@ -106,8 +114,36 @@ class HookedRun:
                     self.intercepted.add(i)
                     for (kind, count), role in heard.part.calls.items():
                         self.calls.setdefault((i, kind, count), []).append((heard, role))
-        whole = bool(self.tables_at) or any(self.layers[i].scope is None for i in self.intercepted)
+            self._listen_to_bare_products(i)
+        whole = (
+            bool(self.tables_at) or self.embed_at >= 0 or any(self.layers[i].scope is None for i in self.intercepted)
+        )
         self.everywhere = whole  # whether calls outside the attentions are needed too
+
+    def _listen_to_bare_products(self, i: int) -> None:
+        """Listen to W_O and to what a layer adds to its stream, where these are products that are no modules."""
+        layer, block = self.layers[i], self.points.blocks[i]
+        if layer.z is not None and layer.z.module == MATRIX and "z" in self.layer_points[i]:
+            self.matrix_inputs.setdefault((i, layer.z.run), []).append(
+                partial(self._fire_shaped, partial(self.fire_z, i))
+            )
+            self.intercepted.add(i)
+        for name in ("attn_out", "mlp_out"):
+            location: Any = getattr(layer, name)
+            if (
+                location is not None
+                and location.module == MATRIX
+                and is_hooked(point := getattr(block, f"hook_{name}"))
+            ):
+                fire = partial(self.fire_addition, point, location.factor)
+                self.matrix_reads.setdefault((i, location.run), []).append(partial(self._fire_shaped, fire))
+                self.intercepted.add(i)
+
+    def _fire_shaped(self, fire: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+        """Fire on a tensor that a function reads or makes as [batch, pos, ...]."""
+        shown = self.positions.shaped(tensor)
+        fired = shown if shown is None else fire(shown)
+        return tensor if fired is None or fired is shown else self.positions.unshaped(fired, tensor)
 
     def _heard_in(self, i: int) -> list[Heard]:
         layer, n = self.layers[i], len(self.layers[i].parts)
@@ -192,6 +228,18 @@ class HookedRun:
             return point(tensor)
         finally:
             self.mode.silent = before
+
+    def fire_addition(self, point: Any, factor: float, output: Tensor) -> Tensor:
+        """What is added to the stream, times the factor with which it is."""
+        added = output if factor == 1 else output * factor
+        fired = self.fire(point, added)
+        return output if fired is added else fired if factor == 1 else fired / factor
+
+    def fire_z(self, i: int, tensor: Tensor) -> Tensor:
+        """Fire on what W_O reads, [batch, pos, ...] with or without an axis of heads."""
+        heads = tensor.flatten(2).unflatten(-1, (self.layers[i].rows["z"].shape[1], -1))
+        fired = self.fire(self.layer_points[i]["z"], heads)
+        return tensor if fired is heads else fired.reshape(tensor.shape)
 
     def fire_projection(self, hooked: HookedProjection, output: Tensor) -> Tensor:
         """Fire own values, or queries and keys before their rotation, among the columns of a projection's output."""

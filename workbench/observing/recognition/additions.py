@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 from workbench.observing.recognition.blocks import is_stream
 from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor
-from workbench.observing.recognition.least_squares import EXACT, fit
+from workbench.observing.recognition.frozen_norm import fit_norm
+from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
 from workbench.observing.recognition.projections import run_index
 from workbench.observing.recognition.stream_sums import depth_weights
 from workbench.observing.recognition.structure import Addition, LayerStructure
 from workbench.observing.recognition.trace import Trace
 
 _FEW = 24  # rows that tell a sum of outputs from anything else
+_SAME = 1e-2  # lengths of normed outputs, which differ by a norm's epsilon
 _LEAST = 1e-3  # of a stream that goes on, times its size
 Output = tuple[Execution, TracedTensor]
 
@@ -49,10 +51,35 @@ def find_additions(
 ) -> None:
     """Set a layer's `attn_out`, `mlp_out` and `keeps`, where its parts' outputs show them, and the rows of what stands after it."""
     layer.rows["made"] = layer.rows["out"]
-    outputs = [
+    made = [
         (e, t) for e in sorted(inside, key=lambda e: (len(e.stack()), e.start)) for t in e.outputs
-        if e.name != MATRIX and t.rows.shape == layer.rows["in"].shape and (len(t.shape) == 2 or is_stream(trace, t))
+        if t.rows.shape == layer.rows["in"].shape and (len(t.shape) == 2 or is_stream(trace, t))
     ]  # fmt: skip
+    outputs = [(e, t) for e, t in made if e.name != MATRIX]
+    every = [(e, t) for e, t in made if e.name != MATRIX or not _is_all_of(e.parent, t)]
+    for some in [outputs, *([every] if layer.is_read and len(every) > len(outputs) else [])]:
+        if layer.adds_norms or _find_sum(trace, layer, block, inside, before, some):
+            return
+    norms = (e for e, t in outputs if torch.equal(t.rows, layer.rows["out"]))
+    layer.is_normed = any(_is_norm(trace.module.get_submodule(e.name)) for e in norms)
+
+
+def _is_all_of(parent: Execution | None, product: TracedTensor) -> bool:
+    """Whether a product is the whole output of the module that calls it."""
+    return parent is not None and any(
+        torch.equal(t.rows, product.rows) for t in parent.outputs if t.rows.shape == product.rows.shape
+    )
+
+
+def _find_sum(
+    trace: Trace,
+    layer: LayerStructure,
+    block: Execution,
+    inside: list[Execution],
+    before: Before,
+    outputs: list[Output],
+) -> bool:
+    """Set what a layer adds, where one or two of these outputs show it; whether they do."""
     time = layer.attention.times[-1] if layer.is_read else block.start
     sums = _Sums(layer, before)
     reader = next((t for e in inside if e.name != MATRIX for t in e.inputs if is_stream(trace, t)), None)
@@ -61,9 +88,12 @@ def find_additions(
     )  # else it may scale what it reads first
     several = (sums.averaged, sums.kept) if adds_to_it else (sums.kept, sums.averaged)
     apart = [(e, t) for e, t in outputs if not any(torch.equal(x.rows, layer.rows["in"]) for x in e.inputs)]
-    for found in (sums.plain, sums.scaled, *several, sums.alone, sums.weighed):
+    for found in (sums.plain, sums.scaled, *several, sums.alone, sums.normed, sums.weighed):
         for some in _candidates(apart if found == sums.alone else outputs, time):
             if (factors := found([t.rows for _, t in some])) is not None:
+                if found == sums.normed:  # what is added passes as no output of a part
+                    layer.adds_norms = True
+                    return False
                 placed = sorted(zip(some, factors, strict=True), key=lambda each: _distance(each[0][0], time))
                 for name, ((entry, seen), factor) in zip(("attn_out", "mlp_out"), placed, strict=False):
                     layer.rows[name] = seen.rows * factor if factor != 1 else seen.rows
@@ -72,9 +102,8 @@ def find_additions(
                     layer.rows["made"] = sum((t.rows for _, t in some), layer.rows["in"])
                 layer.adds, layer.keeps = True, sums.keeps
                 _find_middle(trace, layer, placed, inside)
-                return
-    norms = (e for e, t in outputs if torch.equal(t.rows, layer.rows["out"]))
-    layer.is_normed = any(_is_norm(trace.module.get_submodule(e.name)) for e in norms)
+                return True
+    return False
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -86,15 +115,31 @@ def _is_norm(module: nn.Module) -> bool:
 def _find_middle(
     trace: Trace, layer: LayerStructure, placed: Sequence[tuple[Output, float]], inside: list[Execution]
 ) -> None:
-    """Rows of what the MLP's norm reads: the first stream that a part reads after the attention's output is made."""
+    """Set the rows of what the MLP reads, before any norm: the stream after the attention, where a part reads it or a norm of it.
+
+    Else the first stream that a part reads after the attention. Parts that add the attention's output read it and the block's
+    input, and a parallel MLP reads a norm of that input: neither is a sum of earlier outputs.
+    """
     (attention, _), *others = (output for output, _ in placed)
-    if others and others[0][0].end > attention.end:
-        later = (
-            t for e in inside if e.start > attention.end and e.name != MATRIX for t in e.inputs if is_stream(trace, t)
-        )
-        seen = next((t for t in later if t.rows.shape == layer.rows["in"].shape), None)
-        if seen is not None and not torch.equal(seen.rows, layer.rows["attn_out"]):
-            layer.rows["mid"] = seen.rows
+    if not others or others[0][0].end < attention.end:
+        return
+    before, added = layer.rows["in"], layer.rows["attn_out"]
+    reads = [
+        t.rows for e in inside if attention.end < e.start < others[0][0].end and e.name != MATRIX
+        for t in e.inputs if is_stream(trace, t) and t.rows.shape == before.shape
+    ]  # fmt: skip
+    if any(_is_norm_of(rows, before + added) for rows in reads):
+        layer.rows["mid"] = before + added
+        return
+    rest = [rows for rows in reads if not torch.equal(rows, added) and not _is_norm_of(rows, before)]
+    if rest:
+        layer.rows["mid"] = rest[0]
+
+
+def _is_norm_of(rows: Tensor, stream: Tensor) -> bool:
+    """Whether rows are the stream itself or a norm of it."""
+    slack = EXACT.get(rows.dtype, 1e-2) * float(stream.abs().max())
+    return float((rows - stream).abs().max()) <= slack or fit_norm(stream, rows) is not None
 
 
 def _candidates(outputs: list[Output], time: int) -> Iterator[list[Output]]:
@@ -107,7 +152,7 @@ def _candidates(outputs: list[Output], time: int) -> Iterator[list[Output]]:
 
 
 class _Sums:
-    """Whether outputs sum to what a block makes of its stream, in one of six ways; each gives the outputs' factors."""
+    """Whether outputs sum to what a block makes of its stream, in one of seven ways; each gives the outputs' factors."""
 
     def __init__(self, layer: LayerStructure, before: Before) -> None:
         self.before, self.out, self.first = layer.rows["in"], layer.rows["out"], before.stood[0]
@@ -173,6 +218,16 @@ class _Sums:
             return None
         self.keeps = 0.0, 0.0
         return [1.0] * len(parts)
+
+    def normed(self, parts: list[Tensor]) -> list[float] | None:
+        """Root-mean-square norms of them are added, by a function without gains."""
+        target, few = self.few_added.view(-1, self.out.shape[1]), [self._few(p).view(-1, p.shape[1]) for p in parts]
+        weights, left = weights_by_token(target, few)
+        if left > self.tolerance:
+            return None
+        sizes = torch.stack([x.norm(dim=1) for x in few], dim=-1) * weights
+        mean = sizes.mean(0)
+        return mean.tolist() if bool((sizes.std(0) <= _SAME * mean.abs()).all()) else None
 
     def weighed(self, parts: list[Tensor]) -> list[float] | None:
         """They are taken by each token with weights of its own, beside all earlier outputs, as what the block reads is made."""

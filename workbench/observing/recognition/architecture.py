@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.recognition.least_squares import weights_by_token
+from workbench.observing.recognition.outputs import CHANGED, GATE
 from workbench.observing.recognition.stream_sums import depth_weights
 from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath
@@ -46,7 +47,12 @@ def recognize_architecture(structure: DecoderStructure, paths: Sequence[ValuePat
             raise _UnknownArchitecture(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
         parts, options = _values(paths, layers)
         shared = parts == ["cla"]
-        for more, its in (_outputs(paths), _queries_and_keys(paths, shared), _streams(structure)):
+        for more, its in (
+            _outputs(paths),
+            _gates_of_outputs(structure),
+            _queries_and_keys(paths, shared),
+            _streams(structure),
+        ):
             parts, options = parts + more, options | its
     except _UnknownArchitecture as reason:
         return "unknown", {}, str(reason)
@@ -79,6 +85,17 @@ def _outputs(paths: Sequence[ValuePath]) -> Named:
     return (["neutreno"], _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])) if pulls else ([], {})
 
 
+def _gates_of_outputs(structure: DecoderStructure) -> Named:
+    """What stands before W_O in all layers: a gate of each number between 0 and 1 has a name, other gates and norms have none."""
+    layers = structure.layers
+    changed = [i for i, layer in enumerate(layers) if layer.changed == CHANGED]
+    if changed:
+        raise _UnknownArchitecture(f"layer {changed[0]}: {CHANGED}")
+    gates = [layer.rows["z"].double() / layer.attention.z.double() for layer in layers if layer.changed == GATE]
+    gated = len(gates) == len(layers) and all(bool(((g > 0) & (g < 1) | g.isnan()).all()) for g in gates)
+    return (["gated_attention"] if gated else []), {}
+
+
 def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
     """Mixed ones; `shared`: whether the name says already that layers read another's keys."""
     parts: list[str] = []
@@ -98,7 +115,7 @@ def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
 
 def _streams(structure: DecoderStructure) -> Named:
     layers, arriving = structure.layers, structure.arriving
-    strange = next((i for i, layer in enumerate(layers) if not (layer.adds or layer.is_normed or layer.inline)), None)
+    strange = next((i for i, layer in enumerate(layers) if not _is_known(layer)), None)
     if strange is not None:
         raise _UnknownArchitecture(f"what block {strange} adds to its stream was not found")
     if any(layer.keeps != (1.0, 0.0) for layer in layers):
@@ -119,6 +136,10 @@ def _streams(structure: DecoderStructure) -> Named:
         return [], {}
     options = _constant("lambda_h1", [w[0] for w in again]) | _constant("lambda_h_own", [w[-1] for w in again])
     return ["residual_hidden"], options
+
+
+def _is_known(layer: LayerStructure) -> bool:
+    return layer.adds or layer.adds_norms or layer.is_normed or bool(layer.inline)
 
 
 def _depth_attention(structure: DecoderStructure) -> Named:

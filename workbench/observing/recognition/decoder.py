@@ -16,12 +16,13 @@ from workbench.observing.interception.tensor_layouts import TensorPath, get_at, 
 from workbench.observing.interception.weights import whole
 from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
-from workbench.observing.recognition.executions import Execution, rows_at
+from workbench.observing.recognition.executions import LOOKUP, Execution, rows_at
 from workbench.observing.recognition.layers import mlp_width, recognize_layers
 from workbench.observing.recognition.projections import TensorLocation, run_index
 from workbench.observing.recognition.stream_sums import StreamSum, stream_sum, stream_sums
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure, Table
 from workbench.observing.recognition.trace import Trace, is_matrix
+from workbench.observing.recognition.value_tables import Embedding, ValueTables, find_embedding
 
 CONTEXT = (
     "max_position_embeddings", "n_positions", "block_size", "n_ctx", "max_seq_len", "max_seq_length", "context_length",
@@ -37,15 +38,17 @@ SETTINGS = ("config", "cfg", "args", "hparams")
 def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | None) -> DecoderStructure:
     """Read a trace; raises `WorkbenchError` naming what cannot be observed and what to do."""
     chosen = chosen_blocks(trace, blocks)
-    layers = recognize_layers(trace, chosen)
     first, last = chosen[0][1], chosen[-1][1]
+    start = first.inputs[0] if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0]
+    embed = find_embedding(trace, first, start.rows)
+    tables = ValueTables(trace, embed)
+    layers = recognize_layers(trace, chosen, tables)
     streams_known = _pass_a_stream(layers)
     for layer in layers:
         layer.has_stream = streams_known
     width = layers[0].rows["in"].shape[1]
     path = next((path for path, x in tensors_in(output) if _is_logits(x, trace)), None)
     logits = None if path is None else get_at(output, path)
-    embed = _find_embedding(trace, first, width)
     head = None if logits is None else _find_head(trace, last, width, logits)
     final = _find_final(trace, head, last, layers) if head is not None and streams_known else None
     if layers[-1].inline and streams_known:
@@ -53,29 +56,29 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     vocabulary = _vocabulary_of(trace.module, embed, logits)
     if logits is not None and embed is not None and logits.shape[-1] == width != vocabulary:
         path = head = final = None  # hidden states of a module without a head
+    predicted = 0 if path is None or logits is None else logits.shape[-1]
     last_stream = layers[-1].rows["out"] if final is None else rows_at(final[0].inputs, final[1])
     assert last_stream is not None
     streams, outputs = [*(layer.rows["in"] for layer in layers), last_stream], _outputs_of(layers)
     starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
     places = [(layer, block) for layer, (_, block) in zip(layers, chosen, strict=True)]
     attended, block = next((place for place in places if place[0].is_read), places[0])
-    attention, layout = attended.attention, _layout(trace, first)
+    attention, layout = attended.attention, _layout(trace, start.shape)
     config = ObservedConfig(
         n_layers=len(layers), d_model=width, n_heads=attention.heads, n_key_value_heads=attention.kv_heads,
         d_mlp=mlp_width(trace, attended, block), d_vocab=vocabulary, n_ctx=_context_of(trace, embed),
         head_width=attention.q.shape[-1] if attended.is_read else 0,
     )  # fmt: skip
     return DecoderStructure(
-        config, layers, starts, reads, ends, path, trace.in_place, layout, _notes(trace, layers, layout),
+        config, layers, starts, reads, ends, path, predicted, trace.in_place, layout, _notes(trace, layers, layout),
         ending=_ending(trace, head, logits, last_stream) if streams_known else NO_STREAM,
-        tables=_tables_of_values(trace, embed, layers), last_stream=last_stream, between=_between(layers, outputs),
+        tables=_tables_of_values(tables, layers), last_stream=last_stream, between=_between(layers, outputs),
         arriving=stream_sums(streams, [layer.rows["made"] for layer in layers], outputs),
     )  # fmt: skip
 
 
-def _layout(trace: Trace, first: Execution) -> Layout:
+def _layout(trace: Trace, shape: tuple[int, ...]) -> Layout:
     """The trace's layout, with positions first where the first block's stream has them."""
-    shape = first.inputs[0].shape if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0].shape
     at = trace.positions
     return at.layout if shape[:2] in at.shapes else at.layout.turn()
 
@@ -110,19 +113,10 @@ def _between(layers: Sequence[LayerStructure], outputs: Sequence[Sequence[Tensor
     return found
 
 
-def _tables_of_values(
-    trace: Trace, embed: tuple[Execution, TensorPath] | None, layers: Sequence[LayerStructure]
-) -> dict[str, Table]:
+def _tables_of_values(tables: ValueTables, layers: Sequence[LayerStructure]) -> dict[str, Table]:
     """Tables by token id, other than the embedding, whose rows are as wide as the values of a layer."""
-    widths = {layer.attention.v.flatten(1).shape[1] for layer in layers if layer.is_read}
-    found: dict[str, Table] = {}
-    for run, entry in enumerate(trace.lookups):
-        within = entry.parent.name if entry.parent and entry.kind == f"{entry.parent.name}.weight" else ""
-        if entry.reads_tokens and entry.kind and not (embed and within == embed[0].name):
-            for seen in entry.outputs:
-                if seen.rows.shape[1] in widths:
-                    found.setdefault(within or entry.kind, Table(run, seen.rows))
-    return found
+    widths = sorted({layer.attention.v.flatten(1).shape[1] for layer in layers if layer.is_read})
+    return {name: table for width in widths for name, table in tables.of(width).items()}
 
 
 def _ending(
@@ -149,7 +143,10 @@ def _pass_a_stream(layers: Sequence[LayerStructure]) -> bool:
 
 
 def _location(trace: Trace, end: tuple[Execution, TensorPath] | None) -> TensorLocation | None:
-    return None if end is None else TensorLocation(end[0].name, run_index(end[0], trace.executions), end[1])
+    if end is None:
+        return None
+    among = trace.lookups if end[0].name == LOOKUP else trace.executions
+    return TensorLocation(end[0].name, run_index(end[0], among), end[1])
 
 
 def _is_logits(x: Tensor, trace: Trace) -> bool:
@@ -157,16 +154,6 @@ def _is_logits(x: Tensor, trace: Trace) -> bool:
     if x.ndim == 3 and x.is_floating_point() and x.shape[:2] == (trace.batch, 1):
         return True
     return x.ndim < 4 and trace.positions.shaped(x) is not None
-
-
-def _find_embedding(trace: Trace, block: Execution, width: int) -> tuple[Execution, TensorPath] | None:
-    """The first matrix before the blocks that turns the tokens into vectors of the stream's width, else into any."""
-    tables = [
-        (e, s.path) for e in trace.executions for s in e.outputs
-        if e.reads_tokens and e.start < block.start and len(s.shape) > 1 and is_matrix(trace, e)
-    ]  # fmt: skip
-    wide = [t for t in tables if (rows := rows_at(t[0].outputs, t[1])) is not None and rows.shape[1] == width]
-    return next(iter(wide or tables), None)
 
 
 def _find_head(trace: Trace, block: Execution, width: int, logits: Tensor) -> tuple[Execution, TensorPath] | None:
@@ -197,10 +184,11 @@ def _find_final(
     return None
 
 
-def _vocabulary_of(module: nn.Module, embed: tuple[Execution, TensorPath] | None, logits: Tensor | None) -> int:
+def _vocabulary_of(module: nn.Module, embed: Embedding | None, logits: Tensor | None) -> int:
+    """How many token ids can be read: the embedding's vectors; the logits' width where there is no embedding."""
     if embed is not None:
-        table: Any = module.get_submodule(embed[0].name)
-        return int(table.weight.shape[0])
+        table: Any = None if embed[0].name == LOOKUP else module.get_submodule(embed[0].name)
+        return embed[0].size if table is None else int(table.weight.shape[0])
     return int(logits.shape[-1]) if logits is not None else UNLIMITED
 
 

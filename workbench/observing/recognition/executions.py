@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from workbench.observing.interception.matrix_calls import MatrixCall
 from workbench.observing.interception.tensor_layouts import TensorPath
 
 MATRIX = "(matrix)"
@@ -35,6 +36,8 @@ class Execution:
     inputs: list[TracedTensor] = field(default_factory=list)
     outputs: list[TracedTensor] = field(default_factory=list)
     reads_tokens: bool = False
+    call: MatrixCall | None = None  # of a product with a parameter, without its input
+    size: int = 0  # of a lookup: vectors in the table
 
     def stack(self) -> list[Execution]:
         """From the outermost module to this one."""

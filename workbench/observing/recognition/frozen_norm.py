@@ -15,6 +15,7 @@ from workbench.observing.recognition.least_squares import EXACT
 
 _STEPS = 40  # of alternating least squares; two to five do unless a norm's epsilon weighs
 _MIN_ROWS = 4
+_NARROWED = 1e-6  # what norms leave that pass through float32 in a float64 model, as Llama's in transformers
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class FrozenNorm:
     centred: bool
     gain: Tensor  # float64 [d_model]
     shift: Tensor | None  # float64 [d_model]; None where it adds nothing
+    is_narrowed: bool = False  # whether a norm of float64 passes through float32
 
     def read(self, x: Tensor) -> Tensor:
         """What is divided, [..., d_model]."""
@@ -39,23 +41,23 @@ def fit_norm(x: Tensor, u: Tensor) -> FrozenNorm | None:
     """The norm that makes u of x [row, d_model], the simplest that does; None where none does."""
     if x.shape != u.shape or len(x) < _MIN_ROWS or not float(u.norm()):
         return None
-    tolerance = EXACT.get(u.dtype, 1e-2)
+    exact = EXACT.get(u.dtype, 1e-2)
     x, u = x.double(), u.double()
     for centred in (False, True):
         part = x - x.mean(-1, keepdim=True) if centred else x
         size = part.square().mean(-1, keepdim=True).sqrt()
         for shifted in (False, True):
             for start in (torch.ones_like(size), size):
-                found = _alternate(part, u, start.clamp_min(1e-300), shifted, tolerance)
-                if found is not None:
-                    return FrozenNorm(centred, *found)
+                found, left = _alternate(part, u, start.clamp_min(1e-300), shifted)
+                if found is not None and left < max(exact, _NARROWED):
+                    return FrozenNorm(centred, *found, is_narrowed=left >= exact)
     return None
 
 
 def _alternate(
-    x: Tensor, u: Tensor, divisor: Tensor, shifted: bool, tolerance: float
-) -> tuple[Tensor, Tensor | None] | None:
-    """Gain and shift [d_model] of u = gain * x / divisor + shift, from a first guess of the divisors [row, 1]."""
+    x: Tensor, u: Tensor, divisor: Tensor, shifted: bool
+) -> tuple[tuple[Tensor, Tensor | None] | None, float]:
+    """Gain and shift [d_model] of u = gain * x / divisor + shift, from a first guess of the divisors [row, 1], and what they leave."""
     size, before, found = float(u.norm()), float("inf"), None
     for _ in range(_STEPS):
         part = x / divisor
@@ -69,4 +71,4 @@ def _alternate(
         before, found = left, (gain, shift if shifted else None)
         whole = x * gain
         divisor = whole.square().sum(-1, keepdim=True) / ((u - shift) * whole).sum(-1, keepdim=True)
-    return found if before < tolerance else None
+    return found, before

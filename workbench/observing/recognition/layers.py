@@ -13,8 +13,14 @@ from workbench.observing.recognition.additions import Before, find_additions
 from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, number, stream_of
 from workbench.observing.recognition.executions import MATRIX, Execution, rows_at
 from workbench.observing.recognition.least_squares import fit_rotated
-from workbench.observing.recognition.outputs import combination, find_output
-from workbench.observing.recognition.own_values import OwnValues, find_own_values, product_rows, same_own_values
+from workbench.observing.recognition.outputs import combination, find_output, find_output_of_addition
+from workbench.observing.recognition.own_values import (
+    OwnValues,
+    find_own_values,
+    own_beside_tables,
+    product_rows,
+    same_own_values,
+)
 from workbench.observing.recognition.projections import (
     Projection,
     TensorLocation,
@@ -25,6 +31,7 @@ from workbench.observing.recognition.projections import (
 from workbench.observing.recognition.structure import GATED, LayerStructure, Mixed, Part, Scope
 from workbench.observing.recognition.trace import Trace, is_matrix
 from workbench.observing.recognition.traced_attention import BY_HAND, UNREAD, TracedAttention, stacked
+from workbench.observing.recognition.value_tables import ValueTables
 
 _ROLES = {
     "fused": ("fused",),
@@ -36,17 +43,19 @@ _KINDS = {"scores": "product", "values": "product"}
 """Kind of a call by what it is for, where that is another word."""
 
 
-def recognize_layers(trace: Trace, blocks: list[Block]) -> list[LayerStructure]:
+def recognize_layers(trace: Trace, blocks: list[Block], tables: ValueTables) -> list[LayerStructure]:
     """The layers of a traced run: each block's run with the attentions in it."""
     layers = [_layer(trace, attentions, block) for attentions, block in blocks]
     places = [(layer, block) for layer, (_, block) in zip(layers, blocks, strict=True)]
-    _find_projections(trace, [(layer, block) for layer, block in places if layer.is_read])
-    before = Before(layers[0].rows["in"])
+    _find_projections(trace, [(layer, block) for layer, block in places if layer.is_read], tables)
+    before, first = Before(layers[0].rows["in"]), next((layer for layer in layers if layer.is_read), layers[0])
     for layer, block in places:
-        if layer.is_read:
-            _find_calls(trace, layer, block)
-        find_additions(trace, layer, block, inside_of(trace, block), before)
+        inside = inside_of(trace, block)
+        find_additions(trace, layer, block, inside, before)
         before.follow(layer)
+        if layer.is_read:
+            find_output_of_addition(trace, layer, inside, first.attention.v)
+            _find_calls(trace, layer, block)
     return layers
 
 
@@ -71,7 +80,8 @@ def _layer(trace: Trace, attentions: list[TracedAttention], block: Execution) ->
 
 def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:
     """The innermost run of a module in which all calls of a layer's attentions are made, and which of its calls they are."""
-    matrices = _matrices(trace, layer, block)
+    products = [e for e in inside_of(trace, block) if e.name == MATRIX]
+    matrices = [products[location.run] for _, _, location in _matrices(layer)]
     around = [part.attention.within.stack() for part in layer.parts] + [e.parent.stack() for e in matrices if e.parent]
     shared = [e for e in around[0] if all(any(e is other for other in stack) for stack in around)]
     scope = shared[-1] if block.kind != INLINE else block
@@ -86,19 +96,17 @@ def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:
     for part in layer.parts:
         roles = _ROLES[part.attention.kind]
         part.calls = {at[time]: role for time, role in zip(part.attention.times, roles, strict=True)}
-        for name in ("q", "k", "v"):
-            projection = getattr(part, name)
-            if projection is not None and projection.module == MATRIX:
-                entry = [e for e in inside_of(trace, block) if e.name == MATRIX][projection.run]
-                within = [e for e in trace.executions if scope.start < e.start < scope.end]
-                setattr(part, name, replace(projection, run=run_index(entry, within)))
+    within = [e for e in trace.executions if scope.start < e.start < scope.end]
+    for owner, name, location in _matrices(layer):
+        setattr(owner, name, replace(location, run=run_index(products[location.run], within)))
 
 
-def _matrices(trace: Trace, layer: LayerStructure, block: Execution) -> list[Execution]:
-    """The bare products that give a layer's queries, keys and values."""
-    products = [e for e in inside_of(trace, block) if e.name == MATRIX]
-    found = [p for part in layer.parts for p in (part.q, part.k, part.v) if p is not None and p.module == MATRIX]
-    return [products[projection.run] for projection in found]
+def _matrices(layer: LayerStructure) -> list[tuple[LayerStructure | Part, str, TensorLocation]]:
+    """Bare products that a layer is made of: its queries, keys and values, W_O, and what it adds to its stream."""
+    owners = [(part, name) for part in layer.parts for name in ("q", "k", "v")]
+    owners += [(layer, name) for name in ("z", "attn_out", "mlp_out")]
+    places = [(owner, name, getattr(owner, name)) for owner, name in owners]
+    return [(owner, name, at) for owner, name, at in places if at is not None and at.module == MATRIX]
 
 
 def inside_of(trace: Trace, block: Execution) -> list[Execution]:
@@ -106,7 +114,7 @@ def inside_of(trace: Trace, block: Execution) -> list[Execution]:
     return [e for e in trace.executions if block.start < e.start < block.end]
 
 
-def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]]) -> None:
+def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]], tables: ValueTables) -> None:
     """Find q, k and v where their numbers show them; a mixed value's projection is that of a block where it is plain."""
     plain = dict[int, tuple[LayerStructure, OwnValues]]()  # by number of the attention in its block
     for layer, block in read:
@@ -125,6 +133,11 @@ def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]]
             if part.v is None and n in plain:
                 known, own = plain[n]
                 part.v = same_own_values(trace.module, inside, own, partial(_renamed, was=known, now=layer))
+            if part.v is None and (some := tables.of(part.attention.v.flatten(1).shape[1])):
+                before = [e for e in inside if e.end < part.attention.times[-1]]
+                looked_up = [table.rows for table in some.values()]
+                beside = own_beside_tables(trace.module, before, part.attention.v, looked_up)
+                part.v = None if beside is None else beside.place
             part.latent = _latent(trace, layer, part, block)
             if part.v is not None:
                 part.own = part.v.heads_in(_output_rows(trace, block, part.v))
@@ -220,6 +233,10 @@ def mlp_width(trace: Trace, layer: LayerStructure, block: Execution) -> int:
     if layer.mlp_out is None:
         return 0
     stream = layer.rows["in"].shape[1]
+    if layer.mlp_out.module == MATRIX:
+        made = layer.rows["mlp_out"] / layer.mlp_out.factor
+        bare = [e for e in inside_of(trace, block) if e.name == MATRIX and e.inputs]
+        return next((e.inputs[0].rows.shape[1] for e in bare if any(torch.equal(t.rows, made) for t in e.outputs)), 0)
     for entry in reversed([e for e in inside_of(trace, block) if e.name.startswith(layer.mlp_out.module)]):
         width = entry.inputs[0].rows.shape[1] if entry.inputs else 0
         if width and is_matrix(trace, entry) and any(t.rows.shape[1] == stream for t in entry.outputs):

@@ -13,14 +13,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from workbench.observing.recognition.executions import Execution
+from workbench.observing.recognition.executions import Execution, TracedTensor
+from workbench.observing.recognition.frozen_norm import fit_norm
 from workbench.observing.recognition.least_squares import EXACT, weights_by_token
 from workbench.observing.recognition.projections import TensorLocation, run_index
-from workbench.observing.recognition.structure import CONSTANT, GATED, NORMED, Combination, LayerStructure
+from workbench.observing.recognition.structure import (
+    CONSTANT,
+    GATED,
+    NORMED,
+    BareOutput,
+    Combination,
+    LayerStructure,
+)
 from workbench.observing.recognition.trace import Trace, is_matrix
 from workbench.observing.recognition.value_paths import explained
 
 SHARE = "W_O reads a share of pattern x values, by head and position (a gate)"
+GATE = "W_O reads more than pattern x values: each number times a positive one (a gate)"
+NORM = "W_O reads a norm of pattern x values"
+CHANGED = "W_O reads more than pattern x values: something changes the heads' outputs (a gate, a norm)"
 _STEPS = 40  # of alternating least squares
 
 
@@ -33,19 +44,44 @@ def find_output(trace: Trace, layer: LayerStructure, inside: list[Execution], fi
     attention = layer.attention
     before = [t.rows for e in inside if e.start < attention.times[-1] for t in e.inputs]
     for entry in inside:
-        if entry.start < attention.times[-1] or not is_matrix(trace, entry):
+        if entry.start < attention.times[-1] or not (entry.call or is_matrix(trace, entry)):
             continue
-        for read in (t for t in entry.inputs if len(t.shape) == 3):
+        for read in (t for t in entry.inputs if len(t.shape) > 2):
             heads, combined = _heads_in(read.rows, layer, first)
             within = attention.within.start > block.start and attention.within.holds(entry.start)
             unknown = heads is None and within and read.rows.shape == attention.z.flatten(1).shape
             if unknown and not any(torch.equal(read.rows, x) for x in before if x.shape == read.rows.shape):
                 heads = read.rows.unflatten(1, attention.z.shape[1:])
             if heads is not None:
-                layer.rows["z"], layer.combination = heads, combined
-                layer.z = TensorLocation(entry.name, run_index(entry, inside), read.path)
+                layer.combination = combined
+                _set_output(trace, layer, entry, read, heads, inside)
                 _compare(layer, first)
                 return
+
+
+def find_output_of_addition(trace: Trace, layer: LayerStructure, inside: list[Execution], first: Tensor) -> None:
+    """Set `z` of a layer without one: the input of the matrix that makes what the attention adds, whatever gates stand before it."""
+    attention, added = layer.attention, layer.attn_out
+    if added is None or layer.z is not None:
+        return
+    entry = [e for e in inside if e.name == added.module][added.run]
+    before = [t.rows for e in inside if e.start < attention.times[-1] for t in e.inputs]
+    if entry.start < attention.times[-1] or not (entry.call or is_matrix(trace, entry)) or len(entry.inputs) != 1:
+        return
+    read = entry.inputs[0]
+    new = not any(x.shape == read.rows.shape and torch.equal(x, read.rows) for x in before)
+    if new and read.rows.shape == attention.z.flatten(1).shape:
+        _set_output(trace, layer, entry, read, read.rows.unflatten(1, attention.z.shape[1:]), inside)
+        _compare(layer, first)
+
+
+def _set_output(
+    trace: Trace, layer: LayerStructure, entry: Execution, read: TracedTensor, heads: Tensor, inside: list[Execution]
+) -> None:
+    layer.rows["z"] = heads
+    layer.z = TensorLocation(entry.name, run_index(entry, inside), read.path)
+    heads_second = len(read.shape) == 4 and read.shape[:2] not in trace.positions.shapes
+    layer.w_o = None if entry.call is None else BareOutput(entry.call, heads_second, len(read.shape) == 4)
 
 
 def _heads_in(rows: Tensor, layer: LayerStructure, first: Tensor) -> tuple[Tensor | None, Combination | None]:
@@ -53,7 +89,7 @@ def _heads_in(rows: Tensor, layer: LayerStructure, first: Tensor) -> tuple[Tenso
     attention = layer.attention
     if rows.shape == attention.z.flatten(1).shape:
         heads = rows.unflatten(1, attention.z.shape[1:])
-        if explained(heads, attention.z, attention.v, first):
+        if explained(heads, attention.z, attention.v, first) or _is_gated(heads, attention.z):
             return heads, None
     for names, sources in _groupings(layer):
         if sources[0].flatten(1).shape == rows.shape:
@@ -61,6 +97,13 @@ def _heads_in(rows: Tensor, layer: LayerStructure, first: Tensor) -> tuple[Tenso
             if (found := combination(heads, names, sources)) is not None:
                 return heads, found
     return None, None
+
+
+def _is_gated(heads: Tensor, z: Tensor) -> bool:
+    """Whether heads [row, head, d_head] are the attention's, each number times a positive one and each column times any."""
+    product = heads.double() * z.double()
+    slack = EXACT.get(z.dtype, 1e-2) * product.abs().mean()
+    return bool((product * product.sum(0).sign() >= -slack).all()) and bool(product.any())
 
 
 def _groupings(layer: LayerStructure) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
@@ -136,7 +179,8 @@ def _compare(layer: LayerStructure, first: Tensor) -> None:
     z, slack = attention.z.double(), 10 * EXACT.get(attention.z.dtype, 1e-2)
     share = (heads * z).sum(-1) / z.square().sum(-1).clamp_min(1e-300)
     if float((heads - share[..., None] * z).norm()) > slack * float(heads.norm()):
-        layer.changed = "W_O reads more than pattern x values: something changes the heads' outputs (a gate, a norm)"
+        normed = any(fit_norm(z.flatten(*axes), heads.flatten(*axes)) for axes in ((1, 2), (0, 1)))
+        layer.changed = NORM if normed else GATE if _is_gated(heads, z) else CHANGED
         return
     layer.changed = SHARE
     if attention.lse is not None:

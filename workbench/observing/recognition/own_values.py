@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.observing.recognition.executions import MATRIX, Execution
-from workbench.observing.recognition.least_squares import EXACT, fit
+from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
 from workbench.observing.recognition.projections import (
     Projection,
     matching_columns,
@@ -25,6 +25,7 @@ from workbench.observing.recognition.projections import (
 )
 
 _STEPS = 30  # of alternating least squares: a norm's factors are found in two
+_FEW = 8  # rows that tell most sums from anything else
 _PACKING = 8  # weights that one stored number may hold
 
 
@@ -164,3 +165,27 @@ def _scaled(heads: Tensor, target: Tensor) -> float:
         gains = (part * y).sum(0, keepdim=True) / part.square().sum(0, keepdim=True).clamp_min(1e-300)
     size = float(y.norm())
     return float((x * scale * gains - y).norm()) / size if size else math.inf
+
+
+def own_beside_tables(
+    module: nn.Module, executions: list[Execution], target: Tensor, looked_up: Iterable[Tensor]
+) -> OwnValues | None:
+    """Where a block's own values are, if its values [row, head, d_head] are a sum of one of its products and a table's vectors.
+
+    Each has one coefficient, or one for each token and head. A table that explains them alone leaves nothing to own values.
+    """
+    tolerance, n = EXACT.get(target.dtype, 1e-2), target.flatten(1).shape[1]
+    tables = [rows.view(target.shape) for rows in looked_up]
+    if any(weights_by_token(target[:_FEW], [table[:_FEW]])[1] < tolerance for table in tables):
+        return None
+    for (owner, index), entry in _matrices(module, executions).items():
+        rows = _rows(entry)
+        for start in range(0, rows.shape[1] - n + 1, target.shape[2]):
+            columns = slice(start, start + n)
+            own = rows[:, columns].view(target.shape)
+            for table in tables:
+                for explains in (fit, weights_by_token):
+                    every = [[x[some] for x in (target, own, table)] for some in (slice(_FEW), slice(None))]
+                    if all(explains(x, parts)[1] < tolerance for x, *parts in every):
+                        return OwnValues(_place(entry, columns, target.shape[1], executions), owner, index, columns)
+    return None

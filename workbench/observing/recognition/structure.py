@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from workbench.config import ObservedConfig
+from workbench.observing.interception.matrix_calls import MatrixCall
 from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.ending import LinearEnding
@@ -85,6 +87,21 @@ class Part:
     latent: TensorLocation | None = None  # what the matrix of the values reads, where that is narrower than the stream
 
 
+@dataclass(frozen=True)
+class BareOutput:
+    """A product with W_O that is no module: its call, and how its input lies."""
+
+    call: MatrixCall
+    heads_second: bool  # whether it reads [batch, head, pos, d_head]
+    by_head: bool  # whether heads have an axis of their own
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """Rows [row, d_model] of rows of heads [row, head, d_head]."""
+        x = heads[None] if self.by_head else heads[None].flatten(2)
+        made: Tensor = self.call.run(x.transpose(1, 2) if self.heads_second else x)
+        return made.reshape(len(heads), -1)
+
+
 @dataclass
 class LayerStructure:
     """One run of a block: where its tensors pass. Of several attentions their heads stand one after the other."""
@@ -97,6 +114,7 @@ class LayerStructure:
     attention: TracedAttention
     scope: Scope | None = None
     z: TensorLocation | None = None  # what W_O multiplies
+    w_o: BareOutput | None = None  # that matrix, where it is no module
     changed: str = ""  # what stands between the attention's output and W_O
     combination: Combination | None = None  # of what it reads, where that is one of several attentions
     attn_out: Addition | None = None
@@ -108,6 +126,9 @@ class LayerStructure:
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found
     adds: bool = False  # whether the block makes its stream by adding outputs of its parts to what it reads
+    adds_norms: bool = (
+        False  # whether it adds norms of its parts' outputs, which are functions and no outputs themselves
+    )
     is_normed: bool = False  # whether what the block returns is a norm's output (BERT)
 
     @property
@@ -122,10 +143,16 @@ class LayerStructure:
 
 @dataclass(frozen=True)
 class Table:
-    """Vectors that are looked up by token id: which of all such calls it is, and rows of the traced run."""
+    """Vectors that are looked up by token id: which of all lookups it is, rows of the traced run, and how it is read from it."""
 
     run: int
-    rows: Tensor
+    rows: Tensor  # [row, width]
+    columns: slice
+    through: Callable[[Tensor], Any] | None = None  # what is done to the vectors before the columns are taken
+
+    def read(self, vectors: Tensor) -> Tensor:
+        """Its vectors [..., width] among those of its lookup [..., any], which may be projected first."""
+        return (vectors if self.through is None else self.through(vectors))[..., self.columns]
 
 
 @dataclass
@@ -138,6 +165,7 @@ class DecoderStructure:
     head: TensorLocation | None
     final: TensorLocation | None  # what the final norm reads, where that is not the last block's output
     logits: TensorPath | None
+    predicted: int  # ids that have a logit, which need not be as many as can be read; 0 without logits
     in_place: bool
     layout: Layout  # which positions inside the module are tokens, and how its streams lie
     notes: list[str]

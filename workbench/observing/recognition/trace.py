@@ -19,6 +19,7 @@ from workbench.errors import WorkbenchError
 from workbench.observing.interception.function_mode import attention_functions, intercepting
 from workbench.observing.interception.fused_calls import FusedCall
 from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, mask_kind, visible
+from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
 from workbench.observing.interception.positions import Beside, Layout, Positions
 from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, head_repeats, tensors_in
@@ -73,14 +74,18 @@ class Trace:
         self._kept.clear()
         return output
 
-    def looked_up(self, ids: Any, table: Any, output: Any) -> None:
+    def looked_up(self, lookup: Lookup) -> Any:
         """Note vectors that are looked up by the tokens in a parameter, by its name."""
-        name = next((n for n, p in self.module.named_parameters() if p is table), "")
-        entry = Execution(LOOKUP, name, self.running[-1] if self.running else None, self._tick())
+        table = lookup.table
+        held = table if table._base is None else table._base
+        name = next((n for n, p in self.module.named_parameters() if p is held), "")
+        entry = Execution(LOOKUP, name, self.running[-1] if self.running else None, self._tick(), size=lookup.size)
         entry.end = self._tick()
-        entry.reads_tokens = isinstance(ids, Tensor) and self._is_tokens(ids)
-        self._keep(entry.outputs, (), output, afresh=True)
+        entry.reads_tokens = isinstance(lookup.ids, Tensor) and self._is_tokens(lookup.ids)
+        if entry.reads_tokens:
+            self._keep(entry.outputs, (), lookup.by_position(lookup.output), afresh=True)
         self.lookups.append(entry)
+        return lookup.output
 
     def wrote(self) -> None:
         """Look at once: a block's own variables are gone when it returns."""
@@ -161,9 +166,13 @@ class Trace:
         """Remember the name of a call that may be an attention."""
         self.other_calls.add(f"a call of {name} (a custom kernel)")
 
-    def matrix(self, output: Any) -> Any:
-        """Record the output of a product with a parameter, which may be called outside a module of its own."""
+    def matrix(self, call: MatrixCall) -> Any:
+        """Record a product with a parameter, which may be called outside a module of its own."""
         entry = Execution(MATRIX, "matrix", self.running[-1] if self.running else None, self._tick())
+        if call.input is not None:
+            self._keep(entry.inputs, (), call.input)
+            entry.call = call.with_input(None)
+        output = call.run()
         if isinstance(output, Tensor):
             self._keep(entry.outputs, (), output, afresh=True)
         entry.end = self._tick()

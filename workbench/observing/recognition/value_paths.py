@@ -11,7 +11,7 @@ large where the values hold more than these sources.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -26,7 +26,15 @@ Source = (
     str | int
 )  # `first`, `own`, the layer whose own values are read, or `table NAME`: the module that looks values up
 TABLE = "table "
+_FEW = 8  # rows that tell which tables may take part
 NEGLIGIBLE = 1e-6  # coefficients below this are zero
+LARGEST = 0.1
+"""A fit that leaves more of the target's norm is no path: its coefficients are those of whatever correlates with the sources.
+
+True paths leave 1e-7 (float32) to 2e-2 (bfloat16). What is none (gates, norms, tables that were not seen) leaves 0.2 or more.
+"""
+UNEXPLAINED = "unexplained"
+"""Source of what no path explains, in tables."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,8 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
                 here: dict[Source, Tensor] = {name: first} if i > start else {}
                 here["own"] = layer.attention.v
                 repeated = {k: s.repeat_interleave(wide, dim=1) for k, s in here.items()}
-                paths += _fit_simplest(i, "output", added.to(z.dtype), repeated, {}, {})
+                added_paths = _fit_simplest(i, "output", added.to(z.dtype), repeated, {}, {})
+                paths += [path for path in added_paths if path.coefficients]  # else `changed` says what W_O reads
     return paths
 
 
@@ -161,6 +170,7 @@ def _fit_simplest(
     """
     tolerance = EXACT.get(target.dtype, 1e-2)
     near = {k: s for k, s in near.items() if s.shape == target.shape}
+    tables = _which_may(target, near, tables)
     every = near | {k: s for k, s in far.items() if s.shape == target.shape}
     values, residual = fit(target, list(near.values()))
     plain = ValuePath(layer, into, dict(zip(near, values, strict=True)), residual, residual < tolerance)
@@ -178,7 +188,19 @@ def _fit_simplest(
         heads.append(ValuePath(layer, into, dict(zip(near, values, strict=True)), residual, residual < tolerance, head))
     if all(path.exact for path in heads):
         return heads
-    return (_fit_by_token(layer, target, near, {**far, **tables}) if into == "value" else []) or [plain]
+    by_token = _fit_by_token(layer, target, near, {**far, **tables}) if into == "value" else []
+    return by_token or [plain if plain.residual <= LARGEST else replace(plain, coefficients={})]
+
+
+def _which_may(target: Tensor, near: Mapping[Source, Tensor], tables: Mapping[Source, Tensor]) -> dict[Source, Tensor]:
+    """The tables that explain a few rows of a target beside near sources, with weights for each token."""
+    few = {k: s[:_FEW] for k, s in near.items()}
+    if 2 * (len(few) + 1) > target.shape[-1]:
+        return dict(tables)
+    tolerance = 10 * EXACT.get(target.dtype, 1e-2)
+    return {
+        k: t for k, t in tables.items() if weights_by_token(target[:_FEW], [*few.values(), t[:_FEW]])[1] < tolerance
+    }
 
 
 def _before_own(near: Mapping[Source, Tensor], more: Mapping[Source, Tensor]) -> dict[Source, Tensor]:
@@ -240,10 +262,24 @@ def value_path_table(paths: Sequence[ValuePath]) -> PathTable:
             "layer": p.layer, "source": s, "coefficient": c, "spread": p.spread.get(s, float("nan")), "residual": p.residual,
             "head": p.head, "into": p.into,
         }
-        for p in paths for s, c in p.coefficients.items()
+        for p in paths for s, c in (p.coefficients or {UNEXPLAINED: float("nan")}).items()
     ]  # fmt: skip
     table = pd.DataFrame(rows, columns=["layer", "source", "coefficient", "spread", "residual", "head", "into"])
     return PathTable(table.astype({"source": object, "head": "Int64"}))
+
+
+def paths_in_words(paths: Sequence[ValuePath]) -> str:
+    """Which layers read values that are not their own; empty where none does."""
+    reads: dict[str, list[int]] = {}
+    for path in (p for p in paths if p.into in ("value", "output")):
+        for source, c in path.coefficients.items():
+            if source != "own" and not str(source).startswith("attn.") and (path.by_token or abs(c) > NEGLIGIBLE):
+                name = (
+                    "the first layer" if source == "first" else f"layer {source}" if isinstance(source, int) else source
+                )
+                reads.setdefault(f"values of {name}", []).append(path.layer)
+    layers = {what: sorted(set(of)) for what, of in reads.items()}
+    return "; ".join(f"layer{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {what}" for what, of in layers.items())
 
 
 def sharing_note(paths: Sequence[ValuePath]) -> str:
