@@ -5,9 +5,11 @@ Only `download` uses the network, and only where it was asked for (`--download`)
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir, snapshot_download
@@ -18,12 +20,30 @@ from workbench.errors import BadCheckpoint, suggest
 BESIDE = ("*.json", "*.model", "*.txt")  # a model's configuration and its tokenizer
 NAME = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@(?P<revision>[\w.*?/-]+))?")
 MAIN = "main"
+_switch, _readers, _before = threading.Lock(), 0, False
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Refuse every request to the Hub while other libraries read local files, which may name what they would fetch."""
+    global _readers, _before
+    with _switch:
+        if not _readers:
+            _before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+        _readers += 1
+    try:
+        yield
+    finally:
+        with _switch:
+            _readers -= 1
+            if not _readers:
+                constants.HF_HUB_OFFLINE = _before
 
 
 def split(name: str) -> tuple[str, str] | None:
     """Repository and revision (`main` unless given) of what can be a name of the Hub; None for what cannot."""
     found = NAME.fullmatch(name)
-    return (found["repo"], found["revision"] or MAIN) if found else None
+    return (found["repo"], found["revision"] or MAIN) if found and ".." not in name else None
 
 
 def snapshot(name: str) -> Path | None:

@@ -108,6 +108,10 @@ def _weight_files(folder: Path) -> list[Path]:
     names = sorted({str(name) for name in mapping.values()})
     if bad := [name for name in names if Path(name).name != name or not name.endswith(f".{kind}")]:
         raise BadCheckpoint(f"{first} points outside its folder or at no {kind} file: {bad[0]!r}")
+    for name in names:
+        place, home = (folder / name).resolve(), folder.resolve()
+        if not place.is_relative_to(home) and place.parent.name != "blobs":  # where the Hub's cache keeps all files
+            raise BadCheckpoint(f"{first} names {name!r}, a link to {place} outside its folder; copy that file there")
     return [first.with_name(name) for name in names]
 
 

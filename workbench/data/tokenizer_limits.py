@@ -162,7 +162,7 @@ def _ways(sequence: Iterable[tuple[Any, Any]]) -> tuple[bool, int] | None:
         name, inner = str(operation), None
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, repeated = argument
-            if unbounded_before and least:
+            if least > WAYS or (unbounded_before and least):
                 return None
             if most == 1:
                 inner = _ways(repeated)
