@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import dashboard
 import numpy as np
 import pandas as pd
 import torch
 from foreign import GPT, adam_of, gpt2_args, llama_tensors, nanogpt, rezipped
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import workbench
 from workbench import plots
@@ -20,20 +25,24 @@ from workbench.checkpoints.vocabulary import SETTINGS, load_tokenizer
 from workbench.claims.collect import usable
 from workbench.claims.stored import stored
 from workbench.cli.serving import NOTE, _ours
+from workbench.data import tokenizer_limits
 from workbench.data.corpus import from_files
 from workbench.data.corpus import load as load_corpus
 from workbench.data.corpus import save as save_corpus
+from workbench.data.examples import examples
 from workbench.data.sources import read_tokens
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint
 from workbench.files import write_json
+from workbench.places import SHIPPED
 from workbench.runs.catalogue import INDEX, catalogue
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, metrics_of, read_parquet, records, write_parquet
 from workbench.runs.run import Run, list_runs
 from workbench.runs.table_cache import RecordCache, TelemetryCache
+from workbench.storage import bounds, mirror
 from workbench.studies.demo import STATUS
 from workbench.studies.study_file import read_study
-from workbench.views import Link
+from workbench.views import Link, pins
 from workbench.views.intervene import parsed
 from workbench.views.start.demo import status
 
@@ -100,6 +109,189 @@ def in_entries(data, chance):
         else chance.choice([None, -1, 1e308, "x", [], {}])
     )
     return json.dumps(kept).encode()
+
+
+PATTERNS = (
+    r"(a+)+$",
+    r"(a|a)*b",
+    r"a*a*a*a*b",
+    r"(\\w+\\s?)*$",
+    r"(?=(a+)+)x",
+    r" ?\\p{L}+",
+    r"\\s+",
+    "(",
+    r"(?:a?){30}a{30}",
+    "[a-",
+    "a{1,3}+b",
+)
+PIECES = (
+    {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
+    {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 900},
+    {"type": "Prepend", "prepend": "x" * 999}, {"type": "Lowercase"}, {"type": "NFKD"},
+    {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    {"type": "Strip", "strip_left": True, "strip_right": True}, {"type": "Nonsense"}, 3,
+)  # fmt: skip
+
+
+def in_patterns(data, chance):
+    """A tokenizer with patterns that try again and again, texts that grow, truncation, padding and settings of the wrong kind."""
+    values = json.loads(data)
+    pattern = {chance.choice(["Regex", "Regex", "String"]): chance.choice(PATTERNS)}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    replaced = {"type": "Replace", "pattern": pattern, "content": chance.choice(["", "b", "a" * 99])}
+    pieces = [chance.choice([*PIECES, replaced]) for _ in range(chance.choice([1, 2, 40]))]
+    kind = chance.randrange(5)
+    if kind == 0:
+        values["pre_tokenizer"] = chance.choice([split, {"type": "FixedLength", "length": chance.choice([0, 3, -1])}])
+    elif kind == 1:
+        values["normalizer"] = {"type": "Sequence", "normalizers": pieces}
+    elif kind == 2:
+        values["decoder"] = {"type": "Sequence", "decoders": pieces}
+    elif kind == 3:
+        values["truncation"] = {
+            "direction": "Right",
+            "max_length": chance.choice([0, 2, 5]),
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
+    else:
+        values[chance.choice(["normalizer", "pre_tokenizer", "decoder", "post_processor", "added_tokens"])] = pieces[0]
+    return json.dumps(values).encode()
+
+
+ROTATIONS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "axial", "ntk", 3, None, [])
+NUMBERS = (
+    0,
+    -1,
+    -2.0,
+    1,
+    2.0,
+    8,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "2",
+    None,
+    True,
+    [],
+    [1.0],
+    [1.0] * 4,
+    [-1.0] * 4,
+    [0] * 4,
+    {},
+)
+
+
+def in_rotation(data, chance):
+    """A configuration with rotary settings in either block, or both, of every kind and of none."""
+    values = json.loads(data)
+    for key in chance.choice([["rope_scaling"], ["rope_parameters"], ["rope_scaling", "rope_parameters"]]):
+        names = ("factor", "rope_theta", "partial_rotary_factor", "attention_factor", "original_max_position_embeddings", "beta_fast",
+                 "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "mscale")  # fmt: skip
+        good = chance.random() < 0.5
+        block = {
+            name: chance.choice((1.0, 2.0, 4, 8.0) if good else NUMBERS) for name in names if chance.random() < 0.4
+        }
+        values[key] = block | {chance.choice(["rope_type", "type"]): chance.choice(ROTATIONS)}
+    for key in ("rope_theta", "partial_rotary_factor", "attn_implementation"):
+        if chance.random() < 0.2:
+            values[key] = chance.choice([*NUMBERS, "kernels-community/flash-attn2"])
+    return json.dumps(values).encode()
+
+
+PLACES = (
+    "http://127.0.0.1:9/x", "https://example.org/runs", "s3://bucket/runs", "hf://datasets/x", "file:///etc", "memory://bucket",
+    "../..", "/", "", ".", "/dev/zero", "//host/share", "gpt2", "lab/none@main", "lab/none@../../x", "filecache::s3://bucket/x", "*",
+    "(?P<step>.*)", "\0", "x" * 5000,
+)  # fmt: skip
+
+
+def in_places(data, chance):
+    """Settings in which a text is a URL or a path of another place, or a key is of the wrong kind."""
+    if chance.random() < 0.3:
+        return in_values(data, chance)
+    values = json.loads(data)
+    keys = [k for k, v in values.items() if isinstance(v, str)]
+    extra = [
+        "_name_or_path",
+        "revision",
+        "auto_map",
+        "attn_implementation",
+        "tokenizer_name_or_path",
+        "megatron_config",
+        "quantization_config",
+    ]
+    for key in chance.sample([*keys, *keys, *extra], 2):
+        values[key] = chance.choice(PLACES)
+    return json.dumps(values).encode()
+
+
+def in_pins(data, chance):
+    """Pins whose texts are Markdown, HTML, shell commands or places, or which are damaged."""
+    if chance.random() < 0.3:
+        return mutated(data, chance)
+    values = json.loads(data)
+    hostile = (
+        "![x](http://127.0.0.1:9/x.png)",
+        "[x](http://example.org)",
+        '" ; touch x ; echo "$(id)',
+        "<img src=x>",
+        "`x`",
+        "a\n# b\n",
+        "--out=/x",
+        "$x$",
+    )
+    for key in chance.sample(list(values["pins"][0]), 2):
+        values["pins"][0][key] = chance.choice([*hostile, *PLACES])
+    return json.dumps(values).encode()
+
+
+def in_text(data, chance):
+    """A short text that is another place, or damaged."""
+    return chance.choice(PLACES).encode() if chance.random() < 0.5 else mutated(data, chance)
+
+
+def adapter(tiny, folder):
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    LlamaForCausalLM(LlamaConfig(**size, max_position_embeddings=32)).save_pretrained(folder / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = LlamaForCausalLM.from_pretrained(folder / "base")
+        peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "base"}))
+    return folder / "adapter_config.json", folder
+
+
+def rotated(tiny, folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    LlamaForCausalLM(LlamaConfig(**size, max_position_embeddings=32)).save_pretrained(folder)
+    return folder / CONFIG, folder
+
+
+def in_hub_cache(tiny, folder):
+    place = folder / "models--lab--tiny"
+    save(tiny(), place / "snapshots" / "abc123")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc123")
+    return place / "refs" / "main", place
 
 
 def directory(tiny, folder):
@@ -169,6 +361,10 @@ LOADED = {
     "modded-nanogpt": (single(lambda m: {"step": 3, "code": "", "model": llama_tensors(m), "optimizers": [adam_of(m)]}), in_pickle),
     "before PyTorch 1.6": (single(nanogpt, _use_new_zipfile_serialization=False), mutated),
     "values of another library's config": (foreign, in_values),
+    "places in another library's config": (foreign, in_places),
+    "adapter's settings": (adapter, in_places),
+    "rotary settings": (rotated, in_rotation),
+    "revision in the Hub's cache": (in_hub_cache, in_text),
 }  # fmt: skip
 
 
@@ -258,6 +454,12 @@ def own_tokenizer(file):
     train_tokenizer(["the cat sat on the mat " * 20], 270).save(file)
 
 
+def with_tokenizer_of_another(file):
+    own_tokenizer(file)
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps(saved | {"added_tokens": []}))
+
+
 def with_tokenizer(file):
     own_tokenizer(file.with_name("tokenizer.json"))
     saved = json.loads(file.with_name("tokenizer.json").read_text())
@@ -294,9 +496,93 @@ def text(value):
     return lambda file: file.write_text(value)
 
 
+PINS = {
+    "pins": [{"link": "depth?metric=loss", "view": "layers", "note": "it falls", "kept": "2026-01-01T00:00:00+00:00"}]
+}
+WORDS = "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa! the cat sat on the mat"
+
+
+def encoded(file):
+    """A text's ids and their text again; what may take long has a second, not ten."""
+    with patch.object(tokenizer_limits, "SECONDS", 1):
+        tokenizer = load_tokenizer(file)
+        ids = tokenizer.encode(WORDS)
+        assert len(ids) >= len(WORDS.split()), "the text was cut"
+        return tokenizer.decode(ids)
+
+
+def taken_along(file):
+    """Pins as the notes and the notebook that somebody takes along."""
+    kept = pins.pins(file.parent)
+    notes = pins.markdown(kept)
+    told = [line for line in notes.splitlines() if not line.startswith("      ")]  # else code
+    assert not any("![" in line or "](" in line or "<" in line for line in told), "Markdown was left in"
+    return notes, pins.notebook(file.parent, kept)
+
+
+def prompts(file):
+    examples.cache_clear()
+    with patch("workbench.data.examples.SHIPPED", file.parent):
+        return examples()
+
+
+NAMES = ["r/run.json", "r/tokenizer.json", "r/step_000000/config.json", "r/step_000000/model.safetensors", "s/run.json"]
+ODD_NAMES = (
+    "r", "r/run.json/x", "source/run.json", "url", "url/run.json", "n" * 300, "r/" + "n" * 250, "d/" * 900 + "x", "r//run.json",
+    "r/../../x", "../x", "r/\0", "r/\n", "r/ü", "r/.hidden", ".remote/url", ".corpora/x/data.json", "r/step_000000", "-",
+)  # fmt: skip
+
+
+def in_names(data, chance):
+    """Names of objects that a disk cannot hold, that are those of the bookkeeping, or of which one is the folder of another."""
+    return json.dumps([*json.loads(data), *chance.sample(ODD_NAMES, chance.choice([1, 2, 5]))]).encode()
+
+
+def at_a_url(file):
+    """The runs of a folder at a URL with objects of these names, every third of which cannot be read."""
+    store, names = MemoryFileSystem.store, json.loads(file.read_bytes())
+    store.clear()
+    for number, name in enumerate(names):
+        store[f"/bucket/runs/{name}"] = MemoryFile(
+            None, f"/bucket/runs/{name}", json.dumps(RUN).encode() if number % 3 else b"{"
+        )
+    return _listed_from(file)
+
+
+def _listed_from(file):
+    mirror.forget()
+    with patch.dict(os.environ, {"WORKBENCH_CACHE": str(file.parent / f"cache{random.random()}")}):
+        return list_runs("memory://bucket/runs")
+
+
+def bookkept(kind):
+    """A mirror's bookkeeping: what it notes of a run, or the URL that it stands for."""
+
+    def make(_, folder):
+        def look():
+            mirror.forget()
+            with patch.dict(os.environ, {"WORKBENCH_CACHE": str(folder)}):
+                return [list_runs("memory://bucket/runs"), bounds.trim(folder)]
+
+        store = MemoryFileSystem.store
+        store.clear()
+        for name in NAMES:
+            store[f"/bucket/runs/{name}"] = MemoryFile(None, f"/bucket/runs/{name}", json.dumps(RUN).encode())
+        look()
+        return next(folder.glob(f"mirrors/*/.remote/{kind}")), look
+
+    return make
+
+
 SIDE = {
     "tokenizer": (reader(own_tokenizer, "tokenizer.json", load_tokenizer), mutated),
     "tokenizer's settings": (reader(with_tokenizer, SETTINGS, lambda f: load_tokenizer(f.with_name("tokenizer.json"))), mutated),
+    "tokenizer's patterns": (reader(with_tokenizer_of_another, "tokenizer.json", encoded), in_patterns),
+    "pins": (reader(text(json.dumps(PINS)), pins.FILE, taken_along), in_pins),
+    "prompts": (reader(lambda f: f.write_bytes((SHIPPED / "prompts.toml").read_bytes()), "prompts.toml", prompts), mutated),
+    "names at a URL": (reader(text(json.dumps(NAMES)), "names.json", at_a_url), in_names),
+    "notes of a mirror": (bookkept("r.json"), mutated),
+    "URL of a mirror": (bookkept("url"), in_text),
     "text": (reader(prose, "book.txt", lambda f: from_files([f])), mutated),
     "JSON Lines": (
         reader(text("\n".join(json.dumps({"text": f"{i} words " * 200}) for i in range(40))), "rows.jsonl", lambda f: from_files([f])),

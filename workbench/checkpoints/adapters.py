@@ -76,7 +76,9 @@ def _base(folder: Path, named: Any, revision: Any) -> Checkpoint:
         )
     mirror = mirror_of(base.resolve())
     if mirror is not None and mirror != mirror_of(folder.resolve()):
-        raise BadCheckpoint(f"{where} is {named!r}, a copy of {mirror.url}; copy it out of the cache, then write its folder there")
+        raise BadCheckpoint(
+            f"{where} is {named!r}, a copy of {mirror.url}; copy it out of the cache, then write its folder there"
+        )
     if (base / ADAPTER).is_file():
         raise BadCheckpoint(f"{where} is {named!r}, an adapter itself; write the folder of a model")
     return identify(base)

@@ -58,21 +58,31 @@ def check_rotary(config: Any, where: Path) -> None:
 
     for block in _blocks(config.to_dict()):
         kind = block["rope_type"]
-        if kind not in (known := ("default", getattr(type(config), "default_rope_type", "default"), *ROPE_INIT_FUNCTIONS)):
+        if kind not in (
+            known := ("default", getattr(type(config), "default_rope_type", "default"), *ROPE_INIT_FUNCTIONS)
+        ):
             raise BadCheckpoint(f"{where}: {UnknownName('rope_type', kind, set(known))}")
         for key in POSITIVE:
             values = block.get(key)
             for value in values if isinstance(values, list) else [] if values is None else [values]:
                 least_is_zero = key == "partial_rotary_factor" and kind == "proportional"
                 if type(value) not in (int, float) or not (0 < value < math.inf or (least_is_zero and value == 0)):
-                    raise BadCheckpoint(f"{where}: {key} of the rotary settings is {value!r}; it must be a positive number")
+                    raise BadCheckpoint(
+                        f"{where}: {key} of the rotary settings is {value!r}; it must be a positive number"
+                    )
         if (block.get("partial_rotary_factor") or 1) > 1:
-            raise BadCheckpoint(f"{where}: partial_rotary_factor is {block['partial_rotary_factor']}; it must be at most 1")
+            raise BadCheckpoint(
+                f"{where}: partial_rotary_factor is {block['partial_rotary_factor']}; it must be at most 1"
+            )
         if kind == "llama3" and not (block.get("low_freq_factor") or 0) < (block.get("high_freq_factor") or math.inf):
             raise BadCheckpoint(f"{where}: low_freq_factor must be below high_freq_factor in {block}")
         for key in ("short_factor", "long_factor") if kind == "longrope" else ():
-            if not isinstance(block.get(key), list) or len(block[key]) < 2:  # one factor would be spread over all frequencies
-                raise BadCheckpoint(f"{where}: {key} is {block.get(key)!r}; it must be a list, a factor for each frequency")
+            if (
+                not isinstance(block.get(key), list) or len(block[key]) < 2
+            ):  # one factor would be spread over all frequencies
+                raise BadCheckpoint(
+                    f"{where}: {key} is {block.get(key)!r}; it must be a list, a factor for each frequency"
+                )
 
 
 def _blocks(values: Mapping[str, Any], key: str = "") -> Iterator[Mapping[str, Any]]:

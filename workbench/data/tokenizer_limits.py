@@ -90,6 +90,8 @@ def unbounded(settings: Mapping[str, Any]) -> bool:
         if isinstance(content := part.get("content"), str) and pattern is not None:
             growth *= max(1.0, len(content.encode()) / len(plain.encode()) if plain else 1 + len(content.encode()))
         growth *= _longest_replacement(part.get("precompiled_charsmap"))
+        if part.get("type") == "FixedLength" and not part.get("length"):  # the library panics, with pages of text
+            return True
     longest = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
     return growth > GROWTH or (isinstance(longest, int) and longest > LONGEST_WORD)
 

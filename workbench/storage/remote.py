@@ -125,7 +125,7 @@ class Remote:
 
     def store(self, path: Path, name: str) -> str:
         """Put a file there, whole or not at all, and return its mark."""
-        folder, last = posixpath.split(self[name])
+        folder = posixpath.dirname(self[name])
         target = self[name] if self.whole else posixpath.join(folder, f".{uuid.uuid4().hex[:12]}.part")
         with saying("write", f"{self.url}/{name}"):
             if not self.whole:

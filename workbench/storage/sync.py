@@ -156,7 +156,9 @@ def _opened(root: Path) -> Mirror:
     place = root / NOTES / SOURCE
     url = str(read_json(place).get("url"))
     if root_of(url) != root:
-        raise BadCheckpoint(f"{place} names {url[:200]!r}, which is not the URL that {root} was made for; remove that folder")
+        raise BadCheckpoint(
+            f"{place} names {url[:200]!r}, which is not the URL that {root} was made for; remove that folder"
+        )
     return Mirror(root, url)
 
 
