@@ -133,5 +133,4 @@ def _is_fresh(path: Path, whole: bool) -> bool:
 
 def _note(path: Path, whole: bool, begin: float) -> None:
     now = time.monotonic()
-    weights = [file for file in weights_under(path) if whole]
-    _fresh[path, whole] = now + max(FRESH_S, 10 * (now - begin)), weights
+    _fresh[path, whole] = now + max(FRESH_S, 10 * (now - begin)), weights_under(path) if whole else []

@@ -28,7 +28,11 @@ from workbench.storage.remote import Remote, remote
 NOTES, SOURCE, LEASES, CORPORA = ".remote", "url", "leases", ".corpora"
 RUN, STEP = "run.json", "config.json"
 HEAVY = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-LONGEST_NAME, LONGEST_PATH = 255, 4000  # bytes of a file's name and path on common disks
+LONGEST_NAME, LONGEST_PATH, DEEPEST = (
+    255,
+    4000,
+    100,
+)  # bytes of a file's name and path on common disks; folders in each other
 LONGEST_UNIT = 200  # bytes of a run's name in the name of its notes
 
 
@@ -215,7 +219,7 @@ def _usable(mirror: Mirror, listed: dict[str, str]) -> tuple[dict[str, str], dic
             reasons[name] = "it is no regular file"
         elif "\0" in name or PurePosixPath(name).as_posix() != name:
             reasons[name] = "its name is no path of this disk"
-        elif max(parts[1:]) > LONGEST_NAME or sum(parts) + len(parts) > LONGEST_PATH:
+        elif max(parts[1:]) > LONGEST_NAME or sum(parts) + len(parts) > LONGEST_PATH or len(parts) > DEEPEST:
             reasons[name] = "its name is too long for this disk"
         elif name in folders:
             reasons[name] = "a folder has the same name"
