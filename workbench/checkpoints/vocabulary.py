@@ -26,7 +26,7 @@ class ForeignTokenizer(Tokenizer):
         self._begin, self._end = begin, end
 
     @cached_property
-    def vocab_size(self) -> int:  # type: ignore[override]  # the backend makes a dictionary of all tokens to tell it
+    def vocab_size(self) -> int:  # the backend makes a dictionary of all tokens to tell it
         """One more than the largest id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 

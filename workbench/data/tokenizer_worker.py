@@ -26,7 +26,8 @@ def main() -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         limit, hard = int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]
         resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-        result, cause = None, None
+        result: list[int] | str | None = None
+        cause = None
         try:
             if backend is None:
                 import tokenizers
@@ -39,7 +40,7 @@ def main() -> None:
                 result = backend.encode(value, add_special_tokens=False).ids
             else:
                 result = backend.decode(value, skip_special_tokens=False)
-            if len(result) > LONGEST_ANSWER:
+            if result is not None and len(result) > LONGEST_ANSWER:
                 result, cause = None, f"its result is longer than {LONGEST_ANSWER}"
         except BaseException as error:  # a panic of Rust is no `Exception`
             cause = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
