@@ -14,6 +14,7 @@ from typing import Any
 import streamlit as st
 
 from workbench.views.link import PAGES, SELECTION, Link, listed
+from workbench.views.pins import escaped as escaped
 
 KEYS = {*SELECTION, *(key for page in PAGES.values() for key in page.keys)}
 SHARED = ("layer", "head", "target", "against", "metric", "variant", "position")
@@ -28,11 +29,6 @@ def current_link(page: str) -> Link:
     """The address of this page as a link; keys that other pages know are left out."""
     known = (*SELECTION, *PAGES[page].keys)
     return Link(page, {key: st.query_params[key] for key in known if key in st.query_params})
-
-
-def escaped(text: Any) -> str:
-    """Any text as itself inside Streamlit's Markdown."""
-    return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(str(text).split()))
 
 
 def warn_ignored(label: str, asked: object, choices: Sequence[Any] = ()) -> None:

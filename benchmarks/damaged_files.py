@@ -3,9 +3,9 @@
     nice -n 19 python benchmarks/damaged_files.py --each 500 [--seed 0] [--only text --only records]
 
 Every form of `tests/damage.py` has a process of its own, with 2 GiB of address space beyond what its libraries take and
-`--seconds` of processor time for each file (one that waits without computing is given up too). Told are files read all the same,
-refused, and those that ended in another error, waited or wanted more memory: these are kept under `--out`. Linux: processes are
-forked.
+`--seconds` of processor time for each file (one that waits without computing is given up too). The table counts files that are
+read all the same, refused, and those that end in another error, wait, want more memory or ask the network: these are kept under
+`--out`, with the outcome of every file, from which the same command goes on. Linux: processes are forked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,19 @@ from workbench.models import build
 MEMORY = 2 << 30  # bytes beyond the libraries
 PATIENCE = 20  # a busy machine gives a process so many times less than it asks for
 TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 128, "init_std": 0.2}
+KINDS = ("read", "refused", "another error", "waited", "above 2 GiB", "asked the network", "died")
+ASKING = ("socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.gethostbyname")
 WANTED_MORE = ("MemoryError", "allocate", "bad_alloc", "out of memory", "Cannot allocate")
+
+
+asked_for = list[str]()
+"""What a file made its reader ask the network for."""
+
+
+def refuse_the_network(event: str, arguments: tuple[object, ...]) -> None:
+    if event in ASKING:
+        asked_for.append(f"{event} {arguments[1:]}")
+        raise ConnectionRefusedError("a file may not ask the network")
 
 
 class Waited(BaseException):
@@ -74,8 +86,8 @@ def hear(*_: object) -> None:
     raise Waited
 
 
-def form_in_child(name: str, asked: argparse.Namespace, wire: int) -> None:
-    """Damage a form again and again; each outcome is a line in the pipe."""
+def form_in_child(name: str, asked: argparse.Namespace, begin: int, outcomes: Path) -> None:
+    """Damage a form again and again from a number on; each outcome is a line of a file, written once it is known."""
     signal.signal(signal.SIGALRM, hear)
     signal.signal(signal.SIGPROF, hear)
     faulthandler.enable()
@@ -83,19 +95,23 @@ def form_in_child(name: str, asked: argparse.Namespace, wire: int) -> None:
     seen = SimpleNamespace(source={}, config=SimpleNamespace(d_vocab=61))
     transformers_modules.observe = lambda module, ids, **_: seen  # type: ignore[assignment]  # what is observed is sound
     make, damage = FORMS[name]
-    with tempfile.TemporaryDirectory() as folder, os.fdopen(wire, "w", buffering=1) as told:
+    with tempfile.TemporaryDirectory() as folder, outcomes.open("a", buffering=1) as told:
         file, act = make(tiny, Path(folder))
-        good, chance = file.read_bytes(), random.Random(f"{asked.seed} {name}")
+        good = file.read_bytes()
+        sys.addaudithook(refuse_the_network)
         with contextlib.suppress(WorkbenchError):  # what is sound need not be a model of ours
             act()
         size = int(
             next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line).split()[1]
         )
         resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + MEMORY,) * 2)
-        for number in range(asked.each):
-            data = damage(good, chance)
+        for number in range(begin, asked.each):
+            data = damage(good, random.Random(f"{asked.seed} {name} {number}"))
+            asked_for.clear()
             kind, why = outcome(act, file, data, asked.seconds)
-            if kind not in ("read", "refused"):
+            if asked_for:
+                kind, why = "asked the network", f"{asked_for}\n{why}"
+            if kind not in KINDS[:2]:
                 kept = f"{name.replace(' ', '_')}-{asked.seed}-{number}"
                 (asked.out / f"{kept}.bytes").write_bytes(data)
                 (asked.out / f"{kept}.txt").write_text(f"{kind}\n{why}")
@@ -103,26 +119,21 @@ def form_in_child(name: str, asked: argparse.Namespace, wire: int) -> None:
 
 
 def form(name: str, asked: argparse.Namespace) -> Counter[str]:
-    """Outcomes of one form; a process that dies or says nothing for ten times its seconds counts with the file it was at."""
-    out, into = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(out)
-        try:
-            form_in_child(name, asked, into)
-        except BaseException:  # before the first damaged file
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    os.close(into)
-    counts = Counter[str]()
-    with os.fdopen(out) as told:
-        for line in told:
-            counts[line.strip()] += 1
-    _, status = os.waitpid(child, 0)
-    if status:
-        counts["died"] += 1
-    return counts
+    """Outcomes of one form, those of an earlier call too; a process that dies counts with the file it was at, and another goes on."""
+    outcomes = asked.out / f"{name.replace(' ', '_')}-{asked.seed}.outcomes"
+    outcomes.touch()
+    while (begin := len(known := outcomes.read_text().splitlines())) < asked.each:
+        if not (child := os.fork()):
+            try:
+                form_in_child(name, asked, begin, outcomes)
+            except BaseException:  # before the first damaged file
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            outcomes.open("a").write("died\n")
+    return Counter(known[: asked.each])
 
 
 def main() -> None:
@@ -140,15 +151,15 @@ def main() -> None:
         FORMS["modded-nanogpt"][0](tiny, Path(folder))[
             1
         ]()  # what its libraries import late is there before processes are forked
-    kinds, whole = ("read", "refused", "another error", "waited", "above 2 GiB", "died"), Counter[str]()
-    print(f"| form | {' | '.join(kinds)} | s |\n|{'---|' * (len(kinds) + 2)}")
+    whole = Counter[str]()
+    print(f"| form | {' | '.join(KINDS)} | s |\n|{'---|' * (len(KINDS) + 2)}")
     for name in asked.only or FORMS:
         begin = time.perf_counter()
         counts = form(name, asked)
         whole += counts
-        row = " | ".join(str(counts[kind]) for kind in kinds)
+        row = " | ".join(str(counts[kind]) for kind in KINDS)
         print(f"| {name} | {row} | {time.perf_counter() - begin:.0f} |", flush=True)
-    print(f"| all {sum(whole.values())} | {' | '.join(str(whole[kind]) for kind in kinds)} | |")
+    print(f"| all {sum(whole.values())} | {' | '.join(str(whole[kind]) for kind in KINDS)} | |")
 
 
 if __name__ == "__main__":

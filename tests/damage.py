@@ -1,15 +1,35 @@
-"""Files of every form that a user hands in, how they are damaged, and what then reads them."""
+"""Files of every form that a user hands in, how they are damaged (`damaging.py`), and what then reads them."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import re
+import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import dashboard
 import numpy as np
 import pandas as pd
 import torch
-from foreign import GPT, adam_of, gpt2_args, llama_tensors, nanogpt, rezipped
+from damaging import (
+    NAMES,
+    in_entries,
+    in_header,
+    in_names,
+    in_patterns,
+    in_pickle,
+    in_pins,
+    in_places,
+    in_rotation,
+    in_text,
+    in_values,
+    mutated,
+)  # fmt: skip
+from foreign import GPT, adam_of, gpt2_args, llama_tensors, nanogpt
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import workbench
 from workbench import plots
@@ -20,86 +40,71 @@ from workbench.checkpoints.vocabulary import SETTINGS, load_tokenizer
 from workbench.claims.collect import usable
 from workbench.claims.stored import stored
 from workbench.cli.serving import NOTE, _ours
+from workbench.data import tokenizer_limits
 from workbench.data.corpus import from_files
 from workbench.data.corpus import load as load_corpus
 from workbench.data.corpus import save as save_corpus
+from workbench.data.examples import examples
 from workbench.data.sources import read_tokens
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint
 from workbench.files import write_json
+from workbench.places import SHIPPED
 from workbench.runs.catalogue import INDEX, catalogue
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, metrics_of, read_parquet, records, write_parquet
 from workbench.runs.run import Run, list_runs
 from workbench.runs.table_cache import RecordCache, TelemetryCache
+from workbench.storage import bounds, mirror
 from workbench.studies.demo import STATUS
 from workbench.studies.study_file import read_study
-from workbench.views import Link
+from workbench.views import Link, pins
 from workbench.views.intervene import parsed
 from workbench.views.start.demo import status
 
 SHAPE = {"n_heads": 4, "n_ctx": 128}
 
 
-def mutated(data, chance):
-    """A file with flipped bits, a lost end, lost, added or overwritten bytes; half of the time in its first part."""
-    out = bytearray(data)
-    place = chance.randrange(min(len(out), 3000) if chance.random() < 0.5 else len(out))
-    kind = chance.choice(["flip", "flip", "cut", "insert", "delete", "zero", "large"])
-    if kind == "flip":
-        for _ in range(chance.choice([1, 3, 20])):
-            out[chance.randrange(place + 1)] ^= 1 << chance.randrange(8)
-    elif kind == "cut":
-        del out[place:]
-    elif kind == "insert":
-        out[place:place] = chance.randbytes(chance.randrange(1, 9))
-    elif kind == "delete":
-        del out[place : place + chance.randrange(1, 50)]
-    else:
-        out[place : place + 4] = b"\0\0\0\0" if kind == "zero" else chance.choice([b"\xff" * 4, b"\x7f" * 4, b"9999"])
-    return bytes(out)
+def adapter(tiny, folder):
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-
-def in_pickle(data, chance):
-    """The same archive with a damaged pickle whose checksum is right."""
-    return rezipped(data, lambda name, part: mutated(part, chance) if name.endswith("data.pkl") else part)
-
-
-def in_header(data, chance):
-    """safetensors with a damaged header of the right length."""
-    length = int.from_bytes(data[:8], "little")
-    return data[:8] + mutated(data[8 : 8 + length], chance)[:length].ljust(length) + data[8 + length :]
-
-
-def in_values(data, chance):
-    """JSON with a value of the wrong kind or size, or a key gone."""
-    values = json.loads(data)
-    key = chance.choice(list(values))
-    values[key] = chance.choice(
-        [None, -1, 0, 10**12, 1e308, "x", [], {}, [values[key]], True, {"rope_type": 3}, "../x"]
-    )
-    if chance.random() < 0.2:
-        del values[key]
-    return json.dumps(values).encode()
-
-
-def in_entries(data, chance):
-    """An index with a false value that is of the right kind, or of another one."""
-    kept = json.loads(data)
-    entry = kept["entries"][0]
-    key = chance.choice(list(entry))
-    false = {
-        str: ["x", "other", ""],
-        int: [7, 10**12],
-        bool: [True],
-        list: [[], [3], ["loss"]],
-        dict: [{}, {"lambda_v1": 3}],
+    size = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
     }
-    entry[key] = (
-        chance.choice(false[type(entry[key])])
-        if chance.random() < 0.7
-        else chance.choice([None, -1, 1e308, "x", [], {}])
-    )
-    return json.dumps(kept).encode()
+    LlamaForCausalLM(LlamaConfig(**size, max_position_embeddings=32)).save_pretrained(folder / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = LlamaForCausalLM.from_pretrained(folder / "base")
+        peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "base"}))
+    return folder / "adapter_config.json", folder
+
+
+def rotated(tiny, folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    LlamaForCausalLM(LlamaConfig(**size, max_position_embeddings=32)).save_pretrained(folder)
+    return folder / CONFIG, folder
+
+
+def in_hub_cache(tiny, folder):
+    place = folder / "models--lab--tiny"
+    save(tiny(), place / "snapshots" / "abc123")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc123")
+    return place / "refs" / "main", place
 
 
 def directory(tiny, folder):
@@ -169,6 +174,10 @@ LOADED = {
     "modded-nanogpt": (single(lambda m: {"step": 3, "code": "", "model": llama_tensors(m), "optimizers": [adam_of(m)]}), in_pickle),
     "before PyTorch 1.6": (single(nanogpt, _use_new_zipfile_serialization=False), mutated),
     "values of another library's config": (foreign, in_values),
+    "places in another library's config": (foreign, in_places),
+    "adapter's settings": (adapter, in_places),
+    "rotary settings": (rotated, in_rotation),
+    "revision in the Hub's cache": (in_hub_cache, in_text),
 }  # fmt: skip
 
 
@@ -258,6 +267,12 @@ def own_tokenizer(file):
     train_tokenizer(["the cat sat on the mat " * 20], 270).save(file)
 
 
+def with_tokenizer_of_another(file):
+    own_tokenizer(file)
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps(saved | {"added_tokens": []}))
+
+
 def with_tokenizer(file):
     own_tokenizer(file.with_name("tokenizer.json"))
     saved = json.loads(file.with_name("tokenizer.json").read_text())
@@ -294,9 +309,81 @@ def text(value):
     return lambda file: file.write_text(value)
 
 
+PINS = {
+    "pins": [{"link": "depth?metric=loss", "view": "layers", "note": "it falls", "kept": "2026-01-01T00:00:00+00:00"}]
+}
+WORDS = "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa! the cat sat on the mat"
+
+
+def encoded(file):
+    """A text's ids and their text again; what may take long has a second, not ten."""
+    with patch.object(tokenizer_limits, "SECONDS", 1):
+        tokenizer = load_tokenizer(file)
+        ids = tokenizer.encode(WORDS)
+        assert len(ids) >= len(WORDS.split()), "the text was cut"
+        return tokenizer.decode(ids)
+
+
+def taken_along(file):
+    """Pins as the notes and the notebook that somebody takes along."""
+    kept = pins.pins(file.parent)
+    notes = pins.markdown(kept)
+    told = [line for line in notes.splitlines() if not line.startswith("      ")]  # else code
+    assert not any(re.search(r"(?<!\\)[<`\[]", line) for line in told), "Markdown was left in"
+    return notes, pins.notebook(file.parent, kept)
+
+
+def prompts(file):
+    examples.cache_clear()
+    with patch("workbench.data.examples.SHIPPED", file.parent):
+        return examples()
+
+
+def at_a_url(file):
+    """The runs of a folder at a URL with objects of these names, every third of which cannot be read."""
+    store, names = MemoryFileSystem.store, json.loads(file.read_bytes())
+    store.clear()
+    for number, name in enumerate(names):
+        store[f"/bucket/runs/{name}"] = MemoryFile(
+            None, f"/bucket/runs/{name}", json.dumps(RUN).encode() if number % 3 else b"{"
+        )
+    return _listed_from(file)
+
+
+def _listed_from(file):
+    mirror.forget()
+    with patch.dict(os.environ, {"WORKBENCH_CACHE": str(file.parent / f"cache{random.random()}")}):
+        return list_runs("memory://bucket/runs")
+
+
+def bookkept(kind):
+    """A mirror's bookkeeping: what it notes of a run, or the URL that it stands for."""
+
+    def make(_, folder):
+        def look():
+            mirror.forget()
+            with patch.dict(os.environ, {"WORKBENCH_CACHE": str(folder)}):
+                return [list_runs("memory://bucket/runs"), bounds.trim(folder)]
+
+        store = MemoryFileSystem.store
+        store.clear()
+        for name in NAMES:
+            store[f"/bucket/runs/{name}"] = MemoryFile(None, f"/bucket/runs/{name}", json.dumps(RUN).encode())
+        look()
+        return next(folder.glob(f"mirrors/*/.remote/{kind}")), look
+
+    return make
+
+
 SIDE = {
     "tokenizer": (reader(own_tokenizer, "tokenizer.json", load_tokenizer), mutated),
     "tokenizer's settings": (reader(with_tokenizer, SETTINGS, lambda f: load_tokenizer(f.with_name("tokenizer.json"))), mutated),
+    "tokenizer's patterns": (reader(with_tokenizer_of_another, "tokenizer.json", encoded), in_patterns),
+    "pins": (reader(text(json.dumps(PINS)), pins.FILE, taken_along), in_pins),
+    "prompts": (reader(lambda f: f.write_bytes((SHIPPED / "prompts.toml").read_bytes()), "prompts.toml", prompts), mutated),
+    "names at a URL": (reader(text(json.dumps(NAMES)), "names.json", at_a_url), in_names),
+    "notes of a mirror": (bookkept("r.json"), mutated),
+    "URL of a mirror": (bookkept("url"), in_text),
     "text": (reader(prose, "book.txt", lambda f: from_files([f])), mutated),
     "JSON Lines": (
         reader(text("\n".join(json.dumps({"text": f"{i} words " * 200}) for i in range(40))), "rows.jsonl", lambda f: from_files([f])),

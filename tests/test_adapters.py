@@ -14,6 +14,7 @@ import transformers
 import workbench
 from workbench.errors import BadCheckpoint
 from workbench.runs.importing import import_run
+from workbench.storage.mirror import folder
 
 IDS = torch.arange(12)[None] % 61
 MODELS = {
@@ -79,10 +80,25 @@ def test_a_base_is_found_beside_its_adapter(adapted, tmp_path):
         ({"base_model_name_or_path": None}, "does not name its base"),
         ({"base_model_name_or_path": "lab/no-such-model"}, "adapts lab/no-such-model, which is not here"),
         ({"r": 3}, "cannot be merged into"),
-        ({"peft_type": "NONSENSE"}, "cannot be merged into"),
+        ({"peft_type": "NONSENSE"}, "unknown kind of adapter that can be merged 'NONSENSE'"),
+        ({"peft_type": "XLORA"}, "unknown kind of adapter that can be merged 'XLORA'"),
+        ({"megatron_config": {}, "megatron_core": "antigravity"}, "megatron_config is not supported"),
+        (
+            {"base_model_name_or_path": "http://127.0.0.1:9/leak/runs"},
+            "a URL; a file may only name a folder or a model",
+        ),
+        ({"base_model_name_or_path": "s3://bucket/runs/x"}, "a URL; a file may only name"),
+        ({"base_model_name_or_path": "s3:/bucket/runs/x"}, "a URL; a file may only name"),
+        ({"base_model_name_or_path": "filecache::s3://bucket/x"}, "a URL; a file may only name"),
+        ({"base_model_name_or_path": "//host/share"}, "a URL; a file may only name"),
+        ({"base_model_name_or_path": "."}, "an adapter itself"),
+        ({"base_model_name_or_path": "*"}, "neither a folder nor in the cache"),
+        ({"base_model_name_or_path": r"/(?P<step>.*)"}, "neither a folder nor in the cache"),
+        ({"base_model_name_or_path": "lab/none", "revision": "../../../etc"}, "neither a folder nor in the cache"),
     ],
 )
-def test_an_adapter_that_cannot_be_merged_is_refused_by_name(adapted, tmp_path, change, said):
+def test_an_adapter_that_cannot_be_merged_is_refused_by_name(adapted, tmp_path, change, said, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection was tried"))
     settings = json.loads((adapted[1] / "adapter_config.json").read_text())
     shutil.copytree(adapted[1], tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings | change))
@@ -109,3 +125,16 @@ def test_without_peft_the_message_says_what_to_install(adapted, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BadCheckpoint, match=r"pip install 'value-residual-workbench\[adapters\]'"):
         workbench.load(adapted[1])
+
+
+def test_a_base_in_the_copy_of_another_url_is_refused(adapted, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(adapted[1], tmp_path / "adapter")
+    there = folder("memory://bucket/runs")
+    shutil.copytree(adapted[0], there / "base")
+    settings = json.loads((adapted[1] / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps(settings | {"base_model_name_or_path": str(there / "base")})
+    )
+    with pytest.raises(BadCheckpoint, match="a copy of memory://bucket/runs"):
+        workbench.load(tmp_path / "adapter")

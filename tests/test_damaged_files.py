@@ -334,3 +334,19 @@ def test_opening_takes_the_memory_of_the_weights_and_no_more(tmp_path, tiny):
     for file, peak in zip(files, done.stdout.split(), strict=True):
         ratio = int(peak) / file.stat().st_size
         assert 0.9 < ratio < 1.1, f"{file.name}: {ratio:.3f}"
+
+
+def test_a_shard_that_is_a_link_out_of_its_folder_is_refused(tmp_path):
+    """The Hub's cache keeps all files in `blobs`; any other place is not the checkpoint's."""
+    hugging_face().save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    shard = next(iter(sorted((tmp_path / "model").glob("model-*.safetensors"))))
+    for where, fits in (("blobs", True), ("private", False)):
+        (tmp_path / where).mkdir()
+        target = shard.resolve().rename(tmp_path / where / "0123")
+        shard.unlink(missing_ok=True)
+        shard.symlink_to(target)
+        if fits:
+            quietly(tmp_path / "model")
+        else:
+            with pytest.raises(BadCheckpoint, match=r"a link to .* outside its folder; copy that file there"):
+                quietly(tmp_path / "model")

@@ -23,7 +23,7 @@ ROUNDS = 24  # of each form; `benchmarks/damaged_files.py` tries thousands
 LONGEST = ("values of a Llama's config", "values of another library's config")
 HARMLESS = (
     "text", "link", "catalogue's index", "values of a catalogue's index", "demo's status", "dashboard's note",
-    "run.json of a run with numbers", "values of a run.json", "tokenizer's settings",
+    "run.json of a run with numbers", "values of a run.json", "tokenizer's settings", "names at a URL", "pins",
 )  # fmt: skip
 """Forms of which a damaged one is another sound one, or as good as absent."""
 RUNNING = {
@@ -72,7 +72,8 @@ def test_damaged_files_are_read_or_refused_by_name(tiny, tmp_path, form, monkeyp
     rounds = ROUNDS // 4 if form in LONGEST else ROUNDS
     read = [survives(act, file, damage(good, chance)) for _ in range(rounds)]
     assert not all(read) or form in HARMLESS, "the damage does nothing"
-    assert not heard
+    assert not set(heard) - ({"subprocess.Popen"} if form == "tokenizer's patterns" else set()), "the worker is our own"
+    heard.clear()
 
 
 HOSTILE = {

@@ -101,10 +101,29 @@ def test_what_the_cache_does_not_hold_is_refused_with_what_it_holds_and_nothing_
         identify(name)
 
 
-@pytest.mark.parametrize("text", ["../../etc/passwd", "a/b/c", "-x", "", "a@b@c", "C:\\x"])
+@pytest.mark.parametrize("text", ["../../etc/passwd", "a/b/c", "-x", "", "a@b@c", "C:\\x", "gpt2@../x"])
 def test_what_cannot_be_a_name_is_not_looked_up(cache, text):
     assert hub.snapshot(text) is None
     assert hub.revisions(text) == {}
+
+
+@pytest.mark.parametrize("held", ["../../../elsewhere", "/etc", "", "a b", b"\xff"])
+def test_a_revision_of_the_cache_that_is_a_path_is_refused(cache, held):
+    place = cache / "models--gpt2"
+    (place / "refs" / "main").write_bytes(held if isinstance(held, bytes) else held.encode())
+    with pytest.raises(BadCheckpoint, match=r"main (holds|cannot be read)"):
+        identify(place)
+
+
+def test_nothing_is_asked_of_the_hub_while_local_files_are_read():
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    with hub.offline():
+        with hub.offline():
+            assert constants.HF_HUB_OFFLINE
+        assert constants.HF_HUB_OFFLINE
+    assert before == constants.HF_HUB_OFFLINE
 
 
 def test_without_a_cache_there_are_no_names(tmp_path, monkeypatch):

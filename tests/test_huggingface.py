@@ -239,3 +239,76 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadCheckpoint, match="no readable tokenizer"):
         quietly(tmp_path)
+
+
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+FREQUENCIES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PLAIN, LINEAR = {"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}
+
+
+def with_rotation(folder, changes):
+    hugging_face().save_pretrained(folder)
+    config = json.loads((folder / CONFIG).read_text()) | changes
+    (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LINEAR},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
+        {"rope_scaling": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 8, **FACTORS}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8, **FREQUENCIES}},
+        {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
+        {"rope_parameters": LINEAR, "rope_scaling": PLAIN},
+        {"rope_parameters": LINEAR, "rope_scaling": {}},
+        {"rope_parameters": "absent", "rope_theta": 700.0},
+        {"rope_parameters": {**PLAIN, "rope_theta": 700.0}},
+        {"partial_rotary_factor": 0.5},
+        {"attn_implementation": "lab/kernel"},
+    ],
+)
+def test_rotary_settings_are_read_as_transformers_reads_them(tmp_path, changes):
+    folder = with_rotation(tmp_path, changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which library opens it
+        model = workbench.load(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    same(model, theirs(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling": LINEAR | {"factor": -2.0}}, r"factor of the rotary settings is -2\.0"),
+        ({"rope_scaling": LINEAR | {"factor": 0}}, "factor of the rotary settings is 0"),
+        ({"rope_scaling": LINEAR | {"factor": float("nan")}}, "factor of the rotary settings is nan"),
+        ({"rope_scaling": LINEAR | {"factor": "2"}}, "factor of the rotary settings is '2'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "unknown rope_type 'ntk'"),
+        ({"rope_scaling": LINEAR | {"partial_rotary_factor": 0.5}}, "transformers cannot run it"),
+        ({"rope_scaling": LINEAR | {"partial_rotary_factor": 1.5}}, "must be at most 1"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [2.0]}}, "must be a list"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, "must be below"),
+        ({"rope_theta": 500.0}, "contradicts itself"),
+        ({"rope_scaling": PLAIN, "rope_parameters": {**PLAIN, "rope_theta": 700.0}}, "contradicts itself"),
+        ({"rope_theta": None, "rope_parameters": "absent"}, "rope_theta is null"),
+    ],
+)  # fmt: skip
+def test_rotary_settings_that_mean_nothing_are_refused_by_name(tmp_path, changes, said):
+    folder = with_rotation(tmp_path, changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which library opens it
+        with pytest.raises(BadCheckpoint, match=said):
+            workbench.load(folder)
+
+
+@pytest.mark.parametrize("extra", [{"rope_scaling": LINEAR}, {"partial_rotary_factor": 0.5}, {"use_scaled_rope": True}])
+def test_a_scripts_own_rotary_settings_are_not_passed_over(tmp_path, extra):
+    llama = hugging_face()
+    config = {"n_heads": 4, "n_ctx": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+    torch.save({"model": llama.state_dict(), "config": config | extra}, tmp_path / "ckpt.pt")
+    with pytest.raises(NotCovered, match=next(iter(extra)) + "|rotary"):
+        quietly(tmp_path / "ckpt.pt")

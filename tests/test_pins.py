@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shlex
 
 import pytest
 from app_pages import charts, said
@@ -86,3 +89,34 @@ def test_the_menu_of_a_figure_keeps_it_and_the_page_shows_it(folder, browse):
     assert len(charts(at)) == 1
     (folder / pins.FILE).write_text("{")
     assert "cannot be read" in said(browse(folder, "kept"))
+
+
+HOSTILE = (
+    pins.Pin("start", "![leak](http://127.0.0.1:9/x.png) [click](http://example.org)", "", "[k](http://example.org)"),
+    pins.Pin('prompt?prompt=x" ; touch x ; echo "$(id)`id`', "lens", "<img src=x>\n# heading\n`code`"),
+    pins.Pin("--help", "lens\n\n# heading", "$x$"),
+)
+
+
+def test_what_pins_hold_is_text_in_notes_pages_and_shells(tmp_path):
+    notes = pins.markdown(HOSTILE)
+    outside = [line for line in notes.splitlines() if not line.startswith("      ")]
+    assert not [line for line in outside if re.search(r"(?<!\\)[\[<`$]", line)]
+    assert [line for line in outside if line.startswith("#")] == ["# Kept views"]
+    commands = [shlex.split(line) for line in notes.splitlines() if line.startswith("      ")]
+    assert [command[:2] for command in commands] == [["workbench", "view"]] * 3
+    assert HOSTILE[1].link in commands[1]
+    assert commands[2][-2:] == ["--", "--help"]
+    cells = [c["source"] for c in json.loads(pins.notebook(tmp_path, HOSTILE))["cells"] if c["cell_type"] == "markdown"]
+    assert not [cell for cell in cells if re.search(r"(?<!\\)[\[<`$]", cell)]
+    page = pins.html(Source(tmp_path), HOSTILE)
+    assert "<img src=x>" not in page
+
+
+def test_the_page_of_pins_shows_hostile_ones_as_text(folder, browse):
+    (folder / pins.FILE).write_text(json.dumps({"pins": [dataclasses.asdict(pin) for pin in HOSTILE]}))
+    at = browse(folder, "kept")
+    assert not at.exception
+    told = [element.value for element in (*at.markdown, *at.caption, *at.info)]
+    assert any("leak" in text for text in told)
+    assert not [text for text in told if re.search(r"(?<!\\)\]\(|(?<!\\)<img", text)]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import fsspec
 import pytest
 import test_cli
 import training_runs
 from fsspec.asyn import AsyncFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import workbench
 from workbench.claims.collect import gather
-from workbench.errors import NotSent, OnlyHere, UnknownName, WorkbenchError
+from workbench.errors import BadCheckpoint, LeftOut, NotSent, OnlyHere, UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.catalogue import catalogue
 from workbench.runs.run import Run, list_runs, runs_folder
@@ -286,3 +290,147 @@ def test_a_path_of_this_machine_is_nothing_to_the_mirrors(tmp_path):
     assert mirror.address_of(tmp_path) == str(tmp_path)
     mirror.push(tmp_path)
     assert remote.address("s3:/bucket/runs/") == "s3://bucket/runs", "what a path makes of a URL"
+
+
+def put(*names):
+    """Objects of these names, whatever another filesystem would make of them."""
+    for name in names:
+        path = f"/bucket/runs/{name}"
+        MemoryFileSystem.store[path] = MemoryFile(None, path, b"{}")
+
+
+def files_here(place):
+    return {
+        path.relative_to(place).as_posix()
+        for path in place.rglob("*")
+        if path.is_file() and ".remote" not in path.parts
+    }
+
+
+@pytest.mark.parametrize("name", ["source", "url", "leases", "notes.json"])
+def test_a_run_may_have_the_name_of_any_bookkeeping(machine, name):
+    put(f"{name}/run.json", f"{name}/records/a.json")
+    for _ in range(2):
+        assert files_here(mirror.here(URL)) == {f"{name}/run.json", f"{name}/records/a.json"}
+        mirror.forget()
+    assert mirror.here(f"{URL}/{name}").name == name
+    assert sync.mirror_of(runs_folder(URL)).url == URL
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("r/" + "n" * 256, "too long"),
+        ("é" * 128 + "/run.json", "too long"),
+        ("deep/" * 1900 + "x.json", "too long"),
+        ("d/" * 101 + "x.json", "too long"),
+        ("r/nul\0.json", "no path of this disk"),
+        ("r//run.json", "no path of this disk"),
+    ],
+)
+def test_what_this_disk_cannot_hold_is_named_and_the_rest_is_here(machine, name, said):
+    longest = "n" * 250
+    put("r/run.json", "s/run.json", f"{longest}/{longest}", name)
+    for _ in range(2):
+        with pytest.warns(LeftOut, match=rf"1 files are left out: .*{said}"):
+            assert files_here(mirror.here(URL)) == {"r/run.json", "s/run.json", f"{longest}/{longest}"}
+        mirror.forget()
+
+
+def test_an_object_with_the_name_of_a_folder_is_named(machine):
+    """As object stores have them; the filesystem of these tests refuses both at once."""
+    fits, left_out = sync._usable(sync.mirror_of(runs_folder(URL)), {"r": "1", "r/run.json": "1", "s/run.json": "1"})
+    assert (list(fits), left_out) == (["r/run.json", "s/run.json"], {"r": "a folder has the same name"})
+
+
+def test_one_object_that_cannot_be_read_is_named_and_the_rest_is_here(machine, monkeypatch):
+    put("r/run.json", "r/bad.json", "s/run.json")
+    get = MemoryFileSystem.get_file
+
+    def refused(self, path, *rest, **options):
+        if path.endswith("bad.json"):
+            raise PermissionError("AccessDenied")
+        get(self, path, *rest, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", refused)
+    for _ in range(2):
+        with pytest.warns(LeftOut, match=r"1 files are left out: 'r/bad\.json' .*no permission: AccessDenied"):
+            assert files_here(mirror.here(URL)) == {"r/run.json", "s/run.json"}
+        mirror.forget()
+    with pytest.raises(WorkbenchError, match=r"cannot read memory://bucket/runs/r/bad\.json: no permission"):
+        mirror.here(f"{URL}/r")
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get)
+    assert files_here(mirror.here(URL)) == {"r/run.json", "r/bad.json", "s/run.json"}
+
+
+def test_links_and_pipes_of_a_disk_are_named_and_the_rest_is_here(machine, tmp_path):
+    disk = tmp_path / "disk"
+    (disk / "r").mkdir(parents=True)
+    (disk / "r" / "run.json").write_text("{}")
+    (disk / "r" / "dangling.json").symlink_to(disk / "nowhere")
+    (disk / "r" / "zero.json").symlink_to("/dev/zero")
+    (disk / "r" / "loop").symlink_to(disk)
+    os.mkfifo(disk / "r" / "pipe.json")
+    with pytest.warns(LeftOut, match="4 files are left out"):
+        assert files_here(mirror.here(f"file://{disk}")) == {"r/run.json"}
+
+
+def test_a_file_that_is_a_folder_now_and_the_other_way_round(machine):
+    put("r/a", "r/b/c")
+    mirror.here(URL)
+    del MemoryFileSystem.store["/bucket/runs/r/a"], MemoryFileSystem.store["/bucket/runs/r/b/c"]
+    put("r/a/c", "r/b")
+    mirror.forget()
+    assert files_here(mirror.here(URL)) == {"r/a/c", "r/b"}
+
+
+def test_a_mirror_whose_url_was_changed_is_refused(machine):
+    place = runs_folder(URL) / sync.NOTES / sync.SOURCE
+    place.write_text(json.dumps({"url": "memory://elsewhere/runs"}))
+    with pytest.raises(BadCheckpoint, match=r"not the URL that .* was made for"):
+        mirror.here(URL)
+    with pytest.raises(BadCheckpoint, match="not the URL"):
+        mirror.refresh(place.parents[1] / "r")
+
+
+READER = """
+import sys
+from workbench.storage.mirror import here, reading
+lease = reading(here(sys.argv[1]))
+print("reading", flush=True)
+sys.stdin.readline()
+print(sorted(path.name for path in lease.path.rglob("*.safetensors")), flush=True)
+"""
+
+
+def test_weights_that_another_process_reads_are_not_evicted(machine, tmp_path, monkeypatch):
+    """Two processes, one cache, room for nothing: what the other reads stays, even when it ends badly, until it has ended."""
+    for name in ("r", "s"):
+        (tmp_path / "disk" / name).mkdir(parents=True)
+        (tmp_path / "disk" / name / "run.json").write_text("{}")
+        for shard in ("1", "2"):
+            (tmp_path / "disk" / name / f"{shard}.safetensors").write_bytes(b"x" * 1000)
+    monkeypatch.setenv(bounds.SETTING, "0.000000001")
+    url = f"file://{tmp_path}/disk"
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, f"{url}/r"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout.readline() == "reading\n"
+        with mirror.reading(mirror.here(f"{url}/s")) as own:
+            mirror.forget()
+            bounds.trim(tmp_path / "disk")
+            assert len(list(own.glob("*.safetensors"))) == 2, "another lease of this process counts as well"
+        bounds.trim(tmp_path / "disk")
+        assert not list(own.glob("*.safetensors"))
+        answer, _ = reader.communicate("\n")
+    assert answer == "['1.safetensors', '2.safetensors']\n"
+    bounds.trim(tmp_path / "disk")
+    assert not list(own.parent.rglob("*.safetensors"))
+
+
+def test_weights_that_went_in_between_are_fetched_again(machine):
+    put("r/run.json", "r/1.safetensors", "r/2.safetensors")
+    place = mirror.fill(mirror.here(f"{URL}/r"))
+    (place / "1.safetensors").unlink()
+    with mirror.reading(place):
+        assert (place / "1.safetensors").exists()

@@ -361,3 +361,12 @@ def test_every_study_runs_in_its_quick_form(file, tmp_path_factory, forkserver, 
     assert cells["verdict"].str.match("baseline|unresolved").all()
     for path in keep(study, frame, root, root / "out"):
         assert len(pd.read_parquet(path))
+
+
+def test_a_study_fetches_no_dataset(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection was tried"))
+    text = 'question = "?"\nbaseline = "transformer"\n[[models]]\narchitecture = "transformer"\n'
+    (tmp_path / "s.toml").write_text(text + 'data = { texts = ["datasets:nobody/nothing-of-this-name"] }\n')
+    (job, *_) = plan(read_study(tmp_path / "s.toml"), tmp_path / "runs")
+    with pytest.raises(BadData, match=r"cannot be loaded.*from this machine's cache: fetch it once"):
+        prepare_data(job)

@@ -11,6 +11,7 @@ import torch
 
 import workbench
 from workbench.data.corpus import from_files, read_documents
+from workbench.data.examples import examples
 from workbench.data.opening import open_data
 from workbench.data.sources import open_tokens, prepare, read_tokens
 from workbench.data.texts import dataset_rows
@@ -91,6 +92,14 @@ def test_a_dataset_that_cannot_be_had_is_named(tmp_path):
         from_files([f"datasets:{tmp_path}/nowhere"])
     with pytest.raises(BadData, match="names no dataset; write datasets:NAME"):
         from_files(["datasets:"])
+
+
+def test_example_prompts_that_are_no_utf8_are_refused_by_name(tmp_path, monkeypatch):
+    (tmp_path / "prompts.toml").write_bytes(b"[[prompts]]\ntext = '\xb1'")
+    monkeypatch.setattr("workbench.data.examples.SHIPPED", tmp_path)
+    examples.cache_clear()
+    with pytest.raises(BadData, match=r"prompts\.toml holds no prompts .*utf-8"):
+        examples()
 
 
 # ---- token files -----------------------------------------------------------------------------------------------------

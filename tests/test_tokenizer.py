@@ -1,5 +1,7 @@
 """Round trips of hostile text, legible tokens, and windows that never leave their document."""
 
+import gc
+import json
 import os
 import subprocess
 import sys
@@ -7,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
+from workbench.checkpoints.vocabulary import load_tokenizer
+from workbench.data import tokenizer_limits
 from workbench.data.corpus import Corpus, Document
 from workbench.data.tokenizer import BOS, EOS, TokenDocuments, Tokenizer, tokenize, train_tokenizer
 from workbench.errors import BadCheckpoint, BadData, UnknownName
@@ -241,3 +246,135 @@ def test_impossible_sequences_are_refused(stream: TokenDocuments) -> None:
     assert stream.sequences(1, 2, seed=0)[0].shape == (1, 2)
     with pytest.raises(BadData, match="a length of 1 tokens predicts nothing"):
         stream.sequences(1, 1, seed=0)
+
+
+WORDS = ["the", " cat", " sat", "  ", "a", "b", "!", " 12", "\n", "é"]
+"""Pieces of text on which limited and ordinary tokenizers are compared."""
+
+
+def written(tokenizer: Tokenizer, folder: Path, **changes: object) -> Path:
+    """The tokenizer.json of another library: ours with other settings and without our special tokens."""
+    path = folder / "tokenizer.json"
+    tokenizer.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": []} | changes))
+    return path
+
+
+def split_by(pattern: str) -> dict[str, object]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 3, "pad_type_id": 0,
+                "pad_token": "x",
+            }
+        },
+    ],
+)  # fmt: skip
+def test_a_text_is_neither_cut_nor_padded_whatever_the_file_asks_for(
+    tokenizer: Tokenizer, tmp_path: Path, asked: dict, ours: bool
+) -> None:
+    special = {} if not ours else {"added_tokens": json.loads(tokenizer._backend.to_str())["added_tokens"]}
+    text = TRAINING[0]
+    assert load_tokenizer(written(tokenizer, tmp_path, **asked, **special)).encode(text) == tokenizer.encode(text)
+
+
+PUBLISHED = [
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?"
+    r"[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s+""",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+",
+    r"[0-9][0-9][0-9]",
+    r" {2,}",
+    r"(?<=\d)(?=\d)",
+]
+SLOW = [
+    r"(a+)+$", r"(a|a)*b", r"a*a*a*b", r"a+b", r"(?=(a+)+)b", r"(\w+\s?)*$", r"(.*)x", r"(a)\1+", r"(?>a+)b", r"a{1,2000}b",
+    r"(a{1,30}){1,30}b", r"(?:a?){30}a{30}", "a?" * 30 + "a" * 30, r"a{1,3}+b", r"a{0,50}a{0,50}b", r"[[:alpha:]]+x", r"a*?b",
+    r"\X+b", r"(?<n>a)\g<n>*b", r"\\p{99999}b", r"a++b", r"(",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PUBLISHED)
+def test_patterns_of_published_tokenizers_are_run_here(pattern: str) -> None:
+    assert tokenizer_limits.linear(pattern)
+
+
+@pytest.mark.parametrize("pattern", SLOW)
+def test_patterns_that_may_try_again_and_again_are_limited(pattern: str) -> None:
+    assert not tokenizer_limits.linear(pattern)
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"pre_tokenizer": split_by("(a+)+$")}, "a" * 40 + "!"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "a"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 60}}, "aa"),
+        ({"normalizer": DOUBLING | {"pattern": {"Regex": "(a+)+$"}}}, "a" * 40 + "!"),
+    ],
+)
+def test_a_tokenizer_that_explodes_is_a_named_error(
+    tokenizer: Tokenizer, tmp_path: Path, settings: dict, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_limits, "SECONDS", 1)
+    monkeypatch.setattr(tokenizer_limits, "MEMORY", 1 << 30)
+    one = load_tokenizer(written(tokenizer, tmp_path, **settings))
+    for _ in range(2):  # the next text has a worker of its own
+        with pytest.raises(BadData, match=r"this tokenizer (takes more than|cannot encode) .*another tokenizer\.json"):
+            one.encode(text)
+
+
+def test_a_decoder_that_explodes_is_a_named_error(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_limits, "SECONDS", 1)
+    monkeypatch.setattr(tokenizer_limits, "MEMORY", 1 << 30)
+    decoder = {"type": "Sequence", "decoders": [DOUBLING] * 60}
+    one = load_tokenizer(written(tokenizer, tmp_path, decoder=decoder))
+    with pytest.raises(BadData, match=r"to decode|cannot decode"):
+        one.decode(one.encode("a"))
+
+
+def test_a_limited_tokenizer_gives_the_ids_of_an_ordinary_one_and_leaves_no_process(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    parts = [split_by(r"(?:[^\s]+\s?)+x?"), bytes_only]
+    path = written(tokenizer, tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": parts})
+    limited, ordinary = load_tokenizer(path), tokenizers.Tokenizer.from_file(str(path))
+    assert isinstance(limited._backend, tokenizer_limits.LimitedBackend)
+    for text in ("", "".join(WORDS), " ".join(WORDS * 9)):
+        ids = limited.encode(text)
+        assert ids == ordinary.encode(text).ids
+        assert limited.decode(ids) == ordinary.decode(ids, skip_special_tokens=False)
+    assert limited.vocab_size == ordinary.get_vocab_size()
+    limited.save(tmp_path / "again.json")
+    assert load_tokenizer(tmp_path / "again.json").hash == limited.hash
+    worker = limited._backend._worker
+    assert worker is not None
+    del limited
+    gc.collect()
+    assert worker.poll() is not None
+
+
+def test_a_panic_of_the_library_is_a_named_error() -> None:
+    class PanicException(BaseException):
+        pass
+
+    with pytest.raises(BadData, match="the text: of Rust"), tokenizer_limits.without_panics("the text"):
+        raise PanicException("of Rust")
+    with pytest.raises(KeyboardInterrupt), tokenizer_limits.without_panics("the text"):
+        raise KeyboardInterrupt

@@ -59,6 +59,10 @@ class NotSent(UserWarning):
     """What was written here could not be put up; it is tried again with what is written next."""
 
 
+class LeftOut(UserWarning):
+    """Files of a folder at a URL could not be brought to this machine; the message names them, and the others are here."""
+
+
 class ArchitectureAssumed(UserWarning):
     """A checkpoint does not say which architecture it holds, so one was assumed."""
 

@@ -45,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Raises `WorkbenchError` naming `path` where it is not `writable`, and where the disk refuses (full, quota, read-only).
     """
-    part = writable(path).with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+    part = writable(path).with_name(f".{uuid.uuid4().hex[:12]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part

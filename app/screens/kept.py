@@ -60,8 +60,9 @@ def _take_along(kept: list[pins.Pin]) -> None:
 def _pin(pin: pins.Pin) -> None:
     key = f"{pin.view}_{abs(hash(pin))}"
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.markdown(f"**{widgets.escaped(pin.note)}**" if pin.note else pin.view.replace("_", " "), width="stretch")
-        st.caption(pin.kept[:16].replace("T", " "), width="content")
+        name = widgets.escaped(pin.view.replace("_", " "))
+        st.markdown(f"**{widgets.escaped(pin.note)}**" if pin.note else name, width="stretch")
+        st.caption(widgets.escaped(pin.kept[:16].replace("T", " ")), width="content")
         try:
             link = Link.parse(pin.link)
         except WorkbenchError as error:
@@ -77,9 +78,7 @@ def _pin(pin: pins.Pin) -> None:
         return pin.draw(source)
 
     try:
-        drawing: Drawing = background.run(
-            ("pin", pin, cached_source().catalogue().stamp), f"Drawing {pin.view.replace('_', ' ')}", work
-        )
+        drawing: Drawing = background.run(("pin", pin, cached_source().catalogue().stamp), f"Drawing {name}", work)
     except WorkbenchError as error:
         st.info(f"It cannot be drawn any more: {widgets.escaped(error)}")
         return

@@ -12,16 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from workbench.checkpoints import hub
 from workbench.checkpoints.identify import ADAPTER, Checkpoint, identify
 from workbench.checkpoints.read import read as read_plain
 from workbench.checkpoints.state import State
 from workbench.checkpoints.stored import Stored, safetensors_table
 from workbench.checkpoints.transformers_modules import from_transformers, quiet
-from workbench.errors import BadCheckpoint, NotCovered
+from workbench.errors import BadCheckpoint, NotCovered, UnknownName
 from workbench.files import read_json
 from workbench.places import install
+from workbench.storage.remote import is_url
+from workbench.storage.sync import mirror_of
 
 WEIGHTS = "adapter_model.safetensors"
+KINDS = (  # of adapters that are sums with a base's weights; others name tokenizers, models or files of their own
+    "LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "PVERA", "VBLORA", "RANDLORA", "HRA", "HIRA", "FOURIERFT", "LN_TUNING",
+    "MISS", "C3A", "SHIRA", "ROAD", "DELORA", "GRALORA", "WAVEFT", "TRAINABLE_TOKENS",
+)  # fmt: skip
 
 
 def read(checkpoint: Checkpoint) -> State:
@@ -32,12 +39,13 @@ def read(checkpoint: Checkpoint) -> State:
     if not (checkpoint.path / ADAPTER).is_file():
         return read_plain(checkpoint)
     folder, settings = checkpoint.path, read_json(checkpoint.path / ADAPTER)
-    named = settings.get("base_model_name_or_path")
-    if not isinstance(named, str) or not named:
-        raise BadCheckpoint(f"{folder / ADAPTER} does not name its base (base_model_name_or_path)")
+    if (kind := settings.get("peft_type")) not in KINDS:
+        raise BadCheckpoint(f"{folder / ADAPTER}: {UnknownName('kind of adapter that can be merged', kind, KINDS)}")
+    if settings.get("megatron_config") is not None:  # peft would import the module that the file names
+        raise BadCheckpoint(f"{folder / ADAPTER}: megatron_config is not supported; remove it")
     for name, stored in safetensors_table(folder / WEIGHTS).items():
         stored.check(name)
-    base = read_plain(_base(folder, named, settings.get("revision")))
+    base = read_plain(_base(folder, settings.get("base_model_name_or_path"), settings.get("revision")))
     merged = _merged(base, folder)
     tensors = {name: Stored(folder, t.dtype, tuple(t.shape), held=t) for name, t in merged.items()}
     files = (*base.info.files, folder / WEIGHTS)
@@ -45,12 +53,35 @@ def read(checkpoint: Checkpoint) -> State:
     return State(tensors, replace(base.info, path=folder, base=base.info.path, files=files, stripped=(), step=step))
 
 
-def _base(folder: Path, named: str, revision: Any) -> Checkpoint:
-    try:
-        inside = folder / named
-        return identify(inside if inside.exists() else f"{named}@{revision}" if revision else named)
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{folder} adapts {named}, which is not here: {error}") from error
+def _base(folder: Path, named: Any, revision: Any) -> Checkpoint:
+    """The base of an adapter: a folder on this machine, or a model in the Hub's cache.
+
+    The file is another's: a URL, a pattern of paths and a folder that stands for another URL are refused.
+    """
+    where = f"{folder / ADAPTER}: base_model_name_or_path"
+    if not isinstance(named, str) or not named.strip() or "\0" in named:
+        raise BadCheckpoint(f"{where} is {named!r}, which does not name its base; write a folder or a name of the Hub")
+    if is_url(named) or "://" in named or named.startswith(("//", "\\\\")):
+        raise BadCheckpoint(
+            f"{where} is {named!r}, a URL; a file may only name a folder or a model of the Hub that is in the cache: fetch the base, then "
+            "write its folder there"
+        )
+    beside = folder / named
+    name = f"{named}@{revision}" if isinstance(revision, str) and revision else named
+    base = beside if beside.exists() else hub.snapshot(name)
+    if base is None:
+        raise BadCheckpoint(
+            f"{folder} adapts {name}, which is not here: neither a folder nor in the cache of the Hub; write its folder to "
+            "base_model_name_or_path"
+        )
+    mirror = mirror_of(base.resolve())
+    if mirror is not None and mirror != mirror_of(folder.resolve()):
+        raise BadCheckpoint(
+            f"{where} is {named!r}, a copy of {mirror.url}; copy it out of the cache, then write its folder there"
+        )
+    if (base / ADAPTER).is_file():
+        raise BadCheckpoint(f"{where} is {named!r}, an adapter itself; write the folder of a model")
+    return identify(base)
 
 
 def _merged(base: State, folder: Path) -> dict[str, Any]:

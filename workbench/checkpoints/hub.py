@@ -5,10 +5,14 @@ Only `download` uses the network, and only where it was asked for (`--download`)
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
-from collections.abc import Iterable
+import sys
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -18,12 +22,36 @@ from workbench.errors import BadCheckpoint, suggest
 BESIDE = ("*.json", "*.model", "*.txt")  # a model's configuration and its tokenizer
 NAME = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@(?P<revision>[\w.*?/-]+))?")
 MAIN = "main"
+_switch, _offline = threading.Lock(), list[dict[str, bool]]()
+"""How the libraries were set before each `offline` that is open, the first one first."""
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Refuse every request to the Hub while other libraries read local files, which may name what they would fetch."""
+    with _switch:
+        _offline.append({name: module.HF_HUB_OFFLINE for name, module in _settings().items()})
+        for module in _settings().values():
+            module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        with _switch:
+            before = _offline[0]
+            _offline.pop()
+            for name, module in _settings().items() if not _offline else ():
+                module.HF_HUB_OFFLINE = before.get(name, before[constants.__name__])
+
+
+def _settings() -> dict[str, Any]:
+    """Modules that keep whether the Hub may be asked; `datasets` copies it when it is imported."""
+    return {name: sys.modules[name] for name in (constants.__name__, "datasets.config") if name in sys.modules}
 
 
 def split(name: str) -> tuple[str, str] | None:
     """Repository and revision (`main` unless given) of what can be a name of the Hub; None for what cannot."""
     found = NAME.fullmatch(name)
-    return (found["repo"], found["revision"] or MAIN) if found else None
+    return (found["repo"], found["revision"] or MAIN) if found and ".." not in name else None
 
 
 def snapshot(name: str) -> Path | None:

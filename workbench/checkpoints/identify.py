@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError, suggest
-from workbench.files import read_json
+from workbench.files import read_bytes, read_json
 from workbench.storage.mirror import fetched
 
 RUN_FILE = "run.json"
@@ -109,7 +109,13 @@ def _snapshot_in(path: str | Path) -> str | Path:
     reference = Path(path, "refs", "main")
     if not Path(path).name.startswith("models--") or not reference.is_file():
         return path
-    return Path(path, "snapshots", reference.read_text().strip())
+    try:
+        revision = read_bytes(reference, 4096).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"{reference} cannot be read: {error}") from error
+    if not re.fullmatch(r"\w+", revision):
+        raise BadCheckpoint(f"{reference} holds {revision[:80]!r}, not the name of a revision; fetch the model again")
+    return Path(path, "snapshots", revision)
 
 
 def hub_name(path: str | Path) -> str | None:

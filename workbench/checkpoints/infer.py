@@ -18,6 +18,7 @@ from workbench.checkpoints.fill import build, shapes_of
 from workbench.checkpoints.format import formats
 from workbench.checkpoints.identify import CONFIG
 from workbench.checkpoints.llama import EMBEDDINGS, HEAD, SETTINGS, SPELLINGS, llama_name
+from workbench.checkpoints.rotary_settings import plain_theta
 from workbench.checkpoints.state import State
 from workbench.config import ModelConfig
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, UnknownName, WorkbenchError, warn_caller
@@ -99,19 +100,13 @@ def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
     """
     if "workbench" not in values and values.get("model_type") not in COVERED:
         raise NotCovered(f"{where}: model_type {values.get('model_type')!r}; only llama and our own are read")
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise NotCovered(f"{where}: rotary scaling {rope} is not supported, only the plain rotation")
-    plain = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+    plain = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
     for key, only in plain.items():
-        if (value := rope.get(key, values.get(key, only))) != only:
+        if (value := values.get(key, only)) != only:
             raise NotCovered(f"{where}: {key}={value!r} is not supported, only {only!r}")
-    thetas = [theta for theta in (values.get("rope_theta"), rope.get("rope_theta")) if theta is not None]
-    if len(thetas) == 2 and thetas[0] != thetas[1]:
-        raise BadCheckpoint(f"{where} contradicts itself: rope_theta is {thetas[0]} and, in {rope}, another")
     settings = {ours: values[theirs] for ours, theirs in SETTINGS.items() if values.get(theirs) is not None}
-    if "rope_theta" in rope:
-        settings["rope_theta"] = rope["rope_theta"]
+    if (theta := plain_theta(values, where)) is not None:
+        settings["rope_theta"] = theta
     config = _config(settings, where)
     if values.get("head_dim") not in (None, config.d_head):
         raise NotCovered(f"{where}: head_dim={values['head_dim']}, only hidden_size / heads = {config.d_head}")
@@ -178,6 +173,8 @@ def _from_script(state: State) -> dict[str, Any]:
         for key in (ours, llamas, *SPELLINGS.get(ours, ())):
             if values.get(key) is not None:
                 settings.setdefault(ours, values[key])
+    if (theta := plain_theta(values, state.info.path)) is not None:
+        settings.setdefault("rope_theta", theta)
     return settings
 
 

@@ -19,7 +19,7 @@ from workbench.checkpoints.state import Info, State, whole_number
 from workbench.checkpoints.stored import Stored, safetensors_table
 from workbench.errors import BadCheckpoint, suggest
 from workbench.files import read_json
-from workbench.storage.mirror import fill
+from workbench.storage.mirror import reading
 
 CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "weights")
 STEPS = ("step", "global_step", "iteration", "iter", "iter_num", "itr", "steps")
@@ -34,14 +34,15 @@ def read(checkpoint: Checkpoint) -> State:
 
     The step is what the files say, else what their names do.
     """
-    path = fill(checkpoint.path)
+    lease = reading(checkpoint.path)
+    path = lease.path
     files = _weight_files(path) if path.is_dir() else [path]
     contents = {f: safetensors_table(f) if f.suffix == ".safetensors" else unpickle(f) for f in files}
     weights, info = _directory(path, contents) if path.is_dir() else _file(path, contents[path])
     tensors, stripped = _without_wrappers(_only_tensors(weights, path), path)
     step = checkpoint.step if info.step is None else info.step
     used = tuple(sorted({t.path for t in tensors.values()}))
-    return State(tensors, replace(info, step=step, stripped=stripped, files=used))
+    return State(tensors, replace(info, step=step, stripped=stripped, files=used), lease)
 
 
 def _file(path: Path, container: Any) -> tuple[Any, Info]:
@@ -108,6 +109,10 @@ def _weight_files(folder: Path) -> list[Path]:
     names = sorted({str(name) for name in mapping.values()})
     if bad := [name for name in names if Path(name).name != name or not name.endswith(f".{kind}")]:
         raise BadCheckpoint(f"{first} points outside its folder or at no {kind} file: {bad[0]!r}")
+    for name in names:
+        place, home = (folder / name).resolve(), folder.resolve()
+        if not place.is_relative_to(home) and place.parent.name != "blobs":  # where the Hub's cache keeps all files
+            raise BadCheckpoint(f"{first} names {name!r}, a link to {place} outside its folder; copy that file there")
     return [first.with_name(name) for name in names]
 
 

@@ -65,6 +65,8 @@ class State:
 
     tensors: dict[str, Stored]
     info: Info
+    lease: object = None
+    """Keeps the files in the cache while the state lives."""
 
     @property
     def shapes(self) -> dict[str, list[int]]:

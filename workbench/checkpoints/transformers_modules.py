@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 from workbench.checkpoints.format import formats
+from workbench.checkpoints.hub import offline
+from workbench.checkpoints.identify import CONFIG
+from workbench.checkpoints.rotary_settings import check_rotary
 from workbench.checkpoints.state import Device, Dtype, State, refuse_immense
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, warn_caller
 from workbench.observing import Observed, observe
@@ -27,7 +30,13 @@ def observed(state: State, reason: NotCovered, device: Device = None, dtype: Dty
     longest = longest if longest > 0 else EXAMPLE  # XLNet's is -1: any number
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (2, min(EXAMPLE, longest)), generator=generator)
-    model = observe(module, ids.to(device or "cpu"), quiet=True)
+    ids = ids.to(device or "cpu")
+    try:
+        with torch.no_grad():
+            module(ids)
+    except Exception as error:  # settings that do not fit each other, as rotary ones that rotate a part of a head
+        raise BadCheckpoint(f"{state.info.path}: transformers cannot run it: {_first_line(error)}") from error
+    model = observe(module, ids, quiet=True)
     model.source |= state.info.provenance
     return model
 
@@ -62,6 +71,9 @@ def from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever another library makes of a damaged file
         raise BadCheckpoint(f"{reason}; transformers cannot read it either: {_first_line(error)}") from error
+    check_rotary(config, folder / CONFIG)
+    if config._attn_implementation not in (None, "eager", "sdpa"):  # a name of the Hub would be fetched and run
+        config._attn_implementation = None
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if not isinstance(layers, int) or layers > len(state.tensors):
         raise BadCheckpoint(f"{reason}; it says {layers} layers, but there are only {len(state.tensors)} tensors")
@@ -97,14 +109,15 @@ def _filled(state: State, config: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Without the progress bar and the report that transformers prints; what is wrong is an error here."""
+    """Without requests to the Hub, and without the progress bar and the report that transformers prints."""
     from transformers.utils import logging
 
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with offline():
+            yield
     finally:
         logging.set_verbosity(level)
         if shown:

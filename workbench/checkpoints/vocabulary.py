@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from workbench.data.tokenizer import BOS, BOS_ID, EOS, EOS_ID, VISIBLE, Tokenizer, _byte_of_character, _visible
+from workbench.data.tokenizer_limits import open_backend
 from workbench.errors import BadCheckpoint, BadData
 from workbench.files import read_text, write_json
 
@@ -24,8 +25,8 @@ class ForeignTokenizer(Tokenizer):
         super().__init__(backend)
         self._begin, self._end = begin, end
 
-    @property
-    def vocab_size(self) -> int:
+    @cached_property
+    def vocab_size(self) -> int:  # the backend makes a dictionary of all tokens to tell it
         """One more than the largest id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -56,7 +57,7 @@ class ForeignTokenizer(Tokenizer):
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a `tokenizer.json`; raises `BadCheckpoint` for a damaged one."""
     try:
-        backend = tokenizers.Tokenizer.from_str(read_text(path))
+        backend = open_backend(read_text(path))
         ours = [*map(backend.token_to_id, (EOS, BOS))] == [EOS_ID, BOS_ID]
         if not ours:
             foreign = ForeignTokenizer(backend, *_ends(path.with_name(SETTINGS), backend))

@@ -23,9 +23,9 @@ class Example:
 
 @lru_cache(maxsize=1)
 def examples() -> tuple[Example, ...]:
-    """The example prompts, in their order. Raises `BadData` for other keys."""
+    """Return the example prompts, in their order; raises `BadData` for a file that cannot be read, and for other keys."""
     path = SHIPPED / "prompts.toml"
     try:
         return tuple(Example(**entry) for entry in tomllib.loads(read_text(path))["prompts"])
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise BadData(f"{path} holds no prompts with phenomenon, look and text: {error}") from error

@@ -31,7 +31,7 @@ def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = 
         raise BadCheckpoint(
             "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus (--data FILE)"
         )
-    if kind != "text" or Path(name).name != name:
+    if kind != "text" or Path(name).name != name or name == "..":
         raise BadCheckpoint(f"unknown data {description!r}; give data= instead")
     if not (root / name / "data.json").exists():
         if tokenizer is not None and tokenizer.is_file():

@@ -23,7 +23,7 @@ from workbench.data.tasks import BackcopyTokens, RepeatedTokens
 from workbench.data.texts import LIBRARY
 from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
 from workbench.errors import BadData, UnknownName
-from workbench.files import digest, write_json
+from workbench.files import digest, local, write_json
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def open_tokens(paths: Sequence[str | Path], vocabulary: int | None) -> TokenDat
     """Token ids of `.bin` files: with several files those named `val...` are the validation side, else the last tenth is."""
     if vocabulary is None:
         raise BadData(f"{paths[0]}: ids alone do not say their vocabulary; give its size (vocabulary=, --vocabulary)")
-    files = [Path(path).resolve() for path in paths]
+    files = [local(path).resolve() for path in paths]
     held_out = [f for f in files if "val" in f.name.lower()] if len(files) > 1 else []
     ids = {f: read_tokens(f, vocabulary) for f in files}
     train = [ids[f] for f in files if f not in held_out]

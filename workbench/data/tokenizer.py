@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import tokenizers
 
+from workbench.data.tokenizer_limits import open_backend, without_panics
 from workbench.errors import BadCheckpoint, BadData, UnknownName
 from workbench.files import digest, read_text, write_text
 
@@ -38,18 +39,22 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
+        backend.no_truncation()  # a file may ask for both; transformers, too, obeys its caller alone
+        backend.no_padding()
         # "<|endoftext|>" written inside a text is text: only `tokenize` places the real one
         backend.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text, without special tokens."""
+        """The ids of the whole text, without special tokens and padding; raises `BadData` for text that it cannot encode."""
         if (broken := LONE_SURROGATE.search(text)) is not None:
             raise BadData(f"half a character ({broken[0]!a}) at position {broken.start()}; give valid Unicode text")
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with without_panics("the tokenizer cannot encode this text"):
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids; bytes that end inside a character become U+FFFD, special tokens show their names."""
-        return self._backend.decode(self._checked(ids), skip_special_tokens=False)
+        with without_panics("the tokenizer cannot decode these ids"):
+            return self._backend.decode(self._checked(ids), skip_special_tokens=False)
 
     def token_strings(self, ids: Iterable[int]) -> list[str]:
         """One legible string per id: space as ·, newline as ↵, tab as →, other invisible or partial bytes as \\xNN."""
@@ -83,7 +88,7 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """Read what `save` wrote; a missing, damaged or different tokenizer is refused."""
         try:
-            tokenizer = cls(tokenizers.Tokenizer.from_str(read_text(path)))
+            tokenizer = cls(open_backend(read_text(path)))
             special = [*map(tokenizer._backend.token_to_id, SPECIALS), len(tokenizer._legible)]
         except Exception as error:  # the library raises bare Exception for damaged JSON
             cause = f"no readable tokenizer in {path} ({error})"

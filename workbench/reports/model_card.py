@@ -24,7 +24,7 @@ from workbench.errors import BadCheckpoint, BadData, NotCovered, WorkbenchError
 from workbench.files import read_json, write_text
 from workbench.models.registry import architecture
 from workbench.runs.run import Run, list_runs
-from workbench.storage.mirror import fill
+from workbench.storage.mirror import reading
 
 HARNESS = "harness.json"  # in a run's folder: what lm-evaluation-harness wrote of it
 SAME = ("architecture", "options", "model", "train", "data")
@@ -62,7 +62,8 @@ def _staged(run: Run, step: int, folder: Path) -> Path:
     """What is put up, in a folder of its own."""
     if run.architecture == "transformer":
         return export(run.load(step, device="cpu"), folder)
-    shutil.copytree(fill(run.step_folder(step)), folder, ignore=shutil.ignore_patterns(".*"))
+    with reading(run.step_folder(step)) as path:
+        shutil.copytree(path, folder, ignore=shutil.ignore_patterns(".*"))
     for name in (TOKENIZER, SETTINGS):
         if (run.path / name).exists():
             shutil.copyfile(run.path / name, folder / name)

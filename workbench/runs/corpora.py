@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.files import digest, read_json, write_json
 from workbench.runs.run import CORPORA
-from workbench.storage.mirror import fill, push
+from workbench.storage.mirror import push, reading
 
 
 @functools.lru_cache(maxsize=2)
@@ -25,9 +25,9 @@ def shared_text(runs: Path, name: str = "", **settings: Any) -> Any:
     root = runs / CORPORA
     root.mkdir(parents=True, exist_ok=True)
     pointer = root / f"{name or digest('text', settings)}.json"
-    fill(root)
-    with FileLock(root / ".lock"):
-        if not pointer.exists():
-            write_json(pointer, prepare(root=root, **settings).describe())
-            push(root)
-    return open_data(read_json(pointer), root)
+    with reading(root):
+        with FileLock(root / ".lock"):
+            if not pointer.exists():
+                write_json(pointer, prepare(root=root, **settings).describe())
+                push(root)
+        return open_data(read_json(pointer), root)

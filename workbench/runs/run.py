@@ -24,7 +24,7 @@ from workbench.console import html
 from workbench.errors import BadCheckpoint, BadData, InUse, WorkbenchError
 from workbench.files import digest, open_regular, read_bytes, read_json
 from workbench.runs.records import NEEDED, Store, metrics_of, read_parquet
-from workbench.storage.mirror import address_of, fill, folder, here, refresh
+from workbench.storage.mirror import address_of, folder, here, reading, refresh
 
 FORMAT = 1  # of run.json
 CORPORA = ".corpora"
@@ -193,9 +193,10 @@ class Run:
         from workbench.data.opening import open_data
 
         corpora = self.path.parent / CORPORA
-        if self.info["data"].get("kind") == "text":
-            fill(corpora / str(self.info["data"].get("hash")))
-        return open_data(self.info["data"], corpora, self.path / "tokenizer.json")
+        name = str(self.info["data"].get("hash"))
+        is_corpus = self.info["data"].get("kind") == "text" and name.isalnum()
+        with reading(corpora / name) if is_corpus else contextlib.nullcontext():
+            return open_data(self.info["data"], corpora, self.path / "tokenizer.json")
 
     @property
     def store(self) -> Store:
@@ -204,8 +205,7 @@ class Run:
 
     def weights_hash(self, step: int) -> str:
         """Content address of a step's files, read without loading a model."""
-        folder = fill(self.step_folder(step))
-        with open_regular(folder / WEIGHTS) as weights:
+        with reading(self.step_folder(step)) as folder, open_regular(folder / WEIGHTS) as weights:
             return digest(read_bytes(folder / CONFIG), weights.read())
 
     def telemetry(self, where: str = "") -> pd.DataFrame:

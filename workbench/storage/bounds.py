@@ -1,7 +1,8 @@
-"""The cache's bounded size: what was used longest ago goes first, and nothing that is not up."""
+"""The cache's bounded size: least recently used weights are evicted first, and nothing that is read or not up."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from workbench.errors import WorkbenchError
-from workbench.storage.sync import Mirror, heavy, mirrors
+from workbench.storage.sync import Mirror, heavy, mirror_of, mirrors
 
 SETTING, GB = "WORKBENCH_CACHE_GB", 20.0
 
@@ -23,36 +24,46 @@ def limit() -> float:
         raise WorkbenchError(f"{SETTING}={given!r} is no number of gigabytes") from None
 
 
+def weights_under(path: Path) -> list[Path]:
+    """The weights and corpora that are here of a path."""
+    mirror, files = mirror_of(path), [path] if path.is_file() else path.rglob("*")
+    return [file for file in files if mirror and heavy(mirror.name(file)) and file.is_file()]
+
+
 def used(path: Path) -> None:
     """Note that these files are used now; when they were written stays as it is."""
-    for file in [path] if path.is_file() else path.rglob("*"):
-        if heavy(file.name) and file.is_file():
+    for file in weights_under(path):
+        with contextlib.suppress(FileNotFoundError):  # without a lease another process may evict it
             os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
 
 
 def trim(keep: Path) -> None:
-    """Let go of weights and corpora, those used longest ago first, until the rest fits; of what is under `keep`, nothing."""
+    """Evict weights and corpora, least recently used first, until the rest fits the limit.
+
+    Never evicts files under `keep`, files that changed here, and files that a process reads (`Lease`).
+    """
     held = list[tuple[int, int, Mirror, str, str]]()
     for mirror in mirrors():
         for unit in mirror.units():
             with mirror.notes(unit) as notes:
-                clean = [name for name in notes if heavy(name) and mirror.clean(name, notes)]
-            stats = ((name, (mirror.root / name).stat()) for name in clean)
-            held += [(found.st_atime_ns, found.st_size, mirror, unit, name) for name, found in stats]
+                stats = [
+                    (name, (mirror.root / name).stat()) for name in notes if heavy(name) and mirror.clean(name, notes)
+                ]
+            held += [(stat.st_atime_ns, stat.st_size, mirror, unit, name) for name, stat in stats]
     over = sum(size for _, size, *_ in held) - limit()
     for _, size, mirror, unit, name in sorted(held, key=lambda one: one[0]):
         path = mirror.root / name
         if over <= 0:
             return
-        if not path.is_relative_to(keep) and _let_go(mirror, unit, name):
+        if not path.is_relative_to(keep) and _evicted(mirror, unit, name):
             over -= size
 
 
-def _let_go(mirror: Mirror, unit: str, name: str) -> bool:
-    """Whether a file could go: not one that changed meanwhile, and none of a run that another process is fetching."""
+def _evicted(mirror: Mirror, unit: str, name: str) -> bool:
+    """Whether a file could be evicted: none that changed meanwhile, that is being read, or whose run is being fetched."""
     try:
         with mirror.notes(unit, patience=0) as notes:
-            if mirror.clean(name, notes):
+            if mirror.clean(name, notes) and not mirror.is_read(name):
                 (mirror.root / name).unlink()
                 del notes[name]
                 return True

@@ -2,25 +2,26 @@
 
 folder("s3://bucket/runs")            # the folder of runs
 here("s3://bucket/runs/text-s0")      # one run, step or checkpoint
-fill(path)                            # with its weights, which are fetched only where they are read
+with reading(path) as path: ...       # with its weights, which are fetched only where they are read, and stay meanwhile
 push(path)                            # what changed here, up
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from workbench.errors import WorkbenchError
-from workbench.files import digest, write_json
+from workbench.files import write_json
 from workbench.places import whereabouts
 from workbench.storage import sync
-from workbench.storage.bounds import trim, used
+from workbench.storage.bounds import trim, used, weights_under
 from workbench.storage.remote import address, is_url, remote
-from workbench.storage.sync import NOTES, RUN, SOURCE, STEP, cache, heavy, mirror_of
+from workbench.storage.sync import NOTES, RUN, SOURCE, STEP, Lease, mirror_of
 
 FRESH_S = 15.0  # for which what was looked at is not looked at again, or ten times as long as looking took
-_fresh: dict[tuple[Path, bool], float] = {}
+_fresh: dict[tuple[Path, bool], tuple[float, list[Path]]] = {}
+"""Until when a path counts as looked at, and the weights that were there."""
 
 
 def folder(path: str | Path) -> Path:
@@ -28,9 +29,8 @@ def folder(path: str | Path) -> Path:
     if not is_url(path):
         return Path(path)
     url = address(path)
-    scheme, _, rest = url.partition("://")
     remote(url)  # refuses what nothing here speaks
-    root = cache() / f"{scheme}-{PurePosixPath(rest).name[:40]}-{digest(url)}"
+    root = sync.root_of(url)
     if not (root / NOTES / SOURCE).exists():
         write_json(root / NOTES / SOURCE, {"url": url})
     return root
@@ -91,11 +91,18 @@ def refresh(path: Path) -> None:
         _note(path, False, begin)
 
 
+def reading(path: Path) -> Lease:
+    """Bring all files under a path of a mirror, and keep them until the lease ends; nothing to do for other paths."""
+    lease = Lease(path)
+    fill(path)
+    return lease
+
+
 def fill(path: Path) -> Path:
-    """Bring all files under a path of a mirror, and return it; nothing to do for other paths."""
+    """Bring all files under a path of a mirror, and return it; another process may evict them, unless a lease is held."""
     mirror = mirror_of(path)
     if mirror is not None:
-        if not (_is_fresh(path, True) and _has_heavy(path)):
+        if not _is_fresh(path, True):
             begin = time.monotonic()
             if sync.pull(mirror, mirror.name(path), with_heavy=True):
                 trim(path)
@@ -120,13 +127,10 @@ def forget() -> None:
 
 
 def _is_fresh(path: Path, whole: bool) -> bool:
-    return _fresh.get((path, whole), 0.0) > time.monotonic()
+    until, weights = _fresh.get((path, whole), (0.0, []))
+    return until > time.monotonic() and bool(weights or not whole) and all(file.is_file() for file in weights)
 
 
 def _note(path: Path, whole: bool, begin: float) -> None:
     now = time.monotonic()
-    _fresh[path, whole] = now + max(FRESH_S, 10 * (now - begin))
-
-
-def _has_heavy(path: Path) -> bool:
-    return path.is_file() or any(heavy(file.name) or file.suffix == ".parquet" for file in path.rglob("*"))
+    _fresh[path, whole] = now + max(FRESH_S, 10 * (now - begin)), weights_under(path) if whole else []

@@ -95,30 +95,38 @@ class Remote:
             return bool(self.system.isfile(self[name]))
 
     def listed(self, under: str = "") -> dict[str, str]:
-        """Every file and its mark, which changes with its contents; raises `WorkbenchError` where nothing can be listed."""
+        """Every file and its mark, which changes with its contents; "" for pipes and devices, which are not read.
+
+        Raises `WorkbenchError` where nothing can be listed.
+        """
         self.system.invalidate_cache()
         with saying("read", f"{self.url}/{under}".rstrip("/")):
             found: Mapping[str, Any] = self.system.find(self[under], detail=True)
-        return {name.removeprefix(self.root).lstrip("/"): _mark(info) for name, info in found.items()}
+        return {
+            name.removeprefix(self.root).lstrip("/"): "" if info.get("type") == "other" else _mark(info)
+            for name, info in found.items()
+        }
 
     def fetch(self, wanted: Mapping[str, Path]) -> None:
         """Bring files here, each under its path, whole or not at all."""
-        parts = {name: path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part") for name, path in wanted.items()}
+        parts = {name: path.with_name(f".{uuid.uuid4().hex[:12]}.part") for name, path in wanted.items()}
+        where = f"{self.url}/{next(iter(wanted))}" if len(wanted) == 1 else self.url
         try:
-            for part in parts.values():
-                part.parent.mkdir(parents=True, exist_ok=True)
-            with saying("read", self.url):
+            with saying("read", where):
+                for part in parts.values():
+                    part.parent.mkdir(parents=True, exist_ok=True)
                 self.system.get([self[name] for name in parts], [str(part) for part in parts.values()])
-            for name, part in parts.items():
-                part.replace(wanted[name])
+                for name, part in parts.items():
+                    part.replace(wanted[name])
         finally:
             for part in parts.values():
-                part.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    part.rmdir() if part.is_dir() else part.unlink(missing_ok=True)
 
     def store(self, path: Path, name: str) -> str:
         """Put a file there, whole or not at all, and return its mark."""
-        folder, last = posixpath.split(self[name])
-        target = self[name] if self.whole else posixpath.join(folder, f".{last}.{uuid.uuid4().hex[:12]}.part")
+        folder = posixpath.dirname(self[name])
+        target = self[name] if self.whole else posixpath.join(folder, f".{uuid.uuid4().hex[:12]}.part")
         with saying("write", f"{self.url}/{name}"):
             if not self.whole:
                 self.system.makedirs(folder, exist_ok=True)

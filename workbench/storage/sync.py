@@ -1,12 +1,17 @@
 """A folder of the cache and the one elsewhere that it stands for, made equal file by file.
 
 What changed here and is not up yet is never overwritten or removed. Beside the files, `.remote/` notes of each what it was on both
-sides when they were equal: its mark there, its size and time here.
+sides when they were equal: its mark there, its size and time here. Names in `.remote/` cannot be those of a run's notes:
+
+    url                 the URL of the mirror
+    RUN.json, RUN.lock  the notes of a run, of a file beside the runs, or of the corpora
+    leases/             locks of what processes read, see `Lease`
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 from collections.abc import Iterator
@@ -16,13 +21,19 @@ from typing import Any
 
 from filelock import FileLock
 
-from workbench.errors import OnlyHere, WorkbenchError
-from workbench.files import read_json, write_json
+from workbench.errors import BadCheckpoint, LeftOut, OnlyHere, WorkbenchError, warn_caller
+from workbench.files import digest, read_json, write_json
 from workbench.storage.remote import Remote, remote
 
-NOTES, SOURCE, CORPORA = ".remote", "source.json", ".corpora"
+NOTES, SOURCE, LEASES, CORPORA = ".remote", "url", "leases", ".corpora"
 RUN, STEP = "run.json", "config.json"
 HEAVY = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+LONGEST_NAME, LONGEST_PATH, DEEPEST = (
+    255,
+    4000,
+    100,
+)  # bytes of a file's name and path on common disks; folders in each other
+LONGEST_UNIT = 200  # bytes of a run's name in the name of its notes
 
 
 @dataclass(frozen=True)
@@ -57,9 +68,10 @@ class Mirror:
     @contextlib.contextmanager
     def notes(self, unit: str, patience: float = -1) -> Iterator[dict[str, Any]]:
         """The notes of a run or of the corpora, kept at the end whatever happened; one process at a time."""
-        place = self.root / NOTES / f"{unit}.json"
+        place = self.root / NOTES / f"{unit if len(os.fsencode(unit)) <= LONGEST_UNIT else digest(unit)}.json"
         with FileLock(place.with_suffix(".lock"), timeout=patience):
-            notes: dict[str, Any] = read_json(place) if place.exists() else {}
+            kept = read_json(place) if place.exists() else {}
+            notes = {name: note for name, note in kept.items() if isinstance(note, dict) and "mark" in note}
             before = dict(notes)
             try:
                 yield notes
@@ -69,7 +81,51 @@ class Mirror:
 
     def units(self) -> list[str]:
         """The runs that have notes, and the corpora."""
-        return sorted(path.stem for path in (self.root / NOTES).glob("*.json") if path.name != SOURCE)
+        return sorted(path.stem for path in (self.root / NOTES).glob("*.json"))
+
+    def is_read(self, name: str) -> bool:
+        """Whether a process holds a lease on a file, or on a folder that it is in."""
+        above = [str(path) for path in PurePosixPath(name).parents]
+        return any(_is_locked(self.lease(one)) for one in (name, *("" if path == "." else path for path in above)))
+
+    def lease(self, name: str) -> Path:
+        """The file that is locked while a process reads what has this name."""
+        return self.root / NOTES / LEASES / digest(name)
+
+
+class Lease:
+    """A path that a process reads: while the lease lives, no process evicts files of it from the cache.
+
+    A context manager that gives the path; without `with`, the lease ends with the object, and with its process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = path, None
+        if (mirror := mirror_of(path)) is not None:
+            place = mirror.lease(mirror.name(path))
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._file = place.open("ab")
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    __del__ = __exit__
+
+
+def _is_locked(place: Path) -> bool:
+    try:
+        with place.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def cache() -> Path:
@@ -82,18 +138,32 @@ def _cache(ours: str | None, everybodys: str | None) -> Path:
     return Path(ours or Path(everybodys or Path.home() / ".cache") / "workbench").resolve() / "mirrors"
 
 
+def root_of(url: str) -> Path:
+    """The folder of the cache that stands for a URL."""
+    scheme, _, rest = url.partition("://")
+    return cache() / f"{scheme}-{PurePosixPath(rest).name[:40]}-{digest(url)}"
+
+
 def mirrors() -> list[Mirror]:
     """All that are there."""
-    return [Mirror(p.parents[1], str(read_json(p)["url"])) for p in sorted(cache().glob(f"*/{NOTES}/{SOURCE}"))]
+    return [_opened(place.parents[1]) for place in sorted(cache().glob(f"*/{NOTES}/{SOURCE}"))]
 
 
 def mirror_of(path: Path) -> Mirror | None:
     """The mirror that a path of this machine lies in."""
     root = cache()
-    if not path.is_relative_to(root) or path == root:
-        return None
-    own = root / path.relative_to(root).parts[0]
-    return Mirror(own, str(read_json(own / NOTES / SOURCE)["url"]))
+    return None if not path.is_relative_to(root) or path == root else _opened(root / path.relative_to(root).parts[0])
+
+
+def _opened(root: Path) -> Mirror:
+    """The mirror in a folder of the cache; raises `BadCheckpoint` where the folder was not made for the URL that it names."""
+    place = root / NOTES / SOURCE
+    url = str(read_json(place).get("url"))
+    if root_of(url) != root:
+        raise BadCheckpoint(
+            f"{place} names {url[:200]!r}, which is not the URL that {root} was made for; remove that folder"
+        )
+    return Mirror(root, url)
 
 
 def heavy(name: str) -> bool:
@@ -107,24 +177,78 @@ def unit_of(name: str) -> str:
 
 
 def pull(mirror: Mirror, under: str, with_heavy: bool) -> bool:
-    """Bring what is new there, small files or all, and let go of what is there no more; whether something came."""
-    there = {name: mark for name, mark in mirror.remote.listed(under).items() if _kept(name)}
+    """Bring what is new there, small files or all, and remove what is there no more; whether something came.
+
+    Entries that this disk cannot hold are left out, with a `LeftOut` warning that names them. So are entries of a folder of runs
+    that cannot be read; raises `WorkbenchError` where they belong to what was asked for.
+    """
+    there, left_out = _usable(mirror, mirror.remote.listed(under))
     brought = False
     for unit in sorted({*map(unit_of, there), *([unit_of(under)] if under else mirror.units())}):
         with mirror.notes(unit) as notes:
             for name in [name for name in notes if _within(name, under) and mirror.clean(name, notes)]:
                 if there.get(name) != notes[name]["mark"]:
                     (mirror.root / name).unlink()
+                    _remove_empty((mirror.root / name).parent, mirror.root)
                     del notes[name]
             new = [
                 name for name in there
-                if unit_of(name) == unit and (with_heavy or not heavy(name)) and not (mirror.root / name).exists()
+                if unit_of(name) == unit and (with_heavy or not heavy(name)) and not (mirror.root / name).is_file()
             ]  # fmt: skip
             if new:
-                mirror.remote.fetch({name: mirror.root / name for name in new})
-                notes |= {name: mirror.state(name, there[name]) for name in new}
-                brought = True
+                failed = _brought(mirror, under, new)
+                if failed and (under or with_heavy):
+                    raise next(iter(failed.values()))
+                left_out |= {name: str(error) for name, error in failed.items()}
+                notes |= {name: mirror.state(name, there[name]) for name in new if name not in failed}
+                brought |= len(failed) < len(new)
+    if left_out:
+        reasons = "; ".join(f"{name[:120]!r} ({reason})" for name, reason in list(left_out.items())[:5])
+        warn_caller(f"{mirror.url}: {len(left_out)} files are left out: {reasons}", LeftOut)
     return brought
+
+
+def _usable(mirror: Mirror, listed: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """(name -> mark of the files that this disk can hold, name -> why not of the others)."""
+    kept = {name: mark for name, mark in listed.items() if _kept(name)}
+    folders = {str(parent) for name in kept for parent in PurePosixPath(name).parents}
+    reasons = dict[str, str]()
+    for name, mark in kept.items():
+        parts = [len(part.encode("utf-8", "surrogateescape")) for part in (str(mirror.root), *name.split("/"))]
+        if not mark:
+            reasons[name] = "it is no regular file"
+        elif "\0" in name or PurePosixPath(name).as_posix() != name:
+            reasons[name] = "its name is no path of this disk"
+        elif max(parts[1:]) > LONGEST_NAME or sum(parts) + len(parts) > LONGEST_PATH or len(parts) > DEEPEST:
+            reasons[name] = "its name is too long for this disk"
+        elif name in folders:
+            reasons[name] = "a folder has the same name"
+    return {name: mark for name, mark in kept.items() if name not in reasons}, reasons
+
+
+def _brought(mirror: Mirror, under: str, names: list[str]) -> dict[str, WorkbenchError]:
+    """Fetch files, and return why for those that failed; raises `WorkbenchError` where nothing can be read there any more."""
+    try:
+        mirror.remote.fetch({name: mirror.root / name for name in names})
+    except WorkbenchError:
+        mirror.remote.listed(under)  # raises if the connection is the reason
+    else:
+        return {}
+    failed = dict[str, WorkbenchError]()
+    for name in names:
+        try:
+            mirror.remote.fetch({name: mirror.root / name})
+        except WorkbenchError as error:
+            failed[name] = error
+    return failed
+
+
+def _remove_empty(folder: Path, root: Path) -> None:
+    """Remove a folder and those above it, as far as they are empty: a file may have the name now."""
+    with contextlib.suppress(OSError):
+        while folder != root:
+            folder.rmdir()
+            folder = folder.parent
 
 
 def push(mirror: Mirror, under: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
-from workbench.errors import WorkbenchError
+from workbench.errors import BadData, WorkbenchError
 from workbench.jobs.running import Job, Status, Workers, run_jobs
 from workbench.runs.corpora import shared_text
 from workbench.runs.records import load_records, write_parquet
@@ -67,7 +67,9 @@ def sizes(run: StudyRun) -> tuple[ModelConfig, TrainConfig]:
 
 def prepare_data(run: StudyRun) -> dict[str, Any]:
     """The description of a run's data and its vocabulary `d_vocab`; text is tokenised and kept beside the runs."""
+    from workbench.checkpoints.hub import offline
     from workbench.data.sources import BackcopyData, RepeatedData, prepare
+    from workbench.data.texts import is_dataset
 
     written = dict(run.cell.settings["data"])
     kind = written.pop("kind", "text")
@@ -79,7 +81,14 @@ def prepare_data(run: StudyRun) -> dict[str, Any]:
         settings = {"vocabulary": vocabulary, "bos": written.get("bos")}
         runs = Path(run.runs)
         if texts := written.get("texts"):
-            data = prepare(texts=texts, root=runs / CORPORA, **settings)
+            try:
+                with offline():  # a study file may be another's
+                    data = prepare(texts=texts, root=runs / CORPORA, **settings)
+            except BadData as error:
+                if not any(map(is_dataset, texts)):
+                    raise
+                cure = "a study reads data sets from this machine's cache: fetch it once with datasets.load_dataset"
+                raise BadData(f"{error}; {cure}") from error
         else:
             data = shared_text(runs, max_bytes=QUICK_BYTES if run.quick else None, **settings)
     return data.describe() | {"d_vocab": data.d_vocab}

@@ -39,7 +39,7 @@ from workbench.models import build, compose
 from workbench.models.transformer import Transformer
 from workbench.runs.run import CORPORA, FORMAT, Run, place_of, written_now
 from workbench.runs.trackers import checked, opened
-from workbench.storage.mirror import fill, folder, here, push
+from workbench.storage.mirror import folder, here, push, reading
 from workbench.training.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
 from workbench.training.telemetry import Telemetry
 
@@ -112,8 +112,8 @@ def train(
     lock = run.writing() if first else None
     try:
         grid = sorted({0, train.steps, *(checkpoints or checkpoint_steps(train.steps, train.checkpoints))})
-        fill(run.path / "resume")
-        loop = _Loop(run, data, accelerator, grid, progress, options)
+        with reading(run.path / "resume"):
+            loop = _Loop(run, data, accelerator, grid, progress, options)
         try:
             loop.telemetry.sinks += opened(logs if first else (), run.path, run.info, loop.step)
             loop.run_to_end()

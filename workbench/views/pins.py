@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -95,16 +97,13 @@ def html(source: Source, kept: Sequence[Pin]) -> str:
             page.add(paragraph(f"Not drawn: {drawing}", "small"))
         else:
             page.add(page.figure(drawing.figure), paragraph(drawing.sentence), numbers(drawing.table))
-        page.add(paragraph(f'{pin.kept}: workbench view "{pin.link}" --only {pin.view}', "small"))
+        page.add(paragraph(f"{pin.kept}: {_command(pin)}", "small"))
     return page.html()
 
 
 def markdown(kept: Sequence[Pin]) -> str:
-    """The pins as notes, links and commands."""
-    parts = [
-        f'- {p.note or p.view} ({p.kept})\n\n      workbench view "{p.link}" --only {p.view} --out {p.view}.svg\n'
-        for p in kept
-    ]
+    """The pins as notes, links and commands; what the file of pins holds is text in it, never Markdown."""
+    parts = [f"- {escaped(p.note or p.view)} ({escaped(p.kept)})\n\n      {_command(p, out=True)}\n" for p in kept]
     return "# Kept views\n\n" + "\n".join(parts)
 
 
@@ -116,9 +115,29 @@ def notebook(folder: Path, kept: Sequence[Pin]) -> str:
     )
     cells = [_cell("code", "begin", begin)]
     for i, pin in enumerate(kept):
-        cells.append(_cell("markdown", f"note-{i}", f"## {pin.view}\n\n{pin.note}"))
+        cells.append(_cell("markdown", f"note-{i}", f"## {escaped(pin.view)}\n\n{escaped(pin.note)}"))
         cells.append(_cell("code", f"pin-{i}", f"Pin({pin.link!r}, {pin.view!r}).draw(source).figure"))
     return json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=1)
+
+
+def escaped(text: object) -> str:
+    """Any text as itself inside Markdown, on one line."""
+    return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(str(text).split()))
+
+
+def _command(pin: Pin, out: bool = False) -> str:
+    """The command that draws a pin, for a shell, on one line; options by `=`, so that no text becomes another option."""
+    name = re.sub(r"[^\w-]+", "_", pin.view)
+    words = [
+        "workbench",
+        "view",
+        " ".join(pin.link.split()),
+        f"--only={pin.view}",
+        *([f"--out={name}.svg"] if out else []),
+    ]
+    if words[2].startswith("-"):
+        words = [*words[:2], *words[3:], "--", words[2]]
+    return " ".join(shlex.join(words).split())
 
 
 def _cell(kind: str, name: str, text: str) -> dict[str, Any]:
