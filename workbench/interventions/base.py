@@ -30,6 +30,7 @@ class Intervention:
     min_length: int = 2
     timed: bool = False
     version: int = 1
+    by_document: bool = False
 
     @property
     def name(self) -> str:
@@ -62,15 +63,17 @@ def intervention(
     min_length: int = 2,
     timed: bool = False,
     version: int = 1,
+    by_document: bool = False,
 ) -> Callable[[Experiment], Experiment]:
     """Register an experiment under its function's name.
 
     `timed`: its numbers are a clock's. No two runs agree; what is kept is the first, and on another machine it is measured anew.
     `version`: raised whenever the numbers change, as a metric's (`workbench.metrics.metric`).
+    `by_document`: it reads `sample.segments`, so that padding and several documents in a row are kept apart.
     """
 
     def register(function: Experiment) -> Experiment:
-        made = Intervention(function, unit, range, reading, source, min_length, timed, version)
+        made = Intervention(function, unit, range, reading, source, min_length, timed, version, by_document)
         INTERVENTIONS[made.name] = made
         return function
 

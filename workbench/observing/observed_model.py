@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
@@ -25,6 +26,7 @@ from workbench.models.hooked import HookedModel
 from workbench.names import is_statistic, layer_of
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
 from workbench.observing.interception.positions import Positions
+from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.interception.tensor_layouts import get_at
 from workbench.observing.interception.weights import is_sharded, offloaded
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
@@ -68,6 +70,8 @@ class Observed(HookedModel):
         self.__dict__["embed"] = self._embedding()
         self._call, self._call_all, self._recognize = call, call_all, recognize
         self.all_positions = False  # whether a run must give logits of every position
+        self._masks: SeenMasks | None = None  # where a run is to note its masks
+        self._segments: Segments | None = None  # documents that attention statistics keep apart
         self._add_hook_points()
         self.absent = missing_hooks(self.sites)
         self.setup()
@@ -111,7 +115,9 @@ class Observed(HookedModel):
         """While open, one run of the foreign module itself on these ids [batch, pos] fires the hook points."""
         head: Any = self.unembed.hook_in if self.structure.head is not None else None
         points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
-        return listening(HookedRun(self.foreign, self.structure, points, tokens))
+        return listening(
+            HookedRun(self.foreign, self.structure, points, tokens, masks=self._masks, segments=self._segments)
+        )
 
     @contextlib.contextmanager
     def _of_all_positions(self) -> Iterator[None]:
@@ -146,6 +152,35 @@ class Observed(HookedModel):
         with self._of_all_positions():
             return self.run_with_cache(tokens, names)
 
+    def run_with_segments(self, tokens: Any, *, everywhere: bool = False) -> tuple[Any, Segments]:
+        """The output of a run, and which of its positions are padding or documents that stand in one row.
+
+        Args:
+            tokens: Ids [batch, pos].
+            everywhere: Whether the output must be logits of every position.
+
+        Raises:
+            BadData: A row is padding alone.
+            WorkbenchError: A mask hides earlier tokens in a way that is neither padding nor packing.
+        """
+        ids = self.to_tokens(tokens)
+        with self._of_all_positions() if everywhere else self.lock, torch.no_grad():
+            self._masks = masks = SeenMasks(ids)
+            try:
+                return self(ids), masks.segments()
+            finally:
+                self._masks = None
+
+    @contextlib.contextmanager
+    def by_document(self, segments: Segments | None) -> Iterator[None]:
+        """While open, attention statistics leave padding out and take each document's first token for the sink."""
+        with self.lock:
+            before, self._segments = self._segments, segments
+            try:
+                yield
+            finally:
+                self._segments = before
+
     @property
     def ln_final(self) -> Any:
         """Refused: what norms an observed module's last stream need be no part of its own; `decompose` goes through it."""
@@ -170,7 +205,7 @@ class Observed(HookedModel):
             raise WorkbenchError(f"{name} gives no logits [batch, pos, d_vocab]: there is no loss")
         call = self._call_all if self.all_positions else self._call
         try:
-            if not self.hook_state.enabled:
+            if not self.hook_state.enabled and self._masks is None:
                 return self._logits_in(call(self.outer, tokens), tokens)
             refuse_dropout(self.foreign)
             with self.listening(tokens):

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from workbench.errors import BadData, WorkbenchError
@@ -26,8 +25,8 @@ LABELS, NO_MASK = ("labels", "targets", "target"), ("loss", "label", "target", "
 class Segments:
     """The documents of each row of a batch, and the tokens whose loss counts."""
 
-    ids: Int[Tensor, "batch pos"]  # 0 for padding, else the number of the document in its row
-    counted: Bool[Tensor, "batch pos"] | None = None  # tokens that the labels of the call count; None: all
+    ids: Tensor  # [batch, pos]: 0 for padding, else the number of the document in its row
+    counted: Tensor | None = None  # bool [batch, pos]: tokens that the labels of the call count; None: all
 
     @cached_property
     def is_whole(self) -> bool:
@@ -35,44 +34,65 @@ class Segments:
         return self.counted is None and bool((self.ids == 1).all())
 
     @property
-    def is_text(self) -> Bool[Tensor, "batch pos"]:
-        """Positions that are no padding."""
+    def is_text(self) -> Tensor:
+        """Positions [batch, pos] that are no padding."""
         return self.ids > 0
 
     @cached_property
-    def first(self) -> Int[Tensor, "batch pos"]:
-        """Position of the first token of each position's document; of padding, its own."""
+    def first(self) -> Tensor:
+        """Position [batch, pos] of the first token of each position's document; of padding, its own."""
         first = torch.arange(self.ids.shape[1], device=self.ids.device).repeat(len(self.ids), 1)
         for row, positions in self.documents():
             first[row, positions] = positions[0]
         return first
 
-    def documents(self) -> Iterator[tuple[int, Int[Tensor, " pos"]]]:
+    @property
+    def left_out(self) -> float:
+        """Share of positions that are padding."""
+        return float((self.ids == 0).double().mean())
+
+    def documents(self) -> Iterator[tuple[int, Tensor]]:
         """Each document as its row and its positions, in order."""
-        for row, numbers in enumerate(self.ids):
-            for number in range(1, int(numbers.max()) + 1):
-                yield row, (numbers == number).nonzero()[:, 0]
+        return ((row, at) for row in range(len(self.ids)) for at in self.documents_in(row))
+
+    def documents_in(self, row: int) -> list[Tensor]:
+        """Positions of each document of a row."""
+        return [(self.ids[row] == n).nonzero()[:, 0] for n in range(1, int(self.ids[row].max()) + 1)]
+
+    def rows(self, start: int, end: int) -> Segments:
+        """Those of some rows."""
+        return Segments(self.ids[start:end], None if self.counted is None else self.counted[start:end])
+
+    def to(self, device: torch.device | str) -> Segments:
+        """The same on a device."""
+        return Segments(self.ids.to(device), None if self.counted is None else self.counted.to(device))
+
+    @staticmethod
+    def cat(parts: Sequence[Segments]) -> Segments:
+        """Those of several batches of one length."""
+        counted = [torch.ones_like(p.ids, dtype=torch.bool) if p.counted is None else p.counted for p in parts]
+        some = any(p.counted is not None for p in parts)
+        return Segments(torch.cat([p.ids for p in parts]), torch.cat(counted) if some else None)
 
 
 @dataclass
 class SeenMasks:
     """What the attentions of one run hide, all layers and heads together."""
 
-    tokens: Int[Tensor, "batch pos"]
-    visible: Bool[Tensor, "batch query key"] | None = (
-        None  # keys that some attention lets a query see; None: none was read
+    tokens: Tensor  # [batch, pos]
+    visible: Tensor | None = (
+        None  # bool [batch, query, key]: keys that some attention lets a query see; None: none was read
     )
     arguments: list[tuple[str, Any]] = field(default_factory=list)  # of the module, by name
 
     def add(self, visible: Tensor | None) -> None:
-        """Add a mask [..., head, query, key] (True: seen) of one attention; None for a causal one that hides no earlier key."""
+        """Add a mask [batch or 1, head, query, key] (True: seen) of one attention; None for a causal one that hides no earlier key."""
         batch, length = self.tokens.shape
         past = torch.ones(length, length, dtype=torch.bool, device=self.tokens.device).tril()
         if visible is None:
             self.visible = past.expand(batch, -1, -1)
             return
-        seen = visible.reshape(-1, *visible.shape[-3:]).any(1) if visible.ndim > 2 else visible[None]
-        seen = seen.expand(batch, length, length) & past
+        seen = visible.any(1).expand(batch, length, length) & past
         self.visible = seen if self.visible is None else self.visible | seen
 
     def given(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -177,13 +197,13 @@ class SeenMasks:
         return None
 
 
-def depends_on_distance(seen: Bool[Tensor, "query key"]) -> bool:
-    """Whether a causal mask hides by distance alone, as a full one, a window or a dilated one does; False where no query sees another key."""
+def depends_on_distance(seen: Tensor) -> bool:
+    """Whether a causal mask [query, key] hides by distance alone (full, windowed, dilated); False if no query sees another key."""
     return len(seen) == 1 or (bool(seen.tril(-1).any()) and bool((seen[1:, 1:] == seen[:-1, :-1]).all()))
 
 
-def padding(seen: Bool[Tensor, "query key"], tokens: Int[Tensor, " pos"]) -> Bool[Tensor, " pos"]:
-    """Positions of padding under a causal mask of one row, True where a query sees a key.
+def padding(seen: Tensor, tokens: Tensor) -> Tensor:
+    """Positions of padding under a causal mask [query, key] of one row, True where a query sees a key.
 
     Padding sees not even itself, or is alone (neither sees nor is seen), or is skipped: later queries see earlier keys, never it.
     The last position, which no query follows, is padding if it repeats the token of padding before it.

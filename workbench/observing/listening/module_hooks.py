@@ -58,6 +58,8 @@ class ModuleHooks:
     def register(self) -> Iterator[Any]:
         """Handles of all hooks; those of blocks come first, so that the others know which layer is running."""
         module = self.run.module.get_submodule
+        if self.run.masks is not None:
+            yield self.run.module.register_forward_pre_hook(self.run.masks.given, with_kwargs=True)
         blocks = {layer.block for layer in self.layers if not layer.inline}
         for i, layer in enumerate(self.layers):
             for name in layer.inline:
