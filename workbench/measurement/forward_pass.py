@@ -20,12 +20,12 @@ from torch import Tensor
 
 from workbench import distributed
 from workbench.data.sources import Sample
-from workbench.errors import BadData, WorkbenchError
+from workbench.errors import WorkbenchError
 from workbench.metrics import Metric
 from workbench.metrics.base import AXES
 from workbench.models.transformer import Transformer
 from workbench.names import ACTIVATIONS, stream_hook
-from workbench.observing.interception.segments import Segments
+from workbench.observing.interception.segments import Segments, weighted_mean
 
 WHOLE = ("logits", "tokens", "counted")
 """What is there once for a sequence, not at a hook point."""
@@ -88,31 +88,23 @@ class Reduction:
             if segments is None:
                 documents = [{a: value[row : row + 1] for a, value in given.items()}]
             else:
-                positions = self.documents(segments, row, place)
+                positions = self.documents(segments, row)
                 documents = [{a: cut(x, str(aliases[a]), row, at) for a, x in given.items()} for at in positions]
-            if self.metric.form == "per_sequence":
+            if self.metric.form == "per_sequence" and documents:
                 values = [function(**one, **options).double().cpu() for one in documents]
                 self.parts[layer].append(weighted_mean(values, [len(at) for at in positions]))
             else:
                 for one in documents:
                     self.parts[layer][place % self.metric.folds].update(**one)
 
-    def documents(self, segments: Segments, row: int, place: int) -> list[Tensor]:
-        """Positions of each document of a row that the metric can read; raises `BadData` if there is none."""
+    def documents(self, segments: Segments, row: int) -> list[Tensor]:
+        """Positions of each document of a row that the metric can read: long enough and, for a loss, with tokens that count."""
         counted = segments.counted if "counted" in self.metric.optional else None
-        documents = [
+        return [
             at
             for at in segments.documents_in(row)
             if len(at) >= self.metric.min_length and (counted is None or bool(counted[row, at[1:]].any()))
         ]
-        if not documents:
-            needs = f"documents of {self.metric.min_length} tokens" + (
-                " of which some count" if counted is not None else ""
-            )
-            raise BadData(
-                f"{self.metric.name} needs {needs}; without padding, row {place} has none: leave the row or the metric out"
-            )
-        return documents
 
 
 def cut(value: Tensor, alias: str, row: int, positions: Tensor) -> Tensor:
@@ -124,17 +116,6 @@ def cut(value: Tensor, alias: str, row: int, positions: Tensor) -> Tensor:
     for axis, name in enumerate(axes):
         value = value.index_select(axis, positions.to(value.device)) if name in ("pos", "query", "key") else value
     return value
-
-
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """Mean of values [1, ...]; where their second axes differ, at each entry of those that reach it."""
-    longest = max(values, key=lambda value: value.shape[1:2].numel())
-    total, weight = torch.zeros_like(longest), torch.zeros_like(longest)
-    for value, w in zip(values, weights, strict=True):
-        reached = (slice(None), slice(0, value.shape[1])) if value.ndim > 1 else slice(None)
-        total[reached] += w * value
-        weight[reached] += w
-    return values[0] if len(values) == 1 else total / weight
 
 
 def mean_and_error(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,7 +247,7 @@ def collect(model: Transformer, sample: Sample, reductions: Sequence[Reduction],
             for layer, entries in plan.items()
             for hook in _reducers(layer, entries, {"tokens": ids} | weights[layer], documents, here)
         ]
-        with torch.no_grad(), model.hooks(reducers), model.by_document(here) if foreign else nullcontext():  # type: ignore[operator]
+        with torch.no_grad(), model.hooks(reducers), model.by_document(here) if foreign else nullcontext():
             logits = model(ids)
         for reduction in whole:
             reduction.feed(None, {"logits": logits, "tokens": ids}, documents)
@@ -397,7 +378,7 @@ def _control_rows(reduction: Reduction, sample: Sample, axes: dict[str, Any]) ->
         else:
             rows = list[Tensor]()
             for row, ids in enumerate(sample.ids):
-                documents = reduction.documents(sample.segments, row, row)
+                documents = reduction.documents(sample.segments, row)
                 rows.append(weighted_mean([of(ids[None, at]) for at in documents], [len(at) for at in documents]))
             value = mean_and_error(rows)[0]
         named = [axis for axis in reduction.metric.axes if axis != "head"] if value.ndim else []

@@ -26,6 +26,7 @@ from workbench.interventions.base import mean_row, trainable
 from workbench.jobs.running import Job, Workers, results
 from workbench.kernels import attention_form
 from workbench.measurement.forward_pass import (
+    Reduction,
     collect,
     passes_of,
     read_segments,
@@ -108,6 +109,8 @@ def measure(
 def _why_absent(subject: Subject, item: Measure) -> str:
     """Why a measurement has no rows."""
     model = subject.model
+    if item.name in subject.absent:
+        return subject.absent[item.name]
     if isinstance(item, Metric) and item.form != "derived":
         for site in item.sites or (None,):
             for alias in item.reads(site):
@@ -246,6 +249,10 @@ def _compute(
     together = [r for reductions in streamed.values() for r in reductions]
     sample = replace(sample, segments=read_segments(model, sample, together, batch))
     _refuse_packed(missing.values(), sample)
+    for key, metric in metrics.items():
+        if why := _too_short(metric, streamed[key][0], sample):
+            subject.absent[metric.name], streamed[key] = why, []
+    together = [r for reductions in streamed.values() for r in reductions]
     *before, last = passes_of(model, sample, together)
     for reductions in before:
         collect(model, sample, reductions, batch)
@@ -301,6 +308,18 @@ def _doubt(item: Measure, sample: Sample) -> dict[str, str]:
     )
     doubts = [doubt for doubt in map(item.doubt, texts) if doubt]
     return {"doubt": doubts[0]} if 2 * len(doubts) > len(texts) else {}
+
+
+def _too_short(metric: Metric, reduction: Reduction, sample: Sample) -> str:
+    """Why a metric has no numbers where a row has no document that is long enough, in words; else empty."""
+    if sample.segments is None:
+        return ""
+    row = next((row for row in range(len(sample.ids)) if not reduction.documents(sample.segments, row)), None)
+    if row is None:
+        return ""
+    longest = max(len(at) for at in sample.segments.documents_in(row))
+    counts = " that count" if sample.segments.counted is not None and "counted" in metric.optional else ""
+    return f"{metric.name} needs documents of {metric.min_length} tokens{counts}; the longest of row {row} has {longest} without its padding"
 
 
 def _refuse_packed(items: Iterable[Measure], sample: Sample) -> None:

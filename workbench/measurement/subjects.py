@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +44,8 @@ class Subject:
     in_hand: Transformer | None = None
     only_here: OnlyHere | None = None
     """Why its records could not be put up; told when all else is measured, which would be as true then as now."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Why measurements have no numbers, by name."""
 
     @cached_property
     def model(self) -> Transformer:

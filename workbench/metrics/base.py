@@ -25,7 +25,8 @@ Form = Literal["per_sequence", "accumulated", "derived"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 GIVEN = ("tokens", "counted", "W_O", "weights", "gradients", "cache")
-"""Arguments the driver hands in beside activations: ids [batch, pos], which of them count in the loss (bool [batch, pos]), the layer's output matrix [head, d_head, d_model],
+"""Arguments the driver hands in beside activations: ids [batch, pos], which of them count in the loss
+(bool [batch, pos]), the layer's output matrix [head, d_head, d_model],
 tensors by name, a filled key-value cache."""
 
 AXES = {"pos": "position", "head": "head", "kv_head": "head", "source": "source", "index": "index"}

@@ -197,6 +197,17 @@ class SeenMasks:
         return None
 
 
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """Mean of values [1, ...]; where their second axes differ, at each entry of those that reach it."""
+    longest = max(values, key=lambda value: value.shape[1:2].numel())
+    total, weight = torch.zeros_like(longest), torch.zeros_like(longest)
+    for value, w in zip(values, weights, strict=True):
+        reached = (slice(None), slice(0, value.shape[1])) if value.ndim > 1 else slice(None)
+        total[reached] += w * value
+        weight[reached] += w
+    return values[0] if len(values) == 1 else total / weight
+
+
 def depends_on_distance(seen: Tensor) -> bool:
     """Whether a causal mask [query, key] hides by distance alone (full, windowed, dilated); False if no query sees another key."""
     return len(seen) == 1 or (bool(seen.tril(-1).any()) and bool((seen[1:, 1:] == seen[:-1, :-1]).all()))
