@@ -319,7 +319,7 @@ def _too_short(metric: Metric, reduction: Reduction, sample: Sample) -> str:
         return ""
     longest = max(len(at) for at in sample.segments.documents_in(row))
     counts = " that count" if sample.segments.counted is not None and "counted" in metric.optional else ""
-    return f"{metric.name} needs documents of {metric.min_length} tokens{counts}; the longest of row {row} has {longest} without its padding"
+    return f"{metric.name} needs documents of {metric.min_length} tokens{counts}; the longest of row {row} has {longest} without padding"
 
 
 def _refuse_packed(items: Iterable[Measure], sample: Sample) -> None:

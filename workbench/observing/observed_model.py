@@ -8,8 +8,10 @@ workbench.measure(observed, ["importance_entropy", "value_drain"], tokens)
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from html import escape
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,10 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import WorkbenchError
+from workbench.errors import NotMeasured, WorkbenchError, warn_caller
 from workbench.models.activation_gradients import LossFn, NamesFilter
 from workbench.models.activations import Cache
-from workbench.models.hook_points import HookPoint
+from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.models.hooked import HookedModel
 from workbench.names import is_statistic, layer_of
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
@@ -111,13 +113,14 @@ class Observed(HookedModel):
             return False
         return together[2] != "z" or self.structure.layers[number].z is None
 
-    def listening(self, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def listening(self, tokens: Tensor) -> Iterator[HookedRun]:
         """While open, one run of the foreign module itself on these ids [batch, pos] fires the hook points."""
         head: Any = self.unembed.hook_in if self.structure.head is not None else None
         points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
-        return listening(
-            HookedRun(self.foreign, self.structure, points, tokens, masks=self._masks, segments=self._segments)
-        )
+        run = HookedRun(self.foreign, self.structure, points, tokens, masks=self._masks, segments=self._segments)
+        with listening(run):
+            yield run
 
     @contextlib.contextmanager
     def _of_all_positions(self) -> Iterator[None]:
@@ -208,8 +211,10 @@ class Observed(HookedModel):
             if not self.hook_state.enabled and self._masks is None:
                 return self._logits_in(call(self.outer, tokens), tokens)
             refuse_dropout(self.foreign)
-            with self.listening(tokens):
-                return self._logits_in(call(self.foreign, tokens), tokens)
+            with self.listening(tokens) as run:
+                output = self._logits_in(call(self.foreign, tokens), tokens)
+            self._say_what_did_not_run(run)
+            return output
         except (RuntimeError, IndexError, AssertionError) as error:
             if self.config.n_ctx < UNLIMITED:
                 raise
@@ -217,6 +222,18 @@ class Observed(HookedModel):
                 f"{type(self.foreign).__name__} cannot read {tokens.shape[1]} tokens, and nothing says how many it can "
                 f"({type(error).__name__}: {error}); a builder's run may say so with --config n_ctx=N"
             ) from error
+
+    def _say_what_did_not_run(self, run: HookedRun) -> None:
+        """Warn of hook points in use that this run did not pass, with their layers."""
+        silent = [name for name, point in self.hook_dict.items() if is_hooked(point) and name not in run.fired]
+        if silent:
+            layers = sorted({layer for name in silent if (layer := layer_of(name)) is not None})
+            where = f"layers {', '.join(map(str, layers))} did not run" if layers else "these places were not passed"
+            more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+            warn_caller(
+                f"{where} on these tokens as on the example, so these hooks did nothing: {', '.join(silent[:3])}{more}",
+                NotMeasured,
+            )
 
     def _logits_in(self, output: Any, tokens: Tensor) -> Any:
         if self.structure.logits is None:
@@ -254,6 +271,61 @@ class Observed(HookedModel):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own."""
         return self.foreign.named_parameters(*args, **kwargs)
+
+    # ---- what PyTorch asks of a module: answered by the observed one --------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return bool(self.foreign is not None and self.foreign.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Only `train` and `eval` change the module's mode."""
+
+    def train(self, mode: bool = True) -> Observed:
+        """Set the module's mode; `eval()` goes the same way."""
+        self.foreign.train(mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Observed:
+        """Move or cast the module; `cuda`, `cpu`, `half`, `bfloat16`, `float` and `double` do so too."""
+        return self._moved("to", *args, **kwargs)
+
+    def _moved(self, method: str, *args: Any, **kwargs: Any) -> Observed:
+        getattr(self.foreign, method)(*args, **kwargs)
+        self.__dict__["embed"] = self._embedding()
+        return self
+
+    cuda = partialmethod(_moved, "cuda")
+    cpu = partialmethod(_moved, "cpu")
+    half = partialmethod(_moved, "half")
+    bfloat16 = partialmethod(_moved, "bfloat16")
+    float = partialmethod(_moved, "float")
+    double = partialmethod(_moved, "double")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.foreign.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module."""
+        return self.foreign.load_state_dict(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's own."""
+        return self.foreign.named_buffers(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: hooks and the traced structure belong to this process."""
+        raise WorkbenchError(
+            f"an observed {type(self.foreign).__name__} cannot be pickled: save the module itself, and observe it again where it is loaded"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Observed:
+        memo[id(self)] = made = self.__class__.__new__(self.__class__)
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The module's own."""

@@ -59,6 +59,7 @@ class HookedRun:
         self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor, *,
         masks: SeenMasks | None = None, segments: Segments | None = None,
     ) -> None:  # fmt: skip
+        self.fired: set[str] = set()  # hook points that were passed
         self.masks, self.segments = masks, segments  # masks to note; documents that the statistics keep apart
         self.module, self.structure, self.points = module, structure, points
         self.layers = structure.layers
@@ -190,6 +191,7 @@ class HookedRun:
 
     def _call_hooks(self, point: Any, tensor: Tensor) -> Tensor:
         """The hooks' result; calls that hooks make themselves are not the module's."""
+        self.fired.add(point.name)
         if self.mode is None:
             return point(tensor)
         before, self.mode.silent = self.mode.silent, True
