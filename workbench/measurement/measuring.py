@@ -217,7 +217,7 @@ def _measure_one(
         distributed.all_gather(None)  # all processes wait until they are kept
         stored |= {key: frame for key, (frame, _) in fresh.items()}
     frame = pd.concat([stored[key] for key in keys], ignore_index=True)
-    return typed(frame.assign(**subject.axes))  # a renamed run keeps its numbers
+    return typed(frame.assign(**subject.axes, data=sample.label))  # a renamed run, or file, keeps its numbers
 
 
 def _key(subject: Subject, sample: Sample, item: Measure, sites: Sequence[str] = ()) -> str:
