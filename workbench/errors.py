@@ -51,6 +51,14 @@ class ObservedInstead(UserWarning):
     """A checkpoint our decoder does not compute was opened as another library's module, and is observed from outside."""
 
 
+class NotMeasured(UserWarning):
+    """What was asked for has no numbers here: layers that did not run, a metric of what the model does not show."""
+
+
+class PaddingLeftOut(UserWarning):
+    """Some positions are padding, or rows hold several documents: averages are over the tokens of each document."""
+
+
 class NoWorkersYet(UserWarning):
     """A cluster has no worker at the moment; its jobs wait for the first."""
 

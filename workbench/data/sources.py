@@ -35,6 +35,7 @@ class Sample:
     label: str
     kind: str = "text"
     source: Any = None  # where training sequences of the same kind come from, if anywhere
+    segments: Any = None  # the documents of each row where these are not whole: padding, packing (`Segments`)
 
     @cached_property
     def hash(self) -> str:

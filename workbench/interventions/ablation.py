@@ -99,7 +99,7 @@ def _losses_of_others(model: Any, sample: Any, batch: int, names: list[str]) -> 
 
 @intervention(
     unit="nats", range="any", reading="higher: the sublayer matters more",
-    source="Zhou et al. 2025 (attention and MLP matter alike in deep layers), removal by zero",
+    source="Zhou et al. 2025 (attention and MLP matter alike in deep layers), removal by zero", by_document=True,
 )  # fmt: skip
 @torch.no_grad()
 def sublayer_removal(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
@@ -108,14 +108,14 @@ def sublayer_removal(model: Any, sample: Any, data: Any, batch: int) -> Iterator
     Caution: later layers read a stream they were never trained on; compare layers and models, not with training without.
     """
     batches = batches_of(model, sample, batch)
-    plain = losses(model, batches)
+    plain = losses(model, batches, sample.segments)
     for layer in range(model.config.n_layers):
         for part, point in (("attention", "hook_attn_out"), ("mlp", "hook_mlp_out")):
             name = f"blocks.{layer}.{point}"
             if name not in model.hook_dict:
                 continue
             with model.hooks([(name, lambda out, hook: torch.zeros_like(out))]):
-                change = losses(model, batches) - plain
+                change = losses(model, batches, sample.segments) - plain
             yield mean_row(change, layer=layer, part=part, unit="nats")
 
 

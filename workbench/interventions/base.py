@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.metrics.residual import loss
 from workbench.names import ACTIVATIONS, stream_hook
+from workbench.observing.interception.segments import Segments, weighted_mean
 
 Experiment = Callable[..., Iterator[dict[str, Any]]]
 
@@ -30,6 +32,7 @@ class Intervention:
     min_length: int = 2
     timed: bool = False
     version: int = 1
+    by_document: bool = False
 
     @property
     def name(self) -> str:
@@ -62,15 +65,17 @@ def intervention(
     min_length: int = 2,
     timed: bool = False,
     version: int = 1,
+    by_document: bool = False,
 ) -> Callable[[Experiment], Experiment]:
     """Register an experiment under its function's name.
 
     `timed`: its numbers are a clock's. No two runs agree; what is kept is the first, and on another machine it is measured anew.
     `version`: raised whenever the numbers change, as a metric's (`workbench.metrics.metric`).
+    `by_document`: it reads `sample.segments`, so that padding and several documents in a row are kept apart.
     """
 
     def register(function: Experiment) -> Experiment:
-        made = Intervention(function, unit, range, reading, source, min_length, timed, version)
+        made = Intervention(function, unit, range, reading, source, min_length, timed, version, by_document)
         INTERVENTIONS[made.name] = made
         return function
 
@@ -106,10 +111,31 @@ def trainable(weights: Iterable[Tensor]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def losses(model: Any, batches: Sequence[Tensor]) -> Tensor:
-    """Mean next-token loss of each document in nats, float64 on the CPU."""
-    parts = [model(ids, return_type="loss", loss_per_token=True).mean(1) for ids in batches]
-    return torch.cat(parts).double().cpu()
+def losses(model: Any, batches: Sequence[Tensor], segments: Segments | None = None) -> Tensor:
+    """Mean next-token loss of each row in nats, float64 on the CPU; of its documents by `segments`, where rows are not whole."""
+    if segments is None:
+        parts = [model(ids, return_type="loss", loss_per_token=True).mean(1) for ids in batches]
+        return torch.cat(parts).double().cpu()
+    rows, each = iter(range(len(segments.ids))), list[Tensor]()
+    for ids in batches:
+        for logits, tokens in zip(model.everywhere(ids)[:, None], ids[:, None], strict=True):
+            row = next(rows)
+            documents = [at.to(ids.device) for at in segments.documents_in(row) if len(at) > 1]
+            counted = None if segments.counted is None else segments.counted[row : row + 1].to(ids.device)
+            values = [
+                loss(logits[:, at], tokens[:, at], None if counted is None else counted[:, at]).double()
+                for at in documents
+            ]
+            each.append(weighted_mean(values, [len(at) for at in documents]))
+    return torch.cat(each).cpu()
+
+
+def text_of(model: Any, ids: Tensor) -> Tensor:
+    """Which of the ids [batch, pos] are no padding: all but those that an observed module's masks hide."""
+    text: Tensor = (
+        torch.ones_like(ids, dtype=torch.bool) if model.foreign is None else model.run_with_segments(ids)[1].is_text
+    )
+    return text
 
 
 def mean_row(values: Tensor, **axes: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class CrossMoments:
 
 @intervention(
     unit="cosine", range="-1..1; linear CKA 0..1", reading="higher: the two layers are more alike",
-    source="linear CKA: Kornblith et al. 2019; cosine of the same token's vectors: Zhou et al. 2024",
+    source="linear CKA: Kornblith et al. 2019; cosine of the same token's vectors: Zhou et al. 2024", by_document=True,
 )  # fmt: skip
 @torch.no_grad()
 def layer_similarity(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
@@ -71,14 +71,17 @@ def layer_similarity(model: Any, sample: Any, data: Any, batch: int) -> Iterator
             continue
         cosines: dict[tuple[int, int], list[Tensor]] = {}
         moments = CrossMoments()
-        for ids in batches_of(model, sample, batch):
+        is_text = torch.ones_like(sample.ids, dtype=torch.bool) if sample.segments is None else sample.segments.is_text
+        for ids, text in zip(batches_of(model, sample, batch), is_text.split(batch), strict=True):
             _, cache = model.run_with_cache(ids, names_filter=list(points.values()))
+            text = text.to(ids.device)
             vectors = {n: wide(cache[name].flatten(2)) for n, name in points.items()}
-            moments.add({n: x.flatten(0, 1) for n, x in vectors.items()})
+            moments.add({n: x[text] for n, x in vectors.items()})
             for n, m in pairs(vectors):
                 both = min(vectors[n].shape[-1], vectors[m].shape[-1])
                 x, y = (vectors[i][..., :both].double() for i in (n, m))
-                cosines.setdefault((n, m), []).append(torch.cosine_similarity(x, y, dim=-1).mean(1).cpu())
+                alike = torch.cosine_similarity(x, y, dim=-1).where(text, 0).sum(1) / text.sum(1)
+                cosines.setdefault((n, m), []).append(alike.cpu())
         alike = moments.cka()
         for (n, m), parts in cosines.items():
             yield mean_row(torch.cat(parts), site=site, layer=n, source=m, unit="cosine")

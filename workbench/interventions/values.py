@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.interventions.base import batches_of, hook_points, intervention, losses, mean_row
+from workbench.interventions.base import batches_of, hook_points, intervention, losses, mean_row, text_of
 from workbench.models.hooked import HookedModel
+from workbench.observing.interception.segments import Segments
 
 SITES = ("own_v", "v", "q", "k")
 REPLACEMENTS = ("token_mean", "mean", "zero")
@@ -61,15 +62,16 @@ def token_means(model: HookedModel, site: str, batches: Sequence[Tensor]) -> Tok
     """Means per token id over training batches [batch, pos], at every layer that has the site."""
     hooks = _hooks(model, site, range(model.config.n_layers))
     counts = torch.zeros(model.config.d_vocab, dtype=torch.double)
-    for tokens in batches:
-        counts += tokens.flatten().bincount(minlength=len(counts)).double().cpu()
+    texts = [text_of(model, tokens) for tokens in batches]
+    for tokens, text in zip(batches, texts, strict=True):
+        counts += tokens[text].bincount(minlength=len(counts)).double().cpu()
     place, types = (counts > 0).cumsum(0).sub(1), int((counts > 0).sum())
     sums: dict[int, Tensor] = {}
-    for tokens in batches:
-        rows = place[tokens.flatten().cpu()]
+    for tokens, text in zip(batches, texts, strict=True):
+        rows = place[tokens[text].cpu()]
 
-        def add(tensor: Tensor, hook: Any, rows: Tensor = rows) -> None:
-            flat = tensor.flatten(0, 1).double().cpu()
+        def add(tensor: Tensor, hook: Any, rows: Tensor = rows, text: Tensor = text) -> None:
+            flat = tensor[text].double().cpu()
             total = sums.setdefault(int(hook.layer()), flat.new_zeros(types, *flat.shape[1:]))
             total.index_add_(0, rows, flat)
 
@@ -104,19 +106,22 @@ def replaced(
 
 @torch.no_grad()
 def _losses(
-    model: HookedModel, batches: Sequence[Tensor], means: TokenMeans, layers: Sequence[int], how: str | None = None
-) -> Tensor:
-    """Loss of each document in nats, with the site replaced where `how` says so."""
-    parts = []
+    model: HookedModel, batches: Sequence[Tensor], means: TokenMeans, layers: Sequence[int], how: str | None = None, *,
+    segments: Segments | None = None,
+) -> Tensor:  # fmt: skip
+    """Loss of each row in nats, with the site replaced where `how` says so."""
+    parts, start = [], 0
     for tokens in batches:
+        of = None if segments is None else segments.rows(start, start := start + len(tokens))
         with replaced(model, tokens, layers, how, means) if how else nullcontext():
-            parts.append(losses(model, [tokens]))
+            parts.append(losses(model, [tokens], of))
     return torch.cat(parts)
 
 
 @intervention(
-    unit="nats", range="any", reading="lower: less context is needed", source="after Bank of Values, arXiv 2606.02780"
-)
+    unit="nats", range="any", reading="lower: less context is needed", source="after Bank of Values, arXiv 2606.02780",
+    by_document=True,
+)  # fmt: skip
 def value_ablation(
     model: HookedModel, sample: Any, data: Any, batch: int, *, sites: Sequence[str] = ("own_v",)
 ) -> Iterator[dict[str, Any]]:
@@ -135,17 +140,20 @@ def value_ablation(
     batches = batches_of(model, sample, batch)
     for site in sites:
         means = token_means(model, site, [ids.to(batches[0].device) for ids in training.split(batch)])
-        plain = _losses(model, batches, means, [])
+        plain = _losses(model, batches, means, [], segments=sample.segments)
         groups: list[tuple[list[int], dict[str, int]]] = [([layer], {"layer": layer}) for layer in sorted(means.sums)]
         if deep := [layer for layer in sorted(means.sums) if layer]:
             groups.append((deep, {}))
         for layers, axes in groups:
-            yield from _changes(model, batches, means, layers, plain, REPLACEMENTS, {"site": site, **axes})
+            yield from _changes(
+                model, batches, means, layers, plain, REPLACEMENTS, sample.segments, {"site": site, **axes}
+            )
 
 
 @intervention(
-    unit="nats", range="any", reading="lower: less context is needed", source="after Bank of Values, arXiv 2606.02780"
-)
+    unit="nats", range="any", reading="lower: less context is needed", source="after Bank of Values, arXiv 2606.02780",
+    by_document=True,
+)  # fmt: skip
 def deep_value_ablation(model: HookedModel, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Change of the validation loss when all own values after the first layer are replaced at once, in four passes.
 
@@ -157,9 +165,12 @@ def deep_value_ablation(model: HookedModel, sample: Any, data: Any, batch: int) 
     batches = batches_of(model, sample, batch)
     means = token_means(model, "own_v", [ids.to(batches[0].device) for ids in training.split(batch)])
     if deep := [layer for layer in sorted(means.sums) if layer]:
-        plain = _losses(model, batches, means, [])
-        yield from _changes(model, batches, means, deep, plain, ("token_mean", "zero"), {"site": "own_v"})
-    yield mean_row(means.seen(sample.ids).double().mean(1), site="own_v", variant="seen", unit="share")
+        plain = _losses(model, batches, means, [], segments=sample.segments)
+        yield from _changes(
+            model, batches, means, deep, plain, ("token_mean", "zero"), sample.segments, {"site": "own_v"}
+        )
+    text = torch.ones_like(sample.ids, dtype=torch.bool) if sample.segments is None else sample.segments.is_text
+    yield mean_row((means.seen(sample.ids) & text).sum(1) / text.sum(1), site="own_v", variant="seen", unit="share")
 
 
 def _training(data: Any, name: str, documents: int, sample: Any) -> Tensor:
@@ -174,10 +185,10 @@ def _training(data: Any, name: str, documents: int, sample: Any) -> Tensor:
 
 def _changes(
     model: HookedModel, batches: Sequence[Tensor], means: TokenMeans, layers: Sequence[int], plain: Tensor,
-    ways: Sequence[str], axes: dict[str, Any],
+    ways: Sequence[str], segments: Segments | None, axes: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Rows of what each way of replacing these layers changes, and of the share that the token alone supplies."""
-    changes = {how: _losses(model, batches, means, layers, how) - plain for how in ways}
+    changes = {how: _losses(model, batches, means, layers, how, segments=segments) - plain for how in ways}
     for how, change in changes.items():
         yield mean_row(change, **axes, variant=how, unit="nats")
     zero, token = float(changes["zero"].mean()), float(changes["token_mean"].mean())

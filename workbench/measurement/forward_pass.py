@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +20,14 @@ from torch import Tensor
 
 from workbench import distributed
 from workbench.data.sources import Sample
+from workbench.errors import WorkbenchError
 from workbench.metrics import Metric
 from workbench.metrics.base import AXES
 from workbench.models.transformer import Transformer
 from workbench.names import ACTIVATIONS, stream_hook
+from workbench.observing.interception.segments import Segments, weighted_mean
 
-WHOLE = ("logits", "tokens")
+WHOLE = ("logits", "tokens", "counted")
 """What is there once for a sequence, not at a hook point."""
 
 LAYER_WEIGHTS = ("W_O",)
@@ -44,6 +48,7 @@ class Reduction:
     options: Mapping[str, Any] = field(default_factory=dict)
     parts: dict[Any, Any] = field(default_factory=dict)  # layer -> list of tensors, or accumulators per fold
     rows: list[dict[str, Any]] | None = None  # its records, where they are taken before another pass
+    rows_read: Counter[Any] = field(default_factory=Counter)  # layer -> sequences
 
     def hooks(self, layer: Any, model: Transformer) -> dict[str, str]:
         """Hook point of each activation it reads at a layer; empty where the model lacks one of them."""
@@ -55,20 +60,78 @@ class Reduction:
             return {}
         if not all(points.values()):
             return {}
-        points |= {alias: _hook_of(alias, layer, model) for alias in self.metric.optional}
+        points |= {a: _hook_of(a, layer, model) for a in self.metric.optional if a not in WHOLE}
         return {a: hook for a, hook in points.items() if hook is not None}
 
-    def feed(self, layer: Any, inputs: Mapping[str, Tensor], documents: range) -> None:
-        """Reduce one batch: `inputs` by name, `documents` the row of each sequence in the sample."""
-        given = {a: inputs[self.site if a == "vectors" and self.site else a] for a in self.metric.arguments}
-        given |= {a: inputs[a] for a in self.metric.optional if a in inputs}
-        if self.metric.form == "per_sequence":
-            self.parts.setdefault(layer, []).append(self.metric.function(**given, **self.options).double().cpu())
+    @property
+    def is_of_logits(self) -> bool:
+        """Whether it reads no hook point."""
+        return set(self.metric.reads(self.site)) <= set(WHOLE)
+
+    def feed(self, layer: Any, inputs: Mapping[str, Tensor], rows: range, segments: Segments | None = None) -> None:
+        """Reduce one batch: `inputs` by name, `rows` the place of each sequence in the sample.
+
+        With `segments` each document is reduced by itself, without padding; the value of a row is the mean over its documents,
+        weighted by their tokens.
+        """
+        aliases = {a: self.site if a == "vectors" else a for a in (*self.metric.arguments, *self.metric.optional)}
+        given = {a: inputs[str(alias)] for a, alias in aliases.items() if alias in inputs or a in self.metric.arguments}
+        function, options = self.metric.function, self.options
+        self.rows_read[layer] += len(rows)
+        if segments is None and self.metric.form == "per_sequence":
+            self.parts.setdefault(layer, []).append(function(**given, **options).double().cpu())
             return
-        folds = self.parts.setdefault(layer, [self.metric.function(**self.options) for _ in range(self.metric.folds)])
-        for row, document in enumerate(documents):
-            one = {name: value[row : row + 1] for name, value in given.items()}
-            folds[document % self.metric.folds].update(**one)
+        if layer not in self.parts:
+            per_sequence = self.metric.form == "per_sequence"
+            self.parts[layer] = [] if per_sequence else [function(**options) for _ in range(self.metric.folds)]
+        for row, place in enumerate(rows):
+            if segments is None:
+                documents = [{a: value[row : row + 1] for a, value in given.items()}]
+            else:
+                positions = self.documents(segments, row)
+                documents = [{a: cut(x, str(aliases[a]), row, at) for a, x in given.items()} for at in positions]
+            if self.metric.form == "per_sequence" and documents:
+                values = [function(**one, **options).double().cpu() for one in documents]
+                self.parts[layer].append(weighted_mean(values, [len(at) for at in positions]))
+            else:
+                for one in documents:
+                    self.parts[layer][place % self.metric.folds].update(**one)
+
+    def documents(self, segments: Segments, row: int) -> list[Tensor]:
+        """Positions of each document of a row that the metric can read: long enough and, for a loss, with tokens that count."""
+        counted = segments.counted if "counted" in self.metric.optional else None
+        return [
+            at
+            for at in segments.documents_in(row)
+            if len(at) >= self.metric.min_length and (counted is None or bool(counted[row, at[1:]].any()))
+        ]
+
+
+def cut(value: Tensor, alias: str, row: int, positions: Tensor) -> Tensor:
+    """One row of an activation [batch, ...] at these positions; tensors without a batch stay whole."""
+    axes = ["batch", "pos"] if alias == "counted" else ACTIVATIONS[alias].axes.split() if alias in ACTIVATIONS else []
+    if "batch" not in axes:
+        return value
+    value = value[row : row + 1]
+    for axis, name in enumerate(axes):
+        value = value.index_select(axis, positions.to(value.device)) if name in ("pos", "query", "key") else value
+    return value
+
+
+def mean_and_error(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, standard error and number of values [batch, ...]; where their second axes differ, at each entry of those that reach it."""
+    if len({part.shape[1:2] for part in parts}) == 1:
+        values = torch.cat(list(parts))
+        se = values.std(0) / math.sqrt(len(values)) if len(values) > 1 else torch.full_like(values[0], math.nan)
+        return values.mean(0), se, torch.full_like(values[0], len(values))
+    rows = [row for part in parts for row in part]
+    longest = max(rows, key=len)
+    values, reached = (longest.new_zeros(len(rows), *longest.shape) for _ in range(2))
+    for value, there, row in zip(values, reached, rows, strict=True):
+        value[: len(row)], there[: len(row)] = row, 1
+    n = reached.sum(0)
+    mean = values.sum(0) / n
+    return mean, ((values - mean).square().mul(reached).sum(0) / (n - 1) / n).sqrt(), n
 
 
 def reductions_of(metric: Metric, tokens: Tensor, sites: Sequence[str] | None = None) -> list[Reduction]:
@@ -135,31 +198,73 @@ def _weights_of(layer: Any, model: Transformer) -> dict[str, Tensor]:
     return {name: getattr(attn, name).detach() for name in LAYER_WEIGHTS if hasattr(attn, name)}
 
 
+def read_segments(model: Any, sample: Sample, reductions: Sequence[Reduction], batch: int) -> Segments | None:
+    """The documents of all rows of a sample as an observed module sees them; None where all rows are whole, and for our own models.
+
+    It takes a run of its own, since what all layers hide is known at its end. Metrics of the logits are taken in it.
+    """
+    if getattr(model, "foreign", None) is None:
+        return None
+    whole, parts = [r for r in reductions if r.is_of_logits], list[tuple[int, Segments]]()
+    for start in distributed.shard(range(0, len(sample.ids), batch)):
+        ids = sample.ids[start : start + batch].to(model.embed.weight.device)
+        logits, segments = model.run_with_segments(ids, everywhere=bool(whole))
+        for reduction in whole:
+            given = {"logits": logits, "tokens": ids} | (
+                {} if segments.counted is None else {"counted": segments.counted}
+            )
+            rows = range(start, start + len(ids))
+            reduction.feed(None, given, rows, None if segments.is_whole else segments)
+        parts.append((start, segments.to("cpu")))
+        del logits
+    everything = sorted(
+        (part for gathered in distributed.all_gather(parts) for part in gathered), key=lambda part: part[0]
+    )
+    together = Segments.cat([segments for _, segments in everything])
+    return None if together.is_whole else together
+
+
 def collect(model: Transformer, sample: Sample, reductions: Sequence[Reduction], batch: int) -> None:
-    """Run the model over the sample once; a layer's activations are dropped as soon as its metrics have read them."""
+    """Run the model over the sample once; a layer's activations are dropped as soon as its metrics have read them.
+
+    Of an observed module `read_segments` has taken the metrics of logits.
+    """
     layers = [None, *range(model.config.n_layers + 1), "final"]
     plan = {
         layer: [(reduction, hooks) for reduction in reductions if (hooks := reduction.hooks(layer, model))]
         for layer in layers
     }
     weights = {layer: _weights_of(layer, model) for layer in layers}
-    whole = [reduction for reduction in reductions if set(reduction.metric.reads(reduction.site)) <= set(WHOLE)]
-    if not whole and not any(plan.values()):
-        return
-    for start in distributed.shard(range(0, len(sample.ids), batch)):
+    foreign = getattr(model, "foreign", None) is not None
+    whole = [] if foreign else [reduction for reduction in reductions if reduction.is_of_logits]
+    starts = range(0, len(sample.ids), batch) if whole or any(plan.values()) else range(0)
+    for start in distributed.shard(starts):
         ids = sample.ids[start : start + batch].to(model.embed.weight.device)
         documents = range(start, start + len(ids))
+        here = None if sample.segments is None else sample.segments.rows(start, start + batch).to(ids.device)
         reducers = [
             hook
             for layer, entries in plan.items()
-            for hook in _reducers(layer, entries, {"tokens": ids} | weights[layer], documents)
+            for hook in _reducers(layer, entries, {"tokens": ids} | weights[layer], documents, here)
         ]
-        with torch.no_grad(), model.hooks(reducers):
-            logits = (getattr(model, "everywhere", model) if whole else model)(ids)
+        with torch.no_grad(), model.hooks(reducers), model.by_document(here) if foreign else nullcontext():
+            logits = model(ids)
         for reduction in whole:
             reduction.feed(None, {"logits": logits, "tokens": ids}, documents)
         del logits  # of a large vocabulary the largest tensor of all: gone before the next ones are made
     _exchange(reductions)
+    refuse_partial(reductions, len(sample.ids))
+
+
+def refuse_partial(reductions: Sequence[Reduction], n: int) -> None:
+    """Raise `WorkbenchError` where a layer ran on some of the n sequences only, so that its mean would be of these."""
+    for reduction in reductions:
+        for layer, count in reduction.rows_read.items():
+            if count != n:
+                raise WorkbenchError(
+                    f"layer {layer} ran on {count} of {n} sequences, so {reduction.metric.name} there would be a mean of these alone: "
+                    "measure sequences on which the same layers run"
+                )
 
 
 def _exchange(reductions: Sequence[Reduction]) -> None:
@@ -167,7 +272,9 @@ def _exchange(reductions: Sequence[Reduction]) -> None:
     parts = distributed.all_gather([reduction.parts for reduction in reductions])
     if len(parts) == 1:
         return
+    counts = distributed.all_gather([reduction.rows_read for reduction in reductions])
     for number, reduction in enumerate(reductions):
+        reduction.rows_read = sum((count[number] for count in counts), Counter())
         each = [part[number] for part in parts]
         layers = {layer: None for part in each for layer in part}
         if reduction.metric.form == "per_sequence":
@@ -186,7 +293,11 @@ def _exchange(reductions: Sequence[Reduction]) -> None:
 
 
 def _reducers(
-    layer: Any, entries: Sequence[tuple[Reduction, dict[str, str]]], given: Mapping[str, Tensor], documents: range
+    layer: Any,
+    entries: Sequence[tuple[Reduction, dict[str, str]]],
+    given: Mapping[str, Tensor],
+    documents: range,
+    segments: Segments | None,
 ) -> list[tuple[str, Callable[..., None]]]:
     """Hooks that hold a layer's activations, beside what is given, until the last metric that reads them has them all."""
     alias_of = {hook: alias for _, hooks in entries for alias, hook in hooks.items()}
@@ -200,7 +311,7 @@ def _reducers(
             if hook.name in missing:
                 missing.discard(hook.name)
                 if not missing:
-                    reduction.feed(layer, held, documents)
+                    reduction.feed(layer, held, documents, segments)
         if not any(waiting.values()):
             held.clear()
 
@@ -208,7 +319,7 @@ def _reducers(
 
 
 def rows_of(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]:
-    """Records of what a reduction has found."""
+    """Records of a reduction's results."""
     yield from reduction.rows or ()
     for layer, parts in reduction.parts.items():
         unit = reduction.metric.units.get(reduction.variant or "", reduction.metric.unit)
@@ -216,10 +327,9 @@ def rows_of(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dic
         if reduction.metric.form == "accumulated":
             yield from _accumulated_rows(reduction, parts, axes, len(sample.ids))
             continue
-        values = torch.cat(parts)
-        se = values.std(0) / math.sqrt(len(values)) if len(values) > 1 else torch.full_like(values[0], math.nan)
+        mean, se, n = mean_and_error(parts)
         named = (*reduction.metric.axes, "head") if reduction.variant == "per_head" else reduction.metric.axes
-        yield from _spread(axes | {"n": len(values)}, named, values.mean(0), se)
+        yield from _spread(axes, named, mean, se, n)
         if reduction.variant is None:
             yield from _control_rows(reduction, sample, axes)
 
@@ -242,21 +352,35 @@ def _axes(reduction: Reduction, layer: Any, n_layers: int) -> dict[str, Any]:
     return where | {"variant": reduction.variant}
 
 
-def _spread(axes: dict[str, Any], named: Sequence[str], mean: Tensor, se: Tensor) -> Iterator[dict[str, Any]]:
-    """One row for each entry of `mean`, its indices under the record's names of the axes."""
+def _spread(
+    axes: dict[str, Any], named: Sequence[str], mean: Tensor, se: Tensor, n: Tensor | None = None
+) -> Iterator[dict[str, Any]]:
+    """One row for each entry of `mean`, its indices under the record's names of the axes; `n`: documents behind each."""
     columns = [AXES[axis] for axis in named]
     places = itertools.product(*map(range, mean.shape))
-    for place, value, error in zip(places, mean.flatten().tolist(), se.flatten().tolist(), strict=True):
-        yield axes | dict(zip(columns, place, strict=True)) | {"value": value, "se": error}
+    counts = [{}] * mean.numel() if n is None else [{"n": int(count)} for count in n.flatten().tolist()]
+    for place, value, error, count in zip(places, mean.flatten().tolist(), se.flatten().tolist(), counts, strict=True):
+        yield axes | count | dict(zip(columns, place, strict=True)) | {"value": value, "se": error}
 
 
 def _control_rows(reduction: Reduction, sample: Sample, axes: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Theoretical baselines of a per-sequence metric, written once per layer; they have no error."""
     for name, control in reduction.metric.controls.items():
         reads = inspect.signature(control).parameters
-        given = {"T": sample.ids.shape[1], "tokens": sample.ids}
-        value = torch.as_tensor(control(**{a: given[a] for a in reads}), dtype=torch.double)
-        value = value.mean(0) if "tokens" in reads else value  # one per sequence
+
+        def of(ids: Tensor, control: Any = control, reads: Any = reads) -> Tensor:
+            given = {"T": ids.shape[1], "tokens": ids}
+            value = torch.as_tensor(control(**{a: given[a] for a in reads}), dtype=torch.double)
+            return value if "tokens" in reads else value[None]  # one per sequence
+
+        if sample.segments is None:
+            value = of(sample.ids).mean(0)
+        else:
+            rows = list[Tensor]()
+            for row, ids in enumerate(sample.ids):
+                documents = reduction.documents(sample.segments, row)
+                rows.append(weighted_mean([of(ids[None, at]) for at in documents], [len(at) for at in documents]))
+            value = mean_and_error(rows)[0]
         named = [axis for axis in reduction.metric.axes if axis != "head"] if value.ndim else []
         yield from _spread(axes | {"control": name}, named, value, torch.full_like(value, math.nan))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,19 +19,27 @@ from torch import Tensor
 from workbench import distributed
 from workbench.console import Progress
 from workbench.data.sources import Sample
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import BadData, NotMeasured, PaddingLeftOut, UnknownName, WorkbenchError, warn_caller
 from workbench.files import digest
 from workbench.interventions import INTERVENTIONS, Intervention
 from workbench.interventions.base import mean_row, trainable
 from workbench.jobs.running import Job, Workers, results
 from workbench.kernels import attention_form
-from workbench.measurement.forward_pass import collect, passes_of, reductions_of, rows_of, samples_of
+from workbench.measurement.forward_pass import (
+    Reduction,
+    collect,
+    passes_of,
+    read_segments,
+    reductions_of,
+    rows_of,
+    samples_of,
+)  # fmt: skip
 from workbench.measurement.subjects import Subject, Tables, opened_run, refuse_unfit, sample_of, subjects
 from workbench.metrics import METRICS, Metric
 from workbench.models.cache import KeyValueCache
 from workbench.models.transformer import Transformer
-from workbench.names import STATISTICS
-from workbench.runs.records import SAMPLE_COLUMNS, provenance, records, typed
+from workbench.names import ACTIVATIONS, STATISTICS
+from workbench.runs.records import SAMPLE_COLUMNS, facts, provenance, records, typed
 
 Measure = Metric | Intervention
 CACHED = 16  # tokens behind the bytes of a key-value cache, which grow in proportion
@@ -79,13 +88,48 @@ def measure(
             samples[shared] = sample_of(data, subject, n, T, seed)
             refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted])
         refuse_unfit(samples[shared], subject)
-    frames: list[pd.DataFrame] = []
+    frames, absent = list[pd.DataFrame](), list[str]()
     for subject in _told(chosen, progress):
         with distributed.alone(getattr(subject.in_hand, "is_sharded", False)):
             frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
+        names = set(frames[-1]["metric"])
+        absent += [_why_absent(subject, item) for item in wanted if item.name not in names]
         subject.forget()
         subject.send()
-    return _sent(pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0], chosen)
+    frame = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+    if frame.empty:
+        raise WorkbenchError(absent[0])
+    for words in dict.fromkeys(absent):
+        warn_caller(words, NotMeasured)
+    for words in dict.fromkeys(filter(None, map(left_out, frame["provenance"].unique()))):
+        warn_caller(words, PaddingLeftOut)
+    return _sent(frame, chosen)
+
+
+def _why_absent(subject: Subject, item: Measure) -> str:
+    """Why a measurement has no rows."""
+    model = subject.model
+    if item.name in subject.absent:
+        return subject.absent[item.name]
+    if isinstance(item, Metric) and item.form != "derived":
+        for site in item.sites or (None,):
+            for alias in item.reads(site):
+                points = {ACTIVATIONS[alias].hook.format(layer=layer) for layer in range(model.config.n_layers)}
+                for point in sorted(points - set(model.hook_dict)):
+                    why = model.absent.get(point)
+                    return f"{item.name} has no numbers: {point} does not exist" + (
+                        f" ({why})" if why else f" in {model.architecture}"
+                    )
+    return f"{item.name} has no numbers: {model.architecture} has nothing of what it reads"
+
+
+def left_out(provenance: str) -> str:
+    """What numbers were averaged over, in a line, where rows had padding or several documents."""
+    known = facts(provenance)
+    if "left_out" not in known:
+        return ""
+    padding = f"{100 * known['left_out']:.3g} % of positions left out (padding)" if known["left_out"] else "no padding"
+    return f"{padding}; averages are over {known['documents']} documents, each by itself"
 
 
 def _sent(frame: pd.DataFrame, subjects: Sequence[Subject]) -> pd.DataFrame:
@@ -173,7 +217,7 @@ def _measure_one(
         distributed.all_gather(None)  # all processes wait until they are kept
         stored |= {key: frame for key, (frame, _) in fresh.items()}
     frame = pd.concat([stored[key] for key in keys], ignore_index=True)
-    return typed(frame.assign(**subject.axes))  # a renamed run keeps its numbers
+    return typed(frame.assign(**subject.axes, data=sample.label))  # a renamed run, or file, keeps its numbers
 
 
 def _key(subject: Subject, sample: Sample, item: Measure, sites: Sequence[str] = ()) -> str:
@@ -192,7 +236,9 @@ def _training(subject: Subject, sample: Sample) -> Any:
 def _compute(
     subject: Subject, missing: Mapping[str, Measure], sample: Sample, batch: int, only: Mapping[str, Sequence[str]]
 ) -> dict[str, Tables]:
-    model = subject.model.eval()
+    model = subject.model
+    if model.foreign is None:  # an observed module stays in its mode, and is refused where dropout is active
+        model.eval()
     for item in missing.values():
         if getattr(model, "foreign", None) is not None and isinstance(item, Metric) and item.form == "derived":
             raise WorkbenchError(
@@ -200,7 +246,14 @@ def _compute(
             )
     metrics = {k: m for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
     streamed = {k: reductions_of(m, sample.ids, only.get(m.name)) for k, m in metrics.items()}
-    *before, last = passes_of(model, sample, [r for reductions in streamed.values() for r in reductions])
+    together = [r for reductions in streamed.values() for r in reductions]
+    sample = replace(sample, segments=read_segments(model, sample, together, batch))
+    _refuse_packed(missing.values(), sample)
+    for key, metric in metrics.items():
+        if why := _too_short(metric, streamed[key][0], sample):
+            subject.absent[metric.name], streamed[key] = why, []
+    together = [r for reductions in streamed.values() for r in reductions]
+    *before, last = passes_of(model, sample, together)
     for reductions in before:
         collect(model, sample, reductions, batch)
         for reduction in (r for r in reductions if r.metric.form != "per_sequence"):
@@ -231,21 +284,52 @@ def _compute(
 
 def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[str, Any]:
     """What all rows of one measurement share."""
-    weight = subject.model.embed.weight
+    weight, segments = subject.model.embed.weight, sample.segments
+    lengths = [sample.ids.shape[1]] if segments is None else [len(at) for _, at in segments.documents()]
+    covered = {} if segments is None else {"left_out": round(segments.left_out, 6), "documents": len(lengths)}
     origin = provenance(
         reading=item.reading, key=key, weights=subject.weights, data=sample.hash, version=item.version,
         assumed=subject.model.assumed, torch=torch.__version__.split("+")[0], python=platform.python_version(),
         device=str(weight.device.type), dtype=str(weight.dtype).removeprefix("torch."), **_streaming(subject.model, item),
-        **_doubt(item, sample),
+        **_doubt(item, sample), **covered,
     )  # fmt: skip
-    shared = {"metric": item.name, "data": sample.label, "T": sample.ids.shape[1], "provenance": origin}
+    shared = {"metric": item.name, "data": sample.label, "T": max(lengths), "provenance": origin}
     return subject.axes | shared
 
 
 def _doubt(item: Measure, sample: Sample) -> dict[str, str]:
     """Why the numbers say nothing on these tokens, where that is so."""
-    said = item.doubt(sample.ids) if isinstance(item, Metric) and item.doubt else ""
-    return {"doubt": said} if said else {}
+    if not isinstance(item, Metric) or not item.doubt:
+        return {}
+    texts = (
+        [sample.ids]
+        if sample.segments is None
+        else [sample.ids[row, at][None] for row, at in sample.segments.documents()]
+    )
+    doubts = [doubt for doubt in map(item.doubt, texts) if doubt]
+    return {"doubt": doubts[0]} if 2 * len(doubts) > len(texts) else {}
+
+
+def _too_short(metric: Metric, reduction: Reduction, sample: Sample) -> str:
+    """Why a metric has no numbers where a row has no document that is long enough, in words; else empty."""
+    if sample.segments is None:
+        return ""
+    row = next((row for row in range(len(sample.ids)) if not reduction.documents(sample.segments, row)), None)
+    if row is None:
+        return ""
+    longest = max(len(at) for at in sample.segments.documents_in(row))
+    counts = " that count" if sample.segments.counted is not None and "counted" in metric.optional else ""
+    return f"{metric.name} needs documents of {metric.min_length} tokens{counts}; the longest of row {row} has {longest} without padding"
+
+
+def _refuse_packed(items: Iterable[Measure], sample: Sample) -> None:
+    """Raise `BadData` where an experiment reads whole rows, and some of these are not one document without padding."""
+    for item in items:
+        if sample.segments is not None and isinstance(item, Intervention) and not item.by_document:
+            raise BadData(
+                f"{item.name} reads whole rows, and {100 * sample.segments.left_out:.3g} % of these positions are padding or rows hold "
+                "several documents: give documents of one length, one in a row"
+            )
 
 
 def _streaming(model: Transformer, item: Measure) -> dict[str, str]:

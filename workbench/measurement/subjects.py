@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,8 @@ _memory: dict[tuple[str, str, str], pd.DataFrame] = {}
 """Records of models that live in this process only, by (weights, data, key); the oldest go first."""
 MAX_REMEMBERED = 256
 FILES = (".txt", ".md", ".py", ".parquet", ".json", ".jsonl", ".bin")
+SHORT = 6
+"""Characters of a content hash in the name of data or of a model in memory."""
 Tables = tuple[pd.DataFrame, pd.DataFrame]  # records, and one value per document
 
 
@@ -44,6 +46,8 @@ class Subject:
     in_hand: Transformer | None = None
     only_here: OnlyHere | None = None
     """Why its records could not be put up; told when all else is measured, which would be as true then as now."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Why measurements have no numbers, by name."""
 
     @cached_property
     def model(self) -> Transformer:
@@ -70,6 +74,10 @@ class Subject:
             return {"run": run.name, "architecture": run.architecture, "seed": run.seed, "step": self.step}
         source, architecture = self.model.source, self.model.architecture
         name = source.get("run") or source.get("path") or "in memory"
+        if (
+            self.model.foreign is not None or name == "in memory"
+        ):  # several of one class are told apart by their weights
+            name = f"{name} {self.weights[:SHORT]}"
         return {"run": name, "architecture": architecture, "seed": source.get("seed"), "step": source.get("step")}
 
     @property
@@ -143,6 +151,7 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
         return _ids([_tokenizer(subject, "text").encode(data)], T, "text")
     if data is None and subject.run is None:
         raise WorkbenchError("a model in memory has no data of its own: give data= ids, text, a path or a corpus")
+    name = Path(data).name or str(data) if isinstance(data, str | Path) else type(data).__name__.lower()
     if isinstance(data, str | Path) and Path(data).suffix == ".bin":
         ids = read_tokens(Path(data), _config(subject).d_vocab)
         data = TokenData(ids[:0], ids, _config(subject).d_vocab, (str(data),))
@@ -154,7 +163,11 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
     source = subject.run.data if data is None and subject.run is not None else data
     if not hasattr(source, "batch"):
         raise BadData(f"cannot read data from a {type(data).__name__}; give ids [n, T], text, a path or a corpus")
-    return source.sample(n, T or _length(subject), seed=seed)
+    sample = source.sample(n, T or _length(subject), seed=seed)
+    if data is None or (subject.run is not None and source.hash == subject.run.info["data"].get("hash")):
+        return sample  # the run's own
+    content = source.corpus.hash if isinstance(source, TextData) else source.hash
+    return replace(sample, label=f"{name} {content[:SHORT]}")
 
 
 def refuse_unfit(sample: Sample, subject: Subject) -> None:
@@ -195,7 +208,8 @@ def _ids(data: Any, T: int | None, label: str = "ids") -> Sample:
         raise BadData(f"{label} of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids [n, T]")
     if ids.shape[1] < max(T or 2, 2):
         raise BadData(f"the {label} is {ids.shape[1]} tokens long; at least {max(T or 2, 2)} are needed")
-    return Sample(ids[:, :T].to("cpu", torch.long).contiguous(), range(len(ids)), label)
+    sample = Sample(ids[:, :T].to("cpu", torch.long).contiguous(), range(len(ids)), label)
+    return replace(sample, label=f"{label} {sample.hash[:SHORT]}")
 
 
 def _is_path(text: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from workbench.errors import BadData
 from workbench.metrics.base import harmonic, metric, wide
 from workbench.statistics.sinks import SINK_MASS
 
@@ -100,6 +101,10 @@ class ConcentrationParts:
             self._add(other.n, other.negentropy, other.sum)
 
     def _add(self, n: int, negentropy: float, total: Tensor) -> None:
+        if self.n and len(self.sum) != len(total):
+            raise BadData(
+                f"concentration_parts compares positions between documents of one length, not of {len(self.sum)} and {len(total)} tokens"
+            )
         self.n, self.negentropy = self.n + n, self.negentropy + negentropy
         self.sum = self.sum + total
 

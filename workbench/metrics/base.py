@@ -24,8 +24,9 @@ from workbench.names import ACTIVATIONS
 Form = Literal["per_sequence", "accumulated", "derived"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-GIVEN = ("tokens", "W_O", "weights", "gradients", "cache")
-"""Arguments the driver hands in beside activations: ids [batch, pos], the layer's output matrix [head, d_head, d_model],
+GIVEN = ("tokens", "counted", "W_O", "weights", "gradients", "cache")
+"""Arguments the driver hands in beside activations: ids [batch, pos], which of them count in the loss
+(bool [batch, pos]), the layer's output matrix [head, d_head, d_model],
 tensors by name, a filled key-value cache."""
 
 AXES = {"pos": "position", "head": "head", "kv_head": "head", "source": "source", "index": "index"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from workbench.kernels.cross_entropy import sequence_losses
@@ -155,6 +155,16 @@ class MassiveDimensions:
 @metric(
     unit="nats", range=">= 0", reading="higher: worse prediction", source="mean next-token cross-entropy", min_length=2,
 )  # fmt: skip
-def loss(logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
-    """Mean next-token cross-entropy of a sequence (perplexity is its exponential, to be taken last)."""
-    return sequence_losses(logits, tokens).mean(-1)
+def loss(
+    logits: Float[Tensor, "batch pos vocab"],
+    tokens: Int[Tensor, "batch pos"],
+    counted: Bool[Tensor, "batch pos"] | None = None,
+) -> Float[Tensor, " batch"]:
+    """Mean next-token cross-entropy of a sequence (perplexity is its exponential, to be taken last).
+
+    `counted`: the tokens that the labels of the module's call count (those of -100 do not).
+    """
+    losses = sequence_losses(logits, tokens)
+    if counted is None:
+        return losses.mean(-1)
+    return losses.where(counted[:, 1:], 0).sum(-1) / counted[:, 1:].sum(-1)

@@ -8,23 +8,27 @@ workbench.measure(observed, ["importance_entropy", "value_drain"], tokens)
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from html import escape
 from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor, nn
 
-from workbench.errors import WorkbenchError
+from workbench.errors import NotMeasured, WorkbenchError, warn_caller
 from workbench.models.activation_gradients import LossFn, NamesFilter
 from workbench.models.activations import Cache
-from workbench.models.hook_points import HookPoint
+from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.models.hooked import HookedModel
 from workbench.names import is_statistic, layer_of
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
 from workbench.observing.interception.positions import Positions
+from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.interception.tensor_layouts import get_at
 from workbench.observing.interception.weights import is_sharded, offloaded
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
@@ -69,6 +73,8 @@ class Observed(HookedModel):
         self.__dict__["embed"] = self._embedding()
         self._call, self._call_all, self._recognize = call, call_all, recognize
         self.all_positions = False  # whether a run must give logits of every position
+        self._masks: SeenMasks | None = None  # where a run is to note its masks
+        self._segments: Segments | None = None  # documents that attention statistics keep apart
         self._add_hook_points()
         self.absent = missing_hooks(self.sites)
         self.setup()
@@ -108,11 +114,14 @@ class Observed(HookedModel):
             return False
         return together[2] != "z" or self.structure.layers[number].z is None
 
-    def listening(self, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def listening(self, tokens: Tensor) -> Iterator[HookedRun]:
         """While open, one run of the foreign module itself on these ids [batch, pos] fires the hook points."""
         head: Any = self.unembed.hook_in if self.structure.head is not None else None
         points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
-        return listening(HookedRun(self.foreign, self.structure, points, tokens))
+        run = HookedRun(self.foreign, self.structure, points, tokens, masks=self._masks, segments=self._segments)
+        with listening(run):
+            yield run
 
     @contextlib.contextmanager
     def _of_all_positions(self) -> Iterator[None]:
@@ -147,6 +156,35 @@ class Observed(HookedModel):
         with self._of_all_positions():
             return self.run_with_cache(tokens, names)
 
+    def run_with_segments(self, tokens: Any, *, everywhere: bool = False) -> tuple[Any, Segments]:
+        """The output of a run, and which of its positions are padding or documents that stand in one row.
+
+        Args:
+            tokens: Ids [batch, pos].
+            everywhere: Whether the output must be logits of every position.
+
+        Raises:
+            BadData: A row is padding alone.
+            WorkbenchError: A mask hides earlier tokens in a way that is neither padding nor packing.
+        """
+        ids = self.to_tokens(tokens)
+        with self._of_all_positions() if everywhere else self.lock, torch.no_grad():
+            self._masks = masks = SeenMasks(ids)
+            try:
+                return self(ids), masks.segments()
+            finally:
+                self._masks = None
+
+    @contextlib.contextmanager
+    def by_document(self, segments: Segments | None) -> Iterator[None]:
+        """While open, attention statistics leave padding out and take each document's first token for the sink."""
+        with self.lock:
+            before, self._segments = self._segments, segments
+            try:
+                yield
+            finally:
+                self._segments = before
+
     @property
     def ln_final(self) -> Any:
         """Refused: what norms an observed module's last stream need be no part of its own; `decompose` goes through it."""
@@ -171,11 +209,13 @@ class Observed(HookedModel):
             raise WorkbenchError(f"{name} gives no logits [batch, pos, d_vocab]: there is no loss")
         call = self._call_all if self.all_positions else self._call
         try:
-            if not self.hook_state.enabled:
+            if not self.hook_state.enabled and self._masks is None:
                 return self._logits_in(call(self.outer, tokens), tokens)
             refuse_dropout(self.foreign)
-            with self.listening(tokens):
-                return self._logits_in(call(self.foreign, tokens), tokens)
+            with self.listening(tokens) as run:
+                output = self._logits_in(call(self.foreign, tokens), tokens)
+            self._say_what_did_not_run(run)
+            return output
         except (RuntimeError, IndexError, AssertionError) as error:
             self._refuse_ids(tokens)
             if self.config.n_ctx < UNLIMITED:
@@ -184,6 +224,18 @@ class Observed(HookedModel):
                 f"{type(self.foreign).__name__} cannot read {tokens.shape[1]} tokens, and nothing says how many it can "
                 f"({type(error).__name__}: {error}); a builder's run may say so with --config n_ctx=N"
             ) from error
+
+    def _say_what_did_not_run(self, run: HookedRun) -> None:
+        """Warn of hook points in use that this run did not pass, with their layers."""
+        silent = [name for name, point in self.hook_dict.items() if is_hooked(point) and name not in run.fired]
+        if silent:
+            layers = sorted({layer for name in silent if (layer := layer_of(name)) is not None})
+            where = f"layers {', '.join(map(str, layers))} did not run" if layers else "these places were not passed"
+            more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+            warn_caller(
+                f"{where} on these tokens as on the example, so these hooks did nothing: {', '.join(silent[:3])}{more}",
+                NotMeasured,
+            )
 
     def _logits_in(self, output: Any, tokens: Tensor) -> Any:
         if self.structure.logits is None:
@@ -221,6 +273,61 @@ class Observed(HookedModel):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own."""
         return self.foreign.named_parameters(*args, **kwargs)
+
+    # ---- what PyTorch asks of a module: answered by the observed one --------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return bool(self.foreign is not None and self.foreign.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Only `train` and `eval` change the module's mode."""
+
+    def train(self, mode: bool = True) -> Observed:
+        """Set the module's mode; `eval()` goes the same way."""
+        self.foreign.train(mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Observed:
+        """Move or cast the module; `cuda`, `cpu`, `half`, `bfloat16`, `float` and `double` do so too."""
+        return self._moved("to", *args, **kwargs)
+
+    def _moved(self, method: str, *args: Any, **kwargs: Any) -> Observed:
+        getattr(self.foreign, method)(*args, **kwargs)
+        self.__dict__["embed"] = self._embedding()
+        return self
+
+    cuda = partialmethod(_moved, "cuda")
+    cpu = partialmethod(_moved, "cpu")
+    half = partialmethod(_moved, "half")
+    bfloat16 = partialmethod(_moved, "bfloat16")
+    float = partialmethod(_moved, "float")
+    double = partialmethod(_moved, "double")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.foreign.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module."""
+        return self.foreign.load_state_dict(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's own."""
+        return self.foreign.named_buffers(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: hooks and the traced structure belong to this process."""
+        raise WorkbenchError(
+            f"an observed {type(self.foreign).__name__} cannot be pickled: save the module itself, and observe it again where it is loaded"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Observed:
+        memo[id(self)] = made = self.__class__.__new__(self.__class__)
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The module's own."""

@@ -45,6 +45,9 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.copy()
     frame["architecture"] = frame["architecture"].fillna("model")
     frame["run"] = frame["run"].fillna(frame["architecture"])
+    alone = frame["seed"].isna() & (frame.groupby("architecture")["run"].transform("nunique") > 1)
+    if alone.any():  # models without a seed are no repetitions of one another: each is a series of its own
+        frame["architecture"] = frame["architecture"].where(~alone, frame["architecture"] + DETAIL + frame["run"])
     for name in ("step", "layer", "source", "head", "position", "index", "seed"):
         frame[name] = frame[name].astype("float64")
     return frame

@@ -44,6 +44,8 @@ SAMPLE_COLUMNS = (
 KNOWN, NEEDED = {*COLUMNS, *SAMPLE_COLUMNS}, ("metric", "value")
 MAX_TABLE = 1 << 31  # bytes of a file
 MARK, SUM = b"\0workbench sum\0", 16  # what stands before a file's sum, and the sum's bytes
+OWN_DATA = r"(train|validation)(/|$)"
+"""Names of a run's own data; other data bear the name of their file and a content hash."""
 _VERSION = re.compile(r'"version":(\d+)')
 
 
@@ -239,7 +241,7 @@ def load_records(folders: Iterable[Path]) -> pd.DataFrame:
 
 
 def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of each run and metric the records of one set of documents: the latest step's, then most steps, then most documents.
+    """Of each run and metric the records of one set of documents: the run's own data, the latest step's, most steps, most documents.
 
     A run that was measured on 32 and on 64 documents has records of both, which must not be averaged. Where two sets are
     alike in all of this, their hash decides: any rule would do that is the same everywhere.
@@ -249,10 +251,11 @@ def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
     each = each.assign(sample=[samples.get(text, "") for text in each["provenance"]]).drop(columns="provenance")
     if not each.drop_duplicates().duplicated(["run", "metric"]).any():  # of nearly all runs
         return frame
-    keyed = frame.assign(sample=[samples.get(text, "") for text in frame["provenance"]])
+    own = frame["data"].astype("str").str.match(OWN_DATA) if "data" in frame else False
+    keyed = frame.assign(sample=[samples.get(text, "") for text in frame["provenance"]], own=own)
     groups = keyed.groupby(["run", "metric", "sample"], as_index=False, dropna=False)
-    sets = groups.agg(last=("step", "max"), steps=("step", "nunique"), n=("n", "max"))
-    best = sets.sort_values(["last", "steps", "n", "sample"]).drop_duplicates(["run", "metric"], keep="last")
+    sets = groups.agg(own=("own", "max"), last=("step", "max"), steps=("step", "nunique"), n=("n", "max"))
+    best = sets.sort_values(["own", "last", "steps", "n", "sample"]).drop_duplicates(["run", "metric"], keep="last")
     if len(best) == len(sets):
         return frame
     kept = keyed.reset_index(names="row").merge(best[["run", "metric", "sample"]], on=["run", "metric", "sample"])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workbench.kernels.attention import AttentionStatistics
 from workbench.observing.interception.positions import Beside
+from workbench.observing.interception.segments import Segments
 
 CAUSAL, FUTURE = "causal", "sees later positions"
 CROSSING = "lets sequences that stand in one row see each other"
@@ -96,11 +97,12 @@ def masked_statistics(
     causal: bool,
     modify: Modify | None = None,
     beside: Beside = (0, 0),
+    segments: Segments | None = None,
 ) -> tuple[Float[Tensor, "batch pos head d_value"], AttentionStatistics]:
     """Attention output and statistics under any mask, as `scaled_dot_product_attention` reads it, in strips.
 
     `modify`: what scaled scores become before they are masked, of FlexAttention. `beside`: how many keys before and after
-    those of the tokens are none: what goes to them is `null`.
+    those of the tokens are none: what goes to them is `null`. `segments`: as of `pattern_statistics`.
     Rows that see no key have statistics of 0 but lse, which is -inf. Float32 or better.
     """
     batch, length, heads, _ = q.shape
@@ -126,10 +128,11 @@ def masked_statistics(
                 pattern = scores.softmax(-1).nan_to_num_(0.0)
                 z[b, rows, h] = (pattern @ value).to(v.dtype)
                 seen = pattern[:, tokens]
+                first = seen[:, 0] if segments is None else seen.gather(1, segments.first[b, rows, None])[:, 0]
                 null = pattern[:, : beside[0]].sum(-1) + pattern[:, tokens.stop :].sum(-1)
-                received[b, h] += seen.sum(0)
+                received[b, h] += (seen if segments is None else seen[segments.is_text[b, rows]]).sum(0)
                 entropy = torch.special.entr(seen).sum(-1) + torch.special.entr(null)
-                rowwise[:, b, h, rows] = torch.stack((entropy, seen.amax(-1), seen[:, 0], scores.logsumexp(-1), null))
+                rowwise[:, b, h, rows] = torch.stack((entropy, seen.amax(-1), first, scores.logsumexp(-1), null))
     entropy, top, sink, lse, null = rowwise
     return z, AttentionStatistics(
         received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse, null=null if any(beside) else None
@@ -157,14 +160,20 @@ def pattern_statistics(
     lse: Float[Tensor, "batch head pos"],
     pattern: Float[Tensor, "batch head pos pos"],
     null: Float[Tensor, "batch head pos"] | None = None,
+    segments: Segments | None = None,
 ) -> AttentionStatistics:
     """Statistics of a pattern that the module itself has formed, a head at a time; float32 or better.
 
-    `null`: the share of each row that goes to no key, which counts in its entropy as one more column.
+    `null`: the share of each row that goes to no key, which counts in its entropy as one more column. `segments`: `received` then
+    leaves the queries of padding out, and `sink` is the attention to the first token of the query's document.
     """
     wide = torch.promote_types(pattern.dtype, torch.float32)
-    heads = (head.to(wide) for heads in pattern for head in heads)
-    by_head = [(p.sum(0), torch.special.entr(p).sum(-1), p.amax(-1), p[:, 0]) for p in heads]
+    by_head = []
+    for b, heads in enumerate(pattern):
+        for p in (head.to(wide) for head in heads):
+            used = p if segments is None else p[segments.is_text[b]]
+            first = p[:, 0] if segments is None else p.gather(1, segments.first[b, :, None])[:, 0]
+            by_head.append((used.sum(0), torch.special.entr(p).sum(-1), p.amax(-1), first))
     received, entropy, top, sink = (torch.stack(x).unflatten(0, pattern.shape[:2]) for x in zip(*by_head, strict=True))
     if null is not None:
         entropy, null = entropy + torch.special.entr(null.to(wide)), null.to(wide)

@@ -96,6 +96,8 @@ class AttentionHooks:
         attention, names = heard.part.attention, heard.part.attention.statistics
         depends = heard.hooks_any("rot_q", "rot_k", *names)
         self._check_lengths(heard, *call.qkv[:2])
+        if self.run.masks is not None:
+            self.run.masks.add(self._visible(call, attention.beside))
         self._check_mask(heard, self._mask_kind(call, attention.beside) if depends else CAUSAL, call.dropout)
         changed = self._inputs(heard, call)
         used = call.named | changed
@@ -121,6 +123,22 @@ class AttentionHooks:
         if id(source) not in self.mask_kinds:
             self.mask_kinds[id(source)] = call.mask_kind(self.at, beside), source
         return self.mask_kinds[id(source)][0]
+
+    def _visible(self, call: FusedCall, beside: Beside) -> Tensor | None:
+        """Keys that a call lets queries see, bool [batch or 1, any head, query, key]; None where it is causal and hides none."""
+        if self._mask_kind(call, beside) == CAUSAL:
+            return None
+        mask, _, whole = call.masks(self.at)
+        if not isinstance(mask, Tensor):
+            window = self.at.length if call.window is None else call.window
+            return window_mask(self.at.length, window, call.qkv[0].device)[None, None]
+        mask = mask if mask.dtype == torch.bool else visible(mask)
+        if whole:
+            return self.at.square(mask, beside)
+        lead = call.qkv[0].shape[:-2]
+        if len(lead) == 2:
+            return mask[(None,) * (4 - mask.ndim)]
+        return mask.expand(*lead, *mask.shape[-2:]).reshape(self.at.batch, -1, *mask.shape[-2:])
 
     def _keys(self, heard: Heard, x: Tensor) -> Tensor:
         """Keys or values of all that the tokens see, [batch, key, kv_head, d_head]."""
@@ -203,18 +221,20 @@ class AttentionHooks:
             mine, lse, heard.lse = self._columns(heard, pattern), heard.lse, None
             assert lse is not None
             null = (pattern.sum(-1) - mine.sum(-1)).clamp_min(0) if attention.has_null else None
-            return pattern_statistics(lse, mine, null)
+            return pattern_statistics(lse, mine, null, self.run.segments)
         q, k, v = self.at.heads(used["query"]), self._keys(heard, used["key"]), self._keys(heard, used["value"])
         k, v = (_short(x, getattr(attention, name).shape[1]) for x, name in ((k, "k"), (v, "v")))
-        if (kind := self._mask_kind(call, attention.beside)) == CAUSAL and not attention.has_null:
+        plain = self.run.segments is None and not attention.has_null
+        if (kind := self._mask_kind(call, attention.beside)) == CAUSAL and plain:
             return causal_attention(q, k, v, call.scale)[1]
         mask, causal, whole = call.masks(self.at)
         mask = self.at.square(mask, self._left_out(heard)) if whole else mask
-        if not isinstance(mask, Tensor):
+        if not isinstance(mask, Tensor) and kind != CAUSAL:
             if call.window is None:
                 raise WorkbenchError(f"attention in {attention.within.name} has {kind}: no statistics of it")
             mask = window_mask(self.at.length, call.window, q.device)
         options: Any = {"scale": call.scale, "mask": mask, "causal": causal, "modify": call.modify(self.at)}
+        options["segments"] = self.run.segments
         beside = (0, 0) if self.at.layout.packed else attention.beside
         return masked_statistics(q, k, v, beside=beside, **options)[1]
 
@@ -296,6 +316,9 @@ class AttentionHooks:
         pattern = run(scores)
         for heard in listeners:
             attention, names = heard.part.attention, heard.part.attention.statistics
+            if self.run.masks is not None:
+                for head in self._square(heard, scores).split(1, 1):
+                    self.run.masks.add(visible(head))
             if heard.hooks_any("rot_q", "rot_k", *names):
                 shaped = self._square(heard, scores)[:, :1]
                 self._check_mask(heard, mask_kind(visible(shaped), False, self.at.length))
@@ -332,6 +355,8 @@ class AttentionHooks:
         used, attention = self.run.fire_at(heard, "pattern", square), heard.part.attention
         lse, null, dots = heard.lse, heard.null, heard.dots
         heard.lse = heard.null = heard.dots = None
+        if self.run.masks is not None and attention.kind == BY_HAND:
+            self.run.masks.add(square > 0)
         if dots is not None:
             lse = _lse_by_hand(dots, square, attention.scale)
             self._check_mask(heard, mask_kind(square[:, :1] > 0, False, self.at.length))
@@ -340,7 +365,7 @@ class AttentionHooks:
                 raise WorkbenchError(f"layer {heard.layer}: {NO_DISTRIBUTION} on these tokens, so it has no statistics")
             if null is not None and used is not square:
                 null = (1 - used.sum(-1)).clamp_min(0)
-            self._show_statistics(heard, pattern_statistics(lse, used, null))
+            self._show_statistics(heard, pattern_statistics(lse, used, null, self.run.segments))
         return used
 
     def _before_values(self, heard: Heard, call: ProductCall, changed: dict[int, Tensor]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from workbench.errors import WorkbenchError
 from workbench.models.hook_points import is_hooked
 from workbench.observing.interception.function_mode import attention_functions, intercepting, uncompiled
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, replaced_at
@@ -59,6 +60,8 @@ class ModuleHooks:
     def register(self) -> Iterator[Any]:
         """Handles of all hooks; those of blocks come first, so that the others know which layer is running."""
         module = self.run.module.get_submodule
+        if self.run.masks is not None:
+            yield self.run.module.register_forward_pre_hook(self.run.masks.given, with_kwargs=True)
         blocks = {layer.block for layer in self.layers if not layer.inline}
         for i, layer in enumerate(self.layers):
             for name in layer.inline:
@@ -133,6 +136,12 @@ class ModuleHooks:
     def _enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         run = self.run
         i = run.layer_at.get((name, run.runs[name]), -1)
+        if i < 0:
+            known = sum(layer.block == name for layer in self.layers)
+            raise WorkbenchError(
+                f"block {name or 'of the module'} runs more than the {known} times that it ran on the example tokens: "
+                "observe the module with tokens on which it runs as often"
+            )
         run.runs[name] += 1
         run.running.append(i)
         run.within.append(Counter())

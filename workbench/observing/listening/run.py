@@ -16,6 +16,7 @@ from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.function_mode import InterceptionMode
 from workbench.observing.interception.positions import Positions
+from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.listening.hook_points import OWN, DecoderPoints
 from workbench.observing.recognition.executions import LOOKUP, MATRIX
 from workbench.observing.recognition.projections import Projection, TensorLocation
@@ -56,7 +57,12 @@ class HookedProjection(NamedTuple):
 class HookedRun:
     """State of one run, shared by the hooks on modules and those around attention calls."""
 
-    def __init__(self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor) -> None:
+    def __init__(
+        self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor, *,
+        masks: SeenMasks | None = None, segments: Segments | None = None,
+    ) -> None:  # fmt: skip
+        self.fired: set[str] = set()  # hook points that were passed
+        self.masks, self.segments = masks, segments  # masks to note; documents that the statistics keep apart
         self.module, self.structure, self.points = module, structure, points
         self.layers = structure.layers
         self.batch, self.length = tokens.shape
@@ -110,7 +116,7 @@ class HookedRun:
                             self.module_projections.append(hooked)
                 if heard.part.latent is not None and heard.hooks_any("latent"):
                     self.latents.append((heard, heard.part.latent))
-                if heard.hooks_any(*_INTERCEPTED) or i in self.own_values_read:
+                if heard.hooks_any(*_INTERCEPTED) or i in self.own_values_read or self.masks is not None:
                     self.intercepted.add(i)
                     for (kind, count), role in heard.part.calls.items():
                         self.calls.setdefault((i, kind, count), []).append((heard, role))
@@ -221,6 +227,7 @@ class HookedRun:
 
     def _call_hooks(self, point: Any, tensor: Tensor) -> Tensor:
         """The hooks' result; calls that hooks make themselves are not the module's."""
+        self.fired.add(point.name)
         if self.mode is None:
             return point(tensor)
         before, self.mode.silent = self.mode.silent, True
