@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pandas as pd
-from noise import NOISE
+from noise import NOISE, Table
 from planted import evidence
 from scipy import stats
 
@@ -26,6 +26,7 @@ from workbench.claims import verdict as verdicts
 from workbench.statistics.error_bars import LEVEL, over_seeds
 
 TABLES, LOOKED_AT, COMPARED = 20_000, 12, 100
+UNEVEN, WIDER = 400, 3.0  # tables in which one model's numbers spread more, and by what factor
 OUT = Path(__file__).parent.parent / "docs" / "verdict_rates.csv"
 
 
@@ -88,6 +89,29 @@ class Rule:
         """Whether `verdict.decide` itself says the same of these tables."""
         numbers = {"supported": 1, "refuted": -1}
         return [numbers.get(status, 0) for status in self.said(tables)] == self.decide(tables).tolist()
+
+
+class Wide(np.random.Generator):
+    """Normal numbers with a wider spread."""
+
+    def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:
+        return super().normal(loc, WIDER * np.asarray(scale), size)
+
+
+def uneven(name: str, rng: np.random.Generator, wide_first: bool) -> Table:
+    """A claim's table of noise in which the numbers of the first model, or of all others, spread more."""
+    made, *plain = NOISE[name](rng)
+    wide = NOISE[name](Wide(rng.bit_generator))[1:]
+    runs = {of["run"] for of in made if (of["model"] == made[0]["model"]) == wide_first}
+    rows, told = ([r for r in a if r["run"] not in runs] + [r for r in b if r["run"] in runs] for a, b in zip(plain, wide, strict=True))
+    return made, rows, told
+
+
+def uneven_rates(name: str, n: int = UNEVEN) -> dict[str, float]:
+    """How often the claim's own function decides tables in which nothing differs but the spread, in per cent; the worse direction."""
+    rng = np.random.default_rng(0)
+    said = [[CLAIMS[name].judge(evidence(*uneven(name, rng, first))).status for _ in range(n)] for first in (True, False)]
+    return {status: max(100 * one.count(status) / n for one in said) for status in ("supported", "refuted")}
 
 
 def rates(names: Sequence[str] = tuple(NOISE), n: int = TABLES) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from workbench.claims.evidence import Evidence, deep_layers
 from workbench.claims.registry import PAPER, RESFORMERS, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
@@ -90,7 +92,10 @@ def _late(pair: Evidence, model: str, depth: int) -> Interval:
 
 
 def _balance(pair: Evidence, model: str, depth: int) -> Interval:
-    """|ln| of what dropping attention costs over what dropping the MLP costs, deep layers."""
+    """|ln| of what dropping attention costs over what dropping the MLP costs, deep layers.
+
+    Each seed's logarithm counts with the sign of the other seeds' mean: the absolute value of each would grow with its noise.
+    """
     costs = deep_layers(pair.rows("sublayer_removal"), depth)
     distance = {}
     for name in (model, "transformer"):
@@ -98,5 +103,6 @@ def _balance(pair: Evidence, model: str, depth: int) -> Interval:
         if any((p <= 0).any() for p in parts):
             why = f"Dropping deep sublayers of {model_name(name)} does not raise the loss in every seed."
             raise InsufficientEvidence(why, "unresolved")
-        distance[name] = (parts[0] / parts[1]).map(math.log).abs()
+        ratio = (parts[0] / parts[1]).map(math.log)
+        distance[name] = ratio * np.sign(ratio.sum() - ratio) if len(ratio) > 1 else ratio.abs()
     return paired_seeds(distance[model], distance["transformer"])
