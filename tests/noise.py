@@ -95,7 +95,9 @@ def grown(key: str) -> Callable[[np.random.Generator], Table]:
 def racing(rng: np.random.Generator) -> Table:
     made, told = [], []
     for rate in (1e-3, 2e-3, 4e-3):
-        made += runs("transformer", "svformer", "resformer", "residual_k", SCALED, seeds=SEEDS, task="repeated", lr=rate)
+        made += runs(
+            "transformer", "svformer", "resformer", "residual_k", SCALED, seeds=SEEDS, task="repeated", lr=rate
+        )
     for of in made:
         formed = int(rng.normal(40, 6))
         told += [row(of, "copy_loss", 4.0 if step < formed else 1.0, step=step) for step in range(0, 80, 2)]
@@ -208,7 +210,11 @@ def approximated(rng: np.random.Generator) -> Table:
 
 def routed(rng: np.random.Generator) -> Table:
     made = runs("attention_residuals", seeds=SEEDS)
-    metrics = [("depth_routing", {}), ("source_ablation", {"variant": "mean"}), ("source_ablation", {"control": "random"})]
+    metrics = [
+        ("depth_routing", {}),
+        ("source_ablation", {"variant": "mean"}),
+        ("source_ablation", {"control": "random"}),
+    ]
     rows = [
         row(of, metric, rng.normal(1, 0.1), layer=n, site="depth_weights", part=part, **axes)
         for metric, axes in metrics for of in made for n in range(4) for part in "abcd"

@@ -166,7 +166,10 @@ def test_tokens_inside_one_decaying_schedule_are_no_shorter_trainings():
     found = from_losses("fewer_tokens", {"transformer": 2.7, "resformer": 2.6})
     assert found.status == "not_checkable"
     assert "decaying schedule" in found.sentence
-    assert from_losses("fewer_tokens", {"transformer": 2.7, "values_scaled": 2.7, "resformer": 2.6}, lr_final=1.0).status == "supported"
+    assert (
+        from_losses("fewer_tokens", {"transformer": 2.7, "values_scaled": 2.7, "resformer": 2.6}, lr_final=1.0).status
+        == "supported"
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,10 @@ CONTROLS = {"residual_q": 2.742, "residual_k": 2.746, "residual_attention": 2.75
 )
 def test_value_path_is_the_place(changed, status):
     assert (
-        from_losses("value_path_is_the_place", {"transformer": 2.739, "values_scaled": 2.73, "resformer": 2.7, **CONTROLS, **changed}).status
+        from_losses(
+            "value_path_is_the_place",
+            {"transformer": 2.739, "values_scaled": 2.73, "resformer": 2.7, **CONTROLS, **changed},
+        ).status
         == status
     )
 

@@ -1,7 +1,20 @@
 """Claims of tokens, values, sharing, averages and induction: verdicts on planted tables whose right answer is known."""
 
 import pytest
-from planted import ABOVE_THE_END, LAST, NOISY, WIGGLE, from_losses, judged, losses, per_layer, row, runs, training, with_losses
+from planted import (
+    ABOVE_THE_END,
+    LAST,
+    NOISY,
+    WIGGLE,
+    from_losses,
+    judged,
+    losses,
+    per_layer,
+    row,
+    runs,
+    training,
+    with_losses,
+)
 
 # ---- tokens and values -----------------------------------------------------------------------------------------------
 

@@ -94,9 +94,16 @@ def what_is_read_most_is_needed_most(evidence: Evidence) -> Verdict:
     forms = [name for name in evidence.of_task("text").models if name.startswith("attention_residuals")]
     mine = evidence.of_task("text").comparable(forms or "attention_residuals")
     weights = mine.rows("depth_routing")
-    costs = {"its mean": mine.rows("source_ablation", variant="mean"), "random": mine.rows("source_ablation", control="random")}
+    costs = {
+        "its mean": mine.rows("source_ablation", variant="mean"),
+        "random": mine.rows("source_ablation", control="random"),
+    }
     here = [m for m in forms if m in mine.models]
-    ranks = {(m, how): _rank_correlations(mine.known(weights, m), mine.known(rows, m)) for m in here for how, rows in costs.items()}
+    ranks = {
+        (m, how): _rank_correlations(mine.known(weights, m), mine.known(rows, m))
+        for m in here
+        for how, rows in costs.items()
+    }
     parts = {model_name(m): paired_seeds(ranks[m, "its mean"], ranks[m, "random"]) for m in here}
     shown = {f"{model_name(m)}, {how} in its place": over_seeds(ranks[m, how]) for m, how in ranks}
     sentence = (
@@ -109,10 +116,14 @@ def what_is_read_most_is_needed_most(evidence: Evidence) -> Verdict:
 def _rank_correlations(weights: pd.DataFrame, costs: pd.DataFrame) -> pd.Series:
     """Spearman's rank correlation of weight and cost over the sources of a place, mean over the places of each seed."""
     keys = ["seed", "site", "layer", "part"]
-    both = pd.concat([rows.groupby(keys)["value"].mean() for rows in (weights, costs)], axis=1, keys=["weight", "cost"]).dropna()
+    both = pd.concat(
+        [rows.groupby(keys)["value"].mean() for rows in (weights, costs)], axis=1, keys=["weight", "cost"]
+    ).dropna()
     places = [rows for _, rows in both.groupby(keys[:3]) if len(rows) >= SOURCES and (rows.nunique() > 1).all()]
     if not places:
-        raise InsufficientEvidence(f"Needs places that read {SOURCES} sources or more, with weights and costs that differ.")
+        raise InsufficientEvidence(
+            f"Needs places that read {SOURCES} sources or more, with weights and costs that differ."
+        )
     found = [(rows.index[0][0], float(stats.spearmanr(rows["weight"], rows["cost"]).statistic)) for rows in places]
     return pd.DataFrame(found, columns=["seed", "rank"]).groupby("seed")["rank"].mean()
 

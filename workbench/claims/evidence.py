@@ -27,7 +27,19 @@ SETTING = (*RECIPE, "lr")
 """What runs must have in common before they are compared."""
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
 """Of what training wrote down."""
-RUN_COLUMNS = ("run", "model", "architecture", "seed", *SETTING, "tokens", "parameters", "bos", "task", "options", "study")
+RUN_COLUMNS = (
+    "run",
+    "model",
+    "architecture",
+    "seed",
+    *SETTING,
+    "tokens",
+    "parameters",
+    "bos",
+    "task",
+    "options",
+    "study",
+)
 
 
 @dataclass(frozen=True)
@@ -95,14 +107,14 @@ class Evidence:
             models: Architectures of whose runs they are needed; all unless given.
 
         Note:
-            A metric that needs longer sequences than a run has is not missed there.
+            A metric is not missed on a task that no run has it of, or on sequences shorter than any it was measured on.
         """
-        runs = self.runs[(self.runs["study"].fillna("") != "") & (self.runs["task"] != "repeated")]
+        runs = self.runs[self.runs["study"].fillna("") != ""]
         runs = runs[runs["architecture"].isin(models)] if models else runs
         lacking, told = set[str](), []
         for metric in (name for name in metrics if name != "loss"):
             has = runs["run"].isin(self.kept.runs_with.get(metric, ()))
-            able = runs["T"] >= runs.loc[has, "T"].min()
+            able = (runs["T"] >= runs.loc[has, "T"].min()) & runs["task"].isin(runs.loc[has, "task"])
             for study, each in has[able].groupby(runs["study"]):
                 if not each.all() and study not in lacking:
                     lacking.add(str(study))

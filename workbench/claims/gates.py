@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence

@@ -131,7 +131,9 @@ def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], not
     few, size = seeds_note(next(iter(parts.values()))), group.runs.groupby("model")["parameters"].mean()
     more = {
         f"{model_name(form)} has {size[form] / size[name] - 1:.0%} more parameters than {model_name(name)}": None
-        for form in forms for name in others if {form, name} <= set(size.index) and size[form] > (1 + LARGER) * size[name]
+        for form in forms
+        for name in others
+        if {form, name} <= set(size.index) and size[form] > (1 + LARGER) * size[name]
     }
     told = f"; {listed(list(more))}" if more else ""
     sentence = f"Loss of {numbers(parts)} nats{few}; {tuning}{note}{told}."

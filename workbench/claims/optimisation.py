@@ -19,7 +19,8 @@ from workbench.statistics.error_bars import Interval
     scale="8 layers, three seeds, three rates for each architecture",
     published="a figure over learning rates (paper, its caption); the gradient of the first W_V rises and that of the first W_O falls "
     "(reported by others)",
-    source=PAPER, metrics=("gradient_norm",), models=("transformer", *RESFORMERS), shows={"metric": "gradient_norm", "part": "W_V"}, final_loss=True,
+    source=PAPER, metrics=("gradient_norm",), models=("transformer", *RESFORMERS), shows={"metric": "gradient_norm", "part": "W_V"},
+    final_loss=True,
 )  # fmt: skip
 def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
     """The gain is not merely easier optimisation: it stays at every tuned learning rate, and faster first layers do not give it."""
@@ -48,10 +49,8 @@ def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
     if not controls:
         lacking.append("no vanilla control whose first layer learns faster")
     missing = f"; missing: {', '.join(lacking)}" if lacking else ""
-    sentence = (
-        f"{model_name(model)} - Transformer {numbers(intervals, ', ')} nats{seeds_note(first)}"
-        f"{''.join(f'; {name} {i}' for name, i in {**tuned, **against}.items())}{told if scaled else ''}{_gradients(sweep, model)}{missing}."
-    )
+    more = "".join(f"; {name} {i}" for name, i in {**tuned, **against}.items()) + (told if scaled else "")
+    sentence = f"{model_name(model)} - Transformer {numbers(intervals, ', ')} nats{seeds_note(first)}{more}{_gradients(sweep, model)}{missing}."
     return judged({**intervals, **tuned, **against}, -1, sentence, "nats", also=scaled, doubt=lacking)
 
 

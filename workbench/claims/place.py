@@ -38,9 +38,7 @@ def value_path_is_the_place(evidence: Evidence) -> Verdict:
     missing = [model_name(name) for name in CONTROLS if name not in group.models]
     from_each = numbers({model_name(name): i for name, i in intervals.items()}, ", ")
     untrained = f"; not trained: {', '.join(missing)}" if missing else ""
-    sentence = (
-        f"Loss of {model_name(model)} minus that of {from_each} nats{seeds_note(intervals['transformer'])}{untrained}{told}."
-    )
+    sentence = f"Loss of {model_name(model)} minus that of {from_each} nats{seeds_note(intervals['transformer'])}{untrained}{told}."
     return judged(intervals, -1, sentence, "nats", also=scaled, doubt=missing or not scaled)
 
 

@@ -102,7 +102,9 @@ def claim(
     """Register a verdict function under its own name; its docstring is the claim's full text. A taken name raises."""
 
     def register(function: Callable[[Evidence], Verdict]) -> Callable[[Evidence], Verdict]:
-        made = Claim(function, supports, refutes, scale, published, source, metrics, models, steps, shows or {}, final_loss)
+        made = Claim(
+            function, supports, refutes, scale, published, source, metrics, models, steps, shows or {}, final_loss
+        )
         if made.name in CLAIMS:
             raise ValueError(f"claim {made.name!r} is registered already")
         CLAIMS[made.name] = made

@@ -27,7 +27,8 @@ EARLY = 1 / 3  # of the steps, in which a lead counts as at first
     scale="the cache at any size; the penalty needs the trend over sizes",
     published="needs 12.2 % more parameters for equal loss (paper); a reviewer of the first version notes that it wins at 2M parameters "
     "only and loses from 82M on (reported by others), so tiny models flatter it",
-    source=PAPER, metrics=("cache_bytes", "loss"), models=("transformer", "svformer", *SAME_CACHE), shows={"metric": "cache_bytes"}, final_loss=True,
+    source=PAPER, metrics=("cache_bytes", "loss"), models=("transformer", "svformer", *SAME_CACHE), shows={"metric": "cache_bytes"},
+    final_loss=True,
 )  # fmt: skip
 def half_the_cache_for_a_small_penalty(evidence: Evidence) -> Verdict:
     """SVFormer halves the key-value cache for a small loss penalty."""
@@ -133,7 +134,8 @@ def _races(pair: Evidence) -> pd.DataFrame:
     scale=f"{LONG:,} tokens or more; shorter sequences say nothing of the claim's half that matters",
     published="at 64,000 tokens better than GQA2 and CLA2, at 2,048 worse than GQA2; combined with GQA4 at about an eighth of the cache "
     "(paper)",
-    source=PAPER, metrics=("loss", "cache_bytes"), models=("svformer", *SAME_CACHE, "svformer+gqa"), shows={"metric": "validation_loss"}, final_loss=True,
+    source=PAPER, metrics=("loss", "cache_bytes"), models=("svformer", *SAME_CACHE, "svformer+gqa"), shows={"metric": "validation_loss"},
+    final_loss=True,
 )  # fmt: skip
 def better_than_grouped_heads_at_length(evidence: Evidence) -> Verdict:
     """At equal cache SVFormer beats grouped-query and cross-layer shared heads on long sequences."""

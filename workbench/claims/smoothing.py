@@ -110,9 +110,15 @@ def _smooths_less(evidence: Evidence, models: Sequence[str]) -> Verdict:
     last, first, over_time = (
         pair.rows("token_similarity", step=s, site="stream").query("layer > 0") for s in ("last", "first", "all")
     )
-    trained, matched, start = pair.difference(last, model), pair.at_equal_loss(over_time, model), pair.difference(first, model)
+    trained, matched, start = (
+        pair.difference(last, model),
+        pair.at_equal_loss(over_time, model),
+        pair.difference(first, model),
+    )
     sentence = (
         f"Similarity of hidden states (mean cosine of pairs), {model_name(model)} - {model_name('transformer')}, layers after the "
         f"embedding: trained {trained}{seeds_note(trained)}, at equal loss {matched}; at random init {start}."
     )
-    return judged({"trained": trained, "at equal loss": matched}, -1, sentence, "cosine", shown={"at random init": start})
+    return judged(
+        {"trained": trained, "at equal loss": matched}, -1, sentence, "cosine", shown={"at random init": start}
+    )
