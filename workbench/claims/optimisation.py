@@ -50,7 +50,8 @@ def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
         lacking.append("no vanilla control whose first layer learns faster")
     missing = f"; missing: {', '.join(lacking)}" if lacking else ""
     more = "".join(f"; {name} {i}" for name, i in {**tuned, **against}.items()) + (told if scaled else "")
-    sentence = f"{model_name(model)} - Transformer {numbers(intervals, ', ')} nats{seeds_note(first)}{more}{_gradients(sweep, model)}{missing}."
+    more += f"{_gradients(sweep, model)}{missing}"
+    sentence = f"{model_name(model)} - Transformer {numbers(intervals, ', ')} nats{seeds_note(first)}{more}."
     return judged({**intervals, **tuned, **against}, -1, sentence, "nats", also=scaled, doubt=lacking)
 
 
