@@ -66,6 +66,7 @@ PARTS = {  # name -> (family, its settings)
     "sink_logit": ("sink_logit", {"logit": "learned"}),
     "held_start": ("held_start", {"start_norm": 0, "others_norm": "free"}),
     "cut_skip": ("cut_skip", {"cut": "both"}),
+    "values_scaled": ("values_scaled", {"value_factor": 0.5}),
 }  # fmt: skip
 TOGETHER = {  # what was published for some of them together
     ("resformer", "neutreno"): {"neutreno_lambda": 0.2},
@@ -207,6 +208,8 @@ def logits(name, weights, shape, ids, options):
             if n > o["source_layer"] and among(layers, n, L):
                 first = OWN[o["source_layer"]]
                 return own, o["lambda_v1"] * (first.detach() if o["detach_source"] else first) + o["lambda_own"] * own
+        if "values_scaled" in s and n > 0:
+            return own, s["values_scaled"]["value_factor"] * own
         if "satformer" in s and n > 0 and among(s["satformer"]["layers"], n, L):
             alpha = GATES[s["satformer"]["gate_form"]](x @ p[f"satformer.gates.{n}"].T)
             return own, torch.cat([head(own, g) + alpha[..., g, None] * head(V[0], g) for g in range(G)], -1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from planted import LAST, coefficients, formed, losses, options, per_layer, row, runs, sinks, training
 
+from workbench.claims.registry import SCALED
 from workbench.claims.sinks import AT_ZERO, EVEN, UNEVEN
 
 SEEDS = 5
@@ -71,7 +72,7 @@ def start_tokens(rng: np.random.Generator) -> Table:
 
 
 def sweep(rng: np.random.Generator) -> Table:
-    models = ("transformer", "resformer", "transformer[first_layer_rate=5]")
+    models = ("transformer", "resformer", "transformer[first_layer_rate=5]", SCALED)
     made = [of for rate in (1e-3, 2e-3, 4e-3) for of in runs(*models, seeds=SEEDS, lr=rate)]
     return made, [], ended(made, rng)
 
@@ -81,8 +82,8 @@ def grown(key: str) -> Callable[[np.random.Generator], Table]:
         made, told = [], []
         for size in SIZES:
             facts = {"parameters": size, "d_model": int(size / 1e4)}
-            facts = facts if key == "parameters" else {"tokens": int(size), "steps": int(size / 1e3)}
-            more = runs("transformer", "resformer", seeds=SEEDS, **facts)
+            facts = facts if key == "parameters" else {"tokens": int(size), "steps": int(size / 1e3), "parameters": 1e3}
+            more = runs("transformer", SCALED, "resformer", seeds=SEEDS, **facts)
             level = 5 * (size / 1e5) ** -0.2
             told += [row(of, "validation_loss", level * (1 + rng.normal(0, 0.003)), step=of["steps"]) for of in more]
             made += more
@@ -94,7 +95,9 @@ def grown(key: str) -> Callable[[np.random.Generator], Table]:
 def racing(rng: np.random.Generator) -> Table:
     made, told = [], []
     for rate in (1e-3, 2e-3, 4e-3):
-        made += runs("svformer", "resformer", "transformer", "residual_k", seeds=SEEDS, task="repeated", lr=rate)
+        made += runs(
+            "transformer", "svformer", "resformer", "residual_k", SCALED, seeds=SEEDS, task="repeated", lr=rate
+        )
     for of in made:
         formed = int(rng.normal(40, 6))
         told += [row(of, "copy_loss", 4.0 if step < formed else 1.0, step=step) for step in range(0, 80, 2)]
@@ -205,6 +208,20 @@ def approximated(rng: np.random.Generator) -> Table:
     return of_layers("transformer", metrics={"cross_layer_approximation": axes}, n=8)(rng)
 
 
+def routed(rng: np.random.Generator) -> Table:
+    made = runs("attention_residuals", seeds=SEEDS)
+    metrics = [
+        ("depth_routing", {}),
+        ("source_ablation", {"variant": "mean"}),
+        ("source_ablation", {"control": "random"}),
+    ]
+    rows = [
+        row(of, metric, rng.normal(1, 0.1), layer=n, site="depth_weights", part=part, **axes)
+        for metric, axes in metrics for of in made for n in range(4) for part in "abcd"
+    ]  # fmt: skip
+    return made, rows, []
+
+
 RESIDUAL, DEFICIT = ("transformer", "resformer"), {"importance_entropy": [{"variant": "deficit"}]}
 LINKED = {
     "importance_entropy": [{}], "token_similarity": [{"site": "stream"}, {"site": "stream", "variant": "excl0"}],
@@ -212,9 +229,9 @@ LINKED = {
 }  # fmt: skip
 RANKS = {"effective_rank": [{"site": "v"}, {"site": "v", "variant": "trace"}, {"site": "own_v"}]}
 NOISE: dict[str, Callable[[np.random.Generator], Table]] = {
-    "lower_loss": of_losses(*RESIDUAL), "fewer_parameters": grown("parameters"), "fewer_tokens": grown("tokens"),
+    "lower_loss": of_losses(*RESIDUAL, SCALED), "fewer_parameters": grown("parameters"), "fewer_tokens": grown("tokens"),
     "same_cost": cached(*RESIDUAL), "ahead_of_relatives": of_losses("resformer", "neutreno", "denseformer"),
-    "value_path_is_the_place": of_losses(*RESIDUAL, *CONTROLS),
+    "value_path_is_the_place": of_losses(*RESIDUAL, *CONTROLS, SCALED),
     "first_layer_is_the_source": of_options(
         ("resformer",), **{f"s{n}": (f"resformer[source_layer={n}]", {"source_layer": n}) for n in (1, 2, 3)}),
     "late_layers_profit": late,
@@ -244,8 +261,7 @@ NOISE: dict[str, Callable[[np.random.Generator], Table]] = {
     "reuse_by_token_beats_constant_reuse": of_losses("satformer", "resformer", "resformer_learnable"),
     "deep_values_can_be_looked_up": of_losses("transformer", "bank_of_values"),
     "attention_residuals_lower_the_loss": of_losses("transformer", "attention_residuals", "attention_residuals[depth_blocks=2]"),
-    "what_is_read_most_is_needed_most": of_layers(
-        "attention_residuals", metrics={"source_ablation": [{"variant": "rank_correlation"}]}),
+    "what_is_read_most_is_needed_most": routed,
     "values_read_the_embedding_queries_and_keys_the_latest": of_layers("attention_residuals", metrics={"reader_ablation": [
         {"site": site, "part": part} for site in ("q", "k", "v") for part in ("embed", "latest")]}),
     "averages_by_content_beat_fixed_ones": of_losses("denseformer", "attention_residuals"),

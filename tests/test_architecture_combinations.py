@@ -138,6 +138,7 @@ REFUSED = {  # options, and what is said of them
     "value_gate": [({"gate_from": "key"}, "unknown gate_from .*choose from input, value")],
     "satformer+resformer": [({"layers": [1]}, "satformer and resformer both take layers; keep one")],
     "cut_skip": [({"cut": "atn"}, "did you mean attn")],
+    "values_scaled": [({"value_factor": "half"}, "value_factor='half': must be a finite number")],
     "sink_logit": [({"logit": "none"}, "choose from learned, zero|learned, zero")],
     "held_start": [({"start_norm": "zero"}, "choose 'free' or a norm"), ({"start_norm": -1.0}, "must be 0 or more"),
         ({"others_norm": "one"}, "others_norm='one': choose 'free' or a norm")],

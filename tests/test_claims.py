@@ -66,7 +66,7 @@ def test_a_broken_model_is_named_and_stops_nothing_else():
 
 
 def test_the_setting_with_most_seeds_is_compared():
-    small, told = with_losses({"transformer": 3.0, "resformer": 2.9}, parameters=1e5, d_model=32)
+    small, told = with_losses({"transformer": 3.0, "values_scaled": 3.0, "resformer": 2.9}, parameters=1e5, d_model=32)
     large, more = with_losses({"transformer": 2.0, "resformer": 2.1}, seeds=2)
     assert judged("lower_loss", small + large, (), told + more).status == "supported"
 
@@ -77,7 +77,7 @@ def test_statuses_are_said_in_words():
 
 
 def test_records_of_other_runs_do_not_count():
-    made, told = with_losses({"transformer": 2.73, "resformer": 2.70})
+    made, told = with_losses({"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70})
     whole = evidence(made, (), told)
     assert isinstance(whole, Evidence)
     assert set(whole.of_models(["resformer"]).telemetry("validation_loss")["run"]) == {
@@ -90,7 +90,7 @@ def test_a_race_with_more_seeds_does_not_hide_what_was_measured_on_text():
     made, rows = with_sinks()
     race = runs("transformer", "resformer", seeds=5, task="repeated", data="r", parameters=9e9)
     found = judged("sinks_drains_and_peaks_vanish_together", made + race, rows)
-    assert "value_drain" in found.sentence, "the sinks were found, and what is missing is named"
+    assert "hidden_peak" in found.sentence, "the sinks were found, and what is missing is named"
 
 
 def test_a_verdict_names_the_runs_it_compared():
@@ -99,7 +99,8 @@ def test_a_verdict_names_the_runs_it_compared():
     assert set(found.runs) == {of["run"] for of in made if of["model"] != "denseformer"}
     assert (
         found.setting
-        == "3 seeds of 2 models, 4 layers, width 64, 400,000 parameters, 128 tokens, batch 8, 300 steps, rate 0.004"
+        == "3 seeds of 2 models, 4 layers, width 64, 400,000 parameters, 128 tokens, batch 8, 300 steps, rate 0.004, "
+        "20.0 tokens per parameter"
     )
     assert judged("lower_loss", []).setting == ""
 
@@ -112,7 +113,7 @@ def test_among_equal_settings_the_baselines_best_rate_is_compared():
 
 
 def test_a_training_that_broke_is_named():
-    made, told = with_losses({"transformer": 2.73, "resformer": 2.70})
+    made, told = with_losses({"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70})
     broken = [r | {"value": math.inf} if r["run"] == made[0]["run"] and r["step"] == LAST else r for r in told]
     found = judged("lower_loss", made, (), broken)
     assert found.status == "not_checkable"
@@ -167,15 +168,15 @@ def test_parts_that_only_support_or_only_refute():
 
 
 def test_all_comparable_settings_are_judged_and_contradictions_told():
-    worse, told = with_losses({"transformer": 2.9, "resformer": 2.7}, lr=1e-3)
-    better, more = with_losses({"transformer": 2.6, "resformer": 2.8}, lr=2e-3, seeds=4)
+    worse, told = with_losses({"transformer": 2.9, "values_scaled": 2.9, "resformer": 2.7}, lr=1e-3)
+    better, more = with_losses({"transformer": 2.6, "values_scaled": 2.6, "resformer": 2.8}, lr=2e-3, seeds=4)
     found = judged("lower_loss", worse + better, (), told + more)
     assert found.status == "unresolved"
     assert "contradict each other: rate 0.002: refuted; rate 0.001: supported" in found.sentence
 
 
 def test_the_losses_of_a_training_that_wrote_less_are_not_compared():
-    made, told = with_losses({"transformer": 2.73, "resformer": 2.70, "svformer": 2.6})
+    made, told = with_losses({"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70, "svformer": 2.6})
     for cut, status in (("svformer", "supported"), ("transformer", "not_checkable")):
         short = [r for r in told if r["step"] < LAST or not r["run"].startswith(f"{cut}-s1")]
         found = judged("lower_loss", made, (), short)
@@ -184,7 +185,7 @@ def test_the_losses_of_a_training_that_wrote_less_are_not_compared():
 
 
 def test_a_broken_model_that_is_not_compared_blocks_nothing():
-    made, told = with_losses({"transformer": 2.73, "resformer": 2.70, "svformer": math.nan})
+    made, told = with_losses({"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70, "svformer": math.nan})
     assert judged("lower_loss", made, (), told).status == "supported"
 
 

@@ -53,11 +53,21 @@ def test_a_rival_of_other_seeds_is_left_out_and_alone_is_no_evidence():
     assert "No seed of satformer is one of resformer_learnable" in found.sentence
 
 
-@pytest.mark.parametrize(("correlation", "status"), [(0.5, "supported"), (-0.5, "refuted"), (None, "unresolved")])
-def test_weights_that_tell_what_is_needed(correlation, status):
+@pytest.mark.parametrize(
+    ("its_mean", "random", "status"),
+    [("abcd", "dcba", "supported"), ("dcba", "abcd", "refuted"), ("abcd", "abcd", "unresolved")],
+)
+def test_weights_must_tell_what_is_needed_better_than_what_a_random_vector_breaks(its_mean, random, status):
+    """Costs rise in the order of the letters, weights from a to d: a place whose random vectors cost as much tells nothing."""
     made = runs("attention_residuals")
-    value = lambda of, n: (of["seed"] - 1.0) / 2 if correlation is None else correlation  # noqa: E731
-    rows = per_layer(made, "source_ablation", value, variant="rank_correlation", site="depth_weights")
+    rows = [
+        row(of, metric, order.index(part) * (1 + of["seed"] / 10), layer=n, site="depth_weights", part=part, **axes)
+        for metric, order, axes in (
+            ("depth_routing", "abcd", {}), ("source_ablation", its_mean, {"variant": "mean"}),
+            ("source_ablation", random, {"control": "random"}),
+        )
+        for of in made for n in range(3) for part in "abcd"
+    ]  # fmt: skip
     assert judged("what_is_read_most_is_needed_most", made, rows).status == status
 
 
@@ -124,7 +134,7 @@ NORMS = ("norms_remove_spikes_and_leave_sinks", "sandwich_norm", ("massive_activ
 @pytest.mark.parametrize("claim", [OUTLIERS, ANSWERS, NORMS])
 def test_ratios_beside_sinks(claim):
     assert beside(*claim).status == "supported"
-    assert beside(*claim).table["value"].iloc[0] == pytest.approx(math.log(2 / 8), abs=1e-3)
+    assert beside(*claim).table["value"].iloc[0] == pytest.approx(math.log(2 / 8) / 3, abs=1e-3), "one of three layers"
     assert beside(*claim, mine=20.0).status == "refuted"
 
 

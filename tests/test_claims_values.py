@@ -1,7 +1,20 @@
 """Claims of tokens, values, sharing, averages and induction: verdicts on planted tables whose right answer is known."""
 
 import pytest
-from planted import LAST, NOISY, WIGGLE, from_losses, judged, losses, per_layer, row, runs, training, with_losses
+from planted import (
+    ABOVE_THE_END,
+    LAST,
+    NOISY,
+    WIGGLE,
+    from_losses,
+    judged,
+    losses,
+    per_layer,
+    row,
+    runs,
+    training,
+    with_losses,
+)
 
 # ---- tokens and values -----------------------------------------------------------------------------------------------
 
@@ -37,7 +50,7 @@ def test_a_gain_that_the_lower_loss_implies_is_not_supported():
     """Both models gain bits alike as their loss falls; one has only come further."""
     made = runs("transformer", "resformer")
     end = {"transformer": 2.7, "resformer": 2.6}
-    above = {0: 3.0, 100: 1.0, 200: 0.3, LAST: 0.0}
+    above = ABOVE_THE_END
     rows = [
         row(of, "token_probe", 5.0 - end[of["model"]] - above[step], layer=n, site=site, step=step)
         | {"value": 0.0 if step == 0 else 5.0 - end[of["model"]] - above[step]}
@@ -255,7 +268,10 @@ def racing(formed, **facts):
 @pytest.mark.parametrize(
     ("formed", "status"),
     [
-        ({"svformer": [10, 11, 12], "resformer": [20, 21, 22], "transformer": [30, 31, 32], "residual_k": [40, 41, 42]}, "supported"),
+        ({"svformer": [10, 11, 12], "resformer": [20, 21, 22], "transformer": [30, 31, 32], "residual_k": [40, 41, 42],
+          "values_scaled": [33, 34, 35]}, "supported"),
+        ({"resformer": [20, 21, 22], "transformer": [30, 31, 32], "residual_k": [40, 41, 42], "values_scaled": [20, 22, 21]},
+         "unresolved"),  # halving the values explains it
         ({"resformer": [40, 41, 42], "transformer": [30, 31, 32]}, "refuted"),
         ({"resformer": [20, 21, 22], "transformer": [30, 31, 32], "residual_k": [20, 21, 22]}, "refuted"),
         ({"resformer": [20, 40, 30], "transformer": [30, 31, 32]}, "unresolved"),

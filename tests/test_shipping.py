@@ -11,6 +11,7 @@ import torch
 from app_pages import charts, said
 
 import workbench
+from workbench.claims import collect as collecting
 from workbench.claims.collect import collect, find_runs
 from workbench.claims.stored import stored
 from workbench.data import opening
@@ -94,6 +95,26 @@ def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, eviden
         summary(study, outcomes(study, plan(study, where), {})) for where in (root / "runs", evidence / "small")
     )
     pd.testing.assert_frame_equal(before, after, check_exact=False, rtol=1e-6)
+
+
+def test_a_study_measured_in_part_does_not_ship(trained, tmp_path, monkeypatch):
+    root, study = trained
+    really = collecting.measure
+
+    def broken(run, names, *more, **settings):
+        if run.name == "small-resformer-s0":
+            raise WorkbenchError("no memory")
+        return really(run, names, *more, **settings)
+
+    monkeypatch.setattr(collecting, "measure", broken)
+    shutil.copytree(root / "runs", tmp_path / "runs")
+    for file in (tmp_path / "runs" / "small-resformer-s0" / "records").glob("*"):
+        file.unlink()
+    with pytest.raises(
+        WorkbenchError, match=r"small does not ship. Left out, since measured in part: small \(.* on 1 of 2 runs\)"
+    ):
+        ship(study, root / "small.toml", tmp_path / "runs", tmp_path / "out", questions=["loss"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_shipped_run_is_not_measured_and_not_trained_again(trained, evidence):

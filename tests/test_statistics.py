@@ -11,6 +11,7 @@ from scipy import stats
 from workbench.errors import BadData, WorkbenchError
 from workbench.runs.records import records
 from workbench.statistics import scaling
+from workbench.statistics.censored import _log_rank_scores, compare_steps
 from workbench.statistics.error_bars import (
     Interval,
     holm,
@@ -280,3 +281,27 @@ def test_formation_is_the_first_step_below_half_of_the_start():
 def test_formation_without_a_copy_loss_is_refused():
     with pytest.raises(WorkbenchError, match="copy_loss"):
         formation_steps(records([]))
+
+
+def test_steps_that_a_run_never_reaches_are_compared_by_their_order():
+    """With all reached it is the paired t test; where one arm never gets there its p is the permutation's, without an interval."""
+    table = lambda at, last=100.0: pd.DataFrame({"at": np.minimum(at, last), "formed": np.array(at) < last})  # noqa: E731
+    fast, slow, never = table([10, 12, 14, 11, 13]), table([20, 23, 24, 22, 21]), table([np.inf] * 5)
+    reached = compare_steps(slow, fast)
+    assert reached == paired_seeds(slow["at"], fast["at"])
+    later = compare_steps(never, fast)
+    assert later.value == pytest.approx(88.0)
+    assert (math.isnan(later.low), later.n) == (True, 5)
+    assert later.p == pytest.approx(2 / math.comb(10, 5)), "5 of 5 before 0 of 5: one order of 252 either way"
+    assert compare_steps(never, never).p == 1.0
+    assert compare_steps(table([10, 12, 14, 11, np.inf]), fast).p > 0.05, "one run of five decides nothing"
+
+
+def test_log_rank_scores_are_those_of_the_textbook():
+    """Two groups of three, one censored: observed minus expected events by hand."""
+    at, formed = [1.0, 2.0, 4.0, 3.0, 4.0, 5.0], [True, True, True, True, False, True]
+    scores = _log_rank_scores(pd.DataFrame({"at": at, "formed": formed}))
+    hazards = {1: 1 / 6, 2: 1 / 5, 3: 1 / 4, 4: 1 / 3, 5: 1 / 1}
+    expected = [sum(h for t, h in hazards.items() if t <= x) for x in at]
+    assert scores == pytest.approx([e - x for e, x in zip(formed, expected, strict=True)])
+    assert scores.sum() == pytest.approx(0.0)

@@ -17,15 +17,21 @@ from unittest import mock
 
 import numpy as np
 import pandas as pd
-from noise import NOISE
+from noise import NOISE, Table
 from planted import evidence
 from scipy import stats
 
 from workbench.claims import CLAIMS
 from workbench.claims import verdict as verdicts
+from workbench.statistics.censored import compare_steps
 from workbench.statistics.error_bars import LEVEL, over_seeds
 
 TABLES, LOOKED_AT, COMPARED = 20_000, 12, 100
+UNEVEN, CENSORED, WIDER = (
+    200,
+    1_000,
+    3.0,
+)  # tables judged by a claim itself, and of censored steps; factor of a wider spread
 OUT = Path(__file__).parent.parent / "docs" / "verdict_rates.csv"
 
 
@@ -90,6 +96,34 @@ class Rule:
         return [numbers.get(status, 0) for status in self.said(tables)] == self.decide(tables).tolist()
 
 
+class Wide(np.random.Generator):
+    """Normal numbers with a wider spread."""
+
+    def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:
+        return super().normal(loc, WIDER * np.asarray(scale), size)
+
+
+def uneven(name: str, rng: np.random.Generator, wide_first: bool) -> Table:
+    """A claim's table of noise in which the numbers of the first model, or of all others, spread more."""
+    made, *plain = NOISE[name](rng)
+    wide = NOISE[name](Wide(rng.bit_generator))[1:]
+    runs = {of["run"] for of in made if (of["model"] == made[0]["model"]) == wide_first}
+    rows, told = (
+        [r for r in a if r["run"] not in runs] + [r for r in b if r["run"] in runs]
+        for a, b in zip(plain, wide, strict=True)
+    )
+    return made, rows, told
+
+
+def uneven_rates(name: str, n: int = UNEVEN) -> dict[str, float]:
+    """How often the claim's own function decides tables in which nothing differs but the spread, in per cent; the worse direction."""
+    rng = np.random.default_rng(0)
+    said = [
+        [CLAIMS[name].judge(evidence(*uneven(name, rng, first))).status for _ in range(n)] for first in (True, False)
+    ]
+    return {status: max(100 * one.count(status) / n for one in said) for status in ("supported", "refuted")}
+
+
 def rates(names: Sequence[str] = tuple(NOISE), n: int = TABLES) -> Iterator[dict[str, Any]]:
     """Rates of false and right verdicts in per cent, for each claim at 3 and at 5 seeds.
 
@@ -116,47 +150,78 @@ def rates(names: Sequence[str] = tuple(NOISE), n: int = TABLES) -> Iterator[dict
             }
 
 
-def _chosen_rate(n: int, seeds: int, rng: np.random.Generator) -> np.ndarray:
-    """t of each model at the best of three rates, chosen on the same seeds; each seed has luck of its own."""
-    losses = rng.standard_normal((n, seeds, 2, 3)) + rng.standard_normal((n, seeds, 1, 1))
+def _chosen_rate(n: int, seeds: int, spread: float, rng: np.random.Generator) -> np.ndarray:
+    """p of each model at the best of three rates, chosen on three other seeds; each seed has luck of its own."""
+
+    def losses(seeds: int) -> np.ndarray:
+        luck = rng.standard_normal((n, seeds, 1, 1))
+        return luck + rng.standard_normal((n, seeds, 2, 3)) * np.array([spread, 1.0])[:, None]
+
+    best = losses(3).mean(1, keepdims=True).argmin(-1)[..., None]
+    return _p(np.take_along_axis(losses(seeds), best, axis=-1)[..., 0])
+
+
+def _chosen_on_reported(n: int, seeds: int, spread: float, rng: np.random.Generator) -> np.ndarray:
+    """As `_chosen_rate`, chosen on the seeds that are reported."""
+    losses = (
+        rng.standard_normal((n, seeds, 1, 1)) + rng.standard_normal((n, seeds, 2, 3)) * np.array([spread, 1.0])[:, None]
+    )
     best = losses.mean(1, keepdims=True).argmin(-1)[..., None]
-    return _t(np.take_along_axis(losses, best, axis=-1)[..., 0])
+    return _p(np.take_along_axis(losses, best, axis=-1)[..., 0])
 
 
-def _chosen_layer(n: int, seeds: int, rng: np.random.Generator) -> np.ndarray:
-    """t in the layer, of eight, where the sum of both models is largest on the same seeds."""
-    both = rng.standard_normal((2, n, seeds, 8))
-    best = both.sum(0).mean(1, keepdims=True).argmax(-1)[..., None]
-    return _t(np.stack([np.take_along_axis(x, best, axis=-1)[..., 0] for x in both], axis=-1))
+def _all_layers(n: int, seeds: int, spread: float, rng: np.random.Generator) -> np.ndarray:
+    """p of the mean over eight layers, which are fixed beforehand."""
+    return _p((rng.standard_normal((n, seeds, 2, 8)) * np.array([spread, 1.0])[:, None]).mean(-1))
 
 
-def _t(pairs: np.ndarray) -> np.ndarray:
+def _censored(n: int, seeds: int, spread: float, rng: np.random.Generator) -> np.ndarray:
+    """p of steps of which a third is never reached, by `compare_steps` itself, on as few tables as its permutations take."""
+    found = []
+    for _ in range(min(n, CENSORED)):
+        at = 100 + rng.standard_normal((2, seeds)) * np.array([[spread], [1.0]])
+        both = [
+            pd.DataFrame({"at": np.minimum(x, 100.43), "formed": x < 100.43}) for x in at
+        ]  # the middle third of a normal
+        change = compare_steps(*both)
+        found.append((change.p if np.isfinite(change.p) else 1.0) * (1 if change.value >= 0 else -1))
+    return np.array(found)[:, None]
+
+
+def _settings(n: int, seeds: int, spread: float, rng: np.random.Generator) -> np.ndarray:
+    """p of one comparison in each of three comparable settings, all of them judged."""
+    three = [_p(rng.standard_normal((n, seeds, 2)) * np.array([spread, 1.0])) for _ in range(3)]
+    return np.concatenate(three, axis=1)
+
+
+def _p(pairs: np.ndarray) -> np.ndarray:
+    """Two-sided p of each table's paired differences, with their sign, [table, 1]."""
     change = pairs[..., 0] - pairs[..., 1]
-    return change.mean(1, keepdims=True) / change.std(1, ddof=1, keepdims=True) * np.sqrt(change.shape[1])
-
-
-def _settings(n: int, seeds: int, rng: np.random.Generator) -> np.ndarray:
-    """t of one comparison in each of three comparable settings, all of them judged."""
-    return np.concatenate([_t(rng.standard_normal((n, seeds, 1, 2))[:, :, 0]) for _ in range(3)], axis=1)
+    t = change.mean(1, keepdims=True) / change.std(1, ddof=1, keepdims=True) * np.sqrt(change.shape[1])
+    return 2 * stats.t.sf(np.abs(t), change.shape[1] - 1) * np.sign(t)
 
 
 CHOICES = {
-    "a loss at each model's best of 3 rates": _chosen_rate, "the layer where both models together have most": _chosen_layer,
-    "one comparison in 3 comparable settings": _settings,
+    "a loss at each model's best of 3 rates, chosen on other seeds": _chosen_rate,
+    "a loss at each model's best of 3 rates, chosen on the reported seeds": _chosen_on_reported,
+    "the mean over all layers after the first": _all_layers,
+    "steps that some runs never reach": _censored, "one comparison in 3 comparable settings": _settings,
 }  # fmt: skip
-"""Where something is chosen, or several are judged: [table, test] t statistics where nothing differs."""
+"""Rules and not claims: [table, test] two-sided p, with the sign of the difference, where nothing differs but the spread."""
 
 
 def choices(n: int = TABLES) -> Iterator[dict[str, Any]]:
-    """Rates of false verdicts, in per cent, where a rate, a layer or a setting is chosen."""
+    """Rates of false verdicts, in per cent, where something is chosen or censored: with equal spreads, and with one `WIDER`."""
     for name, draw in CHOICES.items():
-        for seeds in (3, 5):
-            t = draw(n, seeds, np.random.default_rng(0))
-            clear = t.shape[1] * 2 * stats.t.sf(np.abs(t), seeds - 1) <= 1 - LEVEL
-            up, down = (clear & (t > 0)).any(1), (clear & (t < 0)).any(1)
+        for seeds, (spread, told) in itertools.product(
+            (3, 5), ((1.0, ""), (WIDER, f", one model spread {WIDER:.0f} times as wide"))
+        ):
+            p = draw(n, seeds, spread, np.random.default_rng(0))
+            clear = p.shape[1] * np.abs(p) <= 1 - LEVEL
+            up, down = (clear & (p > 0)).any(1), (clear & (p < 0)).any(1)
             found = {"supported": down & ~up, "refuted": up & ~down}
             rest = {k: round(100 * float(v.mean()), 1) for k, v in found.items()}
-            yield {"claim": name, "comparisons": t.shape[1], "seeds": seeds, **rest}
+            yield {"claim": f"{name}{told}", "comparisons": p.shape[1], "seeds": seeds, **rest}
 
 
 if __name__ == "__main__":

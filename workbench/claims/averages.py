@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pandas as pd
+from scipy import stats
 
 from workbench.claims.evidence import Evidence, at_last_step
 from workbench.claims.loss import ends_lower
@@ -12,6 +13,7 @@ from workbench.claims.wording import model_name, numbers, seeds_note
 from workbench.statistics.error_bars import over_seeds, paired_seeds
 
 ATTENTION_RESIDUALS = "Attention Residuals, arXiv 2603.15031 (2026)"
+SOURCES = 3  # of a place, before their ranks say anything
 
 
 @claim(
@@ -22,7 +24,7 @@ ATTENTION_RESIDUALS = "Attention Residuals, arXiv 2603.15031 (2026)"
     published="OpenWebText2 perplexity, 48 blocks, three seeds: 18.61 against 17.84 (1x1), 17.87 (4x5), 18.28 (last four); dropping "
     "more than about 15 % of the smallest weights after training ruins it (paper)",
     source="Pagliardini et al. 2024, DenseFormer, arXiv 2402.02622", metrics=("loss",), models=("transformer", "denseformer"),
-    shows={"metric": "coefficient"},
+    shows={"metric": "coefficient"}, final_loss=True,
 )  # fmt: skip
 def denseformer_weights_have_structure(evidence: Evidence) -> Verdict:
     """DenseFormer lowers the loss with averages of a common structure: strong diagonal, embedding added early and removed late."""
@@ -58,7 +60,7 @@ def denseformer_weights_have_structure(evidence: Evidence) -> Verdict:
     published="baseline, blocks, full: 1.931, 1.909, 1.899 (194M), 1.766, 1.746, 1.737 (436M), 1.719, 1.693, 1.692 (528M), one seed "
     "(paper); by others: perplexity 128.6 to 104.5 at 100M, -.0089 and -.0216 nats (Marin, issue 9290), no gain replicated in nanochat "
     "(646) and in parameter-golf at 6 layers, 29.70 to 31.76 at 1B where cumulative states are routed (arXiv 2605.18855)",
-    source=ATTENTION_RESIDUALS, metrics=("loss",), shows={"metric": "validation_loss"},
+    source=ATTENTION_RESIDUALS, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def attention_residuals_lower_the_loss(evidence: Evidence) -> Verdict:
     """A softmax over all earlier outputs, by token, in place of their sum ends at a lower validation loss."""
@@ -71,7 +73,7 @@ def attention_residuals_lower_the_loss(evidence: Evidence) -> Verdict:
     scale="any size, three seeds",
     published="436M, one seed: 1.737 by content, 1.749 with fixed weights in the same place, 1.767 for DenseFormer, no better than the "
     "baseline's 1.766 (paper)",
-    source=ATTENTION_RESIDUALS, metrics=("loss",), shows={"metric": "validation_loss"},
+    source=ATTENTION_RESIDUALS, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def averages_by_content_beat_fixed_ones(evidence: Evidence) -> Verdict:
     """What lowers the loss in reading earlier layers is that the weights depend on the token."""
@@ -79,20 +81,51 @@ def averages_by_content_beat_fixed_ones(evidence: Evidence) -> Verdict:
 
 
 @claim(
-    supports="over the sources of a place the cost of doing without one rises with its weight: rank correlations above 0",
+    supports="over the sources of a place the cost of replacing one by its mean rises with its weight, and more so than the cost of a "
+    "random vector of its length in its place: the rank correlations' differences are above 0",
     refutes="they are below 0",
     scale="trained Attention Residuals, three seeds; a comparison within one model, two or three sources say little",
     published="against it, outside of depth routing: the largest mass is not the largest causal effect (arXiv 2606.13168)",
-    source=ATTENTION_RESIDUALS, metrics=("source_ablation",), models=("attention_residuals",), shows={"metric": "depth_routing"},
+    source=ATTENTION_RESIDUALS, metrics=("source_ablation", "depth_routing"), models=("attention_residuals",),
+    shows={"metric": "depth_routing"},
 )  # fmt: skip
 def what_is_read_most_is_needed_most(evidence: Evidence) -> Verdict:
     """The weights of depth attention tell which earlier output a sublayer needs."""
     forms = [name for name in evidence.of_task("text").models if name.startswith("attention_residuals")]
     mine = evidence.of_task("text").comparable(forms or "attention_residuals")
-    rows = mine.rows("source_ablation", variant="rank_correlation")
-    parts = {model_name(m): over_seeds(mine.by_seed(mine.known(rows, m), m)) for m in forms if m in mine.models}
-    sentence = f"Rank correlation of a source's mean weight with the loss without it, mean over places: {numbers(parts, notes=True)}."
-    return judged(parts, 1, sentence, "rank correlation")
+    weights = mine.rows("depth_routing")
+    costs = {
+        "its mean": mine.rows("source_ablation", variant="mean"),
+        "random": mine.rows("source_ablation", control="random"),
+    }
+    here = [m for m in forms if m in mine.models]
+    ranks = {
+        (m, how): _rank_correlations(mine.known(weights, m), mine.known(rows, m))
+        for m in here
+        for how, rows in costs.items()
+    }
+    parts = {model_name(m): paired_seeds(ranks[m, "its mean"], ranks[m, "random"]) for m in here}
+    shown = {f"{model_name(m)}, {how} in its place": over_seeds(ranks[m, how]) for m, how in ranks}
+    sentence = (
+        f"Rank correlation of a source's mean weight with the rise of the loss, mean over places: {numbers(shown, notes=True)}; its mean "
+        f"minus random: {numbers(parts)}."
+    )
+    return judged(parts, 1, sentence, "rank correlation", shown=shown)
+
+
+def _rank_correlations(weights: pd.DataFrame, costs: pd.DataFrame) -> pd.Series:
+    """Spearman's rank correlation of weight and cost over the sources of a place, mean over the places of each seed."""
+    keys = ["seed", "site", "layer", "part"]
+    both = pd.concat(
+        [rows.groupby(keys)["value"].mean() for rows in (weights, costs)], axis=1, keys=["weight", "cost"]
+    ).dropna()
+    places = [rows for _, rows in both.groupby(keys[:3]) if len(rows) >= SOURCES and (rows.nunique() > 1).all()]
+    if not places:
+        raise InsufficientEvidence(
+            f"Needs places that read {SOURCES} sources or more, with weights and costs that differ."
+        )
+    found = [(rows.index[0][0], float(stats.spearmanr(rows["weight"], rows["cost"]).statistic)) for rows in places]
+    return pd.DataFrame(found, columns=["seed", "rank"]).groupby("seed")["rank"].mean()
 
 
 @claim(

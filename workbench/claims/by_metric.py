@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import pandas as pd
@@ -16,13 +16,17 @@ MAX_BYTES = 50_000_000  # of the rows that stay in memory, the last ones in any 
 class ByMetric:
     """Rows with the columns `run` and `metric`: a thousand runs have millions, and a claim reads a few metrics of those it compares.
 
-    `fetch` makes the rows of some runs, in the order of all, and of one of the `metrics`.
+    `fetch` makes the rows of some runs, in the order of all, and of one metric. `runs_with`: metric -> names of the runs that have it.
     """
 
     def __init__(
-        self, fetch: Callable[[Collection[str], str], pd.DataFrame], metrics: Collection[str], none: pd.DataFrame
+        self,
+        fetch: Callable[[Collection[str], str], pd.DataFrame],
+        runs_with: Mapping[str, Collection[str]],
+        none: pd.DataFrame,
     ) -> None:
-        self.fetch, self.metrics, self.none = fetch, frozenset(metrics), none
+        self.fetch, self.runs_with, self.none = fetch, runs_with, none
+        self.metrics = frozenset(runs_with)
         self._found = Recent[tuple[frozenset[str], str], pd.DataFrame](MAX_BYTES, bytes_of)
 
     @classmethod
@@ -34,7 +38,7 @@ class ByMetric:
             found = rows.iloc[places[metric]]
             return found[found["run"].isin(runs)]
 
-        return cls(fetch, places, rows.head(0))
+        return cls(fetch, {m: set(rows["run"].iloc[at]) for m, at in places.items()}, rows.head(0))
 
     def of(self, runs: frozenset[str], metric: str) -> pd.DataFrame:
         """The rows of a metric of these runs."""

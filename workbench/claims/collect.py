@@ -116,6 +116,7 @@ def facts(run: Run, data: Any = None) -> dict[str, Any]:
         "data": str(data) if data is not None else str(described.get("hash", kind)), "bos": bool(described.get("bos")),
         "task": "text" if kind in ("text", "tokens", "imported") else kind, "tokens": recipe.batch * recipe.T * recipe.steps,
         "optimiser": json.dumps([recipe.beta1, recipe.beta2, recipe.eps, recipe.clip, recipe.bf16]),
+        "study": run.info.get("shipped", {}).get("study", ""),
     }  # fmt: skip
     return {column: row[column] for column in RUN_COLUMNS}
 

@@ -8,7 +8,7 @@ from workbench.claims.evidence import Evidence, deep_layers
 from workbench.claims.registry import PAPER, RESFORMERS, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
-from workbench.statistics.error_bars import Interval, paired_seeds
+from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
 
 
 @claim(
@@ -53,7 +53,7 @@ def richer_values(evidence: Evidence) -> Verdict:
 
 @claim(
     supports="own values of deep layers grow alike and shrink late, and an attention costs about as much to drop as an MLP, more so "
-    "than in vanilla",
+    "than in vanilla, where the two differ",
     refutes="one of the three trends is reversed against vanilla",
     scale="8 layers or more, three seeds",
     published="described for the last version (reported by others), no numbers",
@@ -68,17 +68,18 @@ def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
         raise InsufficientEvidence(f"Needs 4 layers at the least, these models have {depth}.")
     similar = pair.rows("layer_similarity", site="own_v", variant="cka")
     neighbours = similar[(similar["layer"] - similar["source"] == 1) & (similar["source"] > 0)]
+    balance, apart = _balance(pair, model, depth)
     intervals = {
         "likeness of neighbouring own values (CKA)": pair.difference(deep_layers(neighbours, depth), model),
         "last over middle norm of own values": _late(pair, model, depth),
-        "distance between dropping attention and MLP": _balance(pair, model, depth),
+        "distance between dropping attention and MLP": balance,
     }
     sentence = (
         f"{model_name(model)} - Transformer, deep layers: {numbers(intervals)} (the last two as natural logarithms of ratios; "
         f"expected +, -, -){seeds_note(next(iter(intervals.values())))}."
     )
     units = {"likeness of neighbouring own values (CKA)": "CKA"}
-    return judged(intervals, (1, -1, -1), sentence, "logarithm of a ratio", units)
+    return judged(intervals, (1, -1, -1), sentence, "logarithm of a ratio", units, doubt=not apart)
 
 
 def _late(pair: Evidence, model: str, depth: int) -> Interval:
@@ -89,14 +90,20 @@ def _late(pair: Evidence, model: str, depth: int) -> Interval:
     return paired_seeds(*ratios)
 
 
-def _balance(pair: Evidence, model: str, depth: int) -> Interval:
-    """|ln| of what dropping attention costs over what dropping the MLP costs, deep layers."""
+def _balance(pair: Evidence, model: str, depth: int) -> tuple[Interval, bool]:
+    """ln of what dropping attention costs over what dropping the MLP costs, deep layers, below 0 nearer to 1 than the Transformer's.
+
+    All seeds count with the sign of the Transformer's mean, since the distance of each from 1 would grow with its noise. Also
+    whether the Transformer's differs from 1, without which nothing can be nearer.
+    """
     costs = deep_layers(pair.rows("sublayer_removal"), depth)
-    distance = {}
+    ratio = {}
     for name in (model, "transformer"):
         parts = [pair.by_seed(costs[costs["part"] == part], name) for part in ("attention", "mlp")]
         if any((p <= 0).any() for p in parts):
             why = f"Dropping deep sublayers of {model_name(name)} does not raise the loss in every seed."
             raise InsufficientEvidence(why, "unresolved")
-        distance[name] = (parts[0] / parts[1]).map(math.log).abs()
-    return paired_seeds(distance[model], distance["transformer"])
+        ratio[name] = (parts[0] / parts[1]).map(math.log)
+    vanilla = over_seeds(ratio["transformer"])
+    side = -1 if vanilla.value < 0 else 1
+    return paired_seeds(side * ratio[model], side * ratio["transformer"]), vanilla.sign != 0

@@ -27,7 +27,19 @@ SETTING = (*RECIPE, "lr")
 """What runs must have in common before they are compared."""
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
 """Of what training wrote down."""
-RUN_COLUMNS = ("run", "model", "architecture", "seed", *SETTING, "tokens", "parameters", "bos", "task", "options")
+RUN_COLUMNS = (
+    "run",
+    "model",
+    "architecture",
+    "seed",
+    *SETTING,
+    "tokens",
+    "parameters",
+    "bos",
+    "task",
+    "options",
+    "study",
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,29 @@ class Evidence:
     def of_task(self, task: str) -> Evidence:
         """The evidence of runs trained on `text` or on `repeated` tokens."""
         return self.of_runs(self.runs[self.runs["task"] == task])
+
+    def measured_on_all(self, metrics: Iterable[str], models: Sequence[str] = ()) -> tuple[Evidence, str]:
+        """Leave out shipped studies that did not measure each of the metrics on all of their runs; and say which, in words.
+
+        Args:
+            metrics: Names of metrics. The loss is exempt, which training writes for every run.
+            models: Architectures of whose runs they are needed; all unless given.
+
+        Note:
+            A metric is not missed on a task that no run has it of, or on sequences shorter than any it was measured on.
+        """
+        runs = self.runs[self.runs["study"].fillna("") != ""]
+        runs = runs[runs["architecture"].isin(models)] if models else runs
+        lacking, told = set[str](), []
+        for metric in (name for name in metrics if name != "loss"):
+            has = runs["run"].isin(self.kept.runs_with.get(metric, ()))
+            able = (runs["T"] >= runs.loc[has, "T"].min()) & runs["task"].isin(runs.loc[has, "task"])
+            for study, each in has[able].groupby(runs["study"]):
+                if not each.all() and study not in lacking:
+                    lacking.add(str(study))
+                    told += [f"{study} ({metric} on {each.sum()} of {len(each)} runs)"] if each.any() else []
+        left_out = f" Left out, since measured in part: {', '.join(told)}." if told else ""
+        return self.of_runs(self.runs[~self.runs["study"].isin(lacking)]) if lacking else self, left_out
 
     def measured(self) -> Evidence:
         """The evidence of runs whose activations are measured: all but the races on repeated tokens."""

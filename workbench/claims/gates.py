@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence
 from workbench.claims.registry import claim
-from workbench.claims.sinks import SINK_SEEDS, at_top, from_one, gated, strongest_mass
+from workbench.claims.sinks import SINK_SEEDS, gated, logarithms, strongest_mass
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
 from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
@@ -27,7 +26,7 @@ Measured = Callable[[Evidence, str], Mapping[str, Interval]]
     scale="two lengths of equal tokens a step; published from .7B on",
     published="2.7B: 1.36 points of a mean over tasks, losses not read off; with a gate, ten seeds of a speed run: 3.28316 to 3.27865 "
     "(modded-nanogpt 264); nanochat: better per step, not per second",
-    source="Exclusive Self Attention, arXiv 2603.09078 (2026)", metrics=("loss",), shows={"metric": "validation_loss"},
+    source="Exclusive Self Attention, arXiv 2603.09078 (2026)", metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
     """Heads that may not write their own token's value end at a lower loss, the more the longer the text."""
@@ -103,18 +102,12 @@ def _beside_sinks(
 
 
 def _outliers(pair: Evidence, model: str) -> Mapping[str, Interval]:
-    return {"largest entry": at_top(pair, _logarithms(pair, "massive_activations", site="stream"), model)}
-
-
-def _logarithms(pair: Evidence, metric: str, *, step: str = "last", **axes: str) -> pd.DataFrame:
-    """Records of a metric that is a ratio, as natural logarithms."""
-    rows = pair.rows(metric, step=step, **axes)
-    return rows.assign(value=np.log(rows["value"].astype(float)))
+    return {"largest entry": pair.difference(logarithms(pair, "massive_activations", model, site="stream"), model)}
 
 
 @claim(
-    supports="where vanilla has sinks, the largest entry of the stream over the median one is lower with a gate on the values, in the "
-    "layer where both together have most",
+    supports="where vanilla has sinks, the largest entry of the stream over the median one is lower with a gate on the values, over the "
+    "layers after the first",
     refutes="it is higher",
     scale="a vanilla model that has sinks, five seeds; small models form small outliers",
     published="OPT 125M: kurtosis 2177 to 35, perplexity 15.95 to 15.49, loss by 8-bit rounding 27.8 to .93; BERT: kurtosis 2987 to 85, "
@@ -131,7 +124,7 @@ def a_value_gate_removes_outliers(evidence: Evidence) -> Verdict:
 
 @claim(
     supports="where vanilla has sinks, training raises the gradient that gathers at its first position; scaled values, which let less "
-    "gradient through, leave sinks in most seeds and lower that gradient and the distance of the first state's norm from the others'",
+    "gradient through, leave sinks in most seeds and lower that gradient and the first state's norm beside the others'",
     refutes="either is higher",
     scale="a vanilla model that has sinks, five seeds; the ratio depends on the number of documents, equal here",
     published="median ratio 14.8 to 7.3 at .1B and 9.0 to 6.3 at .3B, sinks kept, norms of the first token fallen, perplexity 22.84 and "
@@ -144,12 +137,12 @@ def sinks_gather_gradients_that_spikes_answer(evidence: Evidence) -> Verdict:
 
     def answer(pair: Evidence, model: str) -> Mapping[str, Interval]:
         return {
-            "gradient at the first position": at_top(pair, _logarithms(pair, "gradient_sink"), model),
-            "its state's distance from 1": from_one(pair, "hidden_peak", model, site="stream"),
+            "gradient at the first position": pair.difference(logarithms(pair, "gradient_sink", model), model),
+            "its state over others'": pair.difference(logarithms(pair, "hidden_peak", model, site="stream"), model),
         }
 
     def learned(pair: Evidence, model: str) -> Mapping[str, Interval]:
-        ends = (_logarithms(pair, "gradient_sink", step=step) for step in ("last", "first"))
+        ends = (logarithms(pair, "gradient_sink", "transformer", step=step) for step in ("last", "first"))
         return {
             "vanilla's gradient, trained - init": paired_seeds(*(pair.by_seed(rows, "transformer") for rows in ends))
         }

@@ -4,56 +4,84 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence, at_last_step
-from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import RATES, listed, model_name, numbers, seeds_note, share
-from workbench.statistics.error_bars import Interval, over_seeds, paired_documents
+from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_documents
 from workbench.statistics.loss_curves import step_at_loss
 from workbench.statistics.scaling import saved_share, savings_intervals
 
 MAJORITY = 0.5  # the share of them in which the loss must be lower
 RELATIVES = ("neutreno", "denseformer")
 SLOWER = 0.05  # of the step time, before it counts as slower
+LARGER = 0.02  # share of more parameters, from which on a lower loss may be theirs
 
 
 @claim(
-    supports="the mean difference of validation loss over seeds is below 0 beyond its interval, in most domains",
+    supports="the mean difference of validation loss over seeds is below 0 beyond its interval, in most domains, and so is the "
+    "difference to the control whose own values are halved without the first layer's",
     refutes="it is above 0, or its sign flips once the baseline has its own best learning rate",
-    scale="any size, three seeds; the effect is about 0.03 nats, 1 %",
+    scale="any size, three seeds, 10 training tokens per parameter; the effect is about 0.03 nats, 1 %",
     published="-0.0272, -0.0323 and -0.0269 nats at 82M, 180M and 468M, better in 7 of 7 domains, one seed (the paper's table); by others: "
     "-.0151 bits per byte after 1,000 steps (parameter-golf); one of 18 modifications of 20 that stay within noise, z = .81 "
     "(arXiv 2605.20798)",
-    source=PAPER, metrics=("loss",), steps="last", shows={"metric": "validation_loss"},
+    source=PAPER, metrics=("loss",), steps="last", shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def lower_loss(evidence: Evidence) -> Verdict:
     """At equal size and data a value residual ends at a lower validation loss than the vanilla Transformer."""
-    pair, rates = at_best_rates(evidence.of_task("text"), "transformer", RESFORMERS)
+    pair, tuning = at_best_rates(evidence.of_task("text"), "transformer", RESFORMERS, also=(SCALED,))
     model, losses = pair.first_of(RESFORMERS), pair.losses()
+    scaled, told = beside_scaled(pair, losses, model)
     whole = pair.difference(losses, model)
     domains = {str(d): pair.difference(rows, model) for d, rows in losses.groupby("data")}
     better = sum(i.value < 0 for i in domains.values())
     saved, reached = _reached(pair, model)
     sentence = (
         f"{model_name(model)} - Transformer: {whole} nats over {whole.n} seeds{seeds_note(whole)}, lower in {better} of "
-        f"{len(domains)} domains{_same_documents(pair, model)}{reached}; {_tuning(rates)}."
+        f"{len(domains)} domains{_same_documents(pair, model)}{reached}{told}; {tuning}."
     )  # fmt: skip
     return judged(
-        {"all domains": whole}, -1, sentence, "nats", dict.fromkeys(saved, "share"), shown={**domains, **saved},
-        doubt=better <= MAJORITY * len(domains),
+        {"all domains": whole}, -1, sentence, "nats", dict.fromkeys(saved, "share"), also=scaled, shown={**domains, **saved},
+        doubt=better <= MAJORITY * len(domains) or not scaled or tuning.edges,
     )  # fmt: skip
 
 
-def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[str] = ()) -> tuple[Evidence, int]:
-    """Runs of the first model of each wanted group (and of `also`) at its best of the rates that all share, and how many those are.
+def beside_scaled(pair: Evidence, losses: pd.DataFrame, model: str) -> tuple[dict[str, Interval], str]:
+    """Return the difference of the model's loss to that of the control with halved values, by name, and in words."""
+    if SCALED not in pair.models:
+        return {}, f"; the control, {model_name(SCALED)}, was not trained"
+    name, minus = f"minus {model_name(SCALED)}", pair.difference(losses, model, SCALED)
+    return {name: minus}, f"; {name} {minus} nats"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the learning rates of a comparison were chosen: among how many, on which other seeds, and whose are at an end."""
+
+    rates: int
+    seeds: tuple[int, ...] = ()
+    edges: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.rates < RATES:
+            return "one learning rate, tuned for neither"
+        on = f", chosen on seed {listed(list(map(str, self.seeds)))}, which is not reported" if self.seeds else ""
+        edge = f"; that of {listed(self.edges)} is the smallest or the largest tried" if self.edges else ""
+        return f"each at its best of {self.rates} learning rates{on}{edge}"
+
+
+def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[str] = ()) -> tuple[Evidence, Tuning]:
+    """Runs of the first model of each wanted group (and of `also`) at its best of the rates that all share, and how it was chosen.
 
     Where they share fewer than `RATES`, runs of one rate. The best has the lowest mean loss; every model chooses among the same
-    rates, so that the choice favours none.
+    rates, so that the choice favours none. Where some seeds have all rates of all models and at least three others the best ones
+    alone, the first choose and only the others are compared.
     """
     sweep = replace(text, settings=[], compared=[]).comparable(*wanted, ignoring=("lr",))
     names = [sweep.first_of((w,) if isinstance(w, str) else w) for w in wanted]
@@ -61,19 +89,29 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     rates = [set(sweep.runs.loc[sweep.runs["model"] == name, "lr"]) for name in names]
     shared = set.intersection(*rates)
     if len(shared) < RATES:
-        return text.comparable(*wanted), len(shared)
+        control = also[0] if also else None
+        return text.comparable(*wanted, control=control), Tuning(len(shared))
     sweep = text.comparable(*wanted, ignoring=("lr",))
-    losses = sweep.losses()
-    means = losses[losses["lr"].isin(shared)].groupby(["model", "lr"])["value"].agg(lambda x: x.mean(skipna=False))
-    best = {str(m): rate for m, rate in means[np.isfinite(means)].groupby("model").idxmin() if m in names}
+    losses, runs = sweep.losses(), sweep.runs
+    tried = losses[losses["lr"].isin(shared) & losses["model"].isin(names)]
+    every = tried.groupby("seed")[["model", "lr"]].apply(lambda rows: len(rows.drop_duplicates()))
+    choosing = every.index[every == len(names) * len(shared)]
+    best = _best_rates(tried[tried["seed"].isin(choosing)])
+    reported = runs[(runs["lr"] == runs["model"].map(best)) & ~runs["seed"].isin(choosing)]
+    apart = reported.groupby("model")["seed"].nunique().reindex(names, fill_value=0).min() >= MIN_SEEDS
+    best = best if apart else _best_rates(tried)
     if missing := [name for name in names if name not in best]:
         raise InsufficientEvidence(f"The last loss of {listed(missing)} is unknown at every rate.")
-    runs = sweep.runs
-    return sweep.of_runs(runs[runs["lr"] == runs["model"].map(best)]), len(shared)
+    ends = (min(shared), max(shared))
+    edges = tuple(model_name(name) for name in names if best[name] in ends)
+    compared = reported if apart else runs[runs["lr"] == runs["model"].map(best)]
+    return sweep.of_runs(compared), Tuning(len(shared), tuple(map(int, choosing)) if apart else (), edges)
 
 
-def _tuning(rates: int) -> str:
-    return f"each at its best of {rates} learning rates" if rates >= RATES else "one learning rate, tuned for neither"
+def _best_rates(losses: pd.DataFrame) -> dict[str, float]:
+    """The rate of the lowest mean loss of each model; a rate with an unknown loss is never the best."""
+    means = losses.groupby(["model", "lr"])["value"].agg(lambda x: x.mean(skipna=False))
+    return {str(model): float(rate) for model, rate in means[np.isfinite(means)].groupby("model").idxmin()}
 
 
 def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], note: str = "") -> Verdict:
@@ -84,14 +122,22 @@ def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], not
     text = evidence.of_task("text")
     forms = [name for name in text.models if name.partition("[")[0] == model] or [model]
     others = [name for rival in rivals for name in ((rival,) if isinstance(rival, str) else rival)]
-    group, rates = at_best_rates(text, forms, *rivals, also=[*forms, *others])
+    group, tuning = at_best_rates(text, forms, *rivals, also=[*forms, *others])
     losses = group.losses()
     parts = {
         f"{model_name(form)} - {model_name(name)}": i
         for form in forms if form in group.models for name, i in group.differences(losses, form, others).items()
     }  # fmt: skip
-    few = seeds_note(next(iter(parts.values())))
-    return judged(parts, -1, f"Loss of {numbers(parts)} nats{few}; {_tuning(rates)}{note}.", "nats")
+    few, size = seeds_note(next(iter(parts.values()))), group.runs.groupby("model")["parameters"].mean()
+    more = {
+        f"{model_name(form)} has {size[form] / size[name] - 1:.0%} more parameters than {model_name(name)}": None
+        for form in forms
+        for name in others
+        if {form, name} <= set(size.index) and size[form] > (1 + LARGER) * size[name]
+    }
+    told = f"; {listed(list(more))}" if more else ""
+    sentence = f"Loss of {numbers(parts)} nats{few}; {tuning}{note}{told}."
+    return judged(parts, -1, sentence, "nats", doubt=more or tuning.edges)
 
 
 def steps_saved(pair: Evidence, model: str, baseline: str = "transformer") -> Interval:
@@ -125,33 +171,42 @@ def _same_documents(pair: Evidence, model: str) -> str:
     return f"; over {change.n} shared documents of these seeds {change}"
 
 
-def _by_size(evidence: Evidence, model: str, size: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _by_size(evidence: Evidence, model: str, size: str, baseline: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(method, baseline) tables of size and loss, each model at its best of the rates that both have at a size."""
     losses = evidence.losses().groupby(["run", "model"], as_index=False)["value"].mean()
     losses = losses.merge(evidence.runs[["run", size, "seed", "lr"]].rename(columns={size: "size"}), on="run")
-    losses = losses[losses["model"].isin([model, "transformer"])]
+    losses = losses[losses["model"].isin([model, baseline])]
     both = (
         losses.groupby(["size", "lr"])["model"].transform("nunique") == 2
     )  # a rate that one had alone would favour it
     losses = losses[both]
     means = losses.groupby(["model", "size", "lr"])["value"].transform("mean")
     best = losses[means == means.groupby([losses["model"], losses["size"]]).transform("min")]
-    tables = [best[best["model"] == name].rename(columns={"value": "loss"}) for name in (model, "transformer")]
+    tables = [best[best["model"] == name].rename(columns={"value": "loss"}) for name in (model, baseline)]
     return tables[0], tables[1]
 
 
 def _saving(pair: Evidence, model: str, size: str) -> Verdict:
     """The verdict on fewer `parameters` or `tokens` at equal loss, from every form of the curve."""
-    forms = savings_intervals(*_by_size(pair, model, size))
-    shown = {name: i for name, i in forms.items() if not math.isnan(i.value)}
+    shown = _savings(pair, model, size, "transformer")
     if not shown:
         raise InsufficientEvidence(f"The losses do not fall with the number of {size}, so no curve can be read.")
     parts = "; ".join(f"{name} {share(i)}" for name, i in shown.items())
+    scaled = _savings(pair, model, size, SCALED) if SCALED in pair.models else {}
+    beside = f"for that of {model_name(SCALED)}: {'; '.join(f'{name} {share(i)}' for name, i in scaled.items())}"
     sentence = (
-        f"{model_name(model)} needs fewer {size} for the Transformer's loss by, form by form: {parts}. The forms differ on the same "
-        "numbers, and at this size the method is shown, not the published figure."
+        f"{model_name(model)} needs fewer {size} for the Transformer's loss by, form by form: {parts}; "
+        f"{beside if scaled else f'the control, {model_name(SCALED)}, was not trained'}. The forms differ on the same numbers, and at "
+        "this size the method is shown, not the published figure."
     )
-    return judged(shown, 1, sentence, "share")
+    also = {f"{name}, against {model_name(SCALED)}": i for name, i in scaled.items()}
+    return judged(shown, 1, sentence, "share", also=also, doubt=not scaled)
+
+
+def _savings(pair: Evidence, model: str, size: str, baseline: str) -> dict[str, Interval]:
+    """The share of parameters or tokens that the model saves until the baseline's loss, by form of the curve."""
+    forms = savings_intervals(*_by_size(pair, model, size, baseline))
+    return {name: i for name, i in forms.items() if not math.isnan(i.value)}
 
 
 def _shared_sizes(pair: Evidence, model: str, size: str) -> int:
@@ -167,7 +222,7 @@ def _shared_sizes(pair: Evidence, model: str, size: str) -> int:
     scale="below 82M only as a demonstration of the method; the published share cannot be checked small",
     published="10.4 % (paper, third version), 13.3 % (fourth, reported by others), 16.1 % (fifth); our own reading of the printed table "
     "gives 11.2 to 13.2 %, by the form of the curve",
-    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
+    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def fewer_parameters(evidence: Evidence) -> Verdict:
     """A value residual reaches the vanilla Transformer's loss with fewer parameters."""
@@ -187,7 +242,7 @@ def fewer_parameters(evidence: Evidence) -> Verdict:
     refutes="the gap is below 0 in some form; an interval around 0 leaves it open",
     scale="small models will do, if each length is a run of its own with its own schedule, or the learning rate is constant",
     published="13.6 % (paper, third version), 15.4 % (fourth, reported by others), 20.3 % (fifth)",
-    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
+    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def fewer_tokens(evidence: Evidence) -> Verdict:
     """A value residual reaches the vanilla Transformer's loss after fewer training tokens."""
@@ -244,11 +299,11 @@ def same_cost(evidence: Evidence) -> Verdict:
     scale="8 layers, three seeds; DenseFormer's dilation and period must be told",
     published="ranked first at 82M (paper's figure and text); numbers reported by others, NeuTRENO about -1.2 % and DenseFormer about "
     "-1.6 % against the baseline, would put DenseFormer ahead: the two conflict",
-    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
+    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def ahead_of_relatives(evidence: Evidence) -> Verdict:
     """A value residual ends at a lower loss than NeuTRENO and than DenseFormer."""
-    group, rates = at_best_rates(evidence.of_task("text"), RESFORMERS, RELATIVES, also=RELATIVES)
+    group, tuning = at_best_rates(evidence.of_task("text"), RESFORMERS, RELATIVES, also=RELATIVES)
     model = group.first_of(RESFORMERS)
     intervals = group.differences(group.losses(), model, RELATIVES)
     parts, shares = [], dict[str, Interval]()
@@ -258,5 +313,6 @@ def ahead_of_relatives(evidence: Evidence) -> Verdict:
         shares |= saved
     missing = [f"{model_name(name)} is missing" for name in RELATIVES if name not in intervals]
     depth = int(group.runs["n_layers"].max())
-    sentence = f"Loss of {model_name(model)} {'; '.join(parts + missing)}; {_tuning(rates)}; at {depth} layers (published at 8 and more)."
-    return judged(intervals, -1, sentence, "nats", dict.fromkeys(shares, "share"), shown=shares, doubt=missing)
+    sentence = f"Loss of {model_name(model)} {'; '.join(parts + missing)}; {tuning}; at {depth} layers (published at 8 and more)."
+    doubt = missing or tuning.edges
+    return judged(intervals, -1, sentence, "nats", dict.fromkeys(shares, "share"), shown=shares, doubt=doubt)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import pandas as pd
 
 from workbench.claims.evidence import Evidence
-from workbench.claims.loss import at_best_rates
-from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.loss import at_best_rates, beside_scaled
+from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import RATES, model_name, numbers, seeds_note
 from workbench.statistics.error_bars import Interval
 
 
 @claim(
-    supports="the value residual wins at each of three learning rates and at each model's best; a vanilla model whose first layer, or "
-    "first W_V, learns faster does not catch up",
+    supports="the value residual wins at each of three learning rates and at each model's best; neither a vanilla model whose first "
+    "layer, or first W_V, learns faster nor one whose later values are halved catches up",
     refutes="vanilla ends lower: at one of the rates, tuned, or with a faster first layer",
     scale="8 layers, three seeds, three rates for each architecture",
     published="a figure over learning rates (paper, its caption); the gradient of the first W_V rises and that of the first W_O falls "
     "(reported by others)",
     source=PAPER, metrics=("gradient_norm",), models=("transformer", *RESFORMERS), shows={"metric": "gradient_norm", "part": "W_V"},
+    final_loss=True,
 )  # fmt: skip
 def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
     """The gain is not merely easier optimisation: it stays at every tuned learning rate, and faster first layers do not give it."""
@@ -32,24 +33,26 @@ def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
         for rate, rows in losses.groupby("lr")
         if {model, "transformer"} <= set(rows["model"])
     }
-    best, rates = at_best_rates(text, "transformer", (model,))
-    tuned = {"each at its best rate": best.difference(best.losses(), model)} if rates >= RATES else {}
+    best, tuning = at_best_rates(text, "transformer", (model,), also=(SCALED,))
+    tuned = {"each at its best rate": best.difference(best.losses(), model)} if tuning.rates >= RATES else {}
+    scaled, told = beside_scaled(best, best.losses(), model)
     if not intervals:
         raise InsufficientEvidence("The two models share no learning rate.")
     controls = [m for m in sweep.models if m.startswith("transformer[")]
     against = {f"against {name}": _at_shared_rates(sweep, losses, model, name) for name in controls}
     first = next(iter(intervals.values()))
     lacking = []
-    if rates < RATES:
-        lacking.append(f"learning rates ({rates} of the {RATES} needed)")
+    if tuning.rates < RATES:
+        lacking.append(f"learning rates ({tuning.rates} of the {RATES} needed)")
+    if not scaled:
+        lacking.append("the control with halved values")
     if not controls:
         lacking.append("no vanilla control whose first layer learns faster")
     missing = f"; missing: {', '.join(lacking)}" if lacking else ""
-    sentence = (
-        f"{model_name(model)} - Transformer {numbers(intervals, ', ')} nats{seeds_note(first)}"
-        f"{''.join(f'; {name} {i}' for name, i in {**tuned, **against}.items())}{_gradients(sweep, model)}{missing}."
-    )
-    return judged({**intervals, **tuned, **against}, -1, sentence, "nats", doubt=lacking)
+    more = "".join(f"; {name} {i}" for name, i in {**tuned, **against}.items()) + (told if scaled else "")
+    more += f"{_gradients(sweep, model)}{missing}"
+    sentence = f"{model_name(model)} - Transformer {numbers(intervals, ', ')} nats{seeds_note(first)}{more}."
+    return judged({**intervals, **tuned, **against}, -1, sentence, "nats", also=scaled, doubt=lacking)
 
 
 def _at_shared_rates(sweep: Evidence, losses: pd.DataFrame, model: str, control: str) -> Interval:

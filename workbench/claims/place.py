@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence, at_last_step
-from workbench.claims.loss import ends_lower
-from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.loss import beside_scaled, ends_lower
+from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
 from workbench.statistics.error_bars import Interval, over_seeds
@@ -21,25 +21,25 @@ WEIGHTS = 4  # of lambda, before a sweep says anything of its optimum
 
 
 @claim(
-    supports="the value residual ends lower than vanilla, and lower than residuals of queries, keys, attention and hidden state",
+    supports="the value residual ends lower than vanilla, than residuals of queries, keys, attention and hidden state, and than the "
+    "control whose own values are halved without the first layer's",
     refutes="any of the four ends lower than the value residual",
     scale="8 layers, three seeds",
     published="82M, average validation loss: vanilla 2.739, values 2.712, queries 2.742, keys 2.746, attention 2.757, hidden state "
     "2.781 (reported by others); the paper's third version shows the curves of values, keys and queries only",
-    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
+    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def value_path_is_the_place(evidence: Evidence) -> Verdict:
     """The value path is where the residual helps: the same shortcut on queries, keys, attention or the hidden state does not."""
-    group = evidence.of_task("text").comparable("transformer", RESFORMERS, CONTROLS)
+    group = evidence.of_task("text").comparable("transformer", RESFORMERS, CONTROLS, control=SCALED)
     model, losses = group.first_of(RESFORMERS), group.losses()
     intervals = group.differences(losses, model, ("transformer", *CONTROLS))
+    scaled, told = beside_scaled(group, losses, model)
     missing = [model_name(name) for name in CONTROLS if name not in group.models]
     from_each = numbers({model_name(name): i for name, i in intervals.items()}, ", ")
     untrained = f"; not trained: {', '.join(missing)}" if missing else ""
-    sentence = (
-        f"Loss of {model_name(model)} minus that of {from_each} nats{seeds_note(intervals['transformer'])}{untrained}."
-    )
-    return judged(intervals, -1, sentence, "nats", doubt=missing)
+    sentence = f"Loss of {model_name(model)} minus that of {from_each} nats{seeds_note(intervals['transformer'])}{untrained}{told}."
+    return judged(intervals, -1, sentence, "nats", also=scaled, doubt=missing or not scaled)
 
 
 def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
@@ -55,7 +55,7 @@ def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
     refutes="a later source ends lower",
     scale="8 layers, three seeds",
     published="stated with the first version's figure (paper); with layer 1's skip cut, layer 2 starts to help (reported by others)",
-    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
+    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def first_layer_is_the_source(evidence: Evidence) -> Verdict:
     """The first layer's values are the right source; those of a later layer help less."""
@@ -82,7 +82,7 @@ def first_layer_is_the_source(evidence: Evidence) -> Verdict:
     refutes="trained coefficients fall with depth, or residuals in the early layers, or in all of them, end lower",
     scale="8 layers or more",
     published="layers 6 to 8 of 8 at weight 5: 2.687 against 2.712 in all; best single layer 7 (reported by others)",
-    source=PAPER, metrics=("loss",), shows={"metric": "coefficient"},
+    source=PAPER, metrics=("loss",), shows={"metric": "coefficient"}, final_loss=True,
 )  # fmt: skip
 def late_layers_profit(evidence: Evidence) -> Verdict:
     """Late layers profit most from the first layer's values."""
@@ -141,7 +141,7 @@ def _slopes(evidence: Evidence, model: str) -> list[float]:
     refutes="some weight ends above vanilla, or an end of the grid below the weight nearest to 2",
     scale="8 layers, three seeds for each weight",
     published="weights 0.2, 0.5, 0.8, 1, 2 and 5 all below vanilla, best 2; NeuTRENO 0.2, 0.4, 0.6, 0.8, best 0.4 (paper)",
-    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"},
+    source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def robust_to_its_weight(evidence: Evidence) -> Verdict:
     """The value residual helps for every weight of the first layer's values, with its best near 2."""
@@ -181,7 +181,7 @@ def robust_to_its_weight(evidence: Evidence) -> Verdict:
     scale="any size; the retrieval that it is said to gain most in is not measured here",
     published="below ResFormer from 130M to 1.3B, 1.5 points of retrieval, 1.75 to 1.82 times the throughput of hyper-connections and of "
     "MUDD (its own paper only)",
-    source="SATFormer, arXiv 2605.03953 (2026)", metrics=("loss",), shows={"metric": "validation_loss"},
+    source="SATFormer, arXiv 2605.03953 (2026)", metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def reuse_by_token_beats_constant_reuse(evidence: Evidence) -> Verdict:
     """How much of the first layer's values a layer reuses is better decided token by token."""

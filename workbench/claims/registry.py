@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
 
+from workbench.claims import budget
 from workbench.claims.evidence import SETTING, Evidence
-from workbench.claims.verdict import InsufficientEvidence, Verdict, of_settings
+from workbench.claims.verdict import DECIDED, InsufficientEvidence, Verdict, of_settings
 from workbench.claims.wording import differences_of, dtypes_of, scope_of, setting_of
 
 PAPER = "Zhou et al. 2024 and 2025, Value Residual Learning"
 RESFORMERS = ("resformer", "resformer_constant", "resformer_learnable", "resformer_learnable_plus", "resformer_sparse")
+SCALED = "values_scaled"
+"""The control of every claim that the first layer's values help: own values halved, nothing of the first layer added."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim under test. `metrics` are measured for the runs of `models` (empty: all) at `steps`; `shows` is the figure."""
+    """A claim under test. `metrics` are measured for the runs of `models` (empty: all) at `steps`; `shows` is the figure.
+
+    A claim on the `final_loss` is tested only by runs that meet the conditions of `budget`.
+    """
 
     function: Callable[[Evidence], Verdict]
     supports: str
@@ -31,6 +38,7 @@ class Claim:
     models: tuple[str, ...] = ()
     steps: str = "last"
     shows: Mapping[str, Any] = field(default_factory=dict)
+    final_loss: bool = False
 
     @property
     def name(self) -> str:
@@ -57,17 +65,22 @@ class Claim:
         return of_settings(dict(zip(differences_of([rows[list(SETTING)] for rows in settings]), each, strict=True)))
 
     def _judge(self, evidence: Evidence) -> Verdict:
+        evidence, left_out = evidence.measured_on_all(self.metrics, self.models)
         compared: list[pd.DataFrame] = []
         try:
             verdict = self.function(replace(evidence, compared=compared))
         except InsufficientEvidence as reason:
             verdict = reason.verdict
         runs = pd.concat(compared).drop_duplicates("run") if compared else evidence.runs.head(0)
-        of_losses = "loss" in self.metrics or self.shows.get("metric") == "copy_loss"
-        decided = of_losses and verdict.status in ("supported", "refuted")
-        scope = scope_of(runs) if decided else ""
+        verdict = replace(verdict, sentence=f"{verdict.sentence}{left_out}")
+        if self.final_loss and verdict.status in DECIDED and (unmet := budget.unmet(evidence, runs)):
+            verdict = replace(verdict, status="gated", scope=unmet, p=math.nan)
+        elif verdict.status in ("supported", "refuted"):
+            of_losses = "loss" in self.metrics or self.shows.get("metric") == "copy_loss"
+            limits = [scope_of(runs) if of_losses else "", budget.named(runs) if self.final_loss else ""]
+            verdict = replace(verdict, scope=" ".join(filter(None, limits)))
         setting = setting_of(runs) + dtypes_of(evidence.kept.dtypes(frozenset(runs["run"]), self.metrics))
-        return replace(verdict, runs=tuple(runs["run"]), setting=setting, scope=scope)
+        return replace(verdict, runs=tuple(runs["run"]), setting=setting)
 
 
 CLAIMS: dict[str, Claim] = {}
@@ -84,11 +97,14 @@ def claim(
     models: tuple[str, ...] = (),
     steps: str = "last",
     shows: Mapping[str, Any] | None = None,
+    final_loss: bool = False,
 ) -> Callable[[Callable[[Evidence], Verdict]], Callable[[Evidence], Verdict]]:
     """Register a verdict function under its own name; its docstring is the claim's full text. A taken name raises."""
 
     def register(function: Callable[[Evidence], Verdict]) -> Callable[[Evidence], Verdict]:
-        made = Claim(function, supports, refutes, scale, published, source, metrics, models, steps, shows or {})
+        made = Claim(
+            function, supports, refutes, scale, published, source, metrics, models, steps, shows or {}, final_loss
+        )
         if made.name in CLAIMS:
             raise ValueError(f"claim {made.name!r} is registered already")
         CLAIMS[made.name] = made

@@ -16,6 +16,7 @@ from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
 from workbench.claims.wording import model_name, numbers
 from workbench.errors import WorkbenchError
+from workbench.statistics.censored import compare_steps
 from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
 from workbench.statistics.formation import sink_step
 from workbench.statistics.sinks import SINK_MASS, sink_kind
@@ -115,25 +116,20 @@ def gated(
         raise InsufficientEvidence(sentence, "gated", interval_table(intervals, unit)) from None
 
 
-def from_one(evidence: Evidence, metric: str, model: str, **axes: Any) -> Interval:
-    """Change of |ln ratio| in the layer where the Transformer's is largest, over seeds: below 0 is toward 1."""
-    rows = evidence.of_models(["transformer", model]).rows(metric, **axes)  # of others it may be 0
-    rows = rows[rows["layer"] > 0].assign(value=lambda r: np.abs(np.log(r["value"].astype(float))))
-    return at_top(evidence, rows, model)
+def logarithms(evidence: Evidence, metric: str, model: str, *, step: str = "last", **axes: Any) -> pd.DataFrame:
+    """Return natural logarithms of a ratio's records for the Transformer and a model, in all layers after the first.
 
-
-def at_top(evidence: Evidence, rows: pd.DataFrame, model: str) -> Interval:
-    """Difference to the Transformer in the layer where the sum of both is largest, which says nothing of their difference.
-
-    Where the Transformer's alone is largest, its luck would make it seem larger than the model's.
+    The layers are fixed and the sign is kept: a layer chosen on the same runs, or a distance from 0 of each run, would favour the
+    model whose numbers spread more.
     """
-    both = [evidence.known(rows, name).groupby("layer")["value"].mean() for name in ("transformer", model)]
-    return evidence.difference(rows[rows["layer"] == both[0].add(both[1]).idxmax()], model)
+    rows = evidence.of_models(["transformer", model]).rows(metric, step=step, **axes)  # of other models it may be 0
+    return rows[rows["layer"] > 0].assign(value=lambda r: np.log(r["value"].astype(float)))
 
 
 @claim(
-    supports="attention to the first token, its value's drain and its state's peak all move toward their baselines",
-    refutes="they dissociate: one moves toward its baseline and another away",
+    supports="over the layers after the first, attention to the first token and its state's norm beside others' are lower than "
+    "vanilla's, and its value's norm beside others' is higher",
+    refutes="they dissociate: one of the three moves the other way",
     scale="a vanilla model that has sinks, five seeds; another measure for each of the three",
     published="468M, read off figures: first-token importance 0.4 to 0.5 against at most 0.07 (ResFormer), value norm 0.2 to 0.5 "
     "against 0.7 to 1.3, hidden norm 2,500 to 3,000 against about 300; others find that changed norms can remove peaks and leave sinks, "
@@ -149,9 +145,9 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
 
     def measured() -> dict[str, Interval]:
         return {
-            "attention to the first token": at_top(pair, pair.rows("sink_mass"), model),
-            "its value's distance from 1": from_one(pair, "value_drain", model, site=site),
-            "its state's distance from 1": from_one(pair, "hidden_peak", model),
+            "attention to the first token": pair.difference(pair.rows("sink_mass").query("layer > 0"), model),
+            "its state over others'": pair.difference(logarithms(pair, "hidden_peak", model, site="stream"), model),
+            "its value over others'": pair.difference(logarithms(pair, "value_drain", model, site=site), model),
         }
 
     kinds, heads = _kinds(pair, ("transformer", model))
@@ -163,7 +159,7 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
     values = "own values" if site == "own_v" else "its shared values, flat over layers by construction"
     sentence = f"{formed}; {model_name(model)} - Transformer: {numbers(intervals)} (a share, then natural logarithms; {values}).{kinds}"
     units = {"attention to the first token": "share"}
-    verdict = judged(intervals, -1, sentence, "logarithm of a ratio", units, min_seeds=SINK_SEEDS)
+    verdict = judged(intervals, (-1, -1, 1), sentence, "logarithm of a ratio", units, min_seeds=SINK_SEEDS)
     return replace(verdict, table=pd.concat([t for t in (verdict.table, heads) if len(t)], ignore_index=True))
 
 
@@ -211,18 +207,15 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     others = pair.runs.loc[pair.runs["run"].isin(measured), "model"]
     steps = {name: _sink_steps(pair, name) for name in dict.fromkeys(["transformer", "svformer", *others])}
     _need_one_half(steps["transformer"], "delay")
-    last = pair.runs["steps"].max()
-    at, copied = {name: s.fillna(last) for name, s in steps.items()}, copying_steps(pair)
-    later = {model_name(name): paired_seeds(at[name], at["transformer"]) for name in at if name != "transformer"}
-    after = paired_seeds(*(at[name] - copied[name] for name in ("svformer", "transformer")))
+    copied = copying_steps(pair)
+    later = {model_name(n): compare_steps(s, steps["transformer"]) for n, s in steps.items() if n != "transformer"}
+    after = compare_steps(*(_since(steps[name], copied[name]) for name in ("svformer", "transformer")))
     first = later.pop(model_name("svformer"))
-    told = [
-        f"{model_name(n)} {at[n].median():.0f} ({s.notna().sum()} of {len(s)} seeds formed one)"
-        for n, s in steps.items()
-    ]
+    told = [f"{model_name(n)} {s['at'].median():.0f} ({_formed(s)} seeds formed one)" for n, s in steps.items()]
     sentence = (
         f"Step at which the strongest head's sink mass passes one half, middle seed: {'; '.join(told)}. SVFormer minus Transformer "
-        f"{first} steps, counted from the step of learning to copy {after}; a run without a sink counts with its last step, {last}."
+        f"{first} steps, counted from the step of learning to copy {after}; a run without a sink counts with its last step, "
+        f"{pair.runs['steps'].max()}, and is compared by a log-rank test."
     )
     return judged(
         {"SVFormer later by": first}, 1, sentence, "steps", also={"after learning to copy": after}, shown=later,
@@ -237,27 +230,38 @@ def _strongest(pair: Evidence) -> pd.DataFrame:
     return heads.loc[heads.groupby("run")["value"].idxmax()].assign(metric="sink_mass")
 
 
-def _in_most(steps: pd.Series) -> bool:
+def _formed(steps: pd.DataFrame) -> str:
+    """In how many of the seeds a sink formed."""
+    return f"{steps['formed'].sum()} of {len(steps)}"
+
+
+def _in_most(steps: pd.DataFrame) -> bool:
     """Whether a sink formed in more than half of the seeds."""
-    return bool(steps.notna().sum() > len(steps) / 2)
+    return bool(steps["formed"].mean() > 1 / 2)
 
 
-def _need_one_half(steps: pd.Series, what: str) -> None:
+def _since(steps: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+    """Steps counted from others of the same run."""
+    return steps.assign(at=steps["at"] - others["at"], formed=steps["formed"] & others["formed"])
+
+
+def _need_one_half(steps: pd.DataFrame, what: str) -> None:
     """Raise `InsufficientEvidence` as gated where vanilla forms no sink that something could delay or prevent."""
     if not _in_most(steps):
         raise InsufficientEvidence(
-            f"Vanilla's strongest head passes one half in {steps.notna().sum()} of {len(steps)} seeds: nothing to {what}.",
+            f"Vanilla's strongest head passes one half in {_formed(steps)} seeds: nothing to {what}.",
             "gated",
         )
 
 
-def _sink_steps(pair: Evidence, model: str) -> pd.Series:
-    """The step of one half by seed, NaN where none formed."""
+def _sink_steps(pair: Evidence, model: str) -> pd.DataFrame:
+    """The step of one half by seed: `at`, the last step where no sink formed, and `formed`."""
     rows = pair.known(pair.rows("sink_mass", step="all"), model)
     try:
-        return pd.Series({seed: sink_step(mass) for seed, mass in rows.groupby("seed")}, dtype=float)
+        steps = pd.Series({seed: sink_step(mass) for seed, mass in rows.groupby("seed")}, dtype=float)
     except WorkbenchError as error:
         raise InsufficientEvidence(f"{model_name(model)}: {error}.") from None
+    return pd.DataFrame({"at": steps.fillna(float(pair.runs["steps"].max())), "formed": steps.notna()})
 
 
 @claim(
@@ -275,7 +279,7 @@ def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
     steps = {name: _sink_steps(pair, name) for name in ("transformer", "gated_attention")}
     _need_one_half(steps["transformer"], "prevent")
     less = pair.difference(_strongest(pair), "gated_attention")
-    told = "; ".join(f"{model_name(n)} forms a sink in {s.notna().sum()} of {len(s)} seeds" for n, s in steps.items())
+    told = "; ".join(f"{model_name(n)} forms a sink in {_formed(s)} seeds" for n, s in steps.items())
     sentence = f"{told}. Sink mass of the strongest head at the end, gated minus Transformer: {less}."
     doubt = _in_most(steps["gated_attention"])
     return judged({"strongest head": less}, -1, sentence, "share", doubt=doubt, min_seeds=SINK_SEEDS)
@@ -295,12 +299,10 @@ def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
     pair = evidence.of_task("backcopy").comparable(*arms)
     steps = {name: _sink_steps(pair, name) for name in arms}
     _need_one_half(steps["transformer"], "bring forward")
-    at = {name: s.fillna(pair.runs["steps"].max()) for name, s in steps.items()}
-    less, sooner = pair.difference(_strongest(pair), EVEN, UNEVEN), paired_seeds(at[AT_ZERO], at["transformer"])
+    less, sooner = pair.difference(_strongest(pair), EVEN, UNEVEN), compare_steps(steps[AT_ZERO], steps["transformer"])
     copied = copying_steps(pair)
     told = "; ".join(
-        f"{model_name(n)} {at[n].median():.0f} ({s.notna().sum()} of {len(s)} seeds formed one, copying learned by "
-        f"{copied[n].median():.0f})"
+        f"{model_name(n)} {s['at'].median():.0f} ({_formed(s)} seeds formed one, copying learned by {copied[n]['at'].median():.0f})"
         for n, s in steps.items()
     )
     sentence = (

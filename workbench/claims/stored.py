@@ -13,7 +13,7 @@ from workbench.errors import BadCheckpoint
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, one_sample, read_parquet, records
 from workbench.runs.run import Run
-from workbench.runs.table_cache import TOGETHER, RecordCache, TelemetryCache
+from workbench.runs.table_cache import TOGETHER, RecordCache, TableCache, TelemetryCache
 
 AT_ONCE = 50  # runs whose losses are compared together
 
@@ -78,10 +78,19 @@ def _evidence(
 
     return Evidence(
         table.assign(seed=table["run"].map(seed)),
-        ByMetric(measured, kept.metrics(sound), records([])),
-        ByMetric(written, told.metrics(sound) & set(TELEMETRY), records([])),
-        ByMetric(documents, {"loss"}, records([], SAMPLE_COLUMNS)),
+        ByMetric(measured, _runs_with(sound, kept), records([])),
+        ByMetric(written, {m: runs for m, runs in _runs_with(sound, told).items() if m in TELEMETRY}, records([])),
+        ByMetric(documents, {"loss": set(losses["run"])}, records([], SAMPLE_COLUMNS)),
     )
+
+
+def _runs_with(entries: Sequence[Entry], cache: TableCache) -> dict[str, set[str]]:
+    """Metric -> names of the runs that have it."""
+    runs: dict[str, set[str]] = {}
+    for entry in entries:
+        for metric in cache.metrics([entry]):
+            runs.setdefault(metric, set()).add(entry.name)
+    return runs
 
 
 def _marks(entries: Sequence[Entry], kept: RecordCache, told: TelemetryCache) -> Iterator[tuple[str, str]]:

@@ -104,7 +104,7 @@ def deep_values_need_little_context(evidence: Evidence) -> Verdict:
     scale="any size; tables hold many parameters, so compare at equal layers and width, not at equal parameters",
     published="bits per byte .722 to .714 at 780M, .854 to .849 (first layer's values there instead of a table) at 135M; downstream score "
     "and loss do not always agree (paper)",
-    source="Bank of Values, arXiv 2606.02780 (2026)", metrics=("loss",), shows={"metric": "validation_loss"},
+    source="Bank of Values, arXiv 2606.02780 (2026)", metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def deep_values_can_be_looked_up(evidence: Evidence) -> Verdict:
     """Values of the last third of the layers can be looked up by token id without loss, and with a gain."""

@@ -18,7 +18,7 @@ from workbench.statistics.error_bars import LEVEL, MIN_SEEDS, Interval, holm
 
 Status = Literal["supported", "refuted", "unresolved", "gated", "not_checkable"]
 STATUSES: dict[Status, str] = {
-    "supported": "supported", "refuted": "refuted", "unresolved": "unresolved", "gated": "not tested: a condition is not met",
+    "supported": "supported", "refuted": "refuted", "unresolved": "unresolved", "gated": "not tested",
     "not_checkable": "not checkable with these runs",
 }  # fmt: skip
 NONE: Mapping[Any, Any] = MappingProxyType({})
@@ -30,7 +30,7 @@ DECIDED: tuple[Status, ...] = ("supported", "refuted", "unresolved")
 class Verdict:
     """What runs say of a claim; `table` holds the numbers behind the sentence, `runs` names those that were compared.
 
-    `scope` limits a status: losses at one learning rate say nothing of others. `p` is the probability of a decision as clear by
+    `scope` limits a status, or names the condition without which nothing is tested. `p` is the probability of a decision as clear by
     chance, NaN where nothing was tested. `alone` is the status before the correction over all claims of a page (`corrected`).
     """
 
@@ -50,6 +50,8 @@ class Verdict:
             return (
                 f"{STATUSES[self.status]} among all claims here; by itself {STATUSES[self.alone]} {self.scope}".strip()
             )
+        if self.status == "gated":
+            return f"{STATUSES[self.status]}: {self.scope or 'a condition is not met'}"
         return f"{STATUSES[self.status]} {self.scope}".strip()
 
 

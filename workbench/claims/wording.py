@@ -14,7 +14,7 @@ from workbench.statistics.error_bars import MIN_SEEDS, Interval
 RATES = 3  # learning rates of each model, before a comparison of losses counts as tuned
 WORDS = {
     "n_layers": "{:.0f} layers", "d_model": "width {:.0f}", "parameters": "{:,.0f} parameters", "T": "{:.0f} tokens",
-    "batch": "batch {:.0f}", "steps": "{:.0f} steps", "lr": "rate {:g}",
+    "batch": "batch {:.0f}", "steps": "{:.0f} steps", "lr": "rate {:g}", "budget": "{:,.1f} tokens per parameter",
 }  # fmt: skip
 
 
@@ -47,6 +47,7 @@ def setting_of(runs: pd.DataFrame) -> str:
     least, most = (int(seeds.min()), int(seeds.max())) if len(seeds) else (0, 0)
     many = f"{least} seed{'s' * (least > 1)}" if least == most else f"{least} to {most} seeds"
     parts = [f"{many} of {len(seeds)} model{'s' * (len(seeds) > 1)}"] if len(seeds) else []
+    runs = runs.assign(budget=runs["tokens"] / runs["parameters"])
     for column, form in WORDS.items():
         values = sorted(runs[column].dropna().unique())
         if values:

@@ -17,7 +17,8 @@ from workbench.jobs.running import Job, Status, Workers, run_jobs
 from workbench.runs.corpora import shared_text
 from workbench.runs.records import load_records, write_parquet
 from workbench.runs.run import CORPORA, Run
-from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_seeds
+from workbench.statistics.censored import compare_steps
+from workbench.statistics.error_bars import LEVEL, MIN_SEEDS, Interval, over_seeds, paired_seeds
 from workbench.statistics.formation import formation_steps, sink_step
 from workbench.studies.study_file import OUTCOMES, Cell, Study, label
 
@@ -198,9 +199,9 @@ def _outcome(run: Run, outcome: str) -> dict[str, float]:
 def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
     """One row per cell: the outcome over seeds, the difference to the baseline paired by seed, and what that says.
 
-    `mean`, `least`, `largest` over the `n` seeds that have an outcome (without a sink: its last step); `difference` with its
-    95 % interval `low`, `high` over seeds; `verdict` is `unresolved` where that interval contains 0 or there are fewer than
-    three pairs. With `tuned`, a row `best` per model takes each model's best value of that axis, chosen by the mean.
+    `mean`, `least`, `largest` over the `n` seeds that have an outcome; `difference` with its 95 % interval `low`, `high` over seeds
+    (none where some runs never reach the step, see `compare_steps`); `verdict` is `unresolved` where its test does not reject, or
+    there are fewer than three pairs. With `tuned`, a row `best` per model takes each model's best value of that axis, chosen by the mean.
     """
     rest = [axis for axis in study.axes if axis != study.tuned]
     cells = frame.groupby(["model", *study.axes], sort=False)
@@ -238,7 +239,7 @@ def _compared(study: Study, frame: pd.DataFrame, axes: Sequence[str], group: pd.
     known = values.dropna()
     is_baseline = first["model"] == baseline
     base = _values(study, peers)
-    change = paired_seeds(values, base) if not is_baseline else over_seeds([])
+    change = _change(study, group, peers) if not is_baseline else over_seeds([])
     failed = int((group["failed"] != "").sum())
     return {
         "model": first["model"], **{axis: first[axis] for axis in study.axes}, "outcome": study.outcome, "n": len(known),
@@ -249,21 +250,31 @@ def _compared(study: Study, frame: pd.DataFrame, axes: Sequence[str], group: pd.
 
 
 def _values(study: Study, runs: pd.DataFrame) -> pd.Series:
-    """The outcome by seed. A run without a sink counts with its last step: means and differences are of the steps up to there."""
-    rows = runs.set_index("seed")
-    return rows[study.outcome].fillna(rows["step"]) if study.outcome == "sink_step" else rows[study.outcome]
+    """The outcome by seed, NaN where it was not reached."""
+    return runs.set_index("seed")[study.outcome]
+
+
+def _change(study: Study, runs: pd.DataFrame, peers: pd.DataFrame) -> Interval:
+    """The outcome minus the baseline's, paired by seed; steps that some runs do not reach are compared as `compare_steps` does."""
+    if study.outcome == "validation_loss":
+        return paired_seeds(_values(study, runs), _values(study, peers))
+    tables = (rows[rows["failed"] == ""].set_index("seed") for rows in (runs, peers))
+    return compare_steps(*(
+        pd.DataFrame({"at": rows[study.outcome].fillna(rows["step"]), "formed": rows[study.outcome].notna()}) for rows in tables
+    ))  # fmt: skip
 
 
 def _verdict(study: Study, change: Interval, values: pd.Series, base: pd.Series, failed: int) -> str:
     if failed:
         return f"unresolved: {failed} of {len(values)} runs failed"
-    for whose, steps in (("", values), ("the baseline ", base)):
-        if study.outcome == "formation_step" and steps.isna().any():
-            return f"unresolved: {whose}not formed in {int(steps.isna().sum())} of {len(steps)} runs"
     if change.n < MIN_SEEDS:
         return f"unresolved: {change.n} of the {MIN_SEEDS} seeds needed"
     below, above = OUTCOMES[study.outcome]
-    return {-1: below, 1: above}.get(change.sign, "unresolved")
+    decided = "unresolved" if not change.p <= 1 - LEVEL else above if change.value > 0 else below
+    if study.outcome == "validation_loss" or not (values.isna().any() or base.isna().any()):
+        return decided
+    formed = " against ".join(f"{steps.notna().sum()} of {len(steps)}" for steps in (values, base))
+    return f"{decided}: formed in {formed} runs"
 
 
 def keep(study: Study, frame: pd.DataFrame, runs: Path, out: Path) -> list[Path]:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ import torch
 from workbench.checkpoints.identify import step_folder
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.vocabulary import TOKENIZER
+from workbench.claims.by_metric import ByMetric
 from workbench.claims.collect import TELEMETRY, collect
+from workbench.claims.evidence import Evidence
 from workbench.claims.judging import chosen
+from workbench.claims.registry import Claim
 from workbench.console import Progress
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, write_json
@@ -49,7 +53,8 @@ def ship(
 
     `questions`: whose claims, all unless given; of other metrics nothing ships, since a measuring that was stopped leaves them on some
     runs only, and claims would compare those. `commit`: of the code that trained them, this one's unless given. `weights`: steps
-    whose weights ship too. Raises `WorkbenchError` where a run is not finished or lacks such a step.
+    whose weights ship too. Raises `WorkbenchError` where a run is not finished or lacks such a step, or where a metric is measured on
+    some of the runs that it is needed of.
     """
     asked = chosen(questions)
     planned = [runs / run.name for run in plan(study, runs)]
@@ -65,7 +70,9 @@ def ship(
         kept = [_in_few_bytes(run, Path(parts) / run.name, weights) for run in opened] if weights else opened
         if weights and (asked_for := study.measure.get("metrics")):
             measure(kept, asked_for, steps="all", n=study.measure.get("n", 64))
-        _, problems = collect(kept, asked, workers=workers, progress=progress)
+        found, problems = collect(kept, asked, workers=workers, progress=progress)
+        held = ByMetric.of_rows(load_records([run.path for run in kept]))
+        _refuse_parts(study, replace(found, runs=found.runs.assign(study=study.name), kept=held), asked)
         for run in kept:
             _ship_run(run, place / run.name, study.name, metrics, with_weights=bool(weights))
     for left in place.glob("*/"):
@@ -78,6 +85,21 @@ def ship(
         "not measured": problems, **written_now(),
     })  # fmt: skip
     return place
+
+
+def _refuse_parts(study: Study, found: Evidence, asked: Sequence[Claim]) -> None:
+    """Raise `WorkbenchError` where a claim's metric, or one that the study measures, is there for some runs only."""
+    parts = [found.measured_on_all(claim.metrics, claim.models)[1] for claim in asked]
+    with_metric = {metric: found.kept.runs_with.get(metric, ()) for metric in study.measure.get("metrics") or ()}
+    models = found.runs.set_index("run")["model"]
+    unmeasured = set(models) - {models[run] for runs in with_metric.values() for run in runs}
+    for metric, runs in with_metric.items():  # some models have no rows of some metric
+        here = unmeasured | {models[run] for run in runs}
+        parts.append(found.of_models(here).measured_on_all([metric])[1])
+    if told := next(filter(None, parts), None):
+        raise WorkbenchError(
+            f"{study.name} does not ship.{told} Measure the other runs, or ship other questions (--question)"
+        )
 
 
 def _in_few_bytes(run: Run, place: Path, steps: Sequence[int]) -> Run:

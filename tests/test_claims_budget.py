@@ -1,0 +1,140 @@
+"""What a claim on the final loss needs before it is decided: budget, a flat end, warm-up, controls, tuning, whole studies."""
+
+import math
+
+import pytest
+from planted import evidence, from_losses, judged, losses, per_layer, run, runs, with_losses
+
+from workbench.claims import CLAIMS
+
+LEVELS = {"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70}
+LOSS_CLAIMS = {name for name, claim in CLAIMS.items() if claim.final_loss}
+
+
+def test_every_claim_that_compares_final_losses_has_the_conditions():
+    assert {
+        "lower_loss", "ahead_of_relatives", "value_path_is_the_place", "half_the_cache_for_a_small_penalty",
+        "half_of_the_heads_can_share_the_first_values", "deep_values_can_be_looked_up", "attention_residuals_lower_the_loss",
+        "sharing_values_hurts_least", "first_layer_is_the_source", "reuse_by_token_beats_constant_reuse", "robust_to_its_weight",
+    } <= LOSS_CLAIMS  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "words"),
+    [
+        ({"tokens": 3.6e5}, "gated", "not tested: 0.9 training tokens per parameter, 10 are needed"),
+        ({"warmup": 30}, "gated", "not tested: 30 warm-up steps, 100 are needed"),
+        ({"tokens": 4.8e6}, "supported", "supported at this one learning rate at 12.0 tokens per parameter"),
+        ({}, "supported", "supported at this one learning rate"),
+    ],
+)
+def test_losses_are_tested_from_ten_tokens_per_parameter_and_a_long_warm_up_on(facts, status, words):
+    found = from_losses("lower_loss", LEVELS, **facts)
+    assert (found.status, found.words) == (status, words)
+    assert "-0.03 [" in found.sentence, "the numbers stay"
+    assert math.isnan(found.p) == (status == "gated"), "what was not tested is not paid for"
+    assert f"{facts.get('tokens', 8e6) / 4e5:.1f} tokens per parameter" in found.setting
+
+
+def test_a_loss_that_still_falls_is_not_tested():
+    made, told = with_losses(LEVELS)
+    steep = [r | {"value": r["value"] + 0.3 * (r["step"] == 200)} for r in told]
+    found = judged("lower_loss", made, (), steep)
+    assert found.status == "gated"
+    assert "still falls by 0.11 nats over the last tenth" in found.words
+
+
+@pytest.mark.parametrize(
+    ("scaled", "status"), [(2.73, "supported"), (2.70, "unresolved"), (2.68, "unresolved"), (None, "unresolved")]
+)
+def test_a_gain_that_halved_values_explain_is_not_supported(scaled, status):
+    levels = {name: level for name, level in (LEVELS | {"values_scaled": scaled}).items() if level is not None}
+    found = from_losses("lower_loss", levels)
+    assert found.status == status
+    assert ("halved values, was not trained" in found.sentence) == (scaled is None)
+
+
+def test_rates_chosen_on_one_seed_are_reported_on_the_others():
+    """Seed 4 tries three rates; the others have each model's best one, and the choosing seed, far lower, is not counted."""
+    made, told = [], []
+    for model, level in LEVELS.items():
+        of = [run(model, 4, lr=rate) for rate in (1e-3, 2e-3, 4e-3)] + [run(model, seed, lr=2e-3) for seed in range(3)]
+        told += losses(
+            of, lambda o, at=level: at + 0.1 * (o["lr"] != 2e-3) - (o["model"] == "resformer") * (o["seed"] == 4)
+        )
+        made += of
+    found = judged("lower_loss", made, (), told)
+    assert found.table.set_index("comparison").loc["all domains", "value"] == pytest.approx(-0.03)
+    assert found.table["n"].iloc[0] == 3
+    assert "each at its best of 3 learning rates, chosen on seed 4, which is not reported" in found.sentence
+
+
+def test_a_best_rate_at_the_end_of_the_grid_leaves_the_claim_open():
+    made, told = [], []
+    for rate, worse in ((1e-3, 0.2), (2e-3, 0.1), (4e-3, 0.0)):
+        more = with_losses({name: level + worse for name, level in LEVELS.items()}, lr=rate)
+        made, told = made + more[0], told + more[1]
+    found = judged("lower_loss", made, (), told)
+    assert found.status == "unresolved"
+    assert "is the smallest or the largest tried" in found.sentence
+
+
+def test_more_parameters_leave_a_lower_loss_open():
+    made, told = with_losses({"transformer": 2.73, "bank_of_values": 2.70})
+    larger = [of | {"parameters": of["parameters"] * (1 + 0.18 * (of["model"] == "bank_of_values"))} for of in made]
+    assert judged("deep_values_can_be_looked_up", made, (), told).status == "supported"
+    found = judged("deep_values_can_be_looked_up", [of | {"tokens": 1e7} for of in larger], (), told)
+    assert found.status == "unresolved"
+    assert "Bank of Values has 18% more parameters than Transformer" in found.sentence
+
+
+def test_a_cache_that_costs_less_than_nothing_is_no_small_penalty():
+    cache = lambda of, n: 1024 * (0.625 if of["model"] == "svformer" else 1)  # noqa: E731
+    for penalty, status in ((0.02, "supported"), (-0.05, "unresolved")):
+        made, told = with_losses({"transformer": 2.70, "svformer": 2.70 + penalty, "gqa": 2.80})
+        rows = per_layer(made, "cache_bytes", cache, (0,))
+        rows = [r | {"value": round(r["value"])} for r in rows]
+        assert judged("half_the_cache_for_a_small_penalty", made, rows, told).status == status
+
+
+def test_a_study_measured_in_part_is_in_no_verdict():
+    """Three of its four runs have the metric; runs of a study that has it throughout, and of one's own, are compared."""
+    whole, part = (
+        [of | {"run": f"{s}-{of['run']}", "study": s} for of in runs("transformer", "neutreno", seeds=2)]
+        for s in ("a", "b")
+    )
+    part = [of | {"seed": of["seed"] + 2} for of in part]
+    own = [run("transformer", 4), run("neutreno", 4)]
+    made = [*whole, *part, *own]
+    rows = per_layer([*whole, *part[:3], *own], "token_similarity", lambda of, n: 0.5, site="stream")
+    narrowed, told = evidence(made, rows).measured_on_all(["token_similarity", "loss"], ["transformer", "neutreno"])
+    assert set(narrowed.runs["run"]) == {of["run"] for of in [*whole, *own]}
+    assert told == " Left out, since measured in part: b (token_similarity on 3 of 4 runs)."
+    found = judged("neutreno_smooths_less", made, rows)
+    assert told.strip() in found.sentence
+
+
+def test_a_metric_that_needs_longer_sequences_is_not_missed_in_short_ones():
+    made = [of | {"study": "a"} for T in (32, 64) for of in runs("transformer", T=T)]
+    rows = per_layer([of for of in made if of["T"] == 64], "sink_rate", lambda of, n: 0.5)
+    narrowed, told = evidence(made, rows).measured_on_all(["sink_rate"])
+    assert (len(narrowed.runs), told) == (6, "")
+
+
+@pytest.mark.parametrize(("drain", "status"), [(0.9, "supported"), (0.3, "unresolved")])
+def test_a_wider_spread_of_one_model_moves_no_ratio(drain, status):
+    """With equal means a distance from 1 of each seed would be larger in the model that spreads more; the signed mean is not."""
+    made = runs("transformer", "resformer", seeds=5)
+    spread = {"transformer": 1.0, "resformer": 3.0}
+    level = {"transformer": 0.3, "resformer": drain}
+    ratio = lambda of, n: level[of["model"]] * math.exp(spread[of["model"]] * (-0.2, -0.1, 0.0, 0.1, 0.2)[of["seed"]])  # noqa: E731
+    rows = per_layer(made, "value_drain", ratio, site="own_v")
+    rows += per_layer(made, "hidden_peak", lambda of, n: 8.0 if of["model"] == "transformer" else 1.5, site="stream")
+    mass = lambda of: 0.5 if of["model"] == "transformer" else 0.1  # noqa: E731
+    rows += [r for of in made for r in per_layer([of], "sink_mass", lambda o, n: mass(o), head=0)]
+    rows += per_layer(made, "sink_rate", lambda of, n: 0.5)
+    found = judged("sinks_drains_and_peaks_vanish_together", made, rows)
+    assert found.status == status
+    assert found.table.set_index("comparison").loc["its value over others'", "value"] == pytest.approx(
+        math.log(drain / 0.3), abs=1e-3
+    )

@@ -1,0 +1,51 @@
+"""What a comparison of final losses needs before it counts as a test: training tokens, a flat end and a warm-up.
+
+In early training the loss measures how fast a model starts. In `data/evidence` a value residual leads by 0.3 nats at 0.9 training
+tokens per parameter, and most of that lead belongs to the Transformer's short warm-up (`docs/evidence.md`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from workbench.claims.evidence import Evidence
+
+TESTED = 10.0  # training tokens per parameter, below which a claim on the final loss is not tested
+NAMED = 20.0  # below, the verdict names its budget
+FALL = 0.02  # nats that the validation loss may still fall over the last tenth of the steps
+WARM_UP = 100  # steps
+
+
+def tokens_per_parameter(runs: pd.DataFrame) -> float:
+    """Return the smallest number of training tokens per parameter among runs; NaN for no runs."""
+    return float((runs["tokens"] / runs["parameters"]).min())
+
+
+def unmet(evidence: Evidence, runs: pd.DataFrame) -> str:
+    """Return which condition of a comparison of final losses the runs do not meet; empty if they meet all.
+
+    A run without a validation curve is not checked for a flat end.
+    """
+    budget, warm_up = tokens_per_parameter(runs), float(runs["warmup"].min())
+    if budget < TESTED:
+        return f"{budget:.1f} training tokens per parameter, {TESTED:.0f} are needed"
+    if warm_up < WARM_UP:
+        return f"{warm_up:.0f} warm-up steps, {WARM_UP} are needed"
+    falls = pd.Series({run: _last_fall(curve) for run, curve in evidence.of_runs(runs).curves().items()}, dtype=float)
+    by_model = falls.groupby(runs.set_index("run")["model"]).mean()
+    if len(by_model) and by_model.max() >= FALL:
+        return f"the loss still falls by {by_model.max():.2g} nats over the last tenth of the steps, less than {FALL} is needed"
+    return ""
+
+
+def named(runs: pd.DataFrame) -> str:
+    """Return the limit that a decided claim on the final loss states about its budget; empty from `NAMED` on."""
+    budget = tokens_per_parameter(runs)
+    return f"at {budget:.1f} tokens per parameter" if budget < NAMED else ""
+
+
+def _last_fall(curve: pd.Series) -> float:
+    """Fall of a validation curve over the last tenth of its steps, read off linearly."""
+    last = curve.index[-1]
+    return float(np.interp(0.9 * last, curve.index, curve) - curve.iloc[-1])
