@@ -89,11 +89,12 @@ def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None,
     def recognize(module: nn.Module, tokens: Tensor | None) -> tuple[DecoderStructure, list[ValuePath]]:
         trace = Trace(module, example if tokens is None else tokens, layout)
         output = trace.run(lambda ids: call(module, ids))
-        structure = recognize_decoder(trace, output, blocks)
-        return structure, [
-            *fit_value_paths(structure.layers, structure.tables),
-            *fit_streams(structure.arriving, structure.layers),
-        ]
+        with torch.autocast(example.device.type, enabled=False):  # that of the run is not for what is compared afterwards
+            structure = recognize_decoder(trace, output, blocks)
+            return structure, [
+                *fit_value_paths(structure.layers, structure.tables),
+                *fit_streams(structure.arriving, structure.layers),
+            ]
 
     return recognize
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workbench.observing.interception.masks import CROSSING, FUTURE, Modify, mask_kind, visible
 from workbench.observing.interception.positions import Beside, Positions
+from workbench.observing.interception.product_calls import autocast
 
 CHANGED = "changes its scores by a function (score_mod, a soft cap, ALiBi)"
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -133,7 +134,7 @@ def _seen(mask: Tensor) -> Tensor:
 
 def sdpa_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
     """A call of `torch.nn.functional.scaled_dot_product_attention`."""
-    named = dict(zip(_FUSED, args, strict=False)) | dict(kwargs)
+    named = {name: autocast(x) for name, x in (dict(zip(_FUSED, args, strict=False)) | dict(kwargs)).items()}
     scale = named.get("scale")
     scale = named["query"].shape[-1] ** -0.5 if scale is None else float(scale)
     causal, dropout = bool(named.get("is_causal", False)), float(named.get("dropout_p", 0.0))
@@ -160,6 +161,8 @@ _FLEX = (
 def flex_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
     """A call of FlexAttention, as its higher-order operator gets it."""
     named = dict(zip(_FLEX, args, strict=False)) | dict(kwargs)
+    if torch._C.DispatchKey.AutocastCPU in function.py_kernels:  # else it multiplies in the types that it is given
+        named |= {name: autocast(named[name]) for name in ("query", "key", "value")}
     score_mod, block_mask = named["score_mod"], named["block_mask"]
     plain = score_mod is None or getattr(score_mod, "__name__", "") == "_identity"
     sizes = next((tuple(x.shape[:2]) for x in block_mask if isinstance(x, Tensor) and x.ndim > 2), (1, 1))

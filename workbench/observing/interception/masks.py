@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workbench.kernels.attention import AttentionStatistics
 from workbench.observing.interception.positions import Beside
+from workbench.observing.interception.product_calls import as_written
 
 CAUSAL, FUTURE = "causal", "sees later positions"
 CROSSING = "lets sequences that stand in one row see each other"
@@ -86,6 +87,7 @@ def _hidden_kind(allowed: Tensor, past: Tensor) -> str:
 
 
 @torch.no_grad()
+@as_written
 def masked_statistics(
     q: Float[Tensor, "batch pos head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],

@@ -8,10 +8,13 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+_Result = TypeVar("_Result")
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "bmm": 0, "baddbmm": 1}
 """Functions of two matrices by name, and where their first one stands."""
 
@@ -25,6 +28,9 @@ class ProductCall:
     kwargs: Mapping[str, Any]
     places: tuple[int, int]  # of the two tensors among the arguments
     letters: tuple[str, str, str]  # of the two and of the result
+
+    def __post_init__(self) -> None:
+        self.args = tuple(autocast(x) if i in self.places else x for i, x in enumerate(self.args))
 
     @property
     def operands(self) -> tuple[Tensor, Tensor]:
@@ -45,6 +51,26 @@ class ProductCall:
     def restored(self, which: int, x: Tensor, order: str) -> Tensor:
         """The inverse of `arranged` for a tensor that takes the operand's place."""
         return restore(x, order, self.letters[which])
+
+
+def autocast(x: Any) -> Any:
+    """Return an operand as a product under `torch.autocast` multiplies it; anything else unchanged."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def as_written(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Return a function that multiplies its first tensor's numbers in their own type, also under `torch.autocast`."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> _Result:
+        device = next(x.device.type for x in args if isinstance(x, Tensor))
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def product_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ProductCall | None:

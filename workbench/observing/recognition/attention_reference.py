@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from workbench.kernels.attention import AttentionStatistics, attention_statistics
 from workbench.observing.interception.masks import CAUSAL, Modify, masked_statistics
 from workbench.observing.interception.positions import Beside
+from workbench.observing.interception.product_calls import as_written
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far an attention's output may be from the reference, relative to its largest entry, to count as the same computation."""
 
 
+@as_written
 def score_factor(scores: Tensor, allowed: Tensor, q: Tensor, k: Tensor) -> float | None:
     """The factor between q . k and the scores [batch, head, query, key] where they are not masked; None where there is none."""
     dtype = torch.promote_types(q.dtype, torch.float32)
