@@ -77,6 +77,8 @@ class AttentionHooks:
 
     def fused(self, call: FusedCall) -> Any:
         """Fire around one whole attention."""
+        if self.run.structure.block_lists:
+            call = call.as_in_own_runs(self.run.structure.block_lists)
         if not (listeners := self.run.listeners("fused")):
             return call.run()
         ((heard, _),) = listeners

@@ -30,7 +30,7 @@ def listening(run: HookedRun) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         hooks = ModuleHooks(run)
-        if run.intercepted:
+        if run.intercepted or run.everywhere:
             names = attention_functions(run.module)
             run.mode = stack.enter_context(intercepting(AttentionHooks(run), names, everywhere=run.everywhere))
         else:

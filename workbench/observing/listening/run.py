@@ -13,6 +13,7 @@ from workbench.errors import WorkbenchError
 from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.function_mode import InterceptionMode
+from workbench.observing.interception.fused_calls import APPLIED, COMPLETE
 from workbench.observing.interception.positions import Positions
 from workbench.observing.listening.hook_points import OWN, DecoderPoints
 from workbench.observing.recognition.executions import MATRIX
@@ -107,6 +108,7 @@ class HookedRun:
                     for (kind, count), role in heard.part.calls.items():
                         self.calls.setdefault((i, kind, count), []).append((heard, role))
         whole = bool(self.tables_at) or any(self.layers[i].scope is None for i in self.intercepted)
+        whole |= self.structure.block_lists in (COMPLETE, APPLIED)  # eager calls ignore them
         self.everywhere = whole  # whether calls outside the attentions are needed too
 
     def _heard_in(self, i: int) -> list[Heard]:
