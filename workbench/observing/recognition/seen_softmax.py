@@ -22,12 +22,18 @@ _FEW_WEIGHTS = 0.25  # of a causal triangle that must be above it
 
 
 class SeenSoftmax(NamedTuple):
-    """A softmax that may be an attention's: when (0: written out), what it read and made, the product before it with its time."""
+    """A softmax that may be an attention's: when (0: written out), what it read and made, the product before it with its time.
+
+    Scores and pattern are [..., query, key].
+    """
 
     time: int
     scores: Tensor
     pattern: Tensor
     product: tuple[int, ProductCall]
+    key: str  # letter of its own axis in the product's result
+    letters: str = ""  # of its axes in the module, its own axis last; empty where they are [..., query, key]
+    order: str = ""  # of these letters, as scores and pattern are kept: (lead, query, key)
 
     def beside(self, used: Tensor) -> Beside | None:
         """How many of its columns before and after those that multiply the values do not; None where these are another's."""
@@ -66,7 +72,7 @@ def softmax_by_hand(
                 seen = logs > _ln_least(logs)
                 dense = float(seen.sum()) > _FEW_WEIGHTS * length * (length + 1) / 2 * seen[..., 0, 0].numel()
                 if dense and _row_factor(logs, out, seen, out.dtype) is not None:
-                    return SeenSoftmax(0, logs, weights, (time, before))
+                    return SeenSoftmax(0, logs, weights, (time, before), before.letters[2][-1])
     return None
 
 

@@ -209,14 +209,14 @@ class Trace:
             self._written_out(each)
         return out
 
-    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
         """Run the softmax; it may be an attention pattern."""
         pattern = run(scores)
         time = self._count("softmax")
-        if scores.shape[-2] == self.positions.columns <= scores.shape[-1]:
-            if scores.ndim > 3 and scores.shape[-1] > self.positions.columns:
+        if self.positions.columns in scores.shape[:-1] and self.positions.columns <= scores.shape[-1]:
+            if scores.ndim > 3 and scores.shape[-1] > self.positions.columns == scores.shape[-2]:
                 self.other_calls.add(_extra_columns(scores))
-            self._eager.softmax(scores, pattern, time)
+            self._eager.softmax(scores, pattern, axis, time)
         elif self.positions.columns < scores.shape[-2] <= scores.shape[-1]:
             self.elsewhere.append((self._within(), scores.shape[-2]))
         return pattern
