@@ -92,6 +92,15 @@ def decompose(
         raise UnknownName("stream", to, map(str, streams))
     layer = layers if to is None else streams[to]
     read = Reader(anatomy, given, by, layer, frozen=to in ("final", "logits"), pos=pos)
+    with torch.autocast(model.embed.weight.device.type, enabled=False):  # of the run alone, not of its parts
+        return _parts_of_run(model, anatomy, read, by, to, layer, tokens, against)
+
+
+def _parts_of_run(
+    model: HookedModel, anatomy: Anatomy, read: Reader, by: By, to: Any, layer: int, tokens: Any, against: Any
+) -> Decomposition:
+    """The parts of one run's stream or logits, checked to sum to it."""
+    layers = model.config.n_layers
     found = anatomy.parts(read, by, layer)
     stacked, labels = torch.stack([part for _, part in found]), [label for label, _ in found]
     whole = read.cut(stream_hook(layer, layers))

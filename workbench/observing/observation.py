@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
+from workbench.observing.interception.fused_calls import APPLIED, COMPLETE, IGNORED
 from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import tensors_in
 from workbench.observing.interception.weights import refuse_absent_weights
@@ -58,10 +59,12 @@ def observe(
     trace = _check_trace_changes_nothing(inner, run, plain, tokens)
     if COMPILED_NOTE not in notes and (note := _other_path(inner, run, plain, tokens)):
         notes.append(note)
-    recognize = _recognizer(run_all, tokens, blocks, find_layout(trace, lambda ids: run(inner, ids)))
+    outer = module if hasattr(module, "_orig_mod") else inner
+    lists = _block_lists(trace, lambda m: run(m, tokens), outer, plain)
+    recognize = _recognizer(run_all, tokens, blocks, find_layout(trace, lambda ids: run(inner, ids)), lists)
     structure, paths = recognize(inner, None)
     observed = Observed(
-        inner, structure, paths, outer=module if hasattr(module, "_orig_mod") else inner, call=run, call_all=run_all,
+        inner, structure, paths, outer=outer, call=run, call_all=run_all,
         recognize=recognize, notes=notes, tokenizer=tokenizer,
     )  # fmt: skip
     if not quiet:
@@ -83,17 +86,47 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
         ) from error
 
 
-def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None, layout: Layout) -> Recognize:
+def _block_lists(trace: Trace, run: Callable[[nn.Module], Any], outer: nn.Module, plain: Any) -> str:
+    """What block lists of FlexAttention do in the module's own runs: the one of both eager runs that gives its output.
+
+    Raises `WorkbenchError` where neither does.
+    """
+    if not trace.leaves_out:
+        return COMPLETE if trace.leaves_out is False else ""
+    with torch.inference_mode(False), torch.no_grad():
+        own = run(outer)
+    applied = Trace(trace.module, trace.tokens, block_lists=APPLIED).run(lambda _: run(trace.module))
+    far, near = (_distance(own, other) for other in (plain, applied))
+    if min(far, near) * 4 > max(far, near):
+        raise WorkbenchError(
+            f"a BlockMask of FlexAttention leaves out blocks that its mask_mod allows. The module's own output is {near:.1e} (relative) "
+            f"from a run without these blocks and {far:.1e} from one with them, so which one it computes is not known: make mask_mod "
+            "leave out the same blocks"
+        )
+    return APPLIED if near < far else IGNORED
+
+
+def _distance(a: Any, b: Any) -> float:
+    """The largest difference between floating-point tensors of two outputs, relative to the larger norm."""
+    pairs = [(x.double(), y.double()) for (_, x), (_, y) in zip(tensors_in(a), tensors_in(b), strict=True) if x.is_floating_point()]
+    return max((float((x - y).norm() / torch.maximum(x.norm(), y.norm()).clamp_min(1e-30)) for x, y in pairs), default=0.0)
+
+
+def _recognizer(
+    call: Call, example: Tensor, blocks: str | Sequence[str] | None, layout: Layout, block_lists: str
+) -> Recognize:
     """How to read a module's structure and value paths from a traced run, on the example tokens unless others are given."""
 
     def recognize(module: nn.Module, tokens: Tensor | None) -> tuple[DecoderStructure, list[ValuePath]]:
-        trace = Trace(module, example if tokens is None else tokens, layout)
+        trace = Trace(module, example if tokens is None else tokens, layout, block_lists)
         output = trace.run(lambda ids: call(module, ids))
-        structure = recognize_decoder(trace, output, blocks)
-        return structure, [
-            *fit_value_paths(structure.layers, structure.tables),
-            *fit_streams(structure.arriving, structure.layers),
-        ]
+        with torch.autocast(example.device.type, enabled=False):  # that of the run is not for what is compared afterwards
+            structure = recognize_decoder(trace, output, blocks)
+            structure.block_lists = block_lists
+            return structure, [
+                *fit_value_paths(structure.layers, structure.tables),
+                *fit_streams(structure.arriving, structure.layers),
+            ]
 
     return recognize
 

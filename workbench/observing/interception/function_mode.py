@@ -56,8 +56,8 @@ class CallHandler(Protocol):
     def product(self, call: ProductCall) -> Any:
         """A product of two tensors of three axes or more."""
 
-    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """A softmax over the last axis."""
+    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
+        """A softmax over the last axis, which stands at `axis` in the module."""
 
     def matrix(self, call: MatrixCall) -> Any:
         """A product with a parameter or a view of one, or any `linear`."""
@@ -138,10 +138,16 @@ class InterceptionMode(TorchFunctionMode):
     def _softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
         scores = args[0] if args else kwargs.get("input")
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if not isinstance(scores, Tensor) or scores.ndim < 3 or dim not in (-1, scores.ndim - 1):
+        if not isinstance(scores, Tensor) or scores.ndim < 3 or not isinstance(dim, int):
             return func(*args, **kwargs)
         rest = {key: value for key, value in kwargs.items() if key != "input"}
-        return self.handler.softmax(scores, lambda x: func(x, *args[1:], **rest))
+        if (axis := dim % scores.ndim) == scores.ndim - 1:
+            return self.handler.softmax(scores, lambda x: func(x, *args[1:], **rest), axis)
+
+        def run(moved: Tensor) -> Tensor:
+            return func(moved.movedim(-1, axis), *args[1:], **rest).movedim(axis, -1)
+
+        return self.handler.softmax(scores.movedim(axis, -1), run, axis).movedim(-1, axis)
 
 
 def _decomposed(function: Any) -> Any:

@@ -6,15 +6,20 @@ A call keeps its original function and arguments, so that running it untouched c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.observing.interception.masks import CROSSING, FUTURE, Modify, mask_kind, visible
+from workbench.errors import WorkbenchError
+from workbench.observing.interception.masks import CROSSING, FUTURE, NOTHING, Modify, mask_kind, visible
 from workbench.observing.interception.positions import Beside, Positions
+from workbench.observing.interception.product_calls import autocast
 
+COMPLETE, APPLIED, IGNORED = "complete", "applied", "ignored"
+"""What the block lists of FlexAttention's BlockMasks do in a module's own runs: nothing, as `mask_mod` says the same; else compiled
+code applies them, and eager code ignores them."""
 CHANGED = "changes its scores by a function (score_mod, a soft cap, ALiBi)"
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _INTERFACE = ("module", "query", "key", "value", "attention_mask")
@@ -28,6 +33,27 @@ class FlexForm:
     mask_mod: Callable[..., Tensor]
     sizes: tuple[int, int]  # batch and heads of the mask, 1 where it is shared
     buffers: tuple[tuple[Any, ...], tuple[Any, ...]]  # what compiled code hands these functions besides
+    block_mask: tuple[Any, ...] = ()  # of FlexAttention, as its operator gets it
+
+    @property
+    def of_listed_blocks(self) -> FlexForm:
+        """The form in which a query sees the listed blocks of keys alone, as in compiled code; eager code ignores the lists.
+
+        `mask_mod` decides within the partial blocks and is not asked in the full ones. Raises `WorkbenchError` for a block of keys
+        that a row lists twice, which compiled code would count twice.
+        """
+        _, keys, *lists = self.block_mask[:6]
+        q_block, k_block, mask_mod = self.block_mask[-3:]
+        partial = _block_table(*lists[:2], -(-keys // k_block))
+        full = torch.zeros_like(partial) if lists[2] is None else _block_table(*lists[2:], partial.shape[-1])
+        if bool((partial + full > 1).any()):
+            raise WorkbenchError("a BlockMask lists a block of keys twice for one block of queries: list each once")
+
+        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *buffers: Any) -> Tensor:
+            place = b * (partial.shape[0] > 1), h * (partial.shape[1] > 1), i // q_block, j // k_block
+            return (full[place] > 0) | ((partial[place] > 0) & mask_mod(b, h, i, j, *buffers))
+
+        return replace(self, mask_mod=seen)
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """Bool [batch or 1, head or 1, query, key]."""
@@ -66,6 +92,26 @@ class FusedCall:
     heads_first: bool = True  # whether its output is [..., head, pos, d_head]
     flex: FlexForm | None = None  # of FlexAttention and flash kernels: functions of scores and positions
 
+    def of_listed_blocks(self) -> FusedCall | None:
+        """The call in which the block lists of its BlockMask are applied; None where they change nothing."""
+        if self.flex is None or not self.flex.block_mask:
+            return None
+        listed, (q, k, _) = self.flex.of_listed_blocks, self.qkv
+        if torch.equal(*(form.mask(q.shape[-2], k.shape[-2], q.device) for form in (self.flex, listed))):
+            return None
+        named = self.named | {"block_mask": (*self.flex.block_mask[:-1], listed.mask_mod)}
+        return replace(self, named=named, flex=listed)
+
+    def as_in_own_runs(self, block_lists: str) -> FusedCall:
+        """The call as the module's own runs make it, which do this with block lists; raises `WorkbenchError` where that is unknown."""
+        listed = None if block_lists == IGNORED else self.of_listed_blocks()
+        if listed is not None and block_lists == COMPLETE:
+            raise WorkbenchError(
+                "a BlockMask of FlexAttention leaves out blocks of keys that its mask_mod allows: compiled runs leave them out, eager ones "
+                "do not. It left none out on the example tokens, so observe the module on sequences as long as these"
+            )
+        return listed or self
+
     @property
     def mask_source(self) -> Any:
         """What the mask is made of: the same object in all layers that share it."""
@@ -96,7 +142,7 @@ class FusedCall:
             if positions.layout.packed and _seen(every).sum() != _seen(mask).sum():
                 return CROSSING
         kind = mask_kind(mask, causal, positions.length, self.window)
-        return CHANGED if kind not in (FUTURE, CROSSING) and self.flex and self.flex.score_mod else kind
+        return CHANGED if kind not in (FUTURE, NOTHING, CROSSING) and self.flex and self.flex.score_mod else kind
 
     def modify(self, positions: Positions) -> Modify | None:
         """How it changes the scores of tokens' queries before they are masked; None where it does not."""
@@ -127,13 +173,21 @@ class FusedCall:
         return positions.from_heads(z, like.transpose(-3, -2)).transpose(-3, -2)
 
 
+def _block_table(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
+    """How often each block of queries lists each block of keys, [batch or 1, head or 1, block of queries, block of keys]."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    places = indices.long().clamp(max=blocks).where(listed, blocks)
+    table = places.new_zeros(*places.shape[:-1], blocks + 1)
+    return table.scatter_add_(-1, places, listed.long())[..., :-1]
+
+
 def _seen(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else visible(mask)
 
 
 def sdpa_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
     """A call of `torch.nn.functional.scaled_dot_product_attention`."""
-    named = dict(zip(_FUSED, args, strict=False)) | dict(kwargs)
+    named = {name: autocast(x) for name, x in (dict(zip(_FUSED, args, strict=False)) | dict(kwargs)).items()}
     scale = named.get("scale")
     scale = named["query"].shape[-1] ** -0.5 if scale is None else float(scale)
     causal, dropout = bool(named.get("is_causal", False)), float(named.get("dropout_p", 0.0))
@@ -160,11 +214,13 @@ _FLEX = (
 def flex_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
     """A call of FlexAttention, as its higher-order operator gets it."""
     named = dict(zip(_FLEX, args, strict=False)) | dict(kwargs)
+    if torch._C.DispatchKey.AutocastCPU in function.py_kernels:  # else it multiplies in the types that it is given
+        named |= {name: autocast(named[name]) for name in ("query", "key", "value")}
     score_mod, block_mask = named["score_mod"], named["block_mask"]
     plain = score_mod is None or getattr(score_mod, "__name__", "") == "_identity"
     sizes = next((tuple(x.shape[:2]) for x in block_mask if isinstance(x, Tensor) and x.ndim > 2), (1, 1))
     buffers = tuple(named.get("score_mod_other_buffers", ())), tuple(named.get("mask_mod_other_buffers", ()))
-    form = FlexForm(None if plain else score_mod, block_mask[-1], (sizes[0], sizes[1]), buffers)
+    form = FlexForm(None if plain else score_mod, block_mask[-1], (sizes[0], sizes[1]), buffers, tuple(block_mask))
     return FusedCall(
         lambda **values: function(*[values[name] for name in _FLEX if name in values]), named, None, False, 0.0,
         float(named["scale"]), output=(0,), flex=form,

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from workbench.kernels.attention import AttentionStatistics
 from workbench.observing.interception.positions import Beside
+from workbench.observing.interception.product_calls import as_written
 from workbench.observing.interception.segments import Segments
 
 CAUSAL, FUTURE = "causal", "sees later positions"
+NOTHING = "hides every position"
 CROSSING = "lets sequences that stand in one row see each other"
 HIDDEN = -1e4  # a score or bias at or below this hides its key
 FAR, LATER_FAR = (
@@ -43,6 +45,8 @@ def mask_kind(mask: object, causal: bool, length: int, window: int | None = None
     past = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
     allowed = allowed.expand(*allowed.shape[:-2], length, length)
     allowed = allowed & past if causal else allowed
+    if not bool(allowed.any()):
+        return NOTHING
     if bool((allowed & ~past).any()):
         return FUTURE
     if mask.dtype != torch.bool and bool((mask.masked_fill(~allowed, 0) != 0).any()):
@@ -81,12 +85,14 @@ def _hidden_kind(allowed: Tensor, past: Tensor) -> str:
     if bool((allowed == (past & allowed.any(1)[:, None])).all()):
         return "padding"
     starts = allowed.to(torch.uint8).argmax(-1)
-    if bool((allowed == (past & (position >= starts[..., None]))).all()):
+    begins = (starts == position) | (starts == starts.roll(1, -1))
+    if bool((allowed == (past & (position >= starts[..., None]))).all()) and bool(begins[:, 1:].all()):
         return "packed sequences"
     return "hides some earlier positions"
 
 
 @torch.no_grad()
+@as_written
 def masked_statistics(
     q: Float[Tensor, "batch pos head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
@@ -103,7 +109,7 @@ def masked_statistics(
 
     `modify`: what scaled scores become before they are masked, of FlexAttention. `beside`: how many keys before and after
     those of the tokens are none: what goes to them is `null`. `segments`: as of `pattern_statistics`.
-    Rows that see no key have statistics of 0 but lse, which is -inf. Float32 or better.
+    Rows that see no key (bool, or -inf) have statistics of 0 but lse, which is -inf. Float32 or better.
     """
     batch, length, heads, _ = q.shape
     keys = k.shape[1]
@@ -140,10 +146,12 @@ def masked_statistics(
 
 
 def _masked(scores: Tensor, mask: Tensor | None, future: Tensor | None) -> Tensor:
-    """Scores [query, key] under a mask, bool or added, and without those of later keys."""
+    """Scores [query, key] under a mask, bool or added, and without those of later keys.
+
+    A row in which a finite bias hides every key is that of its biased scores, as in the module.
+    """
     if mask is not None:
-        scores = scores if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
-        scores = scores.masked_fill(~mask if mask.dtype == torch.bool else mask <= HIDDEN, -torch.inf)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
     return scores if future is None else scores.masked_fill(future, -torch.inf)
 
 

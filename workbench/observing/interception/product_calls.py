@@ -6,12 +6,16 @@ A call keeps its original function and arguments, so that running it untouched c
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from itertools import permutations
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+_Result = TypeVar("_Result")
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "bmm": 0, "baddbmm": 1}
 """Functions of two matrices by name, and where their first one stands."""
 
@@ -25,6 +29,9 @@ class ProductCall:
     kwargs: Mapping[str, Any]
     places: tuple[int, int]  # of the two tensors among the arguments
     letters: tuple[str, str, str]  # of the two and of the result
+
+    def __post_init__(self) -> None:
+        self.args = tuple(autocast(x) if i in self.places else x for i, x in enumerate(self.args))
 
     @property
     def operands(self) -> tuple[Tensor, Tensor]:
@@ -45,6 +52,26 @@ class ProductCall:
     def restored(self, which: int, x: Tensor, order: str) -> Tensor:
         """The inverse of `arranged` for a tensor that takes the operand's place."""
         return restore(x, order, self.letters[which])
+
+
+def autocast(x: Any) -> Any:
+    """Return an operand as a product under `torch.autocast` multiplies it; anything else unchanged."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def as_written(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Return a function that multiplies its first tensor's numbers in their own type, also under `torch.autocast`."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> _Result:
+        device = next(x.device.type for x in args if isinstance(x, Tensor))
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def product_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ProductCall | None:
@@ -113,21 +140,78 @@ def restore(x: Tensor, order: str, letters: str) -> Tensor:
 
 
 def attention_axes(
-    scores: ProductCall, values: ProductCall, pattern: int
+    scores: ProductCall, values: ProductCall, pattern: int, rows: int, columns: int, key: str
 ) -> tuple[tuple[int, str, str], tuple[str, str, str]] | None:
-    """How the axes of q, k, v and z lie, from the two products around a softmax.
+    """How the axes of q, k, v and z lie, from the two products around a softmax over the axis `key` of the first one's result.
 
     Returns (which operand is q, order of q, order of k) and (order of the pattern, of v, of z), each order ending in
-    (query or key, d_head); None where the products are not of this form.
+    (query or key, d_head) and starting with the batch of `rows`; None where the products are not of this form.
     """
-    out = scores.letters[2]
-    lead, query, key = out[:-2], out[-2], out[-1]
-    a, b, _ = scores.letters
-    first = 0 if query in a and key in b else 1
-    q, k = (a, b) if first == 0 else (b, a)
-    inner = [c for c in q if c in k and c not in out]
-    p, v, z = values.letters[pattern], values.letters[1 - pattern], values.letters[2]
-    width = [c for c in v if c not in p and c in z]
-    if query not in q or key not in k or len(inner) != 1 or len(width) != 1 or p[-1] not in v or p[-2] not in z:
+    first = 0 if key in scores.letters[1] else 1
+    lead = _lead(scores, first, scores.letters[2], key, rows, columns)
+    used = pattern_order(values, pattern, rows, columns)
+    if lead is None or used is None:
         return None
-    return (first, lead + query + inner[0], lead + key + inner[0]), (p, p[:-2] + p[-1] + width[0], p[:-1] + width[0])
+    q, k = (scores.letters[i] for i in (first, 1 - first))
+    p, v, z = values.letters[pattern], values.letters[1 - pattern], values.letters[2]
+    inner = [c for c in q if c in k and c not in scores.letters[2]]
+    width = [c for c in v if c not in p and c in z]
+    if len(inner) != 1 or len(width) != 1 or key in q:
+        return None
+    before, query = lead
+    return (
+        (first, before + query + inner[0], before + key + inner[0]),
+        (used, used[:-2] + used[-1] + width[0], used[:-1] + width[0]),
+    )
+
+
+def softmax_axes(
+    call: ProductCall, shape: torch.Size, axis: int, rows: int, columns: int
+) -> Iterator[tuple[str, str]]:
+    """Letters that the axes of a softmax's input may have, and their order (lead, query, key), the likeliest last.
+
+    Its own axis has moved from `axis` to the end. None where it is not the product's result, its axes in any order.
+    """
+    own, sizes = call.letters[2], _sizes(call)
+    if len(own) != len(shape):
+        return
+    same = own[:axis] + own[axis + 1 :] + own[axis]
+    orders = ("".join(order) for order in permutations(own) if order[-1] == own[-1])
+    for letters in (*(order for order in orders if order != same), same):
+        if all(sizes[c] == n for c, n in zip(letters, shape, strict=True)):
+            key = letters[-1]
+            lead = _lead(call, 0 if key in call.letters[1] else 1, own, key, rows, columns)
+            if lead is not None:
+                yield letters, "".join(lead) + key
+
+
+def pattern_order(values: ProductCall, pattern: int, rows: int, columns: int) -> str | None:
+    """The order (lead, query, key) of the axes of what multiplies values; None where it is no pattern."""
+    p, v, z = values.letters[pattern], values.letters[1 - pattern], values.letters[2]
+    summed = [c for c in p if c in v and c not in z]
+    lead = _lead(values, pattern, p, summed[0], rows, columns) if len(summed) == 1 else None
+    return None if lead is None else "".join(lead) + summed[0]
+
+
+def _sizes(call: ProductCall) -> dict[str, int]:
+    """Lengths of the axes, by letter, of those that are broadcast the longer ones."""
+    axes = [each for x, letters in zip(call.operands, call.letters, strict=False) for each in zip(x.shape, letters, strict=True)]
+    return {c: n for n, c in sorted(axes)}
+
+
+def _lead(call: ProductCall, which: int, square: str, key: str, rows: int, columns: int) -> tuple[str, str] | None:
+    """Of scores or a pattern: the letters before its queries and keys, the batch of `rows` first, and that of its queries.
+
+    They have the order that queries or the heads' outputs have: that of the scores may be any.
+    """
+    sizes = _sizes(call)
+    own = [c for c in square if c in call.letters[which] and c not in call.letters[1 - which] and sizes[c] == columns]
+    like = call.letters[which] if square is call.letters[2] else call.letters[2]
+    if not own or key not in call.letters[1 - which]:
+        return None
+    query = square[-2] if square[-2] in own else own[0]
+    lead = sorted((c for c in square if c not in (query, key)), key=like.find)
+    spelled = getattr(call.function, "__name__", "") == "einsum"  # else the first axis may be that of batch times heads
+    if lead and sizes[lead[0]] != rows and (spelled or sizes[lead[0]] % rows):
+        lead.sort(key=lambda c: sizes[c] != rows)
+    return "".join(lead), query

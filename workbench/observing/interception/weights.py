@@ -64,6 +64,8 @@ def refuse_absent_weights(module: nn.Module) -> None:
 
 def applied(module: nn.Module, rows: Tensor) -> Tensor:
     """What a module makes of rows outside a run of the model it belongs to."""
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), rows.dtype)
+    rows = rows.to(own)  # activations under torch.autocast are narrower than the weights
     weights: dict[str, Any] = {name: p.detach() for name, p in module.named_parameters() if is_sharded(p)}
     sharded = {name: p.full_tensor() for name, p in weights.items()}
     return torch.func.functional_call(module, sharded, (rows,)) if sharded else module(rows)

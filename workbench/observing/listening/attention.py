@@ -90,6 +90,8 @@ class AttentionHooks:
 
     def fused(self, call: FusedCall) -> Any:
         """Fire around one whole attention."""
+        if self.run.structure.block_lists:
+            call = call.as_in_own_runs(self.run.structure.block_lists)
         if not (listeners := self.run.listeners("fused")):
             return call.run()
         ((heard, _),) = listeners
@@ -280,7 +282,7 @@ class AttentionHooks:
             if role == "scores" and attention.kind == BY_HAND and heard.hooks_any(*attention.statistics):
                 heard.dots = self.at.square(out.detach(), attention.beside)
             elif role == "values" and heard.hooks_any("z") and not attention.is_combined:
-                order = attention.axes[-1]
+                order = attention.axes.z
                 lined = arrange(out, call.letters[2], order)
                 z = self.at.heads(lined)
                 if (fired := self.run.fire_at(heard, "z", z)) is not z:
@@ -290,7 +292,7 @@ class AttentionHooks:
     def _before_scores(self, heard: Heard, call: ProductCall, changed: dict[int, Tensor]) -> None:
         """Fire on queries and keys; what was replaced goes into `changed`, by operand."""
         attention = heard.part.attention
-        first, q_order, k_order = attention.axes[:3]
+        first, q_order, k_order, *_ = attention.axes
         self._check_lengths(heard, call.arranged(first, q_order), call.arranged(1 - first, k_order))
         for name, which, order, beside in (
             ("rot_q", first, q_order, None), ("rot_k", 1 - first, k_order, attention.beside),
@@ -306,7 +308,7 @@ class AttentionHooks:
                 back = with_chosen_heads(wide, repeated(out, mine.shape[2]), attention.chosen)
                 changed[which] = call.restored(which, self.at.from_heads(back, raw, beside), order)
 
-    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
         """Fire on an eager attention's scores, and on its pattern where others are combined with it before the values."""
         listeners = [heard for heard, _ in self.run.listeners("softmax")]
         for heard in listeners:
@@ -324,10 +326,10 @@ class AttentionHooks:
                 self._check_mask(heard, mask_kind(visible(shaped), False, self.at.length))
             if heard.hooks_any(*names):
                 wide = torch.promote_types(scores.dtype, torch.float32)
-                heard.lse = self._row(heard, scores.detach().to(wide).logsumexp(-1))
+                heard.lse = self._row(heard, _lined(heard, scores.detach()).to(wide).logsumexp(-1))
                 if attention.has_null:
                     mine = self._square(heard, pattern.detach()).to(wide).sum(-1)
-                    heard.null = (self._row(heard, pattern.detach().to(wide).sum(-1)) - mine).clamp_min(0)
+                    heard.null = (self._row(heard, _lined(heard, pattern.detach()).to(wide).sum(-1)) - mine).clamp_min(0)
             if attention.is_combined:
                 square = self._square(heard, pattern)
                 out = self._fire_pattern(heard, square)
@@ -337,13 +339,14 @@ class AttentionHooks:
     def _square(self, heard: Heard, x: Tensor) -> Tensor:
         """[batch, head, query, key] of a softmax's scores or pattern, what is this attention's of it."""
         attention = heard.part.attention
-        return chosen_heads(self.at.square(x, attention.softmax_beside), attention.chosen, 1)
+        return chosen_heads(self.at.square(_lined(heard, x), attention.softmax_beside), attention.chosen, 1)
 
     def _from_square(self, heard: Heard, square: Tensor, like: Tensor) -> Tensor:
         """The inverse of `_square`: `like` with what is this attention's replaced."""
-        attention = heard.part.attention
-        whole = with_chosen_heads(self.at.square(like, attention.softmax_beside), square, attention.chosen, 1)
-        return self.at.from_square(whole, like, attention.softmax_beside)
+        attention, lined = heard.part.attention, _lined(heard, like)
+        whole = with_chosen_heads(self.at.square(lined, attention.softmax_beside), square, attention.chosen, 1)
+        back, axes = self.at.from_square(whole, lined, attention.softmax_beside), attention.axes
+        return restore(back, axes.square, axes.softmax) if axes.softmax else back
 
     def _row(self, heard: Heard, x: Tensor) -> Tensor:
         """[batch, head, query] of numbers of a softmax's rows."""
@@ -371,7 +374,7 @@ class AttentionHooks:
     def _before_values(self, heard: Heard, call: ProductCall, changed: dict[int, Tensor]) -> None:
         """Fire on values and, where it is the attention's own, on the pattern; what was replaced goes into `changed`, by operand."""
         attention = heard.part.attention
-        which, _, v_order, _ = attention.axes[3:]
+        which, p_order, v_order = attention.axes[3:6]
         if heard.hooks_any("v") or self._shows_sources(heard):
             raw = arrange(changed.get(1 - which, call.operands[1 - which]), call.letters[1 - which], v_order)
             wide = self.at.heads(raw, attention.beside)
@@ -382,11 +385,17 @@ class AttentionHooks:
                 back = self.at.from_heads(repeated(out, wide.shape[2]), raw, attention.beside)
                 changed[1 - which] = call.restored(1 - which, back, v_order)
         if not attention.is_combined:
-            pattern = call.operands[which]
+            pattern = call.arranged(which, p_order)
             square = self.at.square(pattern, attention.beside)
             used = self._fire_pattern(heard, square)
             if used is not square:
-                changed[which] = self.at.from_square(used, pattern, attention.beside)
+                changed[which] = call.restored(which, self.at.from_square(used, pattern, attention.beside), p_order)
+
+
+def _lined(heard: Heard, x: Tensor) -> Tensor:
+    """Scores or a pattern of a softmax, [..., query, key] however its axes lie."""
+    axes = heard.part.attention.axes
+    return arrange(x, axes.softmax, axes.square) if axes.softmax else x
 
 
 def _with_columns(whole: Tensor, columns: Callable[[Heard, Tensor], Tensor], heard: Heard, replaced: Tensor) -> Tensor:

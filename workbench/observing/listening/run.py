@@ -15,6 +15,7 @@ from workbench.errors import WorkbenchError
 from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.function_mode import InterceptionMode
+from workbench.observing.interception.fused_calls import APPLIED, COMPLETE
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.listening.hook_points import OWN, DecoderPoints
@@ -124,6 +125,7 @@ class HookedRun:
         whole = (
             bool(self.tables_at) or self.embed_at >= 0 or any(self.layers[i].scope is None for i in self.intercepted)
         )
+        whole |= self.structure.block_lists in (COMPLETE, APPLIED)  # eager calls ignore them
         self.everywhere = whole  # whether calls outside the attentions are needed too
 
     def _listen_to_bare_products(self, i: int) -> None:

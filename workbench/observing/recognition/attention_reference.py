@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from workbench.kernels.attention import AttentionStatistics, attention_statistics
 from workbench.observing.interception.masks import CAUSAL, Modify, masked_statistics
 from workbench.observing.interception.positions import Beside
+from workbench.observing.interception.product_calls import as_written
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far an attention's output may be from the reference, relative to its largest entry, to count as the same computation."""
 
 
+@as_written
 def score_factor(scores: Tensor, allowed: Tensor, q: Tensor, k: Tensor) -> float | None:
     """The factor between q . k and the scores [batch, head, query, key] where they are not masked; None where there is none."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -23,7 +25,7 @@ def score_factor(scores: Tensor, allowed: Tensor, q: Tensor, k: Tensor) -> float
     group = q.shape[2] // k.shape[2]
     if scores.shape[1] != q.shape[2]:
         return None
-    pairs = [(b, h) for b in range(q.shape[0]) for h in range(q.shape[2])]
+    pairs = [(b, h) for b in range(q.shape[0]) for h in range(q.shape[2]) if allowed[b, h].any()]
     dots = [(q[b, :, h].to(dtype) @ k[b, :, h // group].to(dtype).T).double() for b, h in pairs]
     for dot, (b, h) in zip(dots, pairs, strict=True):
         allowed_dots, score = dot[allowed[b, h]], scores[b, h][allowed[b, h]].double()
@@ -51,11 +53,11 @@ def reference(
     return None
 
 
-def near(found: Tensor, z: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the reference gives the attention's own output, in the type of its values."""
-    wide = torch.promote_types(z.dtype, torch.float32)
-    error = (found.to(wide) - z.to(wide)).abs().max()
-    return bool(error <= TOLERANCE.get(dtype, 1e-2) * z.to(wide).abs().max().clamp_min(1e-20))
+def near(found: Tensor, statistics: AttentionStatistics, z: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the reference gives the attention's own output, in the type of its values, for queries that see some key."""
+    wide, sees = torch.promote_types(z.dtype, torch.float32), (statistics.lse > -torch.inf).transpose(1, 2)
+    found, z = (x[sees].to(wide) for x in (found, z))
+    return bool((found - z).abs().max() <= TOLERANCE.get(dtype, 1e-2) * z.abs().max().clamp_min(1e-20))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Any]:

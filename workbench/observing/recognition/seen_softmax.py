@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.observing.interception.masks import is_distribution
 from workbench.observing.interception.positions import Beside
-from workbench.observing.interception.product_calls import ProductCall
+from workbench.observing.interception.product_calls import ProductCall, as_written
 from workbench.observing.recognition.attention_reference import TOLERANCE, score_factor
 
 _LEAST = 1e-30  # weights below this have no logarithm to speak of
@@ -22,12 +22,18 @@ _FEW_WEIGHTS = 0.25  # of a causal triangle that must be above it
 
 
 class SeenSoftmax(NamedTuple):
-    """A softmax that may be an attention's: when (0: written out), what it read and made, the product before it with its time."""
+    """A softmax that may be an attention's: when (0: written out), what it read and made, the product before it with its time.
+
+    Scores and pattern are [..., query, key].
+    """
 
     time: int
     scores: Tensor
     pattern: Tensor
     product: tuple[int, ProductCall]
+    key: str  # letter of its own axis in the product's result
+    letters: str = ""  # of its axes in the module, its own axis last; empty where they are [..., query, key]
+    order: str = ""  # of these letters, as scores and pattern are kept: (lead, query, key)
 
     def beside(self, used: Tensor) -> Beside | None:
         """How many of its columns before and after those that multiply the values do not; None where these are another's."""
@@ -38,6 +44,7 @@ class SeenSoftmax(NamedTuple):
                 return before, extra - before
         return None
 
+    @as_written
     def factor(self, scores: Tensor, allowed: Tensor, q: Tensor, k: Tensor) -> float | None:
         """The factor between q . k and its scores [batch, head, query, key]; None where there is none."""
         if self.time:
@@ -47,7 +54,7 @@ class SeenSoftmax(NamedTuple):
         if scores.shape[1] != q.shape[2]:
             return None
         dots = torch.einsum("bihd,bjhd->bhij", q.to(wide), k.to(wide).repeat_interleave(group, dim=2))
-        return _row_factor(scores, dots, allowed & (scores > _ln_least(scores)))
+        return _row_factor(scores, dots, allowed & (scores > _ln_least(scores)), q.dtype)
 
 
 def softmax_by_hand(
@@ -64,8 +71,8 @@ def softmax_by_hand(
             ):  # that adds to q . k
                 seen = logs > _ln_least(logs)
                 dense = float(seen.sum()) > _FEW_WEIGHTS * length * (length + 1) / 2 * seen[..., 0, 0].numel()
-                if dense and _row_factor(logs, out.to(logs.dtype), seen) is not None:
-                    return SeenSoftmax(0, logs, weights, (time, before))
+                if dense and _row_factor(logs, out, seen, out.dtype) is not None:
+                    return SeenSoftmax(0, logs, weights, (time, before), before.letters[2][-1])
     return None
 
 
@@ -80,8 +87,11 @@ def _sums_to_one(weights: Tensor) -> bool:
     return bool(slack) and is_distribution(weights) and bool((sums - 1).abs().max() <= slack)
 
 
-def _row_factor(logs: Tensor, dots: Tensor, seen: Tensor) -> float | None:
-    """The factor of dots [..., query, key] in logarithms of weights, up to a number for each row; None where one is left over."""
+def _row_factor(logs: Tensor, dots: Tensor, seen: Tensor, dtype: torch.dtype) -> float | None:
+    """Return the factor of dots [..., query, key] in logarithms of weights, up to a number for each row; None where one is left over.
+
+    `dtype`: type of the queries and keys, which sets the tolerance.
+    """
     count = seen.sum(-1, keepdim=True).clamp_min(1)
     x, y = (torch.where(seen, z.double(), 0.0) for z in (dots, logs))
     x, y = (torch.where(seen, z - z.sum(-1, keepdim=True) / count, 0.0) for z in (x, y))
@@ -90,4 +100,4 @@ def _row_factor(logs: Tensor, dots: Tensor, seen: Tensor) -> float | None:
         return None
     factor = float((x * y).sum()) / size
     left, top = float((x * factor - y).abs().max()), float(torch.where(seen, logs, 0.0).abs().max())
-    return factor if left <= TOLERANCE.get(dots.dtype, 1e-2) * max(top, 1.0) else None
+    return factor if left <= TOLERANCE.get(dtype, 1e-2) * max(top, 1.0) else None

@@ -169,6 +169,7 @@ class DecoderStructure:
     in_place: bool
     layout: Layout  # which positions inside the module are tokens, and how its streams lie
     notes: list[str]
+    block_lists: str = ""  # what those of FlexAttention's BlockMasks do in its own runs; empty without FlexAttention
     ending: LinearEnding | str = ""  # what makes the logits of the last stream; why that is not known, in words
     tables: dict[str, Table] = field(default_factory=dict)  # by name, those wide enough for values, the embedding aside
     arriving: list[StreamSum] = field(default_factory=list)  # of what each block and the final norm read

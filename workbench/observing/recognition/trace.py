@@ -18,7 +18,7 @@ from transformer_lens.hook_points import HookPoint
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.function_mode import attention_functions, intercepting
 from workbench.observing.interception.fused_calls import FusedCall
-from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, mask_kind, visible
+from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
 from workbench.observing.interception.positions import Beside, Layout, Positions
 from workbench.observing.interception.product_calls import ProductCall
@@ -42,8 +42,12 @@ ROWS = 192
 class Trace:
     """Call handler and hooks of the one run; afterwards `executions` and `attentions` hold it in order."""
 
-    def __init__(self, module: nn.Module, tokens: Tensor, layout: Layout | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, tokens: Tensor, layout: Layout | None = None, block_lists: str = ""
+    ) -> None:
         self.module, self.tokens = module, tokens
+        self.block_lists = block_lists  # what those of BlockMasks do in the module's own runs
+        self.leaves_out: bool | None = None  # whether they leave out what `mask_mod` allows, where that is not known
         self.batch, self.length = tokens.shape
         self.positions = Positions(self.batch, self.length, layout)
         first = torch.arange(self.batch)[: ROWS // 4] * self.length
@@ -181,6 +185,10 @@ class Trace:
 
     def fused(self, call: FusedCall) -> Any:
         """Run the call and record what it did."""
+        if self.block_lists:
+            call = call.as_in_own_runs(self.block_lists)
+        elif call.flex is not None and call.flex.block_mask:
+            self.leaves_out = bool(self.leaves_out) or call.of_listed_blocks() is not None
         raw = call.run()
         time = self._count("fused")
         output = get_at(raw, call.output)
@@ -210,14 +218,14 @@ class Trace:
             self._written_out(each)
         return out
 
-    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
         """Run the softmax; it may be an attention pattern."""
         pattern = run(scores)
         time = self._count("softmax")
-        if scores.shape[-2] == self.positions.columns <= scores.shape[-1]:
-            if scores.ndim > 3 and scores.shape[-1] > self.positions.columns:
+        if self.positions.columns in scores.shape[:-1] and self.positions.columns <= scores.shape[-1]:
+            if scores.ndim > 3 and scores.shape[-1] > self.positions.columns == scores.shape[-2]:
                 self.other_calls.add(_extra_columns(scores))
-            self._eager.softmax(scores, pattern, time)
+            self._eager.softmax(scores, pattern, axis, time)
         elif self.positions.columns < scores.shape[-2] <= scores.shape[-1]:
             self.elsewhere.append((self._within(), scores.shape[-2]))
         return pattern
@@ -236,7 +244,7 @@ class Trace:
         if not more:
             return front, back
         kinds = {beside: kind_of(beside) for beside in ((front + more, back), (front, back + more))}
-        fit = sorted((b for b, kind in kinds.items() if kind != FUTURE), key=lambda b: kinds[b] != CAUSAL)
+        fit = sorted((b for b, kind in kinds.items() if kind not in (FUTURE, NOTHING)), key=lambda b: kinds[b] != CAUSAL)
         return fit[0] if fit else None
 
     def _every_key(self, beside: Beside) -> Beside:
@@ -309,7 +317,9 @@ class Trace:
         before, after = (0, 0) if self.positions.layout.packed else beside
         k, v = (x.narrow(1, before, x.shape[1] - before - after) for x in keys)
         refusal = f"it {mask}, so this is no decoder" if mask == FUTURE else ""
-        if mask == CROSSING:
+        if mask == NOTHING:
+            refusal = f"its mask {mask}: give example tokens of which some are no padding"
+        elif mask == CROSSING:
             refusal = f"it {mask}: mask them, or give one sequence at a time"
         elif dropout:
             refusal = f"dropout of {dropout} is active in it: call module.eval() first"
@@ -322,7 +332,7 @@ class Trace:
         )  # fmt: skip
         if not refusal:
             found = reference(q, keys[0], repeated(keys[1], k.shape[2]), kind=mask, beside=(before, after), **options)
-            attention.exact = found is not None and near(found[0], z, v.dtype)
+            attention.exact = found is not None and near(*found, z, v.dtype)
             if found is not None and attention.exact:
                 attention.lse = self._pick(found[1].lse.transpose(1, 2))
             if not attention.exact:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from workbench.names import NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL, is_distribution
 from workbench.observing.interception.positions import Beside, Positions
-from workbench.observing.interception.product_calls import ProductCall, arrange, attention_axes
+from workbench.observing.interception.product_calls import ProductCall, arrange, attention_axes, pattern_order, softmax_axes
 from workbench.observing.recognition.executions import Execution
 from workbench.observing.recognition.least_squares import EXACT, weights_by_token
 from workbench.observing.recognition.seen_softmax import SeenSoftmax, softmax_by_hand
@@ -32,6 +32,20 @@ UNREAD = "unread"
 SEVERAL = "several"
 """Kind of what stands for all attentions of a block together."""
 _KEPT = 4  # softmaxes and products that a product of values may belong to
+
+
+class EagerAxes(NamedTuple):
+    """How tensors of an eager attention lie in its calls: letters and orders of `ProductCall.arranged`, the last two axes (pos, d_head)."""
+
+    first: int  # which operand of the first product q is
+    q: str
+    k: str
+    which: int  # which operand of the second product the pattern is
+    pattern: str
+    v: str
+    z: str
+    softmax: str  # letters of the softmax's axes, its own last; empty where they are [..., query, key]
+    square: str  # their order
 
 
 @dataclass
@@ -58,7 +72,7 @@ class TracedAttention:
     )
     is_distribution: bool = True  # whether what multiplies the values is >= 0 with rows that sum to at most 1
     lse: Tensor | None = None  # [row, head], where the reference gives its output
-    axes: Any = ()  # of an eager attention: which operand is q, orders of q and k; the pattern, of it, v and z
+    axes: Any = None  # `EagerAxes` of an eager attention
     beside: Beside = (0, 0)  # keys before and after those of the tokens
     softmax_beside: Beside = (0, 0)  # columns of an eager attention's softmax before and after those of the tokens
     chosen: tuple[int, ...] = ()  # of an eager attention's softmax, which heads it is; empty for all
@@ -116,6 +130,7 @@ class EagerCall:
     call: ProductCall
     which: int
     out: Tensor
+    positions: Positions
     chosen: tuple[
         int, ...
     ] = ()  # of the softmax's heads, half of which are combined with the other half; empty for all
@@ -123,8 +138,9 @@ class EagerCall:
 
     @property
     def used(self) -> Tensor:
-        """What multiplies the values."""
-        return self.call.operands[self.which]
+        """What multiplies the values, [..., query, key] where it is a pattern."""
+        order = pattern_order(self.call, self.which, self.positions.rows, self.positions.columns)
+        return self.call.operands[self.which] if order is None else self.call.arranged(self.which, order)
 
     @property
     def cut(self) -> Beside:
@@ -134,7 +150,8 @@ class EagerCall:
     @property
     def axes(self) -> tuple[tuple[int, str, str], tuple[str, str, str]] | None:
         """Which operand of the first product q is, and the orders of the axes; None where they are no attention's."""
-        return attention_axes(self.seen.product[1], self.call, self.which)
+        at = self.positions
+        return attention_axes(self.seen.product[1], self.call, self.which, at.rows, at.columns, self.seen.key)
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each [..., pos, d_head]."""
@@ -156,8 +173,7 @@ class EagerCall:
     def describe(self, attention: TracedAttention, scale: float | None) -> None:
         """Note what is unusual in it: the factor of its scores, what is done to its pattern, columns that are no keys."""
         assert self.axes is not None
-        (first, *orders), others = self.axes
-        attention.axes = first, *orders, self.which, *others
+        attention.axes = EagerAxes(*self.axes[0], self.which, *self.axes[1], self.seen.letters, self.seen.order)
         attention.chosen, attention.is_combined = self.chosen, self.is_combined
         altered = not self.is_combined and self.seen.beside(self.used) is None
         attention.exact &= scale is not None and not altered
@@ -179,41 +195,49 @@ class EagerCalls:
         self.products: list[tuple[int, ProductCall, Tensor]] = []
         self.softmaxes: list[SeenSoftmax] = []
 
-    def softmax(self, scores: Tensor, pattern: Tensor, time: int) -> bool:
-        """Note a softmax over the positions; False where no product before it may have made its scores."""
-        rows, widths = scores.numel() // scores.shape[-1], range(self.positions.columns, scores.shape[-1] + 1)
-        made = [
-            (t, c) for t, c, out in self.products if out.numel() == rows * out.shape[-1] and out.shape[-1] in widths
-        ]
-        if made:
-            self.softmaxes = [*self.softmaxes[1 - _KEPT :], SeenSoftmax(time, scores, pattern, made[-1])]
-        return bool(made)
+    def softmax(self, scores: Tensor, pattern: Tensor, axis: int, time: int) -> None:
+        """Note a softmax over the positions, its axis moved to the end from `axis`, where a product before it may have made its scores."""
+        at, rows = self.positions, scores.numel() // scores.shape[-1]
+        widths = range(at.columns, scores.shape[-1] + 1)
+        for t, call, out in reversed(self.products):
+            seen = [
+                SeenSoftmax(time, arrange(scores, *axes), arrange(pattern, *axes), (t, call), axes[1][-1], *axes)
+                for axes in softmax_axes(call, scores.shape, axis, at.rows, at.columns)
+            ]
+            if not seen and scores.shape[-2] == at.columns and out.numel() == rows * out.shape[-1] and out.shape[-1] in widths:
+                seen = [SeenSoftmax(time, scores, pattern, (t, call), call.letters[2][-1])]
+            if seen:
+                recent = sorted({each.time for each in self.softmaxes})[1 - _KEPT :]
+                self.softmaxes = [*(each for each in self.softmaxes if each.time in recent), *seen]
+                return
 
     def product(self, call: ProductCall, out: Tensor, time: int) -> list[EagerCall]:
         """The attentions that a product gives the values of: one, two whose patterns it combines, or none."""
         found = list(self._attended(call, out, time)) if self.softmaxes else []
-        taken = max((self.softmaxes.index(each.seen) + 1 for each in found), default=0)
-        self.softmaxes = self.softmaxes[taken:]
+        taken = max((each.seen.time for each in found), default=0)
+        self.softmaxes = [each for each in self.softmaxes if each.time > taken]
         if not found and (seen := softmax_by_hand(call, self.products, self.positions.columns)) is not None:
-            found = [EagerCall(seen, time, call, 0 if call.operands[0] is seen.pattern else 1, out)]
+            found = [EagerCall(seen, time, call, 0 if call.operands[0] is seen.pattern else 1, out, self.positions)]
         self.products = [*self.products[1 - _KEPT :], (time, call, out)]
         return found
 
     def _attended(self, call: ProductCall, out: Tensor, time: int) -> Iterator[EagerCall]:
         """The softmax that multiplies the values as it is, else two of which a combination does, else the last one, altered."""
         queries, last = self.positions.columns, self.softmaxes[-1]
-        places = [i for i, x in enumerate(call.operands) if x.shape[-2] == queries]
-        for which in places:
+        orders = {i: pattern_order(call, i, self.positions.rows, queries) for i in (0, 1)}
+        patterns = {i: call.arranged(i, order) for i, order in orders.items() if order is not None}
+        for which in patterns:
             for seen in reversed(self.softmaxes):
-                found = EagerCall(seen, time, call, which, out)
+                found = EagerCall(seen, time, call, which, out, self.positions)
                 if found.axes is not None and seen.beside(found.used) is not None:
                     yield found
                     return
-        for which in (i for i in places if call.operands[i].shape[-1] == queries):
-            used = call.operands[which]
-            combined = [EagerCall(s, time, call, which, out, chosen, True) for s, chosen in self._combined(used)]
+        for which, used in ((i, x) for i, x in patterns.items() if x.shape[-1] == queries):
+            combined = [
+                EagerCall(s, time, call, which, out, self.positions, chosen, True) for s, chosen in self._combined(used)
+            ]
             altered = used.numel() == last.pattern.numel() // last.pattern.shape[-1] * queries
-            found_here = combined or ([EagerCall(last, time, call, which, out)] if altered else [])
+            found_here = combined or ([EagerCall(last, time, call, which, out, self.positions)] if altered else [])
             if all(each.axes is not None for each in found_here):
                 yield from found_here
                 return
@@ -225,7 +249,7 @@ class EagerCalls:
             s for s in self.softmaxes if s.pattern.shape[-1] == used.shape[-1] and s.scores.shape[-1] == used.shape[-1]
         ]
         for one, other in combinations([s for s in of_size if s.pattern.numel() == used.numel()], 2):
-            if _spans(target, [self._heads(one.pattern), self._heads(other.pattern)]):
+            if one.time != other.time and _spans(target, [self._heads(one.pattern), self._heads(other.pattern)]):
                 return [(one, ()), (other, ())]
         for seen in (s for s in of_size if s.pattern.numel() == 2 * used.numel()):
             heads, n = self._heads(seen.pattern), target.shape[1]
