@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -42,15 +43,11 @@ class Payload:
     [
         (
             lambda p: {"model": {"a": torch.ones(2)}, "config": Payload(p)},
-            r"would have to run code to be opened: it holds .*them$",
+            r"would have to run code to be opened: it holds .*and open OUT$",
         ),
         (
             lambda p: torch.nn.Linear(2, 2),
             r"whole pickled module \(torch\.nn\.modules\.linear\.Linear\).*state_dict\(\)",
-        ),
-        (
-            lambda p: {"model": {"a": torch.ones(2)}, "args": argparse.Namespace(lr=1)},
-            r"safe_globals\(\[argparse\.Namespace\]\)",
         ),
         (lambda p: [1, 2], "holds no state dict but a list"),
         (lambda p: {"metrics": {"loss": 1.0}}, "no state dict under model, state_dict.*it has metrics"),
@@ -79,10 +76,10 @@ def test_a_bare_pickle_is_refused_and_runs_nothing(tmp_path):
 
 
 def test_what_a_user_allows_by_name_is_read(tmp_path, tiny):
-    torch.save(nanogpt(tiny(), config=argparse.Namespace(lr=1)), tmp_path / "ckpt.pt")
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    torch.save(nanogpt(tiny(), config=Fraction(1, 2), args=argparse.Namespace(lr=1)), tmp_path / "ckpt.pt")
+    with torch.serialization.safe_globals([Fraction]):
         assert torch.equal(quietly(tmp_path / "ckpt.pt")(IDS), tiny()(IDS))
-    with pytest.raises(BadCheckpoint, match="Namespace"):
+    with pytest.raises(BadCheckpoint, match=r"it holds fractions\.Fraction\."):
         workbench.load(tmp_path / "ckpt.pt")
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 ROWS = 60
-console = Console(width=None if sys.stdout.isatty() else 200)
+console = Console(width=None if sys.stdout and sys.stdout.isatty() else 200)  # no stdout: `>&-`
 errors = Console(stderr=True)
 
 

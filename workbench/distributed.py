@@ -24,13 +24,22 @@ _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 def world_size() -> int:
-    """How many a launcher has started; 1 without one."""
-    return 1 if _ALONE.get() else int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of processes that a launcher has started; 1 without a launcher."""
+    return 1 if _ALONE.get() else max(1, _number_in("WORLD_SIZE", 1))
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
-    return 0 if _ALONE.get() else int(os.environ.get("RANK", "0"))
+    """Return the number of this process, from 0; a `RANK` without other processes (`WORLD_SIZE`) does not count."""
+    return 0 if world_size() == 1 else _number_in("RANK", 0)
+
+
+def _number_in(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "").strip()
+    if text and not text.isdecimal():
+        raise WorkbenchError(
+            f"the environment variable {variable} is {text!r}, not a whole number: unset it or correct it"
+        )
+    return int(text or default)
 
 
 @contextmanager

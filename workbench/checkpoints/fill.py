@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workbench.checkpoints.llama import llama_name
-from workbench.checkpoints.state import Device, Dtype, State, misfits, refuse_immense
+from workbench.checkpoints.state import Device, Dtype, State, misfits, prefix_advice, refuse_immense
 from workbench.config import ModelConfig
 from workbench.errors import BadCheckpoint
 from workbench.models import Transformer, compose
@@ -41,7 +41,8 @@ def fill(model: Transformer, state: State, device: Device = None, dtype: Dtype =
     """
     if faults := misfits(state.shapes, shapes_of(model)):
         what = f"a {model.architecture} with options {model.options}"
-        raise BadCheckpoint(f"{state.info.path} does not hold {what}\n  {faults}")
+        advice = prefix_advice(state.tensors, shapes_of(model))
+        raise BadCheckpoint(f"{state.info.path} does not hold {what}\n  {advice or faults}")
     for name, stored in state.tensors.items():
         if not stored.dtype.is_floating_point:
             raise BadCheckpoint(f"{stored.path}: {name} is {stored.dtype}; quantised weights are not read")

@@ -30,20 +30,23 @@ class Format:
     neighbours: its step and settings, None where it is another's. `weights`, `step`, `config` and `code` are the keys of the
     state dict (where it is not among the usual ones), of its step, the model's settings and the training script's text.
 
-    `tensors`: their tensor names in ours, `*` for a layer's number; names of a Llama need no entry. `settings`: their settings
-    in `ModelConfig`'s words, beside the usual spellings. `module`: the module of another library, in evaluation mode, where that
-    computes what our decoder does not; None where it does not either.
+    `tensors`: their tensor names in ours, `*` for a layer's number; names of a Llama need no entry. `constants`: tensors that are
+    computed from the settings and not read. `rotates_neighbours`: the rotary embedding turns columns 2i and 2i + 1 of a head
+    together, not i and i + d_head / 2. `settings`: their settings in `ModelConfig`'s words, beside the usual spellings. `module`:
+    the module of another library, in evaluation mode, where that computes what our decoder does not; None where it does not either.
     """
 
     name: str
     keys: tuple[str, ...] = ()
     without: str = ""
-    beside: Callable[[Any, Path], tuple[int, Mapping[str, Any] | None] | None] | None = None
+    beside: Callable[[Any, Path], tuple[int | None, Mapping[str, Any] | None] | None] | None = None
     weights: str | None = None
     step: str = ""
     config: str = ""
     code: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
+    constants: tuple[str, ...] = ()
+    rotates_neighbours: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     module: Callable[[State, Any], Any] | None = None
 

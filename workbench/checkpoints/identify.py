@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ RUN_FILE = "run.json"
 BUILDERS = "WORKBENCH_BUILDERS"
 """Environment variable with the builders (`package.module:function`) that may run; a file's word is not enough."""
 CONFIG, WEIGHTS, PICKLED, ADAPTER = "config.json", "model.safetensors", "pytorch_model.bin", "adapter_config.json"
+METAS = "consolidated.00.pth"  # in a folder of Meta's, beside params.json
 ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 OTHERS = re.compile(r"optim|optimizer|scheduler|rng_state|scaler|training_args", re.I)
 SPECIAL = re.compile(r"[()\[\]{}^$+*?|\\]")
@@ -63,13 +64,27 @@ class Checkpoint:
     run: Path | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     """The contents of the run's `run.json`."""
+    key: str = ""
+    """Where the weights lie in a PyTorch file, with dots between nested keys; found by the usual names unless given."""
+    strip_prefix: str = ""
+    """The prefix of the tensors that are read, which is taken off."""
 
 
-def identify(path: str | Path, step: str | int = "last") -> Checkpoint:
-    """The checkpoint meant by a path and a step (`last`, `first` or a number) of a run or series.
+def identify(path: str | Path, step: str | int = "last", *, key: str = "", strip_prefix: str = "") -> Checkpoint:
+    """Return the checkpoint meant by a path and a step (`last`, `first` or a number) of a run or series.
+
+    Args:
+        path: A run, a step, a checkpoint or a series.
+        step: Which step of a run or series.
+        key: Where the weights lie in a PyTorch file, `ema` or `nets.student`.
+        strip_prefix: Prefix of the tensors that are read; others are left out.
 
     Raises `BadCheckpoint` for a path that is none, `WorkbenchError` for a step that is not there.
     """
+    return replace(_identified(path, step), key=key, strip_prefix=strip_prefix)
+
+
+def _identified(path: str | Path, step: str | int) -> Checkpoint:
     path = _snapshot_in(fetched(path))
     if (Path(path) / RUN_FILE).exists():
         folder = Path(path).resolve()
@@ -90,6 +105,8 @@ def checkpoints_at(path: str | Path) -> list[Checkpoint]:
     place = Path(path := _snapshot_in(path))
     if place.suffix == ".distcp" or (place.name in ELSEWHERE and place.is_file()):
         refuse_shards(place.parent)
+    if (place / METAS).is_file() and not (place / CONFIG).exists():
+        return [_placed(place / METAS, None)]
     if is_series(path):
         if place.is_dir():
             refuse_shards(place)

@@ -19,7 +19,7 @@ from workbench.checkpoints.format import formats
 from workbench.checkpoints.identify import CONFIG
 from workbench.checkpoints.llama import EMBEDDINGS, HEAD, SETTINGS, SPELLINGS, llama_name
 from workbench.checkpoints.rotary_settings import plain_theta
-from workbench.checkpoints.state import State
+from workbench.checkpoints.state import State, prefix_advice
 from workbench.config import ModelConfig
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, UnknownName, WorkbenchError, warn_caller
 from workbench.models import ARCHITECTURES, architecture
@@ -66,6 +66,7 @@ def infer(state: State, given: Given) -> Design:
     config = config_of(state, given.config)
     if config.n_layers > max(len(state.tensors), 256):  # before so many are built
         raise BadCheckpoint(f"{info.path}: n_layers={config.n_layers}, but there are only {len(state.tensors)} tensors")
+    state = _half_rotated(state, config)
     own = _own(values, info.path / CONFIG)
     name, options = given.architecture, given.options
     if own and name in (None, own["architecture"]):
@@ -81,7 +82,7 @@ def infer(state: State, given: Given) -> Design:
 def _named_as_llama(state: State) -> State:
     """The tensors under Llama's names, whether a code base, our own modules or a Llama named them; a tied head is there too."""
     form, names = formats().get(state.info.format), dict[str, str]()
-    for theirs in state.tensors:
+    for theirs in (name for name in state.tensors if not (form and name in form.constants)):
         name = llama_name(form.our_name(theirs) if form else theirs)
         if name in names:
             both = f"{names[name]} and {theirs}"
@@ -90,6 +91,21 @@ def _named_as_llama(state: State) -> State:
     tensors = {name: state.tensors[theirs] for name, theirs in names.items()}
     if (state.info.config or {}).get("tie_word_embeddings") and EMBEDDINGS in tensors:
         tensors.setdefault(HEAD, tensors[EMBEDDINGS])
+    return dataclasses.replace(state, tensors=tensors)
+
+
+def _half_rotated(state: State, config: ModelConfig) -> State:
+    """The queries and keys as our rotary embedding wants them, where the code base turns neighbouring columns."""
+    form = formats().get(state.info.format)
+    if form is None or not form.rotates_neighbours:
+        return state
+    tensors = dict(state.tensors)
+    for name, stored in state.tensors.items():
+        heads = {"q_proj": config.n_heads, "k_proj": config.n_key_value_heads}.get(name.split(".")[-2])
+        if (
+            heads and len(stored.shape) == 2 and stored.shape[0] == heads * config.d_head
+        ):  # others are refused by their shape
+            tensors[name] = stored.half_rotated(heads)
     return dataclasses.replace(state, tensors=tensors)
 
 
@@ -136,6 +152,10 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
     shapes = state.shapes
     if not {EMBEDDINGS, "model.layers.0.self_attn.q_proj.weight"} <= shapes.keys():
         few = ", ".join(list(shapes)[:4])
+        if advice := prefix_advice(shapes, (EMBEDDINGS, "model.layers.0.self_attn.q_proj.weight")):
+            raise BadCheckpoint(
+                f"{state.info.sentence()}. Its tensors ({few}, ...) are a Llama's under a prefix: {advice}"
+            )
         raise NotCovered(f"{state.info.sentence()}. Its tensors ({few}, ...) are not those of a Llama-like decoder")
     settings = _from_shapes(shapes) | _from_script(state) | dict(given)
     if missing := [key for key in ("n_heads", "n_ctx") if key not in settings]:

@@ -32,21 +32,40 @@ from workbench.observing import Observed
 if TYPE_CHECKING:
     from workbench.models.hooked import HookedModel
 
+
 def load(
     path: str | Path, *, architecture: str | None = None, step: str | int = "last",
-    config: Mapping[str, Any] | ModelConfig | None = None, device: Device = None, dtype: Dtype = None, **options: Any,
+    config: Mapping[str, Any] | ModelConfig | None = None, device: Device = None, dtype: Dtype = None, key: str = "",
+    strip_prefix: str = "", **options: Any,
 ) -> HookedModel:  # fmt: skip
-    """A model from a run, a step, or any checkpoint: Hugging Face directories, `.pt`, `.ckpt`, `.bin`, `.safetensors`.
+    """Load a model from a run or a checkpoint.
 
-    `step`: `last`, `first` or a number, of a run or a series (see `workbench.series`). `architecture`, `config` and
-    `options` complete and override what the files say; where neither says an architecture, a `transformer` is assumed
-    with an `ArchitectureAssumed` warning. What our decoder does not compute is opened in transformers and observed, with
-    an `ObservedInstead` warning. `model.source` says where the weights come from: path, format, step, stripped prefixes, SHA-256.
-    Weights are float32 whatever the files hold, or `dtype`. Raises `BadCheckpoint` for missing, damaged, contradictory or
-    unsafe files, `NotCovered` for a model that nothing here computes.
+    Reads runs, single steps, Hugging Face directories, Meta's Llama folders and `.pt`, `.pth`, `.ckpt`, `.bin`, `.safetensors`
+    files. Nothing is unpickled.
+
+    Args:
+        path: Run folder, step folder, checkpoint file or folder, shipped model name, or cached Hub name.
+        step: Checkpoint to load from a run or a series (see `workbench.series`): "last", "first" or a step number.
+        architecture: Overrides the architecture stored in the checkpoint. Without either, a "transformer" is assumed and
+            `ArchitectureAssumed` is issued.
+        config: Settings of the model that complete and override those of the files.
+        device: Where the weights go; the CPU unless given.
+        dtype: Type of the weights; float32 unless given, whatever the files hold.
+        key: Where the weights lie in a PyTorch file, as `ema` or `nets.student`; the usual keys are tried unless given.
+        strip_prefix: Prefix of the tensors to load, as `net.`, which is taken off; other tensors are left out.
+        options: Options of the architecture.
+
+    Returns:
+        A model in evaluation mode: ours, or an `Observed` one of transformers (with an `ObservedInstead` warning) where our
+        decoder does not compute it. `model.source` holds path, format, step, stripped prefixes and SHA-256 of the files.
+
+    Raises:
+        BadCheckpoint: The file is missing, damaged, contradictory or unsafe.
+        NotCovered: No implementation computes this model.
     """
     settings = dataclasses.asdict(config) if isinstance(config, ModelConfig) else dict(config or {})
-    checkpoint, given = identify(path, step), Given(architecture, settings, options)
+    checkpoint = identify(path, step, key=key, strip_prefix=strip_prefix)
+    given = Given(architecture, settings, options)
     if "observed" in checkpoint.description:
         model: Transformer | Observed = _observed_step(checkpoint, given, device, dtype)
     else:
@@ -68,13 +87,13 @@ def opened(state: State, given: Given, device: Device = None, dtype: Dtype = Non
     return model
 
 
-def read_state(path: str | Path) -> tuple[dict[str, torch.Tensor], Info]:
-    """The tensors of any checkpoint, prefixes stripped, and the facts beside them (`Info`).
+def read_state(path: str | Path, *, key: str = "", strip_prefix: str = "") -> tuple[dict[str, torch.Tensor], Info]:
+    """Read the tensors of any checkpoint, prefixes stripped, and the facts beside them (`Info`).
 
-    For `module.load_state_dict(tensors)` of the module they were trained in. Raises `BadCheckpoint` for missing, damaged
-    or unsafe files and for NaN or Inf.
+    For `module.load_state_dict(tensors)` of the module they were trained in; `key` and `strip_prefix` as in `load`. Raises
+    `BadCheckpoint` for missing, damaged or unsafe files and for NaN or Inf.
     """
-    state = read(identify(path))
+    state = read(identify(path, key=key, strip_prefix=strip_prefix))
     state.check()
     return dict(state.read()), state.info
 

@@ -7,7 +7,9 @@ which the places in the file are noted; a file's own checksums are held against 
 from __future__ import annotations
 
 import mmap
+import pickle
 import re
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable
@@ -17,13 +19,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documented way to read a checkpoint's layout
 
+from workbench.checkpoints.plain_values import STAND_INS
 from workbench.checkpoints.stored import CHUNK, Stored, refuse_other_kinds
 from workbench.errors import BadCheckpoint
 
 DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError)  # what archives stumble over
 MAX_DEPTH = 50  # of containers in containers
 UNSAFE = re.compile(r"Unsupported global: GLOBAL ([\w.]+)")
-HARMLESS = ("argparse.Namespace", "pathlib.", "numpy.", "datetime.")  # what scripts leave in their settings
+_ALLOWING = threading.Lock()  # PyTorch has one list of allowed globals for all threads
 
 
 def unpickle(path: Path) -> Any:
@@ -38,7 +41,7 @@ def unpickle(path: Path) -> Any:
     if magic != b"PK\3\4":  # before PyTorch 1.6: tensors follow one another, so they are read at once
         refuse_other_kinds(path)
         _refuse_more_than_the_file(path)
-        return _placed(_load(path, on=_within_the_file(path)), path, None)
+        return _placed(_load(path, on=_within_the_file), path, None)
     records = _records(path)
     with FakeTensorMode():
         return _placed(_load(path), path, records)
@@ -77,33 +80,47 @@ def _within_the_file(path: Path) -> Callable[[Any, str], Any]:
     return place
 
 
-def _load(path: Path, opened: Any = None, on: Any = "cpu") -> Any:
+def _load(path: Path, opened: Any = None, on: Callable[[Path], Any] = lambda _: "cpu") -> Any:
     try:
-        return torch.load(opened or path, map_location=on, weights_only=True)
+        try:
+            return torch.load(opened or path, map_location=on(path), weights_only=True)
+        except pickle.UnpicklingError as error:
+            if not _globals_in(path, error):
+                raise
+        if opened is not None:
+            opened.seek(0)
+        stand_ins: list[Any] = [(stand_in, name) for name, stand_in in STAND_INS.items()]
+        with _ALLOWING, torch.serialization.safe_globals([*stand_ins, *torch.serialization.get_safe_globals()]):
+            return torch.load(opened or path, map_location=on(path), weights_only=True)
     except BadCheckpoint:  # of a storage, while it is given its place
         raise
     except Exception as error:  # the unpickler raises whatever damaged bytes make it stumble over, MemoryError included
         raise BadCheckpoint(f"{path} {_why(path, error)}") from error
 
 
-def _why(path: Path, error: Exception) -> str:
+def _globals_in(path: Path, error: Exception) -> list[str]:
+    """Names in the pickle that PyTorch's safe unpickler refuses; of files of before PyTorch 1.6 the first one."""
     try:
-        culprits = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # files of before PyTorch 1.6 and damaged ones cannot be listed; the first error names one
-        culprits = UNSAFE.findall(str(error))
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # such files, and damaged ones, cannot be listed
+        return UNSAFE.findall(str(error))
+
+
+def _why(path: Path, error: Exception) -> str:
+    culprits = [name for name in _globals_in(path, error) if name not in STAND_INS]
     if not culprits:
         cause = next(iter(str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()), "")
         return f"is damaged or no PyTorch checkpoint: {type(error).__name__}: {cause}"
-    named = ", ".join(sorted(culprits)[:6])
-    if any(c.startswith("torch.nn.") or c.startswith("__main__") for c in culprits):
+    named = ", ".join(culprits[:6])
+    if any(c.startswith("torch.nn.") for c in culprits):
         return (
             f"holds a whole pickled module ({named}), which only running its code could open. Where that code is, save "
             "the weights alone, torch.save(module.state_dict(), path), and open that file"
         )
-    message = f"would have to run code to be opened: it holds {named}. Save it again without them"
-    if all(c.startswith(HARMLESS) for c in culprits):
-        message += f"; where you trust the file, allow just these: with torch.serialization.safe_globals([{named}]): workbench.load(path)"
-    return message
+    return (
+        f"would have to run code to be opened: it holds {named}. Where that code is, save the weights alone, "
+        "torch.save(torch.load(path, weights_only=False)['model'], OUT) with the key of the weights, and open OUT"
+    )
 
 
 def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
@@ -114,6 +131,7 @@ def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            _refuse_other_archives(archive.namelist(), path)
             records = {}
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED:
@@ -134,6 +152,27 @@ def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
     except DAMAGE as error:
         raise BadCheckpoint(f"{path} is damaged or no PyTorch checkpoint: {error}; copy it again") from error
     return records
+
+
+def _refuse_other_archives(names: list[str], path: Path) -> None:
+    """Raise `BadCheckpoint` for programs that PyTorch stores, and for archives of other libraries."""
+    inside = {name.split("/", 1)[-1] for name in names}
+    if any(name.startswith("code/") for name in inside):
+        raise BadCheckpoint(
+            f"{path} is a TorchScript program (torch.jit.save), not weights alone. If you trust it, save its weights, "
+            "torch.save(torch.jit.load(path).state_dict(), OUT), and open OUT"
+        )
+    if any(name.endswith(("exported_program.json", "models/model.json")) for name in names):
+        raise BadCheckpoint(
+            f"{path} is an exported program (torch.export.save), not weights alone. If you trust it, save its weights, "
+            "torch.save(torch.export.load(path).state_dict, OUT), and open OUT"
+        )
+    if "data.pkl" not in inside:
+        shown = ", ".join(sorted(names)[:4]) or "nothing"
+        raise BadCheckpoint(
+            f"{path} is a ZIP archive without the data.pkl of a PyTorch checkpoint: it holds {shown}. Open the file that torch.save or "
+            "safetensors wrote"
+        )
 
 
 def _placed(value: Any, path: Path, records: dict[int, zipfile.ZipInfo] | None) -> Any:

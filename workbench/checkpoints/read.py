@@ -38,21 +38,24 @@ def read(checkpoint: Checkpoint) -> State:
     path = lease.path
     files = _weight_files(path) if path.is_dir() else [path]
     contents = {f: safetensors_table(f) if f.suffix == ".safetensors" else unpickle(f) for f in files}
-    weights, info = _directory(path, contents) if path.is_dir() else _file(path, contents[path])
-    tensors, stripped = _without_wrappers(_only_tensors(weights, path), path)
+    weights, info = _directory(path, contents) if path.is_dir() else _file(path, contents[path], checkpoint.key)
+    tensors = _under_prefix(_only_tensors(weights, path), checkpoint.strip_prefix, path)
+    tensors, stripped = _without_wrappers(tensors, path)
+    if checkpoint.strip_prefix:
+        stripped = (checkpoint.strip_prefix, *stripped)
     step = checkpoint.step if info.step is None else info.step
     used = tuple(sorted({t.path for t in tensors.values()}))
     return State(tensors, replace(info, step=step, stripped=stripped, files=used), lease)
 
 
-def _file(path: Path, container: Any) -> tuple[Any, Info]:
-    if path.suffix == ".safetensors":
-        return container, Info(format="safetensors", path=path)
+def _file(path: Path, container: Any, key: str = "") -> tuple[Any, Info]:
     for form in formats().values():
         if (info := form.recognise(container, path)) is not None:
-            weights, beside = _weights_in(container, path, form.weights)
+            weights, beside = _weights_in(container, path, form.weights, key)
             return weights, replace(info, beside=beside)
-    weights, beside = _weights_in(container, path)
+    if path.suffix == ".safetensors":
+        return container, Info(format="safetensors", path=path)
+    weights, beside = _weights_in(container, path, None, key)
     if weights is container:
         return weights, Info(format="state dict", path=path)
     steps = (whole_number(container.get(key)) for key in STEPS)
@@ -61,13 +64,24 @@ def _file(path: Path, container: Any) -> tuple[Any, Info]:
     return weights, Info(format="PyTorch container", path=path, step=step, config=config, beside=beside)
 
 
-def _weights_in(container: Any, path: Path, key: str | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _weights_in(
+    container: Any, path: Path, key: str | None = None, given: str = ""
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The state dict inside nested containers, and the other keys met on the way; raises `BadCheckpoint` for none.
 
-    `key`: where it lies in the outermost, if not under one of `CONTAINERS`.
+    `key`: where it lies in the outermost, if not under one of `CONTAINERS`. `given`: where the caller says that it lies.
     """
     beside: list[str] = []
     here = container
+    if given:
+        key, beside = None, [str(k) for k in container if k != given] if isinstance(container, dict) else []
+        for part in [given] if isinstance(here, dict) and given in here else given.split("."):
+            keys = [str(k) for k in here] if isinstance(here, dict) else []
+            if part not in keys:
+                raise BadCheckpoint(
+                    f"{path} has no {given!r} (key={given!r}): no {part!r} there; {suggest(part, keys)}"
+                )
+            here = here[part]
     for _ in range(4):
         if not isinstance(here, dict):
             break
@@ -84,8 +98,8 @@ def _weights_in(container: Any, path: Path, key: str | None = None) -> tuple[dic
         raise BadCheckpoint(f"{path} holds no state dict but {_kind(here)}")
     keys = [str(k) for k in here]
     raise BadCheckpoint(
-        f"{path} holds no state dict under {', '.join(CONTAINERS)}; it has {', '.join(keys[:12]) or 'nothing'}: "
-        f"{suggest('model', keys)}"
+        f"{path} holds no state dict under {given or ', '.join(CONTAINERS)}; it has {', '.join(keys[:12]) or 'nothing'}. If the weights "
+        "are below one of these, name it: key='ema' (workbench import --key ema), or key='nets.student' for a key in a key"
     )
 
 
@@ -138,6 +152,15 @@ def _only_tensors(weights: Mapping[Any, Any], path: Path) -> dict[str, Stored]:
         if key not in tensors and not str(key).endswith("_extra_state"):
             raise BadCheckpoint(f"{path}: {key!r} among the weights is no tensor but {_kind(value)}")
     return tensors
+
+
+def _under_prefix(tensors: dict[str, Stored], prefix: str, path: Path) -> dict[str, Stored]:
+    """The tensors whose names begin with a prefix, without it; raises `BadCheckpoint` where there are none."""
+    chosen = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if not chosen:
+        begins = sorted({f"{name.split('.')[0]}." for name in tensors})
+        raise BadCheckpoint(f"{path}: no tensor's name begins with {prefix!r}; {suggest(prefix, begins)}")
+    return chosen
 
 
 def _without_wrappers(tensors: Mapping[str, Stored], path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,6 +118,20 @@ def misfits(shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[i
     lines += [f"{n} is {list(shapes[n])}, wanted {list(wanted[n])}" for n in misshapen[:5]]
     more = len(missing) + len(unexpected) + len(misshapen) - len(lines)
     return "\n  ".join([*lines, f"and {more} more"] if more else lines)
+
+
+def prefix_advice(names: Iterable[str], wanted: Iterable[str]) -> str:
+    """How to open tensors that have the wanted names under a prefix; empty where no prefix gives more than half of them."""
+    wanted, prefixes = set(wanted), Counter[str]()
+    for name in names:
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            if ".".join(parts[i:]) in wanted:
+                prefixes[f"{'.'.join(parts[:i])}."] += 1
+    prefix, count = max(prefixes.items(), key=lambda item: item[1], default=("", 0))
+    if 2 * count <= len(wanted):
+        return ""
+    return f"{count} of {len(wanted)} are there under {prefix!r}: give strip_prefix={prefix!r} (workbench import --strip-prefix {prefix})"
 
 
 def whole_number(value: Any) -> int | None:

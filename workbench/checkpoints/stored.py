@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ class Stored:
     shape: tuple[int, ...]
     offset: int = 0
     stride: tuple[int, ...] | None = None  # None: rows one after another
+    lies_as: tuple[int, ...] | None = (
+        None  # sizes of the axes that `stride` steps along, where they are more than the tensor's
+    )
     held: torch.Tensor | None = None
 
     @property
@@ -43,14 +46,25 @@ class Stored:
         """Equal for tensors that are the same bytes in the same order."""
         if self.held is not None:
             return self.held.data_ptr(), self.shape, self.held.stride()
-        return self.path, self.offset, self.shape, self.stride, self.dtype
+        return self.path, self.offset, self.shape, self.stride, self.lies_as, self.dtype
 
     @property
     def span(self) -> int:
         """Elements from the first to the last one."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
-        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return 1 + sum((n - 1) * s for n, s in zip(self.lies_as or self.shape, self.stride, strict=True))
+
+    def half_rotated(self, heads: int) -> Stored:
+        """The same projection [heads * d_head, d_model] with the even rows of each head before the odd ones."""
+        rows, width = self.shape
+        if self.held is not None:
+            halves = self.held.view(heads, -1, 2, width).transpose(1, 2)
+            return replace(self, held=halves.reshape(rows, width))
+        along, across = self.stride or (width, 1)
+        pairs = rows // heads // 2
+        strides = (2 * pairs * along, along, 2 * along, across)
+        return replace(self, stride=strides, lies_as=(heads, 2, pairs, width))
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor [shape], of its own or another type; raises `BadCheckpoint` for NaN, Inf and lost bytes."""
@@ -64,7 +78,9 @@ class Stored:
             if flat.dtype != self.dtype:
                 flat[begin : begin + len(chunk)].copy_(chunk)
             begin += len(chunk)
-        return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride).contiguous()
+        if self.stride is None:
+            return flat.view(self.shape)
+        return flat.as_strided(self.lies_as or self.shape, self.stride).contiguous().view(self.shape)
 
     def check(self, name: str) -> None:
         """Read the tensor and forget it; raises as `read` does."""

@@ -15,7 +15,7 @@ from workbench.checkpoints.format import formats
 from workbench.checkpoints.hub import offline
 from workbench.checkpoints.identify import CONFIG
 from workbench.checkpoints.rotary_settings import check_rotary
-from workbench.checkpoints.state import Device, Dtype, State, refuse_immense
+from workbench.checkpoints.state import Device, Dtype, State, prefix_advice, refuse_immense
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, warn_caller
 from workbench.observing import Observed, observe
 
@@ -88,7 +88,8 @@ def from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
     kinds = ("missing", "unexpected", "mismatched")
     lost = {kind: sorted(map(str, names)) for kind in kinds if (names := report.get(f"{kind}_keys"))}
     if names_of := "; ".join(f"{kind} {', '.join(names[:5])}" for kind, names in lost.items()):
-        raise BadCheckpoint(f"{reason}. It does not hold a {type(module).__name__} either: {names_of}")
+        advice = prefix_advice(state.tensors, lost.get("missing", ()))
+        raise BadCheckpoint(f"{reason}. It does not hold a {type(module).__name__} either: {advice or names_of}")
     refuse_immense(module.named_parameters(), folder)
     return module.eval()
 

@@ -4,54 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from workbench.data.tokenizer import BOS, BOS_ID, EOS, EOS_ID, VISIBLE, Tokenizer, _byte_of_character, _visible
+from workbench.data.foreign_tokenizer import ForeignTokenizer
+from workbench.data.tokenizer import BOS, BOS_ID, EOS, EOS_ID, Tokenizer
 from workbench.data.tokenizer_limits import open_backend
 from workbench.errors import BadCheckpoint, BadData
 from workbench.files import read_text, write_json
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-
-
-class ForeignTokenizer(Tokenizer):
-    """Any other tokenizer; where a document begins and ends is known only if its settings say so."""
-
-    def __init__(self, backend: tokenizers.Tokenizer, begin: int | None = None, end: int | None = None) -> None:
-        super().__init__(backend)
-        self._begin, self._end = begin, end
-
-    @cached_property
-    def vocab_size(self) -> int:  # the backend makes a dictionary of all tokens to tell it
-        """One more than the largest id."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a document; raises `BadData` where the tokenizer does not say."""
-        return self._special(self._end, "end")
-
-    @property
-    def bos_id(self) -> int:
-        """The id that begins a document; raises `BadData` where the tokenizer does not say."""
-        return self._special(self._begin, "begin")
-
-    def _special(self, number: int | None, what: str) -> int:
-        if number is None:
-            raise BadData(f"this tokenizer names no token that {what}s a document; work without one")
-        return number
-
-    @cached_property
-    def _legible(self) -> list[str]:
-        byte = _byte_of_character()
-        names = [self._backend.id_to_token(i) or "" for i in range(self.vocab_size)]
-        if isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel):
-            return [_visible(bytes(byte[c] for c in n)) if all(c in byte for c in n) else n for n in names]
-        return ["".join(VISIBLE.get(c, c) for c in name.replace("▁", " ")) for name in names]
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

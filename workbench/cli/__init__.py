@@ -5,9 +5,13 @@ Heavy imports happen inside the commands, so `--help` answers at once.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 # isort: off  (help lists the commands in this order)
@@ -44,6 +48,31 @@ def _dropped(what: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(what)
 
 
+class _Output(io.TextIOWrapper):
+    """Standard output, where characters that its encoding lacks become `?`, and a full disk is a `WorkbenchError`."""
+
+    def write(self, text: str) -> int:
+        with _printing():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with _printing():
+            super().flush()
+
+
+@contextlib.contextmanager
+def _printing() -> Iterator[None]:
+    from workbench.errors import WorkbenchError
+
+    try:
+        yield
+    except BrokenPipeError:  # of `| head`: typer ends in silence
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter prints when it ends
+        raise WorkbenchError(f"the output cannot be written: {error.strerror}") from error
+
+
 def main() -> None:
     """Run a command; what a user can cause is one sentence on stderr and exit code 2, Ctrl-C is 130."""
     from workbench.errors import WorkbenchError
@@ -52,8 +81,15 @@ def main() -> None:
     refuse_a_namesake()  # which this package's face has done, unless it is theirs by now
     signal.signal(signal.SIGTERM, _terminated)
     warnings.formatwarning, sys.unraisablehook = _one_sentence, _dropped
+    if type(sys.stdout) is io.TextIOWrapper:
+        terminal, encoding = sys.stdout.line_buffering, sys.stdout.encoding
+        sys.stdout = _Output(sys.stdout.detach(), encoding, errors="replace", line_buffering=terminal)
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout:  # none where it is closed, as by >&-
+                sys.stdout.flush()
     except WorkbenchError as error:
         print(f"workbench: {error}", file=sys.stderr)
         sys.exit(2)

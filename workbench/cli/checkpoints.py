@@ -37,13 +37,17 @@ def import_checkpoints(
         str | None,
         typer.Option(help="Your own code: package.module:function(settings) -> the module the weights fill."),
     ] = None,
+    key: Annotated[str, typer.Option(help="Where the weights lie in a PyTorch file, e.g. ema or nets.student.")] = "",
+    strip_prefix: Annotated[
+        str, typer.Option(help="Prefix of the tensors to read, e.g. net.; others are left out.")
+    ] = "",
     seed: Annotated[int | None, typer.Option(min=0, help="Tells runs of one model apart.")] = None,
     revision: Revision = "",
     download: Download = False,
     runs: Runs = None,
     quiet: Quiet = False,
 ) -> None:
-    """Make a run of anyone's checkpoints, to measure it and see it on the dashboard. Nothing in them is ever run."""
+    """Import checkpoints as a run, to measure it and show it on the dashboard. Files are never unpickled."""
     from workbench.checkpoints.identify import BUILDERS
     from workbench.console import progress, say
     from workbench.runs.importing import import_run
@@ -54,7 +58,7 @@ def import_checkpoints(
     with progress("reading") as task:
         run = import_run(
             path, runs_folder(runs), name=name, architecture=architecture, config=key_values(config, "config"), builder=builder,
-            seed=seed, progress=task, **settings,
+            seed=seed, progress=task, key=key, strip_prefix=strip_prefix, **settings,
         )  # fmt: skip
     say(f"run: {run.path} ({run.architecture}, steps {', '.join(map(str, run.steps))})")
     if builder:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.data.foreign_tokenizer import as_tokenizer, ids_of
 from workbench.errors import BadData, WorkbenchError
 from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
 from workbench.observing.interception.fused_calls import APPLIED, COMPLETE, IGNORED
@@ -19,7 +20,7 @@ from workbench.observing.interception.weights import refuse_absent_weights
 from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
 from workbench.observing.recognition.decoder import recognize_decoder
 from workbench.observing.recognition.layouts import find_layout
-from workbench.observing.recognition.structure import DecoderStructure
+from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
 from workbench.observing.recognition.trace import Trace
 from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
@@ -35,10 +36,12 @@ def observe(
     Args:
         module: anything whose `module(ids)` runs a decoder; DistributedDataParallel and compiled modules are unwrapped.
         example_tokens: ids [batch, pos] (or [pos]) it can read, 8 positions at least, of the kind it will be used on: no two
-            tensors should agree by chance, so real text or random ids rather than zeros.
+            tensors should agree by chance, so real text or random ids rather than zeros. A tokenizer's output without padding,
+            and text where there is a `tokenizer`, are read for their ids.
         call: `call(module, ids)` where the module wants more than ids, for example masks.
         blocks: where the module holds several stacks of blocks: the name, or names, of the one to observe.
-        tokenizer: as of our own models, for text. quiet: do not print what was found and what not.
+        tokenizer: for text: one of ours, a `tokenizers.Tokenizer`, or a fast tokenizer of transformers. It is copied.
+        quiet: do not print what was found and what not.
 
     Raises `WorkbenchError` naming the cause and what to do: no attention seen (custom kernels, TorchScript), bidirectional or
     cross-attention, several attentions in a block, several stacks, active dropout, outputs that change under the trace;
@@ -50,7 +53,7 @@ def observe(
         raise WorkbenchError("this module is observed already")
     inner, notes = unwrapped(module)
     refuse_absent_weights(inner)
-    tokens = _tokens(inner, example_tokens)
+    tokens = _tokens(inner, ids_of(example_tokens, as_tokenizer(tokenizer, UNLIMITED)))
     refuse_dropout(inner)
     run = call or (lambda m, ids: m(ids))
     plain = _first_run(inner, run, tokens, given=call is not None)
@@ -108,8 +111,14 @@ def _block_lists(trace: Trace, run: Callable[[nn.Module], Any], outer: nn.Module
 
 def _distance(a: Any, b: Any) -> float:
     """The largest difference between floating-point tensors of two outputs, relative to the larger norm."""
-    pairs = [(x.double(), y.double()) for (_, x), (_, y) in zip(tensors_in(a), tensors_in(b), strict=True) if x.is_floating_point()]
-    return max((float((x - y).norm() / torch.maximum(x.norm(), y.norm()).clamp_min(1e-30)) for x, y in pairs), default=0.0)
+    pairs = [
+        (x.double(), y.double())
+        for (_, x), (_, y) in zip(tensors_in(a), tensors_in(b), strict=True)
+        if x.is_floating_point()
+    ]
+    return max(
+        (float((x - y).norm() / torch.maximum(x.norm(), y.norm()).clamp_min(1e-30)) for x, y in pairs), default=0.0
+    )
 
 
 def _recognizer(
@@ -120,7 +129,9 @@ def _recognizer(
     def recognize(module: nn.Module, tokens: Tensor | None) -> tuple[DecoderStructure, list[ValuePath]]:
         trace = Trace(module, example if tokens is None else tokens, layout, block_lists)
         output = trace.run(lambda ids: call(module, ids))
-        with torch.autocast(example.device.type, enabled=False):  # that of the run is not for what is compared afterwards
+        with torch.autocast(
+            example.device.type, enabled=False
+        ):  # that of the run is not for what is compared afterwards
             structure = recognize_decoder(trace, output, blocks)
             structure.block_lists = block_lists
             return structure, [

@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from workbench.data.foreign_tokenizer import as_tokenizer
 from workbench.errors import NotMeasured, WorkbenchError, warn_caller
 from workbench.models.activation_gradients import LossFn, NamesFilter
 from workbench.models.activations import Cache
@@ -62,7 +63,8 @@ class Observed(HookedModel):
     ) -> None:  # fmt: skip
         name, options, reason = recognize_architecture(structure, paths)
         super().__init__(structure.config, name)
-        self.options, self.tokenizer = options, tokenizer
+        self.options = options
+        self.tokenizer = tokenizer
         self.source = {"path": f"observed {type(foreign).__name__}"}
         self.structure, self.fitted_paths = structure, paths
         spread = "tensor parallel: heads are those of this process, which all make each run together"
@@ -78,6 +80,15 @@ class Observed(HookedModel):
         self._add_hook_points()
         self.absent = missing_hooks(self.sites)
         self.setup()
+
+    @property  # type: ignore[override]
+    def tokenizer(self) -> Any:
+        """The tokenizer for text, None without one; set it to one of ours, of `tokenizers`, or a fast one of transformers."""
+        return self.__dict__.get("_tokenizer")
+
+    @tokenizer.setter
+    def tokenizer(self, given: Any) -> None:
+        self.__dict__["_tokenizer"] = as_tokenizer(given, self.config.d_vocab)
 
     def _embedding(self) -> Any:
         """The table of tokens, or what has some weight of the module; where its weight is offloaded, that."""

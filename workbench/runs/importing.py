@@ -7,7 +7,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +43,20 @@ LENGTH = 128  # tokens measured at unless another length is asked for
 def import_run(
     path: str | Path, runs: Path, *, name: str | None = None, architecture: str | None = None,
     config: Mapping[str, Any] | None = None, builder: str | None = None, seed: int | None = None,
-    progress: Progress | None = None, **options: Any,
+    progress: Progress | None = None, key: str = "", strip_prefix: str = "", **options: Any,
 ) -> Run:  # fmt: skip
     """A run of one checkpoint or of a series (a folder, a glob, a pattern with a `step` group), one model in memory at a time.
 
     What our decoder does not compute is kept as transformers' model and observed from outside each time it is opened, with
     an `ObservedInstead` warning. `builder`: a function `package.module:function` of your own that builds the module which the
-    tensors fill, from the checkpoint's settings and `config` (`workbench.checkpoints.builders`).
+    tensors fill, from the checkpoint's settings and `config` (`workbench.checkpoints.builders`). `key`, `strip_prefix`: where
+    the weights lie in a file and under which prefix, as in `workbench.load`.
 
     The folder appears whole or not at all. A checkpoint that names no step is kept as step 0. `seed` tells runs of one
     model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not of one model, `NotCovered`
     for a model that no library here computes, `WorkbenchError` for a name that is taken.
     """
-    checkpoints = _checkpoints(fetched(path))
+    checkpoints = _checkpoints(fetched(path), key, strip_prefix)
     place = place_of(runs, name or hub_name(path) or _name(checkpoints))
     if place.exists():
         raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
@@ -70,7 +71,7 @@ def import_run(
             with warnings.catch_warnings():
                 for category in (ArchitectureAssumed, ObservedInstead) if first else ():  # said once of a series
                     warnings.simplefilter("ignore", category)
-                state = read(Checkpoint(source, step))
+                state = read(Checkpoint(source, step, key=key, strip_prefix=strip_prefix))
                 model = builders.observed_of(builder, state, config) if builder else opened(state, given)
             facts = _facts(model)
             first = first or facts | {"seed": model.source.get("seed") if seed is None else seed}
@@ -111,7 +112,7 @@ def _keep(model: Transformer | Observed, folder: Path, **provenance: Any) -> Non
         save(model, folder, **provenance)
 
 
-def _checkpoints(path: str | Path) -> list[tuple[int, Path]]:
+def _checkpoints(path: str | Path, key: str, strip_prefix: str) -> list[tuple[int, Path]]:
     """(step, path) of what is imported, by step; a single checkpoint without a step is step 0."""
     if (Path(path) / RUN_FILE).exists():
         raise WorkbenchError(f"{path} is a run already; copy it into the folder of runs")
@@ -127,7 +128,8 @@ def _checkpoints(path: str | Path) -> list[tuple[int, Path]]:
             )
     if is_series(path) and len(checkpoints) > 1:
         return [(checkpoint.step or 0, checkpoint.path) for checkpoint in checkpoints]
-    return [(read(checkpoints[0]).info.step or 0, checkpoints[0].path.resolve())]
+    checkpoint = replace(checkpoints[0], key=key, strip_prefix=strip_prefix)
+    return [(read(checkpoint).info.step or 0, checkpoint.path.resolve())]
 
 
 def _refuse_other(first: dict[str, Any], other: dict[str, Any], a: Path, b: Path) -> None:

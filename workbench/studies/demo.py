@@ -49,7 +49,13 @@ ONE_SEED_ON_TEXT = ("transformer", "resformer", "svformer")
 
 
 def jobs(
-    runs: Path, *, seeds: int = 3, quick: bool = False, full: bool = False, text: bool = False, device: str | None = None
+    runs: Path,
+    *,
+    seeds: int = 3,
+    quick: bool = False,
+    full: bool = False,
+    text: bool = False,
+    device: str | None = None,
 ) -> list[Job]:
     """Return one job per model, ordered by experiment and seed so that every figure has all its lines early.
 

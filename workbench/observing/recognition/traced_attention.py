@@ -17,7 +17,13 @@ from torch import Tensor
 from workbench.names import NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL, is_distribution
 from workbench.observing.interception.positions import Beside, Positions
-from workbench.observing.interception.product_calls import ProductCall, arrange, attention_axes, pattern_order, softmax_axes
+from workbench.observing.interception.product_calls import (
+    ProductCall,
+    arrange,
+    attention_axes,
+    pattern_order,
+    softmax_axes,
+)
 from workbench.observing.recognition.executions import Execution
 from workbench.observing.recognition.least_squares import EXACT, weights_by_token
 from workbench.observing.recognition.seen_softmax import SeenSoftmax, softmax_by_hand
@@ -204,7 +210,12 @@ class EagerCalls:
                 SeenSoftmax(time, arrange(scores, *axes), arrange(pattern, *axes), (t, call), axes[1][-1], *axes)
                 for axes in softmax_axes(call, scores.shape, axis, at.rows, at.columns)
             ]
-            if not seen and scores.shape[-2] == at.columns and out.numel() == rows * out.shape[-1] and out.shape[-1] in widths:
+            if (
+                not seen
+                and scores.shape[-2] == at.columns
+                and out.numel() == rows * out.shape[-1]
+                and out.shape[-1] in widths
+            ):
                 seen = [SeenSoftmax(time, scores, pattern, (t, call), call.letters[2][-1])]
             if seen:
                 recent = sorted({each.time for each in self.softmaxes})[1 - _KEPT :]

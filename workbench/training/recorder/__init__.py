@@ -7,7 +7,7 @@ loss.backward(); recorder.step(loss); optimizer.step()                # before c
 recorder.close()
 """
 
-from workbench.training.recorder.quantities import DEFAULT, quantities
-from workbench.training.recorder.recorder import NotRecorded, Recorder
+from workbench.training.recorder.quantities import DEFAULT, NotRecorded, quantities
+from workbench.training.recorder.recorder import Recorder
 
 __all__ = ["DEFAULT", "NotRecorded", "Recorder", "quantities"]

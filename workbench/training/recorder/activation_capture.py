@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from workbench.metrics import METRICS, Metric
 from workbench.names import ACTIVATIONS
 from workbench.training.recorder.capture_points import ATTENTION_INPUT, CapturePoint, is_observed
-from workbench.training.recorder.quantities import UNITS, aliases_of
+from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of
 
 GRADIENT_NORM, GRADIENT_SINK, BY_POSITION = "activation_gradient_norm", "gradient_sink", "gradient_by_position"
 GATHERED = 32  # positions among which a gradient sink is sought, as in `measure`
@@ -45,22 +44,43 @@ class _Uncompiled:
 UNCOMPILED = _Uncompiled()
 
 
+class _Hook:
+    """A hook of one place in the plan. Copies and pickles of the hooked module get a hook that does nothing."""
+
+    def __init__(self, function: Callable[..., Any], index: int) -> None:
+        self.function, self.index = function, index
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.function(self.index, *inputs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # takes anything, returns None, and needs no workbench to be loaded
+
+
 class ActivationCapture:
     """Means over the sequences of all forward passes between `start` and `stop`, sums of squared gradients, and of gradients.
 
-    `gradients`: aliases of the activations whose gradients are summed, for these `quantities`. `model`: what the points are of.
+    Nothing raises in the loop's forward and backward passes: a quantity that cannot be computed is `stopped`.
+
+    Args:
+        model: The module that the capture points belong to.
+        stopped: Quantities that are no longer recorded, shared with the recorder.
+        quantities: All quantities that are recorded.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        points: Sequence[CapturePoint],
-        metrics: Sequence[Metric],
-        gradients: Sequence[str],
-        quantities: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, model: Any, stopped: Stopped, quantities: Sequence[str] = ()) -> None:
         self.observed: Any = model if is_observed(model) else None
+        self.stopped = stopped
         self.runs: list[ExitStack] = []
+        self.gathers = [
+            q for q in (GRADIENT_SINK, BY_POSITION) if q in quantities
+        ]  # from gradients summed over the batch
+        self.seconds = 0.0  # spent in the hooks
+        self.handles: list[Any] = []
+        self.aim((), (), ())
+
+    def aim(self, points: Sequence[CapturePoint], metrics: Sequence[Metric], gradients: Sequence[str]) -> None:
+        """Set the capture points, the metrics taken there and the aliases of the activations whose gradients are summed."""
         self.plan: list[tuple[CapturePoint, list[Metric], bool]] = []
         for point in points:
             its_metrics = [m for m in metrics if point.alias in aliases_of(m)]
@@ -68,12 +88,7 @@ class ActivationCapture:
             if its_metrics or with_gradient:
                 self.plan.append((point, its_metrics, with_gradient))
         self.names = {m.name for _, its_metrics, _ in self.plan for m in its_metrics}
-        self.gathers = [
-            q for q in (GRADIENT_SINK, BY_POSITION) if q in quantities
-        ]  # of gradients summed over the batch
         self.names |= {q for point, _, pulled in self.plan if pulled for q in self._quantities(point)}
-        self.seconds = 0.0  # spent in the hooks
-        self.handles: list[Any] = []
         self.reset()
 
     def reset(self) -> None:
@@ -93,10 +108,10 @@ class ActivationCapture:
         UNCOMPILED.begin(self)
         if self.observed is not None:
             foreign = self.observed.foreign
-            self.handles.append(foreign.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self.handles.append(foreign.register_forward_hook(self._leave, always_call=True))
+            self.handles.append(foreign.register_forward_pre_hook(_Hook(self._enter, 0), with_kwargs=True))
+            self.handles.append(foreign.register_forward_hook(_Hook(self._leave, 0), always_call=True))
         for index, (point, _, _) in enumerate(self.plan):
-            hook = partial(self._capture, index)
+            hook = _Hook(self._capture, index)
             register = point.module.register_forward_pre_hook if point.before else point.module.register_forward_hook
             self.handles.append(register(hook, with_kwargs=True))
 
@@ -105,19 +120,21 @@ class ActivationCapture:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        while self.runs:  # of a module whose hooks were removed while it ran
+            self._leave()
         UNCOMPILED.end(self)
 
-    def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
-        """An observed module is about to run: that run fires its hook points, unless `Observed` itself started it."""
+    def _enter(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
+        """Make an observed module that is about to run fire its hook points, unless `Observed` itself started the run."""
         self.runs.append(ExitStack())
         inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         ids = next((t for t in inputs if t.ndim == 2 and not t.is_floating_point()), None)
         if ids is not None and torch.is_grad_enabled() and not self.observed.lock._is_owned():
-            self.runs[-1].enter_context(self.observed.listening(ids))
+            self.stopped.attempt(self.names, lambda: self.runs[-1].enter_context(self.observed.listening(ids)))
 
     def _leave(self, *_: Any) -> None:
         if self.runs:
-            self.runs.pop().close()
+            self.stopped.attempt(self.names, self.runs.pop().close)
 
     def _capture(self, index: int, module: Any, args: Any, kwargs: Any, output: Any = None) -> Tensor | None:
         if not torch.is_grad_enabled():  # a validation in between
@@ -131,31 +148,40 @@ class ActivationCapture:
         tensor = point.find((args, kwargs) if point.before else output)
         branch = None
         if tensor is not None:
-            self._reduce(index, point, metrics, point.part(tensor.detach()))
+            for metric in metrics:
+                self.stopped.attempt([metric.name], self._reduce, index, point, metric, tensor.detach())
             if with_gradient and tensor.requires_grad:
-                branch = tensor.view_as(tensor) if point.is_branch else None
-                (tensor if branch is None else branch).register_hook(partial(self._add_gradient, index))
+                branch = self.stopped.attempt(self._quantities(point), self._follow, index, point, tensor)
         self.seconds += time.perf_counter() - began
         return branch
 
     @torch.no_grad()
-    def _reduce(self, index: int, point: CapturePoint, metrics: Sequence[Metric], tensor: Tensor) -> None:
-        known = ACTIVATIONS.get(point.alias)
+    def _reduce(self, index: int, point: CapturePoint, metric: Metric, output: Tensor) -> None:
+        known, tensor = ACTIVATIONS.get(point.alias), point.part(output)
         length = tensor.shape[known.axes.split().index("pos") if known else 1]
         self.lengths.add(length)
-        for metric in metrics:
-            if length < metric.min_length:
-                self.short[metric.name] = f"needs sequences of {metric.min_length} tokens; these have {length}"
-                continue
-            value = metric.function(tensor)
-            if "pos" in metric.axes:
-                value = value.mean(1 + metric.axes.index("pos"))
-            total, n = self.sums.get((index, metric.name), (0, 0))
-            self.sums[index, metric.name] = total + value.sum(0), n + len(value)
+        if length < metric.min_length:
+            self.short[metric.name] = f"needs sequences of {metric.min_length} tokens; these have {length}"
+            return
+        value = metric.function(tensor)
+        if "pos" in metric.axes:
+            value = value.mean(1 + metric.axes.index("pos"))
+        total, n = self.sums.get((index, metric.name), (0, 0))
+        self.sums[index, metric.name] = total + value.sum(0), n + len(value)
+
+    def _follow(self, index: int, point: CapturePoint, tensor: Tensor) -> Tensor | None:
+        """Sum the gradient of an activation in the backward pass; returns the branch that the module is to go on with, if any."""
+        branch, names = tensor.view_as(tensor) if point.is_branch else None, self._quantities(point)
+
+        def add(gradient: Tensor) -> None:
+            self.stopped.attempt(names, self._add_gradient, index, point, gradient)
+
+        (tensor if branch is None else branch).register_hook(add)
+        return branch
 
     @torch.no_grad()
-    def _add_gradient(self, index: int, gradient: Tensor) -> None:
-        began, point = time.perf_counter(), self.plan[index][0]
+    def _add_gradient(self, index: int, point: CapturePoint, gradient: Tensor) -> None:
+        began = time.perf_counter()
         if point.alias == ATTENTION_INPUT:
             total = gradient[:, :GATHERED].sum(0, dtype=torch.float32)
             known = self.gathered.get(index, total[:0])
@@ -171,25 +197,28 @@ class ActivationCapture:
         captured = {name for _, name in self.sums} | {q for i in seen for q in self._quantities(self.plan[i][0])}
         no_call = "no hook was called: is the step compiled as a whole, or exported?"
         why = "nothing passed as [batch, pos, width]" if self.lengths else no_call
-        return {name: self.short.get(name, why) for name in sorted(self.names - captured)}
+        return {name: self.short.get(name, why) for name in sorted(self.names - captured - self.stopped.reasons.keys())}
 
     def results(self, scale: Tensor | None) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """(axes, value or one value per head) of everything captured; `scale`: by which the loss was multiplied."""
         shared = {"data": "train", "T": next(iter(self.lengths)) if len(self.lengths) == 1 else None}
         for (index, name), (total, n) in self.sums.items():
+            if name in self.stopped.reasons:  # some of its sums lack what could not be computed
+                continue
             metric, axes = METRICS[name], dict(self.plan[index][0].axes)
             site = {} if metric.sites else {"site": None}
             yield {"metric": name, "n": n, "unit": metric.unit} | axes | site | shared, total / n
-        for index, square in self.squares.items():
+        for index, square in self.squares.items() if GRADIENT_NORM not in self.stopped.reasons else ():
             norm = square.sqrt() if scale is None else square.sqrt() / scale.to(square.device)
             named = {"metric": GRADIENT_NORM, "unit": UNITS[GRADIENT_NORM]}
             yield named | dict(self.plan[index][0].axes) | shared, norm
         for index, total in self.gathered.items():
             norms = total.norm(dim=-1) if scale is None else total.norm(dim=-1) / scale.to(total.device)
-            found = {GRADIENT_SINK: norms[0] / norms[1:].mean(), BY_POSITION: norms}
+            values = {GRADIENT_SINK: norms[0] / norms[1:].mean(), BY_POSITION: norms}
             for name in self.gathers:
-                named = {"metric": name, "unit": UNITS[name], "along": "position"}
-                yield named | dict(self.plan[index][0].axes) | shared, found[name]
+                if name not in self.stopped.reasons:
+                    named = {"metric": name, "unit": UNITS[name], "along": "position"}
+                    yield named | dict(self.plan[index][0].axes) | shared, values[name]
 
     def _quantities(self, point: CapturePoint) -> list[str]:
         """What is recorded of a point's gradient."""

@@ -168,13 +168,21 @@ def _first_states(tensors: Any) -> Tensor | None:
     return next((state for part in parts if (state := _first_states(part)) is not None), None)
 
 
-def matrix_places(model: nn.Module) -> dict[str, tuple[str, int | None]]:
-    """(part, layer) of each trained matrix by parameter name, no two alike; those of foreign modules begin with `W_` as well."""
-    names = [name for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad]
+Places = dict[str, tuple[str, int | None]]
+
+
+def matrix_places(model: nn.Module, known: Places | None = None) -> Places:
+    """Return (part, layer) of each trained matrix by parameter name, no two alike; parts of foreign modules begin with `W_`.
+
+    Matrices in `known` keep their place, and those that have come since are added.
+    """
+    known = known or {}
+    names = [name for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad and name not in known]
     place_of = part_of if has_named_hooks(model) and not is_observed(model) else _foreign_place
     places = {name: place_of(name) for name in names}
-    counts = Counter(places.values())
-    return {name: at if counts[at] == 1 else (f"W_{_stripped(name)}", at[1]) for name, at in places.items()}
+    counts = Counter([*places.values(), *known.values()])
+    new = {name: at if counts[at] == 1 else (f"W_{_stripped(name)}", at[1]) for name, at in places.items()}
+    return known | new
 
 
 def _stripped(name: str) -> str:

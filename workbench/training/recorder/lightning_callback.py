@@ -55,8 +55,8 @@ class LightningCallback(_callback()):  # type: ignore[misc]
         """Write down the loss of a step that was recorded."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         recorder = self.recorder
-        if recorder and recorder.open and recorder.open.step == recorder.count - 1 and loss is not None:
-            recorder.open.add({"metric": "train_loss"}, loss)
+        if recorder and recorder.open and recorder.open.step == recorder.count - 1:
+            recorder.add_to_record("train_loss", loss)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Finish the recording."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.metrics import METRICS, Metric
@@ -30,6 +31,34 @@ UNITS = {
     "gradient_by_position": "loss per activation", "gradient_sink": "ratio", "update_ratio": "ratio", "weight_norm": "norm",
     "coefficient": "weight", "seconds_per_step": "s", "recorder_share": "share of the loop's time",
 }  # fmt: skip
+
+
+class NotRecorded(UserWarning):
+    """A quantity, matrix, record or step that is not recorded; the message says why."""
+
+
+class Stopped:
+    """Quantities that are no longer recorded, with the reason: a failure of ours must not end the training it watches."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    def attempt(self, names: Iterable[str], take: Callable[..., Any], *inputs: Any) -> Any:
+        """Return `take(*inputs)`; where it raises, stop the quantities that need it and return None, as for stopped ones."""
+        active = [name for name in names if name not in self.reasons]
+        if not active:
+            return None
+        try:
+            return take(*inputs)
+        except Exception as error:  # whatever a changed module, a full disk or a lost connection raises
+            self.reasons |= dict.fromkeys(active, first_line(error))
+            return None
+
+
+def first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message; of our own errors the message alone."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return line if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {line}"
 
 
 def readable(metric: Metric) -> bool:

@@ -14,10 +14,11 @@ import pandas as pd
 import pyarrow.parquet  # noqa: F401 - now, not in the middle of a training
 
 from workbench.checkpoints.identify import RUN_FILE
-from workbench.errors import WorkbenchError
+from workbench.errors import WorkbenchError, warn_caller
 from workbench.files import read_json, write_json
 from workbench.runs.records import read_parquet, records, write_parquet
 from workbench.runs.run import Run
+from workbench.training.recorder.quantities import NotRecorded, first_line
 
 SPAN = 32  # logging steps in one part
 MIN_PAUSE, MAX_SHARE = 1.0, 0.01  # seconds between writes, and the share of the time they may take
@@ -38,7 +39,9 @@ class RecordingFolder:
             raise
         self.first = self.end = start or 0
         self.frame, self.rows = records([]), list[dict[str, Any]]()
-        self.cost, self.written = 0.0, -float("inf")
+        self.cost, self.tried = 0.0, -float("inf")
+        self.described = True
+        self.failure = ""  # of the last write
 
     def _continue(self, start: int | None) -> None:
         """Keep what an earlier recording of the same model wrote before `start`."""
@@ -65,36 +68,52 @@ class RecordingFolder:
                 write_parquet(kept, part)
 
     def describe(self, **facts: Any) -> None:
-        """Change what `run.json` says about the recorder."""
+        """Change what `run.json` says about the recorder, with the next rows."""
         self.info["recorder"] |= facts
-        write_json(self.path / RUN_FILE, self.info)
+        self.described = False
 
     def add(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep rows of a step; they are written at most once a second."""
-        if step >= self.end:
-            self.flush()
-            self.frame, self.first, self.end = records([]), step, step + SPAN * self.every
+        """Keep rows of a step; they are written at most once a second, and again later where they cannot be written."""
         common = {"run": self.path.name, "architecture": self.info["architecture"], "seed": self.info["seed"]}
+        due = time.perf_counter() - self.tried > max(MIN_PAUSE, self.cost / MAX_SHARE)
+        if step >= self.end and (due or not self.failure) and self.flush():
+            self.frame, self.first, self.end = records([]), step, step + SPAN * self.every
         self.rows += [{**common, **row} for row in rows]
-        if time.perf_counter() - self.written > max(MIN_PAUSE, self.cost / MAX_SHARE):
+        if due:
             self.flush()
 
-    def flush(self) -> None:
-        """Write the part at hand."""
-        if not self.rows:
-            return
-        began, new = time.perf_counter(), records(self.rows)
-        self.frame = pd.concat([self.frame, new], ignore_index=True) if len(self.frame) else new
-        self.rows = []
-        write_parquet(self.frame, self.path / "telemetry" / f"{self.first:06d}-{self.end:06d}.parquet")
-        self.written = time.perf_counter()
-        self.cost = self.written - began
+    def flush(self) -> bool:
+        """Write the current part; where it cannot be written, keep its rows, warn once and return False."""
+        if not self.rows and self.described:
+            return True
+        began = time.perf_counter()
+        try:
+            if not self.described or not (self.path / RUN_FILE).exists():
+                write_json(self.path / RUN_FILE, self.info)
+                self.described = True
+            if self.rows:
+                new = records(self.rows)
+                frame = pd.concat([self.frame, new], ignore_index=True) if len(self.frame) else new
+                write_parquet(frame, self.path / "telemetry" / f"{self.first:06d}-{self.end:06d}.parquet")
+                self.frame, self.rows = frame, []
+        except Exception as error:  # a full disk, a folder that was removed or locked
+            first, self.failure = not self.failure, first_line(error)
+            if first and not self.closed:
+                steps = f"from step {self.rows[0]['step']} on" if self.rows else "about the recorder"
+                warn_caller(f"{self.path}: what is recorded {steps} waits to be written: {self.failure}", NotRecorded)
+        else:
+            self.failure = ""
+        self.tried = time.perf_counter()
+        self.cost = self.tried - began
+        return not self.failure
 
     def close(self) -> None:
-        """Write what is left and release the folder's lock."""
+        """Write the remaining rows, with a warning where they are lost, and release the folder's lock."""
         if not self.closed:
             self.closed = True
             try:
-                self.flush()
+                if not self.flush() and self.rows:
+                    steps = f"{self.rows[0]['step']} to {self.rows[-1]['step']}"
+                    warn_caller(f"{self.path}: the records of steps {steps} are lost: {self.failure}", NotRecorded)
             finally:
                 self.lock.release()

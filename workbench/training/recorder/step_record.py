@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.runs.records import COLUMNS, TEXT, WHOLE
 from workbench.training.recorder.quantities import UNITS
+
+NOTED = tuple(name for name in COLUMNS if name not in ("run", "architecture", "seed", "step", "metric", "value"))
+"""Axes that a number from the loop may have."""
+_KINDS = {str: "text", int: "a whole number", float: "a number"}
 
 
 class StepRecord:
@@ -45,15 +52,20 @@ def fetched(pending: Sequence[tuple[dict[str, Any], Tensor]]) -> Iterator[dict[s
 
 
 def frobenius_norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Frobenius norms in one launch, float32 or better; of a sparse gradient, those of its entries.
+    """Return Frobenius norms, float32 or better, in one launch for each type; of a sparse gradient, those of its entries.
 
     Of tensors that are spread over processes (FSDP2, tensor parallel) those of the whole, in one exchange for each way of spreading.
     """
     given: list[Any] = list(tensors)
-    dense = [t.to_local() if is_sharded(t) else t.coalesce().values() if t.is_sparse else t for t in given]
-    if not dense:
-        return []
-    norms = list(torch._foreach_norm(dense, 2, torch.promote_types(dense[0].dtype, torch.float32)))
+    by_type: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+    for i, t in enumerate(given):
+        dense = t.to_local() if is_sharded(t) else t.coalesce().values() if t.is_sparse else t
+        dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        by_type.setdefault(torch.promote_types(dense.dtype, torch.float32), []).append((i, dense))
+    norms = list(given)
+    for dtype, some in by_type.items():
+        for (i, _), norm in zip(some, torch._foreach_norm([dense for _, dense in some], 2, dtype), strict=True):
+            norms[i] = norm
     spread: dict[Any, list[int]] = {}
     for i, t in enumerate(given):
         if is_sharded(t):
@@ -66,6 +78,39 @@ def frobenius_norms(tensors: Iterable[Tensor]) -> list[Tensor]:
         for i, square in zip(which, squares.unbind(), strict=True):
             norms[i] = square.sqrt()
     return norms
+
+
+def one_number(value: Any) -> float | Tensor:
+    """Return a real number, or a copy of a tensor of one element; raise `WorkbenchError` for anything else."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1 or value.is_complex():
+        raise WorkbenchError(f"a tensor {list(value.shape)} of {value.dtype}, not one real number: give its mean")
+    local: Any = value.detach()
+    if is_sharded(value):
+        if not all(placement.is_replicate() for placement in local.placements):
+            raise WorkbenchError("a tensor spread over processes, not one number: give loss.full_tensor()")
+        local = local.to_local()
+    return local.reshape(()).clone()  # a static buffer of a compiled step is written over by the next one
+
+
+def noted_row(step: int, metric: str, value: Any, axes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a number from the loop; raise `WorkbenchError` for an axis that records lack or of another type."""
+    row = {"step": step, "metric": metric, **axes}
+    for name, entry in row.items():
+        if name in axes and name not in NOTED:
+            raise UnknownName("axis", name, NOTED)
+        kind: Any = str if name in TEXT else int if name in WHOLE else float
+        of_kind = (
+            isinstance(entry, str)
+            if kind is str
+            else isinstance(entry, numbers.Integral if kind is int else numbers.Real)
+        )
+        if entry is not None and (not of_kind or isinstance(entry, bool) or (kind is int and abs(entry) >= 2**63)):
+            raise WorkbenchError(f"{name}={entry!r} is a {type(entry).__name__}: give {_KINDS[kind]}")
+    if step is None or step < 0 or not metric:
+        raise WorkbenchError(f"step={step!r}, metric={metric!r}: give a step of at least 0 and a name")
+    return row | {"value": float(one_number(value))}
 
 
 def is_sharded(tensor: Tensor) -> bool:

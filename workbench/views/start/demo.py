@@ -109,7 +109,9 @@ def race(source: Source, link: Link) -> Drawing:
     frame = source.telemetry(race_models(source), ["copy_loss"])
     frame = frame[frame["variant"].isna()]
     if frame.empty:
-        raise WorkbenchError("no training loss is stored yet; the first curve appears within a minute of `workbench demo --full`")
+        raise WorkbenchError(
+            "no training loss is stored yet; the first curve appears within a minute of `workbench demo --full`"
+        )
     return Drawing(plots.race(frame), frame)
 
 

@@ -1,0 +1,332 @@
+"""A recorder never ends the training that it watches: what it cannot record stops with one warning, everything else goes on."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+from own_loop import GPT, PLAIN, loop, loss_of, tokens
+from recordings import rows
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from workbench import Recorder
+from workbench.errors import WorkbenchError
+from workbench.runs.run import Run, is_locked
+from workbench.training.recorder import NotRecorded, recording_folder
+
+
+def freeze(model):
+    model.wte.weight.requires_grad_(False)
+
+
+def thaw(model):
+    model.h[0].requires_grad_(True)
+
+
+def prune_matrix(model):
+    prune.l1_unstructured(model.h[0].mlp[0], "weight", 0.5)
+
+
+def normalise(model):
+    parametrizations.weight_norm(model.h[0].mlp[0])
+
+
+def delete(model):
+    del model.h[1]
+
+
+def add(model):
+    model.late = nn.Linear(16, 16)
+    model.ln_f.register_forward_hook(lambda module, inputs, output: output + model.late(output))
+
+
+def replace(model):
+    model.h[1] = copy.deepcopy(model.h[1])
+
+
+def complex_weight(model):
+    model.phases = nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))
+    model.ln_f.register_forward_hook(lambda module, inputs, output: output * model.phases.abs().mean())
+
+
+def resize(model):
+    model.wpe = nn.Embedding(80, 16)
+
+
+def drop_hooks(model):
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+
+
+def train(change, recorder_of):
+    """Four steps with a change of the module before the third; the weights at the end."""
+    torch.manual_seed(0)
+    model = GPT()
+    if change is thaw:
+        model.h[0].requires_grad_(False)
+    recorder = recorder_of(model)
+    for step in range(4):
+        if step == 2:
+            torch.manual_seed(1)
+            change(model)
+        loss_of(model, tokens(step)).backward()
+        if recorder:
+            recorder.step(float(step))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+    if recorder:
+        recorder.close()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "ends", "begins"),
+    [
+        (freeze, "W_E", None),
+        (thaw, None, "W_QKV"),
+        (prune_matrix, "W_mlp.0", "W_mlp.0.weight_orig"),
+        (normalise, "W_mlp.0", "W_mlp.0.parametrizations.weight.original1"),
+        (delete, "W_QKV", None),
+        (add, None, "W_late"),
+        (replace, None, None),
+        (complex_weight, None, "W_phases"),
+        (resize, None, None),
+        (drop_hooks, None, None),
+    ],
+)
+def test_a_module_that_changes_while_it_trains_is_recorded_as_far_as_it_can_be(change, ends, begins, tmp_path):
+    layer = {thaw: 0, prune_matrix: 0, normalise: 0, delete: 1}.get(change)
+
+    def recorder_of(model):
+        return Recorder(model, 1, tmp_path / "r", quantities=PLAIN)
+
+    with warnings.catch_warnings(record=True) as issued:
+        warnings.simplefilter("always", NotRecorded)
+        recorded = train(change, recorder_of)
+    plain = train(change, lambda model: None)
+    assert recorded.keys() == plain.keys()
+    assert all(torch.equal(recorded[name], plain[name]) for name in plain), "the same training, bit for bit"
+    losses = rows(tmp_path / "r", "train_loss")
+    assert losses["step"].tolist() == losses["value"].tolist() == [0, 1, 2, 3]
+    messages = [str(w.message) for w in issued]
+    assert bool(ends) == any("frozen, removed or renamed at step 2" in m for m in messages), messages
+    assert len(set(messages)) == len(messages), "one warning each"
+    for part, steps in ((ends, [0, 1]), (begins, [2, 3])):
+        if part is not None:
+            frame = rows(tmp_path / "r", "gradient_norm", part=part)
+            frame = frame[frame["layer"] == layer] if layer is not None else frame
+            assert frame["step"].tolist() == steps
+    assert rows(tmp_path / "r", "gradient_norm", part="W_U")["step"].tolist() == [0, 1, 2, 3]
+    if change is replace:  # the hooks of step 2 were set before
+        assert rows(tmp_path / "r", "hidden_norm", layer=1)["step"].tolist() == [0, 1, 3]
+
+
+def test_complex_matrices_have_the_norms_of_their_entries(tmp_path):
+    model = GPT()
+    complex_weight(model)
+    with Recorder(model, 1, tmp_path / "r", quantities=["gradient_norm", "update_ratio", "weight_norm"]) as recorder:
+        loss_of(model, tokens(0)).backward()
+        recorder.step()
+        wanted = torch.linalg.vector_norm(model.phases.grad).item()
+        with torch.no_grad():
+            model.phases *= 1 + 0.1j
+    assert rows(tmp_path / "r", "weight_norm", part="W_phases")["value"].tolist() == [4.0]
+    assert rows(tmp_path / "r", "gradient_norm", part="W_phases")["value"].item() == pytest.approx(wanted)
+    assert rows(tmp_path / "r", "update_ratio", part="W_phases")["value"].item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"split": "val"}, "unknown axis 'split'; did you mean"),
+        ({"layer": "a"}, "layer='a' is a str: give a whole number"),
+        ({"layer": 1.5}, "layer=1.5 is a float"),
+        ({"n": 2**70}, "n=1180591620717411303424 is a int"),
+        ({"seed": 1}, "unknown axis 'seed'"),
+        ({"part": 3}, "part=3 is a int: give text"),
+        ({"value": torch.ones(2)}, r"a tensor \[2\] of torch.float32, not one real number"),
+        ({"value": "high"}, "could not convert string to float"),
+        ({"value": None}, "TypeError"),
+        ({"step": -1}, "step=-1"),
+        ({"step": "one"}, "step='one' is a str"),
+    ],
+)
+def test_a_note_that_cannot_be_written_is_left_out_with_one_warning(arguments, reason, gpt, tmp_path):
+    with Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"]) as recorder:
+        loop(gpt, recorder, 1)
+        with pytest.warns(NotRecorded, match=f"note 'val_loss' .*{reason}"):
+            recorder.note("val_loss", **({"value": 2.0} | arguments))
+        recorder.note("val_loss", **({"value": 2.0} | arguments))
+        recorder.note("val_loss", torch.tensor([2.5]), layer=torch.tensor(3).numpy()[()], variant="ema")
+    noted = rows(tmp_path / "r", "val_loss")
+    assert noted[["step", "layer", "variant", "value"]].values.tolist() == [[1, 3, "ema", 2.5]]
+    assert len(rows(tmp_path / "r", "gradient_norm"))
+
+
+def full(*_):
+    raise WorkbenchError("cannot write it: No space left on device")
+
+
+def test_a_record_that_cannot_be_written_is_written_later_at_its_step(gpt, tmp_path, monkeypatch):
+    monkeypatch.setattr(recording_folder, "SPAN", 2)
+    monkeypatch.setattr(recording_folder, "MIN_PAUSE", 0.0)
+    monkeypatch.setattr(recording_folder, "MAX_SHARE", float("inf"))
+    recorder = Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"])
+    loop(gpt, recorder, 3)
+    write = recording_folder.write_parquet
+    monkeypatch.setattr(recording_folder, "write_parquet", full)
+    with pytest.warns(NotRecorded, match="No space left on device") as issued:
+        loop(gpt, recorder, 5, first=3)
+    monkeypatch.setattr(recording_folder, "write_parquet", write)
+    assert len(issued) == 1
+    loop(gpt, recorder, 2, first=8)
+    recorder.close()
+    assert rows(tmp_path / "r", "gradient_norm", part="all")["step"].tolist() == list(range(10))
+
+
+def test_records_that_are_lost_at_the_end_are_named_and_the_others_stay(gpt, tmp_path, monkeypatch):
+    recorder = Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"])
+    loop(gpt, recorder, 2)
+    recorder.folder.flush()
+    loop(gpt, recorder, 2, first=2)
+    monkeypatch.setattr(recording_folder, "write_parquet", full)
+    with pytest.warns(NotRecorded, match="the records of steps 1 to 3 are lost: .*No space"):
+        recorder.close()
+    recorder.close()
+    assert rows(tmp_path / "r", "gradient_norm", part="all")["step"].tolist() == [0]
+    assert not is_locked(tmp_path / "r")
+
+
+def test_a_removed_folder_is_made_again(gpt, tmp_path):
+    recorder = Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"])
+    (tmp_path / "r" / "run.json").unlink()
+    loop(gpt, recorder, 2)
+    recorder.close()
+    assert Run.open(tmp_path / "r").recorded
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward", "trackers"])
+def test_a_failure_inside_a_hook_or_a_tracker_stops_that_quantity_alone(fails, gpt, tmp_path, monkeypatch):
+    recorder = Recorder(gpt, 1, tmp_path / "r", quantities=PLAIN)
+    wanted = {"forward": "hidden_norm", "backward": "activation_gradient_norm", "trackers": "numbers in Tracker"}[fails]
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    class Tracker:
+        add = close = fail
+
+    if fails == "forward":
+        reduce = recorder.capture._reduce
+        monkeypatch.setattr(recorder.capture, "_reduce", lambda *a: fail() if a[2].name == wanted else reduce(*a))
+    elif fails == "backward":
+        monkeypatch.setattr(recorder.capture, "_add_gradient", fail)
+    else:
+        recorder.sinks.append(Tracker())
+    with pytest.warns(NotRecorded, match=f"{wanted} .*out of memory") as issued:
+        loop(gpt, recorder, 3)
+    recorder.close()
+    assert len(issued) == 1
+    assert not len(rows(tmp_path / "r", wanted))
+    assert set(rows(tmp_path / "r", "value_norm")["step"]) == {0, 1, 2}
+
+
+def test_a_loss_that_is_no_number_is_left_out_and_a_reused_buffer_is_copied(gpt, tmp_path):
+    with Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"]) as recorder:
+        loss_of(gpt, tokens(0)).backward()
+        loss = torch.tensor([2.0])
+        recorder.step(loss)
+        loss.zero_()
+        with pytest.warns(NotRecorded, match=r"train_loss \(a tensor \[3\]"):
+            recorder.step(torch.ones(3))
+        recorder.step(1.0)
+    losses = rows(tmp_path / "r", "train_loss")
+    assert losses[["step", "value"]].values.tolist() == [[0, 2.0]]
+    assert losses["head"].isna().all()
+    assert set(rows(tmp_path / "r", "gradient_norm")["step"]) == {0, 1, 2}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork a process")
+def test_a_forked_process_leaves_the_recording_to_its_parent(gpt, tmp_path):
+    recorder = Recorder(gpt, 1, tmp_path / "r", quantities=PLAIN)
+    loop(gpt, recorder, 2)
+    child = os.fork()
+    if not child:
+        with warnings.catch_warnings(record=True) as issued:
+            warnings.simplefilter("always")
+            recorder.step(7.0)
+            recorder.note("mine", 1.0)
+            recorder.close()
+        os._exit(0 if ["forked" in str(w.message) for w in issued] == [True] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert is_locked(tmp_path / "r")
+    loop(gpt, recorder, 2, first=2)
+    recorder.close()
+    assert rows(tmp_path / "r", "train_loss")["step"].tolist() == [0, 1, 2, 3]
+
+
+def test_copies_and_pickles_of_a_module_that_is_recorded_carry_no_hook_of_the_recorder(gpt, tmp_path):
+    ids = tokens(0)
+    with Recorder(gpt, 1, tmp_path / "r", quantities=PLAIN) as recorder:
+        copied, stored = copy.deepcopy(gpt), pickle.dumps(gpt)
+        assert b"workbench" not in stored
+        for other in (copied, pickle.loads(stored)):  # noqa: S301 - what this test has just written
+            loss_of(other, ids).backward()
+        loss_of(gpt, ids).backward()
+        recorder.step()
+        assert {n for _, n in recorder.capture.sums.values()} <= {3}, "three sequences, those of the module itself"
+    assert len(rows(tmp_path / "r", "hidden_norm")) == 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "records"),
+    [
+        ({"RANK": "1"}, True),
+        ({"RANK": "node-a"}, True),
+        ({"RANK": ""}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_a_rank_counts_only_among_several_processes(variables, records, gpt, tmp_path, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as issued:
+        warnings.simplefilter("always")
+        with Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"]) as recorder:
+            loop(gpt, recorder, 1)
+    assert (tmp_path / "r").exists() == records
+    assert [("RANK is 1, and torch.distributed is not initialised" in str(w.message)) for w in issued] == [True] * (
+        not records
+    )
+
+
+def test_a_rank_that_is_no_number_is_refused_among_several_processes(gpt, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "node-a")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(WorkbenchError, match="RANK is 'node-a', not a whole number"):
+        Recorder(gpt, 1, tmp_path / "r")
+
+
+def test_two_recorders_of_one_module_record_the_same(gpt, tmp_path):
+    first, second = (Recorder(gpt, 1, tmp_path / name, quantities=PLAIN) for name in "ab")
+    for step in range(2):
+        gpt.zero_grad()
+        loss_of(gpt, tokens(step)).backward()
+        first.step()
+        second.step()
+    first.close()
+    second.close()
+    keys = ["step", "metric", "part", "site", "layer", "value"]
+    a, b = (Run.open(tmp_path / name).telemetry() for name in "ab")
+    a, b = (t[~t["metric"].isin(["seconds_per_step", "recorder_share"])][keys].reset_index(drop=True) for t in (a, b))
+    assert len(a) > 20
+    assert a.equals(b)
