@@ -165,9 +165,7 @@ def attention_axes(
     )
 
 
-def softmax_axes(
-    call: ProductCall, shape: torch.Size, axis: int, rows: int, columns: int
-) -> Iterator[tuple[str, str]]:
+def softmax_axes(call: ProductCall, shape: torch.Size, axis: int, rows: int, columns: int) -> Iterator[tuple[str, str]]:
     """Letters that the axes of a softmax's input may have, and their order (lead, query, key), the likeliest last.
 
     Its own axis has moved from `axis` to the end. None where it is not the product's result, its axes in any order.
@@ -195,7 +193,11 @@ def pattern_order(values: ProductCall, pattern: int, rows: int, columns: int) ->
 
 def _sizes(call: ProductCall) -> dict[str, int]:
     """Lengths of the axes, by letter, of those that are broadcast the longer ones."""
-    axes = [each for x, letters in zip(call.operands, call.letters, strict=False) for each in zip(x.shape, letters, strict=True)]
+    axes = [
+        each
+        for x, letters in zip(call.operands, call.letters, strict=False)
+        for each in zip(x.shape, letters, strict=True)
+    ]
     return {c: n for n, c in sorted(axes)}
 
 

@@ -219,7 +219,7 @@ class AttentionHooks:
         if (q.shape[-2], k.shape[-2]) != (self.at.columns, self.at.columns + more):
             raise WorkbenchError(
                 f"attention in layer {heard.layer} lets {q.shape[-2]} queries attend to {k.shape[-2]} keys for {self.at.length} "
-                "tokens; give whole sequences"
+                "tokens; give whole sequences, and no cache (use_cache=False, no past_key_values=)"
             )
 
     def _check_mask(self, heard: Heard, kind: str, dropout: float = 0.0) -> None:
@@ -293,7 +293,9 @@ class AttentionHooks:
                 heard.lse = self._row(heard, _lined(heard, scores.detach()).to(wide).logsumexp(-1))
                 if attention.has_null:
                     mine = self._square(heard, pattern.detach()).to(wide).sum(-1)
-                    heard.null = (self._row(heard, _lined(heard, pattern.detach()).to(wide).sum(-1)) - mine).clamp_min(0)
+                    heard.null = (self._row(heard, _lined(heard, pattern.detach()).to(wide).sum(-1)) - mine).clamp_min(
+                        0
+                    )
             if attention.is_combined:
                 square = self._square(heard, pattern)
                 out = self._fire_pattern(heard, square)

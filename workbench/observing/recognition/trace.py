@@ -41,9 +41,7 @@ ROWS = 192
 class Trace:
     """Call handler and hooks of the one run; afterwards `executions` and `attentions` hold it in order."""
 
-    def __init__(
-        self, module: nn.Module, tokens: Tensor, layout: Layout | None = None, block_lists: str = ""
-    ) -> None:
+    def __init__(self, module: nn.Module, tokens: Tensor, layout: Layout | None = None, block_lists: str = "") -> None:
         self.module, self.tokens = module, tokens
         self.block_lists = block_lists  # what those of BlockMasks do in the module's own runs
         self.leaves_out: bool | None = None  # whether they leave out what `mask_mod` allows, where that is not known
@@ -235,7 +233,9 @@ class Trace:
         if not more:
             return front, back
         kinds = {beside: kind_of(beside) for beside in ((front + more, back), (front, back + more))}
-        fit = sorted((b for b, kind in kinds.items() if kind not in (FUTURE, NOTHING)), key=lambda b: kinds[b] != CAUSAL)
+        fit = sorted(
+            (b for b, kind in kinds.items() if kind not in (FUTURE, NOTHING)), key=lambda b: kinds[b] != CAUSAL
+        )
         return fit[0] if fit else None
 
     def _every_key(self, beside: Beside) -> Beside:
