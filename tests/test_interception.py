@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from workbench.kernels.reference import statistics_of
 from workbench.names import STATISTICS
 from workbench.observing.interception.fused_calls import interface_call, sdpa_call
-from workbench.observing.interception.masks import CAUSAL, FUTURE, mask_kind, masked_statistics, pattern_statistics
+from workbench.observing.interception.masks import (
+    CAUSAL,
+    FUTURE,
+    NOTHING,
+    mask_kind,
+    masked_statistics,
+    pattern_statistics,
+)
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.product_calls import attention_axes, product_call
 from workbench.observing.interception.tensor_layouts import head_repeats, replaced_at, tensors_in
@@ -185,9 +192,13 @@ def test_an_einsum_is_a_product_where_its_equation_names_every_axis_once():
         assert product_call(torch.einsum, (equation, *tensors), {}) is None
 
 
-def axes(scores, values, pattern=0):
-    calls = [product_call(torch.einsum, (equation, torch.ones(1), torch.ones(1)), {}) for equation in (scores, values)]
-    return attention_axes(*calls, pattern)
+def axes(scores, values, pattern=0, key=None):
+    lengths = dict.fromkeys("abx", B) | dict.fromkeys("ijst", T) | {"h": H, "k": H, "y": H, "g": 7}
+    calls = []
+    for equation in (scores, values):
+        tensors = (torch.ones([lengths.get(c, D) for c in term]) for term in equation.split("->")[0].split(","))
+        calls.append(product_call(torch.einsum, (equation, *tensors), {}))
+    return attention_axes(*calls, pattern, B, T, scores[-1] if key is None else key)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +207,9 @@ def axes(scores, values, pattern=0):
         ("bihd,bjhd->bhij", "bhij,bjhe->bihe", 0, ((0, "bhid", "bhjd"), ("bhij", "bhje", "bhie"))),
         ("bjhd,bihd->bhij", "bjhe,bhij->bhie", 1, ((1, "bhid", "bhjd"), ("bhij", "bhje", "bhie"))),
         ("bkgid,bkjd->bkgij", "bkgij,bkjd->bkgid", 0, ((0, "bkgid", "bkgjd"), ("bkgij", "bkgjd", "bkgid"))),
-        ("abic,abcj->abij", "xyst,xytu->xysu", 0, ((0, "abic", "abjc"), ("xyst", "xytu", "xysu"))),
+        ("ahic,ahcj->ahij", "xyst,xytu->xysu", 0, ((0, "ahic", "ahjc"), ("xyst", "xytu", "xysu"))),
+        ("bihd,bjhd->ihbj", "ihbj,bjhe->bihe", 0, ((0, "bhid", "bhjd"), ("bhij", "bhje", "bhie"))),
+        ("bikgd,bjkd->bigkj", "bigkj,bjkd->bikgd", 0, ((0, "bkgid", "bkgjd"), ("bkgij", "bkgjd", "bkgid"))),
     ],
 )  # fmt: skip
 def test_the_axes_of_an_attention_are_read_off_its_two_products(scores, values, pattern, told):
@@ -211,7 +224,6 @@ def test_the_axes_of_an_attention_are_read_off_its_two_products(scores, values, 
         ("bihd,bhd->bhid", "bhij,bjhd->bihd"),  # keys that have no positions
         ("bihd,bjhd->bhij", "bhij,bjh->bih"),  # values of no width
         ("bihd,bjhd->bhij", "bhij,bjhde->bihde"),  # and of two
-        ("bihd,bjhd->bhij", "bhij,bihd->bjhd"),  # keys and queries exchanged
     ],
 )
 def test_products_of_another_form_are_no_attention(scores, values):
@@ -239,6 +251,8 @@ PAST = AT[:, None] >= AT
         (PAST & (AT >= 2), False, None, "padding"),
         (PAST & (AT[:, None] // 3 == AT // 3), False, None, "packed sequences"),
         (PAST & ((AT[:, None] - AT) != 2), False, None, "hides some earlier positions"),
+        (PAST & (AT[:, None] // 2 - AT // 2 < 2), False, None, "hides some earlier positions"),
+        (PAST & False, False, None, NOTHING),
         (torch.where(PAST, 0.0, -1e4), False, None, CAUSAL),
         (torch.where(PAST, 0.0, -1000.0), False, None, CAUSAL),
         (torch.where(PAST, 0.0, -400.0), False, None, FUTURE),

@@ -18,6 +18,7 @@ from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import tensors_in
 from workbench.observing.interception.weights import refuse_absent_weights
 from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
+from workbench.observing.recognition.blocks import ENCODER_DECODER, is_encoder_decoder
 from workbench.observing.recognition.decoder import recognize_decoder
 from workbench.observing.recognition.layouts import find_layout
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
@@ -48,7 +49,11 @@ def observe(
     `BadData` for other than token ids.
     """
     if not isinstance(module, nn.Module):
-        raise WorkbenchError(f"observe needs a torch.nn.Module, not a {type(module).__name__}")
+        advice = ": it is a graph without the model's modules, so observe the model that was exported"
+        exported = type(module).__name__ == "ExportedProgram"
+        raise WorkbenchError(
+            f"observe needs a torch.nn.Module, not a {type(module).__name__}{advice if exported else ''}"
+        )
     if isinstance(module, Observed):
         raise WorkbenchError("this module is observed already")
     inner, notes = unwrapped(module)
@@ -58,7 +63,7 @@ def observe(
     run = call or (lambda m, ids: m(ids))
     plain = _first_run(inner, run, tokens, given=call is not None)
     run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
-    notes += more
+    notes += more + _packed_weights(inner)
     trace = _check_trace_changes_nothing(inner, run, plain, tokens)
     if COMPILED_NOTE not in notes and (note := _other_path(inner, run, plain, tokens)):
         notes.append(note)
@@ -76,17 +81,23 @@ def observe(
 
 
 def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> Any:
-    """The module's own output; raises `WorkbenchError` where it wants more than ids."""
+    """The module's own output; raises `WorkbenchError` where it wants more than ids, or gives NaN."""
+    name = type(module).__name__
     try:
         with torch.inference_mode(False), torch.no_grad(), uncompiled():
-            return run(module, tokens)
-    except TypeError as error:
-        if given or "argument" not in str(error):
+            output = run(module, tokens)
+    except (TypeError, ValueError) as error:
+        if given or (isinstance(error, TypeError) and "argument" not in str(error)):
             raise
-        name = type(module).__name__
+        both = is_encoder_decoder(module)
+        advice = ENCODER_DECODER if both else "pass observe() a call=, as call=lambda m, ids: m(ids, ...)"
+        raise WorkbenchError(f"{name} cannot be called with ids alone ({error}): {advice}") from error
+    if any(bool(x.isnan().any()) for _, x in tensors_in(output) if x.is_floating_point()):
         raise WorkbenchError(
-            f"{name} cannot be called with ids alone ({error}): pass observe() a call=, as call=lambda m, ids: m(ids, ...)"
-        ) from error
+            f"{name} gives NaN on the example tokens: a query whose keys are all masked with -inf does so in eager attention. Give rows "
+            "without padding, or mask with torch.finfo(dtype).min"
+        )
+    return output
 
 
 def _block_lists(trace: Trace, run: Callable[[nn.Module], Any], outer: nn.Module, plain: Any) -> str:
@@ -119,6 +130,20 @@ def _distance(a: Any, b: Any) -> float:
     return max(
         (float((x - y).norm() / torch.maximum(x.norm(), y.norm()).clamp_min(1e-30)) for x, y in pairs), default=0.0
     )
+
+
+def _packed_weights(module: nn.Module) -> list[str]:
+    """A note on quantised matrices whose weights are no tensors of their own."""
+    packed = [
+        part for part in module.modules() if hasattr(part, "_packed_params") and callable(getattr(part, "weight", None))
+    ]
+    if not packed:
+        return []
+    kind = f"torch.{type(packed[0]).__module__.partition('torch.')[2]}.{type(packed[0]).__name__}"
+    return [
+        f"{len(packed)} matrices are {kind}, which packs its int8 weights: own values, value paths, W_O and the head are not found; for "
+        "these, observe the module before it is quantised"
+    ]
 
 
 def _recognizer(

@@ -217,7 +217,10 @@ class Observed(HookedModel):
         """Token ids [batch, pos] -> the module's logits [batch, pos, d_vocab], or its first output where it has none."""
         if self.all_positions and self.structure.logits is None:
             name = type(self.foreign).__name__
-            raise WorkbenchError(f"{name} gives no logits [batch, pos, d_vocab]: there is no loss")
+            raise WorkbenchError(
+                f"{name} gives no logits [batch, pos, d_vocab]: there is no loss. Pass observe() a call= that returns them, as "
+                "call=lambda m, ids: m.model(ids), or what a forward hook on its head keeps"
+            )
         call = self._call_all if self.all_positions else self._call
         try:
             if not self.hook_state.enabled and self._masks is None:

@@ -29,6 +29,7 @@ _NO_ATTENTION = (
 _KINDS = {"fused": "fused", BY_HAND: "softmax by hand", "eager": "eager softmax"}
 _CALLS = {"fused": "scaled dot product", BY_HAND: "softmax by hand", "eager": "softmax"}
 _OTHER_MIXER = "in some blocks of a mixer that is no attention which can be read"
+_NO_LOGITS = "the module returns no [batch, pos, d_vocab]: pass observe() a call= that does (a wrapped model's, its head's output)"
 _NO_SUM = "no two outputs in the block add up to what it adds to the stream (scaled, normed or averaged)"
 _NOT_MIXED = "not in these values"
 
@@ -51,7 +52,7 @@ def _sites_of_ends(structure: DecoderStructure) -> Iterator[Site]:
     yield "stream final", *_place(structure.head, "no matrix after the blocks makes the logits")
     ending = structure.ending
     yield "final norm", *((False, "", ending) if isinstance(ending, str) else (True, ending.words, ""))
-    yield "logits", found, *(("output", "") if found else ("", "the module returns no [batch, pos, d_vocab]"))
+    yield "logits", found, *(("output", "") if found else ("", _NO_LOGITS))
 
 
 def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:

@@ -88,11 +88,17 @@ def _kind(function: Any) -> str | None:
         return "flash"
     if _WRITES.fullmatch(name):
         return "writing"
-    return _KINDS.get(name) or ("other" if ATTENTION_LIKE.search(name) else None)
+    return _KINDS.get(name) or ("other" if ATTENTION_LIKE.search(_full_name(function)) else None)
 
 
 def _name(function: Any) -> str:
     return getattr(function, "__name__", "") or str(function)
+
+
+def _full_name(function: Any) -> str:
+    """A function's name, that of a torch operator with its library: kernels of the Hub are called `fwd` there."""
+    operators = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+    return str(function) if isinstance(function, operators) else _name(function)
 
 
 class InterceptionMode(TorchFunctionMode):
@@ -128,7 +134,7 @@ class InterceptionMode(TorchFunctionMode):
             with self:
                 return _decomposed(func)(*args, **kwargs)
         if kind == "other":
-            self.handler.other(_name(func))
+            self.handler.other(_full_name(func))
             return func(*args, **kwargs)
         if _name(func) == "linear" or any(is_parameter(x) for x in (*args, *kwargs.values())):
             return self.handler.matrix(matrix_call(func, args, kwargs))

@@ -44,8 +44,8 @@ class FlexForm:
         """
         _, keys, *lists = self.block_mask[:6]
         q_block, k_block, mask_mod = self.block_mask[-3:]
-        partial = _block_table(*lists[:2], -(-keys // k_block))
-        full = torch.zeros_like(partial) if lists[2] is None else _block_table(*lists[2:], partial.shape[-1])
+        partial = _block_table(lists[0], lists[1], -(-keys // k_block))
+        full = torch.zeros_like(partial) if lists[2] is None else _block_table(lists[2], lists[3], partial.shape[-1])
         if bool((partial + full > 1).any()):
             raise WorkbenchError("a BlockMask lists a block of keys twice for one block of queries: list each once")
 
@@ -214,7 +214,9 @@ _FLEX = (
 def flex_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
     """A call of FlexAttention, as its higher-order operator gets it."""
     named = dict(zip(_FLEX, args, strict=False)) | dict(kwargs)
-    if torch._C.DispatchKey.AutocastCPU in function.py_kernels:  # else it multiplies in the types that it is given
+    if torch._C.DispatchKey.AutocastCPU in getattr(
+        function, "py_kernels", {}
+    ):  # else it multiplies in the types that it is given
         named |= {name: autocast(named[name]) for name in ("query", "key", "value")}
     score_mod, block_mask = named["score_mod"], named["block_mask"]
     plain = score_mod is None or getattr(score_mod, "__name__", "") == "_identity"

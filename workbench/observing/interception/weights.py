@@ -31,7 +31,7 @@ def is_sharded(weight: Tensor) -> bool:
 
 
 def offloaded(module: nn.Module, name: str) -> Tensor:
-    """A parameter that accelerate keeps in memory or on disk; raises `WorkbenchError` where nothing keeps it."""
+    """A parameter or buffer that accelerate keeps in memory or on disk; raises `WorkbenchError` where nothing keeps it."""
     hook: Any = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         kept = getattr(one, "weights_map", None)
@@ -51,8 +51,8 @@ def samples(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def refuse_absent_weights(module: nn.Module) -> None:
     """Raise `WorkbenchError` where weights have no numbers anywhere."""
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
             owner, _, last = name.rpartition(".")
             try:
                 offloaded(module.get_submodule(owner), last)

@@ -252,7 +252,7 @@ class AttentionHooks:
         if (q.shape[-2], k.shape[-2]) != (self.at.columns, self.at.columns + more):
             raise WorkbenchError(
                 f"attention in layer {heard.layer} lets {q.shape[-2]} queries attend to {k.shape[-2]} keys for {self.at.length} "
-                "tokens; give whole sequences"
+                "tokens; give whole sequences, and no cache (use_cache=False, no past_key_values=)"
             )
 
     def _check_mask(self, heard: Heard, kind: str, dropout: float = 0.0) -> None:

@@ -18,6 +18,7 @@ INLINE = "inline"
 """Kind of an execution that is a block written inline, no module of its own."""
 NUMBER = r"(?<![^.])\d+(?![^.])"
 """A component of a module's name that is a number."""
+ENCODER_DECODER = "of an encoder and decoder observe the decoder alone: observe(module.get_decoder(), ids)"
 Block = tuple[list[TracedAttention], Execution]
 """A run of a block with the attentions in it, in order; none where none can be read."""
 
@@ -35,7 +36,8 @@ def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[Bloc
         raise WorkbenchError(_no_attention(trace, prefixes))
     attentions = _without_side_softmaxes([a for a in attentions if not a.is_aside] or attentions)
     if refused := next((a for a in attentions if a.refusal), None):
-        raise WorkbenchError(f"attention in {_name(refused.within)} cannot be read: {refused.refusal}")
+        advice = f"; {ENCODER_DECODER}" if is_encoder_decoder(trace.module) else ""
+        raise WorkbenchError(f"attention in {_name(refused.within)} cannot be read: {refused.refusal}{advice}")
     if (inline := _inline_blocks(trace, attentions)) is not None:
         return [([a], block) for a, block in zip(attentions, inline, strict=True)]
     found: dict[int, Block] = {}
@@ -50,6 +52,15 @@ def chosen_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[Bloc
             f"attention was seen in several stacks of blocks: {names}; observe one of the submodules, or name one as blocks="
         )
     return with_unread(trace, list(found.values()))
+
+
+def is_encoder_decoder(module: torch.nn.Module) -> bool:
+    """Whether a Hugging Face module has an encoder beside its decoder."""
+    config = getattr(module, "config", None)
+    return (
+        bool(getattr(config, "is_encoder_decoder", False))
+        and getattr(module, "get_decoder", lambda: module)() is not module
+    )
 
 
 def _refuse_other_widths(blocks: Iterable[Block]) -> None:
@@ -228,6 +239,8 @@ def _no_attention(trace: Trace, prefixes: list[str]) -> str:
     parts = [type(part).__name__ for part in trace.module.modules() if isinstance(part, torch.jit.ScriptModule)]
     if parts:
         return f"{parts[0]} is TorchScript, whose calls cannot be seen: observe the original Python module"
+    if isinstance(trace.module, torch.fx.GraphModule):
+        return "this module is a graph (torch.export, torch.fx) without the model's blocks: observe the original Python module"
     if prefixes:
         seen = sorted({_name(a.within) for a in trace.attentions})
         return f"no attention was seen under {prefixes}; it was seen in {seen[:8] or 'no part at all'}"

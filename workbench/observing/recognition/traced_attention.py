@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.names import NULL, STATISTICS
-from workbench.observing.interception.masks import CAUSAL, is_distribution
+from workbench.observing.interception.masks import CAUSAL, is_distribution, visible
 from workbench.observing.interception.positions import Beside, Positions
 from workbench.observing.interception.product_calls import (
     ProductCall,
@@ -28,7 +28,9 @@ from workbench.observing.recognition.executions import Execution
 from workbench.observing.recognition.least_squares import EXACT, weights_by_token
 from workbench.observing.recognition.seen_softmax import SeenSoftmax, softmax_by_hand
 
-NO_DISTRIBUTION = "what multiplies the values is no distribution (entries below 0, or rows that sum to more than 1)"
+NO_DISTRIBUTION = (
+    "what multiplies the values is no distribution (entries below 0, NaN, or rows that sum to more than 1)"
+)
 NO_KEY = "a column of its softmax is no key (sink logits): a share of each row goes to no token, shown as null"
 NO_TOKEN = "some of its keys are no tokens (registers, a prefix): a share of each row goes to them, shown as null"
 BY_HAND = "by hand"
@@ -209,7 +211,10 @@ class EagerCalls:
             seen = [
                 SeenSoftmax(time, arrange(scores, *axes), arrange(pattern, *axes), (t, call), axes[1][-1], *axes)
                 for axes in softmax_axes(call, scores.shape, axis, at.rows, at.columns)
-            ]
+            ]  # where the sizes allow several, the one whose scores are most nearly a multiple of the product comes last
+            seen.sort(
+                key=lambda each: -_misfit(each, arrange(out, call.letters[2], each.order)) if len(seen) > 1 else 0.0
+            )
             if (
                 not seen
                 and scores.shape[-2] == at.columns
@@ -244,6 +249,8 @@ class EagerCalls:
                     yield found
                     return
         for which, used in ((i, x) for i, x in patterns.items() if x.shape[-1] == queries):
+            if orders[which][-1] != call.letters[which][-1]:  # what is summed over must be the keys
+                continue
             combined = [
                 EagerCall(s, time, call, which, out, self.positions, chosen, True) for s, chosen in self._combined(used)
             ]
@@ -271,6 +278,14 @@ class EagerCalls:
 
     def _heads(self, pattern: Tensor) -> Tensor:
         return pattern.reshape(self.positions.rows, -1, *pattern.shape[-2:])
+
+
+def _misfit(seen: SeenSoftmax, product: Tensor) -> float:
+    """How far scores are from a multiple of a product [..., query, key], where they are not masked; relative."""
+    kept = visible(seen.scores)
+    x, y = (torch.where(kept, z.double(), 0.0) for z in (product, seen.scores))
+    factor = (x * y).sum() / x.square().sum().clamp_min(1e-300)
+    return float((x * factor - y).norm() / y.norm().clamp_min(1e-300))
 
 
 def _spans(target: Tensor, parts: list[Tensor]) -> bool:
