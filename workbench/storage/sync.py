@@ -104,7 +104,7 @@ class Lease:
         if (mirror := mirror_of(path)) is not None:
             place = mirror.lease(mirror.name(path))
             place.parent.mkdir(parents=True, exist_ok=True)
-            self._file = place.open("ab")
+            self._file = place.open("a+b")  # NFS needs both to lock it
             fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def __enter__(self) -> Path:
@@ -119,7 +119,7 @@ class Lease:
 
 def _is_locked(place: Path) -> bool:
     try:
-        with place.open("rb") as file:
+        with place.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
