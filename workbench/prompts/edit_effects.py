@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.files import local
 from workbench.interventions.edits.base import Edit, Inputs
 from workbench.interventions.edits.context import applied
 from workbench.interventions.edits.kinds import Given, as_edits
@@ -196,7 +196,7 @@ def training_means(model: HookedModel, site: str) -> TokenMeans:
     """The table of means per token id of a site, from training documents of the model's run; made once for each model."""
     tables = _TABLES.setdefault(model, {})
     if site not in tables:
-        run = Run.open(Path(model.source["path"]).parent)
+        run = Run.open(local(model.source["path"]).parent)  # a file may say where a model is from
         ids = run.data.batch(0, max(1, MEANS_TOKENS // run.train.T), run.train.T, 0)
         device = model.embed.weight.device
         tables[site] = token_means(model, site, [part.to(device) for part in ids.split(8)])

@@ -1,4 +1,4 @@
-"""The cache's bounded size: least recently used weights are evicted first, and nothing that is read or not up."""
+"""Keep the cache below its size limit: evict least recently used weights, never files that are being read or not uploaded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def trim(keep: Path) -> None:
 
 
 def _evicted(mirror: Mirror, unit: str, name: str) -> bool:
-    """Whether a file could be evicted: none that changed meanwhile, that is being read, or whose run is being fetched."""
+    """Evict a file, unless it changed meanwhile, is being read, or its run is being fetched; return whether it is gone."""
     try:
         with mirror.notes(unit, patience=0) as notes:
             if mirror.clean(name, notes) and not mirror.is_read(name):

@@ -92,14 +92,14 @@ def refresh(path: Path) -> None:
 
 
 def reading(path: Path) -> Lease:
-    """Bring all files under a path of a mirror, and keep them until the lease ends; nothing to do for other paths."""
+    """Fetch all files under a path of a mirror, and protect them from eviction until the lease ends; other paths are left as they are."""
     lease = Lease(path)
     fill(path)
     return lease
 
 
 def fill(path: Path) -> Path:
-    """Bring all files under a path of a mirror, and return it; another process may evict them, unless a lease is held."""
+    """Fetch all files under a path of a mirror, and return it; without a lease, another process may evict them."""
     mirror = mirror_of(path)
     if mirror is not None:
         if not _is_fresh(path, True):

@@ -1,7 +1,7 @@
-"""A folder of the cache and the one elsewhere that it stands for, made equal file by file.
+"""Synchronise a folder of the cache with the folder at a URL that it mirrors, file by file.
 
-What changed here and is not up yet is never overwritten or removed. Beside the files, `.remote/` notes of each what it was on both
-sides when they were equal: its mark there, its size and time here. Names in `.remote/` cannot be those of a run's notes:
+Files that changed here and are not uploaded yet are never overwritten or removed. `.remote/` keeps, for each file, the state in which
+both sides were equal: its mark at the URL, its size and modification time here. Its file names cannot collide:
 
     url                 the URL of the mirror
     RUN.json, RUN.lock  the notes of a run, of a file beside the runs, or of the corpora
@@ -38,14 +38,14 @@ LONGEST_UNIT = 200  # bytes of a run's name in the name of its notes
 
 @dataclass(frozen=True)
 class Mirror:
-    """A folder of the cache and the URL it stands for."""
+    """A folder of the cache and the URL that it mirrors."""
 
     root: Path
     url: str
 
     @property
     def remote(self) -> Remote:
-        """What is there."""
+        """The files at the URL."""
         return remote(self.url)
 
     def name(self, path: Path) -> str:
@@ -54,7 +54,7 @@ class Mirror:
         return "" if name == "." else name
 
     def state(self, name: str, mark: str | None) -> dict[str, Any]:
-        """What is noted of a file as it is here now."""
+        """Return the note of a file in its present state here; empty if it is absent."""
         try:
             found = (self.root / name).stat()
         except OSError:
@@ -62,12 +62,12 @@ class Mirror:
         return {"mark": mark, "size": found.st_size, "changed": found.st_mtime_ns}
 
     def clean(self, name: str, notes: dict[str, Any]) -> bool:
-        """Whether a file is here as it was when both sides were equal."""
+        """Return whether a file is unchanged here since both sides were equal."""
         return name in notes and notes[name] == self.state(name, notes[name]["mark"])
 
     @contextlib.contextmanager
     def notes(self, unit: str, patience: float = -1) -> Iterator[dict[str, Any]]:
-        """The notes of a run or of the corpora, kept at the end whatever happened; one process at a time."""
+        """Yield the notes of a run or of the corpora under a lock, and write them at the end, after errors too."""
         place = self.root / NOTES / f"{unit if len(os.fsencode(unit)) <= LONGEST_UNIT else digest(unit)}.json"
         with FileLock(place.with_suffix(".lock"), timeout=patience):
             kept = read_json(place) if place.exists() else {}
@@ -84,19 +84,19 @@ class Mirror:
         return sorted(path.stem for path in (self.root / NOTES).glob("*.json"))
 
     def is_read(self, name: str) -> bool:
-        """Whether a process holds a lease on a file, or on a folder that it is in."""
+        """Return whether a process holds a lease on a file or on a folder above it."""
         above = [str(path) for path in PurePosixPath(name).parents]
         return any(_is_locked(self.lease(one)) for one in (name, *("" if path == "." else path for path in above)))
 
     def lease(self, name: str) -> Path:
-        """The file that is locked while a process reads what has this name."""
+        """Return the lock file of leases on a file or folder of this name."""
         return self.root / NOTES / LEASES / digest(name)
 
 
 class Lease:
-    """A path that a process reads: while the lease lives, no process evicts files of it from the cache.
+    """A lock on a path of the cache: no process evicts its files while the lease lives.
 
-    A context manager that gives the path; without `with`, the lease ends with the object, and with its process.
+    Use it as a context manager that yields the path. Without `with`, the lease ends with the object or with its process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +104,7 @@ class Lease:
         if (mirror := mirror_of(path)) is not None:
             place = mirror.lease(mirror.name(path))
             place.parent.mkdir(parents=True, exist_ok=True)
-            self._file = place.open("ab")
+            self._file = place.open("a+b")  # NFS needs both to lock it
             fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def __enter__(self) -> Path:
@@ -119,7 +119,7 @@ class Lease:
 
 def _is_locked(place: Path) -> bool:
     try:
-        with place.open("rb") as file:
+        with place.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -139,24 +139,24 @@ def _cache(ours: str | None, everybodys: str | None) -> Path:
 
 
 def root_of(url: str) -> Path:
-    """The folder of the cache that stands for a URL."""
+    """Return the folder of the cache that mirrors a URL."""
     scheme, _, rest = url.partition("://")
     return cache() / f"{scheme}-{PurePosixPath(rest).name[:40]}-{digest(url)}"
 
 
 def mirrors() -> list[Mirror]:
-    """All that are there."""
+    """Return all mirrors of the cache."""
     return [_opened(place.parents[1]) for place in sorted(cache().glob(f"*/{NOTES}/{SOURCE}"))]
 
 
 def mirror_of(path: Path) -> Mirror | None:
-    """The mirror that a path of this machine lies in."""
+    """Return the mirror that a path of this machine lies in; None for a path outside of the cache."""
     root = cache()
     return None if not path.is_relative_to(root) or path == root else _opened(root / path.relative_to(root).parts[0])
 
 
 def _opened(root: Path) -> Mirror:
-    """The mirror in a folder of the cache; raises `BadCheckpoint` where the folder was not made for the URL that it names."""
+    """Return the mirror in a folder of the cache; raises `BadCheckpoint` if its URL is not the one that the folder was made for."""
     place = root / NOTES / SOURCE
     url = str(read_json(place).get("url"))
     if root_of(url) != root:
@@ -167,20 +167,20 @@ def _opened(root: Path) -> Mirror:
 
 
 def heavy(name: str) -> bool:
-    """Whether a file is fetched only when it is read: weights, what a training resumes from, corpora."""
+    """Return whether a file is fetched only to be read: weights, resume points and corpora."""
     return name.endswith(HEAVY) or name.startswith(f"{CORPORA}/")
 
 
 def unit_of(name: str) -> str:
-    """What a file's notes are with: its run, or the corpora."""
+    """Return the run of a file, or `.corpora`; its notes are stored under this name."""
     return name.partition("/")[0]
 
 
 def pull(mirror: Mirror, under: str, with_heavy: bool) -> bool:
-    """Bring what is new there, small files or all, and remove what is there no more; whether something came.
+    """Fetch new files from the URL, remove files that are gone there, and return whether a file was fetched.
 
-    Entries that this disk cannot hold are left out, with a `LeftOut` warning that names them. So are entries of a folder of runs
-    that cannot be read; raises `WorkbenchError` where they belong to what was asked for.
+    Files that this disk cannot hold are left out, with a `LeftOut` warning that names them. If a whole folder of runs is listed,
+    so are files that cannot be read; if one run or its weights are asked for, such a file raises `WorkbenchError`.
     """
     there, left_out = _usable(mirror, mirror.remote.listed(under))
     brought = False
@@ -209,7 +209,7 @@ def pull(mirror: Mirror, under: str, with_heavy: bool) -> bool:
 
 
 def _usable(mirror: Mirror, listed: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """(name -> mark of the files that this disk can hold, name -> why not of the others)."""
+    """Return the marks of files that this disk can hold, and the reasons why it cannot hold the others, by name."""
     kept = {name: mark for name, mark in listed.items() if _kept(name)}
     folders = {str(parent) for name in kept for parent in PurePosixPath(name).parents}
     reasons = dict[str, str]()
@@ -227,7 +227,7 @@ def _usable(mirror: Mirror, listed: dict[str, str]) -> tuple[dict[str, str], dic
 
 
 def _brought(mirror: Mirror, under: str, names: list[str]) -> dict[str, WorkbenchError]:
-    """Fetch files, and return why for those that failed; raises `WorkbenchError` where nothing can be read there any more."""
+    """Fetch files, and return the errors of those that failed; raises `WorkbenchError` if the URL cannot be listed any more."""
     try:
         mirror.remote.fetch({name: mirror.root / name for name in names})
     except WorkbenchError:
@@ -244,7 +244,7 @@ def _brought(mirror: Mirror, under: str, names: list[str]) -> dict[str, Workbenc
 
 
 def _remove_empty(folder: Path, root: Path) -> None:
-    """Remove a folder and those above it, as far as they are empty: a file may have the name now."""
+    """Remove a folder and its parents while they are empty, since a file may have the name now."""
     with contextlib.suppress(OSError):
         while folder != root:
             folder.rmdir()
@@ -293,6 +293,6 @@ def _within(name: str, under: str) -> bool:
 
 
 def _kept(name: str) -> bool:
-    """Whether a file is one for both sides: none that is hidden, but corpora."""
+    """Return whether a file is synchronised: hidden files are not, except corpora."""
     parts = PurePosixPath(name).parts
     return not any(part.startswith(".") for part in (parts[1:] if parts[0] == CORPORA else parts))
