@@ -330,3 +330,31 @@ def test_two_recorders_of_one_module_record_the_same(gpt, tmp_path):
     a, b = (t[~t["metric"].isin(["seconds_per_step", "recorder_share"])][keys].reset_index(drop=True) for t in (a, b))
     assert len(a) > 20
     assert a.equals(b)
+
+
+class Masked(GPT):
+    """Takes a mask of padding, as Hugging Face's models do."""
+
+    def forward(self, ids, attention_mask=None):
+        return super().forward(ids)
+
+
+def test_padding_counts_in_no_average_and_its_share_is_recorded(tmp_path):
+    torch.manual_seed(0)
+    model, ids = Masked(), tokens(0, batch=2, length=12)
+    lengths = [5, 12]
+    mask = torch.stack([(torch.arange(12) < n).long() for n in lengths])
+    wanted = []
+    model.h[1].register_forward_pre_hook(lambda module, inputs: wanted.append(inputs[0].detach()))
+    quantities = ["hidden_norm", "token_similarity", "activation_gradient_norm", "gradient_sink"]
+    with Recorder(model, 1, tmp_path / "r", quantities=quantities) as recorder:
+        model(ids, attention_mask=mask).square().mean().backward()
+        with pytest.warns(NotRecorded, match=r"gradient_sink \(batches hold padding"):
+            recorder.step()
+    each = [state[:n].norm(dim=-1).mean().item() for state, n in zip(wanted[0], lengths, strict=True)]
+    value = rows(tmp_path / "r", "hidden_norm", site="stream", layer=1)
+    assert value["value"].item() == pytest.approx(sum(each) / 2, rel=1e-5)
+    assert value["n"].item() == 2
+    assert rows(tmp_path / "r", "padding_share")["value"].item() == pytest.approx(7 / 24)
+    assert len(rows(tmp_path / "r", "token_similarity"))
+    assert len(rows(tmp_path / "r", "activation_gradient_norm"))
