@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.metrics import METRICS, Metric
 from workbench.names import ACTIVATIONS
+from workbench.observing.interception.function_mode import FAILED
 from workbench.observing.interception.segments import SeenMasks, Segments, weighted_mean
 from workbench.training.recorder.capture_points import ATTENTION_INPUT, CapturePoint, is_observed
-from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of
+from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of, first_line
 
 PADDING_SHARE = "padding_share"
 GRADIENT_NORM, GRADIENT_SINK, BY_POSITION = "activation_gradient_norm", "gradient_sink", "gradient_by_position"
+OUTSIDE = ("stream", "own_v", ATTENTION_INPUT)  # activations that no attention call shows
 GATHERED = 32  # positions among which a gradient sink is sought, as in `measure`
 
 
@@ -115,6 +117,7 @@ class ActivationCapture:
             return
         UNCOMPILED.begin(self)
         self.handles.append(self.root.register_forward_pre_hook(_Hook(self._read_masks, 0), with_kwargs=True))
+        self.handles.append(self.root.register_forward_hook(_Hook(_end_of_pass, 0), always_call=True))
         if self.observed is not None:
             foreign = self.observed.foreign
             self.handles.append(foreign.register_forward_pre_hook(_Hook(self._enter, 0), with_kwargs=True))
@@ -136,6 +139,7 @@ class ActivationCapture:
     def _read_masks(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
         """Note which positions of a forward pass are padding, from the masks among its arguments."""
         self.segments = None
+        FAILED.set(self._attention_failed)
         ids = _ids_among(args, kwargs)
         if ids is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
@@ -146,6 +150,11 @@ class ActivationCapture:
         if segments is not None and not bool((segments.ids == 1).all()):
             self.segments = segments
             self.padded += int((segments.ids == 0).sum())
+
+    def _attention_failed(self, error: Exception) -> None:
+        """Stop what is read inside attention, which a module does not always show, as under dropout."""
+        inside = {m.name for point, metrics, _ in self.plan if point.alias not in OUTSIDE for m in metrics}
+        self.stopped.reasons |= {name: first_line(error) for name in inside - self.stopped.reasons.keys()}
 
     def _enter(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
         """Make an observed module that is about to run fire its hook points, unless `Observed` itself started the run."""
@@ -272,6 +281,10 @@ def _averaged(metric: Metric, tensor: Tensor) -> Tensor:
     """Values [batch, ...] of a metric, averaged over positions where it has one for each."""
     value: Tensor = metric.function(tensor)
     return value.mean(1 + metric.axes.index("pos")) if "pos" in metric.axes else value
+
+
+def _end_of_pass(*_: Any) -> None:
+    FAILED.set(None)
 
 
 def _ids_among(args: Any, kwargs: Any) -> Tensor | None:
