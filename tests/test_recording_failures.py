@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from recordings import rows
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from workbench import Recorder
+from workbench import Recorder, observe
 from workbench.errors import WorkbenchError
 from workbench.runs.run import Run, is_locked
 from workbench.training.recorder import NotRecorded, recording_folder
@@ -330,3 +331,65 @@ def test_two_recorders_of_one_module_record_the_same(gpt, tmp_path):
     a, b = (t[~t["metric"].isin(["seconds_per_step", "recorder_share"])][keys].reset_index(drop=True) for t in (a, b))
     assert len(a) > 20
     assert a.equals(b)
+
+
+def test_an_attention_that_cannot_be_read_in_training_stops_its_own_quantities_alone(tmp_path):
+    """Dropout inside attention is switched on by `train()`; the training is the same, bit for bit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids, weights = tokens(0, batch=2, length=16), []
+    for record in (True, False):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=31, attention_dropout=0.2, **sizes)).eval()
+        observed = observe(model, ids, quiet=True)
+        model.train()
+        recorder = Recorder(observed, 1, tmp_path / "r", quantities=["hidden_norm", "sink_mass"]) if record else None
+        torch.manual_seed(1)
+        for _ in range(2):
+            model(ids, labels=ids).loss.backward()
+            if recorder:
+                with (
+                    pytest.warns(NotRecorded, match=r"sink_mass \(dropout of 0.2")
+                    if not recorder.count
+                    else nullcontext()
+                ):
+                    recorder.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+            model.zero_grad()
+        if recorder:
+            recorder.close()
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][n], w) for n, w in weights[1].items())
+    assert set(rows(tmp_path / "r", "hidden_norm")["step"]) == {0, 1}
+    assert not len(rows(tmp_path / "r", "sink_mass"))
+
+
+class Masked(GPT):
+    """Takes a mask of padding, as Hugging Face's models do."""
+
+    def forward(self, ids, attention_mask=None):
+        return super().forward(ids)
+
+
+def test_padding_counts_in_no_average_and_its_share_is_recorded(tmp_path):
+    torch.manual_seed(0)
+    model, ids = Masked(), tokens(0, batch=2, length=12)
+    lengths = [5, 12]
+    mask = torch.stack([(torch.arange(12) < n).long() for n in lengths])
+    wanted = []
+    model.h[1].register_forward_pre_hook(lambda module, inputs: wanted.append(inputs[0].detach()))
+    quantities = ["hidden_norm", "token_similarity", "activation_gradient_norm", "gradient_sink"]
+    with Recorder(model, 1, tmp_path / "r", quantities=quantities) as recorder:
+        model(ids, attention_mask=mask).square().mean().backward()
+        with pytest.warns(NotRecorded, match=r"gradient_sink \(batches hold padding"):
+            recorder.step()
+    each = [state[:n].norm(dim=-1).mean().item() for state, n in zip(wanted[0], lengths, strict=True)]
+    value = rows(tmp_path / "r", "hidden_norm", site="stream", layer=1)
+    assert value["value"].item() == pytest.approx(sum(each) / 2, rel=1e-5)
+    assert value["n"].item() == 2
+    assert rows(tmp_path / "r", "padding_share")["value"].item() == pytest.approx(7 / 24)
+    assert len(rows(tmp_path / "r", "token_similarity"))
+    assert len(rows(tmp_path / "r", "activation_gradient_norm"))

@@ -65,7 +65,7 @@ def _dictionary(*_: Any) -> dict[Any, Any]:
     return {}
 
 
-_NUMPY = {"scalar": _scalar, "_reconstruct": NotRead}
+_NUMPY: dict[str, Callable[..., Any]] = {"scalar": _scalar, "_reconstruct": NotRead}
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
 STAND_INS: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": Settings, "types.SimpleNamespace": Settings, "collections.defaultdict": _dictionary,

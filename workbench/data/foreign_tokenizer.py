@@ -26,7 +26,7 @@ class ForeignTokenizer(Tokenizer):
         self._begin, self._end = begin, end
 
     @cached_property
-    def vocab_size(self) -> int:  # type: ignore[override]  # the backend makes a dictionary of all tokens to tell it
+    def vocab_size(self) -> int:  # the backend makes a dictionary of all tokens to tell it
         """One more than the largest id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -139,9 +139,8 @@ def ids_of(example: Any, tokenizer: Any) -> Any:
             f"example_tokens has {', '.join(more)} beside input_ids: give example_tokens=batch['input_ids'] and pass the rest on, "
             f"call=lambda m, ids: m(ids, {more[0]}=batch[{more[0]!r}][:len(ids)])"
         )
-    ids, mask = example["input_ids"], example.get("attention_mask")
-    rows = mask.tolist() if hasattr(mask, "tolist") else mask
-    flat = [bit for row in rows or () for bit in (row if isinstance(row, list) else [row])]
+    ids, mask = example["input_ids"], example.get("attention_mask", ())
+    flat = [bit for row in mask for bit in (row if getattr(row, "ndim", 1) and hasattr(row, "__iter__") else [row])]
     if padded := sum(not bit for bit in flat):
         raise BadData(
             f"{padded} of {len(flat)} positions of example_tokens are padding (attention_mask): observe one row without padding, "

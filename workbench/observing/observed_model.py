@@ -81,7 +81,7 @@ class Observed(HookedModel):
         self.absent = missing_hooks(self.sites)
         self.setup()
 
-    @property  # type: ignore[override]
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer for text, None without one; set it to one of ours, of `tokenizers`, or a fast one of transformers."""
         return self.__dict__.get("_tokenizer")

@@ -11,6 +11,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any, Protocol
@@ -45,6 +46,10 @@ _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")  # names of function
 _ATEN = re.compile(r"_scaled_dot_product_\w*attention\w*")
 _SEEN_BY_MODE = ("eager", "sdpa", "flex_attention")  # these run through torch functions
 _WHOLE = {"fused": sdpa_call, "flex": flex_call, "aten": aten_call, "flash": flash_call}
+
+
+FAILED: ContextVar[Callable[[Exception], object] | None] = ContextVar("failed", default=None)
+"""Called where a handler fails in a run that must go on, as a forward pass of somebody's training: the rest of it is plain."""
 
 
 class CallHandler(Protocol):
@@ -114,6 +119,16 @@ class InterceptionMode(TorchFunctionMode):
         if kind is None or self.silent:  # nearly always
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if (failed := FAILED.get()) is None:
+            return self._handled(kind, func, args, kwargs)
+        try:
+            return self._handled(kind, func, args, kwargs)
+        except Exception as error:
+            failed(error)
+            self.silent = True  # for the rest of this run
+            return func(*args, **kwargs)
+
+    def _handled(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if kind in _WHOLE:
             return self.handler.fused(_WHOLE[kind](func, args, kwargs))
         if kind == "writing":

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.errors import WorkbenchError
 from workbench.metrics import METRICS, Metric
 from workbench.names import ACTIVATIONS
+from workbench.observing.interception.function_mode import FAILED
+from workbench.observing.interception.segments import SeenMasks, Segments, weighted_mean
 from workbench.training.recorder.capture_points import ATTENTION_INPUT, CapturePoint, is_observed
-from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of
+from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of, first_line
 
+PADDING_SHARE = "padding_share"
 GRADIENT_NORM, GRADIENT_SINK, BY_POSITION = "activation_gradient_norm", "gradient_sink", "gradient_by_position"
+OUTSIDE = ("stream", "own_v", ATTENTION_INPUT)  # activations that no attention call shows
 GATHERED = 32  # positions among which a gradient sink is sought, as in `measure`
 
 
@@ -70,6 +75,10 @@ class ActivationCapture:
 
     def __init__(self, model: Any, stopped: Stopped, quantities: Sequence[str] = ()) -> None:
         self.observed: Any = model if is_observed(model) else None
+        self.root: Any = model.foreign if is_observed(model) else model
+        self.segments: Segments | None = (
+            None  # of the forward pass, where positions of it are padding or rows are packed
+        )
         self.stopped = stopped
         self.runs: list[ExitStack] = []
         self.gathers = [
@@ -99,6 +108,7 @@ class ActivationCapture:
         self.forward: set[int] = set()  # places in the plan that a forward pass outside `backward` has passed
         self.lengths: set[int] = set()
         self.short: dict[str, str] = {}  # metric -> why it could not be taken
+        self.padded = self.positions = 0  # of all forward passes
 
     def start(self) -> None:
         """Capture from now on."""
@@ -106,6 +116,8 @@ class ActivationCapture:
         if not self.plan:
             return
         UNCOMPILED.begin(self)
+        self.handles.append(self.root.register_forward_pre_hook(_Hook(self._read_masks, 0), with_kwargs=True))
+        self.handles.append(self.root.register_forward_hook(_Hook(_end_of_pass, 0), always_call=True))
         if self.observed is not None:
             foreign = self.observed.foreign
             self.handles.append(foreign.register_forward_pre_hook(_Hook(self._enter, 0), with_kwargs=True))
@@ -124,11 +136,30 @@ class ActivationCapture:
             self._leave()
         UNCOMPILED.end(self)
 
+    def _read_masks(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
+        """Note which positions of a forward pass are padding, from the masks among its arguments."""
+        self.segments = None
+        FAILED.set(self._attention_failed)
+        ids = _ids_among(args, kwargs)
+        if ids is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        masks = SeenMasks(ids)
+        masks.given(module, args, kwargs)
+        segments = self.stopped.attempt(self.names - {GRADIENT_NORM}, masks.segments)
+        self.positions += ids.numel()
+        if segments is not None and not bool((segments.ids == 1).all()):
+            self.segments = segments
+            self.padded += int((segments.ids == 0).sum())
+
+    def _attention_failed(self, error: Exception) -> None:
+        """Stop what is read inside attention, which a module does not always show, as under dropout."""
+        inside = {m.name for point, metrics, _ in self.plan if point.alias not in OUTSIDE for m in metrics}
+        self.stopped.reasons |= {name: first_line(error) for name in inside - self.stopped.reasons.keys()}
+
     def _enter(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
         """Make an observed module that is about to run fire its hook points, unless `Observed` itself started the run."""
         self.runs.append(ExitStack())
-        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        ids = next((t for t in inputs if t.ndim == 2 and not t.is_floating_point()), None)
+        ids = _ids_among(args, kwargs)
         if ids is not None and torch.is_grad_enabled() and not self.observed.lock._is_owned():
             self.stopped.attempt(self.names, lambda: self.runs[-1].enter_context(self.observed.listening(ids)))
 
@@ -163,11 +194,28 @@ class ActivationCapture:
         if length < metric.min_length:
             self.short[metric.name] = f"needs sequences of {metric.min_length} tokens; these have {length}"
             return
-        value = metric.function(tensor)
-        if "pos" in metric.axes:
-            value = value.mean(1 + metric.axes.index("pos"))
+        value = _averaged(metric, tensor) if self.segments is None else self._by_document(metric, point.alias, tensor)
         total, n = self.sums.get((index, metric.name), (0, 0))
         self.sums[index, metric.name] = total + value.sum(0), n + len(value)
+
+    def _by_document(self, metric: Metric, alias: str, tensor: Tensor) -> Tensor:
+        """Values [batch, ...] of rows without their padding; documents packed into a row count by their length."""
+        assert self.segments is not None
+        if alias in ACTIVATIONS and ACTIVATIONS[alias].axes.split().index("pos") != 1:
+            raise WorkbenchError("batches hold padding or packed documents, which statistics of attention would count")
+        if tensor.shape[:2] != self.segments.ids.shape:
+            raise WorkbenchError(
+                f"{alias} {list(tensor.shape)} of a padded batch {list(self.segments.ids.shape)} is laid out otherwise"
+            )
+        rows = []
+        for row in range(len(tensor)):
+            documents = [at for at in self.segments.documents_in(row) if len(at) >= metric.min_length]
+            values = [_averaged(metric, tensor[row : row + 1, at]) for at in documents]
+            if documents:
+                rows.append(weighted_mean(values, [len(at) for at in documents]))
+        if not rows:
+            raise WorkbenchError(f"needs documents of {metric.min_length} tokens; these are shorter")
+        return torch.cat(rows)
 
     def _follow(self, index: int, point: CapturePoint, tensor: Tensor) -> Tensor | None:
         """Sum the gradient of an activation in the backward pass; returns the branch that the module is to go on with, if any."""
@@ -183,6 +231,8 @@ class ActivationCapture:
     def _add_gradient(self, index: int, point: CapturePoint, gradient: Tensor) -> None:
         began = time.perf_counter()
         if point.alias == ATTENTION_INPUT:
+            if self.padded:
+                raise WorkbenchError("batches hold padding, so positions of different rows are not the same")
             total = gradient[:, :GATHERED].sum(0, dtype=torch.float32)
             known = self.gathered.get(index, total[:0])
             self.gathered[index] = nn.functional.pad(known, (0, 0, 0, len(total) - len(known))) + total
@@ -199,9 +249,11 @@ class ActivationCapture:
         why = "nothing passed as [batch, pos, width]" if self.lengths else no_call
         return {name: self.short.get(name, why) for name in sorted(self.names - captured - self.stopped.reasons.keys())}
 
-    def results(self, scale: Tensor | None) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    def results(self, scale: Tensor | None) -> Iterator[tuple[dict[str, Any], Tensor | float]]:
         """(axes, value or one value per head) of everything captured; `scale`: by which the loss was multiplied."""
         shared = {"data": "train", "T": next(iter(self.lengths)) if len(self.lengths) == 1 else None}
+        if self.padded:
+            yield {"metric": PADDING_SHARE, "unit": UNITS[PADDING_SHARE], "data": "train"}, self.padded / self.positions
         for (index, name), (total, n) in self.sums.items():
             if name in self.stopped.reasons:  # some of its sums lack what could not be computed
                 continue
@@ -223,3 +275,19 @@ class ActivationCapture:
     def _quantities(self, point: CapturePoint) -> list[str]:
         """What is recorded of a point's gradient."""
         return self.gathers if point.alias == ATTENTION_INPUT else [GRADIENT_NORM]
+
+
+def _averaged(metric: Metric, tensor: Tensor) -> Tensor:
+    """Values [batch, ...] of a metric, averaged over positions where it has one for each."""
+    value: Tensor = metric.function(tensor)
+    return value.mean(1 + metric.axes.index("pos")) if "pos" in metric.axes else value
+
+
+def _end_of_pass(*_: Any) -> None:
+    FAILED.set(None)
+
+
+def _ids_among(args: Any, kwargs: Any) -> Tensor | None:
+    """The token ids [batch, pos] among a module's arguments."""
+    inputs = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+    return next((t for t in inputs if t.ndim == 2 and not t.is_floating_point()), None)
