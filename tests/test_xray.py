@@ -167,6 +167,63 @@ def test_a_model_with_a_value_path_is_told_so():
     )
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [*ablated(0.01, NAN), *heads(0.05)],
+            r"Undecided: values cannot be zeroed here.*token's mean costs \+0\.010 ±",
+        ),
+        ([*ablated(NAN, 0.2), *heads(0.05)], r"Undecided: values cannot be replaced by their token's mean"),
+        ([*ablated(NAN, NAN), *heads(0.05)], r"Undecided: values cannot be zeroed here.*gives no number"),
+        ([*({**row, "se": NAN} for row in ablated(0.01, 0.2)), *heads(0.7)], r"Undecided: one document gives no error"),
+        (ablated(0.01, 0.2), r"More speaks for it; .*Against: nothing measured here"),
+        ([*ablated(0.01, 0.2), *heads(NAN)], r"More speaks for it; .*Against: nothing measured here"),
+        ([*ablated(0.01, -0.2), *heads(0.05)], r"removing later values lowers the loss"),
+        ([*ablated(0.05, 0.2)[:1], drain(0.5)], r"Undecided: replacing all later layers' own values was not measured"),
+    ],
+)
+def test_numbers_that_are_missing_decide_nothing(rows, said):
+    found = residual(planted(rows))
+    assert re.search(said, found)
+    assert "nan" not in found
+
+
+def test_value_paths_that_were_found_are_not_advised():
+    rows = planted([*ablated(0.01, 0.2), *heads(0.7)], architecture="unknown")
+    assert residual(rows, "layers 1, 2: values of the first layer").startswith(
+        "It has a value path already (layers 1, 2"
+    )
+    assert residual(rows).startswith("Undecided: it is unknown whether the model has a value path already")
+    assert residual(rows, "").startswith("More speaks for it")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "rows", "said"),
+    [
+        (sinks, [*heads(NAN, 0.04), drain(0.2)], r"strongest head \(layer 1, head 1\) gives the first token 4\.0"),
+        (sinks, heads(NAN), r"Not measured"),
+        (sinks, [*heads(0.7)[:1], drain(NAN)], r"head 0\); their values were not measured"),
+        (sinks, [*heads(0.7), drain(0.2, se=NAN)], r"unresolved: .* 0\.20 \(error unknown\)"),
+        (
+            sinks,
+            [*heads(0.7), *heads(0.7, layer=2), drain(0.2), drain(0.9, layer=2)],
+            r"1 of 2 layers with sinks are drained",
+        ),
+        (concentration, [*parts(0, 0.1, 0.1, NAN)], r"Not measured"),
+        (concentration, [*parts(1, 0.1, 0.2, 0.3)], r"on where tokens stand[^.]*% on the first position\.$"),
+        (token_share, [share(0.5, 1), share(NAN, 1, control="shuffled")], r"no baseline measured"),
+    ],
+)
+def test_no_sentence_prints_or_rests_on_what_is_no_number(sentence, rows, said):
+    found = sentence(planted(rows))
+    assert re.search(said, found)
+    assert "nan" not in found
+
+
 # ---- the real thing --------------------------------------------------------------------------------------------------
 
 

@@ -164,9 +164,9 @@ def _depth_attention(structure: DecoderStructure) -> Named:
         return ["attention_residuals"], heads | {"depth_blocks": len(begins) - 1}
     if all(_is_softmax(w - 1) for w in inner) and bool(((last - 1).abs() < _SAME).all()):
         return ["attention_residuals"], heads | {"depth_form": "delta"}
-    raise _UnknownArchitecture(
-        "what blocks or their MLPs read are sums of earlier outputs, weighted by token; see value_paths()"
-    )
+    constant = all(bool((w.std(0, correction=0) < _SAME).all()) for w in read)
+    how = "with constant weights" if constant else "weighted by token"
+    raise _UnknownArchitecture(f"what blocks or their MLPs read are sums of earlier outputs, {how}; see value_paths()")
 
 
 def _is_softmax(weights: Tensor) -> bool:
