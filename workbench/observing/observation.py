@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 from workbench.errors import BadData, WorkbenchError
 from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
 from workbench.observing.interception.positions import Layout
-from workbench.observing.interception.tensor_layouts import tensors_in
+from workbench.observing.interception.tensor_layouts import tensors_of_output
 from workbench.observing.interception.weights import refuse_absent_weights
 from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
 from workbench.observing.recognition.decoder import recognize_decoder
-from workbench.observing.recognition.layouts import find_layout
+from workbench.observing.recognition.layouts import distinct_length, find_axes, find_layout, refuse_ambiguous_axes
 from workbench.observing.recognition.structure import DecoderStructure
-from workbench.observing.recognition.trace import Trace
+from workbench.observing.recognition.trace import AxesTable, Trace
 from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
 MIN_POSITIONS = 8  # with fewer, coincidences decide
@@ -58,7 +59,14 @@ def observe(
     trace = _check_trace_changes_nothing(inner, run, plain, tokens)
     if COMPILED_NOTE not in notes and (note := _other_path(inner, run, plain, tokens)):
         notes.append(note)
-    recognize = _recognizer(run_all, tokens, blocks, find_layout(trace, lambda ids: run(inner, ids)))
+    layout = find_layout(trace, lambda ids: run(inner, ids))
+    sizes = find_axes(inner, partial(run_all, inner), tokens, layout)
+    if sizes is None:
+        refuse_ambiguous_axes(trace)
+        notes.append("the module takes inputs of one size only: its axes are told apart by their lengths on the example tokens")
+    else:
+        tokens = distinct_length(tokens, sizes.constants)
+    recognize = _recognizer(run_all, tokens, blocks, layout, None if sizes is None else sizes.axes)
     structure, paths = recognize(inner, None)
     observed = Observed(
         inner, structure, paths, outer=module if hasattr(module, "_orig_mod") else inner, call=run, call_all=run_all,
@@ -83,11 +91,13 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
         ) from error
 
 
-def _recognizer(call: Call, example: Tensor, blocks: str | Sequence[str] | None, layout: Layout) -> Recognize:
+def _recognizer(
+    call: Call, example: Tensor, blocks: str | Sequence[str] | None, layout: Layout, axes: AxesTable | None
+) -> Recognize:
     """How to read a module's structure and value paths from a traced run, on the example tokens unless others are given."""
 
     def recognize(module: nn.Module, tokens: Tensor | None) -> tuple[DecoderStructure, list[ValuePath]]:
-        trace = Trace(module, example if tokens is None else tokens, layout)
+        trace = Trace(module, example if tokens is None else tokens, layout, axes)
         output = trace.run(lambda ids: call(module, ids))
         structure = recognize_decoder(trace, output, blocks)
         return structure, [
@@ -127,7 +137,8 @@ def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
 
 def _call_for_all_positions(module: nn.Module, usual: Call, plain: Any, tokens: Tensor) -> tuple[Call, list[str]]:
     """How to call the module for logits of every position, and a note where that differs from its usual call."""
-    last = any(x.ndim == 3 and x.shape[:2] == (len(tokens), 1) for _, x in tensors_in(plain) if x.is_floating_point())
+    seen = [x for x in tensors_of_output(plain).values() if x.is_floating_point()]
+    last = any(x.ndim == 3 and x.shape[:2] == (len(tokens), 1) for x in seen)
     if not last or tokens.shape[1] == 1:
         return usual, []
     name = next((n for n in ("targets", "labels") if n in inspect.signature(module.forward).parameters), None)
@@ -159,7 +170,7 @@ def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, token
 
 def same_tensors(a: Any, b: Any) -> bool:
     """Whether two outputs hold bitwise equal tensors at the same places; NaN equals NaN."""
-    left, right = dict(tensors_in(a)), dict(tensors_in(b))
+    left, right = tensors_of_output(a), tensors_of_output(b)
     return left.keys() == right.keys() and all(
         x.shape == right[p].shape and torch.equal(x.nan_to_num(), right[p].nan_to_num()) for p, x in left.items()
     )

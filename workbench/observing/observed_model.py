@@ -187,8 +187,8 @@ class Observed(HookedModel):
         if self.structure.logits is None:
             return output
         logits = get_at(output, self.structure.logits)
-        if logits.shape[:2] != tokens.shape:
-            shaped = Positions(len(tokens), tokens.shape[1], self.structure.layout).shaped(logits)
+        if (axes := self.structure.logits_axes) is not None:
+            shaped = Positions(len(tokens), tokens.shape[1], self.structure.layout).shaped(logits, axes)
             logits = logits if shaped is None else shaped
         if self.all_positions and logits.shape[:2] != tokens.shape:
             raise WorkbenchError(

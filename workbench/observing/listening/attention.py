@@ -52,12 +52,11 @@ class AttentionHooks:
 
     def matrix(self, output: Any) -> Any:
         """Fire on a projection that is a bare matrix product."""
-        run = self.run
-        if not run.matrix_projections:
-            return output
-        place = run.count_call("matrix")
-        for projection in run.matrix_projections.get(place, ()) if isinstance(output, Tensor) else ():
-            output = run.fire_projection(projection, output)
+        for hooked in self.run.bare_projections() if isinstance(output, Tensor) else ():
+            axes = hooked.projection.axes
+            shaped = self.at.shaped(output, axes)
+            fired = self.run.fire_projection(hooked, output if shaped is None else shaped)
+            output = output if fired is shaped else self.at.unshaped(fired, output, axes)
         return output
 
     def looked_up(self, ids: Any, table: Any, output: Any) -> None:
@@ -65,7 +64,9 @@ class AttentionHooks:
         run = self.run
         place, run.lookups = run.lookups, run.lookups + 1
         if place in run.tables_at and isinstance(output, Tensor):
-            run.tables[run.tables_at[place]] = output
+            name = run.tables_at[place]
+            if (shaped := self.at.shaped(output, run.table_axes[name])) is not None:
+                run.tables[name] = shaped
 
     def other(self, name: str) -> None:
         """Calls of other functions fire nothing."""

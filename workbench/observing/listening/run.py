@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.names import NULL, STATISTICS, is_statistic
+from workbench.observing.interception.call_sites import CallSite, Line, lines_within, running_frames
 from workbench.observing.interception.function_mode import InterceptionMode
 from workbench.observing.interception.positions import Positions
 from workbench.observing.listening.hook_points import OWN, DecoderPoints
@@ -51,6 +52,14 @@ class HookedProjection(NamedTuple):
     projection: Projection
 
 
+class CountedCalls(NamedTuple):
+    """A run of the module in which a layer attends: the layer (-1: none), its Python frame, how many calls were made where."""
+
+    layer: int
+    frame: int
+    counts: Counter[tuple[str, tuple[Line, ...]]]
+
+
 class HookedRun:
     """State of one run, shared by the hooks on modules and those around attention calls."""
 
@@ -59,16 +68,12 @@ class HookedRun:
         self.layers = structure.layers
         self.batch, self.length = tokens.shape
         self.positions = Positions(self.batch, self.length, structure.layout)
-        if structure.layout.turned and self.batch == self.length > 1:
-            raise WorkbenchError(
-                f"{self.batch} sequences of {self.length} tokens: this module puts positions first, and only other numbers tell "
-                "them from sequences; give more or fewer sequences"
-            )
         self.mode: InterceptionMode | None = None
         self.running: list[int] = []  # layers, innermost last
         self.runs: Counter[str] = Counter()  # of each module, in all
         self.within: list[Counter[str]] = []  # of modules, in each running layer
-        self.scopes: list[tuple[int, Counter[str]]] = []  # layers whose calls are being counted, and these calls
+        self.scopes: list[CountedCalls] = []  # layers whose calls are being counted, and these calls
+        self.callers: dict[str, int] = {}  # frames of modules that run blocks which are no modules
         self.own_values: dict[int, Tensor] = {}  # [batch, pos, kv_head, d_head], where later layers read them
         self.layer_at = {(layer.block, layer.run): i for i, layer in enumerate(self.layers)}
         self.layer_points = [block.attn.hooked() for block in points.blocks]
@@ -80,12 +85,13 @@ class HookedRun:
         read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
         self.tables_at = {structure.tables[name].run: name for name in read}
         self.lookups = 0  # of any tables, in all
+        self.table_axes = {name: structure.tables[name].axes for name in read}
         self._listen()
 
     def _listen(self) -> None:
         """Who listens to which calls: of each layer by kind and count, and to which outputs of projections."""
-        self.calls: dict[tuple[int, str, int], list[tuple[Heard, str]]] = {}
-        self.matrix_projections: dict[tuple[int, int], list[HookedProjection]] = {}
+        self.calls: dict[tuple[int, CallSite], list[tuple[Heard, str]]] = {}
+        self.matrix_projections: dict[tuple[int, CallSite], list[HookedProjection]] = {}
         self.module_projections: list[HookedProjection] = []
         self.latents: list[tuple[Heard, TensorLocation]] = []
         self.intercepted: set[int] = set()
@@ -95,8 +101,8 @@ class HookedRun:
                     read = heard.hooks_any(name) or (name == OWN and i in self.own_values_read)
                     if projection is not None and read:
                         hooked = HookedProjection(heard, name, projection)
-                        if projection.module == MATRIX:
-                            self.matrix_projections.setdefault((i, projection.run), []).append(hooked)
+                        if projection.site is not None:
+                            self.matrix_projections.setdefault((i, projection.site), []).append(hooked)
                             self.intercepted.add(i)
                         else:
                             self.module_projections.append(hooked)
@@ -104,8 +110,9 @@ class HookedRun:
                     self.latents.append((heard, heard.part.latent))
                 if heard.hooks_any(*_INTERCEPTED) or i in self.own_values_read:
                     self.intercepted.add(i)
-                    for (kind, count), role in heard.part.calls.items():
-                        self.calls.setdefault((i, kind, count), []).append((heard, role))
+                    for site, role in heard.part.calls.items():
+                        self.calls.setdefault((i, site), []).append((heard, role))
+        self.sites = {(i, site.kind, site.lines) for i, site in (*self.calls, *self.matrix_projections)}
         whole = bool(self.tables_at) or any(self.layers[i].scope is None for i in self.intercepted)
         self.everywhere = whole  # whether calls outside the attentions are needed too
 
@@ -130,18 +137,26 @@ class HookedRun:
 
     # ---- where the run is --------------------------------------------------------------------------------------------
 
-    def count_call(self, kind: str) -> tuple[int, int]:
-        """(layer, which call of this kind it is there); layer -1 outside the observed ones."""
-        if not self.scopes or self.scopes[-1][0] < 0:
-            return -1, 0
-        layer, counts = self.scopes[-1]
-        counts[kind] += 1
-        return layer, counts[kind] - 1
+    def _call_site(self, kind: str) -> tuple[int, CallSite] | None:
+        """The layer and the place of a call of this kind, made now; None outside the observed ones, or where nothing listens."""
+        if not self.scopes or self.scopes[-1].layer < 0:
+            return None
+        layer, frame, counts = self.scopes[-1]
+        lines = lines_within(running_frames(frame))
+        if (layer, kind, lines) not in self.sites:
+            return None
+        counts[kind, lines] += 1
+        return layer, CallSite(kind, lines, counts[kind, lines] - 1)
 
     def listeners(self, kind: str) -> list[tuple[Heard, str]]:
         """The attentions that a call of this kind, made now, is a step of, and which."""
-        layer, count = self.count_call(kind)
-        return self.calls.get((layer, kind, count), [])
+        return [] if (place := self._call_site(kind)) is None else self.calls.get(place, [])
+
+    def bare_projections(self) -> list[HookedProjection]:
+        """The projections that a product with a parameter, made now, holds."""
+        if not self.matrix_projections or (place := self._call_site(MATRIX)) is None:
+            return []
+        return self.matrix_projections.get(place, [])
 
     # ---- hook points -------------------------------------------------------------------------------------------------
 
@@ -194,18 +209,21 @@ class HookedRun:
             self.mode.silent = before
 
     def fire_projection(self, hooked: HookedProjection, output: Tensor) -> Tensor:
-        """Fire own values, or queries and keys before their rotation, among the columns of a projection's output."""
+        """Fire own values, or queries and keys before their rotation, among the columns of a projection's output [batch, pos, ...]."""
         heard, name, projection = hooked
-        rows = self.positions.by_position(output)
-        assert rows is not None
+        if output.shape[:2] != (self.batch, self.length):
+            raise WorkbenchError(
+                f"{projection.module} in layer {heard.layer} makes {tuple(output.shape)} of {self.batch} sequences of {self.length} tokens, "
+                f"other axes than on the example tokens: {name} cannot be read of it; give whole sequences"
+            )
+        rows = output.reshape(self.batch * self.length, -1)
         heads = projection.heads_in(rows).unflatten(0, (self.batch, self.length))
         fired = self.fire_at(heard, name, heads)
         if name == OWN and heard.layer in self.own_values_read:
             self.keep_own_values(heard, fired)
         if fired is heads:
             return output
-        changed = projection.with_heads(rows, fired.flatten(0, 1))
-        return self.positions.unshaped(changed.unflatten(0, (self.batch, self.length)), output)
+        return projection.with_heads(rows, fired.flatten(0, 1)).reshape(output.shape)
 
     def keep_own_values(self, heard: Heard, values: Tensor) -> None:
         """Keep an attention's own values for the layers that read them."""

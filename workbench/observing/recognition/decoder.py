@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ObservedConfig
-from workbench.observing.interception.positions import Layout
-from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_in
+from workbench.observing.interception.positions import Axes, Layout
+from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_of_output
 from workbench.observing.interception.weights import whole
 from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
@@ -43,7 +43,7 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     for layer in layers:
         layer.has_stream = streams_known
     width = layers[0].rows["in"].shape[1]
-    path = next((path for path, x in tensors_in(output) if _is_logits(x, trace)), None)
+    path = next((path for path, x in tensors_of_output(output).items() if _is_logits(path, x, trace)), None)
     logits = None if path is None else get_at(output, path)
     embed = _find_embedding(trace, first, width)
     head = None if logits is None else _find_head(trace, last, width, logits)
@@ -65,9 +65,10 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
         d_mlp=mlp_width(trace, attended, block), d_vocab=vocabulary, n_ctx=_context_of(trace, embed),
         head_width=attention.q.shape[-1] if attended.is_read else 0,
     )  # fmt: skip
+    axes = None if path is None else trace.output_axes.get(path)
     return DecoderStructure(
-        config, layers, starts, reads, ends, path, trace.in_place, layout, _notes(trace, layers, layout),
-        ending=_ending(trace, head, logits, last_stream) if streams_known else NO_STREAM,
+        config, layers, starts, reads, ends, path, axes, trace.in_place, layout, _notes(trace, layers, layout),
+        ending=_ending(trace, head, logits, axes, last_stream) if streams_known else NO_STREAM,
         tables=_tables_of_values(trace, embed, layers), last_stream=last_stream, between=_between(layers, outputs),
         arriving=stream_sums(streams, [layer.rows["made"] for layer in layers], outputs),
     )  # fmt: skip
@@ -75,9 +76,9 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
 
 def _layout(trace: Trace, first: Execution) -> Layout:
     """The trace's layout, with positions first where the first block's stream has them."""
-    shape = first.inputs[0].shape if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0].shape
-    at = trace.positions
-    return at.layout if shape[:2] in at.shapes else at.layout.turn()
+    stream = first.inputs[0] if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0]
+    layout = trace.positions.layout
+    return layout.turn() if stream.axes.batch > stream.axes.pos else layout
 
 
 def _notes(trace: Trace, layers: Sequence[LayerStructure], layout: Layout) -> list[str]:
@@ -121,15 +122,15 @@ def _tables_of_values(
         if entry.reads_tokens and entry.kind and not (embed and within == embed[0].name):
             for seen in entry.outputs:
                 if seen.rows.shape[1] in widths:
-                    found.setdefault(within or entry.kind, Table(run, seen.rows))
+                    found.setdefault(within or entry.kind, Table(run, seen.rows, seen.axes))
     return found
 
 
 def _ending(
-    trace: Trace, head: tuple[Execution, TensorPath] | None, logits: Tensor | None, stream: Tensor
+    trace: Trace, head: tuple[Execution, TensorPath] | None, logits: Tensor | None, axes: Axes | None, stream: Tensor
 ) -> LinearEnding | str:
     """What makes the logits of the last stream [row, d_model]; why that is not known, in words."""
-    made = None if logits is None else trace.positions.by_position(logits)
+    made = None if logits is None or axes is None else trace.positions.by_position(logits, axes)
     if head is None or made is None:
         return "no matrix after the blocks makes logits of every position"
     read, few = rows_at(head[0].inputs, head[1]), slice(_FEW)
@@ -149,14 +150,18 @@ def _pass_a_stream(layers: Sequence[LayerStructure]) -> bool:
 
 
 def _location(trace: Trace, end: tuple[Execution, TensorPath] | None) -> TensorLocation | None:
-    return None if end is None else TensorLocation(end[0].name, run_index(end[0], trace.executions), end[1])
+    if end is None:
+        return None
+    entry, path = end
+    axes = next(t.axes for t in (*entry.inputs, *entry.outputs) if t.path == path)
+    return TensorLocation(entry.name, run_index(entry, trace.executions), path, axes=axes)
 
 
-def _is_logits(x: Tensor, trace: Trace) -> bool:
+def _is_logits(path: TensorPath, x: Tensor, trace: Trace) -> bool:
     """[batch, pos, d_vocab], of the last position alone, [pos, batch, d_vocab] or [batch * pos, d_vocab]."""
     if x.ndim == 3 and x.is_floating_point() and x.shape[:2] == (trace.batch, 1):
         return True
-    return x.ndim < 4 and trace.positions.shaped(x) is not None
+    return x.ndim < 4 and path in trace.output_axes
 
 
 def _find_embedding(trace: Trace, block: Execution, width: int) -> tuple[Execution, TensorPath] | None:

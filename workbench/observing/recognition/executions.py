@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from workbench.observing.interception.call_sites import Frames
+from workbench.observing.interception.positions import Axes
 from workbench.observing.interception.tensor_layouts import TensorPath
 
 MATRIX = "(matrix)"
@@ -16,11 +18,12 @@ LOOKUP = "(lookup)"
 
 @dataclass
 class TracedTensor:
-    """A tensor as it passed: its path among inputs or outputs, and its rows [position, width]."""
+    """A tensor as it passed: its path among inputs or outputs, its rows [position, width], its axes."""
 
     path: TensorPath
     rows: Tensor
     shape: tuple[int, ...]
+    axes: Axes
 
 
 @dataclass
@@ -35,6 +38,9 @@ class Execution:
     inputs: list[TracedTensor] = field(default_factory=list)
     outputs: list[TracedTensor] = field(default_factory=list)
     reads_tokens: bool = False
+    place: tuple[str, int, str] = ("", 0, "")  # its name, how often that ran before, input or output
+    frame: int = 0  # the Python frame that runs it
+    frames: Frames = ()  # where it is called, of a product that is no module
 
     def stack(self) -> list[Execution]:
         """From the outermost module to this one."""

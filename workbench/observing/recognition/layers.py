@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from workbench.observing.interception.call_sites import CallSite, Frames, Line, lines_within
 from workbench.observing.recognition.additions import Before, find_additions
 from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, number, stream_of
 from workbench.observing.recognition.executions import MATRIX, Execution, rows_at
@@ -60,12 +62,14 @@ def _layer(trace: Trace, attentions: list[TracedAttention], block: Execution) ->
     unread = TracedAttention(UNREAD, block, (), 0, 0, 1, none, none, none, none, "", exact=False)
     together = stacked(attentions) if attentions else unread
     parts = [Part(attention, {}) for attention in attentions]
-    layer = LayerStructure(block.name, run, streams[0].path, streams[1].path, parts, together, rows=rows)
+    paths, axes = (streams[0].path, streams[1].path), (streams[0].axes, streams[1].axes)
+    layer = LayerStructure(block.name, run, *paths, axes, parts, together, rows=rows)
     if inline:
         inside = [e for e in inside_of(trace, block) if e.name != MATRIX]
         layer.inline = tuple(dict.fromkeys(e.name for e in inside))
         reader = next(e for e in inside if any(s is streams[0] for s in e.inputs))
-        layer.stream = TensorLocation(reader.name, run_index(reader, inside), streams[0].path)
+        layer.stream = TensorLocation(reader.name, run_index(reader, inside), streams[0].path, axes=streams[0].axes)
+        layer.caller = block.parent.name if block.parent else ""
     return layer
 
 
@@ -77,12 +81,18 @@ def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:
     scope = shared[-1] if block.kind != INLINE else block
     if block.kind != INLINE:
         layer.scope = Scope(scope.name, run_index(scope, (block, *inside_of(trace, block))))
-    counts = dict[str, int]()
-    at: dict[int, tuple[str, int]] = {}
-    for time, kind in trace.calls:
-        if scope.start < time < scope.end:
-            at[time] = kind, counts.get(kind, 0)
-            counts[kind] = at[time][1] + 1
+    counts: Counter[tuple[str, tuple[Line, ...]]] = Counter()
+    runner = scope.parent if block.kind == INLINE and scope.parent else scope
+
+    def site(kind: str, frames: Frames) -> CallSite:
+        where = kind, lines_within(frames, runner.frame)
+        counts[where] += 1
+        return CallSite(*where, counts[where] - 1)
+
+    calls = [(time, site(kind, frames)) for time, kind, frames in trace.calls if scope.start < time < scope.end]
+    at = dict(calls)
+    products = [e for e in trace.executions if e.name == MATRIX and scope.start < e.start < scope.end]
+    bare = {id(e): site(MATRIX, e.frames) for e in products}
     for part in layer.parts:
         roles = _ROLES[part.attention.kind]
         part.calls = {at[time]: role for time, role in zip(part.attention.times, roles, strict=True)}
@@ -90,8 +100,7 @@ def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:
             projection = getattr(part, name)
             if projection is not None and projection.module == MATRIX:
                 entry = [e for e in inside_of(trace, block) if e.name == MATRIX][projection.run]
-                within = [e for e in trace.executions if scope.start < e.start < scope.end]
-                setattr(part, name, replace(projection, run=run_index(entry, within)))
+                setattr(part, name, replace(projection, site=bare[id(entry)]))
 
 
 def _matrices(trace: Trace, layer: LayerStructure, block: Execution) -> list[Execution]:
@@ -199,7 +208,8 @@ def _latent(trace: Trace, layer: LayerStructure, part: Part, block: Execution) -
     if not is_matrix(trace, entry) or len(entry.inputs) != 1:
         return None
     narrow = entry.inputs[0].rows.shape[1] < min(widest, made)
-    return TensorLocation(entry.name, run_index(entry, inside), entry.inputs[0].path) if narrow else None
+    (read,), run = entry.inputs, run_index(entry, inside)
+    return TensorLocation(entry.name, run, read.path, axes=read.axes) if narrow else None
 
 
 def _renamed(name: str, was: LayerStructure, now: LayerStructure) -> str:

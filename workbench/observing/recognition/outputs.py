@@ -43,7 +43,7 @@ def find_output(trace: Trace, layer: LayerStructure, inside: list[Execution], fi
                 heads = read.rows.unflatten(1, attention.z.shape[1:])
             if heads is not None:
                 layer.rows["z"], layer.combination = heads, combined
-                layer.z = TensorLocation(entry.name, run_index(entry, inside), read.path)
+                layer.z = TensorLocation(entry.name, run_index(entry, inside), read.path, axes=read.axes)
                 _compare(layer, first)
                 return
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from workbench.config import ObservedConfig
-from workbench.observing.interception.positions import Layout
+from workbench.observing.interception.call_sites import CallSite
+from workbench.observing.interception.positions import Axes, Layout
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.ending import LinearEnding
 from workbench.observing.recognition.projections import Projection, TensorLocation
@@ -76,8 +77,8 @@ class Part:
 
     attention: TracedAttention
     calls: dict[
-        tuple[str, int], str
-    ]  # which of the scope's calls it is made of: (kind, which of these) -> what the call is
+        CallSite, str
+    ]  # which of the scope's calls it is made of, and what each is
     q: Projection | None = None
     k: Projection | None = None
     v: Projection | None = None
@@ -93,6 +94,7 @@ class LayerStructure:
     run: int  # which of the block's runs, where one is run several times
     stream_in: TensorPath
     stream_out: TensorPath
+    axes: tuple[Axes, Axes]  # of these two
     parts: list[Part]  # empty where the block has no attention that can be read
     attention: TracedAttention
     scope: Scope | None = None
@@ -105,6 +107,7 @@ class LayerStructure:
     rows: dict[str, Tensor] = field(default_factory=dict)  # of the traced run: stream in and out, own values, z
     mixed: dict[str, Mixed] = field(default_factory=dict)  # q, k: of the first layer's and its own
     inline: tuple[str, ...] = ()  # modules that run in it, where the block itself is no module
+    caller: str = ""  # there: the module whose code runs them
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found
     adds: bool = False  # whether the block makes its stream by adding outputs of its parts to what it reads
@@ -122,10 +125,11 @@ class LayerStructure:
 
 @dataclass(frozen=True)
 class Table:
-    """Vectors that are looked up by token id: which of all such calls it is, and rows of the traced run."""
+    """Vectors that are looked up by token id: which of all such calls it is, rows of the traced run, axes of what is looked up."""
 
     run: int
     rows: Tensor
+    axes: Axes
 
 
 @dataclass
@@ -138,6 +142,7 @@ class DecoderStructure:
     head: TensorLocation | None
     final: TensorLocation | None  # what the final norm reads, where that is not the last block's output
     logits: TensorPath | None
+    logits_axes: Axes | None  # None where they are of the last position alone
     in_place: bool
     layout: Layout  # which positions inside the module are tokens, and how its streams lie
     notes: list[str]

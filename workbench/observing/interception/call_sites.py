@@ -1,0 +1,48 @@
+"""Where a module's code makes a call: the lines on the way from a module's forward to it, the same in every run.
+
+Frames of PyTorch and of this package are left out, so that hooks, modes and wrappers around a module change nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NamedTuple
+
+import torch
+
+Line = tuple[str, int, int]
+"""File, first line of the function, and offset of the call in it."""
+Frames = tuple[tuple[int, Line | None], ...]
+"""Frames that are running, the innermost first: identity of each, and its line (None: PyTorch's or ours)."""
+_LEFT_OUT = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+class CallSite(NamedTuple):
+    """One of the calls in a run of a module: of which kind, made where, and after how many others there."""
+
+    kind: str
+    lines: tuple[Line, ...]
+    count: int
+
+    @property
+    def words(self) -> str:
+        """The innermost line in words."""
+        return f"in {self.lines[0][0]}, function at line {self.lines[0][1]}" if self.lines else "in PyTorch's own code"
+
+
+def running_frames(end: int = 0) -> Frames:
+    """Frames of this thread, the innermost first, up to the one with the identity `end`, that one excluded."""
+    frame, frames = sys._getframe(1), list[tuple[int, Line | None]]()
+    while frame is not None and id(frame) != end:
+        code = frame.f_code
+        left_out = code.co_filename.startswith(_LEFT_OUT)
+        frames.append((id(frame), None if left_out else (code.co_filename, code.co_firstlineno, frame.f_lasti)))
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+    return tuple(frames)
+
+
+def lines_within(frames: Frames, end: int = 0) -> tuple[Line, ...]:
+    """The lines of frames up to the one with the identity `end`, of all where it is not among them."""
+    until = next((i for i, (identity, _) in enumerate(frames) if identity == end), len(frames))
+    return tuple(line for _, line in frames[:until] if line is not None)
