@@ -63,7 +63,7 @@ def _layer(trace: Trace, attentions: list[TracedAttention], block: Execution) ->
     together = stacked(attentions) if attentions else unread
     parts = [Part(attention, {}) for attention in attentions]
     paths, axes = (streams[0].path, streams[1].path), (streams[0].axes, streams[1].axes)
-    layer = LayerStructure(block.name, run, *paths, axes, parts, together, rows=rows)
+    layer = LayerStructure(block.name, run, *paths, parts, together, rows=rows, axes=axes)
     if inline:
         inside = [e for e in inside_of(trace, block) if e.name != MATRIX]
         layer.inline = tuple(dict.fromkeys(e.name for e in inside))

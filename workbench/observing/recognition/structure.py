@@ -94,7 +94,6 @@ class LayerStructure:
     run: int  # which of the block's runs, where one is run several times
     stream_in: TensorPath
     stream_out: TensorPath
-    axes: tuple[Axes, Axes]  # of these two
     parts: list[Part]  # empty where the block has no attention that can be read
     attention: TracedAttention
     scope: Scope | None = None
@@ -111,6 +110,7 @@ class LayerStructure:
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found
     adds: bool = False  # whether the block makes its stream by adding outputs of its parts to what it reads
+    axes: tuple[Axes, Axes] = (Axes(), Axes())  # of the stream that it reads and the one that it returns
     is_normed: bool = False  # whether what the block returns is a norm's output (BERT)
 
     @property
