@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,16 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
 from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import tensors_of_output
-from workbench.observing.interception.weights import refuse_absent_weights
+from workbench.observing.interception.weights import has_alike_matrices, refuse_absent_weights
 from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
 from workbench.observing.recognition.decoder import recognize_decoder
 from workbench.observing.recognition.layouts import distinct_length, find_axes, find_layout, refuse_ambiguous_axes
 from workbench.observing.recognition.structure import DecoderStructure
-from workbench.observing.recognition.trace import AxesTable, Trace
+from workbench.observing.recognition.trace import AxesTable, Trace, is_matrix
 from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
 MIN_POSITIONS = 8  # with fewer, coincidences decide
+MIN_IDS = 4  # the same; of a smaller vocabulary all
 
 
 def observe(
@@ -35,14 +37,15 @@ def observe(
     Args:
         module: anything whose `module(ids)` runs a decoder; DistributedDataParallel and compiled modules are unwrapped.
         example_tokens: ids [batch, pos] (or [pos]) it can read, 8 positions at least, of the kind it will be used on: no two
-            tensors should agree by chance, so real text or random ids rather than zeros.
+            tensors should agree by chance, so real text or random ids rather than zeros. Cut, where some other axis is as
+            long as there are positions.
         call: `call(module, ids)` where the module wants more than ids, for example masks.
         blocks: where the module holds several stacks of blocks: the name, or names, of the one to observe.
         tokenizer: as of our own models, for text. quiet: do not print what was found and what not.
 
     Raises `WorkbenchError` naming the cause and what to do: no attention seen (custom kernels, TorchScript), bidirectional or
     cross-attention, several attentions in a block, several stacks, active dropout, outputs that change under the trace;
-    `BadData` for other than token ids.
+    outputs without a tensor; `BadData` for other than token ids, and for fewer than 4 different ones.
     """
     if not isinstance(module, nn.Module):
         raise WorkbenchError(f"observe needs a torch.nn.Module, not a {type(module).__name__}")
@@ -57,6 +60,7 @@ def observe(
     run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
     notes += more
     trace = _check_trace_changes_nothing(inner, run, plain, tokens)
+    _refuse_few_ids(trace)
     if COMPILED_NOTE not in notes and (note := _other_path(inner, run, plain, tokens)):
         notes.append(note)
     layout = find_layout(trace, lambda ids: run(inner, ids))
@@ -67,7 +71,7 @@ def observe(
     else:
         tokens = distinct_length(tokens, sizes.constants)
     recognize = _recognizer(run_all, tokens, blocks, layout, None if sizes is None else sizes.axes)
-    structure, paths = recognize(inner, None)
+    structure, paths = _with_matrices_told_apart(inner, recognize)
     observed = Observed(
         inner, structure, paths, outer=module if hasattr(module, "_orig_mod") else inner, call=run, call_all=run_all,
         recognize=recognize, notes=notes, tokenizer=tokenizer,
@@ -81,7 +85,7 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
     """The module's own output; raises `WorkbenchError` where it wants more than ids."""
     try:
         with torch.inference_mode(False), torch.no_grad(), uncompiled():
-            return run(module, tokens)
+            output = run(module, tokens)
     except TypeError as error:
         if given or "argument" not in str(error):
             raise
@@ -89,6 +93,12 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
         raise WorkbenchError(
             f"{name} cannot be called with ids alone ({error}): pass observe() a call=, as call=lambda m, ids: m(ids, ...)"
         ) from error
+    if not tensors_of_output(output):
+        raise WorkbenchError(
+            f"{type(module).__name__} returns a {type(output).__name__} in which no tensor was found, so that runs cannot be compared: pass "
+            "observe() a call= that returns the logits"
+        )
+    return output
 
 
 def _recognizer(
@@ -96,9 +106,12 @@ def _recognizer(
 ) -> Recognize:
     """How to read a module's structure and value paths from a traced run, on the example tokens unless others are given."""
 
-    def recognize(module: nn.Module, tokens: Tensor | None) -> tuple[DecoderStructure, list[ValuePath]]:
-        trace = Trace(module, example if tokens is None else tokens, layout, axes)
+    def recognize(
+        module: nn.Module, tokens: Tensor | None, *, noisy: bool = False
+    ) -> tuple[DecoderStructure, list[ValuePath]]:
+        trace = Trace(module, example if tokens is None else tokens, layout, axes, noisy=noisy)
         output = trace.run(lambda ids: call(module, ids))
+        _refuse_few_ids(trace)
         structure = recognize_decoder(trace, output, blocks)
         return structure, [
             *fit_value_paths(structure.layers, structure.tables),
@@ -106,6 +119,39 @@ def _recognizer(
         ]
 
     return recognize
+
+
+def _with_matrices_told_apart(
+    module: nn.Module, recognize: Callable[..., tuple[DecoderStructure, list[ValuePath]]]
+) -> tuple[DecoderStructure, list[ValuePath]]:
+    """A module's structure, in which matrices and heads that hold the same numbers now (zeros, copies) are not merged.
+
+    They are told apart in a run in which each matrix's output has noise of its own, since a training may change each of them alone.
+    """
+    structure, paths = recognize(module, None)
+    repeated = any(part.attention.repeats > 1 for layer in structure.layers for part in layer.parts)
+    if not repeated and not has_alike_matrices(module):
+        return structure, paths
+    noisy, noisy_paths = recognize(module, None, noisy=True)
+    if [layer.attention.kv_heads for layer in noisy.layers] != [layer.attention.kv_heads for layer in structure.layers]:
+        return replace(structure, layers=noisy.layers, config=noisy.config), noisy_paths
+    for layer, other in zip(structure.layers, noisy.layers, strict=True):
+        for part, told_apart in zip(layer.parts, other.parts, strict=True):
+            part.q, part.k, part.v = told_apart.q, told_apart.k, told_apart.v
+            part.latent = told_apart.latent
+    return structure, paths
+
+
+def _refuse_few_ids(trace: Trace) -> None:
+    """Raise `BadData` where the tokens are so alike that different tensors agree on them."""
+    tables = [e for e in trace.executions if e.reads_tokens and is_matrix(trace, e)]
+    vocabularies = [int(trace.module.get_submodule(e.name).weight.shape[0]) for e in tables]  # type: ignore[union-attr, index]
+    least, ids = min([MIN_IDS, *vocabularies]), trace.tokens.unique()
+    if len(ids) < least:
+        raise BadData(
+            f"example tokens {tuple(trace.tokens.shape)} hold {len(ids)} different ids ({', '.join(map(str, ids.tolist()))}), too few to tell "
+            f"tensors apart: give text, or random ids as torch.randint(vocabulary, {tuple(trace.tokens.shape)})"
+        )
 
 
 def _other_path(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> str:

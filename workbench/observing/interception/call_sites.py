@@ -19,16 +19,18 @@ _LEFT_OUT = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.d
 
 
 class CallSite(NamedTuple):
-    """One of the calls in a run of a module: of which kind, made where, and after how many others there."""
+    """One of the calls in a run of a module: of which kind, made where, after how many others there, of how many in all."""
 
     kind: str
     lines: tuple[Line, ...]
     count: int
+    of: int
 
     @property
     def words(self) -> str:
-        """The innermost line in words."""
-        return f"in {self.lines[0][0]}, function at line {self.lines[0][1]}" if self.lines else "in PyTorch's own code"
+        """The innermost function in words."""
+        file, line, _ = self.lines[0] if self.lines else ("PyTorch", 0, 0)
+        return f"calls of {self.kind} in the function at {file}:{line}"
 
 
 def running_frames(end: int = 0) -> Frames:

@@ -181,9 +181,11 @@ class ModuleHooks:
 
     def _leave_scope(self, module: nn.Module, args: Any, output: Any) -> None:
         run = self.run
-        i = run.scopes.pop().layer
-        if i >= 0 and not run.everywhere and run.mode is not None:
+        made = run.scopes.pop()
+        if made.layer >= 0 and not run.everywhere and run.mode is not None:
             run.mode.__exit__(None, None, None)
+        if output is not None:  # else it raised
+            run.check_calls(made)
 
     def _before(self, name: str, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.run.runs[name] += 1

@@ -60,6 +60,13 @@ class CountedCalls(NamedTuple):
     counts: Counter[tuple[str, tuple[Line, ...]]]
 
 
+def _other_calls(layer: int, site: CallSite, how: str) -> str:
+    return (
+        f"the attention of layer {layer} makes {how} than {site.of} {site.words}, as on the example tokens: its code takes another path "
+        "for these tokens; observe the module on tokens of this length"
+    )
+
+
 class HookedRun:
     """State of one run, shared by the hooks on modules and those around attention calls."""
 
@@ -112,7 +119,7 @@ class HookedRun:
                     self.intercepted.add(i)
                     for site, role in heard.part.calls.items():
                         self.calls.setdefault((i, site), []).append((heard, role))
-        self.sites = {(i, site.kind, site.lines) for i, site in (*self.calls, *self.matrix_projections)}
+        self.sites = {(i, site.kind, site.lines): site for i, site in (*self.calls, *self.matrix_projections)}
         whole = bool(self.tables_at) or any(self.layers[i].scope is None for i in self.intercepted)
         self.everywhere = whole  # whether calls outside the attentions are needed too
 
@@ -143,10 +150,18 @@ class HookedRun:
             return None
         layer, frame, counts = self.scopes[-1]
         lines = lines_within(running_frames(frame))
-        if (layer, kind, lines) not in self.sites:
+        if (known := self.sites.get((layer, kind, lines))) is None:
             return None
+        if (count := counts[kind, lines]) == known.of:
+            raise WorkbenchError(_other_calls(layer, known, "more"))
         counts[kind, lines] += 1
-        return layer, CallSite(kind, lines, counts[kind, lines] - 1)
+        return layer, known._replace(count=count)
+
+    def check_calls(self, made: CountedCalls) -> None:
+        """Raise `WorkbenchError` where a layer made fewer calls than on the example tokens, so that which is which is not known."""
+        for (layer, kind, lines), site in self.sites.items():
+            if layer == made.layer and made.counts[kind, lines] < site.of:
+                raise WorkbenchError(_other_calls(layer, site, "fewer"))
 
     def listeners(self, kind: str) -> list[tuple[Heard, str]]:
         """The attentions that a call of this kind, made now, is a step of, and which."""

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from workbench.observing.interception.call_sites import CallSite, Frames, Line, lines_within
+from workbench.observing.interception.call_sites import CallSite, Line, lines_within
 from workbench.observing.recognition.additions import Before, find_additions
 from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, number, stream_of
 from workbench.observing.recognition.executions import MATRIX, Execution, rows_at
@@ -81,18 +81,7 @@ def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:
     scope = shared[-1] if block.kind != INLINE else block
     if block.kind != INLINE:
         layer.scope = Scope(scope.name, run_index(scope, (block, *inside_of(trace, block))))
-    counts: Counter[tuple[str, tuple[Line, ...]]] = Counter()
-    runner = scope.parent if block.kind == INLINE and scope.parent else scope
-
-    def site(kind: str, frames: Frames) -> CallSite:
-        where = kind, lines_within(frames, runner.frame)
-        counts[where] += 1
-        return CallSite(*where, counts[where] - 1)
-
-    calls = [(time, site(kind, frames)) for time, kind, frames in trace.calls if scope.start < time < scope.end]
-    at = dict(calls)
-    products = [e for e in trace.executions if e.name == MATRIX and scope.start < e.start < scope.end]
-    bare = {id(e): site(MATRIX, e.frames) for e in products}
+    at = _sites(trace, scope, scope.parent if block.kind == INLINE and scope.parent else scope)
     for part in layer.parts:
         roles = _ROLES[part.attention.kind]
         part.calls = {at[time]: role for time, role in zip(part.attention.times, roles, strict=True)}
@@ -100,7 +89,23 @@ def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:
             projection = getattr(part, name)
             if projection is not None and projection.module == MATRIX:
                 entry = [e for e in inside_of(trace, block) if e.name == MATRIX][projection.run]
-                setattr(part, name, replace(projection, site=bare[id(entry)]))
+                setattr(part, name, replace(projection, site=at[entry.start]))
+
+
+def _sites(trace: Trace, scope: Execution, runner: Execution) -> dict[int, CallSite]:
+    """The calls in a scope and the bare products with a parameter, by time: which lines of the runner's code make them."""
+    products = [(e.start, MATRIX, e.frames) for e in trace.executions if e.name == MATRIX]
+    calls = [
+        (time, kind, lines_within(frames, runner.frame))
+        for time, kind, frames in (*trace.calls, *products) if scope.start < time < scope.end
+    ]  # fmt: skip
+    totals, counts = Counter(call[1:] for call in calls), Counter[tuple[str, tuple[Line, ...]]]()
+    sites = {}
+    for time, *where in calls:
+        kind, lines = where
+        sites[time] = CallSite(kind, lines, counts[kind, lines], totals[kind, lines])
+        counts[kind, lines] += 1
+    return sites
 
 
 def _matrices(trace: Trace, layer: LayerStructure, block: Execution) -> list[Execution]:

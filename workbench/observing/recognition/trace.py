@@ -57,13 +57,16 @@ _OUTPUT = "(output)"
 class Trace:
     """Call handler and hooks of the one run; afterwards `executions` and `attentions` hold it in order.
 
-    `axes`: the axes of tensors, from runs of several sizes; without them the lengths of this one run decide.
+    `axes`: the axes of tensors, from runs of several sizes; without them the lengths of this one run decide. `noisy`: the output
+    of each product with a parameter gets noise as large as it is, so that no two of them are equal.
     """
 
     def __init__(
-        self, module: nn.Module, tokens: Tensor, layout: Layout | None = None, axes: AxesTable | None = None
-    ) -> None:
+        self, module: nn.Module, tokens: Tensor, layout: Layout | None = None, axes: AxesTable | None = None, *,
+        noisy: bool = False,
+    ) -> None:  # fmt: skip
         self.module, self.tokens, self.axes = module, tokens, axes
+        self.noise = torch.Generator().manual_seed(1) if noisy else None
         self.batch, self.length = tokens.shape
         self.positions = Positions(self.batch, self.length, layout)
         first = torch.arange(self.batch)[: ROWS // 4] * self.length
@@ -210,6 +213,7 @@ class Trace:
         parent, frames = self.running[-1] if self.running else None, running_frames()
         entry = Execution(MATRIX, "matrix", parent, self._tick(), frames=frames)
         if isinstance(output, Tensor):
+            output = output if self.noise is None else _with_noise(output, self.noise)
             name = entry.parent.name if entry.parent else ""
             self._keep(entry.outputs, (), output, self._place(f"{MATRIX}{name}", "output"), afresh=True)
         entry.end = self._tick()
@@ -385,6 +389,15 @@ class ShapeTrace(Trace):
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Run the softmax."""
         return run(scores)
+
+
+def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A tensor plus random numbers of its own standard deviation, of 1 where it is constant."""
+    if not x.is_floating_point():
+        return x
+    size = x.std(correction=0)
+    noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+    return x + torch.where(size > 0, size, 1.0) * noise
 
 
 def _extra_columns(scores: Tensor) -> str:
