@@ -67,7 +67,9 @@ def observe(
     sizes = find_axes(inner, partial(run_all, inner), tokens, layout)
     if sizes is None:
         refuse_ambiguous_axes(trace)
-        notes.append("the module takes inputs of one size only: its axes are told apart by their lengths on the example tokens")
+        notes.append(
+            "the module takes inputs of one size only: its axes are told apart by their lengths on the example tokens"
+        )
     else:
         tokens = distinct_length(tokens, sizes.constants)
     recognize = _recognizer(run_all, tokens, blocks, layout, None if sizes is None else sizes.axes)
@@ -95,8 +97,8 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
         ) from error
     if not tensors_of_output(output):
         raise WorkbenchError(
-            f"{type(module).__name__} returns a {type(output).__name__} in which no tensor was found, so that runs cannot be compared: pass "
-            "observe() a call= that returns the logits"
+            f"{type(module).__name__} returns a {type(output).__name__} without a tensor, so that two runs cannot be compared: "
+            "pass observe() a call= that returns the logits"
         )
     return output
 
@@ -146,11 +148,11 @@ def _refuse_few_ids(trace: Trace) -> None:
     """Raise `BadData` where the tokens are so alike that different tensors agree on them."""
     tables = [e for e in trace.executions if e.reads_tokens and is_matrix(trace, e)]
     vocabularies = [int(trace.module.get_submodule(e.name).weight.shape[0]) for e in tables]  # type: ignore[union-attr, index]
-    least, ids = min([MIN_IDS, *vocabularies]), trace.tokens.unique()
+    least, ids, shape = min([MIN_IDS, *vocabularies]), trace.tokens.unique().tolist(), tuple(trace.tokens.shape)
     if len(ids) < least:
         raise BadData(
-            f"example tokens {tuple(trace.tokens.shape)} hold {len(ids)} different ids ({', '.join(map(str, ids.tolist()))}), too few to tell "
-            f"tensors apart: give text, or random ids as torch.randint(vocabulary, {tuple(trace.tokens.shape)})"
+            f"example tokens {shape} hold {len(ids)} different ids ({', '.join(map(str, ids))}), too few to tell tensors apart: "
+            f"give text, or random ids as torch.randint(vocabulary, {shape})"
         )
 
 

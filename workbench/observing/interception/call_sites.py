@@ -5,8 +5,8 @@ Frames of PyTorch and of this package are left out, so that hooks, modes and wra
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,22 +15,24 @@ Line = tuple[str, int, int]
 """File, first line of the function, and offset of the call in it."""
 Frames = tuple[tuple[int, Line | None], ...]
 """Frames that are running, the innermost first: identity of each, and its line (None: PyTorch's or ours)."""
-_LEFT_OUT = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_LEFT_OUT = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
 
 
 class CallSite(NamedTuple):
-    """One of the calls in a run of a module: of which kind, made where, after how many others there, of how many in all."""
+    """One of the calls in a run of a module: of which kind, made where, its number among the calls there, and how many these are."""
 
     kind: str
     lines: tuple[Line, ...]
-    count: int
-    of: int
+    number: int
+    total: int
 
     @property
     def words(self) -> str:
-        """The innermost function in words."""
-        file, line, _ = self.lines[0] if self.lines else ("PyTorch", 0, 0)
-        return f"calls of {self.kind} in the function at {file}:{line}"
+        """The calls there in words."""
+        file, line, _ = self.lines[0] if self.lines else ("torch", 0, 0)
+        return (
+            f"{self.total} {self.kind} call{'s' if self.total > 1 else ''} in the function at {Path(file).name}:{line}"
+        )
 
 
 def running_frames(end: int = 0) -> Frames:

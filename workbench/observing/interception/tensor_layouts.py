@@ -19,7 +19,9 @@ _MAX_DEPTH = 3  # decoders nest the stream no deeper
 _MAX_OUTPUT_DEPTH = 8
 
 
-def tensors_in(structure: Any, path: TensorPath = (), *, depth: int = _MAX_DEPTH) -> Iterator[tuple[TensorPath, Tensor]]:
+def tensors_in(
+    structure: Any, path: TensorPath = (), *, depth: int = _MAX_DEPTH
+) -> Iterator[tuple[TensorPath, Tensor]]:
     """Every tensor of nested sequences, mappings, dataclasses and namespaces, in order, with the path to it."""
     if isinstance(structure, Tensor):
         yield path, structure
@@ -64,7 +66,7 @@ def replaced_at(structure: Any, path: TensorPath, value: Tensor) -> Any:
         return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
     changed = copy.copy(structure)
     if isinstance(structure, Mapping | Sequence):
-        changed[path[0]] = inner  # type: ignore[index]
+        changed[path[0]] = inner
     else:
         object.__setattr__(changed, str(path[0]), inner)  # a frozen dataclass too
     return changed

@@ -62,11 +62,11 @@ class AttentionHooks:
     def looked_up(self, ids: Any, table: Any, output: Any) -> None:
         """Keep what tables of values give for the layers that read it."""
         run = self.run
-        place, run.lookups = run.lookups, run.lookups + 1
-        if place in run.tables_at and isinstance(output, Tensor):
-            name = run.tables_at[place]
-            if (shaped := self.at.shaped(output, run.table_axes[name])) is not None:
-                run.tables[name] = shaped
+        for name, read in run.tables_read.items() if isinstance(output, Tensor) else ():
+            if table is run.module.get_parameter(read.parameter):
+                if run.lookups[name] == read.run and (shaped := self.at.shaped(output, read.axes)) is not None:
+                    run.tables[name] = shaped
+                run.lookups[name] += 1
 
     def other(self, name: str) -> None:
         """Calls of other functions fire nothing."""

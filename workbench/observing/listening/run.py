@@ -62,8 +62,8 @@ class CountedCalls(NamedTuple):
 
 def _other_calls(layer: int, site: CallSite, how: str) -> str:
     return (
-        f"the attention of layer {layer} makes {how} than {site.of} {site.words}, as on the example tokens: its code takes another path "
-        "for these tokens; observe the module on tokens of this length"
+        f"the attention of layer {layer} makes {how} than the {site.words} that it made on the example tokens, so that which is which is "
+        "not known: observe the module on tokens of this length"
     )
 
 
@@ -90,9 +90,8 @@ class HookedRun:
         self.own_values_read = {j for i in self.mixtures for j in (*sources[i], i)}
         self.tables: dict[str, Tensor] = {}  # [batch, pos, width], of those that are read
         read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
-        self.tables_at = {structure.tables[name].run: name for name in read}
-        self.lookups = 0  # of any tables, in all
-        self.table_axes = {name: structure.tables[name].axes for name in read}
+        self.tables_read = {name: structure.tables[name] for name in read}
+        self.lookups: Counter[str] = Counter()  # of these
         self._listen()
 
     def _listen(self) -> None:
@@ -120,7 +119,7 @@ class HookedRun:
                     for site, role in heard.part.calls.items():
                         self.calls.setdefault((i, site), []).append((heard, role))
         self.sites = {(i, site.kind, site.lines): site for i, site in (*self.calls, *self.matrix_projections)}
-        whole = bool(self.tables_at) or any(self.layers[i].scope is None for i in self.intercepted)
+        whole = bool(self.tables_read) or any(self.layers[i].scope is None for i in self.intercepted)
         self.everywhere = whole  # whether calls outside the attentions are needed too
 
     def _heard_in(self, i: int) -> list[Heard]:
@@ -152,15 +151,15 @@ class HookedRun:
         lines = lines_within(running_frames(frame))
         if (known := self.sites.get((layer, kind, lines))) is None:
             return None
-        if (count := counts[kind, lines]) == known.of:
+        if (number := counts[kind, lines]) == known.total:
             raise WorkbenchError(_other_calls(layer, known, "more"))
         counts[kind, lines] += 1
-        return layer, known._replace(count=count)
+        return layer, known._replace(number=number)
 
     def check_calls(self, made: CountedCalls) -> None:
         """Raise `WorkbenchError` where a layer made fewer calls than on the example tokens, so that which is which is not known."""
         for (layer, kind, lines), site in self.sites.items():
-            if layer == made.layer and made.counts[kind, lines] < site.of:
+            if layer == made.layer and made.counts[kind, lines] < site.total:
                 raise WorkbenchError(_other_calls(layer, site, "fewer"))
 
     def listeners(self, kind: str) -> list[tuple[Heard, str]]:
@@ -228,8 +227,8 @@ class HookedRun:
         heard, name, projection = hooked
         if output.shape[:2] != (self.batch, self.length):
             raise WorkbenchError(
-                f"{projection.module} in layer {heard.layer} makes {tuple(output.shape)} of {self.batch} sequences of {self.length} tokens, "
-                f"other axes than on the example tokens: {name} cannot be read of it; give whole sequences"
+                f"{projection.module} in layer {heard.layer} makes {tuple(output.shape)} of {self.batch} x {self.length} tokens, not the "
+                f"axes that it had on the example tokens, so that hook_{name} cannot be read: give whole sequences"
             )
         rows = output.reshape(self.batch * self.length, -1)
         heads = projection.heads_in(rows).unflatten(0, (self.batch, self.length))

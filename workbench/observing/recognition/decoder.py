@@ -117,12 +117,13 @@ def _tables_of_values(
     """Tables by token id, other than the embedding, whose rows are as wide as the values of a layer."""
     widths = {layer.attention.v.flatten(1).shape[1] for layer in layers if layer.is_read}
     found: dict[str, Table] = {}
-    for run, entry in enumerate(trace.lookups):
+    for entry in trace.lookups:
         within = entry.parent.name if entry.parent and entry.kind == f"{entry.parent.name}.weight" else ""
         if entry.reads_tokens and entry.kind and not (embed and within == embed[0].name):
             for seen in entry.outputs:
                 if seen.rows.shape[1] in widths:
-                    found.setdefault(within or entry.kind, Table(run, seen.rows, seen.axes))
+                    run = sum(e.kind == entry.kind and e.start < entry.start for e in trace.lookups)
+                    found.setdefault(within or entry.kind, Table(entry.kind, run, seen.rows, seen.axes))
     return found
 
 

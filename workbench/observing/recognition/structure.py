@@ -76,9 +76,7 @@ class Part:
     """One attention of a layer, and where its tensors pass."""
 
     attention: TracedAttention
-    calls: dict[
-        CallSite, str
-    ]  # which of the scope's calls it is made of, and what each is
+    calls: dict[CallSite, str]  # which of the scope's calls it is made of, and what each is
     q: Projection | None = None
     k: Projection | None = None
     v: Projection | None = None
@@ -125,8 +123,9 @@ class LayerStructure:
 
 @dataclass(frozen=True)
 class Table:
-    """Vectors that are looked up by token id: which of all such calls it is, rows of the traced run, axes of what is looked up."""
+    """Vectors that are looked up by token id: in which parameter, by which of its calls, rows of the traced run, axes."""
 
+    parameter: str
     run: int
     rows: Tensor
     axes: Axes
