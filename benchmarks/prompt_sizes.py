@@ -1,10 +1,11 @@
-"""Activations of observed modules on prompts of confusable sizes, held against the same sequences in one longer prompt.
+"""Compare activations of observed modules on prompts of confusable sizes with those of longer prompts.
 
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice -n 19 python benchmarks/prompt_sizes.py [--only NAME ...] [--seconds 240] [--part 0/1]
 
-A prompt with as many positions as there are heads, key-value heads, sequences or numbers in a head shows whether an axis is taken
-for another. In a causal model each activation equals that of the same position in a longer prompt of one sequence. Families whose
-own logits do not (attention in chunks, both directions) are named and left out. Prints one line per family and kind of attention.
+An axis may be mistaken for another one if a prompt has as many positions as the module has heads, key-value heads, sequences or
+numbers in a head. A causal model gives each position the same activation in a longer prompt of one sequence, which is the truth here.
+The script names and leaves out families whose own logits depend on the length (attention in chunks or in both directions). It prints
+one line per family and kind of attention, and exits with 1 if an activation differs by more than 1e-4.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ QUERY_LAST = re.compile(r"hook_(row_\w+|sink|lse|null)$")
 
 
 def sizes(observed: Observed) -> Iterator[tuple[int, int]]:
-    """Numbers of sequences and of positions that may be taken for another axis."""
+    """Yield the numbers of sequences and positions that another axis may share."""
     config = observed.config
     lengths = {1, 2, config.n_heads, config.n_key_value_heads or config.n_heads, config.d_head} - {0}
     for length in sorted(n for n in lengths if n < LONG):
@@ -52,7 +53,7 @@ def prefix(name: str, x: Tensor, length: int) -> Tensor:
 
 
 def differences(observed: Observed, ids: Tensor) -> tuple[int, list[str]]:
-    """How many activations were compared, and those that differ: hook point, sequences, positions, difference.
+    """Return the number of compared activations, and a description of each that differs.
 
     `ids` [batch, LONG] holds as many sequences as the longest prompt of `sizes` has positions.
     """
@@ -74,7 +75,7 @@ def differences(observed: Observed, ids: Tensor) -> tuple[int, list[str]]:
 
 
 def is_causal(observed: Observed, ids: Tensor) -> bool:
-    """Whether the module's own logits of short prompts are those of longer ones."""
+    """Return whether the module's own logits of a short prompt equal those of a longer one."""
     longer = observed.logits(ids[:2])
     return all(
         off(observed.logits(ids[:2, :n]), longer[:, :n]) <= LIMIT for n in sorted({n for _, n in sizes(observed)})
@@ -82,7 +83,7 @@ def is_causal(observed: Observed, ids: Tensor) -> bool:
 
 
 def line_of(family: str, implementation: str, seconds: int) -> tuple[str, int, int]:
-    """What became of one family: in words, activations compared, activations that differ."""
+    """Return the result of one family in words, and the numbers of activations compared and different."""
     from families import limited
     from family_configs import LENGTH, VOCABULARY, built, runnable
 

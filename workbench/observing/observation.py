@@ -126,9 +126,9 @@ def _recognizer(
 def _with_matrices_told_apart(
     module: nn.Module, recognize: Callable[..., tuple[DecoderStructure, list[ValuePath]]]
 ) -> tuple[DecoderStructure, list[ValuePath]]:
-    """A module's structure, in which matrices and heads that hold the same numbers now (zeros, copies) are not merged.
+    """Recognise a module without merging matrices or heads that hold the same numbers now (zeros, copies).
 
-    They are told apart in a run in which each matrix's output has noise of its own, since a training may change each of them alone.
+    Training may change each of them alone. A run with noise on the output of each matrix tells them apart.
     """
     structure, paths = recognize(module, None)
     repeated = any(part.attention.repeats > 1 for layer in structure.layers for part in layer.parts)
@@ -145,7 +145,7 @@ def _with_matrices_told_apart(
 
 
 def _refuse_few_ids(trace: Trace) -> None:
-    """Raise `BadData` where the tokens are so alike that different tensors agree on them."""
+    """Raise `BadData` if the tokens hold so few different ids that different tensors agree by chance."""
     tables = [e for e in trace.executions if e.reads_tokens and is_matrix(trace, e)]
     vocabularies = [int(trace.module.get_submodule(e.name).weight.shape[0]) for e in tables]  # type: ignore[union-attr, index]
     least, ids, shape = min([MIN_IDS, *vocabularies]), trace.tokens.unique().tolist(), tuple(trace.tokens.shape)

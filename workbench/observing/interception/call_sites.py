@@ -1,6 +1,6 @@
-"""Where a module's code makes a call: the lines on the way from a module's forward to it, the same in every run.
+"""Identify a call by the code lines that lead to it from a module's forward.
 
-Frames of PyTorch and of this package are left out, so that hooks, modes and wrappers around a module change nothing.
+The lines are the same in every run. They leave out frames of PyTorch and of this package, since hooks and modes add such frames.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEFT_OUT = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(
 
 
 class CallSite(NamedTuple):
-    """One of the calls in a run of a module: of which kind, made where, its number among the calls there, and how many these are."""
+    """One call in a run of a module: its kind, the lines that make it, its number among their calls and the total of these."""
 
     kind: str
     lines: tuple[Line, ...]
@@ -28,7 +28,7 @@ class CallSite(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The calls there in words."""
+        """Describe the calls of these lines."""
         file, line, _ = self.lines[0] if self.lines else ("torch", 0, 0)
         return (
             f"{self.total} {self.kind} call{'s' if self.total > 1 else ''} in the function at {Path(file).name}:{line}"
@@ -36,7 +36,7 @@ class CallSite(NamedTuple):
 
 
 def running_frames(end: int = 0) -> Frames:
-    """Frames of this thread, the innermost first, up to the one with the identity `end`, that one excluded."""
+    """Return the frames of this thread, innermost first, up to the frame with the identity `end`, without that frame."""
     frame, frames = sys._getframe(1), list[tuple[int, Line | None]]()
     while frame is not None and id(frame) != end:
         code = frame.f_code
@@ -47,6 +47,6 @@ def running_frames(end: int = 0) -> Frames:
 
 
 def lines_within(frames: Frames, end: int = 0) -> tuple[Line, ...]:
-    """The lines of frames up to the one with the identity `end`, of all where it is not among them."""
+    """Return the lines of the frames before the frame with the identity `end`, or of all frames without it."""
     until = next((i for i, (identity, _) in enumerate(frames) if identity == end), len(frames))
     return tuple(line for _, line in frames[:until] if line is not None)

@@ -1,4 +1,4 @@
-"""Which positions inside a module are its tokens, and how tensors of positions lie: the batch or positions first, by head, in one row.
+"""Positions inside a module that are its tokens, and the axes of tensors: batch first, positions first, by head, in one row.
 
 Some modules put positions of their own before or after the tokens (registers, a prefix), some write all sequences into one
 row. Outside this file every tensor is [batch, pos, ...] of tokens alone.
@@ -49,7 +49,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Axes:
-    """Which axes of a tensor are sequences and positions; one axis for both where all sequences stand in one row."""
+    """The axes of a tensor's sequences and positions; the same axis if [batch * pos] is one."""
 
     batch: int = 0
     pos: int = 1
@@ -73,7 +73,7 @@ class Positions:
     # ---- tensors with one axis of positions --------------------------------------------------------------------------
 
     def fitting(self, shape: Sequence[int]) -> list[Axes]:
-        """The axes that a tensor of this shape may have, judged by their lengths alone.
+        """Return the axes that a tensor of this shape may have by their lengths alone.
 
         [batch, pos, ...], [pos, batch, width], [batch, head, pos, d_head] or [batch * pos, width].
         """
@@ -83,7 +83,7 @@ class Positions:
         return [axes for axes in fits if self.fits(shape, axes)]
 
     def fits(self, shape: Sequence[int], axes: Axes) -> bool:
-        """Whether a tensor of this shape has as many sequences and positions on these axes as the run."""
+        """Return whether these axes of a tensor have the lengths of the run."""
         rows, columns = self._lengths(axes)
         if axes.batch == axes.pos:
             return len(shape) == 2 and shape[0] == rows * columns
@@ -93,14 +93,14 @@ class Positions:
         return (self.rows, self.columns) if axes.is_inside else (self.batch, self.length)
 
     def shaped(self, x: Tensor, axes: Axes) -> Tensor | None:
-        """[batch, pos, ...] of a tensor with these axes; None for one that is not of these positions."""
+        """Return a tensor with these axes as [batch, pos, ...], or None if it has other positions."""
         if not x.is_floating_point() or not self.fits(x.shape, axes):
             return None
         lined = self.lined(x, axes)
         return self.cropped(lined) if axes.is_inside else lined
 
     def unshaped(self, tokens: Tensor, like: Tensor, axes: Axes) -> Tensor:
-        """The inverse of `shaped`: `like` with its tokens replaced."""
+        """Invert `shaped`: return `like` with its tokens replaced."""
         lined = self.lined(like, axes)
         tokens = tokens.reshape(self.batch, self.length, *lined.shape[2:])
         if axes.is_inside:
@@ -115,7 +115,7 @@ class Positions:
         return None if shaped is None else shaped.reshape(self.batch * self.length, -1)
 
     def lined(self, x: Tensor, axes: Axes) -> Tensor:
-        """[row, column, ...] of all positions; of tokens alone where those are all it has."""
+        """Return a tensor with these axes as [row, column, ...], with all positions that it has."""
         if axes.batch == axes.pos:
             return x.unflatten(0, self._lengths(axes))
         return x if (axes.batch, axes.pos) == (0, 1) else x.movedim((axes.batch, axes.pos), (0, 1))
@@ -137,7 +137,7 @@ class Positions:
         return whole
 
     def are_tokens(self, ids: Tensor, tokens: Tensor) -> bool:
-        """Whether ids of any layout are these tokens [batch, pos], with or without ids of other positions among them."""
+        """Return whether ids of any layout are these tokens [batch, pos], with or without ids of other positions."""
         for rows, columns in dict.fromkeys(((self.rows, self.columns), (self.batch, self.length))):
             lined = [ids.reshape(rows, columns)] if ids.shape in ((rows, columns), (rows * columns,)) else []
             lined += [ids.T] if ids.shape == (columns, rows) else []

@@ -31,12 +31,12 @@ def tensors_in(
 
 
 def tensors_of_output(output: Any) -> dict[TensorPath, Tensor]:
-    """Every tensor of a module's output by the path to it, those that are attributes of any object among them."""
+    """Return every tensor of a module's output by its path, including attributes of any object."""
     return dict(tensors_in(output, depth=_MAX_OUTPUT_DEPTH))
 
 
 def _items(structure: Any, *, any_object: bool) -> Iterable[tuple[int | str, Any]]:
-    """The parts of a structure by key, position or attribute."""
+    """Return the parts of a structure by key, position or attribute name."""
     if isinstance(structure, Mapping):
         return structure.items()
     if isinstance(structure, Sequence):

@@ -53,7 +53,7 @@ class HookedProjection(NamedTuple):
 
 
 class CountedCalls(NamedTuple):
-    """A run of the module in which a layer attends: the layer (-1: none), its Python frame, how many calls were made where."""
+    """A running module in which a layer attends: the layer (-1: none), the Python frame, the number of calls by kind and lines."""
 
     layer: int
     frame: int
@@ -144,7 +144,7 @@ class HookedRun:
     # ---- where the run is --------------------------------------------------------------------------------------------
 
     def _call_site(self, kind: str) -> tuple[int, CallSite] | None:
-        """The layer and the place of a call of this kind, made now; None outside the observed ones, or where nothing listens."""
+        """Return the layer and site of the call that runs now, or None if no hook listens to it."""
         if not self.scopes or self.scopes[-1].layer < 0:
             return None
         layer, frame, counts = self.scopes[-1]
@@ -157,7 +157,7 @@ class HookedRun:
         return layer, known._replace(number=number)
 
     def check_calls(self, made: CountedCalls) -> None:
-        """Raise `WorkbenchError` where a layer made fewer calls than on the example tokens, so that which is which is not known."""
+        """Raise `WorkbenchError` if a layer made fewer calls than on the example tokens."""
         for (layer, kind, lines), site in self.sites.items():
             if layer == made.layer and made.counts[kind, lines] < site.total:
                 raise WorkbenchError(_other_calls(layer, site, "fewer"))
@@ -167,7 +167,7 @@ class HookedRun:
         return [] if (place := self._call_site(kind)) is None else self.calls.get(place, [])
 
     def bare_projections(self) -> list[HookedProjection]:
-        """The projections that a product with a parameter, made now, holds."""
+        """Return the projections in the output of the product with a parameter that runs now."""
         if not self.matrix_projections or (place := self._call_site(MATRIX)) is None:
             return []
         return self.matrix_projections.get(place, [])

@@ -1,4 +1,4 @@
-"""Which axes of tensors are sequences and positions, and which positions are tokens: found in runs of other sizes and tokens."""
+"""Find the axes of sequences and positions by runs of two sizes, and the positions that are tokens by changing one token."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LEAST = 8  # positions of a run on other sizes
 
 
 class Sizes(NamedTuple):
-    """What runs of two sizes say: the axes of every tensor, and the lengths of axes that are the same in both runs."""
+    """The axes of every tensor, and the lengths of all other axes: those that two runs of different sizes share."""
 
     axes: dict[Place, Axes | None]
     constants: set[int]
 
 
 def find_axes(module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, layout: Layout) -> Sizes | None:
-    """The axes of all tensors of a module, from a run on the tokens and one of other numbers of sequences and positions.
+    """Find the axes of all tensors of a module by a run on the tokens and a run on other numbers of sequences and positions.
 
-    An axis is that of positions where its length is theirs in both runs, whatever other lengths there are. None where the module
-    takes inputs of one size only.
+    The axis of positions has the length of the sequences in both runs; no other axis follows it. Returns None if the module cannot
+    run on inputs of another size.
     """
     runs = []
     for ids in (tokens, of_another_size(tokens)):
@@ -52,7 +52,7 @@ def find_axes(module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, 
 
 
 def of_another_size(tokens: Tensor) -> Tensor:
-    """As many tokens in another number of sequences and of positions, neither of them the other's."""
+    """Return tokens in other numbers of sequences and positions, which differ from each other."""
     batch, length = tokens.shape
     fewer = length - 1 if length > _LEAST else length + 1
     more = batch + 1 if batch + 1 != fewer else batch + 2
@@ -60,21 +60,21 @@ def of_another_size(tokens: Tensor) -> Tensor:
 
 
 def resized(tokens: Tensor, batch: int, length: int) -> Tensor:
-    """Tokens cut, or repeated from other places, to so many sequences and positions."""
+    """Return `batch` sequences of `length` ids each, taken from the tokens at shifted places."""
     n = tokens.numel()
     places = torch.arange(batch)[:, None] * (tokens.shape[1] + 1) + torch.arange(length)
     return tokens.flatten()[places.to(tokens.device) % n]
 
 
 def distinct_length(tokens: Tensor, constants: set[int]) -> Tensor:
-    """The tokens with as many positions as no other axis of any tensor is long."""
+    """Cut the tokens to a number of positions that no other axis has."""
     length = tokens.shape[1]
     lengths = [n for n in range(length, _LEAST - 1, -1) if n not in constants and n != len(tokens)]
     return tokens if not lengths else tokens[:, : lengths[0]]
 
 
 def refuse_ambiguous_axes(trace: Trace) -> None:
-    """Raise `WorkbenchError` where the lengths of the axes of a single run do not tell positions from something else."""
+    """Raise `WorkbenchError` if two axes of a tensor in the only possible run have the length of the sequences."""
     at = trace.positions
     for (name, _, side, _), shape in trace.shapes.items():
         if len(at.fitting(shape)) > 1:

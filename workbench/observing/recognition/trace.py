@@ -57,8 +57,8 @@ _OUTPUT = "(output)"
 class Trace:
     """Call handler and hooks of the one run; afterwards `executions` and `attentions` hold it in order.
 
-    `axes`: the axes of tensors, from runs of several sizes; without them the lengths of this one run decide. `noisy`: the output
-    of each product with a parameter gets noise as large as it is, so that no two of them are equal.
+    `axes` holds the axes of tensors from runs of two sizes; without it the lengths of this run decide. `noisy` adds noise of their
+    own size to the outputs of products with a parameter, so that no two outputs are equal.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Trace:
         return name, self._runs[name] - 1, side
 
     def _axes_of(self, place: Place, tensor: Tensor) -> Axes | None:
-        """The axes of a tensor, None for one that is not of positions; raises `WorkbenchError` where they cannot be told apart."""
+        """Return the axes of a tensor, or None if it has no axis of positions."""
         if is_sharded(tensor) or not tensor.is_floating_point():
             return None
         shape = self.shapes[place] = tuple(tensor.shape)
@@ -376,7 +376,7 @@ class Trace:
 
 
 class ShapeTrace(Trace):
-    """A traced run of which only shapes are wanted."""
+    """A traced run that records shapes only."""
 
     def fused(self, call: FusedCall) -> Any:
         """Run the call."""
@@ -392,7 +392,7 @@ class ShapeTrace(Trace):
 
 
 def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A tensor plus random numbers of its own standard deviation, of 1 where it is constant."""
+    """Add noise with the tensor's own standard deviation, or with 1 if the tensor is constant."""
     if not x.is_floating_point():
         return x
     size = x.std(correction=0)
