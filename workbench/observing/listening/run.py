@@ -118,7 +118,9 @@ class HookedRun:
                     self.intercepted.add(i)
                     for site, role in heard.part.calls.items():
                         self.calls.setdefault((i, site), []).append((heard, role))
-        self.sites = {(i, site.kind, site.lines): site for i, site in (*self.calls, *self.matrix_projections)}
+        self.sites: dict[int, dict[tuple[str, tuple[Line, ...]], CallSite]] = {}  # of each layer
+        for i, site in (*self.calls, *self.matrix_projections):
+            self.sites.setdefault(i, {})[site.kind, site.lines] = site
         whole = bool(self.tables_read) or any(self.layers[i].scope is None for i in self.intercepted)
         self.everywhere = whole  # whether calls outside the attentions are needed too
 
@@ -149,7 +151,7 @@ class HookedRun:
             return None
         layer, frame, counts = self.scopes[-1]
         lines = lines_within(running_frames(frame))
-        if (known := self.sites.get((layer, kind, lines))) is None:
+        if (known := self.sites.get(layer, {}).get((kind, lines))) is None:
             return None
         if (number := counts[kind, lines]) == known.total:
             raise WorkbenchError(_other_calls(layer, known, "more"))
@@ -158,9 +160,9 @@ class HookedRun:
 
     def check_calls(self, made: CountedCalls) -> None:
         """Raise `WorkbenchError` if a layer made fewer calls than on the example tokens."""
-        for (layer, kind, lines), site in self.sites.items():
-            if layer == made.layer and made.counts[kind, lines] < site.total:
-                raise WorkbenchError(_other_calls(layer, site, "fewer"))
+        for place, site in self.sites.get(made.layer, {}).items():
+            if made.counts[place] < site.total:
+                raise WorkbenchError(_other_calls(made.layer, site, "fewer"))
 
     def listeners(self, kind: str) -> list[tuple[Heard, str]]:
         """The attentions that a call of this kind, made now, is a step of, and which."""
