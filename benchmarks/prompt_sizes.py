@@ -52,16 +52,20 @@ def prefix(name: str, x: Tensor, length: int) -> Tensor:
     return x[..., :length] if QUERY_LAST.search(name) else x[:, :length]
 
 
-def differences(observed: Observed, ids: Tensor) -> tuple[int, list[str]]:
-    """Return the number of compared activations, and a description of each that differs.
+def differences(observed: Observed, ids: Tensor) -> tuple[int, list[str], list[str]]:
+    """Return the number of compared activations, a description of each that differs, and of each size that is refused.
 
     `ids` [batch, LONG] holds as many sequences as the longest prompt of `sizes` has positions.
     """
     names = [n for n in observed.hook_dict if not LEFT_OUT.search(n)]
     truth = [observed.run_with_cache(row[None], names) for row in ids]
-    compared, wrong = 0, list[str]()
+    compared, wrong, refused = 0, list[str](), list[str]()
     for batch, length in sizes(observed):
-        logits, cache = observed.run_with_cache(ids[:batch, :length], names)
+        try:
+            logits, cache = observed.run_with_cache(ids[:batch, :length], names)
+        except WorkbenchError as error:
+            refused.append(f"{batch} x {length}: {error}")
+            continue
         expected: dict[str, tuple[Tensor, list[Tensor]]] = {
             name: (cache[name], [prefix(name, one[name], length) for _, one in truth[:batch]]) for name in names
         }
@@ -71,7 +75,7 @@ def differences(observed: Observed, ids: Tensor) -> tuple[int, list[str]]:
             compared += 1
             if not (worst := off(found, torch.cat(parts))) <= LIMIT:
                 wrong.append(f"{name} of {batch} x {length}: {worst:.1e}")
-    return compared, wrong
+    return compared, wrong, refused
 
 
 def is_causal(observed: Observed, ids: Tensor) -> bool:
@@ -107,8 +111,9 @@ def line_of(family: str, implementation: str, seconds: int) -> tuple[str, int, i
             ids = torch.randint(3, VOCABULARY, (most, LONG), generator=torch.Generator().manual_seed(4))
             if not is_causal(observed, ids):
                 return "logits depend on the length of the prompt: left out", 0, 0
-            compared, wrong = differences(observed, ids)
-            return f"{compared} compared, {len(wrong)} differ {wrong[:4]}", compared, len(wrong)
+            compared, wrong, refused = differences(observed, ids)
+            words = f"{compared} compared, {len(wrong)} differ {wrong[:4]}, {len(refused)} sizes refused {refused[:1]}"
+            return words, compared, len(wrong)
     except Exception as error:  # a family that cannot be built or is refused has a line, whatever it raises
         failed = "" if isinstance(error, WorkbenchError) or status == "not built" else "FAILED "
         return f"{failed}{status}: {type(error).__name__}: {error}".split("\n")[0][:300], 0, 0
