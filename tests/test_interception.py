@@ -20,7 +20,7 @@ from workbench.observing.interception.masks import (
     masked_statistics,
     pattern_statistics,
 )
-from workbench.observing.interception.positions import Positions
+from workbench.observing.interception.positions import Axes, Positions
 from workbench.observing.interception.product_calls import attention_axes, product_call
 from workbench.observing.interception.tensor_layouts import head_repeats, replaced_at, tensors_in
 
@@ -64,21 +64,21 @@ def test_tensors_are_found_and_replaced_where_they_stand():
 )
 def test_every_layout_is_read_and_written_by_position(shape, order):
     x = numbers(*shape)
-    rows = PLAIN.by_position(x)
+    rows = PLAIN.by_position(x, *PLAIN.fitting(x.shape))
     assert rows.shape == (B * T, H * D if len(shape) == 4 else H)
     for b in range(B):
         for t in range(T):
             place = tuple({"b": b, "t": t, "r": b * T + t}.get(c, slice(None)) for c in order)
             assert torch.equal(rows[b * T + t], x[place].flatten())
-    assert torch.equal(PLAIN.unshaped(rows.view(B, T, -1), x), x)
+    assert torch.equal(PLAIN.unshaped(rows.view(B, T, -1), x, *PLAIN.fitting(x.shape)), x)
 
 
 @pytest.mark.parametrize(
     "shape", [(B * T,), (B, T), (B * T, 1, H), (T, H, B), (B, H, D, T), (B + 1, T, H), (B * T + 1, H)]
 )
 def test_what_has_no_positions_has_no_rows(shape):
-    assert PLAIN.by_position(numbers(*shape)) is None
-    assert PLAIN.by_position(torch.ones(B, T, H, dtype=torch.long)) is None
+    assert not PLAIN.fitting(shape)
+    assert PLAIN.by_position(torch.ones(B, T, H, dtype=torch.long), Axes()) is None
 
 
 def test_heads_grouped_with_the_batch_or_apart_are_the_same_heads():

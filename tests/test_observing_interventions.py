@@ -86,13 +86,15 @@ def test_shared_values_are_changed_for_all_that_read_them_or_for_one_layer_and_i
         for block in module.transformer["h"]:
             layer = block.attn.layer
             block.attn.attend = lambda q, k, v, at=0, layer=layer: attend(q, k, v * (layer not in values_of))
-        return module(ids)[0]
+        changed = module(ids)[0]
+        for block in module.transformer["h"]:
+            block.attn.attend = attend
+        return changed
 
     for point, layers in (("own.hook_v", (0, 1, 2)), ("hook_v", (0,))):
         with observed.hooks([(f"blocks.0.attn.{point}", lambda v, hook: v * 0)]):
             found = observed(ids)
         torch.testing.assert_close(found, without(layers), atol=1e-5, rtol=1e-5)
-        without(())
 
 
 @torch.no_grad()

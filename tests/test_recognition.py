@@ -10,6 +10,7 @@ import torch
 from strangers import GPT, large
 
 from workbench.observing.interception.masks import CAUSAL
+from workbench.observing.interception.positions import Axes
 from workbench.observing.recognition import projections
 from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.attention_reference import near, reference, score_factor
@@ -112,7 +113,7 @@ def test_heads_that_were_rounded_to_sixteen_bits_are_found(narrow):
 
 @pytest.mark.parametrize("columns", [slice(4, 16), tuple(range(15, 3, -1))])
 def test_a_projections_heads_are_read_and_written_among_other_columns(columns):
-    projection = Projection("attn.qkv", 0, (), columns, HEADS)
+    projection = Projection("attn.qkv", 0, (), columns, HEADS, axes=Axes())
     chosen = list(range(24))[columns] if isinstance(columns, slice) else list(columns)
     heads = projection.heads_in(OUTPUT)
     assert torch.equal(heads, OUTPUT[:, chosen].unflatten(1, (HEADS, WIDTH)))
@@ -124,7 +125,7 @@ def test_a_projections_heads_are_read_and_written_among_other_columns(columns):
 
 
 def ran(name, start, *outputs, parent=None):
-    seen = [TracedTensor((i,), rows, tuple(rows.shape)) for i, rows in enumerate(outputs)]
+    seen = [TracedTensor((i,), rows, tuple(rows.shape), Axes()) for i, rows in enumerate(outputs)]
     return Execution(name, "Linear", parent, start, start + 1, outputs=seen)
 
 
@@ -135,16 +136,16 @@ def test_a_projection_is_the_outermost_output_that_holds_the_heads_and_the_same_
     inner = ran("0.qkv.inner", 2, OUTPUT, parent=outer)
     runs = [ran("0.qkv", 1, random(ROWS, 24, seed=3)), inner, outer]
     found = find_projection(runs, target)
-    assert found == Projection("0.qkv", 1, (1,), slice(4, 16), HEADS)
+    assert found == Projection("0.qkv", 1, (1,), slice(4, 16), HEADS, axes=Axes())
     assert find_projection(runs, turned(target), starts=STARTS) == found
     assert find_projection(runs[:1], target) is None
     later = [ran("1.qkv", 11, OUTPUT, OUTPUT), ran("1.qkv", 12, OUTPUT, OUTPUT)]
-    assert same_projection(found, later, "1.qkv") == Projection("1.qkv", 1, (1,), slice(4, 16), HEADS)
+    assert same_projection(found, later, "1.qkv") == Projection("1.qkv", 1, (1,), slice(4, 16), HEADS, axes=Axes())
     assert same_projection(found, later[:1], "1.qkv") is None, "it runs once only"
     assert same_projection(found, [later[0], ran("1.qkv", 12, OUTPUT)], "1.qkv") is None, "it returns less"
     assert same_projection(found, [later[0], ran("1.qkv", 12, OUTPUT, OUTPUT[:, :16])], "1.qkv") is not None
     assert same_projection(found, [later[0], ran("1.qkv", 12, OUTPUT, OUTPUT[:, :15])], "1.qkv") is None
-    scattered = Projection("0.qkv", 0, (0,), (9, 0, 3), 1)
+    scattered = Projection("0.qkv", 0, (0,), (9, 0, 3), 1, axes=Axes())
     assert same_projection(scattered, [ran("1.qkv", 1, OUTPUT[:, :10])], "1.qkv") is not None
     assert same_projection(scattered, [ran("1.qkv", 1, OUTPUT[:, :9])], "1.qkv") is None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +17,18 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
 from workbench.observing.interception.fused_calls import APPLIED, COMPLETE, IGNORED
 from workbench.observing.interception.positions import Layout
-from workbench.observing.interception.tensor_layouts import tensors_in
-from workbench.observing.interception.weights import refuse_absent_weights
+from workbench.observing.interception.tensor_layouts import tensors_of_output
+from workbench.observing.interception.weights import has_alike_matrices, refuse_absent_weights
 from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
 from workbench.observing.recognition.blocks import ENCODER_DECODER, is_encoder_decoder
 from workbench.observing.recognition.decoder import recognize_decoder
-from workbench.observing.recognition.layouts import find_layout
+from workbench.observing.recognition.layouts import distinct_length, find_axes, find_layout, refuse_ambiguous_axes
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
-from workbench.observing.recognition.trace import Trace
+from workbench.observing.recognition.trace import AxesTable, Trace, is_matrix
 from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
 MIN_POSITIONS = 8  # with fewer, coincidences decide
+MIN_IDS = 4  # the same; of a smaller vocabulary all
 
 
 def observe(
@@ -38,7 +41,7 @@ def observe(
         module: anything whose `module(ids)` runs a decoder; DistributedDataParallel and compiled modules are unwrapped.
         example_tokens: ids [batch, pos] (or [pos]) it can read, 8 positions at least, of the kind it will be used on: no two
             tensors should agree by chance, so real text or random ids rather than zeros. A tokenizer's output without padding,
-            and text where there is a `tokenizer`, are read for their ids.
+            and text where there is a `tokenizer`, are read for their ids. They are cut if another axis is as long.
         call: `call(module, ids)` where the module wants more than ids, for example masks.
         blocks: where the module holds several stacks of blocks: the name, or names, of the one to observe.
         tokenizer: for text: one of ours, a `tokenizers.Tokenizer`, or a fast tokenizer of transformers. It is copied.
@@ -46,7 +49,7 @@ def observe(
 
     Raises `WorkbenchError` naming the cause and what to do: no attention seen (custom kernels, TorchScript), bidirectional or
     cross-attention, several attentions in a block, several stacks, active dropout, outputs that change under the trace;
-    `BadData` for other than token ids.
+    outputs without a tensor; `BadData` for other than token ids, and for fewer than 4 different ones.
     """
     if not isinstance(module, nn.Module):
         advice = ": it is a graph without the model's modules, so observe the model that was exported"
@@ -65,12 +68,22 @@ def observe(
     run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
     notes += more + _packed_weights(inner)
     trace = _check_trace_changes_nothing(inner, run, plain, tokens)
+    _refuse_few_ids(trace)
     if COMPILED_NOTE not in notes and (note := _other_path(inner, run, plain, tokens)):
         notes.append(note)
     outer = module if hasattr(module, "_orig_mod") else inner
     lists = _block_lists(trace, lambda m: run(m, tokens), outer, plain)
-    recognize = _recognizer(run_all, tokens, blocks, find_layout(trace, lambda ids: run(inner, ids)), lists)
-    structure, paths = recognize(inner, None)
+    layout = find_layout(trace, lambda ids: run(inner, ids))
+    sizes = find_axes(inner, partial(run_all, inner), tokens, layout)
+    if sizes is None:
+        refuse_ambiguous_axes(trace)
+        notes.append(
+            "the module takes inputs of one size only: its axes are told apart by their lengths on the example tokens"
+        )
+    else:
+        tokens = distinct_length(tokens, sizes.constants)
+    recognize = _recognizer(run_all, tokens, blocks, layout, None if sizes is None else sizes.axes, lists)
+    structure, paths = _with_matrices_told_apart(inner, recognize)
     observed = Observed(
         inner, structure, paths, outer=outer, call=run, call_all=run_all,
         recognize=recognize, notes=notes, tokenizer=tokenizer,
@@ -92,7 +105,13 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
         both = is_encoder_decoder(module)
         advice = ENCODER_DECODER if both else "pass observe() a call=, as call=lambda m, ids: m(ids, ...)"
         raise WorkbenchError(f"{name} cannot be called with ids alone ({error}): {advice}") from error
-    if any(bool(x.isnan().any()) for _, x in tensors_in(output) if x.is_floating_point()):
+    tensors = tensors_of_output(output).values()
+    if not tensors:
+        raise WorkbenchError(
+            f"{name} returns a {type(output).__name__} without a tensor, so that two runs cannot be compared: pass observe() a call= "
+            "that returns the logits"
+        )
+    if any(bool(x.isnan().any()) for x in tensors if x.is_floating_point()):
         raise WorkbenchError(
             f"{name} gives NaN on the example tokens: a query whose keys are all masked with -inf does so in eager attention. Give rows "
             "without padding, or mask with torch.finfo(dtype).min"
@@ -124,7 +143,7 @@ def _distance(a: Any, b: Any) -> float:
     """The largest difference between floating-point tensors of two outputs, relative to the larger norm."""
     pairs = [
         (x.double(), y.double())
-        for (_, x), (_, y) in zip(tensors_in(a), tensors_in(b), strict=True)
+        for x, y in zip(tensors_of_output(a).values(), tensors_of_output(b).values(), strict=True)
         if x.is_floating_point()
     ]
     return max(
@@ -147,16 +166,23 @@ def _packed_weights(module: nn.Module) -> list[str]:
 
 
 def _recognizer(
-    call: Call, example: Tensor, blocks: str | Sequence[str] | None, layout: Layout, block_lists: str
+    call: Call,
+    example: Tensor,
+    blocks: str | Sequence[str] | None,
+    layout: Layout,
+    axes: AxesTable | None,
+    block_lists: str,
 ) -> Recognize:
     """How to read a module's structure and value paths from a traced run, on the example tokens unless others are given."""
 
-    def recognize(module: nn.Module, tokens: Tensor | None) -> tuple[DecoderStructure, list[ValuePath]]:
-        trace = Trace(module, example if tokens is None else tokens, layout, block_lists)
+    def recognize(
+        module: nn.Module, tokens: Tensor | None, *, noisy: bool = False
+    ) -> tuple[DecoderStructure, list[ValuePath]]:
+        ids = example if tokens is None else tokens
+        trace = Trace(module, ids, layout, axes, block_lists=block_lists, noisy=noisy)
         output = trace.run(lambda ids: call(module, ids))
-        with torch.autocast(
-            example.device.type, enabled=False
-        ):  # that of the run is not for what is compared afterwards
+        _refuse_few_ids(trace)
+        with torch.autocast(example.device.type, enabled=False):  # that of the run does not apply to later comparisons
             structure = recognize_decoder(trace, output, blocks)
             structure.block_lists = block_lists
             return structure, [
@@ -165,6 +191,39 @@ def _recognizer(
             ]
 
     return recognize
+
+
+def _with_matrices_told_apart(
+    module: nn.Module, recognize: Callable[..., tuple[DecoderStructure, list[ValuePath]]]
+) -> tuple[DecoderStructure, list[ValuePath]]:
+    """Recognise a module without merging matrices or heads that hold the same numbers now (zeros, copies).
+
+    Training may change each of them alone. A run with noise on the output of each matrix tells them apart.
+    """
+    structure, paths = recognize(module, None)
+    repeated = any(part.attention.repeats > 1 for layer in structure.layers for part in layer.parts)
+    if not repeated and not has_alike_matrices(module):
+        return structure, paths
+    noisy, noisy_paths = recognize(module, None, noisy=True)
+    if [layer.attention.kv_heads for layer in noisy.layers] != [layer.attention.kv_heads for layer in structure.layers]:
+        return replace(structure, layers=noisy.layers, config=noisy.config), noisy_paths
+    for layer, other in zip(structure.layers, noisy.layers, strict=True):
+        for part, told_apart in zip(layer.parts, other.parts, strict=True):
+            part.q, part.k, part.v = told_apart.q, told_apart.k, told_apart.v
+            part.latent = told_apart.latent
+    return structure, paths
+
+
+def _refuse_few_ids(trace: Trace) -> None:
+    """Raise `BadData` if the tokens hold so few different ids that different tensors agree by chance."""
+    tables = [e for e in trace.executions if e.reads_tokens and is_matrix(trace, e)]
+    vocabularies = [int(trace.module.get_submodule(e.name).weight.shape[0]) for e in tables]  # type: ignore[index]
+    least, ids, shape = min([MIN_IDS, *vocabularies]), trace.tokens.unique().tolist(), tuple(trace.tokens.shape)
+    if len(ids) < least:
+        raise BadData(
+            f"example tokens {shape} hold {len(ids)} different ids ({', '.join(map(str, ids))}), too few to tell tensors apart: "
+            f"give text, or random ids as torch.randint(vocabulary, {shape})"
+        )
 
 
 def _other_path(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> str:
@@ -196,7 +255,8 @@ def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
 
 def _call_for_all_positions(module: nn.Module, usual: Call, plain: Any, tokens: Tensor) -> tuple[Call, list[str]]:
     """How to call the module for logits of every position, and a note where that differs from its usual call."""
-    last = any(x.ndim == 3 and x.shape[:2] == (len(tokens), 1) for _, x in tensors_in(plain) if x.is_floating_point())
+    seen = [x for x in tensors_of_output(plain).values() if x.is_floating_point()]
+    last = any(x.ndim == 3 and x.shape[:2] == (len(tokens), 1) for x in seen)
     if not last or tokens.shape[1] == 1:
         return usual, []
     name = next((n for n in ("targets", "labels") if n in inspect.signature(module.forward).parameters), None)
@@ -228,7 +288,7 @@ def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, token
 
 def same_tensors(a: Any, b: Any) -> bool:
     """Whether two outputs hold bitwise equal tensors at the same places; NaN equals NaN."""
-    left, right = dict(tensors_in(a)), dict(tensors_in(b))
+    left, right = tensors_of_output(a), tensors_of_output(b)
     return left.keys() == right.keys() and all(
         x.shape == right[p].shape and torch.equal(x.nan_to_num(), right[p].nan_to_num()) for p, x in left.items()
     )

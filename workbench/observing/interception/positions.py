@@ -1,4 +1,4 @@
-"""Which positions inside a module are its tokens, and how tensors of positions lie: the batch or positions first, by head, in one row.
+"""Positions inside a module that are its tokens, and the axes of tensors: batch first, positions first, by head, in one row.
 
 Some modules put positions of their own before or after the tokens (registers, a prefix), some write all sequences into one
 row. Outside this file every tensor is [batch, pos, ...] of tokens alone.
@@ -6,6 +6,7 @@ row. Outside this file every tensor is [batch, pos, ...] of tokens alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +47,15 @@ class Layout:
         return replace(self, turned=True)
 
 
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a tensor's sequences and positions; the same axis if [batch * pos] is one."""
+
+    batch: int = 0
+    pos: int = 1
+    is_inside: bool = False  # whether it has all the module's positions, also those that are no tokens
+
+
 class Positions:
     """A layout for `batch` sequences of `length` tokens."""
 
@@ -62,44 +72,53 @@ class Positions:
 
     # ---- tensors with one axis of positions --------------------------------------------------------------------------
 
-    def shaped(self, x: Tensor) -> Tensor | None:
-        """[batch, pos, ...] of a tensor in any layout: also [pos, batch, ...], [batch, head, pos, d_head], [batch * pos, width].
+    def fitting(self, shape: Sequence[int]) -> list[Axes]:
+        """Return the axes that a tensor of this shape may have by their lengths alone.
 
-        None for one that is no floating-point tensor of positions.
+        [batch, pos, ...], [pos, batch, width], [batch, head, pos, d_head] or [batch * pos, width].
         """
-        lined = None if not x.is_floating_point() or x.ndim < 2 else self.lined(x)
-        if lined is None or lined.shape[:2] == (self.batch, self.length):
-            return lined
-        return self.cropped(lined)
+        orders = {2: ((0, 0),), 3: ((0, 1), (1, 0))}.get(len(shape), ((0, 1), (0, 2)) if len(shape) == 4 else ((0, 1),))
+        insides = (True, False) if self.layout.packed or any(self.layout.beside) else (False,)
+        fits = [Axes(*order, inside) for inside in insides for order in orders] if len(shape) > 1 else []
+        return [axes for axes in fits if self.fits(shape, axes)]
 
-    def unshaped(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `shaped`: `like` with its tokens replaced."""
-        lined = self.lined(like)
-        assert lined is not None
+    def fits(self, shape: Sequence[int], axes: Axes) -> bool:
+        """Return whether these axes of a tensor have the lengths of the run."""
+        rows, columns = self._lengths(axes)
+        if axes.batch == axes.pos:
+            return len(shape) == 2 and shape[0] == rows * columns
+        return len(shape) > 2 and len(shape) > axes.pos and (shape[axes.batch], shape[axes.pos]) == (rows, columns)
+
+    def _lengths(self, axes: Axes) -> tuple[int, int]:
+        return (self.rows, self.columns) if axes.is_inside else (self.batch, self.length)
+
+    def shaped(self, x: Tensor, axes: Axes) -> Tensor | None:
+        """Return a tensor with these axes as [batch, pos, ...], or None if it has other positions."""
+        if not x.is_floating_point() or not self.fits(x.shape, axes):
+            return None
+        lined = self.lined(x, axes)
+        return self.cropped(lined) if axes.is_inside else lined
+
+    def unshaped(self, tokens: Tensor, like: Tensor, axes: Axes) -> Tensor:
+        """Invert `shaped`: return `like` with its tokens replaced."""
+        lined = self.lined(like, axes)
         tokens = tokens.reshape(self.batch, self.length, *lined.shape[2:])
-        if lined.shape[:2] != (self.batch, self.length):
+        if axes.is_inside:
             tokens = self._put(lined, tokens)
-        if lined.ndim == like.ndim and lined.shape != like.shape:
-            tokens = tokens.transpose(1, 2) if like.ndim == 4 else tokens.transpose(0, 1)
-        return tokens.reshape(like.shape)
+        if axes.batch == axes.pos:
+            return tokens.reshape(like.shape)
+        return tokens.movedim((0, 1), (axes.batch, axes.pos))
 
-    def by_position(self, x: Tensor) -> Tensor | None:
+    def by_position(self, x: Tensor, axes: Axes) -> Tensor | None:
         """[batch * pos, width] of such a tensor."""
-        shaped = self.shaped(x)
+        shaped = self.shaped(x, axes)
         return None if shaped is None else shaped.reshape(self.batch * self.length, -1)
 
-    def lined(self, x: Tensor) -> Tensor | None:
-        """[row, column, ...] of all positions; of tokens alone where those are all it has."""
-        for rows, columns in dict.fromkeys(((self.rows, self.columns), (self.batch, self.length))):
-            if x.ndim > 2 and x.shape[:2] == (rows, columns):
-                return x
-            if x.ndim == 3 and x.shape[:2] == (columns, rows):
-                return x.transpose(0, 1)
-            if x.ndim == 4 and (x.shape[0], x.shape[2]) == (rows, columns):
-                return x.transpose(1, 2)
-            if x.ndim == 2 and len(x) == rows * columns:
-                return x.view(rows, columns, -1)
-        return None
+    def lined(self, x: Tensor, axes: Axes) -> Tensor:
+        """Return a tensor with these axes as [row, column, ...], with all positions that it has."""
+        if axes.batch == axes.pos:
+            return x.unflatten(0, self._lengths(axes))
+        return x if (axes.batch, axes.pos) == (0, 1) else x.movedim((axes.batch, axes.pos), (0, 1))
 
     def cropped(self, x: Tensor, beside: Beside | None = None) -> Tensor:
         """[row, column, ...] -> [batch, pos, ...]."""
@@ -117,13 +136,16 @@ class Positions:
         self.cropped(whole, beside).copy_(tokens)
         return whole
 
-    def tokens_in(self, ids: Tensor) -> Tensor | None:
-        """The tokens' ids [batch, pos] among those of any layout; None where they are not as many."""
+    def are_tokens(self, ids: Tensor, tokens: Tensor) -> bool:
+        """Return whether ids of any layout are these tokens [batch, pos], with or without ids of other positions."""
         for rows, columns in dict.fromkeys(((self.rows, self.columns), (self.batch, self.length))):
-            if ids.shape in ((rows, columns), (columns, rows), (rows * columns,)):
-                whole = ids.T if ids.shape == (columns, rows) != (rows, columns) else ids.reshape(rows, columns)
-                return whole.reshape(self.batch, -1) if columns == self.length else self.cropped(whole)
-        return None
+            lined = [ids.reshape(rows, columns)] if ids.shape in ((rows, columns), (rows * columns,)) else []
+            lined += [ids.T] if ids.shape == (columns, rows) else []
+            for each in lined:
+                found = each.reshape(self.batch, -1) if columns == self.length else self.cropped(each)
+                if torch.equal(found, tokens):
+                    return True
+        return False
 
     # ---- operands of attention ---------------------------------------------------------------------------------------
 

@@ -6,30 +6,53 @@ A `TensorPath` leads to one tensor of a nested structure: `(0, "logits")` is `st
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 TensorPath = tuple[int | str, ...]
 _MAX_DEPTH = 3  # decoders nest the stream no deeper
+_MAX_OUTPUT_DEPTH = 8
 
 
-def tensors_in(structure: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """Every tensor of nested tuples, lists, mappings and model outputs, in order, with the path to it."""
+def tensors_in(
+    structure: Any, path: TensorPath = (), *, depth: int = _MAX_DEPTH
+) -> Iterator[tuple[TensorPath, Tensor]]:
+    """Every tensor of nested sequences, mappings, dataclasses and namespaces, in order, with the path to it."""
     if isinstance(structure, Tensor):
         yield path, structure
-    elif len(path) < _MAX_DEPTH:
-        sequence = structure if isinstance(structure, tuple | list) else ()
-        for key, value in structure.items() if isinstance(structure, Mapping) else enumerate(sequence):
-            yield from tensors_in(value, (*path, key))
+    elif len(path) < depth:
+        for key, value in _items(structure, any_object=depth > _MAX_DEPTH):
+            yield from tensors_in(value, (*path, key), depth=depth)
+
+
+def tensors_of_output(output: Any) -> dict[TensorPath, Tensor]:
+    """Return every tensor of a module's output by its path, including attributes of any object."""
+    return dict(tensors_in(output, depth=_MAX_OUTPUT_DEPTH))
+
+
+def _items(structure: Any, *, any_object: bool) -> Iterable[tuple[int | str, Any]]:
+    """Return the parts of a structure by key, position or attribute name."""
+    if isinstance(structure, Mapping):
+        return structure.items()
+    if isinstance(structure, Sequence):
+        return () if isinstance(structure, str | bytes | range) else enumerate(structure)
+    is_record = isinstance(structure, SimpleNamespace) or is_dataclass(structure)
+    if isinstance(structure, type | nn.Module) or callable(structure) or not (is_record or any_object):
+        return ()
+    slots = [name for c in type(structure).__mro__ for name in getattr(c, "__slots__", ())]
+    return [(n, getattr(structure, n)) for n in (*getattr(structure, "__dict__", ()), *slots) if hasattr(structure, n)]
 
 
 def get_at(structure: Any, path: TensorPath) -> Any:
     """What stands at a path."""
     for key in path:
-        structure = structure[key]
+        indexed = isinstance(structure, Mapping | Sequence)
+        structure = structure[key] if indexed else getattr(structure, str(key))
     return structure
 
 
@@ -37,12 +60,15 @@ def replaced_at(structure: Any, path: TensorPath, value: Tensor) -> Any:
     """A copy of the structure in which `value` stands at the path; everything else is the same object."""
     if not path:
         return value
-    inner = replaced_at(structure[path[0]], path[1:], value)
+    inner = replaced_at(get_at(structure, path[:1]), path[1:], value)
     if isinstance(structure, tuple):
         items = [inner if i == path[0] else item for i, item in enumerate(structure)]
         return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
     changed = copy.copy(structure)
-    changed[path[0]] = inner
+    if isinstance(structure, Mapping | Sequence):
+        changed[path[0]] = inner
+    else:
+        object.__setattr__(changed, str(path[0]), inner)  # a frozen dataclass too
     return changed
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 
+_FEW = 16  # numbers that tell matrices apart
 _SAMPLE = 1024  # numbers of a parameter that tell it from another
 
 
@@ -47,6 +48,13 @@ def samples(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         here: Any = offloaded(module.get_submodule(owner), last) if parameter.is_meta else parameter.detach()
         flat = (here.to_local() if is_sharded(here) else here).reshape(-1)
         yield name, flat[:: max(len(flat) // _SAMPLE, 1)]
+
+
+def has_alike_matrices(module: nn.Module) -> bool:
+    """Return whether samples of some matrix are constant, or equal those of another matrix."""
+    matrices = {name for name, p in module.named_parameters() if p.ndim > 1}
+    numbers = [tuple(flat[:: max(len(flat) // _FEW, 1)].tolist()) for name, flat in samples(module) if name in matrices]
+    return len(set(numbers)) < len(numbers) or any(len(set(each)) == 1 for each in numbers)
 
 
 def refuse_absent_weights(module: nn.Module) -> None:

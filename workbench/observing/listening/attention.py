@@ -53,30 +53,32 @@ class AttentionHooks:
 
     def matrix(self, call: MatrixCall) -> Any:
         """Fire on the input and the output of a bare matrix product: a projection, or what a block adds to its stream."""
-        run = self.run
-        if not (run.matrix_reads or run.matrix_inputs):
-            return call.run()
-        place, read = run.count_call("matrix"), call.input
-        for fire in run.matrix_inputs.get(place, ()) if read is not None else ():
-            read = fire(read)
+        inputs, outputs = self.run.bare_product()
+        read = call.input
+        for fire in inputs:
+            read = read if read is None else fire(read)
         output = call.run(None if read is call.input else read)
-        for fire in run.matrix_reads.get(place, ()) if isinstance(output, Tensor) else ():
+        for fire in outputs if isinstance(output, Tensor) else ():
             output = fire(output)
         return output
 
     def looked_up(self, lookup: Lookup) -> Any:
         """Fire on the embedding where it is a parameter, and keep what tables of values give for the layers that read it."""
-        run, output = self.run, lookup.output
-        place, run.lookups = run.lookups, run.lookups + 1
-        if place != run.embed_at and place not in run.tables_at:
+        run, output, table = self.run, lookup.output, lookup.table
+        name = run.looked_up_in.get(id(table if table._base is None else table._base)) if run.looked_up_in else None
+        if name is None:
             return output
-        vectors = lookup.by_position(output)
-        if place == run.embed_at and (shown := self.at.shaped(vectors)) is not None:
+        place, vectors = (name, run.lookups[name]), lookup.by_position(output)
+        run.lookups[name] += 1
+        if run.embed is not None and (run.embed.parameter, run.embed.run) == place:
+            if (shown := self.at.shaped(vectors, run.embed.axes)) is None:
+                return output
             fired = run.fire(run.points.embed, shown)
-            return output if fired is shown else lookup.restored(self.at.unshaped(fired, vectors))
-        for name in run.tables_at[place]:
-            shown = self.at.shaped(run.structure.tables[name].read(vectors))
-            if shown is not None:
+            return output if fired is shown else lookup.restored(self.at.unshaped(fired, vectors, run.embed.axes))
+        for name, read in run.tables_read.items():
+            if (read.parameter, read.run) == place and (
+                shown := self.at.shaped(read.read(vectors), read.axes)
+            ) is not None:
                 run.tables[name] = shown.flatten(2)
         return output
 

@@ -6,6 +6,7 @@ Hooks and function mode stand for this run alone. What no hook replaces goes on 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.models.hook_points import is_hooked
 from workbench.observing.interception.function_mode import attention_functions, intercepting, uncompiled
+from workbench.observing.interception.positions import Axes
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, replaced_at
 from workbench.observing.listening.attention import AttentionHooks
-from workbench.observing.listening.run import Heard, HookedRun
+from workbench.observing.listening.run import CountedCalls, Heard, HookedRun
 from workbench.observing.recognition.executions import LOOKUP, MATRIX
 from workbench.observing.recognition.projections import TensorLocation
 
@@ -63,6 +65,8 @@ class ModuleHooks:
         if self.run.masks is not None:
             yield self.run.module.register_forward_pre_hook(self.run.masks.given, with_kwargs=True)
         blocks = {layer.block for layer in self.layers if not layer.inline}
+        for name in {layer.caller for layer in self.layers if layer.inline}:
+            yield module(name).register_forward_pre_hook(partial(self._enter_caller, name))
         for i, layer in enumerate(self.layers):
             for name in layer.inline:
                 yield module(name).register_forward_pre_hook(partial(self._enter_inline, i, Counter()))
@@ -131,7 +135,11 @@ class ModuleHooks:
     def _enter_inline(self, i: int, counts: Counter[str], module: nn.Module, args: Any) -> None:
         """A module runs that belongs to a layer whose block is no module: from here on that layer is running."""
         if self.run.running != [i]:
-            self.run.running, self.run.within, self.run.scopes = [i], [counts], [(i, Counter())]
+            frame = self.run.callers[self.layers[i].caller]
+            self.run.running, self.run.within, self.run.scopes = [i], [counts], [CountedCalls(i, frame, Counter())]
+
+    def _enter_caller(self, name: str, module: nn.Module, args: Any) -> None:
+        self.run.callers[name] = id(sys._getframe(1))
 
     def _enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         run = self.run
@@ -148,7 +156,7 @@ class ModuleHooks:
         if i < 0 or not self.layers[i].has_stream or not is_hooked(point := self.blocks[i].hook_resid_pre):
             return None
         inputs = args, kwargs
-        changed = self._fired(inputs, self.layers[i].stream_in, partial(run.fire, point))
+        changed = self._fired(inputs, self.layers[i].stream_in, self.layers[i].axes[0], partial(run.fire, point))
         return None if changed is inputs else changed
 
     def _leave_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -158,7 +166,7 @@ class ModuleHooks:
             return None
         if self.run.structure.final is not None and i == len(self.layers) - 1:
             return None
-        changed = self._fired(output, self.layers[i].stream_out, partial(self.run.fire, point))
+        changed = self._fired(output, self.layers[i].stream_out, self.layers[i].axes[1], partial(self.run.fire, point))
         return None if changed is output else changed
 
     def _enter_scope(self, name: str, module: nn.Module, args: Any) -> None:
@@ -170,15 +178,17 @@ class ModuleHooks:
         if scope is not None and scope.module == name:
             here = run.within[-1][f"(scope) {name}"] == scope.run
             run.within[-1][f"(scope) {name}"] += 1
-        run.scopes.append((i if here else -1, Counter()))
+        run.scopes.append(CountedCalls(i if here else -1, id(sys._getframe(1)), Counter()))
         if here and not run.everywhere and run.mode is not None:
             run.mode.__enter__()
 
     def _leave_scope(self, module: nn.Module, args: Any, output: Any) -> None:
         run = self.run
-        i, _ = run.scopes.pop()
-        if i >= 0 and not run.everywhere and run.mode is not None:
+        made = run.scopes.pop()
+        if made.layer >= 0 and not run.everywhere and run.mode is not None:
             run.mode.__exit__(None, None, None)
+        if output is not None:  # else it raised
+            run.check_calls(made)
 
     def _before(self, name: str, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.run.runs[name] += 1
@@ -187,14 +197,14 @@ class ModuleHooks:
         inputs = args, kwargs
         for read in reads:
             if read.is_input and self._is_here(read):
-                inputs = self._fired(inputs, read.location.path, read.fire)
+                inputs = self._fired(inputs, read.location.path, read.location.axes, read.fire)
         return None if inputs[0] is args and inputs[1] is kwargs else inputs
 
     def _after(self, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         changed = output
         for read in reads:
             if not read.is_input and self._is_here(read):
-                changed = self._fired(changed, read.location.path, read.fire)
+                changed = self._fired(changed, read.location.path, read.location.axes, read.fire)
         return None if changed is output else changed
 
     def _is_here(self, read: _ReadTensor) -> bool:
@@ -205,13 +215,13 @@ class ModuleHooks:
         in_layer = bool(run.running) and run.running[-1] == read.layer
         return in_layer and run.within[-1][location.module] == location.run + 1
 
-    def _fired(self, structure: Any, path: TensorPath, fire: Callable[[Tensor], Tensor]) -> Any:
+    def _fired(self, structure: Any, path: TensorPath, axes: Axes, fire: Callable[[Tensor], Tensor]) -> Any:
         """Fire on the tensor at a path, [batch, pos, ...] of tokens however it lies in the module."""
         tensor, positions = get_at(structure, path), self.run.positions
         if (
-            shown := positions.shaped(tensor)
+            shown := positions.shaped(tensor, axes)
         ) is None:  # of some positions only, as what makes the logits of the last one
             fired = fire(tensor)
             return structure if fired is tensor else replaced_at(structure, path, fired)
         fired = fire(shown)
-        return structure if fired is shown else replaced_at(structure, path, positions.unshaped(fired, tensor))
+        return structure if fired is shown else replaced_at(structure, path, positions.unshaped(fired, tensor, axes))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.names import NULL, STATISTICS, is_statistic
+from workbench.observing.interception.call_sites import CallSite, Line, lines_within, running_frames
 from workbench.observing.interception.function_mode import InterceptionMode
 from workbench.observing.interception.fused_calls import APPLIED, COMPLETE
 from workbench.observing.interception.positions import Positions
@@ -55,6 +56,21 @@ class HookedProjection(NamedTuple):
     projection: Projection
 
 
+class CountedCalls(NamedTuple):
+    """A running module in which a layer attends: the layer (-1: none), the Python frame, the number of calls by kind and lines."""
+
+    layer: int
+    frame: int
+    counts: Counter[tuple[str, tuple[Line, ...]]]
+
+
+def _other_calls(layer: int, site: CallSite, how: str) -> str:
+    return (
+        f"the attention of layer {layer} makes {how} than the {site.words} that it made on the example tokens, so that which is which is "
+        "not known: observe the module on tokens of this length"
+    )
+
+
 class HookedRun:
     """State of one run, shared by the hooks on modules and those around attention calls."""
 
@@ -68,16 +84,12 @@ class HookedRun:
         self.layers = structure.layers
         self.batch, self.length = tokens.shape
         self.positions = Positions(self.batch, self.length, structure.layout)
-        if structure.layout.turned and self.batch == self.length > 1:
-            raise WorkbenchError(
-                f"{self.batch} sequences of {self.length} tokens: this module puts positions first, and only other numbers tell "
-                "them from sequences; give more or fewer sequences"
-            )
         self.mode: InterceptionMode | None = None
         self.running: list[int] = []  # layers, innermost last
         self.runs: Counter[str] = Counter()  # of each module, in all
         self.within: list[Counter[str]] = []  # of modules, in each running layer
-        self.scopes: list[tuple[int, Counter[str]]] = []  # layers whose calls are being counted, and these calls
+        self.scopes: list[CountedCalls] = []  # layers whose calls are being counted, and these calls
+        self.callers: dict[str, int] = {}  # frames of modules that run blocks which are no modules
         self.own_values: dict[int, Tensor] = {}  # [batch, pos, kv_head, d_head], where later layers read them
         self.layer_at = {(layer.block, layer.run): i for i, layer in enumerate(self.layers)}
         self.layer_points = [block.attn.hooked() for block in points.blocks]
@@ -87,19 +99,25 @@ class HookedRun:
         self.own_values_read = {j for i in self.mixtures for j in (*sources[i], i)}
         self.tables: dict[str, Tensor] = {}  # [batch, pos, width], of those that are read
         read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
-        self.tables_at: dict[int, list[str]] = {}  # which tables each lookup gives
-        for name in sorted(read):
-            self.tables_at.setdefault(structure.tables[name].run, []).append(name)
-        bare = structure.embed is not None and structure.embed.module == LOOKUP and is_hooked(points.embed)
-        self.embed_at = structure.embed.run if bare and structure.embed is not None else -1  # lookup of the embedding
-        self.lookups = 0  # of any tables, in all
+        self.tables_read = {name: structure.tables[name] for name in read}
+        embed = structure.embed
+        self.embed = (
+            embed
+            if embed is not None and embed.module == LOOKUP and points.embed is not None and is_hooked(points.embed)
+            else None
+        )
+        parameters = {table.parameter for table in self.tables_read.values()} | (
+            {self.embed.parameter} if self.embed else set()
+        )
+        self.looked_up_in = {id(module.get_parameter(name)): name for name in parameters}
+        self.lookups: Counter[str] = Counter()  # of these parameters
         self._listen()
 
     def _listen(self) -> None:
         """Who listens to which calls: of each layer by kind and count, and to which outputs of projections."""
-        self.calls: dict[tuple[int, str, int], list[tuple[Heard, str]]] = {}
-        self.matrix_inputs: dict[tuple[int, int], list[Callable[[Tensor], Tensor]]] = {}
-        self.matrix_reads: dict[tuple[int, int], list[Callable[[Tensor], Tensor]]] = {}
+        self.calls: dict[tuple[int, CallSite], list[tuple[Heard, str]]] = {}
+        self.matrix_inputs: dict[tuple[int, CallSite], list[Callable[[Tensor], Tensor]]] = {}
+        self.matrix_outputs: dict[tuple[int, CallSite], list[Callable[[Tensor], Tensor]]] = {}
         self.module_projections: list[HookedProjection] = []
         self.latents: list[tuple[Heard, TensorLocation]] = []
         self.intercepted: set[int] = set()
@@ -109,9 +127,9 @@ class HookedRun:
                     read = heard.hooks_any(name) or (name == OWN and i in self.own_values_read)
                     if projection is not None and read:
                         hooked = HookedProjection(heard, name, projection)
-                        if projection.module == MATRIX:
-                            fire = partial(self.fire_projection, hooked)
-                            self.matrix_reads.setdefault((i, projection.run), []).append(fire)
+                        if projection.site is not None:
+                            fire = partial(self._fire_bare_projection, hooked)
+                            self.matrix_outputs.setdefault((i, projection.site), []).append(fire)
                             self.intercepted.add(i)
                         else:
                             self.module_projections.append(hooked)
@@ -119,39 +137,43 @@ class HookedRun:
                     self.latents.append((heard, heard.part.latent))
                 if heard.hooks_any(*_INTERCEPTED) or i in self.own_values_read or self.masks is not None:
                     self.intercepted.add(i)
-                    for (kind, count), role in heard.part.calls.items():
-                        self.calls.setdefault((i, kind, count), []).append((heard, role))
+                    for site, role in heard.part.calls.items():
+                        self.calls.setdefault((i, site), []).append((heard, role))
             self._listen_to_bare_products(i)
-        whole = (
-            bool(self.tables_at) or self.embed_at >= 0 or any(self.layers[i].scope is None for i in self.intercepted)
-        )
+        self.sites: dict[int, dict[tuple[str, tuple[Line, ...]], CallSite]] = {}  # of each layer
+        for i, site in (*self.calls, *self.matrix_inputs, *self.matrix_outputs):
+            self.sites.setdefault(i, {})[site.kind, site.lines] = site
+        whole = bool(self.looked_up_in) or any(self.layers[i].scope is None for i in self.intercepted)
         whole |= self.structure.block_lists in (COMPLETE, APPLIED)  # eager calls ignore them
         self.everywhere = whole  # whether calls outside the attentions are needed too
 
     def _listen_to_bare_products(self, i: int) -> None:
         """Listen to W_O and to what a layer adds to its stream, where these are products that are no modules."""
         layer, block = self.layers[i], self.points.blocks[i]
-        if layer.z is not None and layer.z.module == MATRIX and "z" in self.layer_points[i]:
-            self.matrix_inputs.setdefault((i, layer.z.run), []).append(
-                partial(self._fire_shaped, partial(self.fire_z, i))
-            )
+        if layer.z is not None and layer.z.site is not None and "z" in self.layer_points[i]:
+            fire = partial(self._fire_shaped, partial(self.fire_z, i), layer.z)
+            self.matrix_inputs.setdefault((i, layer.z.site), []).append(fire)
             self.intercepted.add(i)
         for name in ("attn_out", "mlp_out"):
             location: Any = getattr(layer, name)
-            if (
-                location is not None
-                and location.module == MATRIX
-                and is_hooked(point := getattr(block, f"hook_{name}"))
-            ):
-                fire = partial(self.fire_addition, point, location.factor)
-                self.matrix_reads.setdefault((i, location.run), []).append(partial(self._fire_shaped, fire))
-                self.intercepted.add(i)
+            if location is None or location.site is None or not is_hooked(point := getattr(block, f"hook_{name}")):
+                continue
+            fire = partial(self._fire_shaped, partial(self.fire_addition, point, location.factor), location)
+            self.matrix_outputs.setdefault((i, location.site), []).append(fire)
+            self.intercepted.add(i)
 
-    def _fire_shaped(self, fire: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-        """Fire on a tensor that a function reads or makes as [batch, pos, ...]."""
-        shown = self.positions.shaped(tensor)
+    def _fire_shaped(self, fire: Callable[[Tensor], Tensor], location: TensorLocation, tensor: Tensor) -> Tensor:
+        """Fire on the input or output of a bare product as [batch, pos, ...]."""
+        shown = self.positions.shaped(tensor, location.axes)
         fired = shown if shown is None else fire(shown)
-        return tensor if fired is None or fired is shown else self.positions.unshaped(fired, tensor)
+        return tensor if fired is None or fired is shown else self.positions.unshaped(fired, tensor, location.axes)
+
+    def _fire_bare_projection(self, hooked: HookedProjection, output: Tensor) -> Tensor:
+        """Fire a projection in the output of a bare product."""
+        axes = hooked.projection.axes
+        shaped = self.positions.shaped(output, axes)
+        fired = self.fire_projection(hooked, output if shaped is None else shaped)
+        return output if fired is shaped else self.positions.unshaped(fired, output, axes)
 
     def _heard_in(self, i: int) -> list[Heard]:
         layer, n = self.layers[i], len(self.layers[i].parts)
@@ -174,18 +196,34 @@ class HookedRun:
 
     # ---- where the run is --------------------------------------------------------------------------------------------
 
-    def count_call(self, kind: str) -> tuple[int, int]:
-        """(layer, which call of this kind it is there); layer -1 outside the observed ones."""
-        if not self.scopes or self.scopes[-1][0] < 0:
-            return -1, 0
-        layer, counts = self.scopes[-1]
-        counts[kind] += 1
-        return layer, counts[kind] - 1
+    def _call_site(self, kind: str) -> tuple[int, CallSite] | None:
+        """Return the layer and site of the call that runs now, or None if no hook listens to it."""
+        if not self.scopes or self.scopes[-1].layer < 0:
+            return None
+        layer, frame, counts = self.scopes[-1]
+        lines = lines_within(running_frames(frame))
+        if (known := self.sites.get(layer, {}).get((kind, lines))) is None:
+            return None
+        if (number := counts[kind, lines]) == known.total:
+            raise WorkbenchError(_other_calls(layer, known, "more"))
+        counts[kind, lines] += 1
+        return layer, known._replace(number=number)
+
+    def check_calls(self, made: CountedCalls) -> None:
+        """Raise `WorkbenchError` if a layer made fewer calls than on the example tokens."""
+        for place, site in self.sites.get(made.layer, {}).items():
+            if made.counts[place] < site.total:
+                raise WorkbenchError(_other_calls(made.layer, site, "fewer"))
 
     def listeners(self, kind: str) -> list[tuple[Heard, str]]:
         """The attentions that a call of this kind, made now, is a step of, and which."""
-        layer, count = self.count_call(kind)
-        return self.calls.get((layer, kind, count), [])
+        return [] if (place := self._call_site(kind)) is None else self.calls.get(place, [])
+
+    def bare_product(self) -> tuple[list[Callable[[Tensor], Tensor]], list[Callable[[Tensor], Tensor]]]:
+        """What fires on the input and on the output of the product with a parameter that is called now."""
+        if not (self.matrix_inputs or self.matrix_outputs) or (place := self._call_site(MATRIX)) is None:
+            return [], []
+        return self.matrix_inputs.get(place, []), self.matrix_outputs.get(place, [])
 
     # ---- hook points -------------------------------------------------------------------------------------------------
 
@@ -251,18 +289,21 @@ class HookedRun:
         return tensor if fired is heads else fired.reshape(tensor.shape)
 
     def fire_projection(self, hooked: HookedProjection, output: Tensor) -> Tensor:
-        """Fire own values, or queries and keys before their rotation, among the columns of a projection's output."""
+        """Fire own values, or queries and keys before their rotation, among the columns of a projection's output [batch, pos, ...]."""
         heard, name, projection = hooked
-        rows = self.positions.by_position(output)
-        assert rows is not None
+        if output.shape[:2] != (self.batch, self.length):
+            raise WorkbenchError(
+                f"{projection.module} in layer {heard.layer} makes {tuple(output.shape)} of {self.batch} x {self.length} tokens, not the "
+                f"axes that it had on the example tokens, so that hook_{name} cannot be read: give whole sequences"
+            )
+        rows = output.reshape(self.batch * self.length, -1)
         heads = projection.heads_in(rows).unflatten(0, (self.batch, self.length))
         fired = self.fire_at(heard, name, heads)
         if name == OWN and heard.layer in self.own_values_read:
             self.keep_own_values(heard, fired)
         if fired is heads:
             return output
-        changed = projection.with_heads(rows, fired.flatten(0, 1))
-        return self.positions.unshaped(changed.unflatten(0, (self.batch, self.length)), output)
+        return projection.with_heads(rows, fired.flatten(0, 1)).reshape(output.shape)
 
     def keep_own_values(self, heard: Heard, values: Tensor) -> None:
         """Keep an attention's own values for the layers that read them."""

@@ -265,7 +265,7 @@ def _few(x: Tensor) -> Tensor:
 
 
 def _addition(entry: Execution, seen: TracedTensor, among: list[Execution], factor: float) -> Addition:
-    return Addition(entry.name, run_index(entry, among), seen.path, factor)
+    return Addition(entry.name, run_index(entry, among), seen.path, factor, axes=seen.axes)
 
 
 def _distance(entry: Execution, time: int) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ObservedConfig
-from workbench.observing.interception.positions import Layout
-from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_in
+from workbench.observing.interception.positions import Axes, Layout
+from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_of_output
 from workbench.observing.interception.weights import whole
 from workbench.observing.recognition.blocks import INLINE, chosen_blocks, first_reader, stream_of
 from workbench.observing.recognition.ending import LinearEnding, find_ending
@@ -22,7 +22,7 @@ from workbench.observing.recognition.projections import TensorLocation, run_inde
 from workbench.observing.recognition.stream_sums import StreamSum, stream_sum, stream_sums
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure, Table
 from workbench.observing.recognition.trace import Trace, is_matrix
-from workbench.observing.recognition.value_tables import Embedding, ValueTables, find_embedding
+from workbench.observing.recognition.value_tables import Embedding, ValueTables, find_embedding, lookup_index
 
 CONTEXT = (
     "max_position_embeddings", "n_positions", "block_size", "n_ctx", "max_seq_len", "max_seq_length", "context_length",
@@ -47,7 +47,7 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     for layer in layers:
         layer.has_stream = streams_known
     width = layers[0].rows["in"].shape[1]
-    path = next((path for path, x in tensors_in(output) if _is_logits(x, trace)), None)
+    path = next((path for path, x in tensors_of_output(output).items() if _is_logits(path, x, trace)), None)
     logits = None if path is None else get_at(output, path)
     head = None if logits is None else _find_head(trace, last, width, logits)
     final = _find_final(trace, head, last, layers) if head is not None and streams_known else None
@@ -63,24 +63,25 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     starts, reads, ends = (_location(trace, end) for end in (embed, head, final))
     places = [(layer, block) for layer, (_, block) in zip(layers, chosen, strict=True)]
     attended, block = next((place for place in places if place[0].is_read), places[0])
-    attention, layout = attended.attention, _layout(trace, start.shape)
+    attention, layout = attended.attention, _layout(trace, start.axes)
     config = ObservedConfig(
         n_layers=len(layers), d_model=width, n_heads=attention.heads, n_key_value_heads=attention.kv_heads,
         d_mlp=mlp_width(trace, attended, block), d_vocab=vocabulary, n_ctx=_context_of(trace, embed),
         head_width=attention.q.shape[-1] if attended.is_read else 0,
     )  # fmt: skip
+    axes = None if path is None else trace.output_axes.get(path)
     return DecoderStructure(
-        config, layers, starts, reads, ends, path, predicted, trace.in_place, layout, _notes(trace, layers, layout),
-        ending=_ending(trace, head, logits, last_stream) if streams_known else NO_STREAM,
+        config, layers, starts, reads, ends, path, axes, predicted, trace.in_place, layout, _notes(trace, layers, layout),
+        ending=_ending(trace, head, logits, axes, last_stream) if streams_known else NO_STREAM,
         tables=_tables_of_values(tables, layers), last_stream=last_stream, between=_between(layers, outputs),
         arriving=stream_sums(streams, [layer.rows["made"] for layer in layers], outputs),
     )  # fmt: skip
 
 
-def _layout(trace: Trace, shape: tuple[int, ...]) -> Layout:
+def _layout(trace: Trace, axes: Axes) -> Layout:
     """The trace's layout, with positions first where the first block's stream has them."""
-    at = trace.positions
-    return at.layout if shape[:2] in at.shapes else at.layout.turn()
+    layout = trace.positions.layout
+    return layout.turn() if axes.batch > axes.pos else layout
 
 
 def _notes(trace: Trace, layers: Sequence[LayerStructure], layout: Layout) -> list[str]:
@@ -120,10 +121,10 @@ def _tables_of_values(tables: ValueTables, layers: Sequence[LayerStructure]) -> 
 
 
 def _ending(
-    trace: Trace, head: tuple[Execution, TensorPath] | None, logits: Tensor | None, stream: Tensor
+    trace: Trace, head: tuple[Execution, TensorPath] | None, logits: Tensor | None, axes: Axes | None, stream: Tensor
 ) -> LinearEnding | str:
     """What makes the logits of the last stream [row, d_model]; why that is not known, in words."""
-    made = None if logits is None else trace.positions.by_position(logits)
+    made = None if logits is None or axes is None else trace.positions.by_position(logits, axes)
     if head is None or made is None:
         return "no matrix after the blocks makes logits of every position"
     read, few = rows_at(head[0].inputs, head[1]), slice(_FEW)
@@ -145,15 +146,18 @@ def _pass_a_stream(layers: Sequence[LayerStructure]) -> bool:
 def _location(trace: Trace, end: tuple[Execution, TensorPath] | None) -> TensorLocation | None:
     if end is None:
         return None
-    among = trace.lookups if end[0].name == LOOKUP else trace.executions
-    return TensorLocation(end[0].name, run_index(end[0], among), end[1])
+    entry, path = end
+    axes = next(t.axes for t in (*entry.inputs, *entry.outputs) if t.path == path)
+    if entry.name == LOOKUP:
+        return TensorLocation(LOOKUP, lookup_index(trace, entry), path, axes=axes, parameter=entry.kind)
+    return TensorLocation(entry.name, run_index(entry, trace.executions), path, axes=axes)
 
 
-def _is_logits(x: Tensor, trace: Trace) -> bool:
+def _is_logits(path: TensorPath, x: Tensor, trace: Trace) -> bool:
     """[batch, pos, d_vocab], of the last position alone, [pos, batch, d_vocab] or [batch * pos, d_vocab]."""
     if x.ndim == 3 and x.is_floating_point() and x.shape[:2] == (trace.batch, 1):
         return True
-    return x.ndim < 4 and trace.positions.shaped(x) is not None
+    return x.ndim < 4 and path in trace.output_axes
 
 
 def _find_head(trace: Trace, block: Execution, width: int, logits: Tensor) -> tuple[Execution, TensorPath] | None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from workbench.observing.interception.call_sites import Frames
 from workbench.observing.interception.matrix_calls import MatrixCall
+from workbench.observing.interception.positions import Axes
 from workbench.observing.interception.tensor_layouts import TensorPath
 
 MATRIX = "(matrix)"
@@ -17,11 +19,12 @@ LOOKUP = "(lookup)"
 
 @dataclass
 class TracedTensor:
-    """A tensor as it passed: its path among inputs or outputs, and its rows [position, width]."""
+    """A tensor as it passed: its path among inputs or outputs, its rows [position, width], its axes."""
 
     path: TensorPath
     rows: Tensor
     shape: tuple[int, ...]
+    axes: Axes
 
 
 @dataclass
@@ -38,6 +41,9 @@ class Execution:
     reads_tokens: bool = False
     call: MatrixCall | None = None  # of a product with a parameter, without its input
     size: int = 0  # of a lookup: vectors in the table
+    place: tuple[str, int, str] = ("", 0, "")  # its name, how often that ran before, input or output
+    frame: int = 0  # the Python frame that runs it
+    frames: Frames = ()  # where it is called, of a product that is no module
 
     def stack(self) -> list[Execution]:
         """From the outermost module to this one."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from workbench.observing.interception.call_sites import CallSite, Line, lines_within
 from workbench.observing.recognition.additions import Before, find_additions
 from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, number, stream_of
 from workbench.observing.recognition.executions import MATRIX, Execution, rows_at
@@ -69,12 +71,14 @@ def _layer(trace: Trace, attentions: list[TracedAttention], block: Execution) ->
     unread = TracedAttention(UNREAD, block, (), 0, 0, 1, none, none, none, none, "", exact=False)
     together = stacked(attentions) if attentions else unread
     parts = [Part(attention, {}) for attention in attentions]
-    layer = LayerStructure(block.name, run, streams[0].path, streams[1].path, parts, together, rows=rows)
+    paths, axes = (streams[0].path, streams[1].path), (streams[0].axes, streams[1].axes)
+    layer = LayerStructure(block.name, run, *paths, parts, together, rows=rows, axes=axes)
     if inline:
         inside = [e for e in inside_of(trace, block) if e.name != MATRIX]
         layer.inline = tuple(dict.fromkeys(e.name for e in inside))
         reader = next(e for e in inside if any(s is streams[0] for s in e.inputs))
-        layer.stream = TensorLocation(reader.name, run_index(reader, inside), streams[0].path)
+        layer.stream = TensorLocation(reader.name, run_index(reader, inside), streams[0].path, axes=streams[0].axes)
+        layer.caller = block.parent.name if block.parent else ""
     return layer
 
 
@@ -87,23 +91,32 @@ def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:
     scope = shared[-1] if block.kind != INLINE else block
     if block.kind != INLINE:
         layer.scope = Scope(scope.name, run_index(scope, (block, *inside_of(trace, block))))
-    counts = dict[str, int]()
-    at: dict[int, tuple[str, int]] = {}
-    for time, kind in trace.calls:
-        if scope.start < time < scope.end:
-            at[time] = kind, counts.get(kind, 0)
-            counts[kind] = at[time][1] + 1
+    at = _sites(trace, scope, scope.parent if block.kind == INLINE and scope.parent else scope)
     for part in layer.parts:
         roles = _ROLES[part.attention.kind]
         part.calls = {at[time]: role for time, role in zip(part.attention.times, roles, strict=True)}
-    within = [e for e in trace.executions if scope.start < e.start < scope.end]
     for owner, name, location in _matrices(layer):
-        setattr(owner, name, replace(location, run=run_index(products[location.run], within)))
+        setattr(owner, name, replace(location, site=at[products[location.run].start]))
+
+
+def _sites(trace: Trace, scope: Execution, runner: Execution) -> dict[int, CallSite]:
+    """The calls in a scope and the bare products with a parameter, by time: which lines of the runner's code make them."""
+    products = [(e.start, MATRIX, e.frames) for e in trace.executions if e.name == MATRIX]
+    calls = [
+        (time, kind, lines_within(frames, runner.frame))
+        for time, kind, frames in (*trace.calls, *products) if scope.start < time < scope.end
+    ]  # fmt: skip
+    totals, counts = Counter(call[1:] for call in calls), Counter[tuple[str, tuple[Line, ...]]]()
+    sites = {}
+    for time, kind, lines in calls:
+        sites[time] = CallSite(kind, lines, counts[kind, lines], totals[kind, lines])
+        counts[kind, lines] += 1
+    return sites
 
 
 def _matrices(layer: LayerStructure) -> list[tuple[LayerStructure | Part, str, TensorLocation]]:
     """Bare products that a layer is made of: its queries, keys and values, W_O, and what it adds to its stream."""
-    owners = [(part, name) for part in layer.parts for name in ("q", "k", "v")]
+    owners: list[tuple[LayerStructure | Part, str]] = [(part, name) for part in layer.parts for name in ("q", "k", "v")]
     owners += [(layer, name) for name in ("z", "attn_out", "mlp_out")]
     places = [(owner, name, getattr(owner, name)) for owner, name in owners]
     return [(owner, name, at) for owner, name, at in places if at is not None and at.module == MATRIX]
@@ -212,7 +225,8 @@ def _latent(trace: Trace, layer: LayerStructure, part: Part, block: Execution) -
     if not is_matrix(trace, entry) or len(entry.inputs) != 1:
         return None
     narrow = entry.inputs[0].rows.shape[1] < min(widest, made)
-    return TensorLocation(entry.name, run_index(entry, inside), entry.inputs[0].path) if narrow else None
+    (read,), run = entry.inputs, run_index(entry, inside)
+    return TensorLocation(entry.name, run, read.path, axes=read.axes) if narrow else None
 
 
 def _renamed(name: str, was: LayerStructure, now: LayerStructure) -> str:

@@ -1,18 +1,88 @@
-"""Which of a module's positions are its tokens, where it attends over others: found by changing one token and looking what moves."""
+"""Find the axes of sequences and positions by runs of two sizes, and the positions that are tokens by changing one token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.function_mode import uncompiled
-from workbench.observing.interception.positions import Layout, Positions
+from workbench.observing.interception.positions import Axes, Layout, Positions
 from workbench.observing.interception.tensor_layouts import tensors_in
-from workbench.observing.recognition.trace import Trace
+from workbench.observing.recognition.trace import Place, ShapeTrace, Trace
+
+_LEAST = 8  # positions of a run on other sizes
+
+
+class Sizes(NamedTuple):
+    """The axes of every tensor, and the lengths of all other axes: those that two runs of different sizes share."""
+
+    axes: dict[Place, Axes | None]
+    constants: set[int]
+
+
+def find_axes(module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, layout: Layout) -> Sizes | None:
+    """Find the axes of all tensors of a module by a run on the tokens and a run on other numbers of sequences and positions.
+
+    The axis of positions has the length of the sequences in both runs; no other axis follows it. Returns None if the module cannot
+    run on inputs of another size.
+    """
+    runs = []
+    for ids in (tokens, of_another_size(tokens)):
+        trace = ShapeTrace(module, ids)
+        try:
+            trace.run(call)
+        except Exception:  # whatever a module raises for a size that it does not take
+            if ids is tokens:
+                raise
+            return None
+        batch, length = ids.shape
+        runs.append((Positions(batch, length, layout), trace.shapes))
+    (first, shapes), (second, others) = runs
+    axes: dict[Place, Axes | None] = {}
+    constants: set[int] = set()
+    for place, shape in shapes.items():
+        if (other := others.get(place)) is not None and len(other) == len(shape):
+            fits = (a for a in first.fitting(shape) if second.fits(other, a))
+            axes[place] = next(fits, None)
+            constants |= {n for n, m in zip(shape, other, strict=True) if n == m}
+    return Sizes(axes, constants)
+
+
+def of_another_size(tokens: Tensor) -> Tensor:
+    """Return tokens in other numbers of sequences and positions, which differ from each other."""
+    batch, length = tokens.shape
+    fewer = length - 1 if length > _LEAST else length + 1
+    more = batch + 1 if batch + 1 != fewer else batch + 2
+    return resized(tokens, more, fewer)
+
+
+def resized(tokens: Tensor, batch: int, length: int) -> Tensor:
+    """Return `batch` sequences of `length` ids each, taken from the tokens at shifted places."""
+    n = tokens.numel()
+    places = torch.arange(batch)[:, None] * (tokens.shape[1] + 1) + torch.arange(length)
+    return tokens.flatten()[places.to(tokens.device) % n]
+
+
+def distinct_length(tokens: Tensor, constants: set[int]) -> Tensor:
+    """Cut the tokens to a number of positions that no other axis has."""
+    length = tokens.shape[1]
+    lengths = [n for n in range(length, _LEAST - 1, -1) if n not in constants and n != len(tokens)]
+    return tokens if not lengths else tokens[:, : lengths[0]]
+
+
+def refuse_ambiguous_axes(trace: Trace) -> None:
+    """Raise `WorkbenchError` if two axes of a tensor in the only possible run have the length of the sequences."""
+    at = trace.positions
+    for (name, _, side, _), shape in trace.shapes.items():
+        if len(at.fitting(shape)) > 1:
+            raise WorkbenchError(
+                f"the {side} of {name or 'the module'} has shape {shape} for {at.batch} sequences of {at.length} tokens, and the module "
+                "takes inputs of no other size: give example_tokens with another number of positions"
+            )
 
 
 def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
@@ -59,8 +129,9 @@ def _read(
 
     def note(part: nn.Module, args: Any, kwargs: Any) -> None:
         if not seen:
-            lined = (at.lined(x) for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim in (2, 3))
-            seen.extend(x.detach().clone() for x in lined if x is not None and x.shape[:2] in at.shapes)
+            for x in (x for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim in (2, 3)):
+                fits = [axes for axes in at.fitting(x.shape) if axes.is_inside or at.layout.packed]
+                seen.extend(at.lined(x, axes).detach().clone() for axes in fits[:1])
 
     handles = [module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True) for name in names]
     try:

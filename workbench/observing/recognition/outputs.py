@@ -79,9 +79,8 @@ def _set_output(
     trace: Trace, layer: LayerStructure, entry: Execution, read: TracedTensor, heads: Tensor, inside: list[Execution]
 ) -> None:
     layer.rows["z"] = heads
-    layer.z = TensorLocation(entry.name, run_index(entry, inside), read.path)
-    heads_second = len(read.shape) == 4 and read.shape[:2] not in trace.positions.shapes
-    layer.w_o = None if entry.call is None else BareOutput(entry.call, heads_second, len(read.shape) == 4)
+    layer.z = TensorLocation(entry.name, run_index(entry, inside), read.path, axes=read.axes)
+    layer.w_o = None if entry.call is None else BareOutput(entry.call, read.axes.pos == 2, len(read.shape) == 4)
 
 
 def _heads_in(rows: Tensor, layer: LayerStructure, first: Tensor) -> tuple[Tensor | None, Combination | None]:

@@ -112,8 +112,10 @@ def _place(entry: Execution, columns: slice | tuple[int, ...], heads: int, execu
     if entry.name == MATRIX and owner is not None and any(e is owner for e in executions):
         for seen in owner.outputs:
             if torch.equal(seen.rows, _rows(entry)):
-                return Projection(owner.name, run_index(owner, executions), seen.path, columns, heads)
-    return Projection(entry.name, run_index(entry, executions), entry.outputs[0].path, columns, heads)
+                run = run_index(owner, executions)
+                return Projection(owner.name, run, seen.path, columns, heads, axes=seen.axes)
+    (seen, *_), run = entry.outputs, run_index(entry, executions)
+    return Projection(entry.name, run, seen.path, columns, heads, axes=seen.axes)
 
 
 def _made_of(

@@ -6,11 +6,13 @@ Values are compared column by column, queries and keys head by head by their nor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from workbench.observing.interception.call_sites import CallSite
+from workbench.observing.interception.positions import Axes
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.executions import Execution
 
@@ -25,6 +27,9 @@ class TensorLocation:
     module: str
     run: int
     path: TensorPath
+    axes: Axes = field(kw_only=True)
+    site: CallSite | None = field(default=None, kw_only=True)  # where a product that is no module is called
+    parameter: str = field(default="", kw_only=True)  # in which vectors are looked up, where that is no module
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ def projections_of(
                 else matching_columns(seen.rows, target.flatten(1))
             )
             if columns is not None:
-                place = Projection(entry.name, run_index(entry, executions), seen.path, columns, target.shape[1])
+                run = run_index(entry, executions)
+                place = Projection(entry.name, run, seen.path, columns, target.shape[1], axes=seen.axes)
                 yield place, entry, place.heads_in(seen.rows).flatten(1)
 
 
@@ -127,4 +133,4 @@ def same_projection(known: Projection, executions: list[Execution], name: str) -
     seen = next((s for s in same[known.run].outputs if s.path == known.path), None)
     if seen is None or seen.rows.shape[1] < last:
         return None
-    return Projection(name, known.run, known.path, known.columns, known.heads)
+    return replace(known, module=name, axes=seen.axes)

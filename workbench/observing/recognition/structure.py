@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from workbench.config import ObservedConfig
+from workbench.observing.interception.call_sites import CallSite
 from workbench.observing.interception.matrix_calls import MatrixCall
-from workbench.observing.interception.positions import Layout
+from workbench.observing.interception.positions import Axes, Layout
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.ending import LinearEnding
 from workbench.observing.recognition.projections import Projection, TensorLocation
@@ -77,9 +78,7 @@ class Part:
     """One attention of a layer, and where its tensors pass."""
 
     attention: TracedAttention
-    calls: dict[
-        tuple[str, int], str
-    ]  # which of the scope's calls it is made of: (kind, which of these) -> what the call is
+    calls: dict[CallSite, str]  # which of the scope's calls it is made of, and what each is
     q: Projection | None = None
     k: Projection | None = None
     v: Projection | None = None
@@ -123,12 +122,14 @@ class LayerStructure:
     rows: dict[str, Tensor] = field(default_factory=dict)  # of the traced run: stream in and out, own values, z
     mixed: dict[str, Mixed] = field(default_factory=dict)  # q, k: of the first layer's and its own
     inline: tuple[str, ...] = ()  # modules that run in it, where the block itself is no module
+    caller: str = ""  # there: the module whose code runs them
     stream: TensorLocation | None = None  # there: what first reads the stream
     has_stream: bool = True  # whether the stream was found
     adds: bool = False  # whether the block makes its stream by adding outputs of its parts to what it reads
     adds_norms: bool = (
         False  # whether it adds norms of its parts' outputs, which are functions and no outputs themselves
     )
+    axes: tuple[Axes, Axes] = (Axes(), Axes())  # of the stream that it reads and the one that it returns
     is_normed: bool = False  # whether what the block returns is a norm's output (BERT)
 
     @property
@@ -143,11 +144,13 @@ class LayerStructure:
 
 @dataclass(frozen=True)
 class Table:
-    """Vectors that are looked up by token id: which of all lookups it is, rows of the traced run, and how it is read from it."""
+    """Vectors that are looked up by token id: in which parameter, by which of its lookups, rows of the traced run, how they are read."""
 
+    parameter: str
     run: int
     rows: Tensor  # [row, width]
     columns: slice
+    axes: Axes  # of the vectors [..., width] that a lookup gives
     through: Callable[[Tensor], Any] | None = None  # what is done to the vectors before the columns are taken
 
     def read(self, vectors: Tensor) -> Tensor:
@@ -165,6 +168,7 @@ class DecoderStructure:
     head: TensorLocation | None
     final: TensorLocation | None  # what the final norm reads, where that is not the last block's output
     logits: TensorPath | None
+    logits_axes: Axes | None  # None where they are of the last position alone
     predicted: int  # ids that have a logit, which need not be as many as can be read; 0 without logits
     in_place: bool
     layout: Layout  # which positions inside the module are tokens, and how its streams lie

@@ -6,8 +6,10 @@ Of every tensor only the same few positions are kept (`ROWS`), so that what is c
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,13 +18,20 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from workbench.errors import WorkbenchError
+from workbench.observing.interception.call_sites import Frames, running_frames
 from workbench.observing.interception.function_mode import attention_functions, intercepting
 from workbench.observing.interception.fused_calls import FusedCall
 from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
-from workbench.observing.interception.positions import Beside, Layout, Positions
+from workbench.observing.interception.positions import Axes, Beside, Layout, Positions
 from workbench.observing.interception.product_calls import ProductCall
-from workbench.observing.interception.tensor_layouts import TensorPath, get_at, head_repeats, tensors_in
+from workbench.observing.interception.tensor_layouts import (
+    TensorPath,
+    get_at,
+    head_repeats,
+    tensors_in,
+    tensors_of_output,
+)
 from workbench.observing.interception.weights import is_sharded
 from workbench.observing.recognition.attention_reference import near, reference
 from workbench.observing.recognition.executions import LOOKUP, MATRIX, Execution, TracedTensor
@@ -39,13 +48,29 @@ from workbench.observing.recognition.traced_attention import (
 ROWS = 192
 
 
-class Trace:
-    """Call handler and hooks of the one run; afterwards `executions` and `attentions` hold it in order."""
+Place = tuple[str, int, str, TensorPath]
+"""Where a tensor passes: name of a module or product, how many of its runs before, input or output, path."""
+AxesTable = Mapping[Place, Axes | None]
+"""The axes of tensors by place, None where they are not of positions."""
+_OUTPUT = "(output)"
 
-    def __init__(self, module: nn.Module, tokens: Tensor, layout: Layout | None = None, block_lists: str = "") -> None:
-        self.module, self.tokens = module, tokens
-        self.block_lists = block_lists  # what those of BlockMasks do in the module's own runs
+
+class Trace:
+    """Call handler and hooks of the one run; afterwards `executions` and `attentions` hold it in order.
+
+    `axes` holds the axes of tensors from runs of two sizes; without it the lengths of this run decide. `block_lists` is what those
+    of BlockMasks do in the module's own runs. `noisy` adds noise of their own size to the outputs of products with a parameter, so
+    that no two outputs are equal.
+    """
+
+    def __init__(
+        self, module: nn.Module, tokens: Tensor, layout: Layout | None = None, axes: AxesTable | None = None, *,
+        block_lists: str = "", noisy: bool = False,
+    ) -> None:  # fmt: skip
+        self.module, self.tokens, self.axes = module, tokens, axes
+        self.block_lists = block_lists
         self.leaves_out: bool | None = None  # whether they leave out what `mask_mod` allows, where that is not known
+        self.noise = torch.Generator().manual_seed(1) if noisy else None
         self.batch, self.length = tokens.shape
         self.positions = Positions(self.batch, self.length, layout)
         first = torch.arange(self.batch)[: ROWS // 4] * self.length
@@ -58,7 +83,10 @@ class Trace:
         self.lookups: list[Execution] = []
         self.attentions: list[TracedAttention] = []
         self.elsewhere: list[tuple[Execution, int]] = []  # where attention runs over more positions, and how many
-        self.calls: list[tuple[int, str]] = []  # time and class of every call that is counted
+        self.calls: list[tuple[int, str, Frames]] = []  # time and class of every call, and where it is made
+        self.shapes: dict[Place, tuple[int, ...]] = {}  # of every tensor of floating-point numbers
+        self.output_axes: dict[TensorPath, Axes] = {}
+        self._runs: Counter[str] = Counter()
         self.other_calls: set[str] = set()
         self.in_place = False  # whether the module writes over tensors after they have passed
         self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of tensors that the module still holds
@@ -70,6 +98,9 @@ class Trace:
         functions = attention_functions(self.module)
         with torch.inference_mode(False), torch.no_grad(), self._hooks(), intercepting(self, functions):
             output = call(self.tokens)
+        for path, tensor in tensors_of_output(output).items():
+            if (axes := self._axes_of((_OUTPUT, 0, _OUTPUT, path), tensor)) is not None:
+                self.output_axes[path] = axes
         self._look_for_writing()
         self._eager = EagerCalls(self.positions)
         self._versions.clear()
@@ -85,7 +116,8 @@ class Trace:
         entry.end = self._tick()
         entry.reads_tokens = isinstance(lookup.ids, Tensor) and self._is_tokens(lookup.ids)
         if entry.reads_tokens:
-            self._keep(entry.outputs, (), lookup.by_position(lookup.output), afresh=True)
+            place = self._place(f"{LOOKUP}{name}", "output")
+            self._keep(entry.outputs, (), lookup.by_position(lookup.output), place, afresh=True)
         self.lookups.append(entry)
         return lookup.output
 
@@ -118,10 +150,11 @@ class Trace:
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._look_for_writing()
         parent = self.running[-1] if self.running else None
-        entry = Execution(name, type(module).__name__, parent, self._tick())
+        entry = Execution(name, type(module).__name__, parent, self._tick(), frame=id(sys._getframe(1)))
+        place = entry.place = self._place(name, "input")
         for path, tensor in tensors_in((args, kwargs)):
             entry.reads_tokens |= self._is_tokens(tensor)
-            self._keep(entry.inputs, path, tensor)
+            self._keep(entry.inputs, path, tensor, place)
         self.executions.append(entry)
         self.running.append(entry)
 
@@ -129,28 +162,44 @@ class Trace:
         """Whether a tensor is the tokens: [batch, pos], [pos, batch], in one row, or with more before or after them."""
         if is_sharded(tensor) or tensor.is_floating_point() or tensor.ndim > 2 or tensor.numel() < self.tokens.numel():
             return False
-        ids = self.positions.tokens_in(tensor)
-        return ids is not None and torch.equal(ids, self.tokens)
+        return self.positions.are_tokens(tensor, self.tokens)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._look_for_writing()
         entry = self.running.pop()
         entry.end = self._tick()
         for path, tensor in tensors_in(output):
-            self._keep(entry.outputs, path, tensor)
+            self._keep(entry.outputs, path, tensor, (*entry.place[:2], "output"))
 
-    def _keep(self, into: list[TracedTensor], path: TensorPath, tensor: Tensor, *, afresh: bool = False) -> None:
+    def _place(self, name: str, side: str) -> tuple[str, int, str]:
+        self._runs[name] += 1
+        return name, self._runs[name] - 1, side
+
+    def _axes_of(self, place: Place, tensor: Tensor) -> Axes | None:
+        """Return the axes of a tensor, or None if it has no axis of positions."""
+        if is_sharded(tensor) or not tensor.is_floating_point():
+            return None
+        shape = self.shapes[place] = tuple(tensor.shape)
+        if self.axes is not None and place in self.axes:
+            known = self.axes[place]
+            return known if known is not None and self.positions.fits(shape, known) else None
+        return next(iter(self.positions.fitting(shape)), None)
+
+    def _keep(
+        self, into: list[TracedTensor], path: TensorPath, tensor: Tensor, place: tuple[str, int, str], *, afresh: bool = False
+    ) -> None:  # fmt: skip
         """Keep rows of a tensor, those kept already where it passed before; `afresh`: what it holds now may be a part of a sum."""
-        rows = None if is_sharded(tensor) else self.positions.by_position(tensor)
-        if rows is None:
+        if (axes := self._axes_of((*place, path), tensor)) is None:
             return
+        rows = self.positions.by_position(tensor, axes)
+        assert rows is not None
         version = -1 if tensor.is_inference() else tensor._version
         held, at, kept = self._kept.get(id(tensor), (None, 0, None))
         if afresh or kept is None or held is None or held() is not tensor or at != version or version < 0:
             kept = rows[self.rows]  # a copy
         if not afresh:
             self._kept[id(tensor)] = weakref.ref(tensor), version, kept
-        into.append(TracedTensor(path, kept, tuple(tensor.shape)))
+        into.append(TracedTensor(path, kept, tuple(tensor.shape), axes))
         self._remember(tensor)
 
     def _remember(self, tensor: Tensor) -> None:
@@ -170,13 +219,16 @@ class Trace:
 
     def matrix(self, call: MatrixCall) -> Any:
         """Record a product with a parameter, which may be called outside a module of its own."""
-        entry = Execution(MATRIX, "matrix", self.running[-1] if self.running else None, self._tick())
+        parent, frames = self.running[-1] if self.running else None, running_frames()
+        entry = Execution(MATRIX, "matrix", parent, self._tick(), frames=frames)
+        name, number, _ = self._place(f"{MATRIX}{parent.name if parent else ''}", "output")
         if call.input is not None:
-            self._keep(entry.inputs, (), call.input)
+            self._keep(entry.inputs, (), call.input, (name, number, "input"))
             entry.call = call.with_input(None)
         output = call.run()
         if isinstance(output, Tensor):
-            self._keep(entry.outputs, (), output, afresh=True)
+            output = output if self.noise is None else _with_noise(output, self.noise)
+            self._keep(entry.outputs, (), output, (name, number, "output"), afresh=True)
         entry.end = self._tick()
         self.executions.append(entry)
         return output
@@ -230,7 +282,7 @@ class Trace:
 
     def _count(self, kind: str) -> int:
         time = self._tick()
-        self.calls.append((time, kind))
+        self.calls.append((time, kind, running_frames()))
         return time
 
     def _beside(self, q: Tensor, k: Tensor, kind_of: Callable[[Beside], str]) -> Beside | None:
@@ -342,6 +394,31 @@ class Trace:
 
     def _pick(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)[self.rows].clone()
+
+
+class ShapeTrace(Trace):
+    """A traced run that records shapes only."""
+
+    def fused(self, call: FusedCall) -> Any:
+        """Run the call."""
+        return call.run()
+
+    def product(self, call: ProductCall) -> Any:
+        """Run the product."""
+        return call.run()
+
+    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
+        """Run the softmax."""
+        return run(scores)
+
+
+def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Add noise with the tensor's own standard deviation, or with 1 if the tensor is constant."""
+    if not x.is_floating_point():
+        return x
+    size = x.std(correction=0)
+    noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+    return x + torch.where(size > 0, size, 1.0) * noise
 
 
 def _extra_columns(scores: Tensor) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workbench.observing.interception.matrix_calls import MatrixCall
 from workbench.observing.interception.tensor_layouts import TensorPath
-from workbench.observing.recognition.executions import LOOKUP, MATRIX, Execution
+from workbench.observing.recognition.executions import LOOKUP, MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.structure import Table
 from workbench.observing.recognition.trace import Trace, is_matrix
 
@@ -80,8 +80,9 @@ class ValueTables:
 
     def __init__(self, trace: Trace, embed: Embedding | None) -> None:
         self.looked_up: dict[
-            str, tuple[int, Tensor, Any]
-        ] = {}  # by name: which lookup, rows, what is done to its vectors
+            str, tuple[Execution, TracedTensor, Tensor, Any]
+        ] = {}  # lookup, vectors, rows, what is done to them
+        self.trace = trace
         self._cut: dict[int, dict[str, Table]] = {}
         for run, entry in enumerate(trace.lookups):
             name = entry.parent.name if entry.parent and entry.kind == f"{entry.parent.name}.weight" else entry.kind
@@ -90,23 +91,29 @@ class ValueTables:
             )
             if entry.reads_tokens and name and not is_embedding:
                 for seen in entry.outputs:
-                    if name in self.looked_up and not _same(self.looked_up[name][1], seen.rows):
+                    if name in self.looked_up and not _same(self.looked_up[name][2], seen.rows):
                         name = f"{name}, lookup {run}"  # another part of one parameter
-                    self.looked_up.setdefault(name, (run, seen.rows, None))
+                    self.looked_up.setdefault(name, (entry, seen, seen.rows, None))
                     for projected, rows, through in _projected(trace, entry, name, seen.rows):
-                        self.looked_up.setdefault(projected, (run, rows, through))
+                        self.looked_up.setdefault(projected, (entry, seen, rows, through))
 
     def of(self, width: int) -> dict[str, Table]:
         """Tables whose rows are so wide, by name; parts of wider ones are named by their columns."""
         if width not in self._cut:
             self._cut[width] = {
                 name if rows.shape[1] == width else f"{name}[{start}:{start + width}]": Table(
-                    run, rows[:, start : start + width], slice(start, start + width), through
+                    entry.kind, lookup_index(self.trace, entry), rows[:, start : start + width], slice(start, start + width),
+                    seen.axes, through,
                 )
-                for name, (run, rows, through) in self.looked_up.items() if rows.shape[1] % width == 0
+                for name, (entry, seen, rows, through) in self.looked_up.items() if rows.shape[1] % width == 0
                 for start in range(0, rows.shape[1], width)
             }  # fmt: skip
         return self._cut[width]
+
+
+def lookup_index(trace: Trace, entry: Execution) -> int:
+    """How often vectors had been looked up in the same parameter before."""
+    return sum(e.kind == entry.kind and e.start < entry.start for e in trace.lookups)
 
 
 def _name(entry: Execution) -> str:

@@ -1,0 +1,52 @@
+"""Identify a call by the code lines that lead to it from a module's forward.
+
+The lines are the same in every run. They leave out frames of PyTorch and of this package, since hooks and modes add such frames.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+Line = tuple[str, int, int]
+"""File, first line of the function, and offset of the call in it."""
+Frames = tuple[tuple[int, Line | None], ...]
+"""Frames that are running, the innermost first: identity of each, and its line (None: PyTorch's or ours)."""
+_LEFT_OUT = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
+
+
+class CallSite(NamedTuple):
+    """One call in a run of a module: its kind, the lines that make it, its number among their calls and the total of these."""
+
+    kind: str
+    lines: tuple[Line, ...]
+    number: int
+    total: int
+
+    @property
+    def words(self) -> str:
+        """Describe the calls of these lines."""
+        file, line, _ = self.lines[0] if self.lines else ("torch", 0, 0)
+        return (
+            f"{self.total} {self.kind} call{'s' if self.total > 1 else ''} in the function at {Path(file).name}:{line}"
+        )
+
+
+def running_frames(end: int = 0) -> Frames:
+    """Return the frames of this thread, innermost first, up to the frame with the identity `end`, without that frame."""
+    frame, frames = sys._getframe(1), list[tuple[int, Line | None]]()
+    while frame is not None and id(frame) != end:
+        code = frame.f_code
+        left_out = code.co_filename.startswith(_LEFT_OUT)
+        frames.append((id(frame), None if left_out else (code.co_filename, code.co_firstlineno, frame.f_lasti)))
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+    return tuple(frames)
+
+
+def lines_within(frames: Frames, end: int = 0) -> tuple[Line, ...]:
+    """Return the lines of the frames before the frame with the identity `end`, or of all frames without it."""
+    until = next((i for i, (identity, _) in enumerate(frames) if identity == end), len(frames))
+    return tuple(line for _, line in frames[:until] if line is not None)
