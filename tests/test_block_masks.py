@@ -37,7 +37,7 @@ def listed(blocks, mask_mod=causal, heads=1):
     for table in (partial, full):
         lists += [
             table.sum(-1, dtype=torch.int32)[None],
-            table.int().argsort(-1, descending=True, stable=True).int()[None],
+            table.int().argsort(dim=-1, descending=True, stable=True).int()[None],
         ]
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(LENGTH, LENGTH))
 
@@ -52,7 +52,7 @@ def called(block_mask):
 def test_listed_blocks_are_seen_whole_or_by_their_mask_and_no_others(mask_mod, heads):
     form = called(listed(1, mask_mod, heads)).of_listed_blocks().flex
     more = torch.arange(heads)[:, None, None]
-    wanted = (WITHIN & mask_mod(0, 0, PLACE[:, None], PLACE)) | ((EARLIER > 0) & (EARLIER <= 1 + more))
+    wanted = (WITHIN & mask_mod(0, 0, PLACE[:, None], PLACE)) | ((EARLIER > 0) & (1 + more >= EARLIER))
     assert torch.equal(form.mask(LENGTH, LENGTH, torch.device("cpu"))[0], wanted)
 
 
