@@ -212,9 +212,8 @@ class EagerCalls:
                 SeenSoftmax(time, arrange(scores, *axes), arrange(pattern, *axes), (t, call), axes[1][-1], *axes)
                 for axes in softmax_axes(call, scores.shape, axis, at.rows, at.columns)
             ]  # where the sizes allow several, the one whose scores are most nearly a multiple of the product comes last
-            seen.sort(
-                key=lambda each: -_misfit(each, arrange(out, call.letters[2], each.order)) if len(seen) > 1 else 0.0
-            )
+            if len(seen) > 1:
+                seen.sort(key=lambda each: -_misfit(each, arrange(out, call.letters[2], each.order)))
             if (
                 not seen
                 and scores.shape[-2] == at.columns
@@ -240,8 +239,8 @@ class EagerCalls:
     def _attended(self, call: ProductCall, out: Tensor, time: int) -> Iterator[EagerCall]:
         """The softmax that multiplies the values as it is, else two of which a combination does, else the last one, altered."""
         queries, last = self.positions.columns, self.softmaxes[-1]
-        orders = {i: pattern_order(call, i, self.positions.rows, queries) for i in (0, 1)}
-        patterns = {i: call.arranged(i, order) for i, order in orders.items() if order is not None}
+        orders = {i: o for i in (0, 1) if (o := pattern_order(call, i, self.positions.rows, queries)) is not None}
+        patterns = {i: call.arranged(i, order) for i, order in orders.items()}
         for which in patterns:
             for seen in reversed(self.softmaxes):
                 found = EagerCall(seen, time, call, which, out, self.positions)
