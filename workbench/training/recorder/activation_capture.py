@@ -145,8 +145,11 @@ class ActivationCapture:
             return
         masks = SeenMasks(ids)
         masks.given(module, args, kwargs)
-        segments = self.stopped.attempt(self.names - {GRADIENT_NORM}, masks.segments)
+        masks.arguments = [(name, mask) for name, mask in masks.arguments if "mask" in name]
         self.positions += ids.numel()
+        if not masks.arguments:  # nothing to wait for
+            return
+        segments = self.stopped.attempt(self.names - {GRADIENT_NORM}, masks.segments)
         if segments is not None and not bool((segments.ids == 1).all()):
             self.segments = segments
             self.padded += int((segments.ids == 0).sum())
