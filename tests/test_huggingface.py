@@ -290,6 +290,7 @@ def test_rotary_settings_are_read_as_transformers_reads_them(tmp_path, changes):
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "unknown rope_type 'ntk'"),
         ({"rope_scaling": LINEAR | {"partial_rotary_factor": 0.5}}, "transformers cannot run it"),
         ({"rope_scaling": LINEAR | {"partial_rotary_factor": 1.5}}, "must be at most 1"),
+        ({"rope_scaling": LINEAR | {"partial_rotary_factor": [1.0]}}, r"partial_rotary_factor of the rotary settings is \[1\.0\]"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [2.0]}}, "must be a list"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, "must be below"),
         ({"rope_theta": 500.0}, "contradicts itself"),

@@ -18,6 +18,7 @@ POSITIVE = (
     "rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     "short_factor", "long_factor", "partial_rotary_factor",
 )  # fmt: skip
+LISTS = ("short_factor", "long_factor")
 PARTIAL = ("partial_rotary_factor", "rotary_pct")  # share of a head that rotates
 OTHERS = ("use_scaled_rope", "rope_scaling_factor")  # of training scripts
 
@@ -64,7 +65,8 @@ def check_rotary(config: Any, where: Path) -> None:
             raise BadCheckpoint(f"{where}: {UnknownName('rope_type', kind, set(known))}")
         for key in POSITIVE:
             values = block.get(key)
-            for value in values if isinstance(values, list) else [] if values is None else [values]:
+            is_list = isinstance(values, list) and key in LISTS
+            for value in values if is_list else [] if values is None else [values]:
                 least_is_zero = key == "partial_rotary_factor" and kind == "proportional"
                 if type(value) not in (int, float) or not (0 < value < math.inf or (least_is_zero and value == 0)):
                     raise BadCheckpoint(
@@ -76,10 +78,8 @@ def check_rotary(config: Any, where: Path) -> None:
             )
         if kind == "llama3" and not (block.get("low_freq_factor") or 0) < (block.get("high_freq_factor") or math.inf):
             raise BadCheckpoint(f"{where}: low_freq_factor must be below high_freq_factor in {block}")
-        for key in ("short_factor", "long_factor") if kind == "longrope" else ():
-            if (
-                not isinstance(block.get(key), list) or len(block[key]) < 2
-            ):  # one factor would be spread over all frequencies
+        for key in LISTS if kind == "longrope" else ():  # one factor would be spread over all frequencies
+            if not isinstance(block.get(key), list) or len(block[key]) < 2:
                 raise BadCheckpoint(
                     f"{where}: {key} is {block.get(key)!r}; it must be a list, a factor for each frequency"
                 )
