@@ -26,6 +26,7 @@ from workbench.interventions.base import mean_row, trainable
 from workbench.jobs.running import Job, Workers, results
 from workbench.kernels import attention_form
 from workbench.measurement.forward_pass import (
+    LAYER_WEIGHTS,
     Reduction,
     collect,
     passes_of,
@@ -111,16 +112,16 @@ def _why_absent(subject: Subject, item: Measure) -> str:
     model = subject.model
     if item.name in subject.absent:
         return subject.absent[item.name]
-    if isinstance(item, Metric) and item.form != "derived":
-        for site in item.sites or (None,):
-            for alias in item.reads(site):
-                points = {ACTIVATIONS[alias].hook.format(layer=layer) for layer in range(model.config.n_layers)}
-                for point in sorted(points - set(model.hook_dict)):
-                    why = model.absent.get(point)
-                    return f"{item.name} has no numbers: {point} does not exist" + (
-                        f" ({why})" if why else f" in {model.architecture}"
-                    )
-    return f"{item.name} has no numbers: {model.architecture} has nothing of what it reads"
+    if isinstance(item, Intervention):
+        return f"{item.name} has no numbers: {model.architecture} has no path or module that it changes"
+    for site in item.sites or (None,):
+        for alias in item.reads(site):
+            points = [ACTIVATIONS[alias].hook.format(layer=layer) for layer in range(model.config.n_layers)]
+            if point := next((p for p in points if p not in model.hook_dict), None):
+                why = model.absent.get(point, f"{model.architecture} has none")
+                return f"{item.name} has no numbers: {point} does not exist: {why}"
+    weights = ", ".join(name for name in item.arguments if name in LAYER_WEIGHTS)
+    return f"{item.name} has no numbers: {model.architecture} shows no {weights or 'layer with all that it reads'}"
 
 
 def left_out(provenance: str) -> str:
