@@ -10,7 +10,7 @@ from strangers import GPT, D, FusedAttention, large
 from torch import nn
 
 import workbench
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import NotMeasured, UnknownName, WorkbenchError
 
 
 class Scan(nn.Module):
@@ -54,7 +54,10 @@ def test_a_decoder_without_attention_shows_its_stream_and_what_is_added_to_it(id
 
 def test_measures_of_the_stream_work_on_mixers_and_the_xray_says_what_is_missing(ids):
     observed, ids = see(large(GPT(attention=Scan)), ids), ids.view(4, 20)
-    frame = workbench.measure(observed, ["loss", "hidden_peak", "sublayer_removal", "importance_entropy"], ids)
+    with pytest.warns(NotMeasured, match=r"importance_entropy has no numbers: .*no attention that can be read"):
+        frame = workbench.measure(observed, ["loss", "hidden_peak", "sublayer_removal", "importance_entropy"], ids)
+    with pytest.raises(WorkbenchError, match=r"row_entropy has no numbers: .*no attention that can be read"):
+        workbench.measure(observed, "row_entropy", ids)
     assert set(frame["metric"]) == {"loss", "hidden_peak", "sublayer_removal"}
     assert set(frame[frame.metric == "sublayer_removal"]["layer"]) == {0, 1, 2}
     answers = workbench.xray(observed, ids).answers

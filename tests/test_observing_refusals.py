@@ -11,6 +11,7 @@ from observed import BEFORE, pattern_of, see
 from strangers import GPT, VOCABULARY, D, Pair, causal, flash, large, split
 from torch import nn
 
+import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
 
 
@@ -48,8 +49,12 @@ def test_dropout_is_refused_when_observing_and_when_running(ids):
     module.train()
     with pytest.raises(WorkbenchError, match="dropout is active"):
         observed.run_with_cache(ids)
-    observed.eval()
+    with pytest.raises(WorkbenchError, match="dropout is active"):
+        workbench.measure(observed, "loss", ids)
     assert module.training, "measuring must not change the mode of a foreign module"
+    assert not observed.eval().training
+    assert not module.training
+    assert observed.run_with_cache(ids)[1]
 
 
 def test_soft_caps_keep_values_and_pattern_but_not_what_would_be_wrong(ids):

@@ -26,6 +26,7 @@ from workbench.interventions.base import mean_row, trainable
 from workbench.jobs.running import Job, Workers, results
 from workbench.kernels import attention_form
 from workbench.measurement.forward_pass import (
+    LAYER_WEIGHTS,
     Reduction,
     collect,
     passes_of,
@@ -39,7 +40,7 @@ from workbench.metrics import METRICS, Metric
 from workbench.models.cache import KeyValueCache
 from workbench.models.transformer import Transformer
 from workbench.names import ACTIVATIONS, STATISTICS
-from workbench.runs.records import SAMPLE_COLUMNS, facts, provenance, records, typed
+from workbench.runs.records import SAMPLE_COLUMNS, left_out, provenance, records, typed
 
 Measure = Metric | Intervention
 CACHED = 16  # tokens behind the bytes of a key-value cache, which grow in proportion
@@ -71,6 +72,10 @@ def measure(
             text: all of theirs). batch: sequences at a time; results do not depend on it. seed: which windows.
         sites: of a metric named here only these of its sites, where the others would cost memory for nothing.
         workers: 1 measures in this process; else each step of each run is a job, see `workbench.jobs.running.run_jobs`.
+
+    Of an observed module's batches padding is left out, and documents that stand in one row are measured each by itself: what the
+    attention hides and the masks given to the module say which. A row's value is the mean over its documents, weighted by their
+    tokens, and tokens whose label is -100 do not count in the loss. `PaddingLeftOut` says the share, `NotMeasured` what has no numbers.
 
     Records of a run are kept under `<run>/records`, not measured twice. Raises `UnknownName`, `BadData`, `WorkbenchError`, and
     `OnlyHere`, which has the records, where all is measured and cannot be put up.
@@ -111,25 +116,16 @@ def _why_absent(subject: Subject, item: Measure) -> str:
     model = subject.model
     if item.name in subject.absent:
         return subject.absent[item.name]
-    if isinstance(item, Metric) and item.form != "derived":
-        for site in item.sites or (None,):
-            for alias in item.reads(site):
-                points = {ACTIVATIONS[alias].hook.format(layer=layer) for layer in range(model.config.n_layers)}
-                for point in sorted(points - set(model.hook_dict)):
-                    why = model.absent.get(point)
-                    return f"{item.name} has no numbers: {point} does not exist" + (
-                        f" ({why})" if why else f" in {model.architecture}"
-                    )
-    return f"{item.name} has no numbers: {model.architecture} has nothing of what it reads"
-
-
-def left_out(provenance: str) -> str:
-    """What numbers were averaged over, in a line, where rows had padding or several documents."""
-    known = facts(provenance)
-    if "left_out" not in known:
-        return ""
-    padding = f"{100 * known['left_out']:.3g} % of positions left out (padding)" if known["left_out"] else "no padding"
-    return f"{padding}; averages are over {known['documents']} documents, each by itself"
+    if isinstance(item, Intervention):
+        return f"{item.name} has no numbers: {model.architecture} has no path or module that it changes"
+    for site in item.sites or (None,):
+        for alias in item.reads(site):
+            points = [ACTIVATIONS[alias].hook.format(layer=layer) for layer in range(model.config.n_layers)]
+            if point := next((p for p in points if p not in model.hook_dict), None):
+                why = model.absent.get(point, f"{model.architecture} has none")
+                return f"{item.name} has no numbers: {point} does not exist: {why}"
+    weights = ", ".join(name for name in item.arguments if name in LAYER_WEIGHTS)
+    return f"{item.name} has no numbers: {model.architecture} shows no {weights or 'layer with all that it reads'}"
 
 
 def _sent(frame: pd.DataFrame, subjects: Sequence[Subject]) -> pd.DataFrame:

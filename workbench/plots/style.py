@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench.models import registry
-from workbench.runs.records import facts
+from workbench.runs.records import facts, left_out
 
 SITES = {
     "v": "effective values", "own_v": "own values", "stream": "hidden state", "final": "after the final norm",
@@ -217,7 +217,10 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
     doubts = dict.fromkeys(
         facts(text)["doubt"] for text in measured["provenance"].dropna().unique() if '"doubt":' in text
     )
-    return wrapped("; ".join(s for s in (*doubts, *say, *extra) if s), 125)
+    partial = dict.fromkeys(
+        map(left_out, (text for text in measured["provenance"].dropna().unique() if '"left_out":' in text))
+    )
+    return wrapped("; ".join(s for s in (*doubts, *say, *partial, *extra) if s), 125)
 
 
 def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure:

@@ -9,6 +9,7 @@ residual help here, and what speaks for and against? Works on runs, on checkpoin
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.console import Progress
-from workbench.errors import BadData, NotSent, OnlyHere, WorkbenchError, warn_caller
+from workbench.errors import BadData, NotMeasured, NotSent, OnlyHere, WorkbenchError, warn_caller
 from workbench.names import ACTIVATIONS
 from workbench.plots.browser import picture
 from workbench.plots.experiments import after_the_first
@@ -164,7 +165,9 @@ def _measured(
     frames, unsent = list[pd.DataFrame](), list[OnlyHere]()
     for i, (step, metrics) in enumerate(plan.items()):
         try:
-            frames.append(measure(metrics=metrics, steps=step, progress=_part(progress, i, len(plan))))
+            with warnings.catch_warnings():  # the page says what a model does not show
+                warnings.simplefilter("ignore", NotMeasured)
+                frames.append(measure(metrics=metrics, steps=step, progress=_part(progress, i, len(plan))))
         except OnlyHere as error:
             frames.append(error.made)
             unsent.append(error)

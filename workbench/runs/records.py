@@ -196,6 +196,15 @@ def facts(provenance: Any) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def left_out(provenance: str) -> str:
+    """Return what numbers were averaged over, in a line, where rows had padding or several documents; else empty."""
+    known = facts(provenance)
+    if "left_out" not in known:
+        return ""
+    padding = f"{100 * known['left_out']:.3g} % of positions left out (padding)" if known["left_out"] else "no padding"
+    return f"{padding}; averages are over {known['documents']} documents, each by itself"
+
+
 def provenance(**facts: Any) -> str:
     """Where a number comes from, as compact JSON with sorted keys."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"))

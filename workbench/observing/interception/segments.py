@@ -80,20 +80,28 @@ class SeenMasks:
     """What the attentions of one run hide, all layers and heads together."""
 
     tokens: Tensor  # [batch, pos]
-    visible: Tensor | None = (
-        None  # bool [batch, query, key]: keys that some attention lets a query see; None: none was read
-    )
+    hiding: Tensor | None = None  # bool [batch, query, key]: keys that attentions with a mask let a query see
+    is_causal: bool = False  # whether an attention hides no earlier key
     arguments: list[tuple[str, Any]] = field(default_factory=list)  # of the module, by name
 
     def add(self, visible: Tensor | None) -> None:
         """Add a mask [batch or 1, head, query, key] (True: seen) of one attention; None for a causal one that hides no earlier key."""
-        batch, length = self.tokens.shape
-        past = torch.ones(length, length, dtype=torch.bool, device=self.tokens.device).tril()
         if visible is None:
-            self.visible = past.expand(batch, -1, -1)
-            return
-        seen = visible.any(1).expand(batch, length, length) & past
-        self.visible = seen if self.visible is None else self.visible | seen
+            self.is_causal = True
+        elif not self.is_causal:
+            seen = visible.any(1) & self._past
+            self.hiding = (seen if self.hiding is None else self.hiding | seen).expand(len(self.tokens), -1, -1)
+
+    @property
+    def _past(self) -> Tensor:
+        """Bool [query, key]: keys up to each query."""
+        length = self.tokens.shape[1]
+        return torch.ones(length, length, dtype=torch.bool, device=self.tokens.device).tril()
+
+    @property
+    def visible(self) -> Tensor | None:
+        """Bool [batch, query, key]: keys that some attention lets a query see; None where none was read."""
+        return self._past.expand(len(self.tokens), -1, -1) if self.is_causal else self.hiding
 
     def given(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the arguments of a call of the module itself."""
@@ -122,6 +130,8 @@ class SeenMasks:
 
     def _row(self, row: int, name: str, text: Tensor | None) -> Tensor:
         """Segment ids [pos] of one row."""
+        if self.is_causal and (text is None or bool(text.all())):
+            return torch.ones_like(self.tokens[row])
         if self.visible is None:  # no attention was read: the given mask is all there is
             return torch.ones_like(self.tokens[row]) if text is None else text.long()
         seen, ids = self.visible[row], torch.zeros_like(self.tokens[row])

@@ -16,6 +16,8 @@ from workbench.errors import WorkbenchError
 
 _FEW = 16  # numbers that tell matrices apart
 _SAMPLE = 1024  # numbers of a parameter that tell it from another
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Whole numbers of as many bytes as an entry has."""
 
 
 def whole(module: nn.Module, name: str = "weight") -> Tensor:
@@ -42,12 +44,13 @@ def offloaded(module: nn.Module, name: str) -> Tensor:
 
 
 def samples(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A few numbers of every parameter, of which a training changes some: what is here, without loading or gathering the rest."""
+    """Yield some numbers of every parameter, and the sum of all its bits: of what is here, without gathering the rest."""
     for name, parameter in sorted(module.named_parameters()):
         owner, _, last = name.rpartition(".")
         here: Any = offloaded(module.get_submodule(owner), last) if parameter.is_meta else parameter.detach()
         flat = (here.to_local() if is_sharded(here) else here).reshape(-1)
         yield name, flat[:: max(len(flat) // _SAMPLE, 1)]
+        yield f"{name}, sum", flat.contiguous().view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
 
 
 def has_alike_matrices(module: nn.Module) -> bool:
