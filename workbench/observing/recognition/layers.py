@@ -103,7 +103,7 @@ def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:
 
 def _matrices(layer: LayerStructure) -> list[tuple[LayerStructure | Part, str, TensorLocation]]:
     """Bare products that a layer is made of: its queries, keys and values, W_O, and what it adds to its stream."""
-    owners = [(part, name) for part in layer.parts for name in ("q", "k", "v")]
+    owners: list[tuple[LayerStructure | Part, str]] = [(part, name) for part in layer.parts for name in ("q", "k", "v")]
     owners += [(layer, name) for name in ("z", "attn_out", "mlp_out")]
     places = [(owner, name, getattr(owner, name)) for owner, name in owners]
     return [(owner, name, at) for owner, name, at in places if at is not None and at.module == MATRIX]
