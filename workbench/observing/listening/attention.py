@@ -74,7 +74,7 @@ class AttentionHooks:
         if place == run.embed_at and (shown := self.at.shaped(vectors)) is not None:
             fired = run.fire(run.points.embed, shown)
             return output if fired is shown else lookup.restored(self.at.unshaped(fired, vectors))
-        for name in run.tables_at[place]:
+        for name in run.tables_at.get(place, ()):
             shown = self.at.shaped(run.structure.tables[name].read(vectors))
             if shown is not None:
                 run.tables[name] = shown.flatten(2)

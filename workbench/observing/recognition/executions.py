@@ -36,7 +36,7 @@ class Execution:
     inputs: list[TracedTensor] = field(default_factory=list)
     outputs: list[TracedTensor] = field(default_factory=list)
     reads_tokens: bool = False
-    call: MatrixCall | None = None  # of a product with a parameter, without its input
+    call: MatrixCall | None = None  # of a product that no module makes alone, without its input
     size: int = 0  # of a lookup: vectors in the table
 
     def stack(self) -> list[Execution]:

@@ -171,7 +171,8 @@ class Trace:
         entry = Execution(MATRIX, "matrix", self.running[-1] if self.running else None, self._tick())
         if call.input is not None:
             self._keep(entry.inputs, (), call.input)
-            entry.call = call.with_input(None)
+            if not self.running or not is_matrix(self, self.running[-1]):  # else it would keep gathered weights alive
+                entry.call = call.with_input(None)
         output = call.run()
         if isinstance(output, Tensor):
             self._keep(entry.outputs, (), output, afresh=True)
