@@ -57,8 +57,8 @@ class AttentionHooks:
         if not (run.matrix_reads or run.matrix_inputs):
             return call.run()
         place, read = run.count_call("matrix"), call.input
-        for fire in run.matrix_inputs.get(place, ()) if read is not None else ():
-            read = fire(read)
+        for fire in run.matrix_inputs.get(place, ()):
+            read = None if read is None else fire(read)
         output = call.run(None if read is call.input else read)
         for fire in run.matrix_reads.get(place, ()) if isinstance(output, Tensor) else ():
             output = fire(output)

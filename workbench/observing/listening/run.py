@@ -83,8 +83,9 @@ class HookedRun:
         self.tables_at: dict[int, list[str]] = {}  # which tables each lookup gives
         for name in sorted(read):
             self.tables_at.setdefault(structure.tables[name].run, []).append(name)
-        bare = structure.embed is not None and structure.embed.module == LOOKUP and is_hooked(points.embed)
-        self.embed_at = structure.embed.run if bare and structure.embed is not None else -1  # lookup of the embedding
+        embed, point = structure.embed, points.embed
+        is_bare = embed is not None and embed.module == LOOKUP and point is not None and is_hooked(point)
+        self.embed_at = embed.run if is_bare and embed is not None else -1  # which lookup is the embedding
         self.lookups = 0  # of any tables, in all
         self._listen()
 
