@@ -353,7 +353,7 @@ class Observed(HookedModel):
         `source`: `first` (the first layer's values), `own`, an earlier layer, or `table NAME`, looked up by token id.
         `spread`: where weights depend on the token (`attn.hook_v_weights` has them), their standard deviation over tokens; the
         coefficient is then their mean, and NaN says that it is a constant. `residual`: what the fit leaves, relative
-        to the target; about 1e-7 where a path is exact in float32. Above 0.1 it is no path:
+        to the target; about 1e-7 where a path is exact in float32. Above 0.1 it is no path, and
         `source` is `unexplained`. `head`: where heads have coefficients of their own.
         `into`: `value`; `output` for what is added between attention and W_O, or which of several attentions W_O reads
         (`attn.0`, ...); `query`, `key`; `stream` for what a block (or the final norm, layer L) reads where outputs are averaged,

@@ -229,7 +229,7 @@ def residual(frame: pd.DataFrame, path: str | None = None) -> str:
 
     Args:
         frame: Records of the model.
-        path: The value paths that were found in its numbers, in words; "" where there are none, None where nobody looked.
+        path: The value paths that were found in its numbers, in words; "" where there are none, None where they are unknown.
     """
     change, has_own = _together(frame), bool(((frame["site"] == "own_v") & (frame["layer"] > 0)).any())
     if has := _named_path(frame) or path:

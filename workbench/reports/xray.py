@@ -200,7 +200,7 @@ def answers(frame: pd.DataFrame, reasons: Mapping[str, str] | None = None, path:
     Args:
         frame: Records of the model.
         reasons: Why a question has no records, by question.
-        path: Value paths that were found in the model's numbers, in words; None where nobody looked.
+        path: Value paths that were found in the model's numbers, in words; None where they are unknown.
     """
     found = []
     for name, question in QUESTIONS.items():

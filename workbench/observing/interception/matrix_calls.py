@@ -52,7 +52,7 @@ def matrix_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     """The product behind a call of `linear`, or of another product of which a parameter is a factor."""
     if len(args) == 2 and isinstance(args[0], str) and isinstance(args[1], list | tuple):
         args = args[0], *args[1]  # einsum takes its factors one by one or in a list
-    named = [*enumerate(args), *kwargs.items()]
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     tensors = [(at, x) for at, x in named if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1]
     linear = getattr(function, "__name__", "") == "linear"
     inputs = [at for at, x in tensors if not is_parameter(x)][: 1 if linear else None]

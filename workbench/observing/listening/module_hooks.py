@@ -117,8 +117,9 @@ class ModuleHooks:
     def _reads_of_ends(self) -> Iterator[_ReadTensor]:
         """The token embedding, what the head reads, and the last stream where that is not the last block's output."""
         run, structure, points = self.run, self.run.structure, self.run.points
-        if structure.embed is not None and structure.embed.module != LOOKUP and is_hooked(points.embed):
-            yield _ReadTensor(structure.embed, False, partial(run.fire, points.embed), None)
+        embed = structure.embed
+        if embed is not None and embed.module != LOOKUP and points.embed is not None and is_hooked(points.embed):
+            yield _ReadTensor(embed, False, partial(run.fire, points.embed), None)
         if structure.head is not None and points.head is not None and is_hooked(points.head):
             yield _ReadTensor(structure.head, True, partial(run.fire, points.head), None)
         if structure.final is not None and is_hooked(last := self.blocks[-1].hook_resid_post):

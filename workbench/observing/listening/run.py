@@ -100,15 +100,10 @@ class HookedRun:
         self.tables: dict[str, Tensor] = {}  # [batch, pos, width], of those that are read
         read = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
         self.tables_read = {name: structure.tables[name] for name in read}
-        embed = structure.embed
-        self.embed = (
-            embed
-            if embed is not None and embed.module == LOOKUP and points.embed is not None and is_hooked(points.embed)
-            else None
-        )
-        parameters = {table.parameter for table in self.tables_read.values()} | (
-            {self.embed.parameter} if self.embed else set()
-        )
+        embed, point = structure.embed, points.embed
+        is_bare = embed is not None and embed.module == LOOKUP and point is not None and is_hooked(point)
+        self.embed = embed if is_bare else None
+        parameters = {read.parameter for read in (*self.tables_read.values(), self.embed) if read is not None}
         self.looked_up_in = {id(module.get_parameter(name)): name for name in parameters}
         self.lookups: Counter[str] = Counter()  # of these parameters
         self._listen()

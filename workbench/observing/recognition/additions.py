@@ -222,6 +222,8 @@ class _Sums:
     def normed(self, parts: list[Tensor]) -> list[float] | None:
         """Root-mean-square norms of them are added, by a function without gains."""
         target, few = self.few_added.view(-1, self.out.shape[1]), [self._few(p).view(-1, p.shape[1]) for p in parts]
+        if weights_by_token(target[:2], [x[:2] for x in few])[1] > self.tolerance:
+            return None
         weights, left = weights_by_token(target, few)
         if left > self.tolerance:
             return None

@@ -39,7 +39,7 @@ class Execution:
     inputs: list[TracedTensor] = field(default_factory=list)
     outputs: list[TracedTensor] = field(default_factory=list)
     reads_tokens: bool = False
-    call: MatrixCall | None = None  # of a product with a parameter, without its input
+    call: MatrixCall | None = None  # of a product that no module makes alone, without its input
     size: int = 0  # of a lookup: vectors in the table
     place: tuple[str, int, str] = ("", 0, "")  # its name, how often that ran before, input or output
     frame: int = 0  # the Python frame that runs it

@@ -224,7 +224,8 @@ class Trace:
         name, number, _ = self._place(f"{MATRIX}{parent.name if parent else ''}", "output")
         if call.input is not None:
             self._keep(entry.inputs, (), call.input, (name, number, "input"))
-            entry.call = call.with_input(None)
+            if not self.running or not is_matrix(self, self.running[-1]):  # else it would keep gathered weights alive
+                entry.call = call.with_input(None)
         output = call.run()
         if isinstance(output, Tensor):
             output = output if self.noise is None else _with_noise(output, self.noise)

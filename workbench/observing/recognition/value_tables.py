@@ -132,6 +132,7 @@ def _projected(
         made = entry.outputs[0].rows
         if of is None or any(_same(made, k[0]) for k in known):
             continue
+        step: Callable[[Tensor], Any]
         if entry.name == MATRIX:
             if entry.call is None:
                 continue
