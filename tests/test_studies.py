@@ -293,7 +293,7 @@ def table(**steps):
         for model, values in steps.items()
         for seed, value in enumerate(values)
     ]  # fmt: skip
-    return pd.DataFrame(rows).assign(failed="")
+    return pd.DataFrame(rows).assign(failed="", step=200.0)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def table(**steps):
         ([80, 91, 99], -20.0, "earlier"),  # -20 in every seed: no spread at all
         ([99, 100, 125], -2.0, "unresolved"),  # -1, -11, +6: 4.30 * 8.54 / sqrt(3) = 21.2 around -2
         ([121, 130, 140], 20.3333, "later"),  # 21, 19, 21
-        ([80, 91, math.nan], math.nan, "unresolved: not formed in 1 of 3 runs"),
+        ([80, 91, math.nan], 13.6667, "unresolved: formed in 2 of 3 against 3 of 3 runs"),  # -20, -20, and 81 by the last step, 200
     ],
 )
 def test_a_difference_counts_beyond_its_band_over_paired_seeds(tmp_path, steps, difference, verdict):
@@ -318,7 +318,7 @@ def test_a_difference_counts_beyond_its_band_over_paired_seeds(tmp_path, steps, 
 def test_a_baseline_that_has_not_formed_decides_nothing(tmp_path):
     study = read_study(written(tmp_path, "grid.recipe.lr = [1.0]\n" + SMALL))
     rows = summary(study, table(transformer=[100, math.nan, 119], resformer=[1, 2, 3])).set_index("model")
-    assert rows.loc["resformer", "verdict"] == "unresolved: the baseline not formed in 1 of 3 runs"
+    assert rows.loc["resformer", "verdict"] == "unresolved: formed in 3 of 3 against 2 of 3 runs"
     assert (rows.loc["transformer", "n"], rows.loc["transformer", "mean"]) == (2, 109.5)
 
 
