@@ -293,7 +293,7 @@ def table(**steps):
         for model, values in steps.items()
         for seed, value in enumerate(values)
     ]  # fmt: skip
-    return pd.DataFrame(rows).assign(failed="")
+    return pd.DataFrame(rows).assign(failed="", step=200.0)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,11 @@ def table(**steps):
         ([80, 91, 99], -20.0, "earlier"),  # -20 in every seed: no spread at all
         ([99, 100, 125], -2.0, "unresolved"),  # -1, -11, +6: 4.30 * 8.54 / sqrt(3) = 21.2 around -2
         ([121, 130, 140], 20.3333, "later"),  # 21, 19, 21
-        ([80, 91, math.nan], math.nan, "unresolved: not formed in 1 of 3 runs"),
+        (
+            [80, 91, math.nan],
+            13.6667,
+            "unresolved: formed in 2 of 3 against 3 of 3 runs",
+        ),  # -20, -20, and 81 by the last step, 200
     ],
 )
 def test_a_difference_counts_beyond_its_band_over_paired_seeds(tmp_path, steps, difference, verdict):
@@ -318,7 +322,7 @@ def test_a_difference_counts_beyond_its_band_over_paired_seeds(tmp_path, steps, 
 def test_a_baseline_that_has_not_formed_decides_nothing(tmp_path):
     study = read_study(written(tmp_path, "grid.recipe.lr = [1.0]\n" + SMALL))
     rows = summary(study, table(transformer=[100, math.nan, 119], resformer=[1, 2, 3])).set_index("model")
-    assert rows.loc["resformer", "verdict"] == "unresolved: the baseline not formed in 1 of 3 runs"
+    assert rows.loc["resformer", "verdict"] == "unresolved: formed in 3 of 3 against 2 of 3 runs"
     assert (rows.loc["transformer", "n"], rows.loc["transformer", "mean"]) == (2, 109.5)
 
 
@@ -370,3 +374,26 @@ def test_a_study_fetches_no_dataset(tmp_path, monkeypatch):
     (job, *_) = plan(read_study(tmp_path / "s.toml"), tmp_path / "runs")
     with pytest.raises(BadData, match=r"cannot be loaded.*from this machine's cache: fetch it once"):
         prepare_data(job)
+
+
+def test_each_model_takes_its_best_rate_from_a_study_of_other_seeds(tmp_path):
+    rates = SMALL.replace("seeds = [0, 1, 2]", "seeds = [9]\ngrid.recipe.lr = [1e-6, 1e-2]").replace(
+        '"formation_step"', '"validation_loss"'
+    )
+    (tmp_path / "rates.toml").write_text(rates)
+    named = f'rates_from = "{tmp_path / "rates.toml"}"\nseeds = [0, 1, 2]'
+    study, runs = read_study(written(tmp_path, SMALL, ("seeds = [0, 1, 2]", named))), tmp_path / "runs"
+    with pytest.raises(
+        WorkbenchError, match="of which 4 of 4 runs are not finished; train them first: workbench study rates"
+    ):
+        plan(study, runs)
+    tried = read_study(tmp_path / "rates.toml")
+    for job in plan(tried, runs):
+        work(dataclasses.replace(job, data=prepare_data(job)))
+    losses = outcomes(tried, plan(tried, runs), {}).set_index(["model", "lr"])["validation_loss"]
+    best = {model: float(rows.idxmin()[1]) for model, rows in losses.groupby("model")}
+    assert {(job.cell.model, sizes(job)[1].lr) for job in plan(study, runs)} == set(best.items())
+    assert {job.seed for job in plan(study, runs)} == {0, 1, 2}
+    same = read_study(written(tmp_path, SMALL, ("seeds = [0, 1, 2]", named.replace("[0, 1, 2]", "[8, 9]"))))
+    with pytest.raises(WorkbenchError, match=r"which has the same seeds \[9\]; give others"):
+        plan(same, runs)

@@ -16,11 +16,11 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.jobs.running import Job, Status, Workers, run_jobs
 from workbench.runs.corpora import shared_text
 from workbench.runs.records import load_records, write_parquet
-from workbench.runs.run import CORPORA, Run
+from workbench.runs.run import CORPORA, RUN_FILE, Run
 from workbench.statistics.censored import compare_steps
 from workbench.statistics.error_bars import LEVEL, MIN_SEEDS, Interval, over_seeds, paired_seeds
 from workbench.statistics.formation import formation_steps, sink_step
-from workbench.studies.study_file import OUTCOMES, Cell, Study, label
+from workbench.studies.study_file import OUTCOMES, Cell, Study, find_study, label, read_study
 
 QUICK_SEEDS = 2
 QUICK_RECIPE = {
@@ -51,7 +51,39 @@ class StudyRun:
 def plan(study: Study, runs: Path, *, quick: bool = False, device: str | None = None) -> list[StudyRun]:
     """All runs of a study, seed by seed, so that an interrupted one has compared all cells with some seeds."""
     seeds = study.seeds[:QUICK_SEEDS] if quick else study.seeds
-    return [StudyRun(study, cell, seed, str(runs), quick, device) for seed in seeds for cell in study.cells]
+    cells = _at_best_rates(study, runs) if study.rates_from and not quick else study.cells
+    return [StudyRun(study, cell, seed, str(runs), quick, device) for seed in seeds for cell in cells]
+
+
+def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
+    """The cells of a study at each model's best learning rate in the finished runs of the study that it names.
+
+    Raises `WorkbenchError` where that study has reported seeds, or has not tried a model, or is not finished.
+    """
+    other = read_study(find_study(str(study.rates_from)))
+    if shared := sorted(set(other.seeds) & set(study.seeds)):
+        raise WorkbenchError(
+            f"{study.name} takes its rates from {other.name}, which has the same seeds {shared}; give others"
+        )
+    tried = plan(other, runs)
+    if absent := [
+        run.name for run in tried if not (runs / run.name / RUN_FILE).exists() or not Run.open(runs / run.name).finished
+    ]:
+        raise WorkbenchError(
+            f"{study.name} takes its rates from {other.name}, of which {len(absent)} of {len(tried)} runs are not finished; "
+            f"train them first: workbench study {other.name}"
+        )
+    losses = outcomes(other, tried, {}).assign(rate=[run.cell.settings["recipe"]["lr"] for run in tried])
+    means = losses.groupby(["model", "rate"])["validation_loss"].agg(lambda x: x.mean(skipna=False)).dropna()
+    best = {str(model): float(rate) for model, rate in means.groupby("model").idxmin()}
+    if untried := [cell.model for cell in study.cells if cell.model not in best]:
+        raise WorkbenchError(
+            f"{other.name} has not tried {untried[0]}, whose rate {study.name} takes from it; add it there"
+        )
+    return [
+        dataclasses.replace(c, settings={**c.settings, "recipe": {**c.settings["recipe"], "lr": best[c.model]}})
+        for c in study.cells
+    ]
 
 
 def sizes(run: StudyRun) -> tuple[ModelConfig, TrainConfig]:

@@ -16,8 +16,9 @@
     vary.options.lambda_v1 = [0.5, 2]    # one model each; also model, recipe, data
 
 Under `grid` and `vary`, a name that is no section is an axis of named points: `[[grid.size]]` with `name` and sections.
-`tuned = "lr"` names the grid axis of which every model may take its best value, for the second comparison. `[measure]` takes
-`metrics`, `steps` and `n`. Unknown keys are refused; runs are resumed, and a finished one is not trained again.
+`tuned = "lr"` names the grid axis of which every model may take its best value, for the second comparison. `rates_from = "NAME"` names
+another study, trained before on other seeds, whose best learning rate each model takes. `[measure]` takes `metrics`, `steps` and `n`.
+Unknown keys are refused; runs are resumed, and a finished one is not trained again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from workbench.files import read_text
 from workbench.places import studies
 
 KEYS = (
-    "question", "preset", "seeds", "outcome", "baseline", "tuned", "data", "model", "recipe", "grid", "models", "measure",
+    "question", "preset", "seeds", "outcome", "baseline", "tuned", "rates_from", "data", "model", "recipe", "grid", "models", "measure",
 )  # fmt: skip
 SECTIONS = ("options", "model", "recipe", "data")
 MODEL_KEYS = ("architecture", "name", "baseline", "vary", *SECTIONS)
@@ -84,6 +85,7 @@ class Study:
     seeds: tuple[int, ...]
     outcome: str
     tuned: str | None
+    rates_from: str | None
     cells: tuple[Cell, ...]
     measure: Mapping[str, Any]
 
@@ -115,7 +117,7 @@ def read_study(path: str | Path) -> Study:
     _known("study", raw, KEYS)
     if missing := [key for key in ("question", "baseline", "models") if key not in raw]:
         raise BadData(f"{file} lacks {', '.join(missing)}")
-    for key in ("question", "baseline", "outcome", "preset", "tuned"):
+    for key in ("question", "baseline", "outcome", "preset", "tuned", "rates_from"):
         _text(key, raw.get(key, ""))
     given = {"seeds": [0, 1, 2], "outcome": "validation_loss", "preset": "tiny"} | raw
     seeds, outcome, preset = given["seeds"], given["outcome"], given["preset"]
@@ -132,7 +134,7 @@ def read_study(path: str | Path) -> Study:
     _known("measure", measure, MEASURE_KEYS)
     study = Study(
         name=file.stem, question=str(raw["question"]), preset=preset, seeds=tuple(seeds), outcome=outcome,
-        tuned=raw.get("tuned"), cells=cells, measure=measure,
+        tuned=raw.get("tuned"), rates_from=raw.get("rates_from"), cells=cells, measure=measure,
     )  # fmt: skip
     _refuse(study)
     return study
