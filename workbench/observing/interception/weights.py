@@ -55,7 +55,7 @@ def samples(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def has_alike_matrices(module: nn.Module) -> bool:
     """Return whether samples of some matrix are constant, or equal those of another matrix."""
-    matrices = {name for name, p in module.named_parameters() if p.ndim > 1}
+    matrices = {name for name, p in module.named_parameters() if p.ndim > 1 and not is_sharded(p)}
     numbers = [tuple(flat[:: max(len(flat) // _FEW, 1)].tolist()) for name, flat in samples(module) if name in matrices]
     return len(set(numbers)) < len(numbers) or any(len(set(each)) == 1 for each in numbers)
 

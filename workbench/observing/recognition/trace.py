@@ -415,7 +415,7 @@ class ShapeTrace(Trace):
 
 def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Add noise with the tensor's own standard deviation, or with 1 if the tensor is constant."""
-    if not x.is_floating_point():
+    if not x.is_floating_point() or is_sharded(x):
         return x
     size = x.std(correction=0)
     noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
