@@ -1,6 +1,6 @@
-"""A function mode around a forward pass hands its attention calls to a handler; it is removed right after.
+"""Function mode that hands the attention calls of a forward pass to a handler, in one thread and for one run.
 
-The mode sees every torch function the module calls, so nothing of the module is edited. Functions registered in Hugging
+The mode sees every torch function that the module calls, so nothing of the module is edited. Functions registered in Hugging
 Face's `AttentionInterface` (flash, flex, custom ones) are intercepted where the interface hands them out.
 """
 
@@ -10,7 +10,8 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any, Protocol
@@ -149,42 +150,86 @@ def attention_functions(module: nn.Module) -> list[str]:
     return sorted(name for name in names if isinstance(name, str) and name not in _SEEN_BY_MODE)
 
 
-@contextlib.contextmanager
-def intercepting(handler: CallHandler, names: list[str], *, everywhere: bool = True) -> Iterator[InterceptionMode]:
-    """While open, the handler gets this thread's calls, and those of the attention functions of these names.
+def has_fused_layers(module: nn.Module) -> bool:
+    """Whether some submodule has a fused form in PyTorch that calls neither hooks nor modes."""
+    return any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in module.modules())
 
-    Not `everywhere`: the calls only while the mode it gives is entered.
+
+class ProcessSwitch:
+    """A setting of the whole process while runs in any thread need it changed; the last of them restores it.
+
+    Args:
+        read: Returns the present setting.
+        change: Changes the setting, given the present one.
+        restore: Restores the setting that `read` returned.
     """
-    mode = InterceptionMode(handler)
-    with contextlib.ExitStack() as stack:
-        table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
-        for name in names:
-            if name in table:
-                stack.enter_context(_replaced_function(table, name, mode))
-        stack.enter_context(uncompiled())
-        if everywhere:
-            stack.enter_context(mode)
-        yield mode
+
+    def __init__(
+        self, read: Callable[[], Any], change: Callable[[Any], object], restore: Callable[[Any], object]
+    ) -> None:
+        self.read, self.change, self.restore = read, change, restore
+        self.lock, self.owners, self.before = threading.RLock(), set[int](), list[Any]()
+
+    def begin(self, owner: object) -> None:
+        """Change the setting until `end` is called for this owner."""
+        with self.lock:
+            self.owners.add(id(owner))
+            if not self.before:
+                self.before = [self.read()]
+            self.change(self.before[0])
+
+    def end(self, owner: object) -> None:
+        """Restore the setting if no other owner is left. Calling it again does nothing."""
+        with self.lock:
+            self.owners.discard(id(owner))
+            if self.before and not self.owners:
+                self.restore(self.before[0])
+                self.before = []
 
 
-@contextlib.contextmanager
-def _replaced_function(table: Any, name: str, mode: InterceptionMode) -> Iterator[None]:
-    """While open, the interface hands out a function that passes each call to the handler."""
-    original = table[name]
-    local = name in table._local_mapping
+def _stance() -> Any:
+    return sys.modules["torch._dynamo.eval_frame"]
 
+
+FAST_PATH = ProcessSwitch(
+    torch.backends.mha.get_fastpath_enabled,
+    lambda before: torch.backends.mha.set_fastpath_enabled(False),
+    torch.backends.mha.set_fastpath_enabled,
+)
+"""PyTorch's fused encoder layers, switched off."""
+COMPILED_CODE = ProcessSwitch(
+    lambda: _stance()._stance,
+    lambda before: torch.compiler.set_stance("force_eager"),
+    lambda before: _stance()._set_stance(before),
+)
+"""Compiled code, run as it was written."""
+_INTERFACE: dict[str, ProcessSwitch] = {}  # functions of Hugging Face's `AttentionInterface`, by name
+
+
+def _interface_switch(table: Any, name: str) -> ProcessSwitch:
+    """Let the interface hand out a function that passes calls to the mode of its thread, where one is on."""
+
+    def change(before: tuple[Any, bool]) -> None:
+        table[name] = _passed_to_mode(before[0])
+
+    def restore(before: tuple[Any, bool]) -> None:
+        if before[1]:
+            table[name] = before[0]
+        else:
+            table._local_mapping.pop(name, None)
+
+    return ProcessSwitch(lambda: (table[name], name in table._local_mapping), change, restore)
+
+
+def _passed_to_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def intercepted(*args: Any, **kwargs: Any) -> Any:
-        return mode.handler.fused(interface_call(partial(_silently, mode, original), args, kwargs))
+        modes = [m for m in torch.overrides._get_current_function_mode_stack() if isinstance(m, InterceptionMode)]
+        if not modes or modes[-1].silent:
+            return original(*args, **kwargs)
+        return modes[-1].handler.fused(interface_call(partial(_silently, modes[-1], original), args, kwargs))
 
-    table[name] = intercepted
-    try:
-        yield
-    finally:
-        if local:
-            table[name] = original
-        else:
-            del table[name]
+    return intercepted
 
 
 def _silently(mode: InterceptionMode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -195,19 +240,88 @@ def _silently(mode: InterceptionMode, function: Callable[..., Any], *args: Any, 
         mode.silent = False
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """While open, compiled code and PyTorch's encoder layers run as they were written: their fused forms run past the mode."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+class Interception:
+    """What stands in one thread while calls are intercepted there. `guarded` and `intercepting` begin and end it.
+
+    Args:
+        mode: The function mode, or None to run compiled code and fused layers as they were written, and no more.
+        names: Functions of the `AttentionInterface` that are passed to the mode.
+        everywhere: Whether the mode is on from the beginning; else others enter it.
+        fused: Whether PyTorch's fused encoder layers must be switched off.
+    """
+
+    def __init__(
+        self, mode: InterceptionMode | None, names: Sequence[str] = (), *, everywhere: bool = True, fused: bool = True
+    ) -> None:
+        self.mode, self.everywhere = mode, everywhere
+        self.depth = torch.overrides._len_torch_function_stack()
+        table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
+        self.switches = [
+            _INTERFACE.setdefault(name, _interface_switch(table, name)) for name in names if name in table
+        ]
+        self.switches += [FAST_PATH] if fused else []
+        self.switches += [COMPILED_CODE] if "torch._dynamo" in sys.modules else []  # else nothing can have been compiled
+
+    def begin(self) -> None:
+        """Intercept from now on, in this thread."""
+        for switch in self.switches:
+            switch.begin(self)
+        if self.mode is not None and self.everywhere:
+            self.mode.__enter__()
+
+    def end(self) -> None:
+        """Take everything away, also after an interrupted `begin` or `end`. Calling it again does nothing."""
+        while torch.overrides._len_torch_function_stack() > self.depth:
+            torch.overrides._pop_mode()
+        for switch in self.switches:
+            switch.end(self)
+
+
+class Scope(Protocol):
+    """What `guarded` puts in place and takes away."""
+
+    def begin(self) -> None:
+        """Put everything in place."""
+
+    def end(self) -> None:
+        """Take everything away, also after an interrupted `begin` or `end`."""
+
+
+def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function within a scope; nothing of the scope is left, whatever is raised, at whatever moment.
+
+    An interrupt can arrive at the first instruction of any Python function, so also of an `__exit__`: hence no context
+    manager, and an `end` that is begun again when it is interrupted.
+    """
     try:
-        if "torch._dynamo" not in sys.modules:  # then nothing can have been compiled
-            yield
-        else:
-            with torch.compiler.set_stance("force_eager"):
-                yield
+        scope.begin()
+        return call(*args, **kwargs)
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        try:
+            scope.end()
+        except BaseException:
+            scope.end()
+            raise
+
+
+@contextlib.contextmanager
+def intercepting(handler: CallHandler | None, names: Sequence[str] = ()) -> Iterator[None]:
+    """While open, the handler gets this thread's calls, and those of the attention functions of these names."""
+    scope = Interception(None if handler is None else InterceptionMode(handler), names)
+    try:
+        scope.begin()
+        yield
+    finally:
+        try:
+            scope.end()
+        except BaseException:
+            scope.end()
+            raise
+
+
+def uncompiled() -> contextlib.AbstractContextManager[None]:
+    """While open, compiled code and PyTorch's encoder layers run as they were written: their fused forms run past the mode."""
+    return intercepting(None)
 
 
 FAST_PATH_NOTE = (

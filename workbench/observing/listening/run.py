@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
-from workbench.models.hook_points import HookPoint, is_hooked
+from workbench.models.hook_points import HookPoint, frozen_copy, is_hooked, may_write
 from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.function_mode import InterceptionMode
 from workbench.observing.interception.positions import Positions
@@ -65,6 +68,9 @@ class HookedRun:
                 "them from sequences; give more or fewer sequences"
             )
         self.mode: InterceptionMode | None = None
+        self.may_checkpoint = torch.is_grad_enabled()
+        self.follow: Callable[[], None] | None = None  # looks for checkpoints that have begun
+        self.frozen: dict[nn.Module, HookPoint] = {}  # hook points with the hooks of then, in what a checkpoint runs again
         self.running: list[int] = []  # layers, innermost last
         self.runs: Counter[str] = Counter()  # of each module, in all
         self.within: list[Counter[str]] = []  # of modules, in each running layer
@@ -128,10 +134,22 @@ class HookedRun:
         shown = [*sources.values(), *([] if table is None else [table])]
         return bool({"v_mix", "v_weights"} & self.layer_points[i].keys()) or any(map(is_hooked, shown))
 
+    def copy(self) -> HookedRun:
+        """The same run with a state of its own, to go on from here more than once."""
+        run = copy.copy(self)
+        run.runs, run.running = self.runs.copy(), list(self.running)
+        run.within = [counts.copy() for counts in self.within]
+        run.scopes = [(layer, counts.copy()) for layer, counts in self.scopes]
+        run.own_values, run.tables = dict(self.own_values), dict(self.tables)
+        run._gathered = {key: dict(parts) for key, parts in self._gathered.items()}
+        return run
+
     # ---- where the run is --------------------------------------------------------------------------------------------
 
     def count_call(self, kind: str) -> tuple[int, int]:
         """(layer, which call of this kind it is there); layer -1 outside the observed ones."""
+        if self.follow is not None:
+            self.follow()
         if not self.scopes or self.scopes[-1][0] < 0:
             return -1, 0
         layer, counts = self.scopes[-1]
@@ -145,17 +163,48 @@ class HookedRun:
 
     # ---- hook points -------------------------------------------------------------------------------------------------
 
-    def fire(self, point: Any, tensor: Tensor) -> Tensor:
-        """What leaves a hook point: the same tensor where no hook replaces it."""
-        if point is None or not is_hooked(point):
-            return tensor
-        handed = tensor.clone() if self.structure.in_place else tensor
-        out = self._call_hooks(point, handed)
-        return tensor if out is handed else out.to(tensor.dtype)
+    def is_hooked(self, point: Any) -> bool:
+        """Whether a hook point has hooks in this run."""
+        return point in self.frozen if self.frozen else point is not None and is_hooked(point)
 
-    def fire_at(self, heard: Heard, name: str, tensor: Tensor) -> Tensor:
+    def may_write(self) -> bool:
+        """Whether some hook of this run may change a tensor."""
+        return any(may_write(point) for point in self._hooked_points())
+
+    def freeze_hooks(self) -> None:
+        """Keep the hooks of now for what is run again, perhaps when they have been removed."""
+        if not self.frozen:
+            self.frozen = {point: frozen_copy(point) for point in self._hooked_points()}
+
+    def _hooked_points(self) -> list[HookPoint]:
+        ends = [point for point in (self.points.embed, self.points.head) if point is not None]
+        inside = (part for block in self.points.blocks for part in block.modules() if isinstance(part, HookPoint))
+        return [point for point in (*ends, *inside) if self.is_hooked(point)]
+
+    def fire(self, point: Any, tensor: Tensor, *, beside: bool = False) -> Tensor:
+        """Return what leaves a hook point: the same tensor where no hook changes it.
+
+        Hooks that may write get a copy, so that no edit in place reaches other readers of the tensor. An unchanged copy is
+        dropped, unless a hook keeps it with its graph: then the module goes on with it, so that it gets its gradient.
+        `beside`: the tensor is computed for the hooks alone.
+        """
+        if not self.is_hooked(point):
+            return tensor
+        writes = may_write(point)
+        handed = _like(tensor) if writes or self.structure.in_place else tensor
+        references = sys.getrefcount(handed)
+        out = self._call_hooks(point, handed)
+        if out is not handed:
+            return out.to(tensor.dtype)
+        if writes and not _equal(handed, tensor):
+            return handed
+        kept = handed._backward_hooks or sys.getrefcount(handed) > references + 1  # `out` is one more
+        graph = writes and handed.requires_grad and not (beside or self.structure.in_place)
+        return handed if graph and kept else tensor
+
+    def fire_at(self, heard: Heard, name: str, tensor: Tensor, *, beside: bool = False) -> Tensor:
         """What leaves a hook point of an attention; that of all its layer's attentions is shown with the last of them."""
-        out = self.fire(heard.points.get(name), tensor)
+        out = self.fire(heard.points.get(name), tensor, beside=beside)
         if (point := heard.together.get(name)) is not None and (whole := self.gather(heard, name, out)) is not None:
             self.show(point, whole)
         return out
@@ -179,19 +228,23 @@ class HookedRun:
         return torch.cat([parts[n] for n in range(heard.of)], dim=axis) if heard.of > 1 else tensor
 
     def show(self, point: Any, tensor: Tensor) -> None:
-        """Fire a hook point that can only be read; raises `WorkbenchError` where a hook replaces its tensor."""
-        if point is not None and is_hooked(point) and self._call_hooks(point, tensor) is not tensor:
+        """Fire a hook point that can only be read; raises `WorkbenchError` where a hook changes or replaces its tensor."""
+        if not self.is_hooked(point):
+            return
+        handed = tensor.clone() if may_write(point) else tensor
+        out = self._call_hooks(point, handed)
+        if out is not handed or (handed is not tensor and not _equal(handed, tensor)):
             raise WorkbenchError(f"{point.name} can be read, not replaced: it is computed beside the module")
 
     def _call_hooks(self, point: Any, tensor: Tensor) -> Tensor:
         """The hooks' result; calls that hooks make themselves are not the module's."""
-        if self.mode is None:
-            return point(tensor)
-        before, self.mode.silent = self.mode.silent, True
+        mode, point = self.mode, self.frozen.get(point, point)
+        assert mode is not None
+        before, mode.silent = mode.silent, True
         try:
             return point(tensor)
         finally:
-            self.mode.silent = before
+            mode.silent = before
 
     def fire_projection(self, hooked: HookedProjection, output: Tensor) -> Tensor:
         """Fire own values, or queries and keys before their rotation, among the columns of a projection's output."""
@@ -211,3 +264,16 @@ class HookedRun:
         """Keep an attention's own values for the layers that read them."""
         if (whole := self.gather(heard, "own values", values)) is not None:
             self.own_values[heard.layer] = whole
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does, so that whatever reads it rounds alike."""
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or 0 in tensor.stride():
+        return copy
+    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; NaN equals NaN."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,36 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from workbench.metrics import METRICS, Metric
+from workbench.models.hook_points import reading
 from workbench.names import ACTIVATIONS
+from workbench.observing.interception.function_mode import COMPILED_CODE
 from workbench.training.recorder.capture_points import ATTENTION_INPUT, CapturePoint, is_observed
 from workbench.training.recorder.quantities import UNITS, aliases_of
 
 GRADIENT_NORM, GRADIENT_SINK, BY_POSITION = "activation_gradient_norm", "gradient_sink", "gradient_by_position"
 GATHERED = 32  # positions among which a gradient sink is sought, as in `measure`
-
-
-class _Uncompiled:
-    """Runs compiled code as it was written while anything is captured, for compiled code calls no hooks."""
-
-    def __init__(self) -> None:
-        self.captures: set[int] = set()
-        self.stance: Any = None
-
-    def begin(self, capture: object) -> None:
-        """From now on; several captures may overlap."""
-        self.captures.add(id(capture))
-        if self.stance is None and "torch._dynamo" in sys.modules:
-            self.stance = torch.compiler.set_stance("force_eager")
-
-    def end(self, capture: object) -> None:
-        """No longer for this capture; the last to end restores compilation."""
-        self.captures.discard(id(capture))
-        if not self.captures and self.stance is not None:
-            self.stance.__exit__(None, None, None)
-            self.stance = None
-
-
-UNCOMPILED = _Uncompiled()
 
 
 class ActivationCapture:
@@ -60,7 +37,7 @@ class ActivationCapture:
         quantities: Sequence[str] = (),
     ) -> None:
         self.observed: Any = model if is_observed(model) else None
-        self.runs: list[ExitStack] = []
+        self.calls: Any = None  # of an observed module, which fire its hook points while this captures
         self.plan: list[tuple[CapturePoint, list[Metric], bool]] = []
         for point in points:
             its_metrics = [m for m in metrics if point.alias in aliases_of(m)]
@@ -90,13 +67,12 @@ class ActivationCapture:
         self.reset()
         if not self.plan:
             return
-        UNCOMPILED.begin(self)
+        if "torch._dynamo" in sys.modules:  # compiled code calls no hooks
+            COMPILED_CODE.begin(self)
         if self.observed is not None:
-            foreign = self.observed.foreign
-            self.handles.append(foreign.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self.handles.append(foreign.register_forward_hook(self._leave, always_call=True))
+            self.calls = self.observed.listen_to_calls()
         for index, (point, _, _) in enumerate(self.plan):
-            hook = partial(self._capture, index)
+            hook = reading(partial(self._capture, index))
             register = point.module.register_forward_pre_hook if point.before else point.module.register_forward_hook
             self.handles.append(register(hook, with_kwargs=True))
 
@@ -105,19 +81,9 @@ class ActivationCapture:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        UNCOMPILED.end(self)
-
-    def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
-        """An observed module is about to run: that run fires its hook points, unless `Observed` itself started it."""
-        self.runs.append(ExitStack())
-        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        ids = next((t for t in inputs if t.ndim == 2 and not t.is_floating_point()), None)
-        if ids is not None and torch.is_grad_enabled() and not self.observed.lock._is_owned():
-            self.runs[-1].enter_context(self.observed.listening(ids))
-
-    def _leave(self, *_: Any) -> None:
-        if self.runs:
-            self.runs.pop().close()
+        if self.calls is not None:
+            self.calls.close()
+        COMPILED_CODE.end(self)
 
     def _capture(self, index: int, module: Any, args: Any, kwargs: Any, output: Any = None) -> Tensor | None:
         if not torch.is_grad_enabled():  # a validation in between
