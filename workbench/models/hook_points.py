@@ -100,13 +100,13 @@ def is_hooked(point: nn.Module) -> bool:
 
 
 def reading(hook: Callable[..., Any]) -> Any:
-    """Mark a hook that never changes its tensor, neither by what it returns nor in place: it is spared a copy."""
+    """Mark a hook that never edits its tensor in place, so that it needs no copy of it."""
     hook.only_reads = True  # type: ignore[attr-defined]
     return hook
 
 
 def may_write(point: HookPoint) -> bool:
-    """Whether one of a hook point's hooks may change its tensor."""
+    """Whether one of a hook point's hooks may edit its tensor in place."""
     readers = {h.hook.id for h in point.fwd_hooks if getattr(h.user_hook, "only_reads", False)}
     hooks = point._forward_hooks.items()
     return any(key not in readers and not getattr(hook, "only_reads", False) for key, hook in hooks)

@@ -23,7 +23,15 @@ from workbench.models import generation
 from workbench.models.activation_gradients import LossFn, NamesFilter, gradients_at
 from workbench.models.activations import Cache, RebuiltPatterns
 from workbench.models.cache import KeyValueCache
-from workbench.models.hook_points import IN_A_GRAPH, HookedModule, HookPoint, HookState, cache_submodules, is_hooked, reading
+from workbench.models.hook_points import (
+    IN_A_GRAPH,
+    HookedModule,
+    HookPoint,
+    HookState,
+    cache_submodules,
+    is_hooked,
+    reading,
+)
 from workbench.models.lens_tools import LensTools
 from workbench.names import QUADRATIC, ByHookName, NamedHookPoints, either_name, hook_name, is_statistic, position_axis
 
@@ -282,7 +290,9 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
             try:
                 with super().hooks(forward, backward, *args, **kwargs):
                     yield self
-            except BaseException:  # an interrupt that arrives while TransformerLens registers or removes them leaves some
+            except (
+                BaseException
+            ):  # an interrupt that arrives while TransformerLens registers or removes them leaves some
                 self.context_level = level
                 for point in self.hook_points():
                     point.remove_hooks("both", level=level + 1)

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from types import FunctionType
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
+from workbench.kernels.switches import COMPILED_CODE, FAST_PATH, ProcessSwitch
 from workbench.observing.interception.flash_calls import flash_call, is_flash
 from workbench.observing.interception.fused_calls import FusedCall, aten_call, flex_call, interface_call, sdpa_call
 from workbench.observing.interception.product_calls import PRODUCTS, ProductCall, product_call
@@ -155,54 +155,6 @@ def has_fused_layers(module: nn.Module) -> bool:
     return any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in module.modules())
 
 
-class ProcessSwitch:
-    """A setting of the whole process while runs in any thread need it changed; the last of them restores it.
-
-    Args:
-        read: Returns the present setting.
-        change: Changes the setting, given the present one.
-        restore: Restores the setting that `read` returned.
-    """
-
-    def __init__(
-        self, read: Callable[[], Any], change: Callable[[Any], object], restore: Callable[[Any], object]
-    ) -> None:
-        self.read, self.change, self.restore = read, change, restore
-        self.lock, self.owners, self.before = threading.RLock(), set[int](), list[Any]()
-
-    def begin(self, owner: object) -> None:
-        """Change the setting until `end` is called for this owner."""
-        with self.lock:
-            self.owners.add(id(owner))
-            if not self.before:
-                self.before = [self.read()]
-            self.change(self.before[0])
-
-    def end(self, owner: object) -> None:
-        """Restore the setting if no other owner is left. Calling it again does nothing."""
-        with self.lock:
-            self.owners.discard(id(owner))
-            if self.before and not self.owners:
-                self.restore(self.before[0])
-                self.before = []
-
-
-def _stance() -> Any:
-    return sys.modules["torch._dynamo.eval_frame"]
-
-
-FAST_PATH = ProcessSwitch(
-    torch.backends.mha.get_fastpath_enabled,
-    lambda before: torch.backends.mha.set_fastpath_enabled(False),
-    torch.backends.mha.set_fastpath_enabled,
-)
-"""PyTorch's fused encoder layers, switched off."""
-COMPILED_CODE = ProcessSwitch(
-    lambda: _stance()._stance,
-    lambda before: torch.compiler.set_stance("force_eager"),
-    lambda before: _stance()._set_stance(before),
-)
-"""Compiled code, run as it was written."""
 _INTERFACE: dict[str, ProcessSwitch] = {}  # functions of Hugging Face's `AttentionInterface`, by name
 
 
@@ -256,11 +208,11 @@ class Interception:
         self.mode, self.everywhere = mode, everywhere
         self.depth = torch.overrides._len_torch_function_stack()
         table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
-        self.switches = [
-            _INTERFACE.setdefault(name, _interface_switch(table, name)) for name in names if name in table
-        ]
+        self.switches = [_INTERFACE.setdefault(name, _interface_switch(table, name)) for name in names if name in table]
         self.switches += [FAST_PATH] if fused else []
-        self.switches += [COMPILED_CODE] if "torch._dynamo" in sys.modules else []  # else nothing can have been compiled
+        self.switches += (
+            [COMPILED_CODE] if "torch._dynamo" in sys.modules else []
+        )  # else nothing can have been compiled
 
     def begin(self) -> None:
         """Intercept from now on, in this thread."""
@@ -296,12 +248,27 @@ def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -
     try:
         scope.begin()
         return call(*args, **kwargs)
+    except BaseException as error:
+        _close_context_managers(error)
+        raise
     finally:
         try:
             scope.end()
         except BaseException:
             scope.end()
             raise
+
+
+def _close_context_managers(error: BaseException) -> None:
+    """Close the generators of context managers that an exception interrupted in their own `__enter__` or `__exit__`.
+
+    The traceback keeps them alive. PyTorch's own would put a function mode back on the stack when the traceback is dropped.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == contextlib.__file__:
+            trace.tb_frame.clear()
+        trace = trace.tb_next
 
 
 @contextlib.contextmanager

@@ -280,7 +280,9 @@ class CallsListenedTo:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.run_of(args, kwargs) if get_ident() == self.thread else None
-        return self.forward(*args, **kwargs) if run is None else guarded(ModuleHooks(run), self.forward, *args, **kwargs)
+        return (
+            self.forward(*args, **kwargs) if run is None else guarded(ModuleHooks(run), self.forward, *args, **kwargs)
+        )
 
     def close(self) -> None:
         """Restore the module's `forward`; where somebody has wrapped it since, listen to no more calls."""

@@ -70,7 +70,9 @@ class HookedRun:
         self.mode: InterceptionMode | None = None
         self.may_checkpoint = torch.is_grad_enabled()
         self.follow: Callable[[], None] | None = None  # looks for checkpoints that have begun
-        self.frozen: dict[nn.Module, HookPoint] = {}  # hook points with the hooks of then, in what a checkpoint runs again
+        self.frozen: dict[
+            nn.Module, HookPoint
+        ] = {}  # hook points with the hooks of then, in what a checkpoint runs again
         self.running: list[int] = []  # layers, innermost last
         self.runs: Counter[str] = Counter()  # of each module, in all
         self.within: list[Counter[str]] = []  # of modules, in each running layer
@@ -168,7 +170,7 @@ class HookedRun:
         return point in self.frozen if self.frozen else point is not None and is_hooked(point)
 
     def may_write(self) -> bool:
-        """Whether some hook of this run may change a tensor."""
+        """Whether some hook of this run may edit its tensor."""
         return any(may_write(point) for point in self._hooked_points())
 
     def freeze_hooks(self) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.kernels.switches import COMPILED_CODE
 from workbench.metrics import METRICS, Metric
-from workbench.models.hook_points import reading
 from workbench.names import ACTIVATIONS
-from workbench.observing.interception.function_mode import COMPILED_CODE
 from workbench.training.recorder.capture_points import ATTENTION_INPUT, CapturePoint, is_observed
 from workbench.training.recorder.quantities import UNITS, aliases_of
 
@@ -72,7 +71,8 @@ class ActivationCapture:
         if self.observed is not None:
             self.calls = self.observed.listen_to_calls()
         for index, (point, _, _) in enumerate(self.plan):
-            hook = reading(partial(self._capture, index))
+            hook = partial(self._capture, index)
+            hook.only_reads = True  # type: ignore[attr-defined]  # see `hook_points.reading`
             register = point.module.register_forward_pre_hook if point.before else point.module.register_forward_hook
             self.handles.append(register(hook, with_kwargs=True))
 
