@@ -5,7 +5,7 @@ Fused encoder layers and compiled code call neither hooks nor function modes.
 
 from __future__ import annotations
 
-import sys
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ class ProcessSwitch:
 
 
 def _stance() -> Any:
-    return sys.modules["torch._dynamo.eval_frame"]
+    return importlib.import_module("torch._dynamo.eval_frame")
 
 
 FAST_PATH = ProcessSwitch(

@@ -192,6 +192,7 @@ class HookedRun:
         """
         if not self.is_hooked(point):
             return tensor
+        point = self.frozen.get(point, point)
         writes = may_write(point)
         handed = _like(tensor) if writes or self.structure.in_place else tensor
         references = sys.getrefcount(handed)
@@ -233,6 +234,7 @@ class HookedRun:
         """Fire a hook point that can only be read; raises `WorkbenchError` where a hook changes or replaces its tensor."""
         if not self.is_hooked(point):
             return
+        point = self.frozen.get(point, point)
         handed = tensor.clone() if may_write(point) else tensor
         out = self._call_hooks(point, handed)
         if out is not handed or (handed is not tensor and not _equal(handed, tensor)):
@@ -240,7 +242,7 @@ class HookedRun:
 
     def _call_hooks(self, point: Any, tensor: Tensor) -> Tensor:
         """The hooks' result; calls that hooks make themselves are not the module's."""
-        mode, point = self.mode, self.frozen.get(point, point)
+        mode = self.mode
         assert mode is not None
         before, mode.silent = mode.silent, True
         try:
