@@ -27,7 +27,7 @@ from workbench.models.hook_points import HookPoint
 from workbench.models.hooked import HookedModel, Hooks
 from workbench.names import is_statistic, layer_of
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
-from workbench.observing.interception.function_mode import guarded
+from workbench.observing.interception.function_mode import guarded, has_fused_layers
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.tensor_layouts import get_at
 from workbench.observing.interception.weights import is_sharded, offloaded
@@ -69,7 +69,7 @@ class Observed(HookedModel):
         self.notes = [n for n in (*notes, *structure.notes, spread, sharing_note(paths), reason) if n]
         # beside the registered modules: nothing of the foreign one is renamed, moved, saved or put into another mode
         self.__dict__["foreign"], self.__dict__["outer"] = foreign, outer
-        self.__dict__["embed"] = self._embedding()
+        self.__dict__["embed"], self.__dict__["fused"] = self._embedding(), has_fused_layers(foreign)
         self._call, self._call_all, self._recognize = call, call_all, recognize
         self.all_positions = False  # whether a run must give logits of every position
         self._add_hook_points()
@@ -115,7 +115,7 @@ class Observed(HookedModel):
         """State for one run of the foreign module on ids [batch, pos] that fires the hook points."""
         head: Any = self.unembed.hook_in if self.structure.head is not None else None
         points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
-        return HookedRun(self.foreign, self.structure, points, tokens)
+        return HookedRun(self.foreign, self.structure, points, tokens, fused=self.__dict__["fused"])
 
     def listen_to_calls(self) -> CallsListenedTo:
         """Let the foreign module's own calls, with gradients and in this thread, fire the hook points until `close`.

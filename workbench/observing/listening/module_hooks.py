@@ -19,7 +19,6 @@ from workbench.observing.interception.function_mode import (
     InterceptionMode,
     attention_functions,
     guarded,
-    has_fused_layers,
 )
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, replaced_at
 from workbench.observing.listening.attention import AttentionHooks
@@ -47,12 +46,11 @@ class ModuleHooks:
     def __init__(self, run: HookedRun) -> None:
         self.run, self.layers, self.blocks, self.thread = run, run.layers, run.points.blocks, get_ident()
         run.mode = self.mode = InterceptionMode(AttentionHooks(run))
-        fused = has_fused_layers(run.module)
         if run.intercepted:
             names = attention_functions(run.module)
-            self.interception = Interception(self.mode, names, everywhere=run.everywhere, fused=fused)
+            self.interception = Interception(self.mode, names, everywhere=run.everywhere, fused=run.fused)
         else:
-            self.interception = Interception(None, fused=fused)
+            self.interception = Interception(None, fused=run.fused)
         self.hooked: dict[nn.Module, None] = {}
         run.follow = partial(follow_checkpoints, run, ModuleHooks) if run.may_checkpoint else None
 
@@ -68,13 +66,14 @@ class ModuleHooks:
     def end(self) -> None:
         """Remove all hooks and the mode, also after an interrupted `begin` or `end`. Calling it again does nothing."""
         for module in self.hooked:
-            for hooks, *more in (
-                (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-                (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+            for hooks, options in (
+                (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
+                (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
             ):
                 for key, hook in list(hooks.items()):
                     if getattr(getattr(hook, "func", hook), "__self__", None) is self:
-                        for names in (hooks, *more):
+                        hooks.pop(key, None)
+                        for names in options:
                             names.pop(key, None)
         self.interception.end()
 

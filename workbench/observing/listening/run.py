@@ -57,8 +57,10 @@ class HookedProjection(NamedTuple):
 class HookedRun:
     """State of one run, shared by the hooks on modules and those around attention calls."""
 
-    def __init__(self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor) -> None:
-        self.module, self.structure, self.points = module, structure, points
+    def __init__(
+        self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor, *, fused: bool
+    ) -> None:
+        self.module, self.structure, self.points, self.fused = module, structure, points, fused
         self.layers = structure.layers
         self.batch, self.length = tokens.shape
         self.positions = Positions(self.batch, self.length, structure.layout)
