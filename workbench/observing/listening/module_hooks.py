@@ -284,7 +284,7 @@ class CallsListenedTo:
         )
 
     def close(self) -> None:
-        """Restore the module's `forward`; where somebody has wrapped it since, listen to no more calls."""
+        """Restore the module's `forward`; if it has been wrapped again since, listen to no more calls."""
         self.run_of = lambda args, kwargs: None
         if self.module.__dict__.get("forward") is self:
             if self.before is None:
