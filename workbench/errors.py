@@ -59,6 +59,10 @@ class PaddingLeftOut(UserWarning):
     """Some positions are padding, or rows hold several documents: averages are over the tokens of each document."""
 
 
+class HooksNotCalled(UserWarning):
+    """A foreign module was called itself while hooks of its observed model were open: they fire in the observed model's runs only."""
+
+
 class NoWorkersYet(UserWarning):
     """A cluster has no worker at the moment; its jobs wait for the first."""
 
@@ -75,10 +79,10 @@ class ArchitectureAssumed(UserWarning):
     """A checkpoint does not say which architecture it holds, so one was assumed."""
 
 
-def warn_caller(message: str, category: type[Warning]) -> None:
-    """A warning that points at the line outside of the package from which it was called, however deep it arose."""
-    depth, frame, package = 1, sys._getframe(), __name__.partition(".")[0]
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+def warn_caller(message: str, category: type[Warning], *through: str) -> None:
+    """Issue a warning that points at the caller's line outside this package and the packages `through`."""
+    depth, frame, packages = 1, sys._getframe(), (__name__.partition(".")[0], *through)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
         depth, frame = depth + 1, frame.f_back
     warnings.warn(message, category, stacklevel=depth)
 

@@ -34,6 +34,11 @@ def gradients_at(
         return tensor.detach().requires_grad_()
 
     def branch(name: str, tensor: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise WorkbenchError(
+                f"{name} is computed without a graph (torch.no_grad, or a checkpoint with use_reentrant=True): switch that off, or "
+                "checkpoint with use_reentrant=False"
+            )
         captured[name] = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
         return captured[name]
 

@@ -6,6 +6,7 @@ only while its model's `HookState` is enabled and the point has hooks.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -82,12 +83,42 @@ class HookPoint(transformer_lens.hook_points.HookPoint):
         if self.fwd_hooks or self.bwd_hooks:
             super().remove_hooks(*args, **kwargs)
 
+    def remove_orphans(self) -> None:
+        """Remove hooks of TransformerLens that were registered and have no handle, as an interrupt can leave them."""
+        for hooks, handles in ((self._forward_hooks, self.fwd_hooks), (self._backward_hooks, self.bwd_hooks)):
+            handled = {handle.hook.id for handle in handles}
+            for key, hook in list(hooks.items()):
+                if key not in handled and getattr(hook, "__qualname__", "").startswith("HookPoint.add_hook."):
+                    del hooks[key]
+
 
 def is_hooked(point: nn.Module) -> bool:
     """Whether a hook point has hooks. A graph would keep the answer for good, so none is made of it."""
     if torch.compiler.is_compiling():  # a part of the model, compiled alone: PyTorch goes on outside the graph
         raise WorkbenchError(IN_A_GRAPH)
     return bool(point._forward_hooks or point._backward_hooks)
+
+
+def reading(hook: Callable[..., Any]) -> Any:
+    """Mark a hook that never edits its tensor in place, so that it needs no copy of it."""
+    hook.only_reads = True  # type: ignore[attr-defined]
+    return hook
+
+
+def may_write(point: HookPoint) -> bool:
+    """Whether one of a hook point's hooks may edit its tensor in place."""
+    readers = {h.hook.id for h in point.fwd_hooks if getattr(h.user_hook, "only_reads", False)}
+    hooks = point._forward_hooks.items()
+    return any(key not in readers and not getattr(hook, "only_reads", False) for key, hook in hooks)
+
+
+def frozen_copy(point: HookPoint) -> HookPoint:
+    """A hook point with the hooks that this one has now, whatever happens to them later."""
+    frozen = copy.copy(point)
+    for name, value in vars(point).items():
+        if isinstance(value, dict | list):
+            setattr(frozen, name, copy.copy(value))
+    return frozen
 
 
 class HookedModule(nn.Module):

@@ -23,7 +23,15 @@ from workbench.models import generation
 from workbench.models.activation_gradients import LossFn, NamesFilter, gradients_at
 from workbench.models.activations import Cache, RebuiltPatterns
 from workbench.models.cache import KeyValueCache
-from workbench.models.hook_points import IN_A_GRAPH, HookedModule, HookPoint, HookState, cache_submodules, is_hooked
+from workbench.models.hook_points import (
+    IN_A_GRAPH,
+    HookedModule,
+    HookPoint,
+    HookState,
+    cache_submodules,
+    is_hooked,
+    reading,
+)
 from workbench.models.lens_tools import LensTools
 from workbench.names import QUADRATIC, ByHookName, NamedHookPoints, either_name, hook_name, is_statistic, position_axis
 
@@ -278,8 +286,19 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
             [(name if isinstance(name, str) else either_name(name), hook) for name, hook in hooks]
             for hooks in (fwd_hooks, bwd_hooks)
         )
-        with self.lock, super().hooks(forward, backward, *args, **kwargs):
-            yield self
+        with self.lock:
+            level = self.context_level
+            try:
+                with super().hooks(forward, backward, *args, **kwargs):
+                    yield self
+            except (
+                BaseException
+            ):  # an interrupt that arrives while TransformerLens registers or removes them leaves some
+                self.context_level = level
+                for point in self.hook_points():
+                    point.remove_hooks("both", level=level + 1)
+                    point.remove_orphans()
+                raise
 
     def _enable_hook_with_name(self, name: str, hook: Callable[..., Any], dir: Literal["fwd", "bwd"]) -> None:  # noqa: A002
         """As in TransformerLens; a hook registered under an alias sees that name."""
@@ -338,6 +357,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
         cache = RebuiltPatterns() if cache is None else cache
         cut = Slice.unwrap(pos_slice)
 
+        @reading
         def save(tensor: Tensor, hook: HookPoint, suffix: str = "") -> None:
             axis = position_axis(str(hook.name))
             value = tensor.detach() if device is None else tensor.detach().to(device)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partialmethod
 from html import escape
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,19 +23,20 @@ import torch
 from torch import Tensor, nn
 
 from workbench.data.foreign_tokenizer import as_tokenizer
-from workbench.errors import NotMeasured, WorkbenchError, warn_caller
+from workbench.errors import HooksNotCalled, NotMeasured, WorkbenchError, warn_caller
 from workbench.models.activation_gradients import LossFn, NamesFilter
 from workbench.models.activations import Cache
 from workbench.models.hook_points import HookPoint, is_hooked
-from workbench.models.hooked import HookedModel
+from workbench.models.hooked import HookedModel, Hooks
 from workbench.names import is_statistic, layer_of
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
+from workbench.observing.interception.function_mode import guarded, has_fused_layers
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.interception.tensor_layouts import get_at
 from workbench.observing.interception.weights import is_sharded, offloaded
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
-from workbench.observing.listening.module_hooks import listening
+from workbench.observing.listening.module_hooks import CallsListenedTo, ModuleHooks
 from workbench.observing.listening.run import HookedRun
 from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.executions import LOOKUP
@@ -72,7 +75,7 @@ class Observed(HookedModel):
         self.notes = [n for n in (*notes, *structure.notes, spread, sharing_note(paths), reason) if n]
         # beside the registered modules: nothing of the foreign one is renamed, moved, saved or put into another mode
         self.__dict__["foreign"], self.__dict__["outer"] = foreign, outer
-        self.__dict__["embed"] = self._embedding()
+        self.__dict__["embed"], self.__dict__["fused"] = self._embedding(), has_fused_layers(foreign)
         self._call, self._call_all, self._recognize = call, call_all, recognize
         self.all_positions = False  # whether a run must give logits of every position
         self._masks: SeenMasks | None = None  # where a run is to note its masks
@@ -125,23 +128,55 @@ class Observed(HookedModel):
             return False
         return together[2] != "z" or self.structure.layers[number].z is None
 
-    @contextlib.contextmanager
-    def listening(self, tokens: Tensor) -> Iterator[HookedRun]:
-        """While open, one run of the foreign module itself on these ids [batch, pos] fires the hook points."""
+    def _new_run(self, tokens: Tensor) -> HookedRun:
+        """State for one run of the foreign module on ids [batch, pos] that fires the hook points."""
         head: Any = self.unembed.hook_in if self.structure.head is not None else None
         points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
-        run = HookedRun(self.foreign, self.structure, points, tokens, masks=self._masks, segments=self._segments)
-        with listening(run):
-            yield run
+        options: Any = {"fused": self.__dict__["fused"], "masks": self._masks, "segments": self._segments}
+        return HookedRun(self.foreign, self.structure, points, tokens, **options)
+
+    def listen_to_calls(self) -> CallsListenedTo:
+        """Let the foreign module's own calls, with gradients and in this thread, fire the hook points until `close`.
+
+        The ids [batch, pos] are the first tensor of integers with two axes among a call's inputs; without one nothing fires.
+        """
+
+        def run_of(args: Any, kwargs: Any) -> HookedRun | None:
+            inputs = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+            ids = next((t for t in inputs if t.ndim == 2 and not t.is_floating_point()), None)
+            ours = self.lock._is_owned()  # type: ignore[attr-defined]
+            return None if ids is None or ours or not torch.is_grad_enabled() else self._new_run(ids)
+
+        return CallsListenedTo(self.foreign, run_of)
+
+    @contextlib.contextmanager
+    def hooks(self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), *args: Any, **kwargs: Any) -> Iterator[HookedModel]:
+        """TransformerLens' `hooks`. They fire where this model runs; a call of the module itself meanwhile warns.
+
+        Warns:
+            HooksNotCalled: The foreign module is called, or generates, inside the context: no hook fires there.
+        """
+        with super().hooks(fwd_hooks, bwd_hooks, *args, **kwargs):
+            watch = _PlainCalls(self.foreign, [str(name) for name, _ in (*fwd_hooks, *bwd_hooks)])
+            try:
+                watch.begin()
+                yield self
+            finally:
+                try:
+                    watch.end()
+                except BaseException:
+                    watch.end()
+                    raise
 
     @contextlib.contextmanager
     def _of_all_positions(self) -> Iterator[None]:
+        flags = self.__dict__  # no method of ours restores it, at whose first instruction an interrupt could arrive
         with self.lock:
-            before, self.all_positions = self.all_positions, True
+            before, flags["all_positions"] = self.all_positions, True
             try:
                 yield
             finally:
-                self.all_positions = before
+                flags["all_positions"] = before
 
     def forward(self, tokens: Any, return_type: str | None = "logits", **kwargs: Any) -> Any:
         """Run on ids [batch, pos] or text, as our own models do; logits are the module's own, bit for bit.
@@ -149,13 +184,14 @@ class Observed(HookedModel):
         A module that gives logits of the last position only (nanoGPT without targets) gives just these; for a loss it is
         called with targets. Raises `WorkbenchError` where it gives no logits at all.
         """
+        flags = self.__dict__
         with self.lock:  # no context manager of ours: an idle call adds as little Python as it can
             before = self.all_positions
-            self.all_positions = before or return_type in ("loss", "both")
+            flags["all_positions"] = before or return_type in ("loss", "both")
             try:
                 return super().forward(tokens, return_type, **kwargs)
             finally:
-                self.all_positions = before
+                flags["all_positions"] = before
 
     def everywhere(self, tokens: Any) -> Tensor:
         """Logits [batch, pos, d_vocab] of every position, also where the module gives the last ones only."""
@@ -211,7 +247,10 @@ class Observed(HookedModel):
 
     def new_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a foreign module keeps its own cache."""
-        raise WorkbenchError("an observed module runs whole sequences; for generation call the module itself")
+        raise WorkbenchError(
+            "an observed module runs whole sequences: generate with use_cache=False, which calls the hooks at every token; the module's "
+            "own generate calls none"
+        )
 
     def logits(self, tokens: Tensor, cache: Any = None) -> Tensor:
         """Token ids [batch, pos] -> the module's logits [batch, pos, d_vocab], or its first output where it has none."""
@@ -226,8 +265,8 @@ class Observed(HookedModel):
             if not self.hook_state.enabled and self._masks is None:
                 return self._logits_in(call(self.outer, tokens), tokens)
             refuse_dropout(self.foreign)
-            with self.listening(tokens) as run:
-                output = self._logits_in(call(self.foreign, tokens), tokens)
+            run = self._new_run(tokens)
+            output = self._logits_in(guarded(ModuleHooks(run), call, self.foreign, tokens), tokens)
             self._say_what_did_not_run(run)
             return output
         except (RuntimeError, IndexError, AssertionError) as error:
@@ -377,6 +416,44 @@ class Observed(HookedModel):
     def _repr_html_(self) -> str:
         shown = value_path_table(self.fitted_paths)._repr_html_()
         return f"<pre style='white-space: pre-wrap'>{escape(repr(self))}</pre>{shown}"
+
+
+class _PlainCalls:
+    """Watches a foreign module, and warns once where it is called in this thread outside the observed model's runs."""
+
+    def __init__(self, module: nn.Module, names: list[str]) -> None:
+        self.module, self.names, self.thread = module, names, get_ident()
+
+    def begin(self) -> None:
+        """Watch from now on, if there are hooks at all."""
+        if self.names:
+            self.module.register_forward_pre_hook(self._warn)
+
+    def end(self) -> None:
+        """Watch no longer."""
+        hooks = self.module._forward_pre_hooks
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__self__", None) is self:
+                hooks.pop(key, None)
+
+    def _warn(self, module: nn.Module, args: Any) -> None:
+        if not self.names or torch.compiler.is_compiling() or get_ident() != self.thread:
+            return
+        if isinstance(module.__dict__.get("forward"), CallsListenedTo):
+            return
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            if frame.f_code is Observed.logits.__code__:
+                return
+            frame = frame.f_back
+        name, names, self.names = type(module).__name__, self.names, []
+        warn_caller(
+            f"hooks at {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} do not fire: {name} was called itself. Call the observed "
+            "model on whole sequences of ids, or its generate(..., use_cache=False).",
+            HooksNotCalled,
+            "torch",
+            "transformers",
+        )
 
 
 def refuse_dropout(module: nn.Module) -> None:

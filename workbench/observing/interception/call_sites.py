@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -35,9 +36,17 @@ class CallSite(NamedTuple):
         )
 
 
-def running_frames(end: int = 0) -> Frames:
-    """Return the frames of this thread, innermost first, up to the frame with the identity `end`, without that frame."""
-    frame, frames = sys._getframe(1), list[tuple[int, Line | None]]()
+def caller_frame() -> int:
+    """Return the identity of the innermost frame of this thread that is not this package's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LEFT_OUT[1]):
+        frame = frame.f_back
+    return id(frame)
+
+
+def running_frames(end: int = 0, start: FrameType | None = None) -> Frames:
+    """Return the frames of this thread, innermost first, from `start` to the frame with the identity `end`, without that frame."""
+    frame, frames = start or sys._getframe(1), list[tuple[int, Line | None]]()
     while frame is not None and id(frame) != end:
         code = frame.f_code
         left_out = code.co_filename.startswith(_LEFT_OUT)

@@ -1,6 +1,6 @@
-"""A function mode around a forward pass hands its attention calls to a handler; it is removed right after.
+"""Function mode that hands the attention calls of a forward pass to a handler, in one thread and for one run.
 
-The mode sees every torch function the module calls, so nothing of the module is edited. Functions registered in Hugging
+The mode sees every torch function that the module calls, so nothing of the module is edited. Functions registered in Hugging
 Face's `AttentionInterface` (flash, flex, custom ones) are intercepted where the interface hands them out.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial, wraps
 from types import FunctionType
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
+from workbench.kernels.switches import COMPILED_CODE, FAST_PATH, ProcessSwitch
 from workbench.observing.interception.flash_calls import flash_call, is_flash
 from workbench.observing.interception.fused_calls import FusedCall, aten_call, flex_call, interface_call, sdpa_call
 from workbench.observing.interception.matrix_calls import (
@@ -183,42 +184,38 @@ def attention_functions(module: nn.Module) -> list[str]:
     return sorted(name for name in names if isinstance(name, str) and name not in _SEEN_BY_MODE)
 
 
-@contextlib.contextmanager
-def intercepting(handler: CallHandler, names: list[str], *, everywhere: bool = True) -> Iterator[InterceptionMode]:
-    """While open, the handler gets this thread's calls, and those of the attention functions of these names.
-
-    Not `everywhere`: the calls only while the mode it gives is entered.
-    """
-    mode = InterceptionMode(handler)
-    with contextlib.ExitStack() as stack:
-        table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
-        for name in names:
-            if name in table:
-                stack.enter_context(_replaced_function(table, name, mode))
-        stack.enter_context(uncompiled())
-        if everywhere:
-            stack.enter_context(mode)
-        yield mode
+def has_fused_layers(module: nn.Module) -> bool:
+    """Whether some submodule has a fused form in PyTorch that calls neither hooks nor modes."""
+    return any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in module.modules())
 
 
-@contextlib.contextmanager
-def _replaced_function(table: Any, name: str, mode: InterceptionMode) -> Iterator[None]:
-    """While open, the interface hands out a function that passes each call to the handler."""
-    original = table[name]
-    local = name in table._local_mapping
+_INTERFACE: dict[str, ProcessSwitch] = {}  # functions of Hugging Face's `AttentionInterface`, by name
 
+
+def _interface_switch(table: Any, name: str) -> ProcessSwitch:
+    """Let the interface hand out a function that passes calls to the mode of its thread, where one is on."""
+
+    def change(before: tuple[Any, bool]) -> None:
+        table[name] = _passed_to_mode(before[0])
+
+    def restore(before: tuple[Any, bool]) -> None:
+        if before[1]:
+            table[name] = before[0]
+        else:
+            table._local_mapping.pop(name, None)
+
+    return ProcessSwitch(lambda: (table[name], name in table._local_mapping), change, restore)
+
+
+def _passed_to_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def intercepted(*args: Any, **kwargs: Any) -> Any:
-        return mode.handler.fused(interface_call(partial(_silently, mode, original), args, kwargs))
+        modes = [m for m in torch.overrides._get_current_function_mode_stack() if isinstance(m, InterceptionMode)]
+        if not modes or modes[-1].silent:
+            return original(*args, **kwargs)
+        return modes[-1].handler.fused(interface_call(partial(_silently, modes[-1], original), args, kwargs))
 
-    table[name] = intercepted
-    try:
-        yield
-    finally:
-        if local:
-            table[name] = original
-        else:
-            del table[name]
+    return intercepted
 
 
 def _silently(mode: InterceptionMode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -229,19 +226,103 @@ def _silently(mode: InterceptionMode, function: Callable[..., Any], *args: Any, 
         mode.silent = False
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """While open, compiled code and PyTorch's encoder layers run as they were written: their fused forms run past the mode."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+class Interception:
+    """What stands in one thread while calls are intercepted there. `guarded` and `intercepting` begin and end it.
+
+    Args:
+        mode: The function mode, or None to run compiled code and fused layers as they were written, and no more.
+        names: Functions of the `AttentionInterface` that are passed to the mode.
+        everywhere: Whether the mode is on from the beginning; else others enter it.
+        fused: Whether PyTorch's fused encoder layers must be switched off.
+    """
+
+    def __init__(
+        self, mode: InterceptionMode | None, names: Sequence[str] = (), *, everywhere: bool = True, fused: bool = True
+    ) -> None:
+        self.mode, self.everywhere = mode, everywhere
+        self.depth = torch.overrides._len_torch_function_stack()
+        table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
+        self.switches = [_INTERFACE.setdefault(name, _interface_switch(table, name)) for name in names if name in table]
+        self.switches += [FAST_PATH] if fused else []
+        self.switches += (
+            [COMPILED_CODE] if "torch._dynamo" in sys.modules else []
+        )  # else nothing can have been compiled
+
+    def begin(self) -> None:
+        """Intercept from now on, in this thread."""
+        for switch in self.switches:
+            switch.begin(self)
+        if self.mode is not None and self.everywhere:
+            self.mode.__enter__()
+
+    def end(self) -> None:
+        """Take everything away, also after an interrupted `begin` or `end`. Calling it again does nothing."""
+        while torch.overrides._len_torch_function_stack() > self.depth:
+            torch.overrides._pop_mode()
+        for switch in self.switches:
+            switch.end(self)
+
+
+class Scope(Protocol):
+    """What `guarded` puts in place and takes away."""
+
+    def begin(self) -> None:
+        """Put everything in place."""
+
+    def end(self) -> None:
+        """Take everything away, also after an interrupted `begin` or `end`."""
+
+
+def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function within a scope; nothing of the scope is left, whatever is raised, at whatever moment.
+
+    An interrupt can arrive at the first instruction of any Python function, so also of an `__exit__`: hence no context
+    manager, and an `end` that is begun again when it is interrupted.
+    """
     try:
-        if "torch._dynamo" not in sys.modules:  # then nothing can have been compiled
-            yield
-        else:
-            with torch.compiler.set_stance("force_eager"):
-                yield
+        scope.begin()
+        return call(*args, **kwargs)
+    except BaseException as error:
+        _close_context_managers(error)
+        raise
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        try:
+            scope.end()
+        except BaseException:
+            scope.end()
+            raise
+
+
+def _close_context_managers(error: BaseException) -> None:
+    """Close the generators of context managers that an exception interrupted in their own `__enter__` or `__exit__`.
+
+    The traceback keeps them alive. PyTorch's own would put a function mode back on the stack when the traceback is dropped.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == contextlib.__file__:
+            trace.tb_frame.clear()
+        trace = trace.tb_next
+
+
+@contextlib.contextmanager
+def intercepting(handler: CallHandler | None, names: Sequence[str] = ()) -> Iterator[None]:
+    """While open, the handler gets this thread's calls, and those of the attention functions of these names."""
+    scope = Interception(None if handler is None else InterceptionMode(handler), names)
+    try:
+        scope.begin()
+        yield
+    finally:
+        try:
+            scope.end()
+        except BaseException:
+            scope.end()
+            raise
+
+
+def uncompiled() -> contextlib.AbstractContextManager[None]:
+    """While open, compiled code and PyTorch's encoder layers run as they were written: their fused forms run past the mode."""
+    return intercepting(None)
 
 
 FAST_PATH_NOTE = (

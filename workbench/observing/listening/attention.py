@@ -56,10 +56,10 @@ class AttentionHooks:
         inputs, outputs = self.run.bare_product()
         read = call.input
         for fire in inputs:
-            read = read if read is None else fire(read)
+            read = read if read is None else fire(self.run, read)
         output = call.run(None if read is call.input else read)
         for fire in outputs if isinstance(output, Tensor) else ():
-            output = fire(output)
+            output = fire(self.run, output)
         return output
 
     def looked_up(self, lookup: Lookup) -> Any:
@@ -182,7 +182,9 @@ class AttentionHooks:
     def _fire_scaled(self, heard: Heard, name: str, x: Tensor, factor: float) -> Tensor:
         """Fire on queries in units in which a score is q . k / sqrt(d_head), which are `factor` times the call's own."""
         folded = x if abs(factor - 1) < 1e-6 else x * factor
-        out = self.run.fire_at(heard, name, folded) if heard.hooks_any(name) else folded
+        if not heard.hooks_any(name):
+            return x
+        out = self.run.fire_at(heard, name, folded, beside=folded is not x)
         return x if out is folded else out if folded is x else out / factor
 
     def _scores(self, heard: Heard, call: FusedCall, used: dict[str, Any]) -> Tensor:
@@ -205,12 +207,12 @@ class AttentionHooks:
         """The pattern [batch, head, query, key] over all keys after the hooks, and whether one of them replaced anything."""
         scores = self._scores(heard, call, used)
         mine = self._columns(heard, scores)
-        out = self.run.fire_at(heard, "attn_scores", mine)
+        out = self.run.fire_at(heard, "attn_scores", mine, beside=True)
         if out is not mine:
             scores = _with_columns(scores, self._columns, heard, out)
         pattern = probabilities(scores, used["value"].dtype).nan_to_num(0.0)
         mine_ = self._columns(heard, pattern)
-        out_ = self.run.fire_at(heard, "pattern", mine_)
+        out_ = self.run.fire_at(heard, "pattern", mine_, beside=True)
         if out_ is not mine_:
             pattern = _with_columns(pattern, self._columns, heard, out_)
         heard.lse = scores.logsumexp(-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
-from workbench.models.hook_points import HookPoint, is_hooked
+from workbench.models.hook_points import HookPoint, frozen_copy, is_hooked, may_write
 from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.call_sites import CallSite, Line, lines_within, running_frames
 from workbench.observing.interception.function_mode import InterceptionMode
@@ -57,10 +59,14 @@ class HookedProjection(NamedTuple):
 
 
 class CountedCalls(NamedTuple):
-    """A running module in which a layer attends: the layer (-1: none), the Python frame, the number of calls by kind and lines."""
+    """A running module in which a layer attends: the layer (-1: none), the Python frame, and the number of calls by kind and lines.
+
+    `outer`: lines between the frame and the module's own, if a checkpoint runs a part of the module again.
+    """
 
     layer: int
     frame: int
+    outer: tuple[Line, ...]
     counts: Counter[tuple[str, tuple[Line, ...]]]
 
 
@@ -71,25 +77,40 @@ def _other_calls(layer: int, site: CallSite, how: str) -> str:
     )
 
 
+Fire = Callable[["HookedRun", Tensor], Tensor]
+"""Fires hook points of a run on a tensor, and returns what the module goes on with."""
+
+
+def _fire_addition(point: Any, factor: float, run: HookedRun, tensor: Tensor) -> Tensor:
+    return run.fire_addition(point, factor, tensor)
+
+
 class HookedRun:
     """State of one run, shared by the hooks on modules and those around attention calls."""
 
     def __init__(
-        self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor, *,
+        self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor, *, fused: bool,
         masks: SeenMasks | None = None, segments: Segments | None = None,
     ) -> None:  # fmt: skip
         self.fired: set[str] = set()  # hook points that were passed
         self.masks, self.segments = masks, segments  # masks to note; documents that the statistics keep apart
-        self.module, self.structure, self.points = module, structure, points
+        self.module, self.structure, self.points, self.fused = module, structure, points, fused
         self.layers = structure.layers
         self.batch, self.length = tokens.shape
         self.positions = Positions(self.batch, self.length, structure.layout)
         self.mode: InterceptionMode | None = None
+        self.may_checkpoint = torch.is_grad_enabled()
+        self.follow: Callable[[], None] | None = None  # looks for checkpoints that have begun
+        self.frozen: dict[
+            nn.Module, HookPoint
+        ] = {}  # hook points with the hooks of then, in what a checkpoint runs again
         self.running: list[int] = []  # layers, innermost last
         self.runs: Counter[str] = Counter()  # of each module, in all
         self.within: list[Counter[str]] = []  # of modules, in each running layer
         self.scopes: list[CountedCalls] = []  # layers whose calls are being counted, and these calls
-        self.callers: dict[str, int] = {}  # frames of modules that run blocks which are no modules
+        self.callers: dict[
+            str, tuple[int, tuple[Line, ...]]
+        ] = {}  # modules that run blocks which are no modules: frame, outer lines
         self.own_values: dict[int, Tensor] = {}  # [batch, pos, kv_head, d_head], where later layers read them
         self.layer_at = {(layer.block, layer.run): i for i, layer in enumerate(self.layers)}
         self.layer_points = [block.attn.hooked() for block in points.blocks]
@@ -111,8 +132,8 @@ class HookedRun:
     def _listen(self) -> None:
         """Who listens to which calls: of each layer by kind and count, and to which outputs of projections."""
         self.calls: dict[tuple[int, CallSite], list[tuple[Heard, str]]] = {}
-        self.matrix_inputs: dict[tuple[int, CallSite], list[Callable[[Tensor], Tensor]]] = {}
-        self.matrix_outputs: dict[tuple[int, CallSite], list[Callable[[Tensor], Tensor]]] = {}
+        self.matrix_inputs: dict[tuple[int, CallSite], list[Fire]] = {}
+        self.matrix_outputs: dict[tuple[int, CallSite], list[Fire]] = {}
         self.module_projections: list[HookedProjection] = []
         self.latents: list[tuple[Heard, TensorLocation]] = []
         self.intercepted: set[int] = set()
@@ -123,7 +144,7 @@ class HookedRun:
                     if projection is not None and read:
                         hooked = HookedProjection(heard, name, projection)
                         if projection.site is not None:
-                            fire = partial(self._fire_bare_projection, hooked)
+                            fire = partial(HookedRun._fire_bare_projection, hooked=hooked)
                             self.matrix_outputs.setdefault((i, projection.site), []).append(fire)
                             self.intercepted.add(i)
                         else:
@@ -146,24 +167,26 @@ class HookedRun:
         """Listen to W_O and to what a layer adds to its stream, where these are products that are no modules."""
         layer, block = self.layers[i], self.points.blocks[i]
         if layer.z is not None and layer.z.site is not None and "z" in self.layer_points[i]:
-            fire = partial(self._fire_shaped, partial(self.fire_z, i), layer.z)
+            fire = partial(HookedRun._fire_shaped, fire=lambda run, x: run.fire_z(i, x), location=layer.z)
             self.matrix_inputs.setdefault((i, layer.z.site), []).append(fire)
             self.intercepted.add(i)
         for name in ("attn_out", "mlp_out"):
             location: Any = getattr(layer, name)
             if location is None or location.site is None or not is_hooked(point := getattr(block, f"hook_{name}")):
                 continue
-            fire = partial(self._fire_shaped, partial(self.fire_addition, point, location.factor), location)
+            fire = partial(
+                HookedRun._fire_shaped, fire=partial(_fire_addition, point, location.factor), location=location
+            )
             self.matrix_outputs.setdefault((i, location.site), []).append(fire)
             self.intercepted.add(i)
 
-    def _fire_shaped(self, fire: Callable[[Tensor], Tensor], location: TensorLocation, tensor: Tensor) -> Tensor:
+    def _fire_shaped(self, tensor: Tensor, *, fire: Fire, location: TensorLocation) -> Tensor:
         """Fire on the input or output of a bare product as [batch, pos, ...]."""
         shown = self.positions.shaped(tensor, location.axes)
-        fired = shown if shown is None else fire(shown)
+        fired = shown if shown is None else fire(self, shown)
         return tensor if fired is None or fired is shown else self.positions.unshaped(fired, tensor, location.axes)
 
-    def _fire_bare_projection(self, hooked: HookedProjection, output: Tensor) -> Tensor:
+    def _fire_bare_projection(self, output: Tensor, *, hooked: HookedProjection) -> Tensor:
         """Fire a projection in the output of a bare product."""
         axes = hooked.projection.axes
         shaped = self.positions.shaped(output, axes)
@@ -189,14 +212,27 @@ class HookedRun:
         shown = [*sources.values(), *([] if table is None else [table])]
         return bool({"v_mix", "v_weights"} & self.layer_points[i].keys()) or any(map(is_hooked, shown))
 
+    def copy(self) -> HookedRun:
+        """The same run with a state of its own, to go on from here more than once."""
+        run = copy.copy(self)
+        run.runs, run.running = self.runs.copy(), list(self.running)
+        run.within = [counts.copy() for counts in self.within]
+        run.scopes = [made._replace(counts=made.counts.copy()) for made in self.scopes]
+        run.callers, run.lookups = dict(self.callers), self.lookups.copy()
+        run.own_values, run.tables = dict(self.own_values), dict(self.tables)
+        run._gathered = {key: dict(parts) for key, parts in self._gathered.items()}
+        return run
+
     # ---- where the run is --------------------------------------------------------------------------------------------
 
     def _call_site(self, kind: str) -> tuple[int, CallSite] | None:
         """Return the layer and site of the call that runs now, or None if no hook listens to it."""
+        if self.follow is not None:
+            self.follow()
         if not self.scopes or self.scopes[-1].layer < 0:
             return None
-        layer, frame, counts = self.scopes[-1]
-        lines = lines_within(running_frames(frame))
+        layer, frame, outer, counts = self.scopes[-1]
+        lines = (*lines_within(running_frames(frame)), *outer)
         if (known := self.sites.get(layer, {}).get((kind, lines))) is None:
             return None
         if (number := counts[kind, lines]) == known.total:
@@ -214,7 +250,7 @@ class HookedRun:
         """The attentions that a call of this kind, made now, is a step of, and which."""
         return [] if (place := self._call_site(kind)) is None else self.calls.get(place, [])
 
-    def bare_product(self) -> tuple[list[Callable[[Tensor], Tensor]], list[Callable[[Tensor], Tensor]]]:
+    def bare_product(self) -> tuple[list[Fire], list[Fire]]:
         """What fires on the input and on the output of the product with a parameter that is called now."""
         if not (self.matrix_inputs or self.matrix_outputs) or (place := self._call_site(MATRIX)) is None:
             return [], []
@@ -222,17 +258,49 @@ class HookedRun:
 
     # ---- hook points -------------------------------------------------------------------------------------------------
 
-    def fire(self, point: Any, tensor: Tensor) -> Tensor:
-        """What leaves a hook point: the same tensor where no hook replaces it."""
-        if point is None or not is_hooked(point):
-            return tensor
-        handed = tensor.clone() if self.structure.in_place else tensor
-        out = self._call_hooks(point, handed)
-        return tensor if out is handed else out.to(tensor.dtype)
+    def is_hooked(self, point: Any) -> bool:
+        """Whether a hook point has hooks in this run."""
+        return point in self.frozen if self.frozen else point is not None and is_hooked(point)
 
-    def fire_at(self, heard: Heard, name: str, tensor: Tensor) -> Tensor:
+    def may_write(self) -> bool:
+        """Whether some hook of this run may edit its tensor."""
+        return any(may_write(point) for point in self._hooked_points())
+
+    def freeze_hooks(self) -> None:
+        """Keep the hooks of now for what is run again, perhaps when they have been removed."""
+        if not self.frozen:
+            self.frozen = {point: frozen_copy(point) for point in self._hooked_points()}
+
+    def _hooked_points(self) -> list[HookPoint]:
+        ends = [point for point in (self.points.embed, self.points.head) if point is not None]
+        inside = (part for block in self.points.blocks for part in block.modules() if isinstance(part, HookPoint))
+        return [point for point in (*ends, *inside) if self.is_hooked(point)]
+
+    def fire(self, point: Any, tensor: Tensor, *, beside: bool = False) -> Tensor:
+        """Return what leaves a hook point: the same tensor where no hook changes it.
+
+        Hooks that may write get a copy, so that no edit in place reaches other readers of the tensor. An unchanged copy is
+        dropped, unless a hook keeps it with its graph: then the module goes on with it, so that it gets its gradient.
+        `beside`: the tensor is computed for the hooks alone.
+        """
+        if not self.is_hooked(point):
+            return tensor
+        point = self.frozen.get(point, point)
+        writes = may_write(point)
+        handed = _like(tensor) if writes or self.structure.in_place else tensor
+        references = sys.getrefcount(handed)
+        out = self._call_hooks(point, handed)
+        if out is not handed:
+            return out.to(tensor.dtype)
+        if writes and not _equal(handed, tensor):
+            return handed
+        kept = handed._backward_hooks or sys.getrefcount(handed) > references + 1  # `out` is one more
+        graph = writes and handed.requires_grad and not (beside or self.structure.in_place)
+        return handed if graph and kept else tensor
+
+    def fire_at(self, heard: Heard, name: str, tensor: Tensor, *, beside: bool = False) -> Tensor:
         """What leaves a hook point of an attention; that of all its layer's attentions is shown with the last of them."""
-        out = self.fire(heard.points.get(name), tensor)
+        out = self.fire(heard.points.get(name), tensor, beside=beside)
         if (point := heard.together.get(name)) is not None and (whole := self.gather(heard, name, out)) is not None:
             self.show(point, whole)
         return out
@@ -256,25 +324,30 @@ class HookedRun:
         return torch.cat([parts[n] for n in range(heard.of)], dim=axis) if heard.of > 1 else tensor
 
     def show(self, point: Any, tensor: Tensor) -> None:
-        """Fire a hook point that can only be read; raises `WorkbenchError` where a hook replaces its tensor."""
-        if point is not None and is_hooked(point) and self._call_hooks(point, tensor) is not tensor:
+        """Fire a hook point that can only be read; raises `WorkbenchError` where a hook changes or replaces its tensor."""
+        if not self.is_hooked(point):
+            return
+        point = self.frozen.get(point, point)
+        handed = tensor.clone() if may_write(point) else tensor
+        out = self._call_hooks(point, handed)
+        if out is not handed or (handed is not tensor and not _equal(handed, tensor)):
             raise WorkbenchError(f"{point.name} can be read, not replaced: it is computed beside the module")
 
     def _call_hooks(self, point: Any, tensor: Tensor) -> Tensor:
         """The hooks' result; calls that hooks make themselves are not the module's."""
         self.fired.add(point.name)
-        if self.mode is None:
-            return point(tensor)
-        before, self.mode.silent = self.mode.silent, True
+        mode = self.mode
+        assert mode is not None
+        before, mode.silent = mode.silent, True
         try:
             return point(tensor)
         finally:
-            self.mode.silent = before
+            mode.silent = before
 
     def fire_addition(self, point: Any, factor: float, output: Tensor) -> Tensor:
         """What is added to the stream, times the factor with which it is."""
         added = output if factor == 1 else output * factor
-        fired = self.fire(point, added)
+        fired = self.fire(point, added, beside=factor != 1)
         return output if fired is added else fired if factor == 1 else fired / factor
 
     def fire_z(self, i: int, tensor: Tensor) -> Tensor:
@@ -304,3 +377,16 @@ class HookedRun:
         """Keep an attention's own values for the layers that read them."""
         if (whole := self.gather(heard, "own values", values)) is not None:
             self.own_values[heard.layer] = whole
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does, so that whatever reads it rounds alike."""
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or 0 in tensor.stride():
+        return copy
+    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; NaN equals NaN."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

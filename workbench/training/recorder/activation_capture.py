@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
+from workbench.kernels.switches import COMPILED_CODE
 from workbench.metrics import METRICS, Metric
 from workbench.names import ACTIVATIONS
 from workbench.observing.interception.function_mode import FAILED
@@ -25,32 +26,10 @@ OUTSIDE = ("stream", "own_v", ATTENTION_INPUT)  # activations that no attention 
 GATHERED = 32  # positions among which a gradient sink is sought, as in `measure`
 
 
-class _Uncompiled:
-    """Runs compiled code as it was written while anything is captured, for compiled code calls no hooks."""
-
-    def __init__(self) -> None:
-        self.captures: set[int] = set()
-        self.stance: Any = None
-
-    def begin(self, capture: object) -> None:
-        """From now on; several captures may overlap."""
-        self.captures.add(id(capture))
-        if self.stance is None and "torch._dynamo" in sys.modules:
-            self.stance = torch.compiler.set_stance("force_eager")
-
-    def end(self, capture: object) -> None:
-        """No longer for this capture; the last to end restores compilation."""
-        self.captures.discard(id(capture))
-        if not self.captures and self.stance is not None:
-            self.stance.__exit__(None, None, None)
-            self.stance = None
-
-
-UNCOMPILED = _Uncompiled()
-
-
 class _Hook:
-    """A hook of one place in the plan. Copies and pickles of the hooked module get a hook that does nothing."""
+    """A hook of one place in the plan, which edits no tensor. Copies and pickles of the hooked module get a hook that does nothing."""
+
+    only_reads = True  # see `hook_points.reading`
 
     def __init__(self, function: Callable[..., Any], index: int) -> None:
         self.function, self.index = function, index
@@ -80,7 +59,7 @@ class ActivationCapture:
             None  # of the forward pass, where positions of it are padding or rows are packed
         )
         self.stopped = stopped
-        self.runs: list[ExitStack] = []
+        self.calls: Any = None  # of an observed module, which fire its hook points while this captures
         self.gathers = [
             q for q in (GRADIENT_SINK, BY_POSITION) if q in quantities
         ]  # from gradients summed over the batch
@@ -115,13 +94,12 @@ class ActivationCapture:
         self.reset()
         if not self.plan:
             return
-        UNCOMPILED.begin(self)
+        if "torch._dynamo" in sys.modules:  # compiled code calls no hooks
+            COMPILED_CODE.begin(self)
         self.handles.append(self.root.register_forward_pre_hook(_Hook(self._read_masks, 0), with_kwargs=True))
         self.handles.append(self.root.register_forward_hook(_Hook(_end_of_pass, 0), always_call=True))
         if self.observed is not None:
-            foreign = self.observed.foreign
-            self.handles.append(foreign.register_forward_pre_hook(_Hook(self._enter, 0), with_kwargs=True))
-            self.handles.append(foreign.register_forward_hook(_Hook(self._leave, 0), always_call=True))
+            self.calls = self.observed.listen_to_calls()
         for index, (point, _, _) in enumerate(self.plan):
             hook = _Hook(self._capture, index)
             register = point.module.register_forward_pre_hook if point.before else point.module.register_forward_hook
@@ -132,9 +110,9 @@ class ActivationCapture:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        while self.runs:  # of a module whose hooks were removed while it ran
-            self._leave()
-        UNCOMPILED.end(self)
+        if self.calls is not None:
+            self.calls.close()
+        COMPILED_CODE.end(self)
 
     def _read_masks(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
         """Note which positions of a forward pass are padding, from the masks among its arguments."""
@@ -158,17 +136,6 @@ class ActivationCapture:
         """Stop what is read inside attention, which a module does not always show, as under dropout."""
         inside = {m.name for point, metrics, _ in self.plan if point.alias not in OUTSIDE for m in metrics}
         self.stopped.reasons |= {name: first_line(error) for name in inside - self.stopped.reasons.keys()}
-
-    def _enter(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
-        """Make an observed module that is about to run fire its hook points, unless `Observed` itself started the run."""
-        self.runs.append(ExitStack())
-        ids = _ids_among(args, kwargs)
-        if ids is not None and torch.is_grad_enabled() and not self.observed.lock._is_owned():
-            self.stopped.attempt(self.names, lambda: self.runs[-1].enter_context(self.observed.listening(ids)))
-
-    def _leave(self, *_: Any) -> None:
-        if self.runs:
-            self.stopped.attempt(self.names, self.runs.pop().close)
 
     def _capture(self, index: int, module: Any, args: Any, kwargs: Any, output: Any = None) -> Tensor | None:
         if not torch.is_grad_enabled():  # a validation in between

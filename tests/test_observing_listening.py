@@ -1,0 +1,370 @@
+"""Runs with hooks: edits in place, interrupts, threads, gradient checkpoints, and calls of the module itself meanwhile."""
+
+import contextlib
+import inspect
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+import transformer_lens.patching
+from observed import STRANGERS, see
+from strangers import GPT, large
+from torch._dynamo import eval_frame
+from torch.utils.checkpoint import checkpoint
+
+from workbench import Recorder
+from workbench.errors import HooksNotCalled, WorkbenchError
+
+POINTS = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.own.hook_v",
+          "attn.hook_rot_q", "attn.hook_rot_k", "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z")  # fmt: skip
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(31, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def half(x, hook=None):
+    """Half of one head, or of one position, in place."""
+    (x[:, :, 1] if x.ndim == 4 and x.shape[-1] != x.shape[-2] else x[:, 1]).mul_(0.5)
+    return x
+
+
+def silently(x, hook):
+    half(x)
+
+
+def past_autograd(x, hook):
+    half(x.data)
+
+
+def on_a_copy(x, hook):
+    return half(x.clone())
+
+
+def logits_with(observed, ids, *hooks):
+    with observed.hooks(list(hooks)):
+        return observed(ids)
+
+
+@pytest.mark.parametrize(
+    "name", ["fused", "grouped heads", "repeated heads", "torch.softmax", "shared values", "in place"]
+)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_what_hooks_edit_in_place_arrives_as_an_edited_copy_does(name, mode, ids):
+    observed = see(large(STRANGERS[name]()), ids)
+    with mode():
+        plain = observed(ids)
+        points = [f"blocks.1.{p}" for p in POINTS if f"blocks.1.{p}" in observed.hook_dict]
+        assert len(points) > 6
+        for point in points:
+            expected = logits_with(observed, ids, (point, on_a_copy))
+            assert not torch.equal(expected, plain), point
+            for edit in (half, silently, past_autograd):
+                assert torch.equal(logits_with(observed, ids, (point, edit)), expected), (point, edit.__name__)
+            assert torch.equal(logits_with(observed, ids, (point, lambda x, hook: None)), plain), point
+        assert torch.equal(observed(ids), plain), "no edit reaches a later run"
+
+
+def test_what_can_only_be_read_cannot_be_edited_in_place_either(ids):
+    observed = see(large(GPT([(1.0, 1.0), (0.5, 0.7), (0.2, 1.7)])), ids)
+    for point in ("blocks.1.attn.hook_row_entropy", "blocks.1.attn.source.0.hook_v"):
+        with pytest.raises(WorkbenchError, match="can be read, not replaced"):
+            logits_with(observed, ids, (point, lambda x, hook: x.mul_(2)))
+
+
+def test_a_hook_that_keeps_its_tensor_gets_its_gradient(ids):
+    observed, kept = see(large(GPT()), ids), []
+    loss = logits_with(observed, ids, ("blocks.1.attn.hook_v", lambda x, hook: kept.append(x))).square().mean()
+    (gradient,) = torch.autograd.grad(loss, kept)
+    _, _, expected = observed.run_with_grads(ids, "blocks.1.attn.hook_v", lambda logits, ids: logits.square().mean())
+    torch.testing.assert_close(gradient, expected["blocks.1.attn.hook_v"], atol=1e-7, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_transformerlens_patching_equals_edits_by_hand(ids, capsys):
+    observed = see(large(STRANGERS["grouped heads"]()), ids).eval()
+    clean, corrupted = ids[:1], ids[1:]
+    names = [f"blocks.{i}.{p}" for i in range(3) for p in ("attn.hook_pattern", "attn.hook_z", "hook_resid_pre")]
+    _, cache = observed.run_with_cache(clean, names)
+    patching, metric = transformer_lens.patching, lambda logits: logits[0, -1, 7] - logits[0, -1, 9]
+    heads = patching.get_act_patch_attn_head_pattern_all_pos(observed, corrupted, cache, metric)
+    outs = patching.get_act_patch_attn_head_out_all_pos(observed, corrupted, cache, metric)
+    streams = patching.get_act_patch_resid_pre(observed, corrupted, cache, metric)
+
+    def by_hand(point, where):
+        def patched(x, hook):
+            x = x.clone()
+            x[where] = cache[point][where]
+            return x
+
+        return metric(logits_with(observed, corrupted, (point, patched)))
+
+    for i in range(3):
+        for n in range(4):
+            pattern = by_hand(f"blocks.{i}.attn.hook_pattern", (slice(None), n))
+            assert heads[i, n].item() == pytest.approx(pattern.item(), abs=1e-6)
+            out = by_hand(f"blocks.{i}.attn.hook_z", (slice(None), slice(None), n))
+            assert outs[i, n].item() == pytest.approx(out.item(), abs=1e-6)
+        assert streams[i, 5].item() == pytest.approx(
+            by_hand(f"blocks.{i}.hook_resid_pre", (slice(None), 5)).item(), abs=1e-6
+        )
+    assert (heads - metric(observed(corrupted))).abs().max() > 1e-3
+
+
+# ---- interrupts ------------------------------------------------------------------------------------------------------
+
+
+def leftovers(observed):
+    """What a run has left behind in PyTorch, in the module and in the observed model."""
+    module, points, free = observed.foreign, observed.hook_points(), []
+
+    def take():
+        if observed.lock.acquire(blocking=False):
+            observed.lock.release()
+            free.append(True)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    found = {
+        "mode": torch.overrides._len_torch_function_stack(),
+        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()),
+        "hook points": sum(len(p._forward_hooks) + len(p.fwd_hooks) for p in points),
+        "forward": sum("forward" in vars(m) for m in module.modules()),
+        "fast path": not torch.backends.mha.get_fastpath_enabled(),
+        "stance": eval_frame._stance.stance != "default",
+        "flags": observed.all_positions or observed.context_level,
+        "lock": not free,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def halved(observed, ids):
+    names = ["blocks.0.attn.hook_row_entropy", "blocks.1.attn.hook_v"]
+    with observed.hooks([("blocks.1.attn.hook_pattern", half)]):
+        observed.run_with_cache(ids, names, return_type="loss")
+
+
+@pytest.mark.parametrize("name", ["fused", "F.softmax"])
+def test_an_interrupt_at_any_function_call_leaves_nothing(name, ids):
+    """A trace function raises at one call of the run after the other: an interrupt arrives at no other place in Python code."""
+
+    observed = see(large(STRANGERS[name]()), ids)
+    halved(observed, ids)
+
+    def interrupted(at):
+        """Whether the run has a call number `at`, and was interrupted there."""
+        calls = 0
+
+        def trace(frame, event, arg):
+            nonlocal calls
+            unraisable = frame.f_code.co_flags & inspect.CO_GENERATOR or frame.f_code.co_name in ("__del__", "remove")
+            calls += not unraisable  # in what the garbage collector calls, an exception goes nowhere
+            if calls == at and not unraisable:
+                raise KeyboardInterrupt
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            halved(observed, ids)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return calls >= at
+
+    at, kills = 1, 0
+    while interrupted(at):
+        kills += 1
+        assert not (left := leftovers(observed)), (at, left)
+        at += 97
+    assert kills > 10
+
+
+def test_real_interrupts_leave_nothing(ids):
+
+    observed, before = see(large(STRANGERS["F.softmax"]()), ids), signal.getsignal(signal.SIGINT)
+
+    def until_interrupted(delay):
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while True:
+            halved(observed, ids)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for n in range(30):
+            with contextlib.suppress(KeyboardInterrupt):
+                until_interrupted(0.005 + n / 1000)
+            assert not (left := leftovers(observed)), left
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_recorder_over_an_observed_module_leaves_nothing_after_an_interrupt(ids, tmp_path):
+    module = large(GPT())
+    observed = see(module, ids)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with Recorder(observed, 1, tmp_path / "r", quantities=["row_entropy", "gradient_norm"]):
+        handle = module.transformer.h[1].attn.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            module(ids)
+        handle.remove()
+        assert torch.overrides._len_torch_function_stack() == 0
+
+    assert not leftovers(observed)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_runs_in_several_threads_and_plain_calls_of_the_same_module_meanwhile_are_their_own(ids):
+    models = [see(large(STRANGERS[name]()), ids) for name in ("fused", "F.softmax")]
+    plain = [observed.foreign(ids)[0].detach() for observed in models]
+    halves = [logits_with(o, ids, ("blocks.1.attn.hook_v", half)).detach() for o in models]
+    wrong = []
+
+    def compare(run, expected):
+        for _ in range(60):
+            try:
+                wrong.extend([] if torch.equal(run(), expected) else ["another output"])
+            except Exception as error:  # in a thread it would be lost
+                wrong.append(repr(error))
+
+    threads = []
+    for observed, same, other in zip(models, plain, halves, strict=True):
+        run = lambda o=observed: logits_with(o, ids, ("blocks.1.attn.hook_v", half))  # noqa: E731
+        threads.append(threading.Thread(target=compare, args=(run, other)))
+        threads.append(threading.Thread(target=compare, args=(lambda o=observed: o.foreign(ids)[0], same)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert not any(map(leftovers, models))
+
+
+def test_process_wide_switches_are_restored_by_the_last_run_that_needs_them(ids):
+
+    models = [see(large(GPT()), ids) for _ in range(2)]
+    first_runs, second_runs, first_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(mine, other):
+        return lambda x, hook: (mine.set(), other.wait(20), None)[2]
+
+    def first():
+        logits_with(models[0], ids, ("blocks.0.attn.hook_v", wait(first_runs, second_runs)))
+        first_ended.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    first_runs.wait(20)
+    logits_with(models[1], ids, ("blocks.0.attn.hook_v", wait(second_runs, first_ended)))
+    thread.join()
+    assert first_ended.is_set()
+    assert not any(map(leftovers, models))
+
+
+# ---- gradient checkpoints --------------------------------------------------------------------------------------------
+
+
+class Checkpointed(GPT):
+    """Blocks, or attentions alone, are computed again in the backward pass."""
+
+    part, options = "block", None
+
+    def forward(self, idx, targets=None):
+        saved = []
+        for block in self.transformer.h if self.options else ():
+            module = block if self.part == "block" else block.attn
+            saved.append(module)
+            module.forward = _again(module.forward, self.options)
+        try:
+            return super().forward(idx, targets)
+        finally:
+            for module in saved:
+                del module.forward
+
+
+def _again(forward, options):
+    return lambda *args: checkpoint(forward, *args, **options)
+
+
+@pytest.mark.parametrize("part", ["block", "attention"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("point", ["attn.hook_v", "attn.own.hook_v", "attn.hook_pattern", "hook_attn_out"])
+def test_a_checkpoint_computes_again_what_the_hooks_changed(part, reentrant, point, ids):
+    gradients = []
+    for options in (None, {"use_reentrant": reentrant}):
+        module = large(Checkpointed())
+        observed = see(module, ids)
+        module.part, module.options = part, options
+        loss = logits_with(observed, ids, (f"blocks.1.{point}", half)).square().mean()
+        loss.backward()  # the hooks are gone by now
+        gradients.append([p.grad for p in module.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-5)
+
+
+def test_gradients_of_activations_under_a_checkpoint_are_exact_or_refused(ids):
+    module = large(Checkpointed())
+    observed, names = see(module, ids), ["blocks.1.attn.hook_v", "blocks.1.attn.hook_pattern"]
+    _, _, expected = observed.run_with_grads(ids, names)
+    module.options = {"use_reentrant": False}
+    _, _, gradients = observed.run_with_grads(ids, names)
+    for name in names:
+        torch.testing.assert_close(gradients[name], expected[name], atol=1e-8, rtol=1e-5)
+    module.options = {"use_reentrant": True}
+    with pytest.raises(WorkbenchError, match="computed without a graph"):
+        observed.run_with_grads(ids, names)
+
+
+class WithoutGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, module, *args):
+        return module(*args)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient, None
+
+
+def test_edits_inside_an_autograd_function_that_is_no_checkpoint_are_refused(ids):
+    module = large(GPT())
+    observed = see(module, ids)
+    attention, attend = module.transformer.h[1].attn, module.transformer.h[1].attn.forward
+    attention.forward = lambda *args: WithoutGraph.apply(attend, *args)
+    with pytest.raises(WorkbenchError, match="WithoutGraphBackward runs a part of GPT without its graph"):
+        logits_with(observed, ids, ("blocks.1.attn.hook_v", half))
+    logits, cache = observed.run_with_cache(ids, ["blocks.1.attn.hook_v"])
+    assert torch.equal(logits, observed(ids))
+    assert len(cache) == 1
+    with torch.no_grad():
+        assert not torch.equal(logits_with(observed, ids, ("blocks.1.attn.hook_v", half)), logits)
+
+
+# ---- calls of the module itself --------------------------------------------------------------------------------------
+
+
+def test_a_call_of_the_module_itself_while_hooks_are_open_is_warned_of(ids):
+    module = large(GPT())
+    observed, plain = see(module, ids), module(ids)[0]
+    with observed.hooks([("blocks.1.attn.hook_v", half)]):
+        with pytest.warns(HooksNotCalled, match=r"hook_v do not fire: GPT was called itself") as issued:
+            output = module(ids)[0]
+        assert [w.filename for w in issued] == [__file__], "the caller's line"
+        assert torch.equal(output, plain)
+        module(ids)  # once is enough
+        assert not torch.equal(observed(ids), plain)
+    with observed.hooks([("blocks.1.attn.hook_v", lambda x, hook: module(ids) and None)]):
+        observed(ids)  # a hook's own calls are its own matter
+    module(ids)
+    with pytest.raises(WorkbenchError, match="use_cache=False"):
+        observed.generate(ids, 2)
+    assert not leftovers(observed)
