@@ -35,9 +35,8 @@ def cross_entropy_reference(
 
 
 def refuse_targets(targets: Tensor, width: int) -> None:
-    """Raise `BadData` for token ids without a logit; on a GPU the kernel does, without waiting for the ids here."""
-    known = targets.device.type == "cpu" and targets.numel() and not isinstance(targets, FakeTensor)
-    if known and not torch.compiler.is_compiling() and (last := int(targets.max())) >= width:
+    """Raise `BadData` for token ids without a logit."""
+    if (last := int(targets.max())) >= width:
         raise BadData(
             f"next tokens go up to {last} and logits to {width - 1}: ids without a logit have no loss; leave them out"
         )
@@ -50,14 +49,17 @@ def sequence_losses(
 
     Float32 or better inside: of half precision only those few positions are ever widened.
     """
-    refuse_targets(tokens[:, 1:], logits.shape[-1])
     rows, wide = max(1, PART // logits.shape[-1]), torch.promote_types(logits.dtype, torch.float32)
     losses = torch.empty(len(tokens), tokens.shape[1] - 1, dtype=wide, device=logits.device)
     for one, ids, out in zip(
         logits, tokens, losses, strict=True
     ):  # into one tensor: small ones between would split the heap
         for part, targets, into in zip(one[:-1].split(rows), ids[1:].split(rows), out.split(rows), strict=True):
-            into.copy_(F.cross_entropy(part.to(wide), targets, reduction="none"))
+            try:
+                into.copy_(F.cross_entropy(part.to(wide), targets, reduction="none"))
+            except IndexError:
+                refuse_targets(tokens[:, 1:], logits.shape[-1])
+                raise
     return losses
 
 

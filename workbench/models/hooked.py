@@ -45,10 +45,15 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
     """
     if tokens.shape[1] < 2:
         raise BadData("a next-token loss needs sequences of 2 tokens or more, got 1")
-    refuse_targets(tokens[:, 1:], logits.shape[-1])
     if logits.requires_grad or logits.numel() < MIN_LOGITS:
         wide = logits[:, :-1].float() if logits.dtype in (torch.float16, torch.bfloat16) else logits[:, :-1]
-        loss = F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none" if per_token else "mean")
+        try:
+            loss = F.cross_entropy(
+                wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none" if per_token else "mean"
+            )
+        except IndexError:  # on a CPU; a GPU's own error comes later
+            refuse_targets(tokens[:, 1:], logits.shape[-1])
+            raise
         return loss.unflatten(0, (tokens.shape[0], -1)) if per_token else loss
     losses = sequence_losses(logits, tokens)
     return losses if per_token else losses.mean()
