@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,7 +92,8 @@ def _number(row: Mapping[Any, Any]) -> str:
     """A compared number with its interval and unit; one of a table without intervals by itself."""
     if not {"comparison", "low", "high", "value", "unit"} <= set(row) or not isinstance(row["comparison"], str):
         return ""
-    return f"{row['comparison']} {row['value']:+.3g} [{row['low']:+.3g}, {row['high']:+.3g}] {row['unit']}"
+    between = "(no interval)" if math.isnan(row["low"]) else f"[{row['low']:+.3g}, {row['high']:+.3g}]"
+    return f"{row['comparison']} {row['value']:+.3g} {between} {row['unit']}"
 
 
 def _claim(name: str, verdict: Verdict) -> str:

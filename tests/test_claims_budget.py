@@ -148,6 +148,8 @@ def test_less_alike_tokens_that_halved_values_explain_are_not_supported():
         rows = [
             one
             for step in (0, 100, 200, 300)
-            for one in per_layer(made, "token_similarity", lambda of, n: level[of["model"]], site="stream", step=step)
+            for one in per_layer(
+                made, "token_similarity", lambda of, n, at=level: at[of["model"]], site="stream", step=step
+            )
         ]
         assert judged("value_residuals_smooth_less", made, rows, losses(made, lambda of: 2.7)).status == status
