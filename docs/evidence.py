@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,16 +23,16 @@ How verdicts are decided, and how often they are wrong by chance: [verdicts.md](
 **What fell.** This page said "a value residual lowers the loss: supported, -0.32 nats [-0.36, -0.28], 10 seeds" (4 layers, 300 steps, 0.9
 training tokens per parameter). An independent rerun shows what that number is made of. With 100 warm-up steps in place of 30 the
 *Transformer* ends 0.30 nats lower [0.13, 0.48]. At 8 layers and 600 steps, halving the values alone, without any path to the first layer,
-gives 0.25 nats [0.19, 0.31] of ResFormer's 0.27 (3 seeds). At 10 tokens per parameter ResFormer - Transformer is -0.013 nats [-0.063, +0.036]
-(4 layers, 3 seeds). So the loss of short runs measures how fast a model starts and how large its values are. Every claim on the final loss
-is therefore *not tested* below 10 training tokens per parameter, with fewer than 100 warm-up steps, or while the loss still falls by 0.02
-nats over the last tenth of the steps; and a gain of the first layer's values is supported only if the control with halved values, and
-nothing of the first layer's, does not have it. The other claim that fell is in [sinks.md](sinks.md): shared values delay the sink and do
-not prevent it. The lead in learning to copy stands against the same control ([induction.md](induction.md)).
+gives 0.25 nats [0.19, 0.31] of ResFormer's 0.27 (3 seeds). At 10 tokens per parameter ResFormer - Transformer is -0.013 nats [-0.063,
++0.036] (4 layers, 3 seeds). So the loss of short runs measures how fast a model starts and how large its values are. Every claim on the
+final loss is therefore *not tested* below 10 training tokens per parameter, with fewer than 100 warm-up steps, or while the loss still
+falls by 0.02 nats over the last tenth of the steps; and a gain of the first layer's values is supported only if the control with halved
+values, and nothing of the first layer's, does not have it. The other claim that fell is in [sinks.md](sinks.md): shared values delay the
+sink and do not prevent it. The lead in learning to copy stands against the same control ([induction.md](induction.md)).
 
 The studies that would decide these claims are `losses20_rates` and `losses20` (20 tokens per parameter, rates tuned on a seed that is not
-reported). Missing runs of all queued studies are trained in order, and resumed after an interruption, by
-`for study in losses20_rates losses20 sinks_long; do workbench study $study --runs RUNS --workers 1 || break; done`.
+reported). Missing runs of all queued studies are trained in order, and resumed after an interruption, by `for study in losses20_rates
+losses20 sinks_long; do workbench study $study --runs RUNS --workers 1 || break; done`.
 
 """
 
@@ -91,7 +92,8 @@ def _number(row: Mapping[Any, Any]) -> str:
     """A compared number with its interval and unit; one of a table without intervals by itself."""
     if not {"comparison", "low", "high", "value", "unit"} <= set(row) or not isinstance(row["comparison"], str):
         return ""
-    return f"{row['comparison']} {row['value']:+.3g} [{row['low']:+.3g}, {row['high']:+.3g}] {row['unit']}"
+    between = "(no interval)" if math.isnan(row["low"]) else f"[{row['low']:+.3g}, {row['high']:+.3g}]"
+    return f"{row['comparison']} {row['value']:+.3g} {between} {row['unit']}"
 
 
 def _claim(name: str, verdict: Verdict) -> str:

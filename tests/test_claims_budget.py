@@ -138,3 +138,18 @@ def test_a_wider_spread_of_one_model_moves_no_ratio(drain, status):
     assert found.table.set_index("comparison").loc["its value over others'", "value"] == pytest.approx(
         math.log(drain / 0.3), abs=1e-3
     )
+
+
+def test_less_alike_tokens_that_halved_values_explain_are_not_supported():
+    """The claim on the first layer's values needs the control; NeuTRENO's, which adds a difference to them, does not."""
+    for scaled, status in ((0.5, "supported"), (0.3, "unresolved"), (None, "unresolved")):
+        level = {"transformer": 0.5, "values_scaled": scaled, "resformer": 0.3}
+        made = runs(*(name for name, value in level.items() if value is not None))
+        rows = [
+            one
+            for step in (0, 100, 200, 300)
+            for one in per_layer(
+                made, "token_similarity", lambda of, n, at=level: at[of["model"]], site="stream", step=step
+            )
+        ]
+        assert judged("value_residuals_smooth_less", made, rows, losses(made, lambda of: 2.7)).status == status

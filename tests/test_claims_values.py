@@ -21,9 +21,9 @@ from planted import (
 
 @pytest.mark.parametrize(("gain", "status"), [(0.5, "supported"), (-0.5, "refuted"), (None, "unresolved")])
 def test_token_information(gain, status):
-    made = runs("transformer", "resformer")
+    made = runs("transformer", "values_scaled", "resformer")
     rows = []
-    more = lambda of: 0.0 if of["model"] == "transformer" else (of["seed"] - 1.0 if gain is None else gain)  # noqa: E731
+    more = lambda of: 0.0 if of["model"] != "resformer" else (of["seed"] - 1.0 if gain is None else gain)  # noqa: E731
     for site in ("stream", "z"):
         for step in (0, 100, 200, LAST):
             rows += per_layer(made, "token_probe", lambda of, n, s=step: 5.0 + more(of) * (s > 0), site=site, step=step)
@@ -31,10 +31,10 @@ def test_token_information(gain, status):
 
 
 def test_a_probe_that_misses_a_lookup_decides_nothing():
-    made, rows = runs("transformer", "resformer"), []
+    made, rows = runs("transformer", "values_scaled", "resformer"), []
     for site in ("stream", "z"):
         for step in (0, 100, 200, LAST):
-            bits = lambda of, n, s=step: 5.0 + (s > 0 and of["model"] != "transformer")  # noqa: E731
+            bits = lambda of, n, s=step: 5.0 + (s > 0 and of["model"] == "resformer")  # noqa: E731
             rows += per_layer(made, "token_probe", bits, site=site, step=step)
     for reached, status in ((0.991, "supported"), (0.97, "not_checkable")):
         lookups = per_layer(made, "token_probe", lambda of, n, r=reached: r, site="own_v", variant="of_ceiling")
@@ -87,8 +87,8 @@ def test_deep_values_need_little_context(token, keys, init, seeds, status, why):
 
 @pytest.mark.parametrize(("more", "status"), [(5.0, "supported"), (-5.0, "refuted"), (None, "unresolved")])
 def test_richer_values(more, status):
-    made = runs("transformer", "resformer")
-    rank = lambda of, n: 20.0 if of["model"] == "transformer" else 20.0 + (of["seed"] - 1.0 if more is None else more)  # noqa: E731
+    made = runs("transformer", "values_scaled", "resformer")
+    rank = lambda of, n: 20.0 if of["model"] != "resformer" else 20.0 + (of["seed"] - 1.0 if more is None else more)  # noqa: E731
     rows = per_layer(made, "effective_rank", rank, site="v") + per_layer(made, "effective_rank", rank, site="own_v")
     rows += per_layer(made, "effective_rank", lambda of, n: 30.0, site="own_v", step=0)
     rows += per_layer(made, "effective_rank", rank, site="own_v", step=200)

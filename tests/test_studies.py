@@ -27,6 +27,7 @@ NAMED = {
     "learning_rate", "lambda", "source_layer", "target_layers", "first_layer_rate", "bos", "lengths", "sizes",
     "sinks", "sinks_held", "sinks_ratio", "sinks_length", "sinks_settings", "sinks_without_start", "induction", "induction_settings",
     "losses", "places", "value_paths", "models", "mini", "sinks_remedies", "routing", "exclusive_lengths",
+    "induction_scaled", "sinks_scaled", "sinks_long", "losses20_rates", "losses20",
 }  # fmt: skip
 SMALL = """
 question = "Is it earlier?"

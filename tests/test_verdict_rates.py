@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from noise import NOISE
 from planted import evidence
-from verdict_rates import OUT, TABLES, Rule, choices, rates
+from verdict_rates import OUT, TABLES, Rule, choices, rates, uneven_rates
 
 from workbench.claims import CLAIMS
 from workbench.claims import verdict as verdicts
@@ -46,8 +46,15 @@ def test_the_simulation_sees_a_rule_that_refutes_where_any_part_is_contrary(monk
 
 def _uncorrected(parts, expected, **more):
     """What every part says by itself, and the worst of it as the verdict."""
-    said = [interval.sign * sign for interval, sign in zip(parts.values(), expected, strict=True)]
+    said = [interval.sign * sign for interval, sign in zip(parts.values(), expected, strict=False)]
     return "refuted" if -1 in said else "supported" if set(said) == {1} else "unresolved", 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a_value_gate_removes_outliers", "sinks_gather_gradients_that_spikes_answer"])
+def test_a_model_whose_numbers_spread_more_decides_nothing(name):
+    """A layer chosen on the same runs decided 12 to 16 of 100 such tables, the distance from 1 of each run 60."""
+    assert max(uneven_rates(name).values()) <= 2 * MOST - 2
 
 
 @pytest.mark.slow

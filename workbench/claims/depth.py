@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from workbench.claims.evidence import Evidence, deep_layers
-from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.loss import beside_scaled
+from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
 from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
@@ -18,7 +19,7 @@ from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
     scale="any trained size, three seeds",
     published="the largest eigenvalue of each layer is larger for ResFormer in most layers (paper; not normalised, so it contains the "
     "scale)",
-    source=PAPER, metrics=("effective_rank",), models=("transformer", *RESFORMERS), steps="matched",
+    source=PAPER, metrics=("effective_rank",), models=("transformer", SCALED, *RESFORMERS), steps="matched",
     shows={"metric": "effective_rank", "site": "own_v"},
 )  # fmt: skip
 def richer_values(evidence: Evidence) -> Verdict:
@@ -32,6 +33,7 @@ def richer_values(evidence: Evidence) -> Verdict:
             {"site": "own_v", "step": "all"},
         )
     )  # fmt: skip
+    scaled, told = beside_scaled(pair, own, model, "directions")
     parts = {
         "own values, all layers": pair.difference(own, model), "beyond init": pair.beyond_init(own, start, model),
         "at equal loss": pair.at_equal_loss(over_time, model),
@@ -45,10 +47,11 @@ def richer_values(evidence: Evidence) -> Verdict:
         f"Effective rank of own values, {model_name(model)} - Transformer, layers after the first: {whole} directions{seeds_note(whole)}, "
         f"more in {more} of {len(layers)} layers; trained minus init {parts['beyond init']}, at equal loss {parts['at equal loss']}; of "
         f"effective values, to which the first layer's are added, {effective}{made}; change of their scale (trace of the covariance) "
-        f"{shown['scale (trace)']}."
+        f"{shown['scale (trace)']}{told}."
     )
     units = {"scale (trace)": "norm squared"}
-    return judged(parts, 1, sentence, "directions", units, shown=shown, doubt=more <= len(layers) / 2)
+    doubt = more <= len(layers) / 2 or not scaled
+    return judged(parts, 1, sentence, "directions", units, also=scaled, shown=shown, doubt=doubt)
 
 
 @claim(

@@ -86,7 +86,8 @@ def _beside_sinks(
             ("strongest head's sink mass", "share", paired_seeds(mass, base)), ("loss", "nats", pair.difference(losses, model)),
         ):  # fmt: skip
             shown[f"{model_name(model)}, {name}"], units[f"{model_name(model)}, {name}"] = i, unit
-    sentence = f"{formed}, {', '.join(told)}; {what}: {numbers(found)}; minus vanilla's: {numbers(shown)}."
+    width = f"MLPs of {pair.runs['d_mlp'].max():.0f} neurons"
+    sentence = f"{formed}, {', '.join(told)}; {what}: {numbers(found)}; minus vanilla's: {numbers(shown)}; {width}."
     signs = [-1] * len(parts) + [1] * len(above)
     return judged(
         parts,

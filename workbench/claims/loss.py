@@ -52,12 +52,14 @@ def lower_loss(evidence: Evidence) -> Verdict:
     )  # fmt: skip
 
 
-def beside_scaled(pair: Evidence, losses: pd.DataFrame, model: str) -> tuple[dict[str, Interval], str]:
-    """Return the difference of the model's loss to that of the control with halved values, by name, and in words."""
+def beside_scaled(
+    pair: Evidence, rows: pd.DataFrame, model: str, unit: str = "nats"
+) -> tuple[dict[str, Interval], str]:
+    """Return the difference of the model's numbers to those of the control with halved values, by name, and in words."""
     if SCALED not in pair.models:
         return {}, f"; the control, {model_name(SCALED)}, was not trained"
-    name, minus = f"minus {model_name(SCALED)}", pair.difference(losses, model, SCALED)
-    return {name: minus}, f"; {name} {minus} nats"
+    name, minus = f"minus {model_name(SCALED)}", pair.difference(rows, model, SCALED)
+    return {name: minus}, f"; {name} {minus} {unit}"
 
 
 @dataclass(frozen=True)

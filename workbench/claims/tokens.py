@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence, deep_layers, model_mean
-from workbench.claims.loss import ends_lower
-from workbench.claims.registry import PAPER, RESFORMERS, claim
+from workbench.claims.loss import beside_scaled, ends_lower
+from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
 from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_seeds
@@ -23,7 +23,7 @@ REACHED = 0.99  # of a lookup's bits, which a probe must read off the first laye
     refutes="fewer bits",
     scale="any trained size, three seeds; values are left out, where the first layer's are a lookup by construction",
     published="no probe in any version of the paper",
-    source=PAPER, metrics=("token_probe",), models=("transformer", *RESFORMERS), steps="matched",
+    source=PAPER, metrics=("token_probe",), models=("transformer", SCALED, *RESFORMERS), steps="matched",
     shows={"metric": "token_probe", "site": "stream"},
 )  # fmt: skip
 def token_information_is_preserved(evidence: Evidence) -> Verdict:
@@ -31,16 +31,18 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
     pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
     model, depth = pair.first_of(RESFORMERS), int(pair.runs["n_layers"].max())
     _refuse_weak(pair.records("token_probe"))
-    intervals: dict[str, Interval] = {}
+    intervals, scaled, said = dict[str, Interval](), dict[str, Interval](), ""
     for site, name in SITES.items():
         now, start, over_time = (
             deep_layers(pair.rows("token_probe", step=step, site=site), depth) for step in ("last", "first", "all")
         )
         intervals[f"{name}, beyond init"] = pair.beyond_init(now, start, model)
         intervals[f"{name}, equal loss"] = pair.at_equal_loss(over_time, model)
+        more, said = beside_scaled(pair, now, model, "bits")
+        scaled |= {f"{name}, {minus}": interval for minus, interval in more.items()}
     note = seeds_note(next(iter(intervals.values())))
-    sentence = f"Bits of the token, {model_name(model)} - Transformer: {numbers(intervals)}{note}."
-    return judged(intervals, 1, sentence, "bits")
+    sentence = f"Bits of the token, {model_name(model)} - Transformer: {numbers(intervals | scaled)}{note}{'' if scaled else said}."
+    return judged(intervals, 1, sentence, "bits", also=scaled, doubt=not scaled)
 
 
 def _refuse_weak(records: pd.DataFrame) -> None:
