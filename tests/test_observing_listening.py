@@ -304,7 +304,10 @@ def test_a_checkpoint_computes_again_what_the_hooks_changed(part, reentrant, poi
     gradients = []
     for options in (None, {"use_reentrant": reentrant}):
         module = large(Checkpointed())
-        module.part, module.options = part, options and {"use_reentrant": False}  # without gradients one is as the other
+        module.part, module.options = (
+            part,
+            options and {"use_reentrant": False},
+        )  # without gradients one is as the other
         observed = see(module, ids)
         module.options = options
         loss = logits_with(observed, ids, (f"blocks.1.{point}", half)).square().mean()

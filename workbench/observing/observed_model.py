@@ -135,10 +135,11 @@ class Observed(HookedModel):
         options: Any = {"fused": self.__dict__["fused"], "masks": self._masks, "segments": self._segments}
         return HookedRun(self.foreign, self.structure, points, tokens, **options)
 
-    def listen_to_calls(self) -> CallsListenedTo:
+    def listen_to_calls(self, failed: Callable[[Exception], object] | None = None) -> CallsListenedTo:
         """Let the foreign module's own calls, with gradients and in this thread, fire the hook points until `close`.
 
         The ids [batch, pos] are the first tensor of integers with two axes among a call's inputs; without one nothing fires.
+        An error of ours goes to `failed`, if given, and the call goes on without hooks.
         """
 
         def run_of(args: Any, kwargs: Any) -> HookedRun | None:
@@ -147,7 +148,7 @@ class Observed(HookedModel):
             ours = self.lock._is_owned()  # type: ignore[attr-defined]
             return None if ids is None or ours or not torch.is_grad_enabled() else self._new_run(ids)
 
-        return CallsListenedTo(self.foreign, run_of)
+        return CallsListenedTo(self.foreign, run_of, failed)
 
     @contextlib.contextmanager
     def hooks(self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), *args: Any, **kwargs: Any) -> Iterator[HookedModel]:
@@ -340,6 +341,7 @@ class Observed(HookedModel):
 
     def train(self, mode: bool = True) -> Observed:
         """Set the module's mode; `eval()` goes the same way."""
+        super().train(mode)
         self.foreign.train(mode)
         return self
 

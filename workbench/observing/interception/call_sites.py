@@ -6,14 +6,16 @@ The lines are the same in every run. They leave out frames of PyTorch and of thi
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
 
-Line = tuple[str, int, int]
-"""File, first line of the function, and offset of the call in it."""
+Line = tuple[str, int, tuple[int | None, ...]]
+"""File, first line of the function, and where the call is written: line, last line, column, last column."""
 Frames = tuple[tuple[int, Line | None], ...]
 """Frames that are running, the innermost first: identity of each, and its line (None: PyTorch's or ours)."""
 _LEFT_OUT = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
@@ -44,13 +46,19 @@ def caller_frame() -> int:
     return id(frame)
 
 
+@lru_cache(maxsize=4096)
+def _line(code: CodeType, offset: int) -> Line:
+    """Return the line of an instruction. Its offset alone depends on how Python runs the call, which `torch.compile` changes."""
+    return code.co_filename, code.co_firstlineno, next(islice(code.co_positions(), offset // 2, None))
+
+
 def running_frames(end: int = 0, start: FrameType | None = None) -> Frames:
     """Return the frames of this thread, innermost first, from `start` to the frame with the identity `end`, without that frame."""
     frame, frames = start or sys._getframe(1), list[tuple[int, Line | None]]()
     while frame is not None and id(frame) != end:
         code = frame.f_code
         left_out = code.co_filename.startswith(_LEFT_OUT)
-        frames.append((id(frame), None if left_out else (code.co_filename, code.co_firstlineno, frame.f_lasti)))
+        frames.append((id(frame), None if left_out else _line(code, frame.f_lasti)))
         frame = frame.f_back  # type: ignore[assignment]  # None at the end
     return tuple(frames)
 

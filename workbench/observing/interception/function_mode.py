@@ -11,7 +11,6 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any, Protocol
@@ -47,10 +46,6 @@ _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")  # names of function
 _ATEN = re.compile(r"_scaled_dot_product_\w*attention\w*")
 _SEEN_BY_MODE = ("eager", "sdpa", "flex_attention")  # these run through torch functions
 _WHOLE = {"fused": sdpa_call, "flex": flex_call, "aten": aten_call, "flash": flash_call}
-
-
-FAILED: ContextVar[Callable[[Exception], object] | None] = ContextVar("failed", default=None)
-"""Called where a handler fails in a run that must go on, as a forward pass of somebody's training: the rest of it is plain."""
 
 
 class CallHandler(Protocol):
@@ -108,11 +103,14 @@ def _full_name(function: Any) -> str:
 
 
 class InterceptionMode(TorchFunctionMode):
-    """Hands a handler the calls that attention can be read from; every other call passes at once."""
+    """Hands a handler the calls that attention can be read from; every other call passes at once.
 
-    def __init__(self, handler: CallHandler) -> None:
+    `failed` is called with an error of the handler in a run that must go on, as a step of a training: the rest of it is plain.
+    """
+
+    def __init__(self, handler: CallHandler, failed: Callable[[Exception], object] | None = None) -> None:
         super().__init__()
-        self.handler = handler
+        self.handler, self.failed = handler, failed
         self.silent = False  # inside a call that was handled as a whole, or a hook that the handler runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,12 +118,12 @@ class InterceptionMode(TorchFunctionMode):
         if kind is None or self.silent:  # nearly always
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if (failed := FAILED.get()) is None:
+        if self.failed is None:
             return self._handled(kind, func, args, kwargs)
         try:
             return self._handled(kind, func, args, kwargs)
         except Exception as error:
-            failed(error)
+            self.failed(error)
             self.silent = True  # for the rest of this run
             return func(*args, **kwargs)
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.call_sites import caller_frame
 from workbench.observing.interception.function_mode import (
-    FAILED,
     Interception,
     InterceptionMode,
     attention_functions,
@@ -50,7 +49,7 @@ class ModuleHooks:
 
     def __init__(self, run: HookedRun) -> None:
         self.run, self.layers, self.blocks, self.thread = run, run.layers, run.points.blocks, get_ident()
-        run.mode = self.mode = InterceptionMode(AttentionHooks(run))
+        run.mode = self.mode = InterceptionMode(AttentionHooks(run), run.failed)
         if run.intercepted or run.everywhere:
             names = attention_functions(run.module)
             self.interception = Interception(self.mode, names, everywhere=run.everywhere, fused=run.fused)
@@ -64,7 +63,7 @@ class ModuleHooks:
         self.interception.begin()
         for module, register, hook, options in self._hooks():
             self.hooked[module] = None
-            getattr(module, register)(hook if FAILED.get() is None else partial(self._call_hook, hook), **options)
+            getattr(module, register)(hook if self.run.failed is None else partial(self._call_hook, hook), **options)
         if not self.run.everywhere and any(made.layer >= 0 for made in self.run.scopes[-1:]):
             self.mode.__enter__()  # a checkpoint inside an attention runs again
 
@@ -83,13 +82,12 @@ class ModuleHooks:
         self.interception.end()
 
     def _call_hook(self, hook: Callable[..., Any], *args: Any) -> Any:
-        """Call a hook; if it fails, say so to whoever handles that and let the rest of the run pass."""
+        """Call a hook in a run that must go on: after an error the rest of the run is plain."""
+        assert self.run.failed is not None
         try:
             return hook(*args)
         except Exception as error:
-            if (failed := FAILED.get()) is None:
-                raise
-            failed(error)
+            self.run.failed(error)
             self.mode.silent = True
             return None
 
@@ -300,20 +298,32 @@ class CallsListenedTo:
     Args:
         module: The module.
         run_of: Returns the run to listen to for a call's arguments and keyword arguments, or None.
+        failed: Called with an error of ours; the call goes on without hooks. Without it errors are raised.
     """
 
-    def __init__(self, module: nn.Module, run_of: Callable[[Any, Any], HookedRun | None]) -> None:
-        self.module, self.run_of, self.thread = module, run_of, get_ident()
+    def __init__(
+        self,
+        module: nn.Module,
+        run_of: Callable[[Any, Any], HookedRun | None],
+        failed: Callable[[Exception], object] | None,
+    ) -> None:
+        self.module, self.run_of, self.failed, self.thread = module, run_of, failed, get_ident()
         self.before = module.__dict__.get("forward")
         self.forward = module.forward
         update_wrapper(self, self.forward)
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run_of(args, kwargs) if get_ident() == self.thread else None
-        return (
-            self.forward(*args, **kwargs) if run is None else guarded(ModuleHooks(run), self.forward, *args, **kwargs)
-        )
+        hooks = None
+        try:
+            if get_ident() == self.thread and (run := self.run_of(args, kwargs)) is not None:
+                run.failed = self.failed
+                hooks = ModuleHooks(run)
+        except Exception as error:
+            if self.failed is None:
+                raise
+            self.failed(error)
+        return self.forward(*args, **kwargs) if hooks is None else guarded(hooks, self.forward, *args, **kwargs)
 
     def close(self) -> None:
         """Restore the module's `forward`; if it has been wrapped again since, listen to no more calls."""

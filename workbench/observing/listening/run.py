@@ -99,6 +99,7 @@ class HookedRun:
         self.batch, self.length = tokens.shape
         self.positions = Positions(self.batch, self.length, structure.layout)
         self.mode: InterceptionMode | None = None
+        self.failed: Callable[[Exception], object] | None = None  # called with an error if the run must go on
         self.may_checkpoint = torch.is_grad_enabled()
         self.follow: Callable[[], None] | None = None  # looks for checkpoints that have begun
         self.frozen: dict[

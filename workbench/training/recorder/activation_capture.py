@@ -15,7 +15,6 @@ from workbench.errors import WorkbenchError
 from workbench.kernels.switches import COMPILED_CODE
 from workbench.metrics import METRICS, Metric
 from workbench.names import ACTIVATIONS
-from workbench.observing.interception.function_mode import FAILED
 from workbench.observing.interception.segments import SeenMasks, Segments, weighted_mean
 from workbench.training.recorder.capture_points import ATTENTION_INPUT, CapturePoint, is_observed
 from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of, first_line
@@ -97,9 +96,8 @@ class ActivationCapture:
         if "torch._dynamo" in sys.modules:  # compiled code calls no hooks
             COMPILED_CODE.begin(self)
         self.handles.append(self.root.register_forward_pre_hook(_Hook(self._read_masks, 0), with_kwargs=True))
-        self.handles.append(self.root.register_forward_hook(_Hook(_end_of_pass, 0), always_call=True))
         if self.observed is not None:
-            self.calls = self.observed.listen_to_calls()
+            self.calls = self.observed.listen_to_calls(self._attention_failed)
         for index, (point, _, _) in enumerate(self.plan):
             hook = _Hook(self._capture, index)
             register = point.module.register_forward_pre_hook if point.before else point.module.register_forward_hook
@@ -117,7 +115,6 @@ class ActivationCapture:
     def _read_masks(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
         """Note which positions of a forward pass are padding, from the masks among its arguments."""
         self.segments = None
-        FAILED.set(self._attention_failed)
         ids = _ids_among(args, kwargs)
         if ids is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
@@ -251,10 +248,6 @@ def _averaged(metric: Metric, tensor: Tensor) -> Tensor:
     """Values [batch, ...] of a metric, averaged over positions where it has one for each."""
     value: Tensor = metric.function(tensor)
     return value.mean(1 + metric.axes.index("pos")) if "pos" in metric.axes else value
-
-
-def _end_of_pass(*_: Any) -> None:
-    FAILED.set(None)
 
 
 def _ids_among(args: Any, kwargs: Any) -> Tensor | None:
