@@ -165,7 +165,8 @@ def test_ids_in_any_form(tiny, kind):
     rows = [[1, 2, 3, 4], [5, 6, 7, 8]]
     frame = measure(tiny(), "loss", kind(rows))
     assert frame["value"][0] == pytest.approx(measure(tiny(), "loss", torch.tensor(rows))["value"][0])
-    assert frame[["data", "T", "n"]].iloc[0].tolist() == ["ids", 4, 2]
+    assert frame["data"].iloc[0].startswith("ids "), "a content hash tells tables of ids apart"
+    assert frame[["T", "n"]].iloc[0].tolist() == [4, 2]
     assert measure(tiny(), "loss", kind(rows[0]), T=3)["T"][0] == 3
 
 
@@ -195,7 +196,7 @@ def test_data_that_cannot_be_used_is_refused_before_anything_runs(tiny, forwards
 
 def test_text_and_files(text_run, tmp_path):
     frame = measure(text_run, "loss", "the red house stands near the river")
-    assert frame["data"][0] == "text"
+    assert frame["data"][0].startswith("text ")
     assert measure(text_run, "loss", "the red house " * 200, T=40)["T"][0] == 40
     for text, says in (("", "empty"), ("a", "at least 2"), ("the red house " * 200, "n_ctx=128")):
         with pytest.raises(BadData, match=says):

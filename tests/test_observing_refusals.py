@@ -156,7 +156,7 @@ def test_an_activation_is_named_by_where_it_is_found_not_by_what_looks_like_it(i
 
     observed = see(large(GPT(block=Block)), ids)
     row = observed.sites.set_index(["site", "layer"]).loc[("z", 1)]
-    assert row["note"] == "no matrix W_O found: the attention's own output"
+    assert row["note"] == "", "a parameter that is no module is W_O too"
     _, cache = observed.run_with_cache(ids)
     _, pattern = pattern_of(cache, 1)
     z = torch.einsum("bhij,bjhd->bihd", pattern, cache["blocks.1.attn.hook_v"].double())

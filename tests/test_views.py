@@ -145,7 +145,10 @@ def test_a_comparison_draws_both_on_one_scale_and_the_difference_on_its_own():
 
 def test_the_band_of_a_difference_is_the_interval_over_paired_seeds_by_hand():
     """Differences 1, 2 and 3 at a layer: 2 with Student's t on 2 degrees, 4.3027 / sqrt(3) = 2.4841, to either side."""
-    pairs = [(rows([(5.0 + d, 0.1)] * 2, "transformer"), rows([(5.0, 0.1)] * 2, "resformer")) for d in (1, 2, 3)]
+    pairs = [
+        tuple(rows([(5.0 + e, 0.1)] * 2, name).assign(seed=d) for e, name in ((d, "transformer"), (0, "resformer")))
+        for d in (1, 2, 3)
+    ]
     figure = plots.compared(pairs[0], pairs[1:])
     (band,) = (t for t in figure.data if t.name == f"{plots.MINUS} band")
     assert sorted({round(y, 3) for y in band.y}) == [2 - 2.484, 2 + 2.484]

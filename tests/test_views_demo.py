@@ -132,7 +132,7 @@ def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
     assert first["attention"].to_numpy() == pytest.approx(z[first["query"], first["key"]], abs=1e-6)
     assert len(first) == np.isfinite(z).sum()
     lower, _, sinks = start.demo.verdicts(ask, "text", start.demo.LIMITS)
-    assert lower.verdict.status == "unresolved"
+    assert lower.verdict.status == "gated", "a few steps test no claim on the final loss"
     assert "No sink formed" in sinks.verdict.sentence
 
 

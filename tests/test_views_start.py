@@ -253,7 +253,7 @@ def test_verdicts_are_those_of_an_analysis_nothing_is_measured_and_the_bar_ends_
     expected = {c.name: c.judge(evidence) for c in chosen()}
     assert {j.claim.name: j.verdict.status for j in found} == {n: v.status for n, v in expected.items()}
     lower = next(j for j in found if j.claim.name == "lower_loss")
-    assert lower.decided
+    assert lower.verdict.status == "gated", "a few steps test no claim on the final loss"
     probe = next(j for j in found if j.claim.name == "token_information_is_preserved")
     assert not probe.decided
     assert "token_probe" in probe.missing

@@ -445,7 +445,7 @@ class _PlainCalls:
             return
         frame = sys._getframe(1)
         while frame.f_back is not None:
-            if frame.f_code is Observed.logits.__code__:
+            if frame.f_code in _OWN_CALLS:
                 return
             frame = frame.f_back
         name, names, self.names = type(module).__name__, self.names, []
@@ -463,3 +463,7 @@ def refuse_dropout(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
             raise WorkbenchError(f"dropout is active ({name}, p={part.p}): call module.eval() first")
+
+
+_OWN_CALLS = tuple(f.__code__ for f in (Observed.logits, Observed.anatomy, Observed.value_paths))
+"""In these the observed model itself calls the module."""

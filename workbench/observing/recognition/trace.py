@@ -310,6 +310,8 @@ class Trace:
         if each.axes is None:
             return
         q, k, v = each.operands()
+        if any(x.numel() % (at.rows * x.shape[-2] * x.shape[-1]) for x in (q, k, v)):
+            return  # a factor that no sequence has of its own, as what mixes heads
 
         def square(x: Tensor, beside: Beside) -> Tensor:
             return chosen_heads(at.square(x, (left + beside[0], right + beside[1])), each.chosen, 1)
