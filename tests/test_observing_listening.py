@@ -86,7 +86,7 @@ def test_a_hook_that_keeps_its_tensor_gets_its_gradient(ids):
 
 @torch.no_grad()
 def test_transformerlens_patching_equals_edits_by_hand(ids, capsys):
-    observed = see(large(STRANGERS["grouped heads"]()), ids).eval()
+    observed = see(large(STRANGERS["grouped heads"]()), ids)
     clean, corrupted = ids[:1], ids[1:]
     names = [f"blocks.{i}.{p}" for i in range(3) for p in ("attn.hook_pattern", "attn.hook_z", "hook_resid_pre")]
     _, cache = observed.run_with_cache(clean, names)

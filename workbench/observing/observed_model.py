@@ -81,6 +81,7 @@ class Observed(HookedModel):
         self._masks: SeenMasks | None = None  # where a run is to note its masks
         self._segments: Segments | None = None  # documents that attention statistics keep apart
         self._add_hook_points()
+        super().train(False)  # hook points have no mode; TransformerLens refuses them in training mode
         self.absent = missing_hooks(self.sites)
         self.setup()
 
