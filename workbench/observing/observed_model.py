@@ -284,7 +284,8 @@ class Observed(HookedModel):
         silent = [name for name, point in self.hook_dict.items() if is_hooked(point) and name not in run.fired]
         if silent:
             layers = sorted({layer for name in silent if (layer := layer_of(name)) is not None})
-            where = f"layers {', '.join(map(str, layers))} did not run" if layers else "these places were not passed"
+            named = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+            where = f"{named} did not run" if layers else "these places were not passed"
             more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
             warn_caller(
                 f"{where} on these tokens as on the example, so these hooks did nothing: {', '.join(silent[:3])}{more}",
@@ -452,8 +453,6 @@ class _PlainCalls:
             f"hooks at {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} do not fire: {name} was called itself. Call the observed "
             "model on whole sequences of ids, or its generate(..., use_cache=False).",
             HooksNotCalled,
-            "torch",
-            "transformers",
         )
 
 
