@@ -137,9 +137,12 @@ def leftovers(observed):
         "forward": sum("forward" in vars(m) for m in module.modules()),
         "fast path": not torch.backends.mha.get_fastpath_enabled(),
         "stance": eval_frame._stance.stance != "default",
+        "gradient mode": not torch.is_grad_enabled(),
+        "autocast": torch.autocast_increment_nesting() - 1,
         "flags": observed.all_positions or observed.context_level,
         "lock": not free,
     }
+    torch.autocast_decrement_nesting()
     return {name: value for name, value in found.items() if value}
 
 
@@ -217,6 +220,8 @@ def test_a_recorder_over_an_observed_module_leaves_nothing_after_an_interrupt(id
             module(ids)
         handle.remove()
         assert torch.overrides._len_torch_function_stack() == 0
+        with pytest.raises(ZeroDivisionError):  # errors of hooks are not the recorder's to take
+            logits_with(observed, ids, ("blocks.1.attn.hook_v", lambda x, hook: 1 / 0))
 
     assert not leftovers(observed)
 
