@@ -138,7 +138,6 @@ def leftovers(observed):
         "forward": sum("forward" in vars(m) for m in module.modules()),
         "fast path": not torch.backends.mha.get_fastpath_enabled(),
         "stance": eval_frame._stance.stance != "default",
-        "gradient mode": not torch.is_grad_enabled(),
         "autocast": torch.autocast_increment_nesting() - 1,
         "flags": observed.all_positions or observed.context_level,
         "lock": not free,
@@ -309,9 +308,8 @@ def test_a_checkpoint_computes_again_what_the_hooks_changed(part, reentrant, poi
     gradients = []
     for options in (None, {"use_reentrant": reentrant}):
         module = large(Checkpointed())
-        module.part, module.options = part, options and {"use_reentrant": False}  # without gradients one is as the other
         observed = see(module, ids)
-        module.options = options
+        module.part, module.options = part, options  # `forward` is wrapped after observing, as when training begins
         loss = logits_with(observed, ids, (f"blocks.1.{point}", half)).square().mean()
         loss.backward()  # the hooks are gone by now
         gradients.append([p.grad for p in module.parameters()])
@@ -344,9 +342,9 @@ class WithoutGraph(torch.autograd.Function):
 
 def test_edits_inside_an_autograd_function_that_is_no_checkpoint_are_refused(ids):
     module = large(GPT())
+    observed = see(module, ids)
     attention, attend = module.transformer.h[1].attn, module.transformer.h[1].attn.forward
     attention.forward = lambda *args: WithoutGraph.apply(attend, *args)
-    observed = see(module, ids)
     with pytest.raises(WorkbenchError, match="WithoutGraphBackward runs a part of GPT without its graph"):
         logits_with(observed, ids, ("blocks.1.attn.hook_v", half))
     logits, cache = observed.run_with_cache(ids, ["blocks.1.attn.hook_v"])

@@ -310,7 +310,6 @@ def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -
     An interrupt can arrive at the first instruction of any Python function, so also of an `__exit__`: hence no context
     manager, and an `end` that is begun again when it is interrupted.
     """
-    gradients = torch.is_grad_enabled()
     try:
         scope.begin()
         return call(*args, **kwargs)
@@ -323,8 +322,6 @@ def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -
         except BaseException:
             scope.end()
             raise
-        finally:
-            torch._C._set_grad_enabled(gradients)  # an interrupt inside `torch.no_grad` leaves it off
 
 
 def _close_context_managers(error: BaseException) -> None:
