@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.models.decomposition import decompose
-from workbench.observing import Observed, observe
+from workbench.observing.observation import observe
+from workbench.observing.observed_model import Observed
 
 TABLE = Path(__file__).with_suffix(".csv")
 LIMIT = 1e-4  # relative to the largest entry, at least 1

@@ -24,7 +24,7 @@ from twin import twin_of
 
 from workbench.models import build
 from workbench.names import STATISTICS
-from workbench.observing import observe
+from workbench.observing.observation import observe
 
 CONFIG = {"n_layers": 8, "d_model": 256, "n_heads": 8, "d_mlp": 704, "d_vocab": 2048, "n_ctx": 1024}
 LENGTHS = (32, 128, 256, 512, 1024)
@@ -40,7 +40,7 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[2])
 from observing import llama, tokens_of, LONG
-from workbench.observing import observe
+from workbench.observing.observation import observe
 module = llama(n_layers=2, n_heads=4, n_ctx=LONG)
 observed = observe(module, tokens_of(64), quiet=True)
 status = lambda key: next(int(x.split()[1]) for x in Path("/proc/self/status").open() if x.startswith(key)) / 1024

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.observing import Observed
+from workbench.observing.observed_model import Observed
 
 LIMIT = 1e-4  # relative to the largest entry, at least 1
 LONG = 29  # positions of the longer prompt: as many as nothing else
@@ -91,7 +91,7 @@ def line_of(family: str, implementation: str, seconds: int) -> tuple[str, int, i
     from families import limited
     from family_configs import LENGTH, VOCABULARY, built, runnable
 
-    from workbench.observing import observe
+    from workbench.observing.observation import observe
 
     example = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3))
     status = "not built"

@@ -67,7 +67,7 @@ def pytest_runtest_teardown(item, nextitem):
         gc.freeze()
 
 
-PRELOADED = ["workbench.observing", "workbench.studies.runner", "torch._dynamo", "scipy.stats"]
+PRELOADED = ["workbench.observing.observation", "workbench.studies.runner", "torch._dynamo", "scipy.stats"]
 
 
 def _forkserver():

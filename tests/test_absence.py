@@ -37,13 +37,14 @@ def tokens(rows, length, seed=0):
 
 def test_hooks_of_layers_that_do_not_run_are_told_with_their_layers():
     model, long = see(Chosen(lambda T: [0, 1, 2] if T < 16 else [0, 2]).eval(), tokens(2, 12)), tokens(2, 20)
-    told = pytest.warns(NotMeasured, match=r"layers 1 did not run on these tokens .*blocks\.1\.attn\.hook_v")
-    with told:
+    told = pytest.warns(NotMeasured, match=r"layer 1 did not run on these tokens .*blocks\.1\.attn\.hook_v")
+    with told as warned:
         _, cache = model.run_with_cache(long, ["blocks.1.attn.hook_v", "blocks.2.attn.hook_v"])
     assert list(cache) == ["blocks.2.attn.hook_v"]
+    assert warned[0].filename == __file__  # the caller's line, not PyTorch's
     with told, model.hooks([("blocks.1.attn.hook_v", lambda v, hook: v * 0)]):
         model(long)
-    with pytest.warns(NotMeasured, match="layers 1 did not run"):
+    with pytest.warns(NotMeasured, match="layer 1 did not run"):
         assert set(workbench.measure(model, "row_entropy", long)["layer"]) == {0, 2}
 
 

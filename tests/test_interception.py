@@ -22,7 +22,7 @@ from workbench.observing.interception.masks import (
 )
 from workbench.observing.interception.positions import Axes, Positions
 from workbench.observing.interception.product_calls import attention_axes, product_call
-from workbench.observing.interception.tensor_layouts import head_repeats, replaced_at, tensors_in
+from workbench.observing.interception.tensor_layouts import head_repeats, ids_among, replaced_at, tensors_in
 
 B, T, H, D = 2, 3, 5, 4
 PLAIN = Positions(B, T)
@@ -297,3 +297,9 @@ def test_statistics_under_a_mask_are_those_of_the_whole_pattern(form):
     for name in STATISTICS:
         torch.testing.assert_close(getattr(found, name), getattr(wanted, name), msg=name)
         torch.testing.assert_close(getattr(own, name), getattr(wanted, name), msg=name)
+
+
+def test_the_ids_of_a_call_are_its_first_integers_with_two_axes():
+    ids, mask = torch.arange(6).view(2, 3), torch.ones(3, 3, dtype=torch.bool)
+    assert ids_among((mask, torch.rand(2, 3)), {"ids": ids}) is ids
+    assert ids_among((mask,), {}) is None

@@ -20,7 +20,7 @@ from workbench.measurement import forward_pass
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models.live_bytes import LiveBytes
-from workbench.observing import observe
+from workbench.observing.observation import observe
 from workbench.runs.records import COLUMNS, SAMPLE_COLUMNS, TEXT, WHOLE, read_parquet
 from workbench.training.loop import train
 

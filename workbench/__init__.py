@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from workbench.models.composition import build
     from workbench.models.decomposition import decompose
     from workbench.models.registry import ARCHITECTURES
-    from workbench.observing import equal, observe
+    from workbench.observing.equality import equal
+    from workbench.observing.observation import observe
     from workbench.plots import plot
     from workbench.reports.xray import xray
     from workbench.runs.run import Run
@@ -47,8 +48,8 @@ _HOMES = {
     "series": "workbench.checkpoints.identify",
     "read_state": "workbench.checkpoints.opening",
     "measure": "workbench.measurement.measuring",
-    "observe": "workbench.observing",
-    "equal": "workbench.observing",
+    "observe": "workbench.observing.observation",
+    "equal": "workbench.observing.equality",
     "plot": "workbench.plots",
     "decompose": "workbench.models.decomposition",
     "edited": "workbench.interventions.edits.context",

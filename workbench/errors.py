@@ -79,9 +79,10 @@ class ArchitectureAssumed(UserWarning):
     """A checkpoint does not say which architecture it holds, so one was assumed."""
 
 
-def warn_caller(message: str, category: type[Warning], *through: str) -> None:
-    """Issue a warning that points at the caller's line outside this package and the packages `through`."""
-    depth, frame, packages = 1, sys._getframe(), (__name__.partition(".")[0], *through)
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Issue a warning that points at the caller's line outside this package and the packages that call its modules and hooks."""
+    depth, frame = 1, sys._getframe()
+    packages = (__name__.partition(".")[0], "torch", "transformer_lens", "transformers")
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
         depth, frame = depth + 1, frame.f_back
     warnings.warn(message, category, stacklevel=depth)

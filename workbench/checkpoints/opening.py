@@ -27,7 +27,7 @@ from workbench.checkpoints.vocabulary import tokenizer_beside
 from workbench.config import ModelConfig
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead
 from workbench.models import Transformer
-from workbench.observing import Observed
+from workbench.observing.observed_model import Observed
 
 if TYPE_CHECKING:
     from workbench.models.hooked import HookedModel

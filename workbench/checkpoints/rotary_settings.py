@@ -64,9 +64,9 @@ def check_rotary(config: Any, where: Path) -> None:
         ):
             raise BadCheckpoint(f"{where}: {UnknownName('rope_type', kind, set(known))}")
         for key in POSITIVE:
-            values = block.get(key)
-            is_list = isinstance(values, list) and key in LISTS
-            for value in values if is_list else [] if values is None else [values]:
+            given = block.get(key)
+            values = given if isinstance(given, list) and key in LISTS else [] if given is None else [given]
+            for value in values:
                 least_is_zero = key == "partial_rotary_factor" and kind == "proportional"
                 if type(value) not in (int, float) or not (0 < value < math.inf or (least_is_zero and value == 0)):
                     raise BadCheckpoint(

@@ -17,7 +17,8 @@ from workbench.checkpoints.identify import CONFIG
 from workbench.checkpoints.rotary_settings import check_rotary
 from workbench.checkpoints.state import Device, Dtype, State, prefix_advice, refuse_immense
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, warn_caller
-from workbench.observing import Observed, observe
+from workbench.observing.observation import observe
+from workbench.observing.observed_model import Observed
 
 EXAMPLE = 32  # random tokens on which another library's module is observed first
 

@@ -158,7 +158,7 @@ def passes_of(model: Transformer, sample: Sample, reductions: Sequence[Reduction
 
     The sums of a site are taken for as large as all its vectors, those by token for one vector of each that is kept in a fold.
     """
-    if getattr(model, "foreign", None) is None:
+    if model.foreign is None:
         return [list(reductions)]
     config = model.config
     widths = dict.fromkeys(("own_v", "v", "k"), config.n_key_value_heads) | dict.fromkeys(("q", "z"), config.n_heads)
@@ -204,7 +204,7 @@ def read_segments(model: Any, sample: Sample, reductions: Sequence[Reduction], b
 
     It takes a run of its own, since what all layers hide is known at its end. Metrics of the logits are taken in it.
     """
-    if getattr(model, "foreign", None) is None:
+    if model.foreign is None:
         return None
     whole, parts = [r for r in reductions if r.is_of_logits], list[tuple[int, Segments]]()
     for start in distributed.shard(range(0, len(sample.ids), batch)):
@@ -236,7 +236,7 @@ def collect(model: Transformer, sample: Sample, reductions: Sequence[Reduction],
         for layer in layers
     }
     weights = {layer: _weights_of(layer, model) for layer in layers}
-    foreign = getattr(model, "foreign", None) is not None
+    foreign = model.foreign is not None
     whole = [] if foreign else [reduction for reduction in reductions if reduction.is_of_logits]
     starts = range(0, len(sample.ids), batch) if whole or any(plan.values()) else range(0)
     for start in distributed.shard(starts):

@@ -236,7 +236,7 @@ def _compute(
     if model.foreign is None:  # an observed module stays in its mode, and is refused where dropout is active
         model.eval()
     for item in missing.values():
-        if getattr(model, "foreign", None) is not None and isinstance(item, Metric) and item.form == "derived":
+        if model.foreign is not None and isinstance(item, Metric) and item.form == "derived":
             raise WorkbenchError(
                 f"{item.name} reads weights by our names, which an observed module does not have; leave it out"
             )

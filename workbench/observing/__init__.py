@@ -2,10 +2,5 @@
 
 Attention is read where it runs (fused calls, eager softmax, Hugging Face's interface), and every part by comparing numbers on
 example tokens, not by its name. After an idea in TransformerLens issues 498, 773 and 888: no wrapper class per family.
+Nothing is imported here: a recorder uses parts of this package without the models.
 """
-
-from workbench.observing.equality import Comparison, equal
-from workbench.observing.observation import observe
-from workbench.observing.observed_model import Observed
-
-__all__ = ["Comparison", "Observed", "equal", "observe"]

@@ -38,18 +38,22 @@ def observe(
     """Observe a live decoder; nothing of it is edited, subclassed or left hooked.
 
     Args:
-        module: anything whose `module(ids)` runs a decoder; DistributedDataParallel and compiled modules are unwrapped.
-        example_tokens: ids [batch, pos] (or [pos]) it can read, 8 positions at least, of the kind it will be used on: no two
-            tensors should agree by chance, so real text or random ids rather than zeros. A tokenizer's output without padding,
-            and text where there is a `tokenizer`, are read for their ids. They are cut if another axis is as long.
-        call: `call(module, ids)` where the module wants more than ids, for example masks.
-        blocks: where the module holds several stacks of blocks: the name, or names, of the one to observe.
-        tokenizer: for text: one of ours, a `tokenizers.Tokenizer`, or a fast tokenizer of transformers. It is copied.
-        quiet: do not print what was found and what not.
+        module: A decoder that `module(ids)` runs; DistributedDataParallel and compiled modules are unwrapped.
+        example_tokens: Ids [batch, pos] (or [pos]) of at least 8 positions and 4 different ids, of the kind that will be measured:
+            real text or random ids, so that no two tensors agree by chance. A tokenizer's output without padding, and text if there
+            is a `tokenizer`, are read for their ids. They are cut if another axis of the module is as long.
+        call: `call(module, ids)` if the module needs more than ids, for example masks.
+        blocks: Name, or names, of the stack of blocks to observe if the module holds several.
+        tokenizer: For text: one of ours, a `tokenizers.Tokenizer`, or a fast tokenizer of transformers. It is copied.
+        quiet: Whether to leave out the printed summary.
 
-    Raises `WorkbenchError` naming the cause and what to do: no attention seen (custom kernels, TorchScript), bidirectional or
-    cross-attention, several attentions in a block, several stacks, active dropout, outputs that change under the trace;
-    outputs without a tensor; `BadData` for other than token ids, and for fewer than 4 different ones.
+    Returns:
+        The module under our hook points.
+
+    Raises:
+        WorkbenchError: No attention that can be read (custom kernels, TorchScript), bidirectional or cross-attention, several stacks
+            of blocks, active dropout, outputs without a tensor, with NaN, or changed by the trace. The message names the cause.
+        BadData: The example tokens are no token ids, too few, or too few different ones.
     """
     if not isinstance(module, nn.Module):
         advice = ": it is a graph without the model's modules, so observe the model that was exported"

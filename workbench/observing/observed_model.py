@@ -30,10 +30,10 @@ from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.models.hooked import HookedModel, Hooks
 from workbench.names import is_statistic, layer_of
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
-from workbench.observing.interception.function_mode import guarded, has_fused_layers
+from workbench.observing.interception.function_mode import Failed, guarded, has_fused_layers
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.segments import SeenMasks, Segments
-from workbench.observing.interception.tensor_layouts import get_at
+from workbench.observing.interception.tensor_layouts import get_at, ids_among
 from workbench.observing.interception.weights import is_sharded, offloaded
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
 from workbench.observing.listening.module_hooks import CallsListenedTo, ModuleHooks
@@ -81,6 +81,7 @@ class Observed(HookedModel):
         self._masks: SeenMasks | None = None  # where a run is to note its masks
         self._segments: Segments | None = None  # documents that attention statistics keep apart
         self._add_hook_points()
+        super().train(False)  # hook points have no mode; TransformerLens refuses them in training mode
         self.absent = missing_hooks(self.sites)
         self.setup()
 
@@ -128,25 +129,31 @@ class Observed(HookedModel):
             return False
         return together[2] != "z" or self.structure.layers[number].z is None
 
-    def _new_run(self, tokens: Tensor) -> HookedRun:
+    def _new_run(self, tokens: Tensor, failed: Failed | None = None) -> HookedRun:
         """State for one run of the foreign module on ids [batch, pos] that fires the hook points."""
         head: Any = self.unembed.hook_in if self.structure.head is not None else None
         points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
-        options: Any = {"fused": self.__dict__["fused"], "masks": self._masks, "segments": self._segments}
+        options: Any = {
+            "fused": self.__dict__["fused"],
+            "masks": self._masks,
+            "segments": self._segments,
+            "failed": failed,
+        }
         return HookedRun(self.foreign, self.structure, points, tokens, **options)
 
-    def listen_to_calls(self, failed: Callable[[Exception], object] | None = None) -> CallsListenedTo:
+    def listen_to_calls(self, failed: Failed | None = None) -> CallsListenedTo:
         """Let the foreign module's own calls, with gradients and in this thread, fire the hook points until `close`.
 
         The ids [batch, pos] are the first tensor of integers with two axes among a call's inputs; without one nothing fires.
-        An error of ours goes to `failed`, if given, and the call goes on without hooks.
+
+        Args:
+            failed: Called with an error of a hook point, after which the rest of that call is plain. Without it errors are raised.
         """
 
         def run_of(args: Any, kwargs: Any) -> HookedRun | None:
-            inputs = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-            ids = next((t for t in inputs if t.ndim == 2 and not t.is_floating_point()), None)
+            ids = ids_among(args, kwargs)
             ours = self.lock._is_owned()  # type: ignore[attr-defined]
-            return None if ids is None or ours or not torch.is_grad_enabled() else self._new_run(ids)
+            return None if ids is None or ours or not torch.is_grad_enabled() else self._new_run(ids, failed)
 
         return CallsListenedTo(self.foreign, run_of, failed)
 
@@ -284,7 +291,8 @@ class Observed(HookedModel):
         silent = [name for name, point in self.hook_dict.items() if is_hooked(point) and name not in run.fired]
         if silent:
             layers = sorted({layer for name in silent if (layer := layer_of(name)) is not None})
-            where = f"layers {', '.join(map(str, layers))} did not run" if layers else "these places were not passed"
+            named = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+            where = f"{named} did not run" if layers else "these places were not passed"
             more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
             warn_caller(
                 f"{where} on these tokens as on the example, so these hooks did nothing: {', '.join(silent[:3])}{more}",
@@ -341,7 +349,6 @@ class Observed(HookedModel):
 
     def train(self, mode: bool = True) -> Observed:
         """Set the module's mode; `eval()` goes the same way."""
-        super().train(mode)
         self.foreign.train(mode)
         return self
 
@@ -453,8 +460,6 @@ class _PlainCalls:
             f"hooks at {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} do not fire: {name} was called itself. Call the observed "
             "model on whole sequences of ids, or its generate(..., use_cache=False).",
             HooksNotCalled,
-            "torch",
-            "transformers",
         )
 
 

@@ -33,7 +33,7 @@ from workbench.console import Progress
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, ObservedInstead, WorkbenchError
 from workbench.files import write_json
 from workbench.models import Transformer
-from workbench.observing import Observed
+from workbench.observing.observed_model import Observed
 from workbench.runs.run import FORMAT, Run, place_of, written_now
 from workbench.storage.mirror import fetched, push
 

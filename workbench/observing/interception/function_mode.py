@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from workbench.kernels.switches import COMPILED_CODE, FAST_PATH, ProcessSwitch
 from workbench.observing.interception.flash_calls import flash_call, is_flash
@@ -46,6 +48,9 @@ _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")  # names of function
 _ATEN = re.compile(r"_scaled_dot_product_\w*attention\w*")
 _SEEN_BY_MODE = ("eager", "sdpa", "flex_attention")  # these run through torch functions
 _WHOLE = {"fused": sdpa_call, "flex": flex_call, "aten": aten_call, "flash": flash_call}
+
+Failed = Callable[[Exception], object]
+"""Called with an error of a handler or hook in a run that must go on, as a forward pass of a training: the rest of it is plain."""
 
 
 class CallHandler(Protocol):
@@ -103,12 +108,9 @@ def _full_name(function: Any) -> str:
 
 
 class InterceptionMode(TorchFunctionMode):
-    """Hands a handler the calls that attention can be read from; every other call passes at once.
+    """Hands a handler the calls that attention can be read from; every other call passes at once."""
 
-    `failed` is called with an error of the handler in a run that must go on, as a step of a training: the rest of it is plain.
-    """
-
-    def __init__(self, handler: CallHandler, failed: Callable[[Exception], object] | None = None) -> None:
+    def __init__(self, handler: CallHandler, failed: Failed | None = None) -> None:
         super().__init__()
         self.handler, self.failed = handler, failed
         self.silent = False  # inside a call that was handled as a whole, or a hook that the handler runs
@@ -118,14 +120,18 @@ class InterceptionMode(TorchFunctionMode):
         if kind is None or self.silent:  # nearly always
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if self.failed is None:
-            return self._handled(kind, func, args, kwargs)
         try:
             return self._handled(kind, func, args, kwargs)
         except Exception as error:
-            self.failed(error)
-            self.silent = True  # for the rest of this run
+            self.take(error)
             return func(*args, **kwargs)
+
+    def take(self, error: Exception) -> None:
+        """Report an error and be silent for the rest of the run; raise it where the run need not go on, or has been computed again."""
+        if self.failed is None or isinstance(error, checkpoint._StopRecomputationError):
+            raise error
+        self.failed(error)
+        self.silent = True
 
     def _handled(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if kind in _WHOLE:
@@ -187,6 +193,7 @@ def has_fused_layers(module: nn.Module) -> bool:
     return any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in module.modules())
 
 
+_DEVICES = ("cpu", "cuda")
 _INTERFACE: dict[str, ProcessSwitch] = {}  # functions of Hugging Face's `AttentionInterface`, by name
 
 
@@ -238,7 +245,7 @@ class Interception:
         self, mode: InterceptionMode | None, names: Sequence[str] = (), *, everywhere: bool = True, fused: bool = True
     ) -> None:
         self.mode, self.everywhere = mode, everywhere
-        self.depth = torch.overrides._len_torch_function_stack()
+        self.depth, self.state = torch.overrides._len_torch_function_stack(), _thread_state()
         table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
         self.switches = [_INTERFACE.setdefault(name, _interface_switch(table, name)) for name in names if name in table]
         self.switches += [FAST_PATH] if fused else []
@@ -257,8 +264,34 @@ class Interception:
         """Take everything away, also after an interrupted `begin` or `end`. Calling it again does nothing."""
         while torch.overrides._len_torch_function_stack() > self.depth:
             torch.overrides._pop_mode()
+        if (state := _thread_state()) != self.state:  # an interrupt arrived in the `__exit__` of no_grad or autocast
+            _restore_thread_state(state, self.state)
         for switch in self.switches:
             switch.end(self)
+
+
+class _ThreadState(NamedTuple):
+    """What context managers of PyTorch change for a thread: gradient mode, autocast by device type, nested autocasts."""
+
+    gradients: bool
+    autocast: tuple[bool, ...]
+    nesting: int
+
+
+def _thread_state() -> _ThreadState:
+    enabled = tuple(torch.is_autocast_enabled(device) for device in _DEVICES)
+    # `map` makes both calls without the interpreter, so that no interrupt arrives between them
+    _, nesting = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    return _ThreadState(torch.is_grad_enabled(), enabled, nesting)
+
+
+def _restore_thread_state(now: _ThreadState, before: _ThreadState) -> None:
+    torch._C._set_grad_enabled(before.gradients)
+    for device, enabled in zip(_DEVICES, before.autocast, strict=True):
+        torch.set_autocast_enabled(device, enabled)
+    for _ in range(now.nesting - before.nesting):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
 
 
 class Scope(Protocol):
@@ -277,7 +310,6 @@ def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -
     An interrupt can arrive at the first instruction of any Python function, so also of an `__exit__`: hence no context
     manager, and an `end` that is begun again when it is interrupted.
     """
-    gradients = torch.is_grad_enabled()
     try:
         scope.begin()
         return call(*args, **kwargs)
@@ -290,8 +322,6 @@ def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -
         except BaseException:
             scope.end()
             raise
-        finally:
-            torch._C._set_grad_enabled(gradients)  # an interrupt inside `torch.no_grad` leaves it off
 
 
 def _close_context_managers(error: BaseException) -> None:

@@ -21,10 +21,7 @@ CAUSAL, FUTURE = "causal", "sees later positions"
 NOTHING = "hides every position"
 CROSSING = "lets sequences that stand in one row see each other"
 HIDDEN = -1e4  # a score or bias at or below this hides its key
-FAR, LATER_FAR = (
-    5000.0,
-    500.0,
-)  # so do these below the row's best, of which the exponential is 0; the second for later keys alone
+FAR, LATER_FAR = 5000.0, 500.0  # as do scores this far below the row's best; the second for later keys alone
 _ROWS = 256
 Modify = Callable[[Tensor, int, int, int], Tensor]
 """Scaled scores [query, key] of a sequence and head, from which query on -> the scores in use."""

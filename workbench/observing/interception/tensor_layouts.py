@@ -35,6 +35,12 @@ def tensors_of_output(output: Any) -> dict[TensorPath, Tensor]:
     return dict(tensors_in(output, depth=_MAX_OUTPUT_DEPTH))
 
 
+def ids_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the token ids [batch, pos] of a call: its first tensor of integers with two axes, or None."""
+    inputs = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+    return next((t for t in inputs if t.ndim == 2 and t.dtype != torch.bool and not t.is_floating_point()), None)
+
+
 def _items(structure: Any, *, any_object: bool) -> Iterable[tuple[int | str, Any]]:
     """Return the parts of a structure by key, position or attribute name."""
     if isinstance(structure, Mapping):

@@ -49,7 +49,7 @@ class AttentionHooks:
         self.run, self.at = run, run.positions
         self.mask_kinds: dict[
             int, tuple[str, Any]
-        ] = {}  # by id, with what the mask is made of so that its id stays its own
+        ] = {}  # by id of the mask's source, which is kept so that no other gets it
 
     def matrix(self, call: MatrixCall) -> Any:
         """Fire on the input and the output of a bare matrix product: a projection, or what a block adds to its stream."""

@@ -82,13 +82,11 @@ class ModuleHooks:
         self.interception.end()
 
     def _call_hook(self, hook: Callable[..., Any], *args: Any) -> Any:
-        """Call a hook in a run that must go on: after an error the rest of the run is plain."""
-        assert self.run.failed is not None
+        """Call a hook of a run that must go on; if it fails, let the rest of the run pass."""
         try:
             return hook(*args)
         except Exception as error:
-            self.run.failed(error)
-            self.mode.silent = True
+            self.mode.take(error)
             return None
 
     def _is_elsewhere(self) -> bool:
@@ -139,12 +137,11 @@ class ModuleHooks:
                     yield _ReadTensor(layer.stream, True, partial(self._show_stream, points), i)
             for name in ("attn_out", "mlp_out"):
                 location = getattr(layer, name)
-                if (
-                    location is not None
-                    and location.module != MATRIX
-                    and self.run.is_hooked(point := getattr(block, f"hook_{name}"))
-                ):
-                    yield _ReadTensor(location, False, partial(self.run.fire_addition, point, location.factor), i)
+                if location is None or location.module == MATRIX:
+                    continue
+                if self.run.is_hooked(point := getattr(block, f"hook_{name}")):
+                    fire = partial(self.run.fire_addition, point=point, factor=location.factor)
+                    yield _ReadTensor(location, False, fire, i)
             if layer.z is not None and layer.z.module != MATRIX and "z" in self.run.layer_points[i]:
                 yield _ReadTensor(layer.z, True, partial(self.run.fire_z, i), i)
         for heard, latent in self.run.latents:
@@ -192,7 +189,7 @@ class ModuleHooks:
             made = CountedCalls(i, *self.run.callers[self.layers[i].caller], Counter())
             self.run.running, self.run.within, self.run.scopes = [i], [counts], [made]
 
-    def _enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+    def _enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._is_elsewhere():
             return None
         run = self.run
@@ -206,18 +203,18 @@ class ModuleHooks:
         run.runs[name] += 1
         run.running.append(i)
         run.within.append(Counter())
-        if i < 0 or not self.layers[i].has_stream or not run.is_hooked(point := self.blocks[i].hook_resid_pre):
+        if not self.layers[i].has_stream or not run.is_hooked(point := self.blocks[i].hook_resid_pre):
             return None
         inputs = args, kwargs
         changed = self._fired(inputs, self.layers[i].stream_in, self.layers[i].axes[0], partial(run.fire, point))
         return None if changed is inputs else changed
 
-    def _leave_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
+    def _leave_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._is_elsewhere():
             return None
         i = self.run.running.pop()
         self.run.within.pop()
-        if i < 0 or not self.layers[i].has_stream or not self.run.is_hooked(point := self.blocks[i].hook_resid_post):
+        if not self.layers[i].has_stream or not self.run.is_hooked(point := self.blocks[i].hook_resid_post):
             return None
         if self.run.structure.final is not None and i == len(self.layers) - 1:
             return None
@@ -249,7 +246,7 @@ class ModuleHooks:
         if output is not None:  # else it raised
             run.check_calls(made)
 
-    def _before(self, name: str, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+    def _before(self, name: str, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._is_elsewhere():
             return None
         self.run.runs[name] += 1
@@ -261,7 +258,7 @@ class ModuleHooks:
                 inputs = self._fired(inputs, read.location.path, read.location.axes, read.fire)
         return None if inputs[0] is args and inputs[1] is kwargs else inputs
 
-    def _after(self, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
+    def _after(self, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._is_elsewhere():
             return None
         changed = output
@@ -283,7 +280,7 @@ class ModuleHooks:
         tensor, positions = get_at(structure, path), self.run.positions
         if (
             shown := positions.shaped(tensor, axes)
-        ) is None:  # of some positions only, as what makes the logits of the last one
+        ) is None:  # of some positions, as the input of the last one's logits
             fired = fire(tensor)
             return structure if fired is tensor else replaced_at(structure, path, fired)
         fired = fire(shown)
@@ -317,7 +314,6 @@ class CallsListenedTo:
         hooks = None
         try:
             if get_ident() == self.thread and (run := self.run_of(args, kwargs)) is not None:
-                run.failed = self.failed
                 hooks = ModuleHooks(run)
         except Exception as error:
             if self.failed is None:

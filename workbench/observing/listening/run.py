@@ -17,7 +17,7 @@ from workbench.errors import WorkbenchError
 from workbench.models.hook_points import HookPoint, frozen_copy, is_hooked, may_write
 from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.call_sites import CallSite, Line, lines_within, running_frames
-from workbench.observing.interception.function_mode import InterceptionMode
+from workbench.observing.interception.function_mode import Failed, InterceptionMode
 from workbench.observing.interception.fused_calls import APPLIED, COMPLETE
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.segments import SeenMasks, Segments
@@ -81,17 +81,14 @@ Fire = Callable[["HookedRun", Tensor], Tensor]
 """Fires hook points of a run on a tensor, and returns what the module goes on with."""
 
 
-def _fire_addition(point: Any, factor: float, run: HookedRun, tensor: Tensor) -> Tensor:
-    return run.fire_addition(point, factor, tensor)
-
-
 class HookedRun:
     """State of one run, shared by the hooks on modules and those around attention calls."""
 
     def __init__(
         self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor, *, fused: bool,
-        masks: SeenMasks | None = None, segments: Segments | None = None,
+        masks: SeenMasks | None = None, segments: Segments | None = None, failed: Failed | None = None,
     ) -> None:  # fmt: skip
+        self.failed = failed  # takes errors, where the run must go on
         self.fired: set[str] = set()  # hook points that were passed
         self.masks, self.segments = masks, segments  # masks to note; documents that the statistics keep apart
         self.module, self.structure, self.points, self.fused = module, structure, points, fused
@@ -99,19 +96,14 @@ class HookedRun:
         self.batch, self.length = tokens.shape
         self.positions = Positions(self.batch, self.length, structure.layout)
         self.mode: InterceptionMode | None = None
-        self.failed: Callable[[Exception], object] | None = None  # called with an error if the run must go on
         self.may_checkpoint = torch.is_grad_enabled()
         self.follow: Callable[[], None] | None = None  # looks for checkpoints that have begun
-        self.frozen: dict[
-            nn.Module, HookPoint
-        ] = {}  # hook points with the hooks of then, in what a checkpoint runs again
+        self.frozen: dict[nn.Module, HookPoint] = {}  # points with the hooks of then, where a checkpoint runs again
         self.running: list[int] = []  # layers, innermost last
         self.runs: Counter[str] = Counter()  # of each module, in all
         self.within: list[Counter[str]] = []  # of modules, in each running layer
         self.scopes: list[CountedCalls] = []  # layers whose calls are being counted, and these calls
-        self.callers: dict[
-            str, tuple[int, tuple[Line, ...]]
-        ] = {}  # modules that run blocks which are no modules: frame, outer lines
+        self.callers: dict[str, tuple[int, tuple[Line, ...]]] = {}  # of inline blocks: frame, outer lines
         self.own_values: dict[int, Tensor] = {}  # [batch, pos, kv_head, d_head], where later layers read them
         self.layer_at = {(layer.block, layer.run): i for i, layer in enumerate(self.layers)}
         self.layer_points = [block.attn.hooked() for block in points.blocks]
@@ -175,9 +167,8 @@ class HookedRun:
             location: Any = getattr(layer, name)
             if location is None or location.site is None or not is_hooked(point := getattr(block, f"hook_{name}")):
                 continue
-            fire = partial(
-                HookedRun._fire_shaped, fire=partial(_fire_addition, point, location.factor), location=location
-            )
+            added = partial(HookedRun.fire_addition, point=point, factor=location.factor)
+            fire = partial(HookedRun._fire_shaped, fire=added, location=location)
             self.matrix_outputs.setdefault((i, location.site), []).append(fire)
             self.intercepted.add(i)
 
@@ -233,12 +224,15 @@ class HookedRun:
         if not self.scopes or self.scopes[-1].layer < 0:
             return None
         layer, frame, outer, counts = self.scopes[-1]
-        lines = (*lines_within(running_frames(frame)), *outer)
-        if (known := self.sites.get(layer, {}).get((kind, lines))) is None:
+        lines, sites = (*lines_within(running_frames(frame)), *outer), self.sites.get(layer, {})
+        if (known := sites.get((kind, lines))) is None:  # `forward` may have been wrapped since, as in a checkpoint
+            within = [site for site in sites.values() if site.kind == kind and site.lines == lines[: len(site.lines)]]
+            known = within[0] if len(within) == 1 else None
+        if known is None:
             return None
-        if (number := counts[kind, lines]) == known.total:
+        if (number := counts[kind, known.lines]) == known.total:
             raise WorkbenchError(_other_calls(layer, known, "more"))
-        counts[kind, lines] += 1
+        counts[kind, known.lines] += 1
         return layer, known._replace(number=number)
 
     def check_calls(self, made: CountedCalls) -> None:
@@ -345,7 +339,7 @@ class HookedRun:
         finally:
             mode.silent = before
 
-    def fire_addition(self, point: Any, factor: float, output: Tensor) -> Tensor:
+    def fire_addition(self, output: Tensor, *, point: Any, factor: float) -> Tensor:
         """What is added to the stream, times the factor with which it is."""
         added = output if factor == 1 else output * factor
         fired = self.fire(point, added, beside=factor != 1)

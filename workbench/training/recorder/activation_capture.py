@@ -16,6 +16,7 @@ from workbench.kernels.switches import COMPILED_CODE
 from workbench.metrics import METRICS, Metric
 from workbench.names import ACTIVATIONS
 from workbench.observing.interception.segments import SeenMasks, Segments, weighted_mean
+from workbench.observing.interception.tensor_layouts import ids_among
 from workbench.training.recorder.capture_points import ATTENTION_INPUT, CapturePoint, is_observed
 from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of, first_line
 
@@ -54,14 +55,12 @@ class ActivationCapture:
     def __init__(self, model: Any, stopped: Stopped, quantities: Sequence[str] = ()) -> None:
         self.observed: Any = model if is_observed(model) else None
         self.root: Any = model.foreign if is_observed(model) else model
-        self.segments: Segments | None = (
-            None  # of the forward pass, where positions of it are padding or rows are packed
-        )
+        self.segments: Segments | None = None  # of a forward pass with padding or packed rows
         self.stopped = stopped
         self.calls: Any = None  # of an observed module, which fire its hook points while this captures
         self.gathers = [
             q for q in (GRADIENT_SINK, BY_POSITION) if q in quantities
-        ]  # from gradients summed over the batch
+        ]  # of gradients summed over the batch
         self.seconds = 0.0  # spent in the hooks
         self.handles: list[Any] = []
         self.aim((), (), ())
@@ -115,7 +114,7 @@ class ActivationCapture:
     def _read_masks(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
         """Note which positions of a forward pass are padding, from the masks among its arguments."""
         self.segments = None
-        ids = _ids_among(args, kwargs)
+        ids = ids_among(args, kwargs)
         if ids is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         masks = SeenMasks(ids)
@@ -248,9 +247,3 @@ def _averaged(metric: Metric, tensor: Tensor) -> Tensor:
     """Values [batch, ...] of a metric, averaged over positions where it has one for each."""
     value: Tensor = metric.function(tensor)
     return value.mean(1 + metric.axes.index("pos")) if "pos" in metric.axes else value
-
-
-def _ids_among(args: Any, kwargs: Any) -> Tensor | None:
-    """The token ids [batch, pos] among a module's arguments."""
-    inputs = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-    return next((t for t in inputs if t.ndim == 2 and not t.is_floating_point()), None)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from workbench.distributed import rank
 from workbench.errors import WorkbenchError, warn_caller
 from workbench.metrics import METRICS
+from workbench.observing.interception.weights import is_sharded
 from workbench.runs.run import FORMAT, runs_folder, written_now
 from workbench.runs.trackers import Sink, checked, opened
 from workbench.training.recorder.activation_capture import BY_POSITION, GRADIENT_NORM, GRADIENT_SINK, ActivationCapture
@@ -34,7 +35,7 @@ from workbench.training.recorder.capture_points import (
 )
 from workbench.training.recorder.quantities import DEFAULT, UNITS, NotRecorded, Stopped, aliases_of, chosen, first_line
 from workbench.training.recorder.recording_folder import RecordingFolder
-from workbench.training.recorder.step_record import StepRecord, frobenius_norms, is_sharded, noted_row, one_number
+from workbench.training.recorder.step_record import StepRecord, frobenius_norms, noted_row, one_number
 
 WITH_GRADIENT = ("stream", "v", "own_v", "first_v")
 """Activations whose gradients are recorded."""
@@ -72,9 +73,8 @@ class Recorder:
         self.places: Places = {}
         self.untrained: set[str] = set()  # matrices that were recorded and no longer are
         self.active = _is_first_process()
-        self.helps = not self.active and any(
-            is_sharded(p) for p in self.model.parameters()
-        )  # with norms of spread tensors
+        spread = any(is_sharded(p) for p in self.model.parameters())
+        self.helps = not self.active and spread  # with norms of whole matrices
         self.ended = ""  # why nothing is recorded any more
         self.stopped = Stopped()
         self.capture = ActivationCapture(self.model, self.stopped, self.quantities)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import UnknownName, WorkbenchError
+from workbench.observing.interception.weights import is_sharded
 from workbench.runs.records import COLUMNS, TEXT, WHOLE
 from workbench.training.recorder.quantities import UNITS
 
@@ -111,8 +112,3 @@ def noted_row(step: int, metric: str, value: Any, axes: Mapping[str, Any]) -> di
     if step is None or step < 0 or not metric:
         raise WorkbenchError(f"step={step!r}, metric={metric!r}: give a step of at least 0 and a name")
     return row | {"value": float(one_number(value))}
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is one process's shard of a tensor: a DTensor, without loading torch.distributed."""
-    return hasattr(tensor, "placements")
