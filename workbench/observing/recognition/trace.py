@@ -9,7 +9,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,10 @@ from transformer_lens.hook_points import HookPoint
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.call_sites import Frames, running_frames
 from workbench.observing.interception.function_mode import attention_functions, intercepting
-from workbench.observing.interception.fused_calls import FusedCall
+from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
-from workbench.observing.interception.positions import Axes, Beside, Layout, Positions
+from workbench.observing.interception.positions import UNKNOWN_ORDER, Axes, BatchAxis, Beside, Layout, Positions
 from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.interception.tensor_layouts import (
     TensorPath,
@@ -46,13 +46,20 @@ from workbench.observing.recognition.traced_attention import (
 )
 
 ROWS = 192
+_ENTRIES = 64  # of each index of an axis, to see what changes
 
 
 Place = tuple[str, int, str, TensorPath]
 """Where a tensor passes: name of a module or product, how many of its runs before, input or output, path."""
 AxesTable = Mapping[Place, Axes | None]
 """The axes of tensors by place, None where they are not of positions."""
+BatchAxes = Mapping[tuple[str, int, str], BatchAxis]
+"""Which axis of a call's tensors holds the sequences, by place: kind and module, how many such calls before."""
 _OUTPUT = "(output)"
+_NO_ORDER = (
+    "changing the tokens of one sequence does not show which axis of it holds the sequences and which the heads: give example "
+    "tokens with a number of sequences that does not divide the number of heads"
+)
 
 
 class Trace:
@@ -65,10 +72,10 @@ class Trace:
 
     def __init__(
         self, module: nn.Module, tokens: Tensor, layout: Layout | None = None, axes: AxesTable | None = None, *,
-        block_lists: str = "", noisy: bool = False,
+        block_lists: str = "", noisy: bool = False, batch_axes: BatchAxes | None = None,
     ) -> None:  # fmt: skip
         self.module, self.tokens, self.axes = module, tokens, axes
-        self.block_lists = block_lists
+        self.block_lists, self.batch_axes = block_lists, batch_axes or {}
         self.leaves_out: bool | None = None  # whether they leave out what `mask_mod` allows, where that is not known
         self.noise = torch.Generator().manual_seed(1) if noisy else None
         self.batch, self.length = tokens.shape
@@ -240,6 +247,8 @@ class Trace:
             call = call.as_in_own_runs(self.block_lists)
         elif call.flex is not None and call.flex.block_mask:
             self.leaves_out = bool(self.leaves_out) or call.of_listed_blocks() is not None
+        batch = self._batch_axis("fused")
+        call = call.batch_first(batch, self.positions.rows)
         raw = call.run()
         time = self._count("fused")
         output = get_at(raw, call.output)
@@ -257,29 +266,43 @@ class Trace:
             "fused", (time,), self.positions.heads(call.qkv[0]), keys, call.z(output, self.positions), beside,
             call.mask_kind(self.positions, beside), options, call.dropout,
         )  # fmt: skip
+        attention.batch_axes = {"fused": batch}
+        if batch == UNKNOWN_ORDER or not call.order_is_read:
+            attention.refusal = attention.refusal or _NO_ORDER
         if any(beside):
             attention.note = NO_TOKEN
         return raw
 
     def product(self, call: ProductCall) -> Any:
         """Run the product; it may be the scores, or the values under a pattern."""
+        call = call.batch_first(self._batch_axis("product"), self.positions.rows)
         out = call.run()
         time = self._count("product")
-        for each in self._eager.product(call, out, time):
+        for each in self._eager.product(call, call.shown(out, self.positions.rows), time):
             self._written_out(each)
         return out
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
         """Run the softmax; it may be an attention pattern."""
-        pattern = run(scores)
+        pattern = made = run(scores)
         time = self._count("softmax")
+        if (batch := self._batch_axis("softmax")) is not None and batch.is_inner:
+            letters, axis = letters_of(scores), axis + 1
+            scores, made = (batch.to_front(x, letters, self.positions.rows) for x in (scores, made))
         if self.positions.columns in scores.shape[:-1] and self.positions.columns <= scores.shape[-1]:
             if scores.ndim > 3 and scores.shape[-1] > self.positions.columns == scores.shape[-2]:
                 self.other_calls.add(_extra_columns(scores))
-            self._eager.softmax(scores, pattern, axis, time)
+            self._eager.softmax(scores, made, axis, time, batch)
         elif self.positions.columns < scores.shape[-2] <= scores.shape[-1]:
             self.elsewhere.append((self._within(), scores.shape[-2]))
         return pattern
+
+    def _batch_axis(self, kind: str) -> BatchAxis | None:
+        """The axis of the sequences in a call of this kind that is made now; None where that is not known."""
+        return self.batch_axes.get(self._batch_place(kind))
+
+    def _batch_place(self, kind: str) -> tuple[str, int, str]:
+        return self._place(f"({kind}) {self.running[-1].name if self.running else ''}", kind)
 
     def _count(self, kind: str) -> int:
         time = self._tick()
@@ -338,6 +361,9 @@ class Trace:
         attention = self._record(name, (each.seen.product[0], *times), heads, keys, z, beside, mask, options)
         attention.softmax_beside = left + beside[0], right + beside[1]
         each.describe(attention, scale)
+        moved = each.seen.batch not in (None, BatchAxis()) and not each.seen.batch.is_inner and not each.seen.letters
+        if moved or UNKNOWN_ORDER in attention.batch_axes.values():
+            attention.refusal = attention.refusal or _NO_ORDER
         if attention.has_null:
             self.other_calls.discard(_extra_columns(each.seen.scores))
 
@@ -398,19 +424,44 @@ class Trace:
 
 
 class ShapeTrace(Trace):
-    """A traced run that records shapes only."""
+    """A traced run that records shapes, and entries of the tensors of calls that may be an attention's.
+
+    `samples` holds, for each call, the letters of each tensor and some entries [entry, index] at each index of each axis whose
+    length is a multiple of the number of sequences.
+    """
+
+    def __init__(self, module: nn.Module, tokens: Tensor) -> None:
+        super().__init__(module, tokens)
+        self.samples: dict[tuple[str, int, str], list[tuple[str, dict[str, Tensor]]]] = {}
 
     def fused(self, call: FusedCall) -> Any:
         """Run the call."""
+        self._sample("fused", [(x, letters_of(x)) for x in call.qkv], letters_of(call.qkv[0])[:-2])
         return call.run()
 
     def product(self, call: ProductCall) -> Any:
         """Run the product."""
+        spelled = getattr(call.function, "__name__", "") == "einsum"
+        lead = call.letters[2] if spelled else call.letters[2][:-2]
+        self._sample("product", list(zip(call.operands, call.letters[:2], strict=True)), lead)
         return call.run()
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
         """Run the softmax."""
+        self._sample("softmax", [(scores, letters_of(scores))], letters_of(scores)[:-1])
         return run(scores)
+
+    def _sample(self, kind: str, tensors: Sequence[tuple[Tensor, str]], lead: str) -> None:
+        generator, (within, number, _) = torch.Generator().manual_seed(0), self._batch_place(kind)
+        samples = self.samples[within, number, kind] = []
+        for x, letters in tensors:
+            entries = {}
+            for place, letter in enumerate(letters if not is_sharded(x) else ""):
+                if letter in lead and x.shape[place] % self.batch == 0:
+                    y = x.detach().movedim(place, -1)
+                    at = [torch.randint(n, (_ENTRIES,), generator=generator).to(x.device) for n in y.shape[:-1]]
+                    entries[letter] = y[tuple(at)].double().nan_to_num(0.0, 0.0, 0.0).cpu()
+            samples.append((letters, entries))
 
 
 def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:
