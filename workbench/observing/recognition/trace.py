@@ -361,8 +361,10 @@ class Trace:
         attention = self._record(name, (each.seen.product[0], *times), heads, keys, z, beside, mask, options)
         attention.softmax_beside = left + beside[0], right + beside[1]
         each.describe(attention, scale)
-        moved = each.seen.batch not in (None, BatchAxis()) and not each.seen.batch.is_inner and not each.seen.letters
-        if moved or UNKNOWN_ORDER in attention.batch_axes.values():
+        orders = {each.seen.product[1].batch, each.call.batch}
+        if not each.seen.letters and not (each.seen.batch is not None and each.seen.batch.is_inner):
+            orders.add(UNKNOWN_ORDER if each.seen.batch not in (None, BatchAxis()) else None)
+        if UNKNOWN_ORDER in orders:
             attention.refusal = attention.refusal or _NO_ORDER
         if attention.has_null:
             self.other_calls.discard(_extra_columns(each.seen.scores))
@@ -448,7 +450,8 @@ class ShapeTrace(Trace):
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
         """Run the softmax."""
-        self._sample("softmax", [(scores, letters_of(scores))], letters_of(scores)[:-1])
+        shown = torch.where(visible(scores), scores, 0.0)
+        self._sample("softmax", [(shown, letters_of(scores))], letters_of(scores)[:-1])
         return run(scores)
 
     def _sample(self, kind: str, tensors: Sequence[tuple[Tensor, str]], lead: str) -> None:
