@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.masks import CROSSING, FUTURE, NOTHING, Modify, mask_kind, visible
-from workbench.observing.interception.positions import UNKNOWN_ORDER, BatchAxis, Beside, Positions
+from workbench.observing.interception.positions import BATCH_FIRST, UNKNOWN_ORDER, BatchAxis, Beside, Positions
 from workbench.observing.interception.product_calls import autocast
 
 COMPLETE, APPLIED, IGNORED = "complete", "applied", "ignored"
@@ -92,11 +92,13 @@ class FusedCall:
     output: tuple[int, ...] = ()  # path to the heads' outputs in what it returns
     heads_first: bool = True  # whether its output is [..., head, pos, d_head]
     flex: FlexForm | None = None  # of FlexAttention and flash kernels: functions of scores and positions
-    batch: BatchAxis = BatchAxis()  # which axis of what the original function takes holds the sequences
+    batch: BatchAxis | None = (
+        None  # which axis of what the original function takes holds the sequences, if not the first
+    )
 
     def batch_first(self, batch: BatchAxis | None, rows: int) -> FusedCall:
         """Return the call with its queries, keys, values and mask as views [batch, head, ...], wherever its sequences stand."""
-        if batch in (None, BatchAxis(), UNKNOWN_ORDER) or batch is None:
+        if batch is None or batch in (BATCH_FIRST, UNKNOWN_ORDER):
             return self
         given = {name: self.named[name] for name in ("query", "key", "value")}
         letters = letters_of(given["query"])
@@ -111,11 +113,6 @@ class FusedCall:
             return self.function(**values)
 
         return replace(self, function=run, named=self.named | views, mask=mask, batch=batch)
-
-    @property
-    def order_is_read(self) -> bool:
-        """Whether its sequences stand first, or are brought there: functions of places take them as they are."""
-        return self.batch == BatchAxis() or (self.flex is None and self.heads_first)
 
     def of_listed_blocks(self) -> FusedCall | None:
         """The call in which the block lists of its BlockMask are applied; None where they change nothing."""
@@ -194,13 +191,13 @@ class FusedCall:
     def raw(self, z: Tensor, like: Tensor, positions: Positions) -> Tensor:
         """The inverse of `z`."""
         out = positions.from_heads(z, self._lined(like, positions))
-        if self.batch != BatchAxis():
+        if self.batch is not None:
             return self.batch.from_front(out, letters_of(like))
         return out if self.heads_first else out.transpose(-3, -2)
 
     def _lined(self, raw: Tensor, positions: Positions) -> Tensor:
         """Its output as [batch, ..., pos, d_head]."""
-        if self.batch != BatchAxis():
+        if self.batch is not None:
             return self.batch.to_front(raw, letters_of(raw), positions.rows)
         return raw if self.heads_first else raw.transpose(-3, -2)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
 from typing import NamedTuple
 
 import torch
@@ -86,6 +85,8 @@ class BatchAxis(NamedTuple):
         return self.letter * (self.letter in letters) + letters.replace(self.letter, "*" if self.is_inner else "")
 
 
+BATCH_FIRST = BatchAxis()
+"""The axis of the sequences in most calls."""
 UNKNOWN_ORDER = BatchAxis("?")
 """The axis of a call that may have its sequences before or after its heads."""
 

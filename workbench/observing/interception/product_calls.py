@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from workbench.observing.interception.positions import UNKNOWN_ORDER, BatchAxis
+from workbench.observing.interception.positions import BatchAxis
 
 _Result = TypeVar("_Result")
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "bmm": 0, "baddbmm": 1}
@@ -31,7 +31,9 @@ class ProductCall:
     kwargs: Mapping[str, Any]
     places: tuple[int, int]  # of the two tensors among the arguments
     letters: tuple[str, str, str]  # of the two and of the result
-    batch: BatchAxis | None = None  # which axis holds the sequences, where that is known
+    batch: BatchAxis | None = (
+        None  # which axis of the original function's tensors holds the sequences, where that is known
+    )
 
     def __post_init__(self) -> None:
         self.args = tuple(autocast(x) if i in self.places else x for i, x in enumerate(self.args))
@@ -50,8 +52,8 @@ class ProductCall:
 
     def batch_first(self, batch: BatchAxis | None, rows: int) -> ProductCall:
         """Return the call with the axis of its sequences noted, and views [batch, head, ...] for operands of [head * batch]."""
-        if batch is None or batch == UNKNOWN_ORDER or not batch.is_inner:
-            return replace(self, batch=batch) if batch else self
+        if batch is None or not batch.is_inner:
+            return self if batch is None else replace(self, batch=batch)
         given, letters = self.operands, self.letters
         views = [batch.to_front(x, own, rows) for x, own in zip(given, letters, strict=False)]
 
@@ -68,19 +70,17 @@ class ProductCall:
         a, b, out = (batch.front_letters(own) for own in letters)
         return ProductCall(run, tuple(args), self.kwargs, self.places, (a, b, out), batch)
 
-    @property
-    def own_letters(self) -> str:
-        """Letters of the result as the original function makes it."""
-        inner = self.batch is not None and self.batch.is_inner
-        return self.letters[2][1:].replace("*", self.batch.letter) if inner and self.batch else self.letters[2]
-
     def shown(self, out: Tensor, rows: int) -> Tensor:
         """Return the original function's result with the axes `letters[2]`."""
-        return self.batch.to_front(out, self.own_letters, rows) if self.batch and self.batch.is_inner else out
+        if self.batch is None or not self.batch.is_inner:
+            return out
+        return self.batch.to_front(out, self.letters[2][1:].replace("*", self.batch.letter), rows)
 
     def unshown(self, out: Tensor) -> Tensor:
         """Invert `shown`."""
-        return self.batch.from_front(out, self.own_letters) if self.batch and self.batch.is_inner else out
+        if self.batch is None or not self.batch.is_inner:
+            return out
+        return self.batch.from_front(out, self.letters[2][1:].replace("*", self.batch.letter))
 
     def arranged(self, which: int, order: str) -> Tensor:
         """An operand (or 2: pass the result to `arrange`) with its axes in `order`; an axis it lacks has length 1."""
@@ -251,8 +251,9 @@ def _lead(call: ProductCall, which: int, square: str, key: str, rows: int, colum
     query = square[-2] if square[-2] in own else own[0]
     lead = sorted((c for c in square if c not in (query, key)), key=like.find)
     spelled = getattr(call.function, "__name__", "") == "einsum"  # else the first axis may be that of batch times heads
-    if call.batch is not None and call.batch.letter in lead:
-        lead.sort(key=lambda c: c != call.batch.letter)
+    batch = "" if call.batch is None else call.batch.letter
+    if batch and batch in lead:
+        lead.sort(key=lambda c: c != batch)
     elif lead and sizes[lead[0]] != rows and (spelled or sizes[lead[0]] % rows):
         lead.sort(key=lambda c: sizes[c] != rows)
     return "".join(lead), query

@@ -338,9 +338,9 @@ class AttentionHooks:
                 heard.lse = self._row(heard, self._lined(heard, scores.detach()).to(wide).logsumexp(-1))
                 if attention.has_null:
                     mine = self._square(heard, pattern.detach()).to(wide).sum(-1)
-                    heard.null = (self._row(heard, self._lined(heard, pattern.detach()).to(wide).sum(-1)) - mine).clamp_min(
-                        0
-                    )
+                    heard.null = (
+                        self._row(heard, self._lined(heard, pattern.detach()).to(wide).sum(-1)) - mine
+                    ).clamp_min(0)
             if attention.is_combined:
                 square = self._square(heard, pattern)
                 out = self._fire_pattern(heard, square)

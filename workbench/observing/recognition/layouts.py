@@ -106,7 +106,7 @@ def _batch_axis(before: _Samples, after: _Samples, batch: int) -> BatchAxis | No
             return fits[0]
     if not by_length:
         return None
-    return BatchAxis(*by_length) if list(by_length.values()) == [1] else UNKNOWN_ORDER
+    return BatchAxis(next(iter(by_length))) if list(by_length.values()) == [1] else UNKNOWN_ORDER
 
 
 def of_another_size(tokens: Tensor) -> Tensor:

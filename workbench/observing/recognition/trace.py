@@ -23,7 +23,15 @@ from workbench.observing.interception.function_mode import attention_functions, 
 from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
-from workbench.observing.interception.positions import UNKNOWN_ORDER, Axes, BatchAxis, Beside, Layout, Positions
+from workbench.observing.interception.positions import (
+    BATCH_FIRST,
+    UNKNOWN_ORDER,
+    Axes,
+    BatchAxis,
+    Beside,
+    Layout,
+    Positions,
+)
 from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.interception.tensor_layouts import (
     TensorPath,
@@ -56,6 +64,7 @@ AxesTable = Mapping[Place, Axes | None]
 BatchAxes = Mapping[tuple[str, int, str], BatchAxis]
 """Which axis of a call's tensors holds the sequences, by place: kind and module, how many such calls before."""
 _OUTPUT = "(output)"
+_HEADS_FIRST = "its heads stand before its sequences, which is read only in scaled_dot_product_attention and in products: put the batch first"
 _NO_ORDER = (
     "changing the tokens of one sequence does not show which axis of it holds the sequences and which the heads: give example "
     "tokens with a number of sequences that does not divide the number of heads"
@@ -266,9 +275,12 @@ class Trace:
             "fused", (time,), self.positions.heads(call.qkv[0]), keys, call.z(output, self.positions), beside,
             call.mask_kind(self.positions, beside), options, call.dropout,
         )  # fmt: skip
-        attention.batch_axes = {"fused": batch}
-        if batch == UNKNOWN_ORDER or not call.order_is_read:
+        if call.batch is not None:
+            attention.batch_axes = {"fused": call.batch}
+        if batch == UNKNOWN_ORDER:
             attention.refusal = attention.refusal or _NO_ORDER
+        elif call.batch is not None and (call.flex is not None or not call.heads_first):
+            attention.refusal = attention.refusal or _HEADS_FIRST
         if any(beside):
             attention.note = NO_TOKEN
         return raw
@@ -361,10 +373,10 @@ class Trace:
         attention = self._record(name, (each.seen.product[0], *times), heads, keys, z, beside, mask, options)
         attention.softmax_beside = left + beside[0], right + beside[1]
         each.describe(attention, scale)
-        orders = {each.seen.product[1].batch, each.call.batch}
-        if not each.seen.letters and not (each.seen.batch is not None and each.seen.batch.is_inner):
-            orders.add(UNKNOWN_ORDER if each.seen.batch not in (None, BatchAxis()) else None)
-        if UNKNOWN_ORDER in orders:
+        batches = {each.seen.product[1].batch, each.call.batch}
+        if not each.seen.letters and each.seen.batch not in (None, BATCH_FIRST, BatchAxis(is_inner=True)):
+            batches.add(UNKNOWN_ORDER)  # axes that are not those of the product before it
+        if UNKNOWN_ORDER in batches:
             attention.refusal = attention.refusal or _NO_ORDER
         if attention.has_null:
             self.other_calls.discard(_extra_columns(each.seen.scores))

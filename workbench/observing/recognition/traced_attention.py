@@ -86,7 +86,9 @@ class TracedAttention:
     chosen: tuple[int, ...] = ()  # of an eager attention's softmax, which heads it is; empty for all
     is_combined: bool = False  # whether its pattern multiplies the values in a combination with another's
     parts: tuple[TracedAttention, ...] = ()  # of several: each
-    batch_axes: Mapping[str, BatchAxis | None] = field(default_factory=dict)  # of its calls, by what each is for
+    batch_axes: Mapping[str, BatchAxis] = field(
+        default_factory=dict
+    )  # where heads stand first, by what the call is for
 
     @property
     def has_null(self) -> bool:
@@ -182,9 +184,8 @@ class EagerCall:
     def describe(self, attention: TracedAttention, scale: float | None) -> None:
         """Note what is unusual in it: the factor of its scores, what is done to its pattern, columns that are no keys."""
         assert self.axes is not None
-        attention.batch_axes = {
-            "scores": self.seen.product[1].batch, "softmax": self.seen.batch, "values": self.call.batch,
-        }  # fmt: skip
+        roles = {"scores": self.seen.product[1].batch, "softmax": self.seen.batch, "values": self.call.batch}
+        attention.batch_axes = {role: batch for role, batch in roles.items() if batch is not None and batch.is_inner}
         attention.axes = EagerAxes(*self.axes[0], self.which, *self.axes[1], self.seen.letters, self.seen.order)
         attention.chosen, attention.is_combined = self.chosen, self.is_combined
         altered = not self.is_combined and self.seen.beside(self.used) is None
