@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from observed import BEFORE, see
 from strangers import GPT, HEADS, VOCABULARY, large
 
+from workbench.errors import WorkbenchError
 from workbench.names import STATISTICS
 
 SCALE = 8**-0.5
@@ -102,7 +103,7 @@ def tokens(batch, length=12, seed=3):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("number, case", list(enumerate(CASES)))
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)))
 def test_heads_before_the_sequences_are_read_as_after_them(number, case):
     example = (1, 2, HEADS, 8)[number % 4]  # a module is observed on one batch and run on all
     attend, plain = CASES[case]
@@ -127,3 +128,11 @@ def test_heads_before_the_sequences_are_read_as_after_them(number, case):
             edited = [m.run_with_hooks(ids, fwd_hooks=[(f"{at}{name}", change)]) for m in (theirs, same)]
             torch.testing.assert_close(*edited, atol=2e-4, rtol=1e-4)
             assert not torch.equal(edited[0], logits)
+
+
+def test_a_flattened_axis_whose_order_no_run_shows_is_refused():
+    def mixing(q, k, v, layer=0):
+        return by_bmm(*(x + 9 * x.sum(0, keepdim=True) for x in (q, k, v)))
+
+    with pytest.raises(WorkbenchError, match=r"which axis of its tensors holds the sequences .* is not known"):
+        see(large(GPT(attend=mixing)), tokens(2))

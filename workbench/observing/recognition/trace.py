@@ -64,10 +64,13 @@ AxesTable = Mapping[Place, Axes | None]
 BatchAxes = Mapping[tuple[str, int, str], BatchAxis]
 """Which axis of a call's tensors holds the sequences, by place: kind and module, how many such calls before."""
 _OUTPUT = "(output)"
-_HEADS_FIRST = "its heads stand before its sequences, which is read only in scaled_dot_product_attention and in products: put the batch first"
 _NO_ORDER = (
-    "changing the tokens of one sequence does not show which axis of it holds the sequences and which the heads: give example "
-    "tokens with a number of sequences that does not divide the number of heads"
+    "which axis of its tensors holds the sequences and which the heads is not known, as changing the tokens of one sequence changes "
+    "none or all of it: give example tokens with another number of sequences, or give it operands [batch, head, pos, d_head]"
+)
+_HEADS_FIRST = (
+    "its heads stand before its sequences, which is read only in scaled_dot_product_attention and in products: give it operands "
+    "[batch, head, pos, d_head]"
 )
 
 
