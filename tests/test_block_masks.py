@@ -8,7 +8,7 @@ from observed import see
 from strangers import GPT, large
 
 from workbench.errors import WorkbenchError
-from workbench.observing.interception.fused_calls import COMPLETE, IGNORED, flex_call
+from workbench.observing.interception.fused_calls import APPLIED, COMPLETE, IGNORED, flex_call
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 LENGTH, BLOCK = 40, 16  # the last block is not full
@@ -25,11 +25,11 @@ def causal(b, h, i, j):
     return i >= j
 
 
-def listed(blocks, mask_mod=causal, heads=1):
+def listed(blocks, mask_mod=causal, heads=1, length=LENGTH, block=BLOCK):
     """Each block of queries sees its own (a partial one) and so many whole ones before it; of later heads one more each."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    n = -(-LENGTH // BLOCK)
+    n = -(-length // block)
     q, k = torch.arange(n)[:, None], torch.arange(n)
     more = torch.arange(heads)[:, None, None]
     partial, full = (q == k).expand(heads, n, n), (k < q) & (k >= q - blocks - more)
@@ -39,7 +39,7 @@ def listed(blocks, mask_mod=causal, heads=1):
             table.sum(-1, dtype=torch.int32)[None],
             table.int().argsort(dim=-1, descending=True, stable=True).int()[None],
         ]
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(LENGTH, LENGTH))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(length, length))
 
 
 def called(block_mask):
@@ -88,3 +88,24 @@ def test_an_eager_module_ignores_block_lists_and_so_does_a_listened_run(mask_mod
     wanted = (torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
     torch.testing.assert_close(pattern, wanted, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(entropy, torch.special.entr(wanted).sum(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler
+@torch.no_grad()
+def test_a_compiled_module_applies_block_lists_and_so_does_a_listened_run(monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr("strangers.CONTEXT", 256)
+    attend, mask = torch.compile(flex_attention), listed(0, length=256, block=128)  # compiled code takes blocks of 128
+    module = large(GPT(attend=lambda q, k, v, layer=0: attend(q, k, v, block_mask=mask)))
+    ids = torch.randint(61, (2, 256), generator=torch.Generator().manual_seed(0))
+    own, observed, at = module(ids)[0], see(module, ids), "blocks.1.attn.hook_"
+    assert observed.structure.block_lists == APPLIED
+    logits, cache = observed.run_with_cache(ids, [f"{at}{x}" for x in ("q", "k", "pattern")])
+    torch.testing.assert_close(logits, own, atol=1e-4, rtol=1e-4)
+    place = torch.arange(256)
+    seen = (place[:, None] >= place) & (place[:, None] // 128 == place // 128)
+    scores = torch.einsum("bihd,bjhd->bhij", cache[f"{at}q"], cache[f"{at}k"]) * 8**-0.5
+    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    torch.testing.assert_close(cache[f"{at}pattern"], wanted, atol=1e-5, rtol=1e-4)

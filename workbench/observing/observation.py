@@ -22,9 +22,15 @@ from workbench.observing.interception.weights import has_alike_matrices, refuse_
 from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
 from workbench.observing.recognition.blocks import ENCODER_DECODER, is_encoder_decoder
 from workbench.observing.recognition.decoder import recognize_decoder
-from workbench.observing.recognition.layouts import distinct_length, find_axes, find_layout, refuse_ambiguous_axes
+from workbench.observing.recognition.layouts import (
+    distinct_length,
+    find_axes,
+    find_batch_axes,
+    find_layout,
+    refuse_ambiguous_axes,
+)
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
-from workbench.observing.recognition.trace import AxesTable, Trace, is_matrix
+from workbench.observing.recognition.trace import AxesTable, BatchAxes, Trace, is_matrix
 from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
 MIN_POSITIONS = 8  # with fewer, coincidences decide
@@ -79,6 +85,7 @@ def observe(
     lists = _block_lists(trace, lambda m: run(m, tokens), outer, plain)
     layout = find_layout(trace, lambda ids: run(inner, ids))
     sizes = find_axes(inner, partial(run_all, inner), tokens, layout)
+    batch_axes = find_batch_axes(inner, partial(run_all, inner), tokens, layout, sizes)
     if sizes is None:
         refuse_ambiguous_axes(trace)
         notes.append(
@@ -86,7 +93,7 @@ def observe(
         )
     else:
         tokens = distinct_length(tokens, sizes.constants)
-    recognize = _recognizer(run_all, tokens, blocks, layout, None if sizes is None else sizes.axes, lists)
+    recognize = _recognizer(run_all, tokens, blocks, layout, None if sizes is None else sizes.axes, lists, batch_axes)
     structure, paths = _with_matrices_told_apart(inner, recognize)
     observed = Observed(
         inner, structure, paths, outer=outer, call=run, call_all=run_all,
@@ -176,6 +183,7 @@ def _recognizer(
     layout: Layout,
     axes: AxesTable | None,
     block_lists: str,
+    batch_axes: BatchAxes,
 ) -> Recognize:
     """How to read a module's structure and value paths from a traced run, on the example tokens unless others are given."""
 
@@ -183,7 +191,7 @@ def _recognizer(
         module: nn.Module, tokens: Tensor | None, *, noisy: bool = False
     ) -> tuple[DecoderStructure, list[ValuePath]]:
         ids = example if tokens is None else tokens
-        trace = Trace(module, ids, layout, axes, block_lists=block_lists, noisy=noisy)
+        trace = Trace(module, ids, layout, axes, block_lists=block_lists, noisy=noisy, batch_axes=batch_axes)
         output = trace.run(lambda ids: call(module, ids))
         _refuse_few_ids(trace)
         with torch.autocast(example.device.type, enabled=False):  # that of the run does not apply to later comparisons

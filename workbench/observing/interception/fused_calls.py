@@ -5,6 +5,7 @@ A call keeps its original function and arguments, so that running it untouched c
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.masks import CROSSING, FUTURE, NOTHING, Modify, mask_kind, visible
-from workbench.observing.interception.positions import Beside, Positions
+from workbench.observing.interception.positions import BATCH_FIRST, UNKNOWN_ORDER, BatchAxis, Beside, Positions
 from workbench.observing.interception.product_calls import autocast
 
 COMPLETE, APPLIED, IGNORED = "complete", "applied", "ignored"
@@ -91,6 +92,27 @@ class FusedCall:
     output: tuple[int, ...] = ()  # path to the heads' outputs in what it returns
     heads_first: bool = True  # whether its output is [..., head, pos, d_head]
     flex: FlexForm | None = None  # of FlexAttention and flash kernels: functions of scores and positions
+    batch: BatchAxis | None = (
+        None  # which axis of what the original function takes holds the sequences, if not the first
+    )
+
+    def batch_first(self, batch: BatchAxis | None, rows: int) -> FusedCall:
+        """Return the call with its queries, keys, values and mask as views [batch, head, ...], wherever its sequences stand."""
+        if batch is None or batch in (BATCH_FIRST, UNKNOWN_ORDER):
+            return self
+        given = {name: self.named[name] for name in ("query", "key", "value")}
+        letters = letters_of(given["query"])
+        views = {name: batch.to_front(x, letters, rows) for name, x in given.items()}
+        mask = self.mask
+        if isinstance(mask, Tensor) and mask.ndim > 2:
+            mask = batch.to_front(mask[(None,) * (len(letters) - mask.ndim)], letters, rows)
+
+        def run(**values: Any) -> Any:
+            for name, x in given.items():
+                values[name] = x if values[name] is views[name] else batch.from_front(values[name], letters)
+            return self.function(**values)
+
+        return replace(self, function=run, named=self.named | views, mask=mask, batch=batch)
 
     def of_listed_blocks(self) -> FusedCall | None:
         """The call in which the block lists of its BlockMask are applied; None where they change nothing."""
@@ -164,13 +186,25 @@ class FusedCall:
 
     def z(self, raw: Tensor, positions: Positions) -> Tensor:
         """The heads' outputs [batch, pos, head, d_head]."""
-        return positions.heads(raw if self.heads_first else raw.transpose(-3, -2))
+        return positions.heads(self._lined(raw, positions))
 
     def raw(self, z: Tensor, like: Tensor, positions: Positions) -> Tensor:
         """The inverse of `z`."""
-        if self.heads_first:
-            return positions.from_heads(z, like)
-        return positions.from_heads(z, like.transpose(-3, -2)).transpose(-3, -2)
+        out = positions.from_heads(z, self._lined(like, positions))
+        if self.batch is not None:
+            return self.batch.from_front(out, letters_of(like))
+        return out if self.heads_first else out.transpose(-3, -2)
+
+    def _lined(self, raw: Tensor, positions: Positions) -> Tensor:
+        """Its output as [batch, ..., pos, d_head]."""
+        if self.batch is not None:
+            return self.batch.to_front(raw, letters_of(raw), positions.rows)
+        return raw if self.heads_first else raw.transpose(-3, -2)
+
+
+def letters_of(x: Tensor) -> str:
+    """A letter for each axis."""
+    return string.ascii_lowercase[: x.ndim]
 
 
 def _block_table(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:

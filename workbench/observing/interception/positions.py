@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,40 @@ class Axes:
     batch: int = 0
     pos: int = 1
     is_inside: bool = False  # whether it has all the module's positions, also those that are no tokens
+
+
+class BatchAxis(NamedTuple):
+    """Which axis of a call's tensors holds the sequences, by its letter among the letters of a tensor's axes."""
+
+    letter: str = "a"
+    is_inner: bool = False  # whether that axis is [head * batch]; else it is [batch] or [batch * head]
+
+    def to_front(self, x: Tensor, letters: str, rows: int) -> Tensor:
+        """Return a view [batch, ...] of a tensor with these axes; heads before the sequences get an axis of their own."""
+        if self.letter not in letters:
+            return x
+        place = letters.index(self.letter)
+        if self.is_inner:
+            x = x.unflatten(place, (-1, rows if x.shape[place] > 1 else 1))
+        return x.movedim(place + self.is_inner, 0)
+
+    def from_front(self, x: Tensor, letters: str) -> Tensor:
+        """Invert `to_front`."""
+        if self.letter not in letters:
+            return x
+        place = letters.index(self.letter)
+        x = x.movedim(0, place + self.is_inner)
+        return x.flatten(place, place + 1) if self.is_inner else x
+
+    def front_letters(self, letters: str) -> str:
+        """Return the letters of the axes that `to_front` gives: `*` for heads that shared the axis of the sequences."""
+        return self.letter * (self.letter in letters) + letters.replace(self.letter, "*" if self.is_inner else "")
+
+
+BATCH_FIRST = BatchAxis()
+"""The axis of the sequences in most calls."""
+UNKNOWN_ORDER = BatchAxis("?")
+"""The axis of a call that may have its sequences before or after its heads."""
 
 
 class Positions:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import permutations
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from workbench.observing.interception.positions import BatchAxis
 
 _Result = TypeVar("_Result")
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "bmm": 0, "baddbmm": 1}
@@ -29,6 +31,9 @@ class ProductCall:
     kwargs: Mapping[str, Any]
     places: tuple[int, int]  # of the two tensors among the arguments
     letters: tuple[str, str, str]  # of the two and of the result
+    batch: BatchAxis | None = (
+        None  # which axis of the original function's tensors holds the sequences, where that is known
+    )
 
     def __post_init__(self) -> None:
         self.args = tuple(autocast(x) if i in self.places else x for i, x in enumerate(self.args))
@@ -44,6 +49,38 @@ class ProductCall:
         for which, value in (changed or {}).items():
             args[self.places[which]] = value
         return self.function(*args, **self.kwargs)
+
+    def batch_first(self, batch: BatchAxis | None, rows: int) -> ProductCall:
+        """Return the call with the axis of its sequences noted, and views [batch, head, ...] for operands of [head * batch]."""
+        if batch is None or not batch.is_inner:
+            return self if batch is None else replace(self, batch=batch)
+        given, letters = self.operands, self.letters
+        views = [batch.to_front(x, own, rows) for x, own in zip(given, letters, strict=False)]
+
+        @wraps(self.function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            values = list(args)
+            for place, x, view, own in zip(self.places, given, views, letters, strict=False):
+                values[place] = x if values[place] is view else batch.from_front(values[place], own)
+            return self.function(*values, **kwargs)
+
+        args = list(self.args)
+        for place, view in zip(self.places, views, strict=True):
+            args[place] = view
+        a, b, out = (batch.front_letters(own) for own in letters)
+        return ProductCall(run, tuple(args), self.kwargs, self.places, (a, b, out), batch)
+
+    def shown(self, out: Tensor, rows: int) -> Tensor:
+        """Return the original function's result with the axes `letters[2]`."""
+        if self.batch is None or not self.batch.is_inner:
+            return out
+        return self.batch.to_front(out, self.letters[2][1:].replace("*", self.batch.letter), rows)
+
+    def unshown(self, out: Tensor) -> Tensor:
+        """Invert `shown`."""
+        if self.batch is None or not self.batch.is_inner:
+            return out
+        return self.batch.from_front(out, self.letters[2][1:].replace("*", self.batch.letter))
 
     def arranged(self, which: int, order: str) -> Tensor:
         """An operand (or 2: pass the result to `arrange`) with its axes in `order`; an axis it lacks has length 1."""
@@ -214,6 +251,9 @@ def _lead(call: ProductCall, which: int, square: str, key: str, rows: int, colum
     query = square[-2] if square[-2] in own else own[0]
     lead = sorted((c for c in square if c not in (query, key)), key=like.find)
     spelled = getattr(call.function, "__name__", "") == "einsum"  # else the first axis may be that of batch times heads
-    if lead and sizes[lead[0]] != rows and (spelled or sizes[lead[0]] % rows):
+    batch = "" if call.batch is None else call.batch.letter
+    if batch and batch in lead:
+        lead.sort(key=lambda c: c != batch)
+    elif lead and sizes[lead[0]] != rows and (spelled or sizes[lead[0]] % rows):
         lead.sort(key=lambda c: sizes[c] != rows)
     return "".join(lead), query

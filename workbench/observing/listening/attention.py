@@ -14,7 +14,7 @@ from torch import Tensor
 from workbench.errors import WorkbenchError
 from workbench.kernels.attention import AttentionStatistics
 from workbench.models.activations import probabilities
-from workbench.observing.interception.fused_calls import FusedCall
+from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import (
     CAUSAL,
     CROSSING,
@@ -99,6 +99,7 @@ class AttentionHooks:
         ((heard, _),) = listeners
         attention, names = heard.part.attention, heard.part.attention.statistics
         depends = heard.hooks_any("rot_q", "rot_k", *names)
+        call = call.batch_first(attention.batch_axes.get("fused"), self.at.rows)
         self._check_lengths(heard, *call.qkv[:2])
         if self.run.masks is not None:
             self.run.masks.add(self._visible(call, attention.beside))
@@ -278,9 +279,13 @@ class AttentionHooks:
         """Fire around the two products of an eager attention."""
         listeners = self.run.listeners("product")
         changed: dict[int, Tensor] = {}
+        if listeners:
+            heard, role = listeners[0]
+            call = call.batch_first(heard.part.attention.batch_axes.get(role), self.at.rows)
         for heard, role in listeners:
             (self._before_scores if role == "scores" else self._before_values)(heard, call, changed)
-        out = call.run(changed)
+        raw = call.run(changed)
+        out = shown = call.shown(raw, self.at.rows)
         for heard, role in listeners:
             attention = heard.part.attention
             if role == "scores" and attention.kind == BY_HAND and heard.hooks_any(*attention.statistics):
@@ -291,7 +296,7 @@ class AttentionHooks:
                 z = self.at.heads(lined)
                 if (fired := self.run.fire_at(heard, "z", z)) is not z:
                     out = restore(self.at.from_heads(fired, lined), order, call.letters[2])
-        return out
+        return raw if out is shown else call.unshown(out)
 
     def _before_scores(self, heard: Heard, call: ProductCall, changed: dict[int, Tensor]) -> None:
         """Fire on queries and keys; what was replaced goes into `changed`, by operand."""
@@ -330,12 +335,12 @@ class AttentionHooks:
                 self._check_mask(heard, mask_kind(visible(shaped), False, self.at.length))
             if heard.hooks_any(*names):
                 wide = torch.promote_types(scores.dtype, torch.float32)
-                heard.lse = self._row(heard, _lined(heard, scores.detach()).to(wide).logsumexp(-1))
+                heard.lse = self._row(heard, self._lined(heard, scores.detach()).to(wide).logsumexp(-1))
                 if attention.has_null:
                     mine = self._square(heard, pattern.detach()).to(wide).sum(-1)
-                    heard.null = (self._row(heard, _lined(heard, pattern.detach()).to(wide).sum(-1)) - mine).clamp_min(
-                        0
-                    )
+                    heard.null = (
+                        self._row(heard, self._lined(heard, pattern.detach()).to(wide).sum(-1)) - mine
+                    ).clamp_min(0)
             if attention.is_combined:
                 square = self._square(heard, pattern)
                 out = self._fire_pattern(heard, square)
@@ -345,14 +350,23 @@ class AttentionHooks:
     def _square(self, heard: Heard, x: Tensor) -> Tensor:
         """[batch, head, query, key] of a softmax's scores or pattern, what is this attention's of it."""
         attention = heard.part.attention
-        return chosen_heads(self.at.square(_lined(heard, x), attention.softmax_beside), attention.chosen, 1)
+        return chosen_heads(self.at.square(self._lined(heard, x), attention.softmax_beside), attention.chosen, 1)
 
     def _from_square(self, heard: Heard, square: Tensor, like: Tensor) -> Tensor:
         """The inverse of `_square`: `like` with what is this attention's replaced."""
-        attention, lined = heard.part.attention, _lined(heard, like)
+        attention, lined = heard.part.attention, self._lined(heard, like)
         whole = with_chosen_heads(self.at.square(lined, attention.softmax_beside), square, attention.chosen, 1)
         back, axes = self.at.from_square(whole, lined, attention.softmax_beside), attention.axes
-        return restore(back, axes.square, axes.softmax) if axes.softmax else back
+        back = restore(back, axes.square, axes.softmax) if axes.softmax else back
+        batch = attention.batch_axes.get("softmax")
+        return batch.from_front(back, letters_of(like)) if batch is not None and batch.is_inner else back
+
+    def _lined(self, heard: Heard, x: Tensor) -> Tensor:
+        """Scores or a pattern of a softmax, [..., query, key] however its axes lie."""
+        axes, batch = heard.part.attention.axes, heard.part.attention.batch_axes.get("softmax")
+        if batch is not None and batch.is_inner:
+            x = batch.to_front(x, letters_of(x), self.at.rows)
+        return arrange(x, axes.softmax, axes.square) if axes.softmax else x
 
     def _row(self, heard: Heard, x: Tensor) -> Tensor:
         """[batch, head, query] of numbers of a softmax's rows."""
@@ -396,12 +410,6 @@ class AttentionHooks:
             used = self._fire_pattern(heard, square)
             if used is not square:
                 changed[which] = call.restored(which, self.at.from_square(used, pattern, attention.beside), p_order)
-
-
-def _lined(heard: Heard, x: Tensor) -> Tensor:
-    """Scores or a pattern of a softmax, [..., query, key] however its axes lie."""
-    axes = heard.part.attention.axes
-    return arrange(x, axes.softmax, axes.square) if axes.softmax else x
 
 
 def _with_columns(whole: Tensor, columns: Callable[[Heard, Tensor], Tensor], heard: Heard, replaced: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.function_mode import uncompiled
-from workbench.observing.interception.positions import Axes, Layout, Positions
+from workbench.observing.interception.positions import UNKNOWN_ORDER, Axes, BatchAxis, Layout, Positions
 from workbench.observing.interception.tensor_layouts import tensors_in
 from workbench.observing.recognition.trace import Place, ShapeTrace, Trace
 
@@ -22,6 +22,7 @@ class Sizes(NamedTuple):
 
     axes: dict[Place, Axes | None]
     constants: set[int]
+    other: ShapeTrace  # the run of the other size
 
 
 def find_axes(module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, layout: Layout) -> Sizes | None:
@@ -30,7 +31,7 @@ def find_axes(module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, 
     The axis of positions has the length of the sequences in both runs; no other axis follows it. Returns None if the module cannot
     run on inputs of another size.
     """
-    runs = []
+    runs, trace = [], None
     for ids in (tokens, of_another_size(tokens)):
         trace = ShapeTrace(module, ids)
         try:
@@ -49,7 +50,63 @@ def find_axes(module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, 
             fits = (a for a in first.fitting(shape) if second.fits(other, a))
             axes[place] = next(fits, None)
             constants |= {n for n, m in zip(shape, other, strict=True) if n == m}
-    return Sizes(axes, constants)
+    assert trace is not None
+    return Sizes(axes, constants, trace)
+
+
+def find_batch_axes(
+    module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, layout: Layout, sizes: Sizes | None
+) -> dict[tuple[str, int, str], BatchAxis]:
+    """Find the axis of sequences in the tensors of every call that may be an attention's, by changing one sequence.
+
+    Heads may stand before the sequences, and `[head * batch, pos, d_head]` has the shape of `[batch * head, pos, d_head]`.
+    The runs have at least two sequences, unless the module takes one sequence only.
+    """
+    before = ShapeTrace(module, tokens) if sizes is None else sizes.other
+    if before.batch < 2 or layout.packed:
+        return {}
+    if sizes is None:
+        before.run(call)
+    ids = before.tokens.clone()
+    known = tokens.unique()
+    ids[1] = known[(torch.searchsorted(known, ids[1]) + 1) % len(known)]
+    after = ShapeTrace(module, ids)
+    after.run(call)
+    found = {}
+    for place, samples in before.samples.items():
+        axis = _batch_axis(samples, after.samples.get(place, []), before.batch)
+        if axis is not None:
+            found[place] = axis
+    return found
+
+
+_Samples = Sequence[tuple[str, dict[str, Tensor]]]
+_LEAST_CHANGE, _SHARE = 1e-3, 0.02  # relative change that is one, and share of the largest below which it is rounding
+
+
+def _batch_axis(before: _Samples, after: _Samples, batch: int) -> BatchAxis | None:
+    """The axis along which only the changed sequence's part of a call's tensors changes; None if no axis can be that."""
+    by_length: dict[str, int] = {}
+    for (letters, entries), (others, changed) in zip(before, after or before, strict=True):
+        fits = []
+        for letter, x in entries.items():
+            heads = x.shape[1] // batch
+            by_length[letter] = max(heads, by_length.get(letter, 1))
+            if letters != others or letter not in changed or changed[letter].shape != x.shape:
+                continue
+            change = (changed[letter] - x).norm(dim=0) / (changed[letter].norm(dim=0) + x.norm(dim=0)).clamp_min(1e-30)
+            if float(change.max()) < _LEAST_CHANGE:
+                continue
+            at = set((change > _SHARE * change.max()).nonzero()[:, 0].tolist())
+            if at <= set(range(heads, 2 * heads)):
+                fits.append(BatchAxis(letter))
+            if heads > 1 and at <= set(range(1, heads * batch, batch)):
+                fits.append(BatchAxis(letter, is_inner=True))
+        if len(fits) == 1:
+            return fits[0]
+    if not by_length:
+        return None
+    return BatchAxis(next(iter(by_length))) if list(by_length.values()) == [1] else UNKNOWN_ORDER
 
 
 def of_another_size(tokens: Tensor) -> Tensor:

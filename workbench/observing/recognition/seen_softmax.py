@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.interception.masks import is_distribution
-from workbench.observing.interception.positions import Beside
+from workbench.observing.interception.positions import BatchAxis, Beside
 from workbench.observing.interception.product_calls import ProductCall, as_written
 from workbench.observing.recognition.attention_reference import TOLERANCE, score_factor
 
@@ -34,6 +34,7 @@ class SeenSoftmax(NamedTuple):
     key: str  # letter of its own axis in the product's result
     letters: str = ""  # of its axes in the module, its own axis last; empty where they are [..., query, key]
     order: str = ""  # of these letters, as scores and pattern are kept: (lead, query, key)
+    batch: BatchAxis | None = None  # which axis holds the sequences in the module, where that is known
 
     def beside(self, used: Tensor) -> Beside | None:
         """How many of its columns before and after those that multiply the values do not; None where these are another's."""

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,18 @@ from transformer_lens.hook_points import HookPoint
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.call_sites import Frames, running_frames
 from workbench.observing.interception.function_mode import attention_functions, intercepting
-from workbench.observing.interception.fused_calls import FusedCall
+from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
-from workbench.observing.interception.positions import Axes, Beside, Layout, Positions
+from workbench.observing.interception.positions import (
+    BATCH_FIRST,
+    UNKNOWN_ORDER,
+    Axes,
+    BatchAxis,
+    Beside,
+    Layout,
+    Positions,
+)
 from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.interception.tensor_layouts import (
     TensorPath,
@@ -46,13 +54,24 @@ from workbench.observing.recognition.traced_attention import (
 )
 
 ROWS = 192
+_ENTRIES = 64  # of each index of an axis, to see what changes
 
 
 Place = tuple[str, int, str, TensorPath]
 """Where a tensor passes: name of a module or product, how many of its runs before, input or output, path."""
 AxesTable = Mapping[Place, Axes | None]
 """The axes of tensors by place, None where they are not of positions."""
+BatchAxes = Mapping[tuple[str, int, str], BatchAxis]
+"""Which axis of a call's tensors holds the sequences, by place: kind and module, how many such calls before."""
 _OUTPUT = "(output)"
+_NO_ORDER = (
+    "which axis of its tensors holds the sequences and which the heads is not known, as changing the tokens of one sequence changes "
+    "none or all of it: give example tokens with another number of sequences, or give it operands [batch, head, pos, d_head]"
+)
+_HEADS_FIRST = (
+    "its heads stand before its sequences, which is read only in scaled_dot_product_attention and in products: give it operands "
+    "[batch, head, pos, d_head]"
+)
 
 
 class Trace:
@@ -65,10 +84,10 @@ class Trace:
 
     def __init__(
         self, module: nn.Module, tokens: Tensor, layout: Layout | None = None, axes: AxesTable | None = None, *,
-        block_lists: str = "", noisy: bool = False,
+        block_lists: str = "", noisy: bool = False, batch_axes: BatchAxes | None = None,
     ) -> None:  # fmt: skip
         self.module, self.tokens, self.axes = module, tokens, axes
-        self.block_lists = block_lists
+        self.block_lists, self.batch_axes = block_lists, batch_axes or {}
         self.leaves_out: bool | None = None  # whether they leave out what `mask_mod` allows, where that is not known
         self.noise = torch.Generator().manual_seed(1) if noisy else None
         self.batch, self.length = tokens.shape
@@ -240,6 +259,8 @@ class Trace:
             call = call.as_in_own_runs(self.block_lists)
         elif call.flex is not None and call.flex.block_mask:
             self.leaves_out = bool(self.leaves_out) or call.of_listed_blocks() is not None
+        batch = self._batch_axis("fused")
+        call = call.batch_first(batch, self.positions.rows)
         raw = call.run()
         time = self._count("fused")
         output = get_at(raw, call.output)
@@ -257,29 +278,46 @@ class Trace:
             "fused", (time,), self.positions.heads(call.qkv[0]), keys, call.z(output, self.positions), beside,
             call.mask_kind(self.positions, beside), options, call.dropout,
         )  # fmt: skip
+        if call.batch is not None:
+            attention.batch_axes = {"fused": call.batch}
+        if batch == UNKNOWN_ORDER:
+            attention.refusal = attention.refusal or _NO_ORDER
+        elif call.batch is not None and (call.flex is not None or not call.heads_first):
+            attention.refusal = attention.refusal or _HEADS_FIRST
         if any(beside):
             attention.note = NO_TOKEN
         return raw
 
     def product(self, call: ProductCall) -> Any:
         """Run the product; it may be the scores, or the values under a pattern."""
+        call = call.batch_first(self._batch_axis("product"), self.positions.rows)
         out = call.run()
         time = self._count("product")
-        for each in self._eager.product(call, out, time):
+        for each in self._eager.product(call, call.shown(out, self.positions.rows), time):
             self._written_out(each)
         return out
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
         """Run the softmax; it may be an attention pattern."""
-        pattern = run(scores)
+        pattern = made = run(scores)
         time = self._count("softmax")
+        if (batch := self._batch_axis("softmax")) is not None and batch.is_inner:
+            letters, axis = letters_of(scores), axis + 1
+            scores, made = (batch.to_front(x, letters, self.positions.rows) for x in (scores, made))
         if self.positions.columns in scores.shape[:-1] and self.positions.columns <= scores.shape[-1]:
             if scores.ndim > 3 and scores.shape[-1] > self.positions.columns == scores.shape[-2]:
                 self.other_calls.add(_extra_columns(scores))
-            self._eager.softmax(scores, pattern, axis, time)
+            self._eager.softmax(scores, made, axis, time, batch)
         elif self.positions.columns < scores.shape[-2] <= scores.shape[-1]:
             self.elsewhere.append((self._within(), scores.shape[-2]))
         return pattern
+
+    def _batch_axis(self, kind: str) -> BatchAxis | None:
+        """The axis of the sequences in a call of this kind that is made now; None where that is not known."""
+        return self.batch_axes.get(self._batch_place(kind))
+
+    def _batch_place(self, kind: str) -> tuple[str, int, str]:
+        return self._place(f"({kind}) {self.running[-1].name if self.running else ''}", kind)
 
     def _count(self, kind: str) -> int:
         time = self._tick()
@@ -340,6 +378,11 @@ class Trace:
         attention = self._record(name, (each.seen.product[0], *times), heads, keys, z, beside, mask, options)
         attention.softmax_beside = left + beside[0], right + beside[1]
         each.describe(attention, scale)
+        batches = {each.seen.product[1].batch, each.call.batch}
+        if not each.seen.letters and each.seen.batch not in (None, BATCH_FIRST, BatchAxis(is_inner=True)):
+            batches.add(UNKNOWN_ORDER)  # axes that are not those of the product before it
+        if UNKNOWN_ORDER in batches:
+            attention.refusal = attention.refusal or _NO_ORDER
         if attention.has_null:
             self.other_calls.discard(_extra_columns(each.seen.scores))
 
@@ -400,19 +443,45 @@ class Trace:
 
 
 class ShapeTrace(Trace):
-    """A traced run that records shapes only."""
+    """A traced run that records shapes, and entries of the tensors of calls that may be an attention's.
+
+    `samples` holds, for each call, the letters of each tensor and some entries [entry, index] at each index of each axis whose
+    length is a multiple of the number of sequences.
+    """
+
+    def __init__(self, module: nn.Module, tokens: Tensor) -> None:
+        super().__init__(module, tokens)
+        self.samples: dict[tuple[str, int, str], list[tuple[str, dict[str, Tensor]]]] = {}
 
     def fused(self, call: FusedCall) -> Any:
         """Run the call."""
+        self._sample("fused", [(x, letters_of(x)) for x in call.qkv], letters_of(call.qkv[0])[:-2])
         return call.run()
 
     def product(self, call: ProductCall) -> Any:
         """Run the product."""
+        spelled = getattr(call.function, "__name__", "") == "einsum"
+        lead = call.letters[2] if spelled else call.letters[2][:-2]
+        self._sample("product", list(zip(call.operands, call.letters[:2], strict=True)), lead)
         return call.run()
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
         """Run the softmax."""
+        shown = torch.where(visible(scores), scores, 0.0)
+        self._sample("softmax", [(shown, letters_of(scores))], letters_of(scores)[:-1])
         return run(scores)
+
+    def _sample(self, kind: str, tensors: Sequence[tuple[Tensor, str]], lead: str) -> None:
+        generator, (within, number, _) = torch.Generator().manual_seed(0), self._batch_place(kind)
+        samples = self.samples[within, number, kind] = []
+        for x, letters in tensors:
+            entries = {}
+            for place, letter in enumerate(letters if not is_sharded(x) else ""):
+                if letter in lead and x.shape[place] % self.batch == 0:
+                    y = x.detach().movedim(place, -1)
+                    at = [torch.randint(n, (_ENTRIES,), generator=generator).to(x.device) for n in y.shape[:-1]]
+                    entries[letter] = y[tuple(at)].double().nan_to_num(0.0, 0.0, 0.0).cpu()
+            samples.append((letters, entries))
 
 
 def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:

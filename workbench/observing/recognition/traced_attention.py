@@ -6,8 +6,8 @@ and a product with values; what multiplies the values may also be a combination 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workbench.names import NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL, is_distribution, visible
-from workbench.observing.interception.positions import Beside, Positions
+from workbench.observing.interception.positions import BatchAxis, Beside, Positions
 from workbench.observing.interception.product_calls import (
     ProductCall,
     arrange,
@@ -86,6 +86,9 @@ class TracedAttention:
     chosen: tuple[int, ...] = ()  # of an eager attention's softmax, which heads it is; empty for all
     is_combined: bool = False  # whether its pattern multiplies the values in a combination with another's
     parts: tuple[TracedAttention, ...] = ()  # of several: each
+    batch_axes: Mapping[str, BatchAxis] = field(
+        default_factory=dict
+    )  # where heads stand first, by what the call is for
 
     @property
     def has_null(self) -> bool:
@@ -181,6 +184,8 @@ class EagerCall:
     def describe(self, attention: TracedAttention, scale: float | None) -> None:
         """Note what is unusual in it: the factor of its scores, what is done to its pattern, columns that are no keys."""
         assert self.axes is not None
+        roles = {"scores": self.seen.product[1].batch, "softmax": self.seen.batch, "values": self.call.batch}
+        attention.batch_axes = {role: batch for role, batch in roles.items() if batch is not None and batch.is_inner}
         attention.axes = EagerAxes(*self.axes[0], self.which, *self.axes[1], self.seen.letters, self.seen.order)
         attention.chosen, attention.is_combined = self.chosen, self.is_combined
         altered = not self.is_combined and self.seen.beside(self.used) is None
@@ -203,13 +208,13 @@ class EagerCalls:
         self.products: list[tuple[int, ProductCall, Tensor]] = []
         self.softmaxes: list[SeenSoftmax] = []
 
-    def softmax(self, scores: Tensor, pattern: Tensor, axis: int, time: int) -> None:
+    def softmax(self, scores: Tensor, pattern: Tensor, axis: int, time: int, batch: BatchAxis | None = None) -> None:
         """Note a softmax over the positions, its axis moved to the end from `axis`, where a product before it may have made its scores."""
         at, rows = self.positions, scores.numel() // scores.shape[-1]
         widths = range(at.columns, scores.shape[-1] + 1)
         for t, call, out in reversed(self.products):
             seen = [
-                SeenSoftmax(time, arrange(scores, *axes), arrange(pattern, *axes), (t, call), axes[1][-1], *axes)
+                SeenSoftmax(time, arrange(scores, *axes), arrange(pattern, *axes), (t, call), axes[1][-1], *axes, batch)
                 for axes in softmax_axes(call, scores.shape, axis, at.rows, at.columns)
             ]  # where the sizes allow several, the one whose scores are most nearly a multiple of the product comes last
             if len(seen) > 1:
@@ -220,7 +225,7 @@ class EagerCalls:
                 and out.numel() == rows * out.shape[-1]
                 and out.shape[-1] in widths
             ):
-                seen = [SeenSoftmax(time, scores, pattern, (t, call), call.letters[2][-1])]
+                seen = [SeenSoftmax(time, scores, pattern, (t, call), call.letters[2][-1], batch=batch)]
             if seen:
                 recent = sorted({each.time for each in self.softmaxes})[1 - _KEPT :]
                 self.softmaxes = [*(each for each in self.softmaxes if each.time in recent), *seen]
