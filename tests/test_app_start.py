@@ -60,7 +60,7 @@ def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
     at = page(populated)
     told = said(at).replace("**", "")
     assert "Unresolved. Step of learning to copy minus the Transformer's: SVFormer -7" in told
-    assert "the control, a key residual, was not trained" in told
+    assert "controls that were not trained: " in told
     table = next(d.value for d in at.dataframe if "seed 0" in d.value)
     assert list(table["model"]) == ["SVFormer", "Transformer"]
     assert list(table["seed 0"]) == ["step 5", "step 12"]
@@ -142,9 +142,9 @@ def test_a_clicked_row_becomes_model_a(page, populated, monkeypatch):
 
 
 def test_verdicts_name_the_claim_its_sentence_and_the_command(page, populated):
-    at = page(populated, show="verdicts", alone="1", claim="lower_loss", a="text-resformer-s0")
-    assert "ends at a lower validation loss" in said(at)
-    assert at.selectbox(key="w_claim").value == "lower_loss"
+    at = page(populated, show="verdicts", alone="1", claim="fast_at_first_then_overtaken", a="text-resformer-s0")
+    assert "SVFormer - Transformer at equal step" in said(at)
+    assert at.selectbox(key="w_claim").value == "fast_at_first_then_overtaken"
     assert any(c.value.startswith("workbench analyze") and "text-*" in c.value for c in at.code)
     assert any("claims these runs do not decide" in e.label for e in at.expander)
 

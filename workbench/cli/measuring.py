@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -66,8 +66,6 @@ def measure(
         )
     if rank():  # of several processes, the first one speaks
         return
-    for sentence in _lacking(frame, metric):
-        typer.echo(sentence, err=True)
     if out is not None:
         write_table_as(frame, out)
         say(f"records: {out} ({len(frame)} rows)")
@@ -75,21 +73,6 @@ def measure(
         print(frame.to_json(orient="records"))
     else:
         table(frame)
-
-
-def _lacking(frame: Any, metrics: list[str]) -> list[str]:
-    """What a measurement has no number of, a sentence each: a metric may read or change what an architecture does not have."""
-    sentences = []
-    for name in dict.fromkeys(metrics):
-        without = frame[~frame["run"].isin(frame.loc[frame["metric"] == name, "run"])]
-        if not (frame["metric"] == name).any():
-            sentences.append(f"{name}: no number here, these models have nothing that it reads or changes")
-        elif len(without):
-            whose = ", ".join(
-                f"{run} ({of})" for run, of in dict.fromkeys(zip(without["run"], without["architecture"], strict=True))
-            )
-            sentences.append(f"{name}: no number of {whose}, which has nothing that it reads or changes")
-    return sentences
 
 
 @app.command()
