@@ -157,7 +157,7 @@ def _only_tensors(weights: Mapping[Any, Any], path: Path) -> dict[str, Stored]:
 def _under_prefix(tensors: dict[str, Stored], prefix: str, path: Path) -> dict[str, Stored]:
     """The tensors whose names begin with a prefix, without it; raises `BadCheckpoint` where there are none."""
     chosen = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    if not chosen:
+    if prefix and not chosen:
         begins = sorted({f"{name.split('.')[0]}." for name in tensors})
         raise BadCheckpoint(f"{path}: no tensor's name begins with {prefix!r}; {suggest(prefix, begins)}")
     return chosen
