@@ -189,10 +189,12 @@ def test_it_trains_the_quick_demo_once_measures_and_reports(installed, tmp_path)
     assert [ready(job) for job in planned] == [False, *[True] * (len(planned) - 1)], "what is not measured any more is"
     assert not up_to_date(tmp_path / "report.html", tmp_path)
     (tmp_path / "aside").rename(lost)
-    race, out = tmp_path.glob("race-*"), tmp_path / "results"
-    assert "page: " in said(installed, "analyze", *race, "--question", "induction", "--out", out, program="workbench")
+    sinks, out = tmp_path.glob("sinks-*"), tmp_path / "results"
+    assert "page: " in said(
+        installed, "analyze", *sinks, "--question", "concentration", "--out", out, program="workbench"
+    )
     page = tmp_path / "looked_at.html"
-    told = said(installed, "xray", tmp_path / "text-resformer-s0", "--no-png", "--out", page, program="workbench")
+    told = said(installed, "xray", tmp_path / "sinks-transformer-s0", "--no-png", "--out", page, program="workbench")
     assert told.count("?\n") == 4, "four questions"
 
 
