@@ -77,8 +77,6 @@ def as_tokenizer(given: Any, d_vocab: int) -> Any:
         )
     try:
         copied = tokenizers.Tokenizer.from_str(backend.to_str())
-        copied.no_truncation()
-        copied.no_padding()
         begin, end = (_number(getattr(given, name, None)) for name in ("bos_token_id", "eos_token_id"))
         tokenizer = ForeignTokenizer(copied, begin, end)
         alike = tokenizer.encode(PROBE) == list(_ids_of_probe(given))
