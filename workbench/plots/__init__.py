@@ -2,9 +2,9 @@
 
     workbench.plot(workbench.measure("runs/text-resformer-s0", "importance_entropy", steps="ends")).show()
 
-Every figure says what was measured, on what, over which seeds and what its band is. One colour per architecture
-everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and dark). Nothing here reads a file or runs a
-model.
+Each figure names its data, sequence length, number of seeds and the meaning of its band. One colour per architecture
+everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and dark). Functions here read no files and run
+no models.
 """
 
 from workbench.plots.beside import beside

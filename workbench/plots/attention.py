@@ -24,9 +24,9 @@ def tiles(
     parts: Sequence[tuple[str, np.ndarray]], top: float, title: str = "Attention of all heads", *,
     root: bool = False, minus: bool = True
 ) -> go.Figure:  # fmt: skip
-    """Pictures [layer, head, query, key] of one model, or of two on one scale with A - B on its own.
+    """Small attention maps [layer, head, query, key] of one model, or of two on one scale with A - B.
 
-    `top`: what the brightest colour stands for; `root`: colours of its square root; `minus`: whether the two can be subtracted.
+    `top`: value of the brightest colour; `root`: colour by the square root; `minus`: draw A - B.
     """
     shown = list(parts)
     if len(parts) == 2 and minus:
@@ -62,7 +62,7 @@ def tiles(
 
 
 def lifted(figure: go.Figure) -> go.Figure:
-    """Colours that follow the square root of a number, so that faint ones show; the scale's numbers stay what they are."""
+    """Colour by the square root so that small values show; the colour bar keeps the original numbers."""
     at = np.linspace(0.0, 1.0, 65)
     for name in [k for k in figure.layout if k.startswith("coloraxis")]:
         axis = figure.layout[name]
@@ -82,7 +82,7 @@ def _montage(found: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _places(count: int, cells: int) -> np.ndarray:
-    """Middle of each cell where picture n spans n - 1/2 to n + 1/2, the gap at its end."""
+    """Centre of each cell; picture n spans n - 1/2 to n + 1/2 and ends with the gap."""
     inside = (np.arange(cells) + 0.5) / cells * (1 - GAP) - 0.5
     return (np.arange(count)[:, None] + np.append(inside, 0.5 - GAP / 2)).ravel()
 
@@ -97,7 +97,7 @@ def received(
 ) -> go.Figure:
     """Attention received by each key, (series, key names, received, the same if spread evenly), on a logarithmic axis.
 
-    Of two models, the second panel is A minus B on an axis of its own.
+    Two models get a second panel, A - B, with its own axis.
     """
     both = minus and len(lines) == 2 and list(lines[0][1]) == list(lines[1][1])
     figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
@@ -128,7 +128,7 @@ def _line(
 
 
 def row(bars: Sequence[tuple[str, Sequence[str], np.ndarray]], under: str, *, minus: bool = True) -> go.Figure:
-    """Where one query looks, (series, key names, weights); of two models on one scale, their difference beneath."""
+    """Attention of one query, (series, key names, weights); two models share a scale, with A - B below."""
     both = minus and len(bars) == 2 and list(bars[0][1]) == list(bars[1][1])
     figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
     for series, names, weights in bars:
@@ -155,7 +155,7 @@ def per_head(
 ) -> go.Figure:
     """A dot for each head over layers, one panel a statistic; (series, a row for each head, the same if spread evenly).
 
-    Of two models, a second row of panels is A minus B, head by head.
+    Two models get a second row of panels, A - B by head.
     """
     both = len(parts) == 2
     figure = make_subplots(

@@ -16,10 +16,13 @@ KEPT = ("type", "dtick", "rangemode", "tickvals", "ticktext")  # of an axis, bes
 def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = "") -> go.Figure:
     """Figures (name, figure) in columns, their panels one below the other; panels of a row share their y scale.
 
-    What a panel is called stands at the left of its row. The column named `A − B` has scales of its own. The subtitle is the
+    Panel titles are at the left of their rows. The column `A − B` has its own scales. The subtitle is the
     first figure's unless given.
     """
-    panels = [_panels(figure) for _, figure in figures]
+    panels = [
+        sorted({trace.yaxis or "y" for trace in figure.data}, key=lambda axis: int(axis[1:] or 1))
+        for _, figure in figures
+    ]
     count = max(map(len, panels))
     first = max((figure for _, figure in figures), key=lambda f: len(_titles(f)))
     named = (_titles(first) + [""] * count)[:count] if count > 1 else [""]
@@ -41,27 +44,20 @@ def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = ""
                 made.update_yaxes(
                     title_text="<br>".join(t for t in (f"<b>{named[row - 1]}</b>", old) if t), row=row, col=1
                 )
-        if name != MINUS:
-            _lines(made, figure, axes, column)
+        for shape in figure.layout.shapes if name != MINUS else ():  # horizontal lines across a panel
+            if shape.type == "line" and shape.yref in axes:
+                made.add_hline(y=shape.y0, line=shape.line, row=axes.index(shape.yref) + 1, col=column)
     for row in range(1, count):
         made.update_xaxes(title_text="", row=row)  # the lowest one says it
     made.update_layout(barmode=figures[0][1].layout.barmode)
     height = max(220, int(figures[0][1].layout.height - figures[0][1].layout.margin.t)) if count == 1 else 230 * count
     under = under or str(figures[0][1].layout.title.subtitle.text or "")
-    if any(name == MINUS and _has_errors(figure) for name, figure in figures):
+    shown = [trace for name, figure in figures if name == MINUS for trace in figure.data]
+    if any(t.error_y.array is not None or (t.type == "scatter" and t.fill == "toself") for t in shown):
         under = wrapped(f"{under.replace('<br>', ' ')}; {MINUS}: ± standard error of independent means", 125)
     made = dressed(made, title, under, height)
     made.update_layout(legend={"orientation": "h", "x": 0, "y": -0.22 / count, "yanchor": "top"}, margin_b=90)
     return at_least(made, PANEL * len(figures)) if len(figures) > 1 else made
-
-
-def _has_errors(figure: go.Figure) -> bool:
-    return any(t.error_y.array is not None or (t.type == "scatter" and t.fill == "toself") for t in figure.data)
-
-
-def _panels(figure: go.Figure) -> list[str]:
-    used = {trace.yaxis or "y" for trace in figure.data}
-    return sorted(used, key=lambda axis: int(axis[1:] or 1))
 
 
 def _titles(figure: go.Figure) -> list[str]:
@@ -79,10 +75,3 @@ def _same_axes(made: go.Figure, figure: go.Figure, axis: str, row: int, column: 
     if shared:
         left = next(made.select_yaxes(row=row, col=1))
         made.update_yaxes(matches=left.plotly_name.replace("axis", ""), row=row, col=column)
-
-
-def _lines(made: go.Figure, figure: go.Figure, axes: Sequence[str], column: int) -> None:
-    """Horizontal lines that reach across a panel."""
-    for shape in figure.layout.shapes:
-        if shape.type == "line" and shape.yref in axes:
-            made.add_hline(y=shape.y0, line=shape.line, row=axes.index(shape.yref) + 1, col=column)

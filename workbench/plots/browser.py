@@ -1,4 +1,4 @@
-"""Pictures of offline pages and figures, drawn by a Chrome, Chromium or Edge that is installed; the product works without one."""
+"""Pictures of offline pages and figures, drawn by an installed Chrome, Chromium or Edge."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCALES = {"svg": 1, "png": 3}
 
 
 def find_browser() -> str | None:
-    """Path of a browser that can draw pages: `$WORKBENCH_BROWSER`, one on the path, one where systems put it, Playwright's."""
+    """Return the path of a browser: `$WORKBENCH_BROWSER`, one on the path, in the usual places, or Playwright's."""
     if given := os.environ.get("WORKBENCH_BROWSER"):
         return given if Path(given).exists() else None
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -68,8 +68,8 @@ def picture(page: Path, out: Path, *, width: int, height: int) -> Path:
 def figure(page: str, out: Path, *, width: int, height: int) -> Path:
     """Write the first plotly figure of an HTML page as .svg, or as .png at three times the resolution; returns `out`.
 
-    Plotly itself draws it, so nothing is missing however busy the machine is. Raises `WorkbenchError` where no browser is
-    found or the one found cannot draw.
+    Plotly draws it, so the picture is complete on a busy machine too. Raises `WorkbenchError` if there is no browser or it
+    cannot draw.
     """
     browser, kind = _found(), out.suffix[1:]
     with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
@@ -105,7 +105,7 @@ def _found() -> str:
 
 
 def _run(browser: str, folder: str, page: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Open a page without a window and let it settle."""
+    """Open a page without a window and wait until it is drawn."""
     command = [
         browser, "--headless", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/profile", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic",

@@ -1,4 +1,4 @@
-"""A | B | A - B: two subjects on shared scales, and their difference on one of its own; and a figure that plays over steps."""
+"""Comparisons A, B and A - B, with the difference on its own scale, and animations over steps."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ AXES = ("metric", "data", "T", "site", "part", "layer", "source", "head", "posit
 def difference(
     a: pd.DataFrame, b: pd.DataFrame, more_seeds: Sequence[tuple[pd.DataFrame, pd.DataFrame]] = ()
 ) -> pd.DataFrame:
-    """Records of A minus B wherever both have one, axis by axis; the init curve and the controls are left out.
+    """Return records of A - B for all axes that both have, without controls and random init.
 
-    `more_seeds`: the same two under other seeds, each pair a run of its own. The standard error is that of a difference of
-    independent means, which is too wide where both saw the same documents.
+    `more_seeds`: pairs of the same two models with other seeds. The standard error assumes independent means, so it is too
+    wide if both saw the same documents.
     """
-    pairs = [_difference(*pair) for pair in [(a, b), *more_seeds]]
-    return pd.concat([pair.assign(run=f"{MINUS}, pair {i}") for i, pair in enumerate(pairs)], ignore_index=True)
-
-
-def _difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    last = []
-    for frame in (checked(a), checked(b)):
-        rows = frame[frame["control"].isna()]
-        last.append(rows[rows["step"].isna() | (rows["step"] == rows["step"].max())].reset_index(drop=True))
-    return subtracted(last[0], last[1], AXES, "above 0: higher in A")
+    differences = []
+    for i, pair in enumerate([(a, b), *more_seeds]):
+        last = []
+        for frame in map(checked, pair):
+            rows = frame[frame["control"].isna()]
+            last.append(rows[rows["step"].isna() | (rows["step"] == rows["step"].max())].reset_index(drop=True))
+        differences.append(subtracted(*last, AXES, "above 0: higher in A").assign(run=f"{MINUS}, pair {i}"))
+    return pd.concat(differences, ignore_index=True)
 
 
 def subtracted(a: pd.DataFrame, b: pd.DataFrame, keys: Sequence[str], reading: str) -> pd.DataFrame:
-    """Rows of A less those of B with the same keys; the standard error is that of independent means."""
+    """Subtract rows of B from rows of A with equal keys; the standard error assumes independent means."""
     keyed = [f.assign(**{c: f[c].astype("str").fillna("") for c in keys}) for f in (a, b)]
     both = keyed[0].reset_index(names="row").merge(keyed[1], on=list(keys), suffixes=("", "_b"))
     rows = a.loc[both["row"]].reset_index(drop=True)
@@ -51,9 +49,9 @@ def subtracted(a: pd.DataFrame, b: pd.DataFrame, keys: Sequence[str], reading: s
 def compared(
     parts: Sequence[pd.DataFrame], more_seeds: Sequence[tuple[pd.DataFrame, pd.DataFrame]] = (), **options: Any
 ) -> go.Figure:
-    """Records of one subject, or of two and their difference in a panel of its own; options as of `plot`.
+    """Plot records of one subject, or of two and their difference in another panel; takes the options of `plot`.
 
-    `more_seeds`: see `difference`. Raises `WorkbenchError` where there is nothing to draw.
+    `more_seeds`: see `difference`. Raises `WorkbenchError` if there are no records.
     """
     full = [p for p in parts if len(p)]
     if len(full) < 2:
@@ -67,9 +65,9 @@ def compared(
 
 
 def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
-    """Figures of one kind as one that plays: a slider over their labels, a play and a pause button, scales held still.
+    """Animate figures of one kind: a slider over their labels, play and stop buttons, fixed scales.
 
-    Raises `WorkbenchError` where there are none.
+    Raises `WorkbenchError` for no figures.
     """
     if not figures:
         raise WorkbenchError("no checkpoints to play over")
@@ -111,7 +109,7 @@ def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
 
 
 def _hold(base: go.Figure, figures: Sequence[go.Figure]) -> None:
-    """Axes and colours that span all frames, so that what moves is the model and not the scale."""
+    """Fix axes and colour scales to the range of all frames."""
     for name in {scale for trace in base.data if (scale := _scale_of(base, trace))}:
         axis, ends = base.layout[name], [e for f in figures for e in _ends(f, name)]
         finite = np.array([e for e in ends if np.isfinite(e)])
@@ -139,7 +137,7 @@ def _hold(base: go.Figure, figures: Sequence[go.Figure]) -> None:
 
 
 def _scale_of(figure: go.Figure, trace: Any) -> str | None:
-    """The axis along which a curve or a bar has its numbers, the one it follows where it follows one; None for others."""
+    """Name of the numeric axis of a curve or bar, or of the axis it matches; None for other traces."""
     if trace.type not in ("scatter", "bar") or (trace.type == "scatter" and trace.mode == "text"):
         return None
     letter = "x" if trace.orientation == "h" else "y"
@@ -153,7 +151,7 @@ def _scale_of(figure: go.Figure, trace: Any) -> str | None:
 
 
 def _ends(figure: go.Figure, name: str) -> Iterator[float]:
-    """Whatever a figure draws along an axis: points and their whiskers, bars from zero and, where they stand on others, their sums."""
+    """Yield all values drawn along an axis: points, error bars, bars from zero and stacked sums."""
     stacks: dict[Any, float] = {}
     for trace in figure.data:
         if _scale_of(figure, trace) != name:

@@ -1,4 +1,4 @@
-"""The documents behind a mean: how far each is from it."""
+"""Figure of single documents: the distance of each from the mean."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ ROW, LONGEST = 24, 60
 
 
 def documents(rows: pd.DataFrame, mean: float, paint: str, title: str, under: str, axis: tuple[str, str]) -> go.Figure:
-    """A stem from the mean to each document's value. rows: document, value, prompt (null where the text is not known).
+    """Draw a stem from the mean to each document's value. rows: document, value, prompt (null if unknown).
 
-    `axis`: unit, and which way to read it. Custom data: the row's place.
+    `axis`: unit and reading direction. Custom data: the row number.
     """
-    names = unique([safe(_named(d, text)) for d, text in zip(rows["document"], rows["prompt"], strict=True)])
+    texts = [" ".join(str(text or "").split()) for text in rows["prompt"]]
+    texts = [text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for text in texts]
+    names = unique(
+        [safe(f"{d}: {text}" if text else f"document {d}") for d, text in zip(rows["document"], texts, strict=True)]
+    )
     values = rows["value"].to_numpy(dtype="float64")
     figure = go.Figure()
     figure.add_scatter(
@@ -31,10 +35,3 @@ def documents(rows: pd.DataFrame, mean: float, paint: str, title: str, under: st
     )
     figure.update_xaxes(title_text=axis_title(*axis))
     return dressed(figure, title, under, ROW * len(names) + 90)
-
-
-def _named(document: int, text: str | None) -> str:
-    said = " ".join(str(text or "").split())
-    return (
-        f"{document}: {said[: LONGEST - 1] + '…' if len(said) > LONGEST else said}" if said else f"document {document}"
-    )

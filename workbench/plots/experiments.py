@@ -1,4 +1,4 @@
-"""The demo's two experiments, one model at a glance, and verdicts on claims, as figures."""
+"""Figures of the demo's experiments, of one model's X-ray, and of verdicts on claims."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HALF_POINTS = 200  # of a curve that fills half a page
 
 
 def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
-    """Copy loss over training: mean and range over seeds, the halfway line, a diamond where each seed crosses it."""
+    """Plot copy loss over training: mean and range over seeds, half of the initial loss, and each seed's crossing."""
     rows = checked(copying(frame))
     figure, legend = make_subplots(1, 1), Legend(ordered(rows["architecture"]))
     drawn, width = thinned(rows, HALF_POINTS)
@@ -69,7 +69,7 @@ def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
 
 
 def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """Formation steps as people read them: a row per architecture, fastest first, a column per seed."""
+    """Return a table of formation steps: one row per architecture, fastest first, one column per seed."""
     wide = steps.pivot_table(index="architecture", columns="seed", values="formed", aggfunc="first", sort=False)
     wide = wide.loc[list(dict.fromkeys(steps["architecture"]))].fillna("")
     names = [label(str(a)) for a in wide.index]
@@ -77,9 +77,9 @@ def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def ablation(frame: pd.DataFrame) -> go.Figure:
-    """Change of the loss where deep values are replaced by their mean per token, or by zero: per layer and together.
+    """Plot the change of the loss when deep values are replaced by their token mean or by zero, per layer and together.
 
-    The first layer is drawn only where no later layer has values of its own. Raises `WorkbenchError` where nothing was replaced.
+    The first layer is drawn only if no later layer has own values. Raises `WorkbenchError` if there are no ablation records.
     """
     rows = checked(
         frame[frame["metric"].str.endswith("value_ablation") & frame["variant"].isin(["token_mean", "zero"])]
@@ -128,7 +128,7 @@ def _replaced(
 
 
 def after_the_first(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of layers after the first, and of all of them together; those of the first layer where there are no others."""
+    """Return rows of layers after the first and of all layers together; rows of the first layer if there are no others."""
     deep = rows[rows["layer"].isna() | (rows["layer"] > 0)]
     return deep if len(deep) else rows
 
@@ -142,7 +142,7 @@ PARTS = {
 
 
 def concentration(frame: pd.DataFrame) -> go.Figure:
-    """Concentration of attention per layer in its three parts, stacked; uniform causal attention is 0."""
+    """Plot attention concentration per layer, stacked from its three parts; uniform causal attention is 0."""
     rows = checked(frame[frame["metric"] == "concentration_parts"])
     figure, architecture = go.Figure(), str(rows["architecture"].iloc[0])
     for part, (name, shade) in PARTS.items():
@@ -164,7 +164,7 @@ def concentration(frame: pd.DataFrame) -> go.Figure:
 
 
 def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
-    """Attention to position 0 of every head, and the first token's value norm against the others', per layer."""
+    """Plot each head's attention to position 0 and the first token's relative value norm, per layer."""
     rows, values = checked(mass), checked(drain) if len(drain) else drain
     figure = make_subplots(
         1, 2, subplot_titles=["attention to the first token", "norm of its value"], horizontal_spacing=0.36
@@ -208,7 +208,7 @@ ROW_PX = 32  # a question, which has two lines
 
 
 def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
-    """Claims (question, name, status) as cells of bars, one bar for each question; custom data: a claim in words, and its name."""
+    """Draw claims (question, name, status) as cells of one bar per question; custom data: the claim in words and its name."""
     figure = go.Figure()
     questions = {q: wrapped(markup.escape(q), 56) for q, _, _ in found}
     for status, (mark, status_name, look) in STATUSES.items():
@@ -232,9 +232,10 @@ def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figur
 
 
 def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:
-    """Comparisons (comparison, value, low, high, unit) with their 95 % intervals, a panel for each unit, 0 marked.
+    """Plot comparisons (comparison, value, low, high, unit) with their confidence intervals, one panel per unit, with a line
+    at 0.
 
-    Where they have a `verdict` too, those that are unresolved are drawn hollow.
+    Comparisons whose `verdict` is unresolved are hollow.
     """
     units = list(dict.fromkeys(table["unit"].fillna(""))) if "unit" in table else [""]
     parts = [table[table["unit"].fillna("") == unit] if "unit" in table else table for unit in units]

@@ -1,4 +1,4 @@
-"""The path of a value as one drawing: what it is made of, the value, and who reads it; each strand as thick as its number."""
+"""Diagram of a value's path: its sources, the value, and its readers, with widths in proportion to their numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#6F7F8F", "#B5651D")
 
 @dataclass(frozen=True, kw_only=True)
 class Strand:
-    """One strand: its name, how thick it is (in any unit that its side shares), its colour, and its numbers in words."""
+    """One band of the diagram: name, size (in the unit of its side), colour, and its numbers in words."""
 
     name: str
     size: float
@@ -36,7 +36,7 @@ class Strand:
 
 @dataclass(frozen=True, kw_only=True)
 class ValuePath:
-    """One model's path: groups of strands by heading on both sides of the value."""
+    """One model's path: groups of bands, by heading, on both sides of the value."""
 
     title: str
     centre: str
@@ -46,10 +46,10 @@ class ValuePath:
 
 
 def value_path(paths: Sequence[ValuePath], title: str, under: str = "") -> go.Figure:
-    """Paths below each other: sources at the left, the value, its readers at the right.
+    """Draw paths below each other: sources at the left, the value, its readers at the right.
 
-    Thickness is a share of its own side: sources of the value's length, readers of all that is read. A strand below 0 points
-    away and is hatched.
+    Widths are shares of their side: sources share the value's norm, readers share the total attention. Negative bands are
+    hatched.
     """
     heights = [max(_height(path.sources), _height(path.readers)) for path in paths]
     titles = [safe(path.title) for path in paths] if len(paths) > 1 else None
@@ -71,7 +71,7 @@ def value_path(paths: Sequence[ValuePath], title: str, under: str = "") -> go.Fi
 
 
 def _above(path: ValuePath, height: float) -> tuple[float, float, list[str], str]:
-    """Place, words and side of the value's own label, where no strand passes."""
+    """Position, text and side of the value's label, clear of all bands."""
     words, left = [f"<b>{path.centre}</b>"], _height(path.sources)
     if left > THICK + 2 * HEADING:  # strands come down from the left, too
         return CENTRE + BAR, (height - left) / 2 + HEADING - 14, words, "middle left"
@@ -80,7 +80,7 @@ def _above(path: ValuePath, height: float) -> tuple[float, float, list[str], str
 
 
 def _slots(groups: dict[str, list[Strand]]) -> list[float]:
-    """Pixels that every strand takes in its column."""
+    """Height of each band in its column (pixels)."""
     strands = [strand for group in groups.values() for strand in group]
     whole = sum(abs(s.size) for s in strands) or 1.0
     return [max(PITCH, abs(s.size) / whole * THICK + 4) for s in strands]
@@ -93,7 +93,7 @@ def _height(groups: dict[str, list[Strand]]) -> float:
 def _side(
     figure: go.Figure, path: ValuePath, groups: dict[str, list[Strand]], height: float, where: dict[str, int], *, left: bool
 ) -> None:  # fmt: skip
-    """The strands of one side, spread so that their labels do not meet, and joined to the value."""
+    """Draw the bands of one side, spaced so that labels do not overlap, and join them to the value."""
     slots = iter(_slots(groups))
     whole = sum(abs(s.size) for group in groups.values() for s in group) or 1.0
     y = (height - sum(_slots(groups)) - HEADING * len(groups)) / 2
@@ -119,7 +119,7 @@ def _side(
 def _pieces(
     figure: go.Figure, bar: tuple[float, float], top: float, thick: float, strand: Strand, where: dict[str, int]
 ) -> None:
-    """A strand's bar, in pieces where it has some."""
+    """Draw a band's bar, divided into its pieces."""
     pieces = strand.pieces if strand.pieces and thick > FINEST * len(strand.pieces) else [("", strand.size)]
     whole = sum(abs(size) for _, size in pieces) or 1.0
     for name, size in pieces:

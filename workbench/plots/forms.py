@@ -37,7 +37,7 @@ class Panel:
 
 @dataclass
 class Legend:
-    """What a figure's panels have in common: its series, names in its legend so far, and what its bands are."""
+    """Shared state of a figure's panels: series, legend entries so far, and the meaning of bands."""
 
     series: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -45,7 +45,7 @@ class Legend:
 
 
 def _curve(rows: pd.DataFrame, x: str, smooth: int = 1, *, paired: bool = False) -> tuple[pd.DataFrame, str]:
-    """Mean, low and high over seeds (`paired`: of differences) at each x, and what the band between them is."""
+    """Return mean, low and high over seeds (`paired`: over paired differences) at each x, and the band's caption."""
     runs = rows.pivot_table(index=x, columns="run", values="value", aggfunc="mean").sort_index()
     if smooth > 1:
         runs = runs.rolling(smooth, min_periods=1, center=True).mean()
@@ -69,7 +69,7 @@ def _curve(rows: pd.DataFrame, x: str, smooth: int = 1, *, paired: bool = False)
 def lines(
     figure: go.Figure, rows: pd.DataFrame, x: str, where: dict[str, int], legend: Legend, smooth: int = 1
 ) -> None:
-    """One line per architecture (and step, in a profile) with its band, and the controls (of the last step) in dotted grey."""
+    """Draw one line with a band per architecture (and step, in a profile), and controls of the last step in dotted grey."""
     measured = rows[rows["control"].isna()]
     at_init = x != "step" and len(measured["step"].dropna().unique()) > 1
     for architecture in ordered(measured["architecture"]):
@@ -101,7 +101,7 @@ def _line(
     figure: go.Figure, curve: pd.DataFrame, architecture: str, x: str, step: float | None, where: dict[str, int],
     legend: Legend, *, init: bool,
 ) -> None:  # fmt: skip
-    """A curve over its band; dashed and without an entry of its own in the legend where it is random init beside another step."""
+    """Draw a curve and its band; random init beside another step is dashed and shares one legend entry."""
     name, at = label(architecture), "" if step is None else f" at step {step:.0f}"
     if (curve["low"] < curve["high"]).any():
         outline = np.concatenate([curve["high"], curve["low"][::-1]])
@@ -123,12 +123,8 @@ def _line(
         legend.names.add(name)
     elif INIT not in legend.names:
         legend.names.add(INIT)
-        _legend_only(figure, INIT, "dash", where)
-
-
-def _legend_only(figure: go.Figure, name: str, dash: str, where: dict[str, int]) -> None:
-    line = {"color": GREY, "dash": dash, "width": 1.3}
-    figure.add_scatter(x=[None], y=[None], mode="lines", name=name, line=line, hoverinfo="skip", **where)
+        line = {"color": GREY, "dash": "dash", "width": 1.3}
+        figure.add_scatter(x=[None], y=[None], mode="lines", name=INIT, line=line, hoverinfo="skip", **where)
 
 
 def _draw_profile(figure: go.Figure, panel: Panel, where: dict[str, int], legend: Legend, _: int) -> None:

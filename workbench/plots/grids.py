@@ -1,4 +1,4 @@
-"""Maps of numbers over two named axes (layer by position, layer by head, query by key), alone or as A | B | A - B."""
+"""Heat maps over two named axes (layer by position, layer by head, query by key), single or as A, B and A - B."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MAX_TICKS, MAX_TEXTS, MAX_LETTERS, LINE, MAX_CELLS = 26, 32, 7, 120, 512 * 512
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers [row, column] with names for both; NaN is left blank.
+    """Numbers [row, column] with row and column names; NaN is blank.
 
-    `texts` stand in the cells where there is room; `span` fixes the colour scale (None: from the numbers, centred at 0 where
-    they have both signs); `upward`: row 0 at the bottom, as layers are drawn; `mark`: the row and column of a cell that is
-    framed, the whole column where the row is None.
+    `texts`: written into cells if there is room. `span`: range of the colour scale; by default that of the numbers, centred
+    at 0 if they have both signs. `upward`: row 0 at the bottom. `mark`: (row, column) of a framed cell; a row of None frames
+    the column.
     """
 
     values: np.ndarray
@@ -48,16 +48,16 @@ class Grid:
             )
 
     def minus(self, other: Grid) -> Grid:
-        """This map less another of the same axes; raises `WorkbenchError` where their axes differ."""
+        """Subtract another map; raises `WorkbenchError` if their axes differ."""
         if list(self.rows) != list(other.rows) or list(self.columns) != list(other.columns):
             raise WorkbenchError("A and B have different rows or columns here, so A − B is not drawn")
         return replace(self, values=self.values - other.values, texts=None, span=None)
 
 
 def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, height: int = 420) -> go.Figure:
-    """One map, or A and B on one scale with A - B on its own beside them where their axes agree.
+    """Draw one map, or A and B on one scale and, if their axes agree, A - B on another.
 
-    Raises `WorkbenchError` where a map has more cells than a page can hold.
+    Raises `WorkbenchError` for a map of more than `MAX_CELLS` cells.
     """
     first = parts[0][1]
     if any(g.values.size > MAX_CELLS for _, g in parts):
@@ -101,7 +101,7 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
 
 
 def grid_table(parts: Sequence[tuple[str, Grid]], most: int = 100_000) -> pd.DataFrame:
-    """The numbers of maps as rows, blanks left out, at most so many."""
+    """Return the numbers of maps as rows, without blanks, at most `most`."""
     frames = []
     for name, grid in parts:
         row, column = np.nonzero(np.isfinite(grid.values))
@@ -123,9 +123,13 @@ def _add(
     small, letters = grid.texts is not None and abreast * len(grid.columns) <= MAX_TEXTS, _letters(grid, abreast)
     hover = f"{grid.row_title} %{{y}}<br>{grid.column_title} %{{x}}<br>%{{z:.4g}} {markup.escape(grid.unit)}"
     texts = None if grid.texts is None else [[safe(t) for t in row] for row in grid.texts]
+    cells = None
+    if small and grid.texts is not None:
+        written = np.where(np.isfinite(grid.values), np.asarray(grid.texts, dtype=object), "")
+        cells = [[safe(_clipped(str(t), letters)) for t in row] for row in written]
     figure.add_heatmap(
         z=grid.values.astype("float32"), x=x, y=y, name=name, coloraxis=colours, hoverongaps=False, customdata=texts,
-        text=None if not small or grid.texts is None else [[safe(_clipped(str(t), letters)) for t in row] for row in _in_cells(grid)],
+        text=cells,
         texttemplate="%{text}" if small else None, hovertemplate=hover + ("<br>%{customdata}" if texts else "") + "<extra></extra>",
         textfont_size=10, **where,
     )  # fmt: skip
@@ -144,12 +148,8 @@ def _add(
         figure.add_shape(type="rect", name=CHOSEN, line={"color": MARKED, "width": 2}, **box, **where)
 
 
-def _in_cells(grid: Grid) -> np.ndarray:
-    return np.where(np.isfinite(grid.values), np.asarray(grid.texts, dtype=object), "")
-
-
 def _words_of_blanks(figure: go.Figure, grid: Grid, i: int, letters: int) -> None:
-    """The texts of cells without a number, in the page's own ink: on a map's they would not be seen."""
+    """Write the texts of blank cells in the page's text colour."""
     trace = figure.data[i]
     if trace.texttemplate is None:
         return
@@ -170,12 +170,12 @@ def _clipped(text: str, letters: int) -> str:
 
 
 def safe(text: object) -> str:
-    """Any text as itself inside a figure, where `&quot;` would stay as it is written."""
+    """Escape text for a figure; quotes are not escaped, because plotly would show `&quot;`."""
     return markup.escape(str(text), quote=False)
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    """The names, those that repeat told apart by invisible spaces: a category axis merges equal ones."""
+    """Make names unique with zero-width spaces, because a category axis merges equal names."""
     seen: dict[str, int] = {}
     found = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Figures of single heads: those that stand out among all models, one head over training, the pairs it attends to most."""
+"""Figures of single heads: a ranking over models, one head over training, and its strongest token pairs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FAINT = "rgba(128,128,128,0.35)"
 def ranking(
     rows: pd.DataFrame, title: str, under: str, axis: tuple[str, str], chosen: Sequence[bool] = ()
 ) -> go.Figure:
-    """A dot for each head, the first on top, with its standard error, its value at random init, and the baseline.
+    """Draw a dot for each head, the first on top, with its standard error, its value at random init, and the baseline.
 
-    rows: name, architecture, value, se, init, baseline, baseline_of (`init` and the baselines may be NaN). `axis`: unit, and which way
-    to read it. `chosen`: rows whose name is bold. Custom data: the row's place.
+    rows: name, architecture, value, se, init, baseline, baseline_of (`init` and baselines may be NaN). `axis`: unit and
+    reading direction. `chosen`: rows with a bold name. Custom data: the row number.
     """
     names = unique([safe(name) for name in rows["name"]])
     figure, y = go.Figure(), np.array(names, dtype=object)
@@ -55,7 +55,7 @@ def ranking(
 
 
 def _baseline_of_rows(figure: go.Figure, rows: pd.DataFrame, y: np.ndarray) -> None:
-    """A dotted line through all rows where the baseline is one number, else a stroke at each row's own."""
+    """Draw a dotted line if all rows share one baseline, else a mark on each row."""
     for name in sorted(rows["baseline_of"].dropna().unique()):
         mine = (rows["baseline_of"] == name).to_numpy()
         x = rows.loc[mine, "baseline"].to_numpy(dtype="float64")
@@ -70,10 +70,10 @@ def _baseline_of_rows(figure: go.Figure, rows: pd.DataFrame, y: np.ndarray) -> N
 def history(
     mine: pd.DataFrame, others: pd.DataFrame, baseline: pd.DataFrame, title: str, under: str, axis: tuple[str, str]
 ) -> go.Figure:
-    """One head over training steps in its architecture's colour, the other heads of its run thin and grey.
+    """Plot one head over training steps in its architecture's colour, with the other heads of its run in grey.
 
-    mine: architecture, step, value, se. others: layer, head, step, value. baseline: control, step, value; may be empty. `axis`: unit,
-    and which way to read it.
+    mine: architecture, step, value, se. others: layer, head, step, value. baseline: control, step, value; may be empty.
+    `axis`: unit and reading direction.
     """
     figure, architecture = go.Figure(), str(mine["architecture"].iloc[0])
     se = mine["se"].astype("float64")
@@ -101,7 +101,7 @@ def history(
 
 
 def pairs(rows: pd.DataFrame, paint: str, title: str, under: str) -> go.Figure:
-    """A stem for each pair of tokens, as long as the weight. rows: key token, query token, distance, weight."""
+    """Draw a stem for each token pair, as long as its attention weight. rows: key token, query token, distance, weight."""
     told = zip(rows["key token"], rows["query token"], strict=True)
     names = unique([f"{safe(key)} … {safe(query)}" for key, query in told])
     weights = rows["weight"].to_numpy(dtype="float64")

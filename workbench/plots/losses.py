@@ -1,4 +1,4 @@
-"""Quantities against the validation loss: what is an effect of the architecture, and what only of how far training has come."""
+"""Figures of measures against validation loss, which separate effects of architecture from training progress."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from workbench.plots.style import axis_title, colour, dressed, label, ordered, p
 
 
 def against_loss(frame: pd.DataFrame) -> go.Figure:
-    """Every checkpoint of every run as a point, one panel per quantity; a line joins the checkpoints of one run.
+    """Plot each checkpoint as a point, one panel per quantity; a line joins the checkpoints of a run.
 
     `frame`: columns run, architecture, seed, step, loss (nats), quantity, value, unit. Models that differ only in progress
-    lie on one curve; at equal loss (one above the other) the distance is the architecture's.
+    lie on one curve; the distance at equal loss is an effect of the architecture.
     """
     quantities = list(dict.fromkeys(frame["quantity"]))
     figure = make_subplots(1, len(quantities), subplot_titles=quantities, horizontal_spacing=0.27 / len(quantities))

@@ -1,4 +1,4 @@
-"""A figure outside a page: alt texts, tables, and what a browser draws pictures of."""
+"""Figures as alt texts, tables, and HTML pages for pictures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 
 
 def alt_text(shown: go.Figure | pd.DataFrame) -> str:
-    """What a figure shows, in words: its title and subtitle, then each curve's ends, each map's extremes, named texts."""
+    """Describe a figure in words: title, subtitle, the ends of each curve, the extremes of each map, named texts."""
     if isinstance(shown, pd.DataFrame):
         shown = plot(shown)
     taken = (shown.layout.meta or {}).get("title")  # by a page that sets the words itself
@@ -51,14 +51,14 @@ def _ends(trace: Any) -> str:
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
-    """The numbers behind a figure: columns that say something, in the order of the axes."""
+    """Return the numbers of a figure: non-empty columns without provenance, sorted by the axes."""
     kept = frame.drop(columns=[c for c in ("provenance",) if c in frame]).dropna(axis=1, how="all")
     axes = [c for c in ("metric", "architecture", "seed", "step", "layer", "head", "position") if c in kept]
     return kept.sort_values(axes, kind="stable").reset_index(drop=True)
 
 
 def paper(figure: go.Figure, background: str = "white") -> str:
-    """The figure as an HTML page for pictures: dark on a background (CSS colour), without buttons."""
+    """Return an HTML page for taking pictures: dark text on a background (CSS colour), no buttons."""
     drawn = titled(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor=background)
     return drawn.to_html(
         include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False

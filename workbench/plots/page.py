@@ -1,4 +1,4 @@
-"""Offline pages of figures, sentences and tables: one style sheet, light and dark, for every page that is written."""
+"""Offline HTML pages of figures, sentences and tables with one style sheet for light and dark themes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _figure(figure: go.Figure, script: bool, caption: str) -> str:
 
 
 class Page:
-    """An offline page, added to piece by piece. Text is escaped by what makes the pieces; `add` takes HTML."""
+    """An offline page. `add` appends HTML; the functions that make parts escape their text."""
 
     def __init__(self, title: str, *, wide: bool = False) -> None:
         self.title, self.wide = title, wide
@@ -73,12 +73,12 @@ class Page:
         self.parts += parts
 
     def figure(self, figure: go.Figure, caption: str = "") -> str:
-        """A figure with its alt text; to be placed in the order of the calls, as the first carries the plotting code."""
+        """Return the figure as HTML with its alt text; keep the order of calls, because the first carries plotly's code."""
         self.drawn += 1
         return _figure(figure, self.drawn == 1, caption)
 
     def html(self, command: str = "") -> str:
-        """The whole page; `command` is what reproduces it."""
+        """Return the page as HTML; `command` reproduces it."""
         title = markup.escape(self.title)
         foot = f'<p class="small">Reproduce: <code>{markup.escape(command)}</code></p>' if command else ""
         head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
@@ -102,12 +102,12 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def folded(label: str, inside: str) -> str:
-    """HTML behind a line that unfolds it."""
+    """HTML behind a line that unfolds it on a click."""
     return f"<details><summary>{markup.escape(label)}</summary>{inside}</details>"
 
 
 def numbers(frame: pd.DataFrame, label: str = "the numbers") -> str:
-    """A table behind a line that says how many rows there are; empty for none."""
+    """A folded table with its number of rows; empty for no rows."""
     if frame.empty:
         return ""
     shown = table(frame)
@@ -117,5 +117,5 @@ def numbers(frame: pd.DataFrame, label: str = "the numbers") -> str:
 
 
 def facts(given: Mapping[str, str]) -> str:
-    """Names and what they stand for, in two columns."""
+    """Names and their values in two columns."""
     return f"<dl>{''.join(f'<dt>{markup.escape(k)}</dt><dd>{markup.escape(v)}</dd>' for k, v in given.items())}</dl>"

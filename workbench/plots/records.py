@@ -1,4 +1,4 @@
-"""One figure for any records: its form follows from the axes that vary, comparisons share their scales."""
+"""One figure for any records: its form follows from the axes that vary, and panels share their scales."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EQUAL, SQUEEZED, AIR = 1e-9, 4.0, 0.08
 
 
 def checked(frame: pd.DataFrame) -> pd.DataFrame:
-    """A copy with plain numbers on its axes; raises `WorkbenchError` where nothing was measured."""
+    """Return a copy with float axes; raises `WorkbenchError` if it holds no measured values."""
     frame = frame[frame["value"].notna()]
     if frame.empty or frame["control"].isna().sum() == 0:
         raise WorkbenchError("no records to plot; measure something first")
@@ -54,7 +54,7 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def form_of(rows: pd.DataFrame) -> str:
-    """The form that shows the axes of these records: heat maps for heads and positions, else curves, else bars."""
+    """Choose the form for these records: heat maps for heads and positions, else curves, else bars."""
     measured = rows[rows["control"].isna()]
     varies = {axis: measured[axis].nunique() for axis in ("layer", "source", "head", "position", "index", "step")}
     if varies["step"] > 2:
@@ -109,11 +109,22 @@ def plot(
     frame: Any, *, form: str | None = None, log_x: bool = False, log_y: bool = False, smooth: int = 1,
     title: str = "",
 ) -> go.Figure:  # fmt: skip
-    """A figure of records, its form chosen by their axes; different metrics, data or lengths get panels of their own.
+    """Plot records; the form follows from their axes, and each metric, data set and length gets its own panel.
 
-    `frame`: a pandas table, or any that speaks Arrow. `form`: one of `FORMS` instead. `log_x`, `log_y`: logarithmic axes.
-    `smooth`: running mean over so many records. `title`: instead of the metric's name.
-    Raises `WorkbenchError` where there is nothing to plot or more than one figure can hold.
+    Args:
+        frame: Records as a pandas table or any Arrow table.
+        form: One of `FORMS`; by default chosen from the axes.
+        log_x: Logarithmic x axis.
+        log_y: Logarithmic y axis.
+        smooth: Width of a running mean (records).
+        title: Title; by default the metric's name.
+
+    Returns:
+        A plotly figure.
+
+    Raises:
+        UnknownName: `form` is not one of `FORMS`.
+        WorkbenchError: There is nothing to plot, or more than one figure can hold.
     """
     if form is not None and form not in FORMS:
         raise UnknownName("form", form, FORMS)
@@ -151,7 +162,7 @@ def plot(
 
 
 def _layout(panels: Sequence[Panel]) -> tuple[go.Figure, int]:
-    """An empty figure with a place for each panel, and how many stand in a row."""
+    """Return an empty figure with a cell for each panel, and the number of columns."""
     abreast = len(panels) > 6 or (len(panels) == 3 and all(p.form in (*MAPS, "steps") for p in panels))
     columns = min(len(panels), 3 if abreast else 2)
     count = -(-len(panels) // columns)
@@ -164,14 +175,14 @@ def _layout(panels: Sequence[Panel]) -> tuple[go.Figure, int]:
 
 
 def _steep(panels: Sequence[Panel]) -> list[int]:
-    """The panels over ranks that fall too far for a plain axis; a difference has both signs and keeps it."""
+    """Indices of rank panels that need a logarithmic axis; differences have both signs and keep a linear one."""
     found = [i for i, p in enumerate(panels) if p.form == "ranks" and not str(p.key[-1]).endswith(MINUS)]
     values = pd.concat([panels[i].rows["value"] for i in found]) if found else pd.Series([1.0])
     return found if values.min() > 0 and values.max() > 100 * values.min() else []
 
 
 def _smoothed(frame: pd.DataFrame, smooth: int) -> str:
-    """How wide the running mean is in training steps, also where not every step was written down."""
+    """Caption of the running mean's width in training steps."""
     gaps = frame.sort_values("step").groupby("run")["step"].diff()
     apart = gaps[gaps > 0].median()
     steps = smooth if pd.isna(apart) else round(smooth * float(apart))
@@ -179,7 +190,7 @@ def _smoothed(frame: pd.DataFrame, smooth: int) -> str:
 
 
 def _one_number(rows: pd.DataFrame) -> float | None:
-    """The baseline, where there is one of one number."""
+    """Return the baseline if it is a single number."""
     controls = rows[rows["control"].notna()]
     if controls["control"].nunique() != 1 or controls["value"].max() - controls["value"].min() > EQUAL:
         return None
@@ -187,7 +198,7 @@ def _one_number(rows: pd.DataFrame) -> float | None:
 
 
 def _map_words(frame: pd.DataFrame, panels: Sequence[Panel]) -> Iterator[str]:
-    """What a map cannot draw: which way to read it, and its baselines where they are one number."""
+    """Captions of maps: reading direction and baselines that are one number."""
     if frame["seed"].nunique() > 1:
         yield "mean over seeds"
     yield words(reading(frame))
@@ -198,9 +209,9 @@ def _map_words(frame: pd.DataFrame, panels: Sequence[Panel]) -> Iterator[str]:
 
 
 def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, logarithmic: bool) -> list[str]:
-    """Panels of one metric and unit share the y axis, so that they can be compared; its unit and its direction stand at the left.
+    """Share the y axis among panels of one metric and unit; the leftmost shows unit and reading direction.
 
-    Baselines so far from all lines that these would be squeezed stay off the scale; they are told in the words returned.
+    Baselines that would compress the lines are left off the scale; the returned captions name them.
     """
     first: dict[tuple[str, ...], str] = {}
     kinds = [None if p.form in MAPS else (p.form, str(p.key[0]), str(p.key[1]), _unit(p)) for p in panels]
@@ -227,7 +238,7 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, loga
 
 
 def _without_far_baselines(rows: pd.DataFrame) -> tuple[float, float] | None:
-    """The range of the measured lines with some air, where baselines lie so far away that they would take most of the axis."""
+    """Return a padded range of the measured lines if baselines would take most of the axis."""
     measured, controls = rows.loc[rows["control"].isna(), "value"], rows.loc[rows["control"].notna(), "value"]
     low, high = float(measured.min()), float(measured.max())
     whole = max(high, controls.max()) - min(low, controls.min()) if len(controls) else 0.0
@@ -247,7 +258,7 @@ def _unit(panel: Panel) -> str:
 
 
 def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, baseline: float | None) -> None:
-    """The colours of the maps of one key: by the difference from the baseline where that is one number, which is white."""
+    """Set the colour scale of maps with one key; a single-number baseline is white."""
     low, high = float(rows["value"].min()), float(rows["value"].max())
     unit = str(rows["unit"].dropna().iloc[0]) if rows["unit"].notna().any() else ""
     signed = low < 0 < high or unit.endswith(MINUS)

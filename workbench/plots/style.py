@@ -1,4 +1,4 @@
-"""What all figures share: names, colours, subtitles and dress."""
+"""Shared style of all figures: names, colours, marks, titles and subtitles."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ INK = (
 
 
 def colour(architecture: str, among: Sequence[str] = ()) -> str:
-    """The architecture's colour; an unregistered name gets one of its own from its hash.
+    """Return the architecture's colour; an unregistered name gets one from its hash.
 
     `among`: the series of the figure, in order; several settings of one architecture get shades of its colour, the first the
     darkest. `resformer · A: s1, step 300`, one run at one step, has its architecture's; `B′:`, the second of two that are alike,
@@ -91,7 +91,7 @@ def colour(architecture: str, among: Sequence[str] = ()) -> str:
 
 
 def symbol(architecture: str, among: Sequence[str] = ()) -> str:
-    """The mark on the architecture's curves, an unregistered name's from its hash; `among`: each of several settings has its own."""
+    """Return the marker of the architecture's curves; `among`: settings of one architecture get different markers."""
     kin = _settings(architecture, among)
     if len(kin) > 1:
         return MARKS[kin.index(architecture) % len(MARKS)]
@@ -99,7 +99,7 @@ def symbol(architecture: str, among: Sequence[str] = ()) -> str:
 
 
 def _settings(architecture: str, among: Sequence[str]) -> list[str]:
-    """The series of a figure that are settings or seeds of one architecture, the given one among them; none of A and B."""
+    """Series of a figure that are settings or seeds of the given one's architecture; none for A and B."""
     if TAGGED.search(architecture):
         return []
     name = re.split(r"[ ·]", architecture)[0]
@@ -108,7 +108,7 @@ def _settings(architecture: str, among: Sequence[str]) -> list[str]:
 
 @cache
 def _shade(plain: str, place: float) -> str:
-    """A shade of a colour, from dark (0) to light (1) in equal steps to the eye, its hue turned a little along the way."""
+    """Shade of a colour from dark (0) to light (1), in perceptually equal steps and with a slightly turning hue."""
     if not plain.startswith("#"):
         return plain
     hue, _, full = colorsys.rgb_to_hls(*(int(plain[i : i + 2], 16) / 255 for i in (1, 3, 5)))
@@ -173,18 +173,15 @@ def wrapped(text: str, width: int) -> str:
     return "<br>".join(textwrap.wrap(text, width))
 
 
-def _facts(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return [facts(p) for p in frame["provenance"].dropna().unique()[:200]]
-
-
 def reading(frame: pd.DataFrame) -> str:
-    """Which way a metric's numbers are to be read, as its records or the registry say."""
+    """Return a metric's reading direction from its records or the registry."""
     metric = str(frame["metric"].iloc[0])
     variants = {None if pd.isna(v) else str(v) for v in frame["variant"].unique()}
     alone = len(variants) == 1 and not (frame["architecture"] == MINUS).any()
     if alone and (metric, variant := variants.pop()) in VARIANT_READINGS:
         return VARIANT_READINGS[metric, variant]
-    says = next((str(fact["reading"]) for fact in _facts(frame) if fact.get("reading")), READINGS.get(metric))
+    recorded = (facts(text).get("reading") for text in frame["provenance"].dropna().unique()[:200])
+    says = next((str(reading) for reading in recorded if reading), READINGS.get(metric))
     if says is None and len(frame["provenance"].dropna()):
         from workbench.metrics import METRICS
 
@@ -193,7 +190,7 @@ def reading(frame: pd.DataFrame) -> str:
 
 
 def subtitle(frame: pd.DataFrame, *extra: str) -> str:
-    """What a figure must say of itself: data, T, documents, seeds, and whether an architecture was only assumed."""
+    """Return a figure's caption: data, T, documents, seeds, and architectures that were assumed."""
     measured = frame[frame["control"].isna()]
     say = [", ".join(words(d) for d in measured["data"].dropna().unique()[:4])]
     lengths = ", ".join(str(t) for t in sorted(measured["T"].dropna().unique()))
@@ -224,7 +221,7 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
 
 
 def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure:
-    """Title, subtitle and transparent paper; greys that read on light and on dark."""
+    """Set title, subtitle, margins and greys that are legible on light and dark pages."""
     title, under = _tame(title), _tame(under)
     lines = under.count("<br>") + 1 if under else 0
     top = AIR + ROOM + LINE * lines + (26 if figure.layout.annotations else 0)
@@ -321,6 +318,6 @@ def axis_title(unit: str, says: str, width: int = 46) -> str:
 
 
 def outer_titles(figure: go.Figure, panels: int, columns: int) -> None:
-    """Keep x titles on the lowest panel of each column only, so that rows of panels do not collide."""
+    """Keep x titles on the bottom panel of each column only."""
     for i in range(panels - columns):
         figure.update_xaxes(title_text="", row=i // columns + 1, col=i % columns + 1)

@@ -1,4 +1,4 @@
-"""Figures of one text: attention maps, value norms along the tokens, what comes next."""
+"""Figures of one prompt: attention maps and next-token probabilities."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def _map(pattern: Any, tokens: Sequence[str]) -> go.Heatmap:
 
 
 def attention_map(pattern: Any, tokens: Sequence[str], title: str = "Attention", under: str = "") -> go.Figure:
-    """Attention [query, key] of one head: queries top to bottom, keys left to right, the future left blank, scale 0 to 1."""
+    """Draw attention [query, key] of one head on a scale from 0 to 1: queries downwards, keys to the right, the future
+    blank."""
     return attention_pair([(title, pattern, tokens)], title, under)
 
 
 def attention_pair(
     maps: Sequence[tuple[str, Any, Sequence[str]]], title: str = "Attention", under: str = ""
 ) -> go.Figure:
-    """Attention maps (name, pattern, tokens) side by side on one scale from 0 to 1."""
+    """Draw attention maps (name, pattern, tokens) side by side on one scale from 0 to 1."""
     figure = make_subplots(
         1, len(maps), subplot_titles=[m[0] for m in maps] if len(maps) > 1 else None, horizontal_spacing=0.12
     )
@@ -58,9 +59,9 @@ def attention_pair(
 
 
 def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
-    """Most probable next tokens of (name, architecture, tokens, probabilities), side by side on one scale.
+    """Draw the most probable next tokens of (name, architecture, tokens, probabilities) side by side.
 
-    A last one named `A − B` holds differences, on a scale around 0.
+    An entry named `A − B` holds differences and gets a scale around 0.
     """
     alike = all(list(f[2]) == list(found[0][2]) for f in found)
     largest = max(max(f[3]) for f in found if f[0] != MINUS)

@@ -23,9 +23,9 @@ MAX_POINTS, MAX_COLUMNS, MAX_PRINTED = 600, 160, 90
 
 
 def thinned(frame: pd.DataFrame, most: int = MAX_POINTS) -> tuple[pd.DataFrame, int]:
-    """The frame with neighbouring steps averaged where there are more than `most`, and how many steps a point then spans.
+    """Average neighbouring steps of a frame with more than `most`; return it and the number of steps per point.
 
-    A point stands at the first of its steps; `width` is 1 where nothing was averaged.
+    Each point is at the first of its steps; the number is 1 if nothing was averaged.
     """
     steps = np.sort(frame["step"].dropna().unique().astype("int64"))
     if len(steps) <= most:
@@ -38,18 +38,18 @@ def thinned(frame: pd.DataFrame, most: int = MAX_POINTS) -> tuple[pd.DataFrame, 
 
 
 def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
-    """The columns that tell rows apart, and the first: grouping by what is the same everywhere costs and changes nothing."""
+    """Return the first column and all that vary; grouping by constant columns only costs time."""
     return [columns[0], *(c for c in columns[1:] if frame[c].nunique(dropna=False) > 1)]
 
 
 def alike(means: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
-    """With the columns of the frame, those that are the same in all of it as they are there."""
+    """Add the frame's constant columns to the means."""
     same = {c: frame[c].iloc[[0] * len(means)].set_axis(means.index) for c in frame.columns if c not in means}
     return means.assign(**same)[frame.columns]
 
 
 def curve_difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Curves of A minus B at every step that both wrote down; the standard error is that of independent means."""
+    """Return curves of A - B at the steps both recorded; the standard error assumes independent means."""
     rows, others = (f[f["control"].isna()].reset_index(drop=True) for f in (a, b))
     keys = ["step", *AXES]
     means = others.groupby(keys, dropna=False, as_index=False)[["value", "se"]].mean()
@@ -57,7 +57,7 @@ def curve_difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
 
 
 def curves(parts: Sequence[pd.DataFrame], *, title: str, smooth: int = 1, log_x: bool = False) -> go.Figure:
-    """Curves over training: of the runs of one part, or of A, of B and, in a panel of its own, of A minus B."""
+    """Plot curves over training of one part, or of A and B with A - B in another panel."""
     full = [p for p in parts if len(p)]
     if len(full) == 2:
         full.append(curve_difference(*full))
@@ -74,7 +74,7 @@ def curves(parts: Sequence[pd.DataFrame], *, title: str, smooth: int = 1, log_x:
 
 
 def on_tokens(figure: go.Figure, log_x: bool = False) -> go.Figure:
-    """A figure of curves whose x values are tokens: says so on its axes and where the pointer is."""
+    """Label the x axis and hover texts of curves whose x values are tokens."""
     for axis in figure.select_xaxes():
         if axis.title.text:
             axis.title.text = "tokens read in training" + (" (log scale, 0 not shown)" if log_x else "")
@@ -85,7 +85,7 @@ def on_tokens(figure: go.Figure, log_x: bool = False) -> go.Figure:
 
 
 def relative(frame: pd.DataFrame, baseline: str = "transformer") -> pd.DataFrame:
-    """Each run's numbers minus those of the baseline of the same seed, step and data; the baseline itself is left out."""
+    """Subtract the baseline run of equal seed, step and data from each other run."""
     axes = ["seed", "metric", "step", "data", "T", "site", "part", "layer", "head", "position", "variant", "control"]
     axes = varying(frame, axes)
     base = frame[frame["architecture"] == baseline].groupby(axes, dropna=False, as_index=False)["value"].mean()
@@ -96,18 +96,18 @@ def relative(frame: pd.DataFrame, baseline: str = "transformer") -> pd.DataFrame
 
 
 def matrices(frame: pd.DataFrame) -> pd.DataFrame:
-    """Gradient norms of weight matrices, those after clipping where a loop clips first; raises `WorkbenchError` for none."""
+    """Return gradient norms of weight matrices (after clipping if only those exist); raises `WorkbenchError` for none."""
     return checked(frame[_of_matrices(frame)].assign(variant=None))
 
 
 def matrices_at(frame: pd.DataFrame, step: float | None = None) -> pd.DataFrame:
-    """The same at one step, see `at_step`: of a million rows only those are looked at."""
+    """Return gradient norms of weight matrices at one step (see `at_step`)."""
     norms = frame[_of_matrices(frame)]
     return matrices(at_step(norms, step) if len(norms) else norms)
 
 
 def means_of_matrices(frame: pd.DataFrame) -> pd.DataFrame:
-    """The same over all steps, the mean over the runs of each architecture."""
+    """Return gradient norms of weight matrices, averaged over the runs of each architecture, at all steps."""
     norms = frame[_of_matrices(frame)]
     keys = ["architecture", "part", "layer", "step"]
     means = norms.groupby(keys, dropna=False, as_index=False, observed=True)["value"].mean()
@@ -115,7 +115,7 @@ def means_of_matrices(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def steps_of_matrices(frame: pd.DataFrame) -> list[int]:
-    """Steps at which gradients of weight matrices were written down."""
+    """Return the steps with recorded gradients of weight matrices."""
     return sorted(int(s) for s in frame.loc[_of_matrices(frame), "step"].dropna().unique())
 
 
@@ -126,21 +126,21 @@ def _of_matrices(frame: pd.DataFrame) -> pd.Series:
 
 
 def clipped(frame: pd.DataFrame) -> bool:
-    """Whether gradients were recorded after clipping."""
+    """Return whether the frame has gradients recorded after clipping."""
     return bool(((frame["metric"] == "gradient_norm") & (frame["variant"] == "clipped")).any())
 
 
 def at_step(rows: pd.DataFrame, step: float | None) -> pd.DataFrame:
-    """Rows of the last step that was written down at or before `step`; of the last one for None."""
+    """Return rows of the last recorded step at or before `step`; None is the last step."""
     steps = np.sort(rows["step"].dropna().unique())
     before = steps[steps <= step] if step is not None else steps
     return rows[rows["step"] == (before[-1] if len(before) else steps[0])]
 
 
 def gradient_layers(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False) -> go.Figure:
-    """Gradient norm of each matrix in each layer at one step, a map for each (name, rows), logarithmic colour on one scale.
+    """Draw gradient norms by matrix and layer at one step, one map per (name, rows), on one logarithmic colour scale.
 
-    `compare`: the two parts and, on a scale of its own, A divided by B: the difference of their logarithms.
+    `compare`: add A / B of the two parts on its own scale.
     """
     rows = [(name, part[part["layer"].notna()]) for name, part in parts]
     rows = [(name, part) for name, part in rows if len(part)]
@@ -161,7 +161,7 @@ def gradient_layers(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool 
 
 
 def gradient_map(frame: pd.DataFrame) -> go.Figure:
-    """Gradient norm of each matrix and layer over training, logarithmic colour, one panel per architecture on one scale."""
+    """Draw gradient norms by matrix and layer over training, one panel per architecture, on one logarithmic colour scale."""
     rows = means_of_matrices(frame)
     parts = [(label(name), rows[rows["architecture"] == name]) for name in ordered(rows["architecture"])]
     return gradient_maps(parts, told=matrices_at(frame))
@@ -170,14 +170,22 @@ def gradient_map(frame: pd.DataFrame) -> go.Figure:
 def gradient_maps(
     parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False, told: pd.DataFrame | None = None
 ) -> go.Figure:
-    """The same over training for each (name, rows); `compare`: of A, of B, and A divided by B.
+    """Draw gradient norms over training, one map per (name, rows); `compare`: add A / B.
 
     `told`: rows that name data and seeds for the subtitle, where the parts are means.
     """
     thin = [(name, *thinned(rows, MAX_COLUMNS)) for name, rows in parts]
     found, width = pd.concat([rows for _, rows, _ in thin]), max(width for _, _, width in thin)
     order = _row_order(found)  # the same for all: a matrix that a model lacks is left blank
-    grids = [(name, _over_steps(rows).reindex(order)) for name, rows, _ in thin]
+    grids = [
+        (
+            name,
+            _log10(rows.assign(row=_row_names(rows)).pivot_table(index="row", columns="step", values="value")).reindex(
+                order
+            ),
+        )
+        for name, rows, _ in thin
+    ]  # [matrix and layer, step]
     caption = f"each column the mean of {width} steps" if width > 1 else ""
     told = found if told is None else told
     under = subtitle(told, "each matrix: the first layer below", *_reading(told), caption)
@@ -195,7 +203,7 @@ def _reading(rows: pd.DataFrame) -> list[str]:
 def _maps(
     grids: list[tuple[str, pd.DataFrame]], place: str, *, compare: bool, height: int, across: str = ""
 ) -> go.Figure:
-    """Panels of logarithms, at most three abreast, each so many pixels high; `across`: what runs from left to right."""
+    """Draw panels of logarithms, at most three in a row; `height` in pixels per panel, `across` the x title."""
     shown = list(grids)
     if compare and len(grids) == 2:
         (_, a), (_, b) = grids
@@ -233,7 +241,7 @@ def _maps(
 
 
 def _one_tick_a_matrix(rows: Sequence[str]) -> dict[str, Any]:
-    """Ticks of rows `W_Q 3`, `W_Q 2`, ...: the matrix, once, in the middle of its layers."""
+    """Ticks of rows `W_Q 3`, `W_Q 2`, ...: each matrix once, in the middle of its layers."""
     found: dict[str, list[str]] = {}
     for row in rows:
         found.setdefault(row.partition(" ")[0], []).append(row)
@@ -252,11 +260,6 @@ def _row_order(rows: pd.DataFrame) -> list[str]:
         order += [" " * len(order)] if order else []
         order += list(named[named["part"] == part].sort_values("layer")["row"].unique())
     return order
-
-
-def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """log10 of the norms [matrix and layer, step]."""
-    return _log10(rows.assign(row=_row_names(rows)).pivot_table(index="row", columns="step", values="value"))
 
 
 def _log10(grid: pd.DataFrame) -> pd.DataFrame:
@@ -289,7 +292,7 @@ def _scaled(figure: go.Figure) -> go.Figure:
 
 
 def _ticks(low: float, high: float, sign: str = "") -> dict[str, Any]:
-    """Plain numbers between two logarithms, as dense as their distance allows; the powers of ten alone where they are many."""
+    """Ticks between two logarithms; only powers of ten over a wide range."""
     powers = range(int(np.floor(low)), int(np.ceil(high)) + 1)
     fine = (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.3, 8)
     steps = fine if high - low < 0.8 else (1, 2, 5) if high - low < 3 else (1,)
@@ -298,7 +301,7 @@ def _ticks(low: float, high: float, sign: str = "") -> dict[str, Any]:
 
 
 def coefficients(frame: pd.DataFrame) -> go.Figure:
-    """Learned coefficients over training: a panel per layer, a line per coefficient (mean over seeds, band: their range)."""
+    """Plot learned coefficients over training: one panel per layer, one line per coefficient (mean and range over seeds)."""
     rows = checked(frame[frame["metric"] == "coefficient"])
     if rows["architecture"].nunique() > 1:
         raise WorkbenchError(
@@ -337,7 +340,7 @@ def coefficients(frame: pd.DataFrame) -> go.Figure:
 
 
 def _source(part: str) -> str:
-    """DenseFormer's `alpha_j` in words: what the weight multiplies."""
+    """Name the tensor that DenseFormer's weight `alpha_j` multiplies."""
     index = part.removeprefix("alpha_")
     if not index.isdecimal():
         return words(part)
@@ -345,7 +348,7 @@ def _source(part: str) -> str:
 
 
 def pace(frame: pd.DataFrame) -> go.Figure:
-    """Tokens per second of each run, the median over its steps, as bars with the range over seeds."""
+    """Draw each run's median tokens per second as bars with the range over seeds."""
     rows = frame[frame["metric"] == "tokens_per_second"]
     runs = rows.groupby("run", as_index=False).first()
     middle = runs["run"].map(rows.groupby("run")["value"].median())
