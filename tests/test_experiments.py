@@ -216,9 +216,23 @@ def test_gradient_share_of_a_layer_is_its_coefficient_times_its_own_gradient(tin
     assert found(rows, layer=2) == pytest.approx(sum(share) / len(share), rel=1e-9)
 
 
-def test_a_cross_layer_model_counts_the_branch_to_the_first_layer(tiny, ids):
-    rows = run("shortcut_gradient_share", tiny("cross_layer", dtype=WIDE), ids)
-    assert [r["layer"] for r in rows] == [0, 1]
+def test_a_layer_that_mixes_and_attends_to_the_first_values_counts_both_branches(tiny, ids, monkeypatch):
+    assert [r["layer"] for r in run("shortcut_gradient_share", tiny("cross_layer", dtype=WIDE), ids)] == [0, 1]
+    model, row = tiny("resformer+cross_layer", dtype=WIDE), ids[:1]
+    origin, *both = (f"blocks.{at}.hook_v" for at in ("0.attn", "1.attn.source.0", "1.attn.cross"))
+    _, _, grads = model.run_with_grads(row, [origin])
+    with model.hooks([(name, lambda value, hook: value.detach()) for name in both]):
+        _, _, rest = model.run_with_grads(row, [origin])
+    missing = 1 - (rest[origin] * grads[origin]).sum() / grads[origin].square().sum()
+    rows = run("shortcut_gradient_share", model, row)
+    assert found(rows, layer=1) == pytest.approx(missing.item(), rel=1e-9)
+    # by hand: g = (3, 4), through the mixed values (1, 0), through the attention (0, 2), layer 2 nothing:
+    # (3 * 1 + 4 * 2) / 25 = 0.44
+    by_hand = {origin: [3.0, 4.0], both[0]: [1.0, 0.0], both[1]: [0.0, 2.0]}
+    given = lambda ids, names, loss: (None, {}, {n: torch.tensor([by_hand.get(n, [0.0, 0.0])]) for n in names})  # noqa: E731
+    monkeypatch.setattr(model, "run_with_grads", given)
+    rows = run("shortcut_gradient_share", model, row)
+    assert [found(rows, layer=n) for n in range(3)] == pytest.approx([0.56, 0.44, 0.0])
 
 
 # ---- likeness of layers, tokens found again, what a sink writes --------------------------------------------------------

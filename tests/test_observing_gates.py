@@ -55,7 +55,7 @@ def test_gates_are_read_for_every_token_and_told_by_mean_and_spread(name, ids):
             assert row["spread"] == pytest.approx(float(mine.std(correction=0)), abs=1e-8)
     names = {"added": "satformer", "embedded": "gated_value_embedding"}
     assert observed.architecture == names.get(name, "unknown")
-    told = "values are weighted by token in layers 1, 2: gates on first and own (as SATFormer)" in repr(observed)
+    told = "values are weighted by token in layers 1, 2: gates on first and own (as in SATFormer)" in repr(observed)
     assert told == (name not in names), "own values are weighed too"
 
 

@@ -10,7 +10,7 @@ from strangers import GPT, LAYERS, D, Inline, Looped, SharedValues, large
 
 from workbench.errors import WorkbenchError
 from workbench.interventions import replaced, token_means
-from workbench.observing.recognition.blocks import number
+from workbench.observing.recognition.blocks import block_number
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def test_a_decoder_without_block_modules_is_read_by_the_numbers_of_its_parts(ids
         observed(ids)
     bare = see(large(Inline(norms=False)), ids)
     assert bare.options["lambda_v1"] == pytest.approx(0.2, abs=1e-6)
-    with pytest.raises(WorkbenchError, match="no part in it reads the stream"):
+    with pytest.raises(WorkbenchError, match="no module in it reads the stream"):
         bare.run_with_cache(ids, names_filter="blocks.1.hook_resid_pre")
 
 
@@ -242,4 +242,4 @@ def test_numbered_parts_of_other_modules_are_no_layers_of_an_inline_decoder(ids)
     assert observed.architecture == "resformer"
     assert [layer.block for layer in observed.structure.layers] == ["*.0", "*.1", "*.2"]
     assert observed.structure.layers[1].inline == ("norm_1.1", "qkv.1", "out.1", "norm_2.1", "up.1", "down.1")
-    assert [number(name) for name in ("h.12.attn", "0", "h2.attn", "a.1.b.2", "x")] == [12, 0, None, 1, None]
+    assert [block_number(name) for name in ("h.12.attn", "0", "h2.attn", "a.1.b.2", "x")] == [12, 0, None, 1, None]

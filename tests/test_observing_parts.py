@@ -257,7 +257,7 @@ def test_parts_are_those_of_the_weights_of_now(ids):
         (lambda: Reversible(block=TwoStreams), None, "layer", "the stream is kept outside it"),
         (lambda: GPT(attention=Gated), None, "value_path", "layer 0 shows no value paths: W_O reads more than"),
         (lambda: GPT(attend=negative), None, "value_path", "W_O reads a combination of attn.0 and attn.1"),
-        (lambda: GPT(attend=talking), None, "value_path", "is no distribution"),
+        (lambda: GPT(attend=talking), None, "value_path", "no distribution"),
         (lambda: GPT(attend=sinking("eager")), None, "value_path", "a sink takes its share"),
         (lambda: GPT(attend=lambda q, k, v, i: F.scaled_dot_product_attention(q, k, v.abs(), is_causal=True)), None,
          "value_path", "its values hold more than what layers project"),

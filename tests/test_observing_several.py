@@ -113,7 +113,7 @@ def test_two_attentions_with_a_matrix_each_are_one_block_with_a_stream(ids):
     found = run(observed, ids)
     assert (len(observed.structure.layers), observed.config.n_heads) == (LAYERS, 2 * HEADS)
     torch.testing.assert_close(found["z"], torch.cat((found["0.z"], found["1.z"]), 2))
-    assert "block 0 has 2 attentions, each with a matrix W_O of its own" in repr(observed)
+    assert "block 0 has 2 attentions, each with its own W_O" in repr(observed)
     assert workbench.measure(observed, "hidden_norm", ids)["layer"].nunique() == LAYERS + 1
 
 
@@ -146,5 +146,5 @@ def test_attentions_of_other_widths_are_refused(ids):
             y = torch.nn.functional.scaled_dot_product_attention(*narrow, is_causal=True)
             return self.c_proj(torch.cat((wide.transpose(1, 2).flatten(2), y.transpose(1, 2).flatten(2)), -1))
 
-    with pytest.raises(WorkbenchError, match="have heads of 8 and 16 numbers: only equal ones stand beside each other"):
+    with pytest.raises(WorkbenchError, match="have heads of 8 and 16 numbers: only heads of one width can be joined"):
         see(large(GPT(attention=Uneven)), ids)

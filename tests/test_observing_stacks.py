@@ -95,7 +95,7 @@ def test_a_pattern_that_is_none_on_other_tokens_is_told_when_it_comes(ids):
     point = "blocks.1.attn.hook_received"
     received = observed.run_with_cache(ids, names_filter=point)[1][point]
     torch.testing.assert_close(received.sum(-1), torch.full((2, HEADS), 20.0))
-    with pytest.raises(WorkbenchError, match="layer 1: what multiplies the values is no distribution"):
+    with pytest.raises(WorkbenchError, match="layer 1: the weights of the values are no distribution"):
         observed.run_with_cache(ids[:, :20], names_filter=point)
 
 

@@ -206,4 +206,4 @@ def test_figures_say_first_that_text_without_repetition_tells_nothing_of_copying
     half = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
     rows = measure(tiny(), "induction_score", half.repeat(1, copies))
     said = plots.plot(rows).layout.title.subtitle.text
-    assert said.startswith("these documents do not say everything twice") == told
+    assert said.startswith("the second half of these documents does not repeat") == told

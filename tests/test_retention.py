@@ -9,7 +9,7 @@ import torch
 from tensors import seeded
 
 from workbench.measurement.measuring import measure
-from workbench.metrics.probing import ClassSums, Discriminant, Prior, Reservoir, drawn, key_of
+from workbench.metrics.probing import ClassSums, Discriminant, Prior, Reservoir, draw_positions, key_of
 from workbench.metrics.retention import (
     PreviousTokenProbe,
     PreviousTokenProbeStreamed,
@@ -227,12 +227,12 @@ def test_long_documents_share_the_budget():
     kept = []
     for number in range(12):
         key = key_of(torch.tensor([number]))
-        reservoir.add(key, *drawn(key, seeded(100, 2), torch.arange(100), 64))
+        reservoir.add(key, *draw_positions(key, seeded(100, 2), torch.arange(100), 64))
         kept.append([len(y) for _, y in reservoir.sorted()])
     assert kept[0] == [64]
     assert kept[2] == [16] * 3
     assert kept[-1] == [8] * 8
-    assert held(reservoir.kept) == 8 * 8 * (2 * 4 + 8)
+    assert held(reservoir.sample) == 8 * 8 * (2 * 4 + 8)
 
 
 @pytest.mark.parametrize("kind", EVERY_PROBE)

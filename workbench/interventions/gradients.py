@@ -55,14 +55,15 @@ def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> 
 
 @intervention(
     unit="share", range="any, sums to 1 over layers", reading="higher: this layer shapes the first layer's values more",
-    source="chain rule over the branches of the first layer's values",
+    source="chain rule over the branches of the first layer's values", version=2,
 )  # fmt: skip
 def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Share of each layer in the gradient that reaches the first layer's values.
 
-    With g = dloss/dV_1 and g_n the part that comes through layer n's branch (its coefficient included; layer 0: its own
-    attention): <g_n, g> / ||g||^2. The shares sum to 1 exactly and may be negative. A model whose later layers do not read
-    V_1 has a share of 1 in layer 0. Caution: a larger gradient of W_V in layer 0 of such models is close to a tautology,
+    With g = dloss/dV_1 and g_n the part that comes through layer n's branches (coefficients included; layer 0: its own
+    attention): <g_n, g> / ||g||^2. A layer that mixes V_1 into its values and also attends to it has two branches, which
+    add up. The shares sum to 1 exactly and may be negative. A model whose later layers do not read V_1 has a share of 1 in
+    layer 0. Caution: a larger gradient of W_V in layer 0 of such models is close to a tautology,
     since every shortcut adds a term.
     """
     origin = "blocks.0.attn.hook_v"
@@ -74,7 +75,9 @@ def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> I
         _, _, grads = model.run_with_grads(ids, [origin, *points], _each)
         total = grads[origin].double().flatten(1)
         size = total.square().sum(-1)
-        shares = {n: (grads[name].double().flatten(1) * total).sum(-1) / size for name, n in points.items()}
+        shares = dict.fromkeys(points.values(), torch.zeros_like(size))
+        for name, n in points.items():
+            shares[n] = shares[n] + (grads[name].double().flatten(1) * total).sum(-1) / size
         shares[0] = 1 - sum(shares.values(), torch.zeros_like(size))
         for layer, share in shares.items():
             results.setdefault(layer, []).append(share.cpu())

@@ -1,4 +1,4 @@
-"""Fast paths, each beside the plain reference it must equal."""
+"""Fast kernels for attention and losses, with the plain references that they must equal."""
 
 from workbench.kernels.attention import attention_form, attention_statistics
 from workbench.kernels.pooled import attention_window, bucket_edges, pooled_attention, pooled_maximum

@@ -1,11 +1,11 @@
-"""Attention output and its concentration statistics without the T x T pattern: strips of queries, or stock fused calls.
+"""Attention output and concentration statistics without the T x T pattern, by strips of queries or by fused calls.
 
-| form | statistics from | where |
+| form | computation | used for |
 |---|---|---|
-| `strips` | one pass over strips of queries, float32 or float64 | everywhere else; the CPU |
+| `strips` | one pass over strips of queries, float32 or float64 | the CPU and all other inputs |
 | `fused` | three fused attention calls; the row maximum, if wanted, by strips | 16-bit types on a GPU with flash attention |
 
-Both take memory O(T) and equal `attention_reference`. `attention_form` says which one is taken.
+Both take memory O(T) and equal `attention_reference`. `attention_form` names the form of given inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["AttentionStatistics", "attention_form", "attention_reference", "atte
 
 
 def attention_form(device: torch.device, dtype: torch.dtype, d_head: int) -> str:
-    """How `attention_statistics` works on inputs of this kind, at a scale above 0: `strips` or `fused`."""
+    """Return the form of `attention_statistics` for inputs of this kind at a scale above 0: `strips` or `fused`."""
     return "fused" if device.type == "cuda" and dtype.itemsize == 2 and runs_fused(device, dtype, d_head) else "strips"
 
 
@@ -29,19 +29,19 @@ def attention_statistics(
     q: Queries, k: Keys, v: Keys, *, scale: float | None = None, budget: int | None = None, row_max: bool = True,
     null: Null = None,
 ) -> tuple[Queries, AttentionStatistics]:  # fmt: skip
-    """Causal attention output (dtype of q) and its statistics; a measurement, so nothing returned carries a gradient.
+    """Compute causal attention output (dtype of q) and its statistics, without gradients.
 
     Query head h reads kv head h * kv_heads // heads. Statistics are float32 (float64 for float64 inputs), also under
     autocast.
 
     Args:
-        q: queries after rotary embedding.
-        k: keys after rotary embedding.
-        v: values, already mixed where the architecture mixes them.
-        scale: factor on q . k; 1 / sqrt(d_head) unless given.
-        budget: elements in one strip of scores; strips are taken where it is given.
-        row_max: whether the row maximum is wanted: fused calls need another pass for it, strips find it anyway.
-        null: logits of one more column of the softmax, which is no key (sink logits, off by one).
+        q: Queries after rotary embedding.
+        k: Keys after rotary embedding.
+        v: Values, mixed if the architecture mixes them.
+        scale: Factor on q . k; 1 / sqrt(d_head) by default.
+        budget: Elements in one strip of scores; if given, strips are used.
+        row_max: Whether to compute the row maximum, for which fused calls need another pass.
+        null: Logits of one more column of the softmax, which is no key (sink logits, off by one).
     """
     refuse_other(q, k, v, null)
     fused = attention_form(q.device, q.dtype, q.shape[-1]) == "fused"

@@ -2,9 +2,9 @@
 
     l_i = logsumexp_j (x_i . w_j) - x_i . w_{y_i},     dl_i / dlogits_i = p_i - onehot(y_i),  p_i = softmax_j (x_i . w_j)
 
-Logits live for a chunk of positions, in one reused buffer that becomes p - onehot in place. The gradients of a mean (or a
-sum) are gathered in the same pass, where the logits are at hand anyway, so a step multiplies as often as the plain one;
-other weights of the positions form them again in the backward pass. Logarithms and sums in float32 or better.
+One reused buffer holds the logits of a chunk of positions and becomes p - onehot in place. The gradients of a mean (or a sum)
+are computed in the same pass, so that a step has as many products as the plain one. With other weights of the positions the
+backward pass computes the logits again. Logarithms and sums are in float32 or better.
 Source: the order of work of Liger Kernel (Hsu et al. 2024, arXiv 2410.10989); torch 2.13 has a `linear_cross_entropy`.
 """
 
@@ -20,16 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from workbench.errors import BadData
 
-CHUNK = 2**23  # logits held at a time: 32 MiB in float32
-PART = 2**20  # logits widened at a time, where all are there already
-MIN_ROWS = 128  # positions; the gradient of the matrix is read and written once a chunk
-MIN_LOGITS = 2**24  # logits in all, from which chunks are worth it: 64 MiB
+CHUNK = 2**23  # logits at a time: 32 MiB in float32
+PART = 2**20  # existing logits that are widened at a time
+MIN_ROWS = 128  # positions of a chunk, as every chunk reads and writes the gradient of the matrix once
+MIN_LOGITS = 2**24  # least number of logits for chunks: 64 MiB
 
 
 def cross_entropy_reference(
     x: Float[Tensor, "n d_model"], weight: Float[Tensor, "d_vocab d_model"], targets: Int[Tensor, " n"]
 ) -> Float[Tensor, " n"]:
-    """The same from all logits at once; what the fast form must equal."""
+    """Compute cross-entropy from all logits at once, the reference for `cross_entropy`."""
     logits = F.linear(x, weight)
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
 
@@ -45,15 +45,10 @@ def refuse_targets(targets: Tensor, width: int) -> None:
 def sequence_losses(
     logits: Float[Tensor, "batch pos d_vocab"], tokens: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch targets"]:
-    """Cross-entropy in nats of each next token, from logits that are there already, a few positions at a time.
-
-    Float32 or better inside: of half precision only those few positions are ever widened.
-    """
+    """Compute the cross-entropy in nats of each next token from logits, a few positions at a time in float32 or better."""
     rows, wide = max(1, PART // logits.shape[-1]), torch.promote_types(logits.dtype, torch.float32)
     losses = torch.empty(len(tokens), tokens.shape[1] - 1, dtype=wide, device=logits.device)
-    for one, ids, out in zip(
-        logits, tokens, losses, strict=True
-    ):  # into one tensor: small ones between would split the heap
+    for one, ids, out in zip(logits, tokens, losses, strict=True):  # small tensors in between would fragment the heap
         for part, targets, into in zip(one[:-1].split(rows), ids[1:].split(rows), out.split(rows), strict=True):
             try:
                 into.copy_(F.cross_entropy(part.to(wide), targets, reduction="none"))
@@ -70,15 +65,15 @@ def cross_entropy(
     *,
     chunk: int | None = None,
 ) -> Float[Tensor, " n"]:
-    """Cross-entropy in nats of each position's target, float32 (float64 for float64 inputs); differentiable, also twice.
+    """Compute the cross-entropy in nats of each position's target, float32 (float64 for float64 inputs), twice differentiable.
 
-    Under autocast the products run in its type, as the plain ones would. Equal to the reference but for the order of sums.
+    Under autocast the products run in its type. Equal to the reference up to the order of sums.
 
     Args:
-        x: what the unembedding reads.
-        weight: its matrix.
-        targets: token ids, each within the vocabulary.
-        chunk: positions at a time; about `CHUNK` logits unless given.
+        x: Input of the unembedding.
+        weight: Matrix of the unembedding.
+        targets: Token ids within the vocabulary.
+        chunk: Positions at a time; about `CHUNK` logits by default.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -88,7 +83,7 @@ def cross_entropy(
 
 
 class _Chunked(torch.autograd.Function):
-    """Saves the inputs and, where they are wanted, the gradients of the losses' sum."""
+    """Losses, with the gradients of their sum computed in the forward pass if needed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
@@ -108,9 +103,11 @@ class _Chunked(torch.autograd.Function):
             losses = cross_entropy_reference(x, weight, targets)
             slopes = iter(torch.autograd.grad(losses, inputs, upstream, create_graph=True))
             return next(slopes) if wanted[0] else None, next(slopes) if wanted[1] else None, None, None
-        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good once
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place below, so usable once
+        # positions with equal weights, as in a mean; fake tensors have no numbers and count as equal
+        uniform = isinstance(upstream, FakeTensor) or bool((upstream == upstream[0]).all())
         with torch.autocast(x.device.type, enabled=False):
-            if gradients is None or not _uniform(upstream):
+            if gradients is None or not uniform:
                 del gradients
                 _, *gradients = _pass(x, weight, targets, ctx.rows, wanted, upstream)
             else:
@@ -121,23 +118,18 @@ class _Chunked(torch.autograd.Function):
         return by_x, None if by_weight is None else by_weight.to(weight.dtype), None, None
 
 
-def _uniform(upstream: Tensor) -> bool:
-    """Whether all positions weigh the same, as in a mean; fake tensors have no numbers and are taken for one."""
-    return isinstance(upstream, FakeTensor) or bool((upstream == upstream[0]).all())
-
-
 def _pass(
     x: Tensor, weight: Tensor, targets: Tensor, rows: int, wanted: Any, upstream: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses [n] and, where wanted, the gradients of their sum, weighted by `upstream`."""
+    """Return losses [n] and, if wanted, the gradients of their sum weighted by `upstream`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     losses = x.new_empty(len(x), dtype=wide)
     by_x = torch.empty_like(x) if wanted[0] else None
     by_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     buffer = x.new_empty(min(rows, len(x)), len(weight))
     for part in (slice(start, start + rows) for start in range(0, len(x), rows)):
-        mine, target = x[part], targets[part, None]
-        logits = torch.mm(mine, weight.T, out=buffer[: len(mine)]).to(wide)
+        rows_in, target = x[part], targets[part, None]
+        logits = torch.mm(rows_in, weight.T, out=buffer[: len(rows_in)]).to(wide)
         true = logits.gather(1, target)
         most = logits.amax(1, keepdim=True)
         total = logits.sub_(most).exp_().sum(1, keepdim=True)
@@ -153,7 +145,7 @@ def _pass(
             torch.mm(slope, weight, out=by_x[part])
         if by_weight is not None:
             if wide == x.dtype:
-                by_weight.addmm_(slope.T, mine)
+                by_weight.addmm_(slope.T, rows_in)
             else:
-                by_weight += slope.T @ mine
+                by_weight += slope.T @ rows_in
     return losses, by_x, by_weight

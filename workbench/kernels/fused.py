@@ -1,19 +1,18 @@
-"""Attention output and concentration statistics from stock fused calls: those that also return the rows' log-sum-exp.
+"""Attention output and concentration statistics from PyTorch's fused calls that return the rows' log-sum-exp.
 
 With scaled masked scores s_ij, lse_i = ln sum_j exp s_ij and A_ij = exp(s_ij - lse_i):
 
     z, lse         one call
     H_i            = lse_i - scale q_i . (sum_j A_ij k_j): one more call, with the keys as values
-    received_j     = sum_i exp(s_ij - lse_i): exp of the log-sum-exp of the *transposed* attention, a third call. Turned
-                   back to front it is causal too, and -lse_i rides in spare channels of the head, split into parts that
-                   16-bit types hold
+    received_j     = sum_i exp(s_ij - lse_i): exp of the log-sum-exp of the *transposed* attention, a third call. In reverse
+                   order it is causal too, and -lse_i is in spare channels of the head, split into parts that
+                   16-bit types can represent
     sink_i         = exp(s_i0 - lse_i)
-    row_max_i      = exp(max_j s_ij - lse_i): no fused call gives a maximum, so the scores pass once more, in strips
+    row_max_i      = exp(max_j s_ij - lse_i): no fused call returns a maximum, so the scores are computed again in strips
 
-A column that is no key takes its share of z in proportion, and counts in the lse_i that `received` is made of.
-Against the strips H_i is a difference of two numbers as large as the scores, so it keeps their absolute error, not a
-small entropy's own. The calls are PyTorch's private ones (the public one keeps the log-sum-exp to itself):
-FlashAttention, Dao et al. 2022, arXiv 2205.14135.
+A column that is no key scales z by the rest, and counts in the lse_i of `received`. H_i is a difference of two numbers as large
+as the scores, so it has their absolute error, unlike the strips' H_i. The calls are private ones of PyTorch, since the public one
+does not return the log-sum-exp: FlashAttention, Dao et al. 2022, arXiv 2205.14135.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from workbench.kernels.reference import AttentionStatistics, Keys, Null, Queries
 from workbench.kernels.strips import score_strips
 
 _CALLS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
-_SPARE = 8  # channels: the widths that flash attention on a GPU takes are multiples of 8
+_SPARE = 8  # flash attention on a GPU takes multiples of 8 channels
 _MAX_WIDTH = 256  # channels of a head on a GPU
-_PARTS = 3  # of a float32 number in a 16-bit type
-_UNIT = 64.0  # what the parts are multiples of: float16 reaches 4e6 that way
+_PARTS = 3  # 16-bit parts of a float32 number
+_UNIT = 64.0  # the parts are multiples of this, so that float16 reaches 4e6
 
 
 def runs_fused(device: torch.device, dtype: torch.dtype, d_head: int) -> bool:
-    """Whether `fused_statistics` can run: this PyTorch has the call, and on a GPU the hardware, type and width fit."""
+    """Return whether `fused_statistics` can run: PyTorch has the call, and on a GPU the hardware, type and width fit."""
     if not hasattr(torch.ops.aten, _CALLS.get(device.type, "no call")):
         return False
     if device.type == "cpu":
@@ -57,13 +56,19 @@ def _padded(d_head: int) -> int:
 def fused_statistics(
     q: Queries, k: Keys, v: Keys, *, scale: float | None = None, row_max: bool = True, null: Null = None
 ) -> tuple[Queries, AttentionStatistics]:
-    """As `attention_statistics`, in fused calls; raises `WorkbenchError` where `runs_fused` says no, or for a scale that is not above 0."""
+    """`attention_statistics` in fused calls; raises `WorkbenchError` if `runs_fused` is false or the scale is not above 0."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0 or not runs_fused(q.device, q.dtype, q.shape[-1]):
         kind = f"scale {scale}, {q.dtype}, width {q.shape[-1]} on {q.device}"
         raise WorkbenchError(f"no fused call for {kind}; use strips")
     z, received, row_entropy, sink, lse = fused_but_maximum(q, k, v, scale=scale, null=null)
-    top = _row_maximum(q, k, lse, scale) if row_max else None
+    top = None
+    if row_max:
+        top = torch.empty_like(lse)
+        for strip in score_strips(q, k, scale=scale):
+            rows = top[strip.sequences, strip.heads, strip.queries]
+            rows.copy_(strip.scores.amax(-1).view(rows.shape))
+        top = top.sub_(lse).exp_().clamp_(max=1)
     statistics = AttentionStatistics(received=received, row_entropy=row_entropy, row_max=top, sink=sink, lse=lse)
     return z, statistics if null is None else with_null(statistics, null)
 
@@ -71,7 +76,7 @@ def fused_statistics(
 def fused_but_maximum(
     q: Queries, k: Keys, v: Keys, *, scale: float, null: Null = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The three calls: output, received, and without the null column row entropy, sink and lse."""
+    """Make the three calls: returns output and received, and row entropy, sink and lse without the null column."""
     heads = q.shape[2]
     q, k, v = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (q, k, v))
     z, lse = _call(q, k, v, scale)
@@ -79,24 +84,15 @@ def fused_but_maximum(
     wide, first = q.to(lse.dtype), k[:, :, :1].to(lse.dtype)
     entropy = lse - scale * (wide * mean_key).sum(-1)
     sink = (scale * (wide * first).sum(-1) - lse).exp()
-    whole = lse
+    with_column = lse
     if null is not None:
-        whole = torch.logaddexp(lse, null.to(lse)[:, None])
-        z = z * (lse - whole).exp().to(z.dtype)[..., None]
-    return z.transpose(1, 2), _received(q, k, whole, scale), entropy.clamp_(min=0), sink, lse
-
-
-def _row_maximum(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """max_j A_ij [batch, head, pos], the scores in float32."""
-    top = torch.empty_like(lse)
-    for strip in score_strips(q, k, scale=scale):
-        rows = top[strip.sequences, strip.heads, strip.queries]
-        rows.copy_(strip.scores.amax(-1).view(rows.shape))
-    return top.sub_(lse).exp_().clamp_(max=1)
+        with_column = torch.logaddexp(lse, null.to(lse)[:, None])
+        z = z * (lse - with_column).exp().to(z.dtype)[..., None]
+    return z.transpose(1, 2), _received(q, k, with_column, scale), entropy.clamp_(min=0), sink, lse
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of [batch, head, pos, d_head] with equal heads: output and lse [batch, head, pos]."""
+    """Return output and lse [batch, head, pos] of causal attention of [batch, head, pos, d_head] with as many key as query heads."""
     width = q.shape[-1]
     if missing := -width % _SPARE:
         q, k, v = (torch.nn.functional.pad(x, (0, missing)) for x in (q, k, v))
@@ -106,7 +102,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 
 
 def _received(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """sum_i exp(s_ij - lse_i) [batch, head, pos]: the last position first, each key is a query of the rows that see it."""
+    """Return sum_i exp(s_ij - lse_i) [batch, head, pos]: in reverse order every key is a query over the rows that see it."""
     width = q.shape[-1]
     columns, rows = (x.new_zeros(*x.shape[:-1], _padded(width)) for x in (k, q))
     columns[..., :width], rows[..., :width] = k.flip(2), q.flip(2)

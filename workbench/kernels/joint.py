@@ -1,17 +1,17 @@
-"""Attention that is no single softmax over one set of keys: over the keys of several layers, or a sum of softmaxes.
+"""Attention over the keys of several layers, or with a sum of softmaxes.
 
     A = sum over c of w_c softmax(q_c [K_1; ...; K_S]^T / sqrt(d) + causal mask),   z = A [V_1; ...; V_S]
 
-A softmax may have one more column that is no key, of a fixed logit in each row: its value is nothing, its share is missing.
-Every key set has the same positions, and a query sees position j of each set exactly if j is not later than its own.
-Output and statistics work in strips of queries: O(T) memory, never a T x T array; the output is differentiable and made
-of fused calls. Statistics fold the sets: a position receives what it receives in all of them together.
+A softmax may have one more column that is no key, with a fixed logit and no value. Every key set has the same positions, and a
+query sees position j of a set exactly if j is not later than its own. Output and statistics are computed in strips of queries with
+O(T) memory. The output is differentiable and comes from fused calls. Statistics sum over the sets: `received` of a position is
+what it receives in all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,12 +25,12 @@ from workbench.kernels.attention import attention_statistics
 from workbench.kernels.null import attention_with_null
 from workbench.kernels.reference import AttentionStatistics, Null, shares, statistics_of
 
-STRIP = 128  # queries at a time; work above the diagonal is STRIP / T of the whole
+STRIP = 128  # queries at a time; the share of work above the diagonal is STRIP / T
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """One softmax of an attention: its weight, rotated queries, a list of rotated key sets, logits of a column that is no key."""
+    """One softmax of an attention: weight, rotated queries, rotated key sets, and logits of a column that is no key."""
 
     weight: float | Tensor
     q: Float[Tensor, "batch query head d_head"]
@@ -39,9 +39,9 @@ class Softmax:
 
 
 def joint_attention(softmaxes: Sequence[Softmax], values: Sequence[Tensor]) -> Tensor:
-    """Head outputs [batch, query, head, d_head] for values [batch, pos, kv_head, d_head] of each key set.
+    """Return head outputs [batch, query, head, d_head] for values [batch, pos, kv_head, d_head] of each key set.
 
-    With fewer queries than positions, the queries are the last ones.
+    If there are fewer queries than positions, they are the last ones.
     """
     total: Tensor | None = None
     for softmax in softmaxes:
@@ -82,12 +82,12 @@ def _fused(softmax: Softmax, values: Sequence[Tensor]) -> Tensor:
     return (z if z.shape[-1] == width else z[..., :width]).transpose(1, 2)
 
 
-_MASKS: dict[tuple[Any, ...], Tensor] = {}  # of short sequences, where making one would show
+_MASKS: dict[tuple[Any, ...], Tensor] = {}  # of short sequences, for which creating one takes noticeable time
 _MASK_SIZE, _MASK_COUNT = 2**18, 16  # elements, masks: 16 MiB at most
 
 
 def _mask(queries: int, sets: int, positions: int, like: Tensor) -> Tensor:
-    """To add to the scores of the last `queries` with all keys, position by position; earlier ones read its end."""
+    """Return the mask to add to scores of the last `queries` with all keys, by position and set."""
     key = queries, sets, positions, like.dtype, like.device
     if queries * sets * positions > _MASK_SIZE or torch.compiler.is_compiling():
         return _new_mask(*key)
@@ -98,7 +98,7 @@ def _mask(queries: int, sets: int, positions: int, like: Tensor) -> Tensor:
     return mask
 
 
-@torch.inference_mode(False)  # a mask made in inference mode could never be trained with
+@torch.inference_mode(False)  # a mask created in inference mode could not be used in training
 def _new_mask(queries: int, sets: int, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     latest = torch.arange(positions - queries, positions, device=device)[:, None]
     future = torch.arange(positions, device=device).repeat_interleave(sets) > latest
@@ -106,7 +106,7 @@ def _new_mask(queries: int, sets: int, positions: int, dtype: torch.dtype, devic
 
 
 def joint_scores(softmax: Softmax, start: int, end: int) -> Float[Tensor, "batch head query set pos"]:
-    """Scaled, masked scores of queries start..end - 1 with every key set, positions up to the last query's."""
+    """Return scaled, masked scores of queries start to end - 1 with every key set, up to the last query's position."""
     q, past = softmax.q[:, start:end], softmax.keys[0].shape[1] - softmax.q.shape[1]
     seen, heads = past + end, q.shape[2]
     k = torch.stack([x[:, :seen].repeat_interleave(heads // x.shape[2], dim=2) for x in softmax.keys], 1)
@@ -117,7 +117,7 @@ def joint_scores(softmax: Softmax, start: int, end: int) -> Float[Tensor, "batch
 
 @torch.no_grad()
 def joint_statistics(softmaxes: Sequence[Softmax]) -> AttentionStatistics:
-    """Statistics of the attention in strips of queries, key sets folded; `lse` is that of the last softmax.
+    """Compute statistics in strips of queries, summed over key sets; `lse` belongs to the last softmax.
 
     Sums run in float32 (float64 for float64 inputs). The rows' entropy is over keys and sets together, so two equal sets
     add ln 2.
@@ -133,7 +133,13 @@ def joint_statistics(softmaxes: Sequence[Softmax]) -> AttentionStatistics:
     rows: dict[str, list[Tensor]] = {"row_entropy": [], "row_max": [], "sink": [], "lse": []}
     null = softmaxes[-1].null
     rows |= {} if null is None else {"null": []}
-    for scores, pattern in _strips(softmaxes):
+    for start in range(0, q.shape[1], STRIP):
+        pattern: Tensor | None = None
+        for softmax in softmaxes:
+            scores = joint_scores(softmax, start, min(start + STRIP, q.shape[1]))
+            part = softmax.weight * shares(scores.flatten(-2), softmax.null).view_as(scores)
+            pattern = part if pattern is None else pattern + part
+        assert pattern is not None
         strip = statistics_of_sets(scores, pattern, null)
         received[..., : pattern.shape[-1]] += strip.received
         for name, parts in rows.items():
@@ -141,21 +147,8 @@ def joint_statistics(softmaxes: Sequence[Softmax]) -> AttentionStatistics:
     return AttentionStatistics(received=received, **{name: torch.cat(parts, -1) for name, parts in rows.items()})
 
 
-def _strips(softmaxes: Sequence[Softmax]) -> Iterator[tuple[Tensor, Tensor]]:
-    """(scores of the last softmax, pattern) [batch, head, query, set, pos] of a strip of queries at a time."""
-    for start in range(0, softmaxes[0].q.shape[1], STRIP):
-        end = min(start + STRIP, softmaxes[0].q.shape[1])
-        pattern: Tensor | None = None
-        for softmax in softmaxes:
-            scores = joint_scores(softmax, start, end)
-            part = softmax.weight * shares(scores.flatten(-2), softmax.null).view_as(scores)
-            pattern = part if pattern is None else pattern + part
-        assert pattern is not None
-        yield scores, pattern
-
-
 def statistics_of_sets(scores: Tensor, pattern: Tensor, null: Null = None) -> AttentionStatistics:
-    """Statistics of a pattern [batch, head, query, set, pos] that is at hand, key sets folded."""
+    """Compute statistics of a pattern [batch, head, query, set, pos], summed over key sets."""
     of_all = statistics_of(scores.flatten(-2), pattern.flatten(-2), null)
     received, sink = of_all.received.view(*pattern.shape[:2], *pattern.shape[3:]).sum(2), pattern[..., 0].sum(-1)
     return replace(of_all, received=received, sink=sink.to(received))

@@ -1,11 +1,11 @@
-"""Fused attention whose softmax has one more column that is no key: its logit is given, its value is nothing.
+"""Fused attention whose softmax has one more column that is no key, with a given logit and no value.
 
     p_ij = e^{s_ij} / (sum_j e^{s_ij} + e^{b_h}),   z_i = sum_j p_ij v_j
 
-Where the stock call tells the rows' log-sum-exp (the CPU) its output is multiplied by sigmoid(lse_i - b_h), and the stock
-backward call, told ln(e^lse_i + e^b_h) and that product, gives the exact gradients: with D_i = dL/dz_i . z_i it forms
-dL/ds_ij = p_ij (dL/dz_i . v_j - D_i), and dL/db_h = -sum_i p_i,null D_i. Elsewhere, and in compiled graphs, the column is one
-more key, at zero but for one more channel of the heads. No T x T array either way. The slow truth: `reference.shares`.
+On the CPU PyTorch's fused call returns the rows' log-sum-exp, and its output is multiplied by sigmoid(lse_i - b_h). Its backward
+call, given ln(e^lse_i + e^b_h) and that product, computes the exact gradients. With D_i = dL/dz_i . z_i they are
+dL/ds_ij = p_ij (dL/dz_i . v_j - D_i) and dL/db_h = -sum_i p_i,null D_i. On other devices and in compiled graphs the column is one
+more key, which is zero except in one more channel of the heads. Neither form has a T x T array. Reference: `reference.shares`.
 
 Source: sink logits of gpt-oss (OpenAI 2025); off by one: Miller (2023), Attention Is Off By One.
 """
@@ -18,21 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def _stock(name: str) -> Any:
-    """A call of PyTorch's own; None where this one does not have it."""
-    return getattr(getattr(torch.ops.aten, name, None), "default", None)
-
-
 _CALL = "_scaled_dot_product_flash_attention_for_cpu"
-_FORWARD, _BACKWARD = (_stock(_CALL + more) for more in ("", "_backward"))
-_MULTIPLE = 8  # channels: what fused calls on a GPU take
+_CALLS: Any = [  # None in a PyTorch without them
+    getattr(getattr(torch.ops.aten, _CALL + more, None), "default", None) for more in ("", "_backward")
+]
+_FORWARD, _BACKWARD = _CALLS
+_MULTIPLE = 8  # of channels in fused calls on a GPU
 
 
 def attention_with_null(
     q: Tensor, k: Tensor, v: Tensor, null: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """As `scaled_dot_product_attention` of [batch, head, pos, d_head], key-value heads repeated; `null` [head], differentiable."""
+    """`scaled_dot_product_attention` of [batch, head, pos, d_head] with a differentiable `null` [head]; repeats key-value heads."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if q.device.type != "cpu" or _BACKWARD is None or torch.compiler.is_compiling():
@@ -48,7 +45,7 @@ def attention_with_null(
 def _rescaled(
     q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the rows' log-sum-exp without the column."""
+    """Return the output, and the rows' log-sum-exp without the column."""
     z, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask)
     return z * (lse - null.to(lse.dtype)[:, None]).sigmoid_().to(z.dtype)[..., None], lse
 
@@ -59,22 +56,21 @@ class _Rescaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         z, lse = _rescaled(q, k, v, null, mask, causal)
-        whole = torch.logaddexp(lse, null.to(lse.dtype)[:, None])
-        ctx.save_for_backward(q, k, v, z, whole, null)
+        ctx.save_for_backward(q, k, v, z, torch.logaddexp(lse, null.to(lse.dtype)[:, None]), null)
         ctx.mask, ctx.causal = mask, causal
         return z
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, z, whole, null = ctx.saved_tensors
-        by_q, by_k, by_v = _BACKWARD(slope, q, k, v, z, whole, 0.0, ctx.causal, attn_mask=ctx.mask)
-        along = (slope * z).sum(-1, dtype=whole.dtype)
-        by_null = -(along * (null.to(whole.dtype)[:, None] - whole).exp_()).sum((0, 2))
+        q, k, v, z, lse, null = ctx.saved_tensors
+        by_q, by_k, by_v = _BACKWARD(slope, q, k, v, z, lse, 0.0, ctx.causal, attn_mask=ctx.mask)
+        along = (slope * z).sum(-1, dtype=lse.dtype)
+        by_null = -(along * (null.to(lse.dtype)[:, None] - lse).exp_()).sum((0, 2))
         return by_q, by_k, by_v, by_null.to(null.dtype), None, None
 
 
 def _as_a_key(q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """One more position in front that every query sees; a causal call gets a query for it, whose output is dropped."""
+    """Attend with one more key in front that every query sees; a causal call gets a query for it, whose output is dropped."""
     width, length = q.shape[-1], q.shape[2]
     more = -(-(width + 1) // _MULTIPLE) * _MULTIPLE - width
     logits = F.pad(null.to(q.dtype)[:, None, None], (width, more - 1))  # in the first of the further channels

@@ -1,8 +1,8 @@
-"""Pictures of a causal attention pattern that is never formed: a pooled overview, and any window of it exactly.
+"""Pooled pictures and exact windows of a causal attention pattern, without the T x T pattern.
 
-Buckets are runs of neighbouring positions, as even as they can be: with T positions and B buckets, bucket b holds positions
-floor(b T / B) .. floor((b + 1) T / B) - 1; sequences shorter than B have one bucket for each position. Everything runs in
-strips of queries: memory O(T) beside the result.
+Buckets are runs of neighbouring positions of nearly equal length: with T positions and B buckets, bucket b holds positions
+floor(b T / B) to floor((b + 1) T / B) - 1. Sequences shorter than B have one bucket per position. All functions run in strips
+of queries, with memory O(T) in addition to the result.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.kernels.reference import Keys, Queries, refuse_other
-from workbench.kernels.strips import Strip, of_heads, score_strips
+from workbench.kernels.strips import Strip, heads_read, score_strips
 
 BUCKETS = 64
 Rows = Float[Tensor, "batch head pos"]  # a number for each row of the pattern
 
 
 def bucket_edges(length: int, buckets: int) -> list[int]:
-    """First position of each bucket, and the length at the end: min(buckets, length) + 1 increasing numbers from 0."""
+    """Return the first position of each bucket, then the length: min(buckets, length) + 1 increasing numbers from 0."""
     if buckets < 1 or length < 1:
         raise WorkbenchError(f"{buckets} buckets of {length} positions: each must be at least 1")
     count = min(buckets, length)
@@ -35,17 +35,17 @@ def pooled_attention(
     q: Queries, k: Keys, lse: Rows | None = None, *, scale: float | None = None,
     buckets: int | tuple[int, int] = BUCKETS,
 ) -> Float[Tensor, "batch head query_bucket key_bucket"]:  # fmt: skip
-    """Mean over the queries of a bucket of the attention each sends to the keys of a bucket together; rows sum to 1.
+    """Compute the mean over a bucket's queries of the attention to all keys of a bucket; rows sum to 1.
 
-    A mass, not a mean weight: divide by the number of keys in a bucket for that. Future buckets are exactly 0. Float32, or
+    The result is a mass. For the mean weight divide by the number of keys in a bucket. Future buckets are exactly 0. Float32, or
     float64 for float64 inputs.
 
     Args:
-        q: queries after rotary embedding.
-        k: keys after rotary embedding; query head h reads kv head h * kv_heads // heads.
-        lse: of the rows where their softmax has more than these keys, as a column that is no key; they sum to less then.
-        scale: factor on q . k; 1 / sqrt(d_head) unless given.
-        buckets: how many, of both or of (queries, keys); `bucket_edges` tells their positions.
+        q: Queries after rotary embedding.
+        k: Keys after rotary embedding; query head h reads kv head h * kv_heads // heads.
+        lse: Log-sum-exp of rows whose softmax has a column that is no key; they sum to less than 1.
+        scale: Factor on q . k; 1 / sqrt(d_head) by default.
+        buckets: Number of buckets, of both or of (queries, keys); `bucket_edges` returns their positions.
     """
     picture, rows, key_bucket = _empty(q, k, buckets)
     for strip in score_strips(q, k, scale=scale):
@@ -61,9 +61,9 @@ def pooled_maximum(
     q: Queries, k: Keys, lse: Rows | None = None, *, scale: float | None = None,
     buckets: int | tuple[int, int] = BUCKETS,
 ) -> Float[Tensor, "batch head query_bucket key_bucket"]:  # fmt: skip
-    """Largest attention weight of any query of a bucket on any key of a bucket: single strong links that a mean hides.
+    """Compute the largest attention weight of a bucket's queries on a bucket's keys, which shows single strong weights.
 
-    Arguments as of `pooled_attention`; future buckets are exactly 0.
+    Arguments as in `pooled_attention`. Future buckets are exactly 0.
     """
     picture, rows, key_bucket = _empty(q, k, buckets)
     for strip in score_strips(q, k, scale=scale):
@@ -85,10 +85,10 @@ def attention_window(
     *,
     scale: float | None = None,
 ) -> Float[Tensor, "batch head query key"]:
-    """Exact pattern entries A_ij = exp(s_ij - lse_i) of a window of queries and keys; keys in a query's future are 0.
+    """Compute exact pattern entries A_ij = exp(s_ij - lse_i) of a window of queries and keys; future keys are 0.
 
-    Memory and time grow with the window alone. `lse` is that of `attention_statistics` for the same q, k and scale. Slices
-    as Python reads them, steps included; raises `WorkbenchError` for an empty one.
+    Memory and time grow with the window alone. `lse` comes from `attention_statistics` with the same q, k and scale. Slices may
+    have steps. Raises `WorkbenchError` for an empty window.
     """
     refuse_other(q, k, k)
     length, heads, width = q.shape[1:]
@@ -97,15 +97,15 @@ def attention_window(
     if not len(rows) or not len(columns):
         raise WorkbenchError(f"a window of {queries} and {keys} has nothing in it; there are {length} positions")
     dtype = torch.promote_types(q.dtype, torch.float32)
-    chosen = of_heads(k[:, columns], slice(None), heads)
+    keys_of_heads = heads_read(k[:, columns], slice(None), heads)
     with torch.autocast(q.device.type, enabled=False):
-        scores = torch.einsum("bihd,bjhd->bhij", q[:, rows].to(dtype), chosen.to(dtype))
+        scores = torch.einsum("bihd,bjhd->bhij", q[:, rows].to(dtype), keys_of_heads.to(dtype))
     scores.mul_(width**-0.5 if scale is None else scale).sub_(lse[..., rows, None])
     return scores.exp_().masked_fill_(columns > rows[:, None], 0)
 
 
 def _empty(q: Tensor, k: Tensor, buckets: int | tuple[int, int]) -> tuple[Tensor, list[int], Tensor]:
-    """The picture to fill, first positions of its query buckets, and the bucket of every key."""
+    """Return an empty picture, the first positions of its query buckets, and the bucket of every key."""
     refuse_other(q, k, k)
     batch, length, heads, _ = q.shape
     rows, columns = (bucket_edges(length, c) for c in ((buckets, buckets) if isinstance(buckets, int) else buckets))
@@ -115,7 +115,7 @@ def _empty(q: Tensor, k: Tensor, buckets: int | tuple[int, int]) -> tuple[Tensor
 
 
 def _exponentiate(strip: Strip, lse: Tensor | None) -> Tensor:
-    """Replace the scores by exp(s - row maximum, or lse); what each row is multiplied with to be attention, [pair, query, 1]."""
+    """Replace scores by exp(s - row maximum, or lse); returns the factors [pair, query, 1] that turn rows into attention."""
     if lse is not None:
         rows = lse[strip.sequences, strip.heads, strip.queries].reshape(len(strip.scores), -1, 1)
         strip.scores.sub_(rows).exp_()
@@ -125,7 +125,7 @@ def _exponentiate(strip: Strip, lse: Tensor | None) -> Tensor:
 
 
 def _tiles(strip: Strip, rows: list[int], picture: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Queries of a strip that share a bucket, and that bucket's row of the picture [pair, key_bucket] to write to."""
+    """Yield the queries of a strip in one bucket, and that bucket's row of the picture [pair, key_bucket]."""
     start, end = strip.queries.start, strip.queries.stop
     bucket = bisect_right(rows, start) - 1
     while rows[bucket] < end:

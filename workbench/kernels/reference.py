@@ -1,9 +1,9 @@
-"""The slow truth about one causal attention: its output, its whole T x T pattern and the pattern's statistics.
+"""Reference for causal attention: output, T x T pattern and the pattern's statistics.
 
     A = softmax(scale q k^T + causal mask),   z = A v
 
-or, with a null logit b_h for each head, A_ij = e^{s_ij} / (sum_j e^{s_ij} + e^{b_h}): one more column of the softmax, which
-is no key, gets a share of each row. Every fast form here must equal it. Memory grows with the square of the length.
+or, with a null logit b_h per head, A_ij = e^{s_ij} / (sum_j e^{s_ij} + e^{b_h}): one more column of the softmax, which is no
+key, gets a share of each row. Every fast kernel must equal this reference. Memory grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Null = Float[Tensor, " head"] | None  # logits of a column that is no key
 class AttentionStatistics:
     """Statistics of one causal attention pattern A; float32, or float64 where the inputs were float64.
 
-    Where a column of the softmax is no key its share is missing in the sums of A, and counts in entropy and `lse`.
+    The share of a column that is no key is missing in the sums of A, and counts in entropy and `lse`.
     """
 
     received: Float[Tensor, "batch head pos"]  # sum_i A_ij: attention received by key j; sums to T over j
     row_entropy: Float[Tensor, "batch head pos"]  # -sum_j A_ij ln A_ij in nats, 0 .. ln(i + 1)
-    row_max: Float[Tensor, "batch head pos"] | None  # max_j A_ij; None where it was left out, as it costs another pass
+    row_max: Float[Tensor, "batch head pos"] | None  # max_j A_ij; None if not requested
     sink: Float[Tensor, "batch head pos"]  # A_i0
     lse: Float[Tensor, "batch head pos"]  # ln sum_j exp s_ij over the scaled masked scores, and the null's logit
-    null: Float[Tensor, "batch head pos"] | None = None  # 1 - sum_j A_ij; None where every column is a key
+    null: Float[Tensor, "batch head pos"] | None = None  # 1 - sum_j A_ij; None if every column is a key
 
 
 def attention_reference(
     q: Queries, k: Keys, v: Keys, *, scale: float | None = None, null: Null = None
 ) -> tuple[Queries, Float[Tensor, "batch head pos pos"], AttentionStatistics]:
-    """The slow truth `attention_statistics` must equal: output, the whole pattern, statistics."""
+    """Compute output, pattern and statistics, the reference for `attention_statistics`."""
     refuse_other(q, k, v, null)
     dtype = torch.promote_types(q.dtype, torch.float32)
     length, heads, width = q.shape[1:]
@@ -54,7 +54,7 @@ def attention_reference(
 
 
 def shares(scores: Float[Tensor, "batch head pos key"], null: Null = None) -> Float[Tensor, "batch head pos key"]:
-    """The softmax of rows of scores, in float32 or better; what goes to the null column is missing in their sums."""
+    """Compute the softmax of rows of scores in float32 or better; the share of the null column is missing in their sums."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     if null is None:
         return scores.softmax(-1, dtype=wide)
@@ -65,7 +65,7 @@ def shares(scores: Float[Tensor, "batch head pos key"], null: Null = None) -> Fl
 def statistics_of(
     scores: Float[Tensor, "batch head pos key"], pattern: Float[Tensor, "batch head pos key"], null: Null = None
 ) -> AttentionStatistics:
-    """The statistics of a pattern that is at hand, and `lse` of its scores; float32 or better, no gradient."""
+    """Compute the statistics of a pattern and the `lse` of its scores, in float32 or better and without gradient."""
     scores, pattern = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (scores, pattern))
     entropy, lse, missing = torch.special.entr(pattern).sum(-1), scores.logsumexp(-1), None
     if null is not None:
@@ -82,25 +82,25 @@ def statistics_of(
 
 
 def with_null(statistics: AttentionStatistics, null: Float[Tensor, " head"]) -> AttentionStatistics:
-    """Those of the softmax with one more column, from the statistics without it, whose `received` has it already.
+    """Add a null column to statistics whose `received` includes it already.
 
-    Of each row the keys keep kept_i = sigmoid(lse_i - b): H = kept H' + entr(kept) + entr(1 - kept), all of them >= 0.
+    The keys' share of row i is s_i = sigmoid(lse_i - b), and H = s H' + entr(s) + entr(1 - s), all terms >= 0.
     """
     over = statistics.lse - null.detach().to(statistics.lse)[:, None]
-    log_kept, rest = F.logsigmoid(over), (-over).sigmoid()
-    kept = log_kept.exp()
+    log_share, rest = F.logsigmoid(over), (-over).sigmoid()
+    share = log_share.exp()
     return AttentionStatistics(
         received=statistics.received,
-        row_entropy=kept * (statistics.row_entropy - log_kept) + torch.special.entr(rest),
-        row_max=None if statistics.row_max is None else kept * statistics.row_max,
-        sink=kept * statistics.sink,
-        lse=statistics.lse - log_kept,
+        row_entropy=share * (statistics.row_entropy - log_share) + torch.special.entr(rest),
+        row_max=None if statistics.row_max is None else share * statistics.row_max,
+        sink=share * statistics.sink,
+        lse=statistics.lse - log_share,
         null=rest,
     )
 
 
 def refuse_other(q: Tensor, k: Tensor, v: Tensor, null: Tensor | None = None) -> None:
-    """Refuse shapes and types that are not one causal self-attention, and null logits that are not one for each head."""
+    """Raise `WorkbenchError` for shapes and types of no causal self-attention, and for null logits that are not one per head."""
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise WorkbenchError(f"q must be [batch, pos, head, d_head] and k, v [batch, pos, kv_head, d_head]; {shapes}")

@@ -6,13 +6,13 @@ A_ij = e_ij / Z_i and
     z_i = sum_j A_ij v_j                    received_j = sum_i A_ij        lse_i = m_i + ln Z_i
     H_i = ln Z_i - sum_j A_ij (s_ij - m_i)  row_max_i = 1 / Z_i            sink_i = A_i0
 
-Both terms of H_i are >= 0, so a peaked row keeps its small entropy exactly however large its scores are. With a column that
-is no key the rows are weighted by what it leaves to the keys, and `with_null` does the rest.
+Both terms of H_i are >= 0, so the small entropy of a peaked row is exact for scores of any size. With a column that is no key,
+rows are weighted by the share of the keys, and `with_null` completes the statistics.
 
-A strip holds whole rows (all keys up to its last query), so unlike the online softmax (Milakov & Gimelshein 2018,
-arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv 2205.14135) nothing is rescaled and the column sums need no
-second pass. Memory beside the output is two strips and one copy of a few heads: O(T). The sink is the share of
-attention on the first position (Gu et al. 2024, arXiv 2410.10781).
+A strip holds complete rows (all keys up to its last query). Unlike in the online softmax (Milakov & Gimelshein 2018,
+arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv 2205.14135) nothing is rescaled, and column sums need no second pass.
+Memory in addition to the output is two strips and one copy of a few heads: O(T). The sink is the share of attention on the
+first position (Gu et al. 2024, arXiv 2410.10781).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from workbench.kernels.reference import AttentionStatistics, Keys, Null, Queries, with_null
 
-# (most rows, elements) of a strip of scores. CPU: near the second-level cache. Elsewhere: few, large launches.
+# (most rows, elements) of a strip of scores: near the L2 cache on a CPU, few large launches on other devices
 _CPU_STRIP = 64, 2**18
 _DEVICE_STRIP = 1024, 2**26
 _MIN_ROWS = 64  # below this the matrix products lose more than the cache gains
@@ -38,11 +38,10 @@ _MIN_ROWS = 64  # below this the matrix products lose more than the cache gains
 def strip_statistics(
     q: Queries, k: Keys, v: Keys, *, scale: float | None = None, budget: int | None = None, null: Null = None
 ) -> tuple[Queries, AttentionStatistics]:
-    """As `attention_statistics`, in strips, on any device and in any dtype.
+    """`attention_statistics` in strips, on any device and in any dtype.
 
-    Sums run in float32 (float64 for float64 inputs), also under autocast; on a GPU the products follow
-    `torch.set_float32_matmul_precision`. `budget`: elements in one strip of scores (two strips are held); a strip never has
-    fewer than 64 rows of one head.
+    Sums run in float32 (float64 for float64 inputs), also under autocast. On a GPU the products follow
+    `torch.set_float32_matmul_precision`. `budget`: elements in one of the two strips of scores, at least 64 rows of one head.
     """
     batch, length, heads, width = q.shape
     rows, n_batch, n_head = _sizes(q, budget)
@@ -50,11 +49,11 @@ def strip_statistics(
     z = torch.empty_like(q, memory_format=torch.contiguous_format)
     received = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
     rowwise = torch.empty(4, batch, heads, length, dtype=dtype, device=q.device)
-    # one allocation: the allocator hands many small ones back to the system, and faulting them in again costs up to 3x
+    # one allocation: small ones would be returned to the system, and page faults on new ones cost up to 3x
     strip, sequence = n_batch * n_head * rows * length, n_batch * n_head * length * width
     workspace = torch.empty(2 * strip + 3 * sequence, dtype=dtype, device=q.device)
     strips, copies = workspace[: 2 * strip].view(2, -1), workspace[2 * strip :].view(3, -1, length, width)
-    # base-2 scores: exp2 is never slower than exp, and 4x faster where exp leaves the vectorised path
+    # base-2 scores: exp2 is at least as fast as exp, and 4x faster if exp is not vectorised
     scale = (width**-0.5 if scale is None else scale) * math.log2(math.e)
     logits = None if null is None else (null.detach().to(dtype) * math.log2(math.e)).expand(batch, -1)
 
@@ -66,9 +65,9 @@ def strip_statistics(
                 n = out.shape[0] * out.shape[1]
                 share = received[at].view(n, -1), rowwise[:, *at].view(4, n, -1)
                 for x, copy in zip((q, k, v), copies, strict=True):
-                    copy[:n].view(out.shape).copy_(of_heads(x[at[0]], at[1], heads).transpose(1, 2))
-                mine = None if logits is None else logits[at].reshape(n, 1, 1)
-                _attend(copies[:, :n], scale, rows, strips, out, *share, mine)
+                    copy[:n].view(out.shape).copy_(heads_read(x[at[0]], at[1], heads).transpose(1, 2))
+                column = None if logits is None else logits[at].reshape(n, 1, 1)
+                _attend(copies[:, :n], scale, rows, strips, out, *share, column)
     top, total, first, dot = rowwise
     log_total = total.log2()
     statistics = AttentionStatistics(
@@ -82,7 +81,7 @@ def strip_statistics(
 
 
 def _sizes(q: Tensor, budget: int | None = None) -> tuple[int, int, int]:
-    """Rows of a strip, and how many sequences and heads share one."""
+    """Return the rows of a strip, and the numbers of sequences and heads in it."""
     batch, length, heads, _ = q.shape
     most_rows, elements = _CPU_STRIP if q.device.type == "cpu" else _DEVICE_STRIP
     elements = elements if budget is None else budget
@@ -102,9 +101,9 @@ def _attend(
     rowwise: Float[Tensor, "four pair pos"],
     null: Float[Tensor, "pair 1 1"] | None,
 ) -> None:
-    """Fill z, received and rowwise (of each row: maximum, sum, first, entropy sum; base 2, unnormalised) by strips.
+    """Fill z, received and rowwise (maximum, sum, first, entropy sum of each row; base 2, unnormalised) by strips.
 
-    z and received are of what the null column leaves to the keys, rowwise is as without it.
+    z and received include the effect of the null column, rowwise does not.
     """
     q, k, v = qkv
     n, length, _ = q.shape
@@ -128,7 +127,7 @@ def _attend(
 
 @dataclass(frozen=True)
 class Strip:
-    """Scaled scores of some sequences, heads and queries with all keys up to the last query; the next strip overwrites them."""
+    """Scaled scores of some sequences, heads and queries with all keys up to the last query, until the next strip overwrites them."""
 
     sequences: slice
     heads: slice
@@ -137,7 +136,7 @@ class Strip:
 
 
 def score_strips(q: Queries, k: Keys, *, scale: float | None = None) -> Iterator[Strip]:
-    """Every causal score once, a strip at a time; float32, or float64 for float64 inputs."""
+    """Yield every causal score once, a strip at a time, in float32 (float64 for float64 inputs)."""
     batch, length, heads, width = q.shape
     rows, n_batch, n_head = _sizes(q)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -145,8 +144,8 @@ def score_strips(q: Queries, k: Keys, *, scale: float | None = None) -> Iterator
     future = torch.full((rows, rows), -math.inf, dtype=dtype, device=q.device).triu_(1)
     for b, h in itertools.product(range(0, batch, n_batch), range(0, heads, n_head)):
         at = slice(b, min(b + n_batch, batch)), slice(h, min(h + n_head, heads))
-        mine = (q[at[0], :, at[1]], of_heads(k[at[0]], at[1], heads))
-        queries, keys = (x.transpose(1, 2).flatten(0, 1).to(dtype) for x in mine)
+        heads_of = (q[at[0], :, at[1]], heads_read(k[at[0]], at[1], heads))
+        queries, keys = (x.transpose(1, 2).flatten(0, 1).to(dtype) for x in heads_of)
         for start in range(0, length, rows):
             end = min(start + rows, length)
             s = strip[: len(queries) * (end - start) * end].view(len(queries), end - start, end)
@@ -157,8 +156,8 @@ def score_strips(q: Queries, k: Keys, *, scale: float | None = None) -> Iterator
             yield Strip(*at, slice(start, end), s)
 
 
-def of_heads(x: Tensor, chosen: slice, heads: int) -> Tensor:
-    """The heads of x [batch, pos, kv_head, d_head] that the chosen of all query heads read."""
+def heads_read(x: Tensor, queries: slice, heads: int) -> Tensor:
+    """Select the heads of x [batch, pos, kv_head, d_head] that a slice of the query heads reads."""
     if x.shape[2] == heads:
-        return x[:, :, chosen]
-    return x[:, :, torch.arange(heads, device=x.device)[chosen] * x.shape[2] // heads]
+        return x[:, :, queries]
+    return x[:, :, torch.arange(heads, device=x.device)[queries] * x.shape[2] // heads]

@@ -1,6 +1,6 @@
-"""Switches of the whole process between PyTorch's fused or compiled kernels and the code as it was written.
+"""Process-wide switches from PyTorch's fused encoder layers and compiled code to plain Python code.
 
-Fused encoder layers and compiled code call neither hooks nor function modes.
+Fused layers and compiled code call neither hooks nor function modes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class ProcessSwitch:
-    """A setting of the whole process while runs in any thread need it changed; the last of them restores it.
+    """A process-wide setting that is changed while runs in any thread need it; the last of them restores it.
 
     Args:
         read: Returns the present setting.
@@ -60,4 +60,4 @@ COMPILED_CODE = ProcessSwitch(
     lambda before: torch.compiler.set_stance("force_eager"),
     lambda before: _stance()._set_stance(before),
 )
-"""Compiled code, run as it was written."""
+"""Compiled code, run as plain Python."""

@@ -1,6 +1,6 @@
-"""Where attention goes: received attention, its entropy, sinks, induction; all from streamed statistics.
+"""Metrics of attention patterns: received attention, entropy, sinks and induction.
 
-No metric here takes a T x T pattern. Each has the value it takes under uniform causal attention as its control.
+They read streamed statistics, never a T x T pattern. The control is the value under uniform causal attention.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from workbench.statistics.sinks import SINK_MASS
 
 
 def uniform_importance(T: int) -> Tensor:
-    """p_j under uniform causal attention: (1/T) sum over i >= j of 1/i, float64 [T]."""
+    """Return the token importance under uniform causal attention, (1/T) sum over i >= j of 1/i, float64 [T]."""
     rows = 1.0 / torch.arange(1, T + 1, dtype=torch.float64)
     return rows.flip(0).cumsum(0).flip(0) / T
 
 
 def entropy(p: Tensor) -> Tensor:
-    """-sum p ln p over the last axis, 0 ln 0 = 0, nats."""
+    """Return -sum p ln p over the last axis in nats, with 0 ln 0 = 0."""
     return torch.special.entr(p).sum(-1)
 
 
 def uniform_entropy(T: int) -> float:
-    """Importance entropy of uniform causal attention, nats."""
+    """Return the importance entropy of uniform causal attention in nats."""
     return float(entropy(uniform_importance(T)))
 
 
@@ -39,9 +39,9 @@ def uniform_entropy(T: int) -> float:
 def token_importance(received: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch pos"]:
     """Share of all attention that each position receives, heads averaged.
 
-    p_j = (1/T) sum_i Abar_ij with Abar the head mean. The printed formula of Zhou et al. sums rows (a constant); their
-    code sums columns, as here; less than 1 in all where a column of the softmax is no key (`null_mass`). Caution: early
-    positions receive more under any causal attention; compare with the control.
+    p_j = (1/T) sum_i Abar_ij with Abar the mean over heads. The formula printed in Zhou et al. sums rows, which gives a
+    constant. Their code sums columns, as here. The sum is below 1 if a column of the softmax is no key (`null_mass`).
+    Caution: early positions receive more under any causal attention. Compare with the control.
     """
     return received.mean(1) / received.shape[-1]
 
@@ -57,10 +57,10 @@ def importance_entropy(
     deficit: bool = False,
     per_head: bool = False,
 ) -> Float[Tensor, " batch *heads"]:
-    """Entropy of token importance: low where attention is concentrated on few tokens.
+    """Entropy of token importance: low if attention is concentrated on few tokens.
 
-    e = -sum_j p_j ln p_j; deficit = e_uniform(T) - e, 0 for uniform causal attention. `per_head` takes the entropy of each
-    head's own column sums. What goes to no token, where a softmax has a column for that, is one more part of the sum.
+    e = -sum_j p_j ln p_j; deficit = e_uniform(T) - e, 0 for uniform causal attention. `per_head` takes the entropy of
+    every head's column sums. Attention to no token (`null_mass`) counts as one more term of the sum.
     Caution: grows with T, and averaging heads first hides their differences.
     """
     T = received.shape[-1]
@@ -74,12 +74,14 @@ def importance_entropy(
     source="chain rule of the Kullback-Leibler divergence, on the token importance of Zhou et al. 2024",
 )  # fmt: skip
 class ConcentrationParts:
-    """Concentration of attention in three parts that add up: the first position, where tokens stand, particular tokens.
+    """Concentration of attention as a sum of three parts: first position, profile over positions, particular tokens.
 
     With the importance p_s of sequence s (heads averaged), its mean m over sequences and u under uniform causal attention:
-    mean_s KL(p_s || u) = KL(m_0 || u_0) of first against all others [first_position] + (1 - m_0) KL(m_>0 || u_>0), both
-    renormalised without the first position [profile] + mean_s KL(p_s || m) [content]. A sink is in the first part, local
-    attention in the second, attention to particular tokens in the third; the entropy deficit mixes them and can cancel.
+    mean_s KL(p_s || u) = first_position + profile + content.
+    `first_position`: KL(m_0 || u_0), the first position against all others, which holds a sink.
+    `profile`: (1 - m_0) KL(m_>0 || u_>0), renormalised without the first position, which holds local attention.
+    `content`: mean_s KL(p_s || m), which holds attention to particular tokens.
+    The entropy deficit mixes the parts, and they can cancel there.
     Caution: with few sequences the content part is too small, by a factor of about 1 - 1 / n.
     """
 
@@ -90,13 +92,13 @@ class ConcentrationParts:
     def update(
         self, received: Float[Tensor, "batch head pos"], null: Float[Tensor, "batch head pos"] | None = None
     ) -> None:
-        """Add the sequences of a batch; of what goes to tokens, where some attention goes to none (`null`)."""
+        """Add the sequences of a batch, renormalised without attention to no token (`null`)."""
         p = (received.double().mean(1) / received.shape[-1]).cpu()
         p = p if null is None else p / p.sum(-1, keepdim=True)
         self._add(len(p), -float(entropy(p).sum()), p.sum(0))
 
     def merge(self, other: ConcentrationParts) -> None:
-        """Add what another accumulator has seen."""
+        """Add another accumulator's sequences."""
         if other.n:
             self._add(other.n, other.negentropy, other.sum)
 
@@ -109,15 +111,15 @@ class ConcentrationParts:
         self.sum = self.sum + total
 
     def result(self) -> dict[str, float]:
-        """The whole (no variant) and its parts; NaN without a sequence."""
+        """Return the sum ("") and its parts; NaN without a sequence."""
         if not self.n:
             return dict.fromkeys(("", "first_position", "profile", "content"), float("nan"))
         mean, u = self.sum / self.n, uniform_importance(len(self.sum))
         content = self.negentropy / self.n + float(entropy(mean))
         pair = torch.stack((mean[0], mean[1:].sum())), torch.stack((u[0], u[1:].sum()))
         later = float(pair[0][1]) * _divergence(mean[1:] / pair[0][1], u[1:] / pair[1][1])
-        whole = self.negentropy / self.n - float(torch.xlogy(mean, u).sum())
-        return {"": whole, "first_position": _divergence(*pair), "profile": later, "content": content}
+        total = self.negentropy / self.n - float(torch.xlogy(mean, u).sum())
+        return {"": total, "first_position": _divergence(*pair), "profile": later, "content": content}
 
 
 def _divergence(p: Tensor, q: Tensor) -> float:
@@ -135,8 +137,8 @@ def row_entropy(
 ) -> Float[Tensor, "batch head"]:
     """Mean over queries of the entropy of each head's attention row.
 
-    H_i = -sum_j A_ij ln A_ij, what goes to no token counted as one key; normalised: mean over i >= 2 of H_i / ln i. Caution:
-    the mean of exp(H) is not exp of the mean.
+    H_i = -sum_j A_ij ln A_ij, attention to no token counted as one key. `normalised`: mean over i >= 2 of H_i / ln i.
+    Caution: the mean of exp(H) is not exp of the mean.
     """
     if not normalised:
         return row_entropy.mean(-1)
@@ -150,9 +152,9 @@ def row_entropy(
     controls={"uniform_causal": lambda T: (T + 1) / 2},
 )  # fmt: skip
 def effective_keys(row_entropy: Float[Tensor, "batch head pos"], *, share: bool = False) -> Float[Tensor, "batch head"]:
-    """How many keys a query attends to, as if evenly: the mean over queries of exp(H_i).
+    """Number of keys with even attention that has the same entropy: the mean over queries of exp(H_i).
 
-    `share`: of the i keys in sight. Caution: the mean of exp(H) is larger than exp of the mean entropy.
+    `share`: divided by the i visible keys. Caution: the mean of exp(H) is larger than exp of the mean entropy.
     """
     keys = row_entropy.exp()
     if share:
@@ -173,7 +175,7 @@ def top_importance(
 ) -> Float[Tensor, "batch index"]:
     """Token importance of the ten most attended positions, largest first; heads averaged.
 
-    `cumulative`: of the first so many together. Caution: a rank is another position in each sequence.
+    `cumulative`: sum over ranks up to this one. Caution: a rank is a different position in every sequence.
     """
     p = received.double().mean(1) / received.shape[-1]
     top = p.topk(min(TOP, p.shape[-1]), dim=-1).values
@@ -185,7 +187,7 @@ def top_importance(
     source="column sums over those of uniform causal attention", controls={"uniform_causal": lambda T: 1.0},
 )  # fmt: skip
 def received_ratio(received: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch pos"]:
-    """Attention each position receives over what uniform causal attention would give it; heads averaged.
+    """Attention that each position receives, divided by its value under uniform causal attention; heads averaged.
 
     c_j / c_j^uniform with c_j = sum_i A_ij. Caution: late positions receive little, so their ratios are noisy.
     """
@@ -200,10 +202,10 @@ def received_ratio(received: Float[Tensor, "batch head pos"]) -> Float[Tensor, "
 def value_weighted_importance(
     received: Float[Tensor, "batch head pos"], v: Float[Tensor, "batch pos kv_head d_head"]
 ) -> Float[Tensor, "batch pos"]:
-    """Share of each position in what attention moves: received attention times the value's 1-norm, summed over heads.
+    """Share of each position in received attention times the value's 1-norm, summed over heads.
 
-    c_j ||v_j||_1 / sum. A drained sink counts little here and much in token importance. Caution: the norm is taken before
-    W_O; `norm_weighted_importance` takes it after.
+    c_j ||v_j||_1 / sum_j c_j ||v_j||_1. A sink with a small value counts little here and much in token importance.
+    Caution: the norm is taken before W_O; `norm_weighted_importance` takes it after.
     """
     size = wide(v).abs().sum(-1).transpose(1, 2).repeat_interleave(received.shape[1] // v.shape[2], dim=1)
     weighted = (received * size).sum(1)
@@ -224,12 +226,12 @@ def norm_weighted_importance(
     per_head: bool = False,
     even: bool = False,
 ) -> Float[Tensor, "batch pos *heads"]:
-    """Share of each position in what attention writes: received attention times the norm of its value through W_O.
+    """Share of each position in received attention times the norm of its value through W_O.
 
-    sum over queries i and heads of ||A_ij v_j W_O|| = sum over heads of c_j ||v_j W_O||, over its sum on j; `per_head`: of
-    each head by itself. Two controls: `uniform_causal` is even attention to values of one norm, and the variant
-    `even_attention` even attention to these values, so what differs from it is the pattern's doing. Caution: the written
-    vectors may cancel, which norms cannot see; gates and other changes between the pattern and W_O are left out.
+    sum over queries i and heads of ||A_ij v_j W_O|| = sum over heads of c_j ||v_j W_O||, divided by its sum over j.
+    `per_head`: one share per head. `even_attention`: even attention to the same values, so that a difference comes from the
+    pattern. The control `uniform_causal` is even attention to values of one norm. Caution: norms ignore that written vectors
+    may cancel, and changes between the pattern and W_O (gates) are left out.
     """
     heads, T = received.shape[1:]
     triangle = torch.linalg.qr(wide(W_O).mT, mode="r").R  # ||x W_O|| = ||R x||, R no wider than the head
@@ -248,8 +250,8 @@ def norm_weighted_importance(
 def sink_rate(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, " batch"]:
     """Fraction of a layer's heads that give the first token more than 0.3 of their attention on average.
 
-    alpha = mean over queries i = 1..64 of A_i1; the head counts where alpha > 0.3. Always read on the first 64 positions,
-    because the rate falls with T (uniform causal attention has alpha 0.074 there). A fraction of heads, not of mass.
+    alpha = mean over queries i = 1..64 of A_i1; a head counts if alpha > 0.3. The first 64 positions are used at any length,
+    because the rate falls with T (uniform causal attention has alpha 0.074 there). Caution: a fraction of heads, not of mass.
     """
     alpha = sink[..., :64].mean(-1)
     return (alpha > SINK_MASS).to(sink.dtype).where(alpha.isfinite(), alpha).mean(-1)  # NaN is no "no sink"
@@ -272,8 +274,8 @@ def sink_mass(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch hea
 def sink_power(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
     """Sum over queries of the squared attention to position 0.
 
-    sum_t A_t0^2: the gradient at the first value is sum_t A_t0 g_t, so with independent gradients g_t of the head's outputs its mean
-    square is this many times theirs. Caution: grows with T, and position 0 itself always adds 1.
+    sum_t A_t0^2. The gradient at the first value is sum_t A_t0 g_t. If the gradients g_t of the head's outputs are
+    independent, its mean square is this number times theirs. Caution: grows with T, and position 0 itself always adds 1.
     """
     return wide(sink).square().sum(-1)
 
@@ -287,11 +289,11 @@ def sink_contribution(
     v: Float[Tensor, "batch pos kv_head d_head"],
     z: Float[Tensor, "batch pos head d_head"],
 ) -> Float[Tensor, "batch head"]:
-    """Share of a head's output that the first token's value supplies, with its sign, over the queries after the first.
+    """Signed share of the first token's value in a head's output, over the queries after the first.
 
-    sum_i A_i0 v_0 . z_i / sum_i |z_i|^2: over all tokens these sum to 1 where z is the attended values and no more. The baseline is the
-    head's `sink_mass`: a drained sink supplies much less. 0 where the head puts out nothing. Caution: gates and additions change z;
-    where they take most of it away the share passes 1.
+    sum_i A_i0 v_0 . z_i / sum_i |z_i|^2. Over all tokens these shares sum to 1 if z is pattern times values and no more. The
+    baseline is the head's `sink_mass`: a sink with a small value has a much smaller share. 0 if the head's output is zero.
+    Caution: gates and additions change z. If they remove most of it, the share passes 1.
     """
     first = wide(v[:, 0]).repeat_interleave(z.shape[2] // v.shape[2], dim=1)
     out = wide(z[:, 1:]).transpose(1, 2)
@@ -303,10 +305,10 @@ def sink_contribution(
     unit="share", range="0..1", reading="higher: more of the attention goes nowhere", source="Miller 2023 (off by one); gpt-oss",
 )  # fmt: skip
 def null_mass(null: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
-    """Mean over queries of the attention that goes to no token, where a column of the softmax is no key.
+    """Mean over queries of the attention to no token, for a softmax with a column that is no key.
 
-    1 - sum_j A_ij: the share of a learned sink logit, or of the one that softmax_1 adds to its denominator. Caution: such a
-    head can rest without a sink on the first token, so read it beside `sink_mass`.
+    1 - sum_j A_ij: the share of a learned sink logit, or of the 1 that softmax_1 adds to its denominator. Caution: such a
+    head can be idle without a sink on the first token, so read `sink_mass` too.
     """
     return null.mean(-1)
 
@@ -314,7 +316,11 @@ def null_mass(null: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch hea
 def _does_not_repeat(tokens: Int[Tensor, "batch pos"]) -> str:
     period = tokens.shape[1] // 2
     again = (tokens[:, period : 2 * period] == tokens[:, :period]).float().mean()
-    return "" if again > 0.5 else "these documents do not say everything twice, so of copying the numbers say nothing"
+    return (
+        ""
+        if again > 0.5
+        else "the second half of these documents does not repeat the first, so the numbers do not measure copying"
+    )
 
 
 @metric(
@@ -331,11 +337,10 @@ def induction_score(
     *,
     previous: bool = False,
 ) -> Float[Tensor, "batch head"]:
-    """Attention from each repeated token to the one that followed its earlier occurrence, half a sequence back.
+    """Attention from each repeated token to the token after its earlier occurrence, half a sequence back.
 
-    For sequences whose second half repeats the first (period P = T // 2): mean over t >= P of A[t, t - P + 1]; `previous`:
-    mean over the same t of A[t, t - 1]. Only these stripes of the pattern are formed. Caution: on text without repetition
-    the number means nothing.
+    For sequences whose second half repeats the first, with period P = T // 2: mean over t >= P of A[t, t - P + 1].
+    `previous`: mean over the same t of A[t, t - 1]. Caution: the number has no meaning on text without repetition.
     """
     T = tokens.shape[1]
     period = T // 2

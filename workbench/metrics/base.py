@@ -1,9 +1,9 @@
-"""How a measure is registered: `@metric` on a function or a class; its arguments say what it reads.
+"""Registry of metrics: `@metric` on a function or a class, whose arguments name the activations it reads.
 
-Three forms, told apart by type. *Per sequence*: a function of named activations that returns one value per sequence
-(first axis `batch`), so the driver supplies mean, standard error and n. *Accumulated*: a class with `update(...)`,
+A metric has one of three forms. *Per sequence*: a function of named activations that returns one value per sequence
+(first axis `batch`); the driver computes mean, standard error and n. *Accumulated*: a class with `update(...)`,
 `merge(other)` and `result()`. *Derived*: a function of `weights`, `gradients` or a key-value `cache` that returns rows of
-(part, layer, value). None sees a model, a file or a widget.
+(part, layer, value). No metric sees a model, a file or a widget.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ Form = Literal["per_sequence", "accumulated", "derived"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 GIVEN = ("tokens", "counted", "W_O", "weights", "gradients", "cache")
-"""Arguments the driver hands in beside activations: ids [batch, pos], which of them count in the loss
-(bool [batch, pos]), the layer's output matrix [head, d_head, d_model],
-tensors by name, a filled key-value cache."""
+"""Arguments other than activations: ids [batch, pos], which of them count in the loss (bool [batch, pos]), the layer's output
+matrix [head, d_head, d_model], tensors by name, a filled key-value cache."""
 
 AXES = {"pos": "position", "head": "head", "kv_head": "head", "source": "source", "index": "index"}
 """Axes a value may have after `batch`, and the record's columns for them."""
@@ -35,7 +34,7 @@ AXES = {"pos": "position", "head": "head", "kv_head": "head", "source": "source"
 
 @dataclass(frozen=True)
 class Metric:
-    """A registered measure. `function` is the pure function or the accumulator class itself."""
+    """A registered metric; `function` is the pure function or the accumulator class."""
 
     function: Callable[..., Any]
     form: Form
@@ -55,7 +54,7 @@ class Metric:
 
     @property
     def name(self) -> str:
-        """The public name: the function's own, or the class's in lower case with underscores."""
+        """Public name: the function's, or the class's in snake case."""
         raw = self.function.__name__
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in raw).lstrip("_")
 
@@ -66,12 +65,12 @@ class Metric:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What it cannot do without; `vectors` stands for each of `sites` in turn."""
+        """Names of the required arguments; `vectors` is replaced by every one of `sites`."""
         return tuple(p.name for p in self._parameters() if p.default is p.empty)
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """What it reads besides where a model has it: arguments whose default is None."""
+        """Names of the arguments with a default of None, which are passed if a model has them."""
         return tuple(p.name for p in self._parameters() if p.default is not p.empty)
 
     def _parameters(self) -> list[inspect.Parameter]:
@@ -81,14 +80,14 @@ class Metric:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes of a per-sequence value after `batch`, read from the return annotation (`*axis`: only a variant has it)."""
+        """Axes of a per-sequence value after `batch`, from the return annotation without those of variants (`*axis`)."""
         if self.form != "per_sequence":
             return ()
         axes = typing.get_type_hints(self.function)["return"].dim_str.split()[1:]
         return tuple(axis for axis in axes if not axis.startswith("*"))
 
     def reads(self, site: str | None) -> tuple[str, ...]:
-        """Names of the activations behind the arguments, for one site."""
+        """Return the names of the activations among the arguments, for one site."""
         named = (site if a == "vectors" else a for a in self.arguments)
         return tuple(a for a in named if a in ACTIVATIONS and a is not None)
 
@@ -112,21 +111,37 @@ def metric(
     doubt: Callable[[Tensor], str] | None = None,
     ahead: Callable[[Tensor], Mapping[str, Any]] | None = None,
 ) -> Callable[[F], F]:
-    """Register a measure under its own name.
+    """Register a metric under the name of its function or class.
 
-    `sites`: activations a `vectors` argument takes in turn. `variants`: name -> keyword options (`per_head` adds a head
-    axis). `controls`: name -> a function of `T` or `tokens` (per sequence) or keyword options (accumulated, derived).
-    `units`: unit of a variant where it differs. `folds`: jackknife groups of documents behind an accumulated value's error.
-    `version`: raised whenever the metric's numbers change, through its own code or through a model's or kernel's; stored
-    records of an older version are then measured anew, and only those.
-    `doubt`: of token ids [batch, pos], why the numbers say nothing there, or ""; stands under every figure of them.
-    `ahead`: of all the ids [batch, pos] that will come, options with which an accumulator keeps less and says the same.
-    Raises if the name is taken, an argument is no activation or an axis no column of the records.
+    Args:
+        unit: Unit of the values.
+        range: Range of the values, in words.
+        reading: Meaning of higher or lower values.
+        source: Paper or method.
+        sites: Activations for a `vectors` argument, one at a time.
+        variants: Keyword options by name; `per_head` adds a head axis.
+        controls: By name a function of `T` or `tokens` (per sequence), or keyword options (accumulated, derived).
+        units: Units of variants that differ.
+        folds: Jackknife groups of documents for the error of an accumulated value.
+        min_length: Least number of positions of a document.
+        version: Raise it whenever the numbers change, through the metric's code, a model's or a kernel's. Stored records of an
+            older version are then measured anew.
+        doubt: Maps ids [batch, pos] to the reason why the numbers have no meaning on them, or to ""; shown under their figures.
+        ahead: Maps all ids [batch, pos] of a measurement to options with which an accumulator stores less for the same result.
+
+    Raises:
+        ValueError: The name is taken.
+        UnknownName: An argument is no activation, or an axis no column of the records.
     """
 
     def register(function: F) -> F:
+        form: Form = "derived"
+        if inspect.isclass(function):
+            form = "accumulated"
+        elif "Float" in str(inspect.signature(function).return_annotation):
+            form = "per_sequence"
         made = Metric(
-            function, _form(function), unit, range, reading, source, sites, variants or {}, controls or {}, units or {},
+            function, form, unit, range, reading, source, sites, variants or {}, controls or {}, units or {},
             folds, min_length, version, doubt, ahead,
         )  # fmt: skip
         if made.name in METRICS:
@@ -140,12 +155,6 @@ def metric(
     return register
 
 
-def _form(function: Callable[..., Any]) -> Form:
-    if inspect.isclass(function):
-        return "accumulated"
-    return "per_sequence" if "Float" in str(inspect.signature(function).return_annotation) else "derived"
-
-
 def _refuse(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
     known = list(choices)
     for name in names:
@@ -154,10 +163,10 @@ def _refuse(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
 
 
 def wide(x: Tensor) -> Tensor:
-    """The same numbers in float32 or better."""
+    """Cast to float32 or better."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def harmonic(n: int) -> float:
-    """H_n = 1 + 1/2 + ... + 1/n."""
+    """Return H_n = 1 + 1/2 + ... + 1/n."""
     return math.fsum(1.0 / i for i in range(1, n + 1))

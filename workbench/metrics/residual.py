@@ -1,4 +1,4 @@
-"""The residual stream: norms, the first token's peak, and how alike the tokens become."""
+"""Metrics of the residual stream: norms, the first token's peak, and similarity of tokens."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def hidden_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "ba
 def hidden_peak(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, " batch"]:
     """Norm of the first position's state over the mean norm of the others.
 
-    ||h_0|| / mean over t > 0 of ||h_t||. Caution: above 1 at random init already where values are shared, since position 0
-    attends to itself alone and is never averaged; read it against step 0.
+    ||h_0|| / mean over t > 0 of ||h_t||. Caution: above 1 already at random init if values are shared, since position 0
+    attends to itself alone and is never averaged. Compare with step 0.
     """
     norms = wide(vectors.flatten(2)).norm(dim=-1)
     return norms[:, 0] / norms[:, 1:].mean(-1)
 
 
 def repetition_floor(tokens: Tensor) -> Tensor:
-    """Share of position pairs with equal ids: the similarity that repeated tokens alone would give, [batch]."""
+    """Return the share of position pairs with equal ids [batch], the similarity from repeated tokens alone."""
     T = tokens.shape[1]
     same = torch.stack([row.unique(return_counts=True)[1].double().square().sum() for row in tokens])
     return (same - T) / (T * (T - 1))
@@ -55,9 +55,9 @@ def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 
     """Mean cosine between the vectors of all pairs of positions.
 
     (||sum_t u_t||^2 - T) / (T (T - 1)) with unit vectors u_t: the closed form of the mean off-diagonal cosine, in O(T d).
-    All heads of a position together. `excl0` leaves position 0 out. `rot_k` is the published mode of keys, after the rotation.
-    Caution: repeated tokens and single large channels raise it, and it differs between
-    architectures at random init: compare trained minus step 0.
+    All heads of a position together. `excl0` leaves position 0 out. The published similarity of keys is at `rot_k`, after the
+    rotation. Caution: repeated tokens and single large channels raise it, and it differs between architectures at random
+    init. Compare trained minus step 0.
     """
     x = vectors.flatten(2)[:, skip:]
     T, total = x.shape[1], torch.zeros((), dtype=torch.double, device=x.device)
@@ -74,10 +74,10 @@ def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 
     controls={"orthogonal": lambda T: (1.0 - 1.0 / T) ** 0.5},
 )  # fmt: skip
 def collapse_residual(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 0) -> Float[Tensor, " batch"]:
-    """What is left of a sequence's vectors after their mean is taken away: ||X - 1 xbar^T||_F / ||X||_F.
+    """Norm of a sequence's vectors minus their mean, over the norm with it: r = ||X - 1 xbar^T||_F / ||X||_F.
 
-    0 where all positions hold one vector; sqrt(1 - 1/T) for orthogonal vectors of one length. For unit vectors it is the
-    token similarity s in another form: s = (T (1 - r^2) - 1) / (T - 1). Caution: one large position can carry the ratio.
+    0 if all positions hold one vector; sqrt(1 - 1/T) for orthogonal vectors of one length. For unit vectors it is the
+    token similarity s in another form: s = (T (1 - r^2) - 1) / (T - 1). Caution: one large position can dominate the ratio.
     """
     x = wide(vectors.flatten(2)[:, skip:])
     mean = x.mean(1, keepdim=True)
@@ -104,16 +104,16 @@ def massive_activations(vectors: Float[Tensor, "batch pos *width"], *, count: bo
 
 @metric(
     unit="ratio", range=">= 1 at the largest, falling", reading="higher: one dimension towers over the rest", sites=("stream",),
-    source="Sun et al. 2024, arXiv 2402.17762 (massive activations stand in few, fixed dimensions, mostly at the first token)",
+    source="Sun et al. 2024, arXiv 2402.17762 (massive activations are in few, fixed dimensions, mostly at the first token)",
     variants={"dimension": {}, "first_position": {}}, units={"dimension": "dimension", "first_position": "share of documents"},
 )  # fmt: skip
 class MassiveDimensions:
-    """The ten dimensions of the stream with the largest entries, over the median entry of the document, largest first.
+    """Largest entries of the ten leading dimensions of the stream over the document's median entry, largest first.
 
-    Of each dimension the largest |x| over positions, over the median |x| of the document; mean over documents.
-    `dimension`: which one that is. `first_position`: share of documents in which its largest entry stands at position 0.
-    Caution: the ratio has no threshold (`massive_activations` counts by the published one); where no dimension towers, which
-    ten lead is chance, so compare the ratios with step 0 and the dimensions over seeds and layers.
+    The largest |x| of a dimension over positions, divided by the median |x| of the document; mean over documents.
+    `dimension`: index of the dimension. `first_position`: share of documents with its largest entry at position 0.
+    Caution: the ratio has no threshold (`massive_activations` counts by the published one). If no dimension is much larger
+    than the rest, the order is chance. Compare the ratios with step 0, and the dimensions over seeds and layers.
     """
 
     errors: Mapping[str, float] = MappingProxyType({"dimension": math.nan, "first_position": math.nan})
@@ -132,7 +132,7 @@ class MassiveDimensions:
         self._add(len(size), torch.stack((ratio.sum(0), (place == 0).double().sum(0))).cpu())
 
     def merge(self, other: MassiveDimensions) -> None:
-        """Add what another accumulator has seen."""
+        """Add another accumulator's documents."""
         if other.n:
             self._add(other.n, other.sums)
 
@@ -140,7 +140,7 @@ class MassiveDimensions:
         self.n, self.sums = self.n + n, sums + self.sums if self.n else sums
 
     def result(self) -> Mapping[str, list[float]]:
-        """{"": ratios, and the variants}, one of each for a dimension; NaN without a document."""
+        """Return {"": ratios, and the variants}, one number per dimension; NaN without a document."""
         if not self.n:
             return {key: [math.nan] for key in ("", "dimension", "first_position")}
         ratio, first = self.sums / self.n
@@ -160,9 +160,10 @@ def loss(
     tokens: Int[Tensor, "batch pos"],
     counted: Bool[Tensor, "batch pos"] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """Mean next-token cross-entropy of a sequence (perplexity is its exponential, to be taken last).
+    """Mean next-token cross-entropy of a sequence.
 
-    `counted`: the tokens that the labels of the module's call count (those of -100 do not).
+    `counted`: the tokens with a label, as labels of -100 do not count. Perplexity is exp of the mean over all sequences.
+    Caution: compare losses on the same tokens only.
     """
     losses = sequence_losses(logits, tokens)
     if counted is None:

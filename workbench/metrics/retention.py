@@ -1,4 +1,4 @@
-"""How much of a token a vector still carries, as far as a linear probe can read it: converged, or estimated from sums."""
+"""Token information in vectors: bits that a linear probe recovers, fitted to convergence or estimated from sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from workbench.metrics.base import metric, wide
-from workbench.metrics.probing import ClassSums, Discriminant, Prior, Reservoir, drawn, fitted, key_of
+from workbench.metrics.probing import ClassSums, Discriminant, Prior, Reservoir, draw_positions, fitted, key_of
 
 CONTROLLED = ("", "accuracy", "fraction")
 STREAMED: Mapping[str, Mapping[str, bool]] = {"accuracy": {}, "fraction": {}, "ceiling": {}, "of_ceiling": {}}
@@ -22,11 +22,11 @@ SHIFT = 16
 
 
 class _Probe:
-    """What the probes do alike: which vector belongs to which target."""
+    """Base of the probes: pairs of vectors and targets."""
 
-    before = 0  # the target stands this many positions before the vector
+    before = 0  # positions from the target to the vector
     shifted = False
-    errors: Mapping[str, float] = {}  # of what `result` returns, over held-out documents
+    errors: Mapping[str, float] = {}  # standard errors of the results over held-out documents
 
     def update(self, vectors: Float[Tensor, "batch pos *width"], tokens: Int[Tensor, "batch pos"]) -> None:
         """Add a batch of documents."""
@@ -47,24 +47,23 @@ class _Probe:
 class TokenProbe(_Probe):
     """Bits of the input token's identity that a linear softmax probe recovers beyond token frequency, fitted to convergence.
 
-    (CE_unigram - CE_probe) / ln 2 on held-out documents, two of eight, in each of three splits of the documents that hold
-    out different ones; their mean, and its error over documents. `spread`: standard deviation over the splits; nothing
-    else is random, since the fit starts at the unigram and is convex. Five of eight documents fit the probe by L-BFGS, with
-    a small ridge, on vectors whitened within tokens; one sets its temperature, down to the bare unigram, so that noise gives
-    about 0 rather than the price of overfitting. The same for every model. It stops within 0.5 % of the bits at which
-    scikit-learn's multinomial logistic regression converges on the same vectors and ridge (2 % where there is about one bit).
-    Vectors that are scaled by dimension instead, as plain probes have them, are another family and give a weaker bound: of 4.2
-    bits in a stream 2.6 at convergence and the best ridge, against 4.1; in head outputs, where there is less than one, as much.
-    It keeps the 64 documents with the smallest hashes and 8,192
-    vectors of them at most, whatever it is shown.
+    (CE_unigram - CE_probe) / ln 2 on two of eight documents, which are held out. Mean over three splits that hold out different
+    documents; its error is over documents. Five of eight documents fit the probe by L-BFGS, with a small ridge, on vectors
+    whitened within tokens. One sets the temperature, down to the unigram, so that noise gives about 0. At most 64 documents,
+    those with the smallest hashes, and 8,192 of their vectors are used.
 
-    The probe tells apart the tokens seen in fitting; others keep their unigram probability (add-one). `ceiling`: bits of a
-    lookup of the token under that rule. `of_ceiling`: bits over it. `fraction`: of the unigram bits. `shifted`: the target is
-    the token up to 16 positions before, what document-level leakage alone would give. `random_labels`: every token seen
-    stands for a random one, what the probe can learn by heart. Controls take the first split.
+    The probe distinguishes the tokens seen in fitting. Others have their unigram probability (add-one). Variants:
+    `ceiling`: bits of a lookup of the token under that rule. `of_ceiling`: bits over the ceiling. `fraction`: bits over the
+    unigram bits. `accuracy`: share of tokens predicted right. `spread`: standard deviation over the splits.
+    Controls, on the first split: `shifted`, with the token up to 16 positions before as target, measures leakage within a
+    document. `random_labels`, with a random token for every token, measures memorisation.
 
-    Caution: layer 1's own values and all SVFormer values are exact lookups and must reach 0.99 of the ceiling by construction;
-    that is no finding, and where they do not, the probe is too weak here to tell anything of other sites.
+    The fit starts at the unigram and is convex, so nothing but the splits is random. It stops within 0.5 % of the bits of
+    scikit-learn's converged multinomial logistic regression on the same vectors and ridge (2 % at about one bit). Probes on
+    vectors scaled by dimension give a weaker bound: 2.6 instead of 4.1 of 4.2 bits in a stream, at the best ridge.
+
+    Caution: layer 1's own values and all SVFormer values are exact lookups and must reach 0.99 of the ceiling by construction.
+    If they do not, the probe is too weak for conclusions at other sites.
     """
 
     splits, documents, vectors = 3, 64, 8192
@@ -76,18 +75,18 @@ class TokenProbe(_Probe):
 
     def _add(self, key: bytes, x: Tensor, y: Tensor) -> None:
         self.finite = self.finite and bool(x.isfinite().all())
-        self.reservoir.add(key, *drawn(key, x, y, self.vectors))
+        self.reservoir.add(key, *draw_positions(key, x, y, self.vectors))
 
     def merge(self, other: TokenProbe) -> None:
-        """Add what another accumulator has kept."""
+        """Add another accumulator's documents."""
         self.finite = self.finite and other.finite
-        for key, (x, y) in other.reservoir.kept.items():
+        for key, (x, y) in other.reservoir.sample.items():
             self.reservoir.add(key, x, y)
 
     def result(self) -> Mapping[str, float]:
-        """{"": bits, and the variants} on the held-out documents; NaN with fewer than seven documents."""
+        """Return {"": bits, and the variants} on the held-out documents; NaN with fewer than seven documents."""
         control = self.shifted or self.random_labels
-        if len(self.reservoir.kept) < 7 or not self.finite:
+        if len(self.reservoir.sample) < 7 or not self.finite:
             return dict.fromkeys(CONTROLLED if control else ("", *BITS), math.nan)
         judged = [self._held_out(split) for split in range(1 if control else self.splits)]
         means, self.errors = _means(torch.cat(judged))
@@ -97,7 +96,7 @@ class TokenProbe(_Probe):
 
     @torch.no_grad()
     def _held_out(self, split: int) -> Tensor:
-        """What `Prior.judged` finds on the documents that a split holds out."""
+        """Return the results of `Prior.judged` on the held-out documents of a split."""
         documents = self.reservoir.sorted()
         eighths = (0, 1, 2, 4, 5), (6,), (3, 7)
         sides = [[d for i, d in enumerate(documents) if (i + split) % 8 in side] for side in eighths]
@@ -122,11 +121,10 @@ class TokenProbe(_Probe):
     units=UNITS, controls=CONTROLS, min_length=4, version=3,
 )  # fmt: skip
 class PreviousTokenProbe(TokenProbe):
-    """Bits of the previous token's identity that a linear softmax probe recovers: mixing, where `token_probe` is retention.
+    """Bits of the previous token's identity that a linear softmax probe recovers: a measure of mixing.
 
-    As `token_probe`, three splits included, with the target one position before; position 0, which has none, is left out.
-    Caution: neighbours are alike in text, so the identity of a token tells of the one before it; layer 0's stream, which has
-    mixed nothing in, is the baseline.
+    As `token_probe` with the target one position before; position 0 is left out. Caution: neighbouring tokens in text are
+    related, so a token's identity predicts the previous one. The baseline is layer 0's stream, before any mixing.
     """
 
     before = 1
@@ -139,17 +137,17 @@ class PreviousTokenProbe(TokenProbe):
     controls={"shifted": {"shifted": True}}, min_length=2, version=3,
 )  # fmt: skip
 class TokenProbeStreamed(_Probe):
-    """`token_probe` estimated: the same bits by a probe in closed form, from sums over any number of documents.
+    """Estimate of `token_probe`: the same bits by a probe in closed form, from sums over any number of documents.
 
-    Linear discriminant analysis from each token's count and sum of vectors and the second moment of all; nothing is
-    iterated. Sixteen documents at most (a quarter) are held out and eight (an eighth) set the temperature: those with the
-    smallest hashes, kept until the end, so one pass is enough and the order does not matter. At most 256 positions of a
-    document are used. Variants and `shifted` as there; a single split.
+    Linear discriminant analysis from the count and sum of vectors per token and the second moment of all vectors. At most
+    sixteen documents (a quarter), those with the smallest hashes, are held out, and the next eight (an eighth) set the
+    temperature, so that one pass is enough and the order does not matter. At most 256 positions of a document are used.
+    Variants and the control `shifted` as in `token_probe`, on a single split.
 
-    Caution: not for comparing models. Against the converged probe on the same documents (4 layers, d 96, 300 steps on text) it
-    loses nothing on lookups and .00-.05 bits of 7.6 at init, but .55 bits and .07 of the accuracy on a vanilla model's last own
-    values (6.6 bits) and .08 on ResFormer's, which nearly doubles their difference. Where about one bit is left it may find
-    more (1.6 against 1.3).
+    Caution: not for comparing models. Compared with the converged probe on the same documents (4 layers, d 96, 300 steps on
+    text), it loses nothing on lookups and 0.00 to 0.05 of 7.6 bits at init. On a vanilla model's last own values it loses 0.55
+    of 6.6 bits and 0.07 of the accuracy, on ResFormer's 0.08 bits, which nearly doubles their difference. At about one bit it
+    may give more (1.6 instead of 1.3).
     """
 
     held, tuned, positions = 16, 8, 256
@@ -159,7 +157,7 @@ class TokenProbeStreamed(_Probe):
         self.reservoir = Reservoir(self.held + self.tuned, 32 * self.positions)
 
     def _add(self, key: bytes, x: Tensor, y: Tensor) -> None:
-        self._keep(key, *drawn(key, x, y, self.positions))
+        self._keep(key, *draw_positions(key, x, y, self.positions))
 
     def _keep(self, key: bytes, x: Tensor, y: Tensor) -> None:
         for vectors, targets in self.reservoir.add(key, x, y):
@@ -167,15 +165,15 @@ class TokenProbeStreamed(_Probe):
             self.seen += 1
 
     def merge(self, other: TokenProbeStreamed) -> None:
-        """Add what another accumulator has seen."""
+        """Add another accumulator's documents."""
         self.sums.merge(other.sums)
         self.seen += other.seen
-        for key, (x, y) in other.reservoir.kept.items():
+        for key, (x, y) in other.reservoir.sample.items():
             self._keep(key, x, y)
 
     @torch.no_grad()
     def result(self) -> Mapping[str, float]:
-        """{"": bits, and the variants} on the held-out documents; NaN with fewer than seven documents."""
+        """Return {"": bits, and the variants} on the held-out documents; NaN with fewer than seven documents."""
         documents = self.reservoir.sorted()
         n = self.seen + len(documents)
         names = CONTROLLED if self.shifted else ("", *STREAMED)
@@ -201,16 +199,16 @@ class TokenProbeStreamed(_Probe):
     units=UNITS, controls={"shifted": {"shifted": True}}, min_length=4, version=2,
 )  # fmt: skip
 class PreviousTokenProbeStreamed(TokenProbeStreamed):
-    """`previous_token_probe` estimated: as `token_probe_streamed`, with the target one position before.
+    """Estimate of `previous_token_probe`: as `token_probe_streamed` with the target one position before.
 
-    Caution: worse than the estimate of the token itself, since what is mixed in is a small part of the vector.
+    Caution: less accurate than the estimate of the token itself, since earlier tokens are a small part of the vector.
     """
 
     before = 1
 
 
 def _random_labels(y: Tensor, size: int, seed: int) -> Tensor:
-    """A token for every token [size]: those in `y` get one of these, drawn by frequency; all others stay."""
+    """Return a token for every token [size]: tokens in `y` get one of these, drawn by frequency, others stay."""
     label = torch.arange(size)
     seen, counts = y.unique(return_counts=True)
     draw = counts.double().multinomial(len(seen), True, generator=torch.Generator().manual_seed(seed))
@@ -219,7 +217,7 @@ def _random_labels(y: Tensor, size: int, seed: int) -> Tensor:
 
 
 def _means(judged: Tensor) -> tuple[dict[str, float], dict[str, float]]:
-    """Means over documents under the variants' names, and their standard errors, from what `Prior.judged` finds."""
+    """Return means over documents by variant, and their standard errors, from the results of `Prior.judged`."""
     bits, accuracy, unigram, ceiling = judged.mean(0).tolist()
     share = bits / ceiling if ceiling > 0 else math.nan
     means = {"": bits, "accuracy": accuracy, "fraction": bits / unigram, "ceiling": ceiling, "of_ceiling": share}

@@ -1,4 +1,4 @@
-"""Spectra of vectors: how many directions they use. Second moments are streamed in float64, one D x D matrix a layer."""
+"""Spectra of vectors: number of directions in use, from second moments streamed in float64, one D x D matrix per layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from workbench.metrics.base import metric, wide
 
 MAX_EIGENVALUES = 32
-KEPT_VARIANCE = 0.99
+VARIANCE = 0.99  # share that `pcs_99` counts components for
 
 
 class _Moments:
-    """Count, sum and second moment of vectors; a batch is one matrix product."""
+    """Count, sum and second moment of vectors."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -30,7 +30,7 @@ class _Moments:
         self._add(len(x), x.sum(0).cpu(), (x.T @ x).cpu())
 
     def merge(self, other: _Moments) -> None:
-        """Add what another accumulator has seen."""
+        """Add another accumulator's sums."""
         if other.n:
             self._add(other.n, other.sum, other.second)
 
@@ -38,9 +38,9 @@ class _Moments:
         self.n, self.sum, self.second = self.n + n, self.sum + total, self.second + second
 
     def eigenvalues(self, *, centred: bool = False) -> Tensor:
-        """Eigenvalues of the second moment (1/N) sum v v^T, or of the covariance; descending, none below 0.
+        """Return the descending eigenvalues of the second moment (1/N) sum v v^T, or of the covariance.
 
-        NaN where a vector was not finite.
+        NaN if a vector was not finite.
         """
         moment = self.second / self.n
         if centred:
@@ -58,25 +58,25 @@ class _Moments:
     units={"top_share": "share", "trace": "norm squared"}, version=2,
 )  # fmt: skip
 class EffectiveRank(_Moments):
-    """Directions that vectors use, from the eigenvalues mu of their uncentred second moment (1/N) sum v v^T.
+    """Number of directions in use, from the eigenvalues mu of the uncentred second moment (1/N) sum v v^T.
 
-    exp(-sum q ln q) with q = mu / sum mu (the eigenvalue form). `participation`: (sum mu)^2 / sum mu^2. `pcs_99`: principal
-    components for 99 % of the centred variance (without an error bar: a count jumps, and eight groups of documents would
-    cover 32 % of what they say they do). `top_share`: mu_1 / sum mu. `trace`: sum mu = mean ||v||^2, the scale that
-    the others are free of. Caution: limited by the number of vectors; compare models on the same tokens, and with step 0.
+    exp(-sum q ln q) with q = mu / sum mu (the eigenvalue form). `participation`: (sum mu)^2 / sum mu^2. `top_share`:
+    mu_1 / sum mu. `trace`: sum mu = mean ||v||^2, the scale that cancels in the others. `pcs_99`: principal components for
+    99 % of the centred variance, without an error, as the jackknife over eight groups covers a count in 32 % of cases only.
+    Caution: limited by the number of vectors. Compare models on the same tokens, and with step 0.
     """
 
     errors: Mapping[str, float] = MappingProxyType({"pcs_99": math.nan})
 
     def result(self) -> Mapping[str, float]:
-        """{"": effective rank, and the variants}; NaN without vectors or where they are all zero."""
+        """Return {"": effective rank, and the variants}; NaN without vectors or if all are zero."""
         names = ("", "participation", "pcs_99", "top_share", "trace")
         if not self.n or not (mu := self.eigenvalues()).isfinite().all() or float(mu.sum()) == 0:
             return dict.fromkeys(names, math.nan)
         q = mu / mu.sum()
         spread = self.eigenvalues(centred=True)
-        whole = float(spread.sum())
-        pcs = int((spread.cumsum(0) < KEPT_VARIANCE * whole * (1 - 1e-12)).sum()) + 1 if whole > 0 else 0
+        total = float(spread.sum())
+        pcs = int((spread.cumsum(0) < VARIANCE * total * (1 - 1e-12)).sum()) + 1 if total > 0 else 0
         values = (torch.special.entr(q).sum().exp(), 1 / q.square().sum(), pcs, q[0], mu.sum())
         return dict(zip(names, map(float, values), strict=True))
 
@@ -88,11 +88,10 @@ class EffectiveRank(_Moments):
 class Spectrum(_Moments):
     """Eigenvalues of the values' uncentred second moment over their sum, largest first.
 
-    Pooled: one matrix (1/N) sum v v^T of all N vectors. `per_sequence`: as the published code has it, the eigenvalues of
-    each sequence's own matrix (1/T) sum v v^T, averaged rank by rank. Their largest share is the higher one: a sequence
-    holds fewer directions than all of them (at most T), and leading directions that differ between sequences are averaged
-    by rank, not together. The published spectra are not normalised, and so contain the values' scale. Caution: the largest
-    32 only; a layer with larger values is no richer, so read the trace (variant of effective rank) beside it.
+    Pooled: one matrix (1/N) sum v v^T of all N vectors. `per_sequence`: as in the published code, the eigenvalues of one matrix
+    (1/T) sum v v^T per sequence, averaged rank by rank. Its largest share is higher, as a sequence has at most T directions, and
+    leading directions that differ between sequences are averaged by rank. The published spectra are not normalised and contain
+    the values' scale. Caution: the largest 32 only. Normalisation removes the scale, so read the `trace` of `effective_rank` too.
     """
 
     def __init__(self) -> None:
@@ -111,17 +110,17 @@ class Spectrum(_Moments):
             self.ranked[: len(mu)] += mu
 
     def merge(self, other: _Moments) -> None:
-        """Add what another accumulator has seen."""
+        """Add another accumulator's sums."""
         assert isinstance(other, Spectrum)
         super().merge(other)
         self.ranked = self.ranked + other.ranked
 
     def result(self) -> Mapping[str, list[float]]:
-        """{"": one share for each eigenvalue, "per_sequence": likewise}; NaN without vectors."""
+        """Return {"": one share per eigenvalue, "per_sequence": the same}; NaN without vectors."""
         mu = self.eigenvalues() if self.n else torch.tensor([math.nan])
-        whole = (mu / mu.sum())[:MAX_EIGENVALUES]
-        by_rank = self.ranked[: len(whole)] / (mu.sum() * max(self.n, 1))  # the traces add up to the pooled one
-        return {"": whole.tolist(), "per_sequence": by_rank.tolist()}
+        pooled = (mu / mu.sum())[:MAX_EIGENVALUES]
+        by_rank = self.ranked[: len(pooled)] / (mu.sum() * max(self.n, 1))  # the traces add up to the pooled one
+        return {"": pooled.tolist(), "per_sequence": by_rank.tolist()}
 
 
 @metric(
@@ -132,13 +131,11 @@ class Spectrum(_Moments):
 def head_rank(
     vectors: Float[Tensor, "batch pos kv_head d_head"], *, top: bool = False
 ) -> Float[Tensor, "batch kv_head"]:
-    """Directions that the values of each key-value head use within a document: exp(-sum q ln q), q = mu / sum mu.
+    """Number of directions in the values of a key-value head within a document: exp(-sum q ln q), q = mu / sum mu.
 
-    mu are the eigenvalues of the head's uncentred second moment sum v v^T, all heads in one batch; d_head x d_head
-    products in place of a singular value decomposition of T vectors. `top_share`: the largest q. NaN where a vector is not finite
-    or all are zero.
-    Caution: limited by T and by d_head, so compare models on equal documents and with step 0; heads together are in
-    `effective_rank`.
+    mu are the eigenvalues of the head's uncentred second moment sum v v^T. `top_share`: the largest q. NaN if a vector is not
+    finite or all are zero. Caution: limited by T and by d_head, so compare models on equal documents and with step 0. For all
+    heads together see `effective_rank`.
     """
     x = wide(vectors).transpose(1, 2)
     moment = x.mT @ x

@@ -1,4 +1,4 @@
-"""Value vectors: their norms, the first token's drain, and how much of them is the token's identity alone."""
+"""Metrics of value vectors: norms, the first token's drain, and the share that the token's identity explains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = 64  # of vectors that are widened at a time
 def value_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "batch pos"]:
     """Euclidean norm of the value at each position, all key-value heads together.
 
-    Caution: the effective value `v` of a value-residual model contains the first layer's; read `own_v` beside it.
+    Caution: the effective value `v` of a value-residual model contains the first layer's. Read `own_v` too.
     """
     return wide(vectors.flatten(2)).norm(dim=-1)
 
@@ -36,7 +36,7 @@ def value_drain(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, " b
 
 
 @metric(
-    unit="cosine", range="-1..1", reading="higher: the head says more of the token's own value", min_length=2,
+    unit="cosine", range="-1..1", reading="higher: the head's output is nearer to the token's own value", min_length=2,
     source="Exclusive Self Attention, arXiv 2603.09078 (2026): attention-similarity bias",
     variants={"first_position": {"first": True}, "other_token": {"other": True}},
 )  # fmt: skip
@@ -49,9 +49,9 @@ def value_bias(
 ) -> Float[Tensor, "batch head"]:
     """Cosine between a head's output and the value of the token itself, mean over the positions after the first.
 
-    cos(z_i, v_i), v_i of the head's key-value head. `first_position`: at position 0, which attends to itself alone, so 1 where
-    nothing is added or taken out. `other_token`, the baseline: v_j of the token half a document away. Caution: values that are
-    alike raise it at every distance, and z is what W_O reads, with gates and additions; exclusive attention is 0 by construction.
+    cos(z_i, v_i) with v_i of the head's key-value head. `first_position`: at position 0, which attends to itself alone, so 1
+    unless something changes z. `other_token`, the baseline: v_j of the token half a document away. Caution: similar values
+    raise it at every distance, and z includes gates and additions. Exclusive attention is 0 by construction.
     """
     own = v.repeat_interleave(z.shape[2] // v.shape[2], dim=2)
     own = own[:, 1:].roll((own.shape[1] - 1) // 2, 1) if other else own[:, :1] if first else own[:, 1:]
@@ -59,7 +59,7 @@ def value_bias(
 
 
 def returning(tokens: Tensor) -> Mapping[str, Tensor]:
-    """The ids that occur twice at least, ascending: no other type counts in an identity share."""
+    """Return the ids that occur at least twice, ascending, as no others count in an identity share."""
     ids, counts = tokens.unique(return_counts=True)
     return {"among": ids[counts > 1]}
 
@@ -75,8 +75,11 @@ class TokenIdentityShare:
     With N tokens, K types seen at least twice, sums of squares SSB between and SSW within types (over all dimensions) and
     MSW = SSW / (N - K): (SSB - (K - 1) MSW) / (SSB + SSW + MSW), the bias-corrected form. Exactly 1 for first-layer values
     and for every SVFormer value. `shuffled`: ids moved to other positions of their document, which must give about 0.
-    Caution: high at random init too, where context has moved little; read it against step 0. `among`: the only ids to keep
-    sums of, where it is known ahead which will come twice.
+    Caution: high at random init too, when context has little effect yet. Compare with step 0.
+
+    Args:
+        shuffle: Whether to move ids to other positions of their document.
+        among: The ids that will occur twice, if known before; sums of other ids are not stored.
     """
 
     def __init__(self, *, shuffle: bool = False, among: Tensor | None = None) -> None:
@@ -87,23 +90,23 @@ class TokenIdentityShare:
         self.squares = torch.zeros(0, dtype=torch.double)
 
     def update(self, vectors: Float[Tensor, "batch pos *width"], tokens: Int[Tensor, "batch pos"]) -> None:
-        """Add a batch: per-type counts, sums and sums of squares."""
+        """Add the counts, sums and sums of squares of a batch by type."""
         if self.shuffle:
             order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(tokens.shape[1]))
             tokens = tokens[:, order.to(tokens.device)]
         flat, ids = vectors.flatten(2).flatten(0, 1), tokens.flatten()
         if self.among is not None:
-            kept_ids = torch.isin(ids, self.among.to(ids.device))
-            flat, ids = flat[kept_ids], ids[kept_ids]
+            selected = torch.isin(ids, self.among.to(ids.device))
+            flat, ids = flat[selected], ids[selected]
         types, inverse = ids.unique(return_inverse=True)
-        # what is kept first, and little beside it: what is freed between two kept tensors would split the heap
-        kept = torch.empty(len(types), flat.shape[1], dtype=torch.promote_types(flat.dtype, torch.float32))
+        # allocate stored tensors first: blocks freed between two of them would fragment the heap
+        sums = torch.empty(len(types), flat.shape[1], dtype=torch.promote_types(flat.dtype, torch.float32))
         squares = torch.zeros(len(types), dtype=torch.double, device=flat.device)
-        for part, into in zip(flat.split(COLUMNS, 1), kept.split(COLUMNS, 1), strict=True):
+        for part, into in zip(flat.split(COLUMNS, 1), sums.split(COLUMNS, 1), strict=True):
             part = part.double()
             into.copy_(part.new_zeros(len(types), part.shape[1]).index_add_(0, inverse, part))
             squares.index_add_(0, inverse, part.square().sum(-1))
-        self._add(types.cpu(), inverse.bincount().double().cpu(), kept, squares.cpu())
+        self._add(types.cpu(), inverse.bincount().double().cpu(), sums, squares.cpu())
 
     def _add(self, ids: Tensor, counts: Tensor, sums: Tensor, squares: Tensor) -> None:
         if not len(self.ids):
@@ -111,20 +114,19 @@ class TokenIdentityShare:
             return
         types, inverse = torch.cat((self.ids, ids)).unique(return_inverse=True)
         old, new = inverse[: len(self.ids)], inverse[len(self.ids) :]
-        given = {"counts": counts, "sums": sums, "squares": squares}
-        for name, theirs in given.items():
-            mine = getattr(self, name)
-            total = mine.new_zeros(len(types), *mine.shape[1:]).index_add_(0, old, mine).index_add_(0, new, theirs)
+        for name, added in {"counts": counts, "sums": sums, "squares": squares}.items():
+            own = getattr(self, name)
+            total = own.new_zeros(len(types), *own.shape[1:]).index_add_(0, old, own).index_add_(0, new, added)
             setattr(self, name, total)
         self.ids = types
 
     def merge(self, other: TokenIdentityShare) -> None:
-        """Add what another accumulator has seen."""
+        """Add another accumulator's sums."""
         if len(other.ids):
             self._add(other.ids, other.counts, other.sums, other.squares)
 
     def result(self) -> float:
-        """The share; NaN where fewer than two types occur twice or nothing varies."""
+        """Return the share; NaN if fewer than two types occur twice or nothing varies."""
         twice = self.counts >= 2
         counts, sums, squares = self.counts[twice], self.sums[twice].double(), self.squares[twice]
         n, k = float(counts.sum()), int(twice.sum())

@@ -1,4 +1,4 @@
-"""What weights, their gradients and the cache say by themselves: gradient norms per matrix, bytes held and bytes read."""
+"""Metrics of weights, gradients and the key-value cache: gradient norms per matrix, bytes held and bytes read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.metrics.base import metric
 
 
 class Row(NamedTuple):
-    """One number of a derived measure: which matrix (`part`), which layer (None outside the blocks)."""
+    """One number of a derived metric, with its matrix (`part`) and layer (None outside the blocks)."""
 
     part: str
     layer: int | None
@@ -27,7 +27,7 @@ PARTS = {
 
 
 def part_of(name: str) -> tuple[str, int | None]:
-    """(matrix, layer) of a parameter name: `blocks.2.attn.q_proj.weight` -> (`W_Q`, 2)."""
+    """Return matrix and layer of a parameter name: `blocks.2.attn.q_proj.weight` -> (`W_Q`, 2)."""
     match = re.match(r"blocks\.(\d+)\.(.+)\.weight$", name)
     stem = match[2].rsplit(".", 1)[-1] if match else name.removesuffix(".weight")
     return PARTS.get(stem, {"embed": "W_E", "unembed": "W_U"}.get(stem, stem)), int(match[1]) if match else None
@@ -43,9 +43,9 @@ def gradient_norm(
 ) -> list[Row]:
     """Frobenius norm of the gradient per matrix and layer, one document at a time, unclipped.
 
-    ||dloss/dW||_F of the mean next-token loss; `relative`: times ||W||_F. `output`: of the mean largest logit instead of the
-    loss (Zhou et al. speak of model outputs without naming the scalar). Caution: a larger gradient of the first layer's
-    W_V in value-residual models is close to a tautology, since each shortcut adds a term.
+    ||dloss/dW||_F of the mean next-token loss. `relative`: times ||W||_F. `output`: gradient of the mean largest logit instead
+    of the loss, as Zhou et al. name model outputs without a scalar. Caution: a larger gradient of the first layer's W_V in
+    value-residual models is close to a tautology, since every shortcut adds a term.
     """
     names = list(gradients)
     norms = _norms(gradients[n] for n in names)
@@ -56,22 +56,22 @@ def gradient_norm(
 
 
 def _norms(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
-    """Frobenius norms in one launch; float32 also where the tensors are narrower."""
+    """Return Frobenius norms in one launch, in float32 or better."""
     together = list(tensors)
     return torch._foreach_norm(together, 2, torch.promote_types(together[0].dtype, torch.float32))
 
 
 class Decoded(Protocol):
-    """A key-value cache, in 16 bits, of a sequence that was read all but its last token at once, then that one."""
+    """A 16-bit key-value cache after a pass over all tokens but the last, and one over the last token."""
 
     batch: int
     length: int
 
     def nbytes(self) -> int:
-        """Bytes of the keys and values held, each tensor once."""
+        """Return the bytes of the stored keys and values, each tensor once."""
 
     def traffic(self) -> int:
-        """Bytes of keys and values that the last pass read, shared ones once for each reader."""
+        """Return the bytes of keys and values that the last pass read, shared ones once per reader."""
 
 
 LOOKED_UP = "bank_of_values.tables."  # tables [d_vocab, width] whose rows are cached like projected values
@@ -82,11 +82,11 @@ LOOKED_UP = "bank_of_values.tables."  # tables [d_vocab, width] whose rows are c
     source="counted from the tensors held, in 16 bits", controls={"formula": {"formula": True}}, min_length=2,
 )  # fmt: skip
 def cache_bytes(cache: Decoded, weights: Mapping[str, Tensor], *, formula: bool = False) -> list[Row]:
-    """Capacity: bytes of key-value cache per token, counted from the tensors that a cached pass leaves behind.
+    """Capacity: bytes of key-value cache per token, counted from the tensors that a cached pass stores.
 
-    Beside it `formula`: 2 (sum over layers of the widths of W_K and W_V that exist, and of tables looked up instead).
-    Shared keys and values are held once: SVFormer's cache is (L + 1) / (2 L) of the decoder's. Caution: this is room, not
-    speed; see `cache_traffic`.
+    The control `formula` is 2 bytes times the sum over layers of the widths of existing W_K and W_V, and of tables looked up
+    instead. Shared keys and values are stored once: SVFormer's cache is (L + 1) / (2 L) of the decoder's. Caution: capacity is
+    not speed; see `cache_traffic`.
     """
     widths = [t.shape[0] for n, t in weights.items() if n.endswith((".k_proj.weight", ".v_proj.weight"))]
     widths += [t.shape[1] for n, t in weights.items() if n.startswith(LOOKED_UP)]
@@ -100,10 +100,9 @@ def cache_bytes(cache: Decoded, weights: Mapping[str, Tensor], *, formula: bool 
 def cache_traffic(cache: Decoded, *, capacity: bool = False) -> list[Row]:
     """Traffic: bytes of cached keys and values that decoding one token reads, per token in the cache.
 
-    Every layer reads what it attends to, so keys and values that layers share count once for each reader: SVFormer and
-    CLA read as much as the decoder, GQA less, cross-layer attention more. Beside it `capacity`, the bytes held. Caution:
-    shared values that stay in a nearer cache (the GPU's L2) between layers are read from far memory only once, which
-    brings SVFormer's traffic down to its capacity.
+    Shared keys and values count once per reading layer: SVFormer and CLA read as much as the decoder, GQA less, cross-layer
+    attention more. The control `capacity` is the bytes stored. Caution: shared values that stay in a GPU's L2 cache between
+    layers are read from its memory only once, which reduces SVFormer's traffic to its capacity.
     """
     held = cache.nbytes() if capacity else cache.traffic()
     return [Row("all", None, held / (cache.batch * cache.length))]

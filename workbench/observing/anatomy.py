@@ -1,7 +1,7 @@
-"""The parts of an observed decoder's stream and logits: what its blocks add, split into heads and value paths.
+"""Parts of an observed decoder's stream and logits: outputs of its blocks, split into heads and value paths.
 
-Everything is found in the numbers of one traced run: what each block adds, the weights of averaged streams, the norms (of
-the end, and those between W_O and the stream), the head. What is not found is refused in words.
+Weights of averaged streams, norms between W_O and the stream, the final norm and the head are fitted to one traced run. A part
+without a fit raises `BadData` with the reason.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from workbench.models.anatomy import Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
 from workbench.observing.interception.weights import applied, is_sharded
-from workbench.observing.recognition.frozen_norm import FrozenNorm, fit_norm
+from workbench.observing.recognition.attention_calls import repeated
+from workbench.observing.recognition.fits import FrozenNorm, depth_weights, fit_norm
 from workbench.observing.recognition.outputs import SHARE
-from workbench.observing.recognition.stream_sums import depth_weights
 from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath, mixture_of
 
 
 class ObservedAnatomy(Anatomy):
-    """Of an observed decoder, from a structure and value paths that were recognised just now."""
+    """Anatomy of an observed decoder, from a freshly recognised structure and its value paths."""
 
     def __init__(self, model: HookedModel, structure: DecoderStructure, paths: Sequence[ValuePath]) -> None:
         super().__init__(model)
         self.structure, self.paths = structure, paths
-        self.written: dict[int, FrozenNorm] = {}  # what stands between W_O and the stream
+        self.foreign: nn.Module = model.foreign
+        self.written: dict[int, FrozenNorm] = {}  # norms between W_O and the stream, by layer
 
     def needed(self, by: str, layer: int, frozen: bool = False) -> list[str]:
-        """Hook points that a decomposition reads; raises `BadData` where the model does not show them."""
+        """Return the hook points of a decomposition; raises `BadData` if the model lacks one."""
         names = [stream_hook(0, self.model.config.n_layers), stream_hook(layer, self.model.config.n_layers)]
         for name in names:
             if name not in self.model.hook_dict:
@@ -44,14 +45,14 @@ class ObservedAnatomy(Anatomy):
             if not structure.adds:
                 if by != "layer" or structure.is_normed:
                     raise BadData(f"layer {n} of this model shows no parts: {self._why(f'blocks.{n}.hook_attn_out')}")
-                names += [f"blocks.{n}.hook_resid_pre", f"blocks.{n}.hook_resid_post"]  # what it adds, as a whole
+                names += [f"blocks.{n}.hook_resid_pre", f"blocks.{n}.hook_resid_post"]  # their difference is one part
             names += [f"blocks.{n}.hook_{x}" for x in ("attn_out", "mlp_out") if getattr(structure, x) is not None]
             if by != "layer" and structure.is_read:
-                self._check_output(n)
+                self._output_norm(n)
                 names += [f"blocks.{n}.attn.hook_z"]
             if by == "value_path" and structure.is_read:
                 names += [*self._attention_points(n), f"blocks.{n}.attn.hook_v", *self._bases(n).values()]
-                names += [self._weights_point(n)] if mixture_of(self.paths, n).by_token else []
+                names += [f"blocks.{n}.attn.hook_v_weights"] if mixture_of(self.paths, n).by_token else []
         if frozen:
             if isinstance(self.structure.ending, str):
                 raise BadData(f"this model's logits cannot be taken apart: {self.structure.ending}")
@@ -60,7 +61,7 @@ class ObservedAnatomy(Anatomy):
 
     @property
     def inner_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Float32 where a norm of a float64 module passes through it."""
+        """Float32 if a norm of a float64 module computes in it."""
         ending = self.structure.ending
         norms = [*self.written.values(), *([] if isinstance(ending, str) else [ending.norm])]
         return (torch.float32,) if any(norm.is_narrowed for norm in norms) else ()
@@ -69,7 +70,7 @@ class ObservedAnatomy(Anatomy):
         return self.model.absent.get(name, f"it does not show {name}")
 
     def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Logits of every position, None of a module without a head, and activations of a run."""
+        """Return logits of every position (None without a head) and the activations of a run."""
         model: Any = self.model
         if self.structure.logits is None:
             return None, model.run_with_cache(given, names)[1].cache_dict
@@ -79,59 +80,54 @@ class ObservedAnatomy(Anatomy):
     # ---- the stream --------------------------------------------------------------------------------------------------
 
     def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
-        """(label, [batch, pos, d_model]): `embed` is what the first block reads, `0_attn_bias` that of W_O, `0_block_out` a block whole."""
+        """Return pairs (label, [batch, pos, d_model]) that sum to a stream.
+
+        `embed` is the first block's input, `0_attn_bias` the bias of W_O, `0_block_out` all that a block without known parts adds.
+        """
         first, *weights = self._weights(read, layer)
-        found = [("embed", first * read.cut("blocks.0.hook_resid_pre"))]
+        parts = [("embed", first * read.cut("blocks.0.hook_resid_pre"))]
         for n, structure in enumerate(self.structure.layers[:layer]):
             if not structure.adds:
-                mine = [
-                    (f"{n}_block_out", read.cut(f"blocks.{n}.hook_resid_post") - read.cut(f"blocks.{n}.hook_resid_pre"))
-                ]
+                added = read.cut(f"blocks.{n}.hook_resid_post") - read.cut(f"blocks.{n}.hook_resid_pre")
+                attention = [(f"{n}_block_out", added)]
             elif by != "layer" and structure.is_read:
-                mine = self._heads(read, n, by)
+                attention = self._heads(read, n, by)
             else:
-                mine = [(f"{n}_attn_out", read.cut(f"blocks.{n}.hook_attn_out"))]
+                attention = [(f"{n}_attn_out", read.cut(f"blocks.{n}.hook_attn_out"))]
             weight = weights.pop(0)
-            found += [(label, weight * part) for label, part in mine]
+            parts += [(label, weight * part) for label, part in attention]
             if structure.mlp_out is not None:
-                found.append((f"{n}_mlp_out", weights.pop(0) * read.cut(f"blocks.{n}.hook_mlp_out")))
-        return found
+                parts.append((f"{n}_mlp_out", weights.pop(0) * read.cut(f"blocks.{n}.hook_mlp_out")))
+        return parts
 
     def _weights(self, read: Reader, layer: int) -> list[Any]:
-        """How much of what the first block reads, and of each output so far, arrives in a stream."""
+        """Return the weights of the first block's input and of each output so far in a stream."""
         layers, arriving = self.structure.layers[:layer], self.structure.arriving[: layer + 1]
         each = [f"blocks.{n}.hook_{x}" for n, s in enumerate(layers) for x in ("attn_out", "mlp_out") if getattr(s, x)]
-        if arriving[-1].by_token is not None:  # of this run
+        if arriving[-1].by_token is not None:  # fitted to this run
             outputs = [read.cut(name) for name in ("blocks.0.hook_resid_pre", *each)]
             stream = read.cut(stream_hook(layer, self.model.config.n_layers))
             weights, _ = depth_weights(stream, outputs)
             return list(weights.to(stream).repeat_interleave(stream.shape[-1] // weights.shape[-2], dim=-2).unbind(-1))
         if any(s.by_token is not None for s in arriving):
-            raise BadData(
-                "this model's stream cannot be taken apart: sums of earlier outputs by token stand on its way"
+            raise BadData("this model's stream cannot be taken apart: it passes sums of earlier outputs by token")
+        outs: list[list[float]] = [[1.0]]  # weights of the first input and of each block's output, in each stream
+        for n, arrives in enumerate(arriving):
+            padded = [row + [0.0] * (n + 1 - len(row)) for row in outs]
+            first, *blocks = (
+                sum(w * row[i] for w, row in zip(arrives.weights, padded, strict=True)) for i in range(n + 1)
             )
-        first, *blocks = self._constants(layer)
+            keep, again = self.structure.layers[n].keeps if n < layer else (1.0, 0.0)
+            outs.append([keep * first + again, *(keep * weight for weight in blocks), 1.0])
         counts = (max(1, sum(getattr(s, x) is not None for x in ("attn_out", "mlp_out"))) for s in layers)
         return [first, *(weight for weight, count in zip(blocks, counts, strict=True) for _ in range(count))]
 
-    def _constants(self, layer: int) -> list[float]:
-        """How much of what the first block reads, and of what each block adds, arrives in a stream, the same for all tokens."""
-        outs: list[list[float]] = []  # of the first stream and of each block's output
-        for n, arrives in enumerate(self.structure.arriving[: layer + 1]):
-            sources = [[1.0], *outs]
-            width = n + 1
-            padded = [row + [0.0] * (width - len(row)) for row in sources]
-            read = [sum(w * row[i] for w, row in zip(arrives.weights, padded, strict=True)) for i in range(width)]
-            keep, again = self.structure.layers[n].keeps if n < layer else (1.0, 0.0)
-            outs.append([keep * read[0] + again, *(keep * weight for weight in read[1:]), 1.0])
-        return read
-
     # ---- heads -------------------------------------------------------------------------------------------------------
 
-    def _check_output(self, n: int) -> None:
-        """Find what stands between W_O and the stream; raises `BadData` where that cannot be held."""
+    def _output_norm(self, n: int) -> FrozenNorm:
+        """Fit the norm (or the identity) between W_O and the stream; raises `BadData` if there is no fit."""
         if n in self.written:
-            return
+            return self.written[n]
         layer = self.structure.layers[n]
         if layer.z is None:
             raise BadData(f"layer {n} shows no heads: no matrix W_O was found after its attention")
@@ -142,42 +138,35 @@ class ObservedAnatomy(Anatomy):
         made, added = torch.einsum("rhd,hdm->rm", z, w_o) + bias, layer.rows["attn_out"]
         if made.shape != added.shape or (norm := fit_norm(made.to(added.dtype), added)) is None:
             raise BadData(
-                f"layer {n} shows no heads: what its block adds is not what W_O makes, nor a norm of it (several mixers in one "
+                f"layer {n} shows no heads: what its block adds is neither W_O's output nor a norm of it (several mixers in one "
                 "block, a part in between)"
             )
         self.written[n] = norm
-
-    @property
-    def foreign(self) -> nn.Module:
-        """The observed module."""
-        return self.model.foreign
+        return norm
 
     def _heads(self, read: Reader, n: int, by: str) -> list[tuple[str, Tensor]]:
-        layer, norm = self.structure.layers[n], self.written[n]
+        """Return what each head of a layer, or each value path of each head, adds to the stream, and what W_O's bias adds."""
+        layer, norm = self.structure.layers[n], self._output_norm(n)
         w_o, bias = (x.to(read.wide) for x in output_map(self.foreign, layer))
         z, added = read(f"blocks.{n}.attn.hook_z"), read.cut(f"blocks.{n}.hook_attn_out")
         made = torch.einsum("bphd,hdm->bpm", read.kept(z), w_o) + bias
         divisor, gain = norm.divisor(made, added), norm.gain.to(made)
-
-        def arrives(x: Tensor) -> Tensor:
-            """What of a part of W_O's output is added to the stream."""
-            return gain * norm.read(x) / divisor
-
         zs = self._value_paths(read, n, z) if by == "value_path" else {"": z}
-        found = []
+        parts = []
         for path, part in zs.items():
-            by_head = arrives(torch.einsum("bphd,hdm->hbpm", read.kept(part), w_o))
-            found += [(f"L{n}H{h}{path and f'.{path}'}", one) for h, one in enumerate(by_head)]
-        found.sort(key=lambda each: int(each[0].partition(".")[0].partition("H")[2]))  # paths of a head side by side
-        rest = None if not bool(bias.any()) else arrives(bias.expand_as(made))
+            by_head = gain * norm.read(torch.einsum("bphd,hdm->hbpm", read.kept(part), w_o)) / divisor
+            parts += [(h, f"L{n}H{h}{path and f'.{path}'}", one) for h, one in enumerate(by_head)]
+        parts.sort(key=lambda part: part[0])  # paths of a head side by side
+        rest = None if not bool(bias.any()) else gain * norm.read(bias.expand_as(made)) / divisor
         if norm.shift is not None:
             rest = norm.shift.to(made) + (0.0 if rest is None else rest)
-        return found if rest is None else [*found, (f"{n}_attn_bias", rest.expand_as(made))]
+        heads = [(label, part) for _, label, part in parts]
+        return heads if rest is None else [*heads, (f"{n}_attn_bias", rest.expand_as(made))]
 
     # ---- value paths -------------------------------------------------------------------------------------------------
 
     def _attention_points(self, n: int) -> list[str]:
-        """What a layer's pattern is made of: rotated queries and keys, else the pattern itself."""
+        """Return the hook points of a layer's rotated queries and keys, or else of its pattern."""
         names = [f"blocks.{n}.attn.hook_{x}" for x in ("rot_q", "rot_k")]
         if all(name in self.model.hook_dict for name in names):
             return names
@@ -187,104 +176,93 @@ class ObservedAnatomy(Anatomy):
         return [pattern]
 
     def _fitted(self, n: int, into: str) -> dict[Source, Any]:
-        """Coefficients by source of a layer's values, or of what is added beside its attention; by head [head] where they differ."""
+        """Return coefficients by source, [head] if heads differ, of a layer's values or of additions to its attention's output."""
         if into == "output" and (changed := self.structure.layers[n].changed):
             if changed != SHARE:
                 raise BadData(f"layer {n} shows no value paths: {changed}")
-            return {}  # a share of what it attends to, which no coefficients explain
-        mine = [p for p in self.paths if p.layer == n and p.into == into]
-        if not all(p.exact for p in mine):
+            return {}  # a share of the attention's output, which no coefficients explain
+        paths = [p for p in self.paths if p.layer == n and p.into == into]
+        if not all(p.exact for p in paths):
             what = "values" if into == "value" else "head outputs"
             raise BadData(
                 f"layer {n} shows no value paths: its {what} hold more than what layers project, times one coefficient each"
             )
         if (mixture := mixture_of(self.paths, n)).by_token and into == "value":
             return dict.fromkeys(mixture.order)  # weights are read from the run
-        if any(p.head is not None for p in mine):
-            return {s: torch.tensor([p.coefficients[s] for p in mine])[:, None] for s in mine[0].coefficients}
-        return {s: c for p in mine for s, c in p.coefficients.items() if abs(c) > NEGLIGIBLE}
+        if any(p.head is not None for p in paths):
+            return {s: torch.tensor([p.coefficients[s] for p in paths])[:, None] for s in paths[0].coefficients}
+        return {s: c for p in paths for s, c in p.coefficients.items() if abs(c) > NEGLIGIBLE}
 
     def _bases(self, n: int) -> dict[str, str]:
-        """Hook points of what a layer's values are made of, by path."""
-        sources = {**self._fitted(n, "value"), **self._fitted(n, "output")}
-        tables = {_path(s): f"blocks.{n}.attn.table.hook_v" for s in sources if str(s).startswith(TABLE)}
-        layers = {s: n if s == "own" else 0 if s == "first" else s for s in sources if _path(s) not in tables}
-        return tables | {_path(s): self._projected(int(j)) for s, j in layers.items()}
-
-    def _weights_point(self, n: int) -> str:
-        return f"blocks.{n}.attn.hook_v_weights"
-
-    def _projected(self, n: int) -> str:
-        """Hook point of what a layer projects: of its values, where they are nothing else."""
-        own = f"blocks.{n}.attn.own.hook_v"
-        return own if own in self.model.hook_dict else f"blocks.{n}.attn.hook_v"
+        """Return the hook points of the sources of a layer's values, by path."""
+        bases = {}
+        for source in (*self._fitted(n, "value"), *self._fitted(n, "output")):
+            j = n if source == "own" else 0 if source == "first" else source
+            own = f"blocks.{j}.attn.own.hook_v"  # missing where values are nothing else
+            point = own if own in self.model.hook_dict else f"blocks.{j}.attn.hook_v"
+            bases[_path(source)] = f"blocks.{n}.attn.table.hook_v" if str(source).startswith(TABLE) else point
+        return bases
 
     def _value_paths(self, read: Reader, n: int, z: Tensor) -> dict[str, Tensor]:
-        """What W_O reads [batch, pos, head, d_head] by where the values come from."""
+        """Split W_O's input [batch, pos, head, d_head] by the source of the values."""
         layer, bases = self.structure.layers[n], self._bases(n)
-        value, beside = self._fitted(n, "value"), self._fitted(n, "output")
+        value, added = self._fitted(n, "value"), self._fitted(n, "output")
         if mixture_of(self.paths, n).by_token:
-            value = dict(zip(value, read(self._weights_point(n))[..., None, :].unbind(-1), strict=True))
+            weights = read(f"blocks.{n}.attn.hook_v_weights")[..., None, :]
+            value = dict(zip(value, weights.unbind(-1), strict=True))
+        points = [read(name) for name in self._attention_points(n)]
         parts: dict[str, Tensor] = {}
         for source, c in value.items():
             v = _times(c, read(bases[_path(source)]))
-            through = self._attended(read, n, v)
-            if (taken := beside.get("own")) is not None:  # that of the effective values, whose part this is
-                through = through + _times(taken, _wide(v, z.shape[2]))
+            if len(points) == 1:
+                through = torch.einsum("bhqk,bkhd->bqhd", points[0], repeated(v, points[0].shape[1]))
+            else:
+                through = joint_attention([Softmax(1.0, points[0], [points[1]])], [v])
+            if (taken := added.get("own")) is not None:  # of the effective values, which this is a part of
+                through = through + _times(taken, repeated(v, z.shape[2]))
             parts[_path(source)] = through
-        if (first := beside.get("first")) is not None:
-            added = _times(first, _wide(read(bases["first"]), z.shape[2]))
-            parts["first"] = parts["first"] + added if "first" in parts else added
-        if layer.changed == SHARE:  # the same share of every part, of each head and position
-            whole = torch.stack(list(parts.values())).sum(0)
-            share = (z * whole).sum(-1, keepdim=True) / whole.square().sum(-1, keepdim=True)
+        if (first := added.get("first")) is not None:
+            pull = _times(first, repeated(read(bases["first"]), z.shape[2]))
+            parts["first"] = parts["first"] + pull if "first" in parts else pull
+        if layer.changed == SHARE:  # the same share of every part, by head and position
+            total = torch.stack(list(parts.values())).sum(0)
+            share = (z * total).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
             return {path: share * part for path, part in parts.items()}
         return parts
-
-    def _attended(self, read: Reader, n: int, v: Tensor) -> Tensor:
-        names = self._attention_points(n)
-        if len(names) == 1:
-            pattern = read(names[0])
-            return torch.einsum("bhqk,bkhd->bqhd", pattern, _wide(v, pattern.shape[1]))
-        q, k = (read(name) for name in names)
-        return joint_attention([Softmax(1.0, q, [k])], [v])
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def ending(self, read: Reader) -> Ending:
-        """The final norm as it divides in this run, and the head."""
-        found, n_layers = self.structure.ending, self.model.config.n_layers
-        assert not isinstance(found, str)
+        """Return the final norm with the divisors of this run, and the head."""
+        ending, n_layers = self.structure.ending, self.model.config.n_layers
+        assert not isinstance(ending, str)
         stream, seen = read.cut(stream_hook(n_layers, n_layers)), read.cut("unembed.hook_in")
         if seen.shape != stream.shape:
-            raise BadData("the cache holds what the head reads of some positions only: give the tokens")
-        norm, head = found.norm, self.model.unembed.weight.detach().to(read.wide) * found.factor
-        shift, bias = (None if x is None else x.to(seen) for x in (norm.shift, found.bias))
+            raise BadData("the cache holds the head's input at some positions only: give the tokens")
+        norm, head = ending.norm, self.model.unembed.weight.detach().to(read.wide) * ending.factor
+        shift, bias = (None if x is None else x.to(seen) for x in (norm.shift, ending.bias))
         return Ending(
             centred=norm.centred, divisor=norm.divisor(stream, seen), gain=norm.gain.to(seen), shift=shift,
-            head=head.T if found.transposed else head, bias=bias,
+            head=head.T if ending.transposed else head, bias=bias,
         )  # fmt: skip
 
 
 def holds_some_heads(foreign: nn.Module, layer: LayerStructure) -> bool:
-    """Whether this process has some of a layer's heads alone, as tensor parallel modules are spread."""
-    weight: Any = (
-        None
-        if layer.z is None or layer.w_o is not None
-        else getattr(foreign.get_submodule(layer.z.module), "weight", None)
-    )
+    """Return whether this process holds only some of a layer's heads (tensor parallel)."""
+    if layer.z is None or layer.w_o is not None:
+        return False
+    weight: Any = getattr(foreign.get_submodule(layer.z.module), "weight", None)
     return weight is not None and is_sharded(weight) and layer.rows["z"].flatten(1).shape[1] not in weight.shape
 
 
 @torch.no_grad()
 def output_map(foreign: nn.Module, layer: LayerStructure) -> tuple[Tensor, Tensor]:
-    """W_O [head, d_value, d_model] of an observed layer and what its matrix adds [d_model], in the matrix's type."""
+    """Return W_O [head, d_value, d_model] of an observed layer and its bias [d_model], in the matrix's type."""
     assert layer.z is not None
     heads, width = layer.rows["z"].shape[1:]
     rows = torch.eye(heads * width, dtype=layer.rows["z"].dtype, device=layer.rows["z"].device)
     if layer.w_o is not None:
-        bare, zero = layer.w_o, rows.new_zeros(1, heads, width)
-        bias, made = bare(zero), bare(rows.unflatten(1, (heads, width)))
+        bias, made = layer.w_o(rows.new_zeros(1, heads, width)), layer.w_o(rows.unflatten(1, (heads, width)))
     else:
         module = foreign.get_submodule(layer.z.module)
         bias, made = applied(module, torch.zeros_like(rows[:1])), applied(module, rows)
@@ -298,9 +276,5 @@ def _path(source: Source) -> str:
 
 
 def _times(c: Any, x: Tensor) -> Tensor:
-    """A coefficient, of all heads or of each, times [batch, pos, head, d_head]."""
+    """Multiply [batch, pos, head, d_head] by a coefficient of all heads or of each head."""
     return (c.to(x) if isinstance(c, Tensor) else c) * x
-
-
-def _wide(x: Tensor, heads: int) -> Tensor:
-    return x.repeat_interleave(heads // x.shape[2], dim=2)

@@ -1,4 +1,4 @@
-"""What was recognised in an observed module, where, and what was not: as a table and in words."""
+"""Summary of an observed module: a table of the activations found, with places and reasons, and a description in lines."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import pandas as pd
 
 from workbench.names import ACTIVATIONS, NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL
-from workbench.observing.recognition.projections import Projection, TensorLocation
-from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, LayerStructure
-from workbench.observing.recognition.traced_attention import BY_HAND
+from workbench.observing.recognition.attention_calls import BY_HAND
+from workbench.observing.recognition.structure import (
+    UNLIMITED,
+    DecoderStructure,
+    LayerStructure,
+    Projection,
+    TensorLocation,
+)
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, Mixture, ValuePath
 
 _NO_PROJECTION = (
     "no output in the block has its numbers: no value projection of its own, or values changed beyond recognition"
 )
 _NO_ROTATION = "no output in the block has its norms (a norm or factor after the projection)"
-_NO_STREAM = "the block is no part of its own, and no part in it reads the stream (a norm that is a bare function)"
+_NO_STREAM = "the block is no module, and no module in it reads the stream (a norm that is a bare function)"
 _NO_BLOCK = (
-    "the part around the attention neither adds to what it reads nor returns what the next one reads: the stream is kept "
+    "the part around the attention neither adds to its input nor returns the next one's input: the stream is kept "
     "outside it (norms and additions there, several streams)"
 )
 _NO_ATTENTION = (
@@ -28,7 +33,6 @@ _NO_ATTENTION = (
 )
 _KINDS = {"fused": "fused", BY_HAND: "softmax by hand", "eager": "eager softmax"}
 _CALLS = {"fused": "scaled dot product", BY_HAND: "softmax by hand", "eager": "softmax"}
-_OTHER_MIXER = "in some blocks of a mixer that is no attention which can be read"
 _NO_LOGITS = "the module returns no [batch, pos, d_vocab]: pass observe() a call= that does (a wrapped model's, its head's output)"
 _NO_SUM = "no two outputs in the block add up to what it adds to the stream (scaled, normed or averaged)"
 _NOT_MIXED = "not in these values"
@@ -38,93 +42,85 @@ Site = tuple[str, bool, str, str]
 
 
 def site_table(structure: DecoderStructure, mixtures: Sequence[Mixture]) -> pd.DataFrame:
-    """One row per activation of our vocabulary and layer: site, layer, found, where, note. `mixtures`: of each layer's values."""
-    rows: list[tuple[Any, ...]] = [(None, *site) for site in _sites_of_ends(structure)]
+    """Return one row per activation of our vocabulary and layer: site, layer, found, where, note.
+
+    `mixtures`: the sources of each layer's values.
+    """
+    has_logits, ending = structure.logits is not None, structure.ending
+    ends: list[Site] = [
+        ("embed", *_place(structure.embed, "no table that reads the tokens")),
+        ("stream final", *_place(structure.head, "no matrix after the blocks makes the logits")),
+        ("final norm", *((False, "", ending) if isinstance(ending, str) else (True, ending.words, ""))),
+        ("logits", has_logits, *(("output", "") if has_logits else ("", _NO_LOGITS))),
+    ]
+    rows: list[tuple[Any, ...]] = [(None, *site) for site in ends]
     for i, layer in enumerate(structure.layers):
         rows += [(i, *site) for site in _sites_of_layer(layer, mixtures[i])]
     table = pd.DataFrame(rows, columns=["layer", "site", "found", "where", "note"])
     return table[["site", "layer", "found", "where", "note"]].astype({"layer": "Int64"})
 
 
-def _sites_of_ends(structure: DecoderStructure) -> Iterator[Site]:
-    found = structure.logits is not None
-    yield "embed", *_place(structure.embed, "no table that reads the tokens")
-    yield "stream final", *_place(structure.head, "no matrix after the blocks makes the logits")
-    ending = structure.ending
-    yield "final norm", *((False, "", ending) if isinstance(ending, str) else (True, ending.words, ""))
-    yield "logits", found, *(("output", "") if found else ("", _NO_LOGITS))
-
-
 def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
-    attention = layer.attention
-    places = dict.fromkeys(part.attention.within.name or "the module" for part in layer.parts)
-    call = f"{' and '.join(dict.fromkeys(_CALLS[p.attention.kind] for p in layer.parts))} in {', '.join(places)}"
-    inline = "the block is no part of its own: the stream can be read here, not replaced" if layer.inline else ""
-    yield (
-        "stream",
-        layer.has_stream,
-        layer.block,
-        inline if layer.has_stream else _NO_STREAM if layer.inline else _NO_BLOCK,
-    )
+    attention, parts = layer.attention, layer.parts
+    inline = "the block is no module: the stream can be read here, not replaced" if layer.inline else ""
+    lost = _NO_STREAM if layer.inline else _NO_BLOCK
+    yield "stream", layer.has_stream, layer.block, inline if layer.has_stream else lost
     if not layer.is_read:
-        for site, location in (("attn_out", layer.attn_out), ("mlp_out", layer.mlp_out)):
-            found, where, why = _place(location, _NO_ATTENTION)
-            yield site, found, where, why or (_OTHER_MIXER if site == "attn_out" else "")
+        found, where, why = _place(layer.attn_out, _NO_ATTENTION)
+        yield "attn_out", found, where, why or "in some blocks of a mixer that is no readable attention"
+        yield "mlp_out", *_place(layer.mlp_out, _NO_ATTENTION)
         missing = ("q", "k", "v", "own_v", "first_v", "z", "rot_q", "rot_k", "scores", "pattern")
         yield from ((site, False, "", _NO_ATTENTION) for site in (*missing, *STATISTICS))
         return
+    modules = dict.fromkeys(part.attention.within.name or "the module" for part in parts)
+    call = f"{' and '.join(dict.fromkeys(_CALLS[p.attention.kind] for p in parts))} in {', '.join(modules)}"
     yield "attn_out", *_place(layer.attn_out, _NO_SUM)
     yield "mlp_out", *_place(layer.mlp_out, _NO_SUM)
-    yield "q", *_places([part.q for part in layer.parts], _NO_ROTATION)
-    yield "k", *_places([part.k for part in layer.parts], _NO_ROTATION)
+    yield "q", *_places([part.q for part in parts], _NO_ROTATION)
+    yield "k", *_places([part.k for part in parts], _NO_ROTATION)
     repeats = attention.repeats
     yield "v", True, call, f"each key-value head is repeated {repeats} times" if repeats > 1 else ""
-    yield "own_v", *_places([part.v for part in layer.parts], _NO_PROJECTION)
-    if len(layer.parts) == 1 and layer.parts[0].latent is not None:
-        yield "latent", *_place(layer.parts[0].latent, "")
-    yield from _sites_of_mixture(mixture, call)
-    yield from _sites_of_pattern(layer, call)
-
-
-def _sites_of_mixture(mixture: Mixture, call: str) -> Iterator[Site]:
-    """What is mixed into a layer's values."""
+    yield "own_v", *_places([part.v for part in parts], _NO_PROJECTION)
+    if len(parts) == 1 and parts[0].latent is not None:
+        yield "latent", *_place(parts[0].latent, "")
     sources, first = mixture.sources, 0 in mixture.sources
-    why = "" if first else f"see source.{sources[0]}" if sources else _NOT_MIXED
-    yield "first_v", first, call if first else "", why
+    yield (
+        "first_v",
+        first,
+        call if first else "",
+        "" if first else f"see source.{sources[0]}" if sources else _NOT_MIXED,
+    )
     if mixture.table:
         yield "table_v", True, mixture.table, ""
     if mixture.by_token:
         yield "v_weights", True, call, ""
-
-
-def _sites_of_pattern(layer: LayerStructure, call: str) -> Iterator[Site]:
-    """What a layer's attention makes of its values, and its pattern."""
-    attention = layer.attention
-    no_w_o = "no matrix W_O found: the attention's own output"
-    if layer.z is None and any(part.attention.is_combined for part in layer.parts):
+    if layer.z is None and any(part.attention.is_combined for part in parts):
         yield "z", False, "", "its attentions are combined before their values are taken, and no matrix W_O was found"
+    elif layer.z is None:
+        yield "z", True, call, "no matrix W_O found: the attention's own output"
     else:
-        yield "z", True, *((layer.z.module, layer.changed) if layer.z else (call, no_w_o))
+        yield "z", True, layer.z.module, layer.changed
     masked = "" if attention.mask == CAUSAL else attention.mask
     why = attention.note or (f"masked: {masked}; not rebuilt from q and k" if masked else "")
     for site in ("rot_q", "rot_k"):
         yield site, attention.pattern_from_qk, *((call, "") if attention.pattern_from_qk else ("", why))
     for site in ("scores", "pattern", *STATISTICS):
-        if site == "scores" and "attn_scores" not in attention.squares and attention.has_statistics:
-            yield site, False, "", "the softmax is written out: its scores are no tensor of their own"
-            continue
-        found = attention.has_statistics
-        yield site, found, *((call, masked or attention.note) if found else ("", why))
+        if not attention.has_statistics:
+            yield site, False, "", why
+        elif site == "scores" and "attn_scores" not in attention.squares:
+            yield site, False, "", "the softmax is by hand: its scores are no tensor of their own"
+        else:
+            yield site, True, call, masked or attention.note
     if attention.has_null:
         yield NULL, NULL in attention.statistics, call, ""
 
 
 def _places(locations: Sequence[TensorLocation | None], missing: str) -> tuple[bool, str, str]:
-    """Where the same of several attentions passes; not found where one of them is not."""
-    found = [location for location in locations if location is not None]
-    if len(found) < len(locations):
+    """Return where the projections of all attentions of a layer pass; not found if one is missing."""
+    known = [location for location in locations if location is not None]
+    if len(known) < len(locations):
         return False, "", missing
-    return True, ", ".join(dict.fromkeys(_place(location, "")[1] for location in found)), ""
+    return True, ", ".join(dict.fromkeys(_place(location, "")[1] for location in known)), ""
 
 
 def _place(location: TensorLocation | None, missing: str) -> tuple[bool, str, str]:
@@ -138,7 +134,7 @@ def _place(location: TensorLocation | None, missing: str) -> tuple[bool, str, st
 
 
 def missing_hooks(table: pd.DataFrame) -> dict[str, str]:
-    """Hook points that were not found, and why, for the error that names one."""
+    """Return the hook points that were not found, with the reasons."""
     missing = table[~table["found"] & table["site"].isin(list(ACTIVATIONS))]
     rows = zip(missing["site"], missing["layer"], missing["note"], strict=True)
     hooks = [(ACTIVATIONS[str(site)].hook, layer, str(note)) for site, layer, note in rows]
@@ -148,58 +144,43 @@ def missing_hooks(table: pd.DataFrame) -> dict[str, str]:
 def describe(
     name: str, structure: DecoderStructure, table: pd.DataFrame, paths: Sequence[ValuePath], notes: Sequence[str]
 ) -> str:
-    """What was found and what not, in lines; `name`: of the module and its architecture, `table`: its sites."""
+    """Describe an observed module in lines, from its name with its architecture and the table of its sites."""
     config, layers = structure.config, structure.layers
     predicted = structure.predicted if structure.predicted not in (0, config.d_vocab) else ""
     context = "unknown context" if config.n_ctx == UNLIMITED else f"n_ctx {config.n_ctx}"
+    attentions = [part.attention for layer in layers for part in layer.parts]
+    kinds = sorted(
+        {f"{_KINDS[a.kind]}, {a.mask}{'' if a.exact or a.has_null else ', not reproduced'}" for a in attentions}
+    )
+    if counts := {len(layer.parts) for layer in layers if layer.is_read} - {1}:
+        kinds.append(f"{' or '.join(map(str, sorted(counts)))} in a block (attn.0, attn.1, ...)")
     lines = [
         f"{name}, {config.n_layers} layers, {config.n_heads} heads of {config.d_head} ({config.n_key_value_heads} key-value), "
         f"d_model {config.d_model}, d_vocab {config.d_vocab}{predicted and f' ({predicted} logits)'}, {context}",
-        f"  blocks {layers[0].block} .. {layers[-1].block}; attention: {_attention_kinds(layers)}",
+        f"  blocks {layers[0].block} .. {layers[-1].block}; attention: {'; '.join(kinds) or 'none'}",
     ]
     for found, word in ((True, "found"), (False, "not found")):
-        told = (table["found"] == found) & (
-            table["note"] != _NO_ATTENTION
-        )  # of those blocks a note names what they are
-        by_site = table[told].groupby("site", sort=False)["layer"].apply(list)
-        sites = [
-            f"{site}{'' if found and len(of) == config.n_layers else _layer_list(of)}" for site, of in by_site.items()
-        ]
+        shown = (table["found"] == found) & (table["note"] != _NO_ATTENTION)  # a note names blocks without attention
+        sites = []
+        for site, of in table[shown].groupby("site", sort=False)["layer"].apply(list).items():
+            known = [] if found and len(of) == config.n_layers else [str(x) for x in of if not pd.isna(x)]
+            sites.append(f"{site} (layers {', '.join(known)})" if known else str(site))
         lines.append(f"  {word}: {', '.join(sites) or 'nothing'}")
     for note in dict.fromkeys(n for n in table["note"] if n not in ("", _NOT_MIXED, _NO_ATTENTION)):
         lines.append(f"  {', '.join(dict.fromkeys(table[table['note'] == note]['site']))}: {note}")
-    return "\n".join([*lines, *_path_lines(paths), *(f"  {note}" for note in notes)])
-
-
-def _path_lines(paths: Sequence[ValuePath]) -> Iterator[str]:
     if streams := [p for p in paths if p.into == "stream"]:
         which = ", ".join(str(p.layer) for p in streams)
         weights = "weights by token" if any(p.by_token for p in streams) else "constant weights"
-        yield f"  streams {which} are sums of what was made earlier ({weights}; see value_paths())"
+        lines.append(f"  streams {which} are sums of earlier streams or outputs ({weights}; see value_paths())")
     for path in (p for p in paths if p.into != "stream"):
-        shown = {s: c for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE or not path.exact}
-        if set(shown) - {"own"} or path.into == "output" or path.by_token or not path.exact:
+        terms = {s: c for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE or not path.exact}
+        if set(terms) - {"own"} or path.into == "output" or path.by_token or not path.exact:
             spreads = {s: f" ± {x:.2g}" for s, x in path.spread.items()}
             each = (
-                f"{c:.7g}{spreads.get(s, '')} {s if isinstance(s, str) else f'layer {s}'}" for s, c in shown.items()
+                f"{c:.7g}{spreads.get(s, '')} {s if isinstance(s, str) else f'layer {s}'}" for s, c in terms.items()
             )
             how = " by token" if path.by_token else ", then a norm" if path.is_normed else ""
-            terms = (" + ".join(each) or "?") + how
             head = "" if path.head is None else f" head {path.head}"
-            yield f"  layer {path.layer}{head} {path.into} = {terms} (residual {path.residual:.1e})"
-
-
-def _attention_kinds(layers: list[LayerStructure]) -> str:
-    """Kinds and masks of all attentions, and how many stand in a block."""
-    each = {len(layer.parts) for layer in layers if layer.is_read} - {1}
-    kinds = {
-        f"{_KINDS[a.kind]}, {a.mask}{'' if a.exact or a.has_null else ', not reproduced'}"
-        for a in (part.attention for layer in layers for part in layer.parts)
-    }
-    many = [f"{' or '.join(map(str, sorted(each)))} in a block (attn.0, attn.1, ...)"] if each else []
-    return "; ".join([*sorted(kinds), *many]) or "none"
-
-
-def _layer_list(layers: list[Any]) -> str:
-    known = [str(x) for x in layers if not pd.isna(x)]
-    return f" (layers {', '.join(known)})" if known else ""
+            total = (" + ".join(each) or "?") + how
+            lines.append(f"  layer {path.layer}{head} {path.into} = {total} (residual {path.residual:.1e})")
+    return "\n".join([*lines, *(f"  {note}" for note in notes)])

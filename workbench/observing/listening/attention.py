@@ -32,10 +32,10 @@ from workbench.observing.interception.product_calls import ProductCall, arrange,
 from workbench.observing.interception.tensor_layouts import get_at, replaced_at
 from workbench.observing.listening.run import Heard, HookedRun
 from workbench.observing.listening.sources import show_sources
-from workbench.observing.recognition.attention_reference import causal_attention
-from workbench.observing.recognition.traced_attention import (
+from workbench.observing.recognition.attention_calls import (
     BY_HAND,
     NO_DISTRIBUTION,
+    causal_attention,
     chosen_heads,
     repeated,
     with_chosen_heads,

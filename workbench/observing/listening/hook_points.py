@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from workbench.models.hook_points import HookedModule, HookPoint, is_hooked
 from workbench.observing.interception.weights import whole
+from workbench.observing.recognition.attention_calls import TracedAttention
 from workbench.observing.recognition.structure import LayerStructure, Part
-from workbench.observing.recognition.traced_attention import TracedAttention
 from workbench.observing.recognition.value_paths import Mixture
 
 OWN = "own_v"

@@ -28,7 +28,7 @@ from workbench.observing.listening.attention import AttentionHooks
 from workbench.observing.listening.checkpoints import follow_checkpoints
 from workbench.observing.listening.run import CountedCalls, Heard, HookedRun
 from workbench.observing.recognition.executions import LOOKUP, MATRIX
-from workbench.observing.recognition.projections import TensorLocation
+from workbench.observing.recognition.structure import TensorLocation
 
 
 class _ReadTensor(NamedTuple):

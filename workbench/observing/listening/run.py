@@ -23,8 +23,7 @@ from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.listening.hook_points import OWN, DecoderPoints
 from workbench.observing.recognition.executions import LOOKUP, MATRIX
-from workbench.observing.recognition.projections import Projection, TensorLocation
-from workbench.observing.recognition.structure import DecoderStructure, Part
+from workbench.observing.recognition.structure import DecoderStructure, Part, Projection, TensorLocation
 
 _INTERCEPTED = ("v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "v_mix", "v_weights", *STATISTICS, NULL)
 _BY_KEY_VALUE_HEAD = ("v", OWN, "k", "rot_k", "own values", "effective values")

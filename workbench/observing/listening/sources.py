@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.listening.run import Heard, HookedRun
-from workbench.observing.recognition.least_squares import fit, weights_by_token
+from workbench.observing.recognition.fits import fit, weights_by_token
 from workbench.observing.recognition.value_paths import TABLE
 
 _MAX_FITTED = 4096  # positions: enough for coefficients to 1e-7

@@ -1,4 +1,4 @@
-"""The registered architecture that a decoder's value paths, output paths and stream agree with."""
+"""The registered architecture of a decoder, from its value paths, output paths and stream."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.observing.recognition.least_squares import weights_by_token
+from workbench.observing.recognition.fits import depth_weights, weights_by_token
 from workbench.observing.recognition.outputs import CHANGED, GATE
-from workbench.observing.recognition.stream_sums import depth_weights
 from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath
 
@@ -18,7 +17,7 @@ _SAME = 1e-3  # coefficients this near are one published constant
 
 
 class _UnknownArchitecture(Exception):
-    """Why a decoder is of no registered architecture."""
+    """The reason why a decoder has no registered architecture."""
 
 
 Named = tuple[list[str], dict[str, Any]]
@@ -26,7 +25,7 @@ Named = tuple[list[str], dict[str, Any]]
 
 
 def recognize_architecture(structure: DecoderStructure, paths: Sequence[ValuePath]) -> tuple[str, dict[str, Any], str]:
-    """(name, options, reason): a registered architecture; `unknown` with the reason where none agrees."""
+    """Return name and options of a registered architecture and "", or "unknown", no options and the reason."""
     layers = structure.layers
     if not all(layer.is_read for layer in layers):
         return "unknown", {}, ""
@@ -35,45 +34,100 @@ def recognize_architecture(structure: DecoderStructure, paths: Sequence[ValuePat
     try:
         if not layers[0].has_stream and not layers[0].inline:
             raise _UnknownArchitecture(
-                "what blocks read and return is no stream, so what happens between them is not known"
+                "the inputs and outputs of its blocks are no stream, so what is between them is unknown"
             )
         own = next((i for i, layer in enumerate(layers) if len(layer.parts) > 1 and layer.z is None), None)
         if own is not None:
-            raise _UnknownArchitecture(
-                f"block {own} has {len(layers[own].parts)} attentions, each with a matrix W_O of its own"
-            )
+            raise _UnknownArchitecture(f"block {own} has {len(layers[own].parts)} attentions, each with its own W_O")
         if not all(p.exact for p in paths):
             worst = max(paths, key=lambda p: p.residual)
             raise _UnknownArchitecture(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
-        parts, options = _values(paths, layers)
-        shared = parts == ["cla"]
-        for more, its in (
-            _outputs(paths),
-            _gates_of_outputs(structure),
-            _queries_and_keys(paths, shared),
-            _streams(structure),
-        ):
-            parts, options = parts + more, options | its
+        values = _values([p for p in paths if p.into == "value"], layers)
+        outputs = _outputs(paths, layers)
+        queries_and_keys = _queries_and_keys(paths, shared=values[0] == ["cla"])
+        for names, more in (values, outputs, queries_and_keys, _streams(structure)):
+            parts, options = parts + names, options | more
     except _UnknownArchitecture as reason:
         return "unknown", {}, str(reason)
     return "+".join(parts) or "transformer", options, ""
 
 
-def _values(paths: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Named:
-    values = [p for p in paths if p.into == "value"]
-    if gated := [p for p in values if p.by_token]:
-        if (name := _gate_name(gated, values, layers)) is None:
-            raise _UnknownArchitecture(_gates(gated))
-        return [name], {}
-    if all(_near(p.coefficients, {"own": 1.0}) for p in values):
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def _values(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Named:
+    if all(not p.by_token and _near(p.coefficients, {"own": 1.0}) for p in values):
         return [], {}
+    if gated := [p for p in values if p.by_token]:
+        if (gate := _gate_name(gated, values, layers)) is not None:
+            return [gate], {}
+        sources = list(dict.fromkeys(s for p in gated for s in p.coefficients if p.spread[s] > _SAME))
+        looked_up = any(_is_table(s) for s in sources)
+        known = (
+            " (as in nanochat's value embeddings)" if looked_up else " (as in SATFormer)" if "first" in sources else ""
+        )
+        of = " and ".join(str(s) if isinstance(s, str) else f"layer {s}" for s in sources)
+        numbers = ", ".join(map(str, dict.fromkeys(p.layer for p in gated)))
+        raise _UnknownArchitecture(
+            f"values are weighted by token in layers {numbers}: gates on {of}{known}; see value_paths()"
+        )
     name, options = _value_name(values, layers)
     if name is None:
-        raise _UnknownArchitecture("values are mixed in a way of their own; see value_paths()")
+        raise _UnknownArchitecture("values are mixed in an unregistered way; see value_paths()")
     return [name], options
 
 
-def _outputs(paths: Sequence[ValuePath]) -> Named:
+def _gate_name(gated: Sequence[ValuePath], values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> str | None:
+    """Name weights by token: of the first layer's values or a table's beside own ones, or of own values alone."""
+    kinds = {"table" if _is_table(s) else s for p in gated for s in p.coefficients}
+    own = [(p.coefficients["own"], p.spread["own"]) for p in gated if "own" in p.coefficients]
+    plain = len(own) == len(gated) and all(abs(c - 1) < _SAME and spread < _SAME for c, spread in own)
+    others = all(_near(p.coefficients, {"own": 1.0}) for p in values if not p.by_token)
+    if others and plain and kinds in ({"first", "own"}, {"table", "own"}):
+        return "satformer" if "first" in kinds else "gated_value_embedding"
+    if kinds != {"own"} or len({p.layer for p in gated}) < len(layers):
+        return None
+    weights = [weights_by_token(layer.attention.v, [layer.rows["own"]])[0][..., 0] for layer in layers]
+    if not all(bool((w > 0).all() and (w < 1).all()) for w in weights):
+        return None
+    squares = [layer.rows["own"].double().square().sum(-1) for layer in layers]
+    missing = [r * (1 / w - 1) for r, w in zip(squares, weights, strict=True)]  # C, where w = r / (r + C)
+    same = all(bool((c.std(0) < 1e-2 * c.mean(0)).all()) for c in missing)
+    return "value_scale" if same else "value_gate"
+
+
+def _value_name(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> tuple[str | None, dict[str, Any]]:
+    """Name constant mixtures of values and their options; None for unregistered ones."""
+    looked_up = [p for p in values if any(_is_table(s) for s in p.coefficients)]
+    if looked_up:
+        replaced = all(abs(c) < _SAME for p in looked_up for s, c in p.coefficients.items() if not _is_table(s))
+        plain = all(set(p.coefficients) <= {"own"} or abs(p.coefficients.get("first", 0.0)) < _SAME for p in values)
+        return ("bank_of_values" if replaced else "value_embedding") if plain else None, {}
+    later = [p for p in values if p.layer and not _near(p.coefficients, {"own": 1.0})]
+    shared = {p.layer: s for p in later for s in p.coefficients if s != "own" and _near(p.coefficients, {s: 1.0})}
+    if len(shared) == len(later):
+        k = [layer.attention.k for layer in layers]
+        if all(torch.equal(k[i], k[0 if s == "first" else int(s)]) for i, s in shared.items()):
+            return "cla", {}
+        return "svformer", {"anchors": tuple(p.layer for p in values if p.layer not in shared)}
+    if all(set(p.coefficients) <= {"first", "own"} and p.head is None for p in later):
+        if all(abs(p.coefficients.get("first", 0.0)) < NEGLIGIBLE for p in later):
+            return None, {}  # only scaled
+        options: dict[str, Any] = _constant("lambda_v1", [p.coefficients.get("first", 0.0) for p in later])
+        options |= _constant("lambda_own", [p.coefficients.get("own", 0.0) for p in later])
+        if len(later) < len(layers) - 1:
+            options["layers"] = tuple(p.layer for p in later)
+        return "resformer", options
+    if any(len(p.coefficients) > 2 for p in later) and all(p.head is None for p in later):
+        return "resformer_dense", {}
+    return None, {}
+
+
+# ---- outputs, queries and keys ---------------------------------------------------------------------------------------
+
+
+def _outputs(paths: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Named:
+    """Name additions to the attention's output, and gates before W_O if each number's is between 0 and 1 in all layers."""
     outputs = [p for p in paths if p.into == "output"]
     if combined := next((p for p in outputs if not {"first", "own"} & set(p.coefficients)), None):
         names = " and ".join(map(str, combined.coefficients))
@@ -82,22 +136,17 @@ def _outputs(paths: Sequence[ValuePath]) -> Named:
     pulls = [p.coefficients for p in outputs]
     if any(abs(c.get("first", 0.0) + c["own"]) > _SAME for c in pulls) or any(p.head is not None for p in outputs):
         raise _UnknownArchitecture("something is added to the attention's output; see value_paths()")
-    return (["neutreno"], _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls])) if pulls else ([], {})
-
-
-def _gates_of_outputs(structure: DecoderStructure) -> Named:
-    """What stands before W_O in all layers: a gate of each number between 0 and 1 has a name, other gates and norms have none."""
-    layers = structure.layers
     changed = [i for i, layer in enumerate(layers) if layer.changed == CHANGED]
     if changed:
         raise _UnknownArchitecture(f"layer {changed[0]}: {CHANGED}")
     gates = [layer.rows["z"].double() / layer.attention.z.double() for layer in layers if layer.changed == GATE]
     gated = len(gates) == len(layers) and all(bool(((g > 0) & (g < 1) | g.isnan()).all()) for g in gates)
-    return (["gated_attention"] if gated else []), {}
+    options = _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls]) if pulls else {}
+    return ["neutreno"] * bool(pulls) + ["gated_attention"] * gated, options
 
 
 def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
-    """Mixed ones; `shared`: whether the name says already that layers read another's keys."""
+    """Name mixed queries and keys; `shared`: whether the value path's name implies that layers read another's keys."""
     parts: list[str] = []
     options: dict[str, Any] = {}
     for into in ("query", "key"):
@@ -113,14 +162,17 @@ def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
     return parts, options
 
 
+# ---- streams ---------------------------------------------------------------------------------------------------------
+
+
 def _streams(structure: DecoderStructure) -> Named:
     layers, arriving = structure.layers, structure.arriving
-    strange = next((i for i, layer in enumerate(layers) if not _is_known(layer)), None)
-    if strange is not None:
-        raise _UnknownArchitecture(f"what block {strange} adds to its stream was not found")
+    for i, layer in enumerate(layers):
+        if not (layer.adds or layer.adds_norms or layer.is_normed or layer.inline):
+            raise _UnknownArchitecture(f"what block {i} adds to its stream was not found")
     if any(layer.keeps != (1.0, 0.0) for layer in layers):
         raise _UnknownArchitecture(
-            "blocks scale the stream they read or leave it behind, or add what the first one read again"
+            "blocks scale or drop the stream that they read, or add the first block's input again"
         )
     mixed = [s for s in arriving[:-1] if not s.is_plain]
     if not all(s.exact for s in mixed):
@@ -138,12 +190,8 @@ def _streams(structure: DecoderStructure) -> Named:
     return ["residual_hidden"], options
 
 
-def _is_known(layer: LayerStructure) -> bool:
-    return layer.adds or layer.adds_norms or layer.is_normed or bool(layer.inline)
-
-
 def _depth_attention(structure: DecoderStructure) -> Named:
-    """Attention Residuals: each sublayer and the final norm read a softmax over all earlier outputs, beside their sum (delta) or alone."""
+    """Name Attention Residuals: sublayers and the final norm read a softmax over earlier outputs, alone or beside their sum (delta)."""
     layers, outputs, read = structure.layers, [structure.layers[0].rows["in"]], list[Tensor]()
     for i, layer in enumerate(layers):
         after = layers[i + 1].rows["in"] if i + 1 < len(layers) else structure.last_stream
@@ -173,68 +221,15 @@ def _is_softmax(weights: Tensor) -> bool:
     return bool((weights > -_SAME).all() and ((weights.sum(-1) - 1).abs() < _SAME).all())
 
 
-def _gate_name(gated: Sequence[ValuePath], values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> str | None:
-    """The architecture that weighs values by token in this way: a share of the first layer's or a table's beside its own, or its own."""
-    kinds = {"table" if str(s).startswith(TABLE) else s for p in gated for s in p.coefficients}
-    own = [(p.coefficients["own"], p.spread["own"]) for p in gated if "own" in p.coefficients]
-    plain = len(own) == len(gated) and all(abs(c - 1) < _SAME and spread < _SAME for c, spread in own)
-    others = all(_near(p.coefficients, {"own": 1.0}) for p in values if not p.by_token)
-    if others and plain and kinds in ({"first", "own"}, {"table", "own"}):
-        return "satformer" if "first" in kinds else "gated_value_embedding"
-    if kinds != {"own"} or len({p.layer for p in gated}) < len(layers):
-        return None
-    weights = [weights_by_token(layer.attention.v, [layer.rows["own"]])[0][..., 0] for layer in layers]
-    if not all(bool((w > 0).all() and (w < 1).all()) for w in weights):
-        return None
-    squares = [layer.rows["own"].double().square().sum(-1) for layer in layers]
-    missing = [r * (1 / w - 1) for r, w in zip(squares, weights, strict=True)]  # C, where w = r / (r + C)
-    same = all(bool((c.std(0) < 1e-2 * c.mean(0)).all()) for c in missing)
-    return "value_scale" if same else "value_gate"
-
-
-def _gates(paths: Sequence[ValuePath]) -> str:
-    """What weights by token are of, in words, after whom such gates are known."""
-    names = list(dict.fromkeys(s for p in paths for s in p.coefficients if p.spread[s] > _SAME))
-    looked_up = any(isinstance(s, str) and s.startswith(TABLE) for s in names)
-    known = " (as nanochat's value embeddings)" if looked_up else " (as SATFormer)" if "first" in names else ""
-    of = " and ".join(str(s) if isinstance(s, str) else f"layer {s}" for s in names)
-    layers = ", ".join(map(str, dict.fromkeys(p.layer for p in paths)))
-    return f"values are weighted by token in layers {layers}: gates on {of}{known}; see value_paths()"
+def _is_table(source: Source) -> bool:
+    return str(source).startswith(TABLE)
 
 
 def _near(one: Mapping[Source, float], other: Mapping[Source, float]) -> bool:
     return all(abs(one.get(k, 0.0) - other.get(k, 0.0)) < _SAME for k in {*one, *other})
 
 
-def _value_name(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> tuple[str | None, dict[str, Any]]:
-    looked_up = [p for p in values if any(isinstance(s, str) and s.startswith(TABLE) for s in p.coefficients)]
-    if looked_up:
-        replaced = all(
-            abs(c) < _SAME for p in looked_up for s, c in p.coefficients.items() if not str(s).startswith(TABLE)
-        )
-        plain = all(set(p.coefficients) <= {"own"} or abs(p.coefficients.get("first", 0.0)) < _SAME for p in values)
-        return ("bank_of_values" if replaced else "value_embedding") if plain else None, {}
-    later = [p for p in values if p.layer and not _near(p.coefficients, {"own": 1.0})]
-    shared = {p.layer: s for p in later for s in p.coefficients if s != "own" and _near(p.coefficients, {s: 1.0})}
-    if len(shared) == len(later):
-        k = [layer.attention.k for layer in layers]
-        if all(torch.equal(k[i], k[0 if s == "first" else int(s)]) for i, s in shared.items()):
-            return "cla", {}
-        return "svformer", {"anchors": tuple(p.layer for p in values if p.layer not in shared)}
-    if all(set(p.coefficients) <= {"first", "own"} and p.head is None for p in later):
-        if all(abs(p.coefficients.get("first", 0.0)) < NEGLIGIBLE for p in later):
-            return None, {}  # only scaled
-        options: dict[str, Any] = _constant("lambda_v1", [p.coefficients.get("first", 0.0) for p in later])
-        options |= _constant("lambda_own", [p.coefficients.get("own", 0.0) for p in later])
-        if len(later) < len(layers) - 1:
-            options["layers"] = tuple(p.layer for p in later)
-        return "resformer", options
-    if any(len(p.coefficients) > 2 for p in later) and all(p.head is None for p in later):
-        return "resformer_dense", {}
-    return None, {}
-
-
 def _constant(name: str, values: Sequence[float]) -> dict[str, float]:
-    """An option, where all layers share it."""
+    """Return an option if all layers share its value."""
     mean = sum(values) / len(values)
     return {name: mean} if max(abs(v - mean) for v in values) < _SAME else {}

@@ -1,7 +1,8 @@
-"""Runs of submodules in a traced run, and the tensors that passed through them, of which a few rows are kept."""
+"""Runs of submodules in a traced run, and a few rows of the tensors that pass through them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,14 +13,14 @@ from workbench.observing.interception.positions import Axes
 from workbench.observing.interception.tensor_layouts import TensorPath
 
 MATRIX = "(matrix)"
-"""Stands for a module's name where a product with a parameter is called by itself; its runs are counted in a block."""
+"""Replaces a module's name for a product with a parameter outside a module of its own; its runs are counted within a block."""
 LOOKUP = "(lookup)"
-"""Stands for a module's name where vectors are looked up in a parameter; its runs are counted in all, `kind` names the parameter."""
+"""Replaces a module's name for a lookup in a parameter, which `kind` names; its runs are counted over the whole module."""
 
 
 @dataclass
 class TracedTensor:
-    """A tensor as it passed: its path among inputs or outputs, its rows [position, width], its axes."""
+    """A tensor that passed: its path among inputs or outputs, rows [position, width], shape and axes."""
 
     path: TensorPath
     rows: Tensor
@@ -39,14 +40,14 @@ class Execution:
     inputs: list[TracedTensor] = field(default_factory=list)
     outputs: list[TracedTensor] = field(default_factory=list)
     reads_tokens: bool = False
-    call: MatrixCall | None = None  # of a product that no module makes alone, without its input
-    size: int = 0  # of a lookup: vectors in the table
-    place: tuple[str, int, str] = ("", 0, "")  # its name, how often that ran before, input or output
+    call: MatrixCall | None = None  # of a product outside a module of its own, without its input
+    size: int = 0  # of a lookup: number of vectors in the table
+    place: tuple[str, int, str] = ("", 0, "")  # its name, number of earlier runs, input or output
     frame: int = 0  # the Python frame that runs it
-    frames: Frames = ()  # where it is called, of a product that is no module
+    frames: Frames = ()  # of a product outside a module of its own: where it is called
 
     def stack(self) -> list[Execution]:
-        """From the outermost module to this one."""
+        """Return the executions around it, from the outermost to itself."""
         return [*(self.parent.stack() if self.parent else []), self]
 
     def holds(self, time: int) -> bool:
@@ -55,5 +56,10 @@ class Execution:
 
 
 def rows_at(tensors: list[TracedTensor], path: TensorPath) -> Tensor | None:
-    """Rows of the tensor at a path, None where there is none."""
+    """Return the rows of the tensor at a path; None if there is none."""
     return next((t.rows for t in tensors if t.path == path), None)
+
+
+def run_index(entry: Execution, among: Iterable[Execution]) -> int:
+    """Count the earlier runs of an execution's module among these."""
+    return sum(other.name == entry.name and other.start < entry.start for other in among)

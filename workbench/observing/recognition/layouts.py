@@ -1,4 +1,4 @@
-"""Find the axes of sequences and positions by runs of two sizes, and the positions that are tokens by changing one token."""
+"""Layout of a module's tensors: axes of sequences and positions from runs of two sizes, tokens from a run with one token changed."""
 
 from __future__ import annotations
 
@@ -10,29 +10,84 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.function_mode import uncompiled
+from workbench.observing.interception.fused_calls import FusedCall, letters_of
+from workbench.observing.interception.masks import visible
 from workbench.observing.interception.positions import UNKNOWN_ORDER, Axes, BatchAxis, Layout, Positions
+from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.interception.tensor_layouts import tensors_in
-from workbench.observing.recognition.trace import Place, ShapeTrace, Trace
+from workbench.observing.interception.weights import is_sharded
+from workbench.observing.recognition.trace import Place, Trace
 
-_LEAST = 8  # positions of a run on other sizes
+_LEAST = 8  # positions of a run of another size
+_ENTRIES = 64  # sampled at each index of an axis
+_LEAST_CHANGE, _SHARE = (
+    1e-3,
+    0.02,
+)  # smallest relative change, and share of the largest below which a change is rounding
+
+
+class ShapeTrace(Trace):
+    """A traced run that records shapes and samples of the tensors of calls that may be an attention's.
+
+    `samples` holds for each call the letters of each tensor, and entries [entry, index] at each index of each axis whose length is
+    a multiple of the number of sequences.
+    """
+
+    def __init__(self, module: nn.Module, tokens: Tensor) -> None:
+        super().__init__(module, tokens)
+        self.samples: dict[tuple[str, int, str], list[tuple[str, dict[str, Tensor]]]] = {}
+
+    def fused(self, call: FusedCall) -> Any:
+        """Sample and run a fused attention call."""
+        self._sample("fused", [(x, letters_of(x)) for x in call.qkv], letters_of(call.qkv[0])[:-2])
+        return call.run()
+
+    def product(self, call: ProductCall) -> Any:
+        """Sample and run a product."""
+        is_einsum = getattr(call.function, "__name__", "") == "einsum"
+        lead = call.letters[2] if is_einsum else call.letters[2][:-2]
+        self._sample("product", list(zip(call.operands, call.letters[:2], strict=True)), lead)
+        return call.run()
+
+    def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
+        """Sample and run a softmax."""
+        shown = torch.where(visible(scores), scores, 0.0)
+        self._sample("softmax", [(shown, letters_of(scores))], letters_of(scores)[:-1])
+        return run(scores)
+
+    def _sample(self, kind: str, tensors: Sequence[tuple[Tensor, str]], lead: str) -> None:
+        generator, (within, number, _) = torch.Generator().manual_seed(0), self._batch_place(kind)
+        samples = self.samples[within, number, kind] = []
+        for x, letters in tensors:
+            entries = {}
+            for place, letter in enumerate(letters if not is_sharded(x) else ""):
+                if letter in lead and x.shape[place] % self.batch == 0:
+                    y = x.detach().movedim(place, -1)
+                    at = [torch.randint(n, (_ENTRIES,), generator=generator).to(x.device) for n in y.shape[:-1]]
+                    entries[letter] = y[tuple(at)].double().nan_to_num(0.0, 0.0, 0.0).cpu()
+            samples.append((letters, entries))
 
 
 class Sizes(NamedTuple):
-    """The axes of every tensor, and the lengths of all other axes: those that two runs of different sizes share."""
+    """The axes of every tensor, the lengths that do not change with the size of the input, and the run of the other size."""
 
     axes: dict[Place, Axes | None]
     constants: set[int]
-    other: ShapeTrace  # the run of the other size
+    other: ShapeTrace
 
 
 def find_axes(module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, layout: Layout) -> Sizes | None:
-    """Find the axes of all tensors of a module by a run on the tokens and a run on other numbers of sequences and positions.
+    """Find the axes of all tensors by a run on the tokens and one on other numbers of sequences and positions.
 
-    The axis of positions has the length of the sequences in both runs; no other axis follows it. Returns None if the module cannot
-    run on inputs of another size.
+    The axis of positions is the one as long as the sequences in both runs. Returns None if the module takes no other size.
     """
+    batch, length = tokens.shape
+    fewer = length - 1 if length > _LEAST else length + 1
+    more = batch + 1 if batch + 1 != fewer else batch + 2
+    places = torch.arange(more)[:, None] * (length + 1) + torch.arange(fewer)
+    resized = tokens.flatten()[places.to(tokens.device) % tokens.numel()]
     runs, trace = [], None
-    for ids in (tokens, of_another_size(tokens)):
+    for ids in (tokens, resized):
         trace = ShapeTrace(module, ids)
         try:
             trace.run(call)
@@ -40,26 +95,42 @@ def find_axes(module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, 
             if ids is tokens:
                 raise
             return None
-        batch, length = ids.shape
-        runs.append((Positions(batch, length, layout), trace.shapes))
+        runs.append((Positions(len(ids), ids.shape[1], layout), trace.shapes))
     (first, shapes), (second, others) = runs
     axes: dict[Place, Axes | None] = {}
     constants: set[int] = set()
     for place, shape in shapes.items():
         if (other := others.get(place)) is not None and len(other) == len(shape):
-            fits = (a for a in first.fitting(shape) if second.fits(other, a))
-            axes[place] = next(fits, None)
+            axes[place] = next((a for a in first.fitting(shape) if second.fits(other, a)), None)
             constants |= {n for n, m in zip(shape, other, strict=True) if n == m}
     assert trace is not None
     return Sizes(axes, constants, trace)
 
 
+def distinct_length(tokens: Tensor, constants: set[int]) -> Tensor:
+    """Cut the tokens to a number of positions that no other axis has."""
+    length = tokens.shape[1]
+    lengths = [n for n in range(length, _LEAST - 1, -1) if n not in constants and n != len(tokens)]
+    return tokens if not lengths else tokens[:, : lengths[0]]
+
+
+def refuse_ambiguous_axes(trace: Trace) -> None:
+    """Raise `WorkbenchError` if two axes of a tensor in the only possible run have the length of the sequences."""
+    at = trace.positions
+    for (name, _, side, _), shape in trace.shapes.items():
+        if len(at.fitting(shape)) > 1:
+            raise WorkbenchError(
+                f"the {side} of {name or 'the module'} has shape {shape} for {at.batch} sequences of {at.length} tokens, and the module "
+                "takes inputs of no other size: give example_tokens with another number of positions"
+            )
+
+
 def find_batch_axes(
     module: nn.Module, call: Callable[[Tensor], Any], tokens: Tensor, layout: Layout, sizes: Sizes | None
 ) -> dict[tuple[str, int, str], BatchAxis]:
-    """Find the axis of sequences in the tensors of every call that may be an attention's, by changing one sequence.
+    """Find the axis of the sequences in the tensors of every call that may be an attention's, by changing one sequence.
 
-    Heads may stand before the sequences, and `[head * batch, pos, d_head]` has the shape of `[batch * head, pos, d_head]`.
+    Heads may come before the sequences, and `[head * batch, pos, d_head]` has the shape of `[batch * head, pos, d_head]`.
     The runs have at least two sequences, unless the module takes one sequence only.
     """
     before = ShapeTrace(module, tokens) if sizes is None else sizes.other
@@ -72,20 +143,18 @@ def find_batch_axes(
     ids[1] = known[(torch.searchsorted(known, ids[1]) + 1) % len(known)]
     after = ShapeTrace(module, ids)
     after.run(call)
-    found = {}
-    for place, samples in before.samples.items():
-        axis = _batch_axis(samples, after.samples.get(place, []), before.batch)
-        if axis is not None:
-            found[place] = axis
-    return found
+    axes = {
+        place: _batch_axis(samples, after.samples.get(place, []), before.batch)
+        for place, samples in before.samples.items()
+    }
+    return {place: axis for place, axis in axes.items() if axis is not None}
 
 
 _Samples = Sequence[tuple[str, dict[str, Tensor]]]
-_LEAST_CHANGE, _SHARE = 1e-3, 0.02  # relative change that is one, and share of the largest below which it is rounding
 
 
 def _batch_axis(before: _Samples, after: _Samples, batch: int) -> BatchAxis | None:
-    """The axis along which only the changed sequence's part of a call's tensors changes; None if no axis can be that."""
+    """Find the axis along which only the changed sequence's part of a call's tensors changes; None if no axis can be that."""
     by_length: dict[str, int] = {}
     for (letters, entries), (others, changed) in zip(before, after or before, strict=True):
         fits = []
@@ -109,44 +178,11 @@ def _batch_axis(before: _Samples, after: _Samples, batch: int) -> BatchAxis | No
     return BatchAxis(next(iter(by_length))) if list(by_length.values()) == [1] else UNKNOWN_ORDER
 
 
-def of_another_size(tokens: Tensor) -> Tensor:
-    """Return tokens in other numbers of sequences and positions, which differ from each other."""
-    batch, length = tokens.shape
-    fewer = length - 1 if length > _LEAST else length + 1
-    more = batch + 1 if batch + 1 != fewer else batch + 2
-    return resized(tokens, more, fewer)
-
-
-def resized(tokens: Tensor, batch: int, length: int) -> Tensor:
-    """Return `batch` sequences of `length` ids each, taken from the tokens at shifted places."""
-    n = tokens.numel()
-    places = torch.arange(batch)[:, None] * (tokens.shape[1] + 1) + torch.arange(length)
-    return tokens.flatten()[places.to(tokens.device) % n]
-
-
-def distinct_length(tokens: Tensor, constants: set[int]) -> Tensor:
-    """Cut the tokens to a number of positions that no other axis has."""
-    length = tokens.shape[1]
-    lengths = [n for n in range(length, _LEAST - 1, -1) if n not in constants and n != len(tokens)]
-    return tokens if not lengths else tokens[:, : lengths[0]]
-
-
-def refuse_ambiguous_axes(trace: Trace) -> None:
-    """Raise `WorkbenchError` if two axes of a tensor in the only possible run have the length of the sequences."""
-    at = trace.positions
-    for (name, _, side, _), shape in trace.shapes.items():
-        if len(at.fitting(shape)) > 1:
-            raise WorkbenchError(
-                f"the {side} of {name or 'the module'} has shape {shape} for {at.batch} sequences of {at.length} tokens, and the module "
-                "takes inputs of no other size: give example_tokens with another number of positions"
-            )
-
-
 def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
-    """The layout of a traced module: plain, unless all its attentions are over as many positions more, or all sequences in a row.
+    """Find which positions inside a traced module are tokens: plain, unless all attentions run over more positions.
 
-    The last token of the first sequence is changed; the first position that this changes where the first attention reads is
-    that token's. Raises `WorkbenchError` where it lies elsewhere than before, between or after positions that are no tokens.
+    Changes the last token of the first sequence. The first position that changes in the input of the first attention is that
+    token's. Raises `WorkbenchError` if it is not before, between or after positions that are no tokens.
     """
     batch, length = trace.batch, trace.length
     if not trace.elsewhere or any(not a.refusal for a in trace.attentions):
@@ -155,7 +191,10 @@ def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
     names = [part.name for part in within.stack()[1:]]
     packed = batch > 1 and queries == batch * length
     guess = Positions(batch, length, Layout(packed=packed) if packed else Layout((queries - length, 0)))
-    before, after = (_read(trace.module, names, call, ids, guess) for ids in (trace.tokens, _changed(trace.tokens)))
+    others = trace.tokens[trace.tokens != trace.tokens[0, -1]]
+    ids = trace.tokens.clone()
+    ids[0, -1] = others[0] if len(others) else (trace.tokens[0, -1] + 1) % 2
+    before, after = (_first_input(trace.module, names, call, x, guess) for x in (trace.tokens, ids))
     if before is None or after is None or before.shape != after.shape or torch.equal(before, after):
         return Layout()
     row, place = (before != after).flatten(2).any(-1).nonzero()[0].tolist()
@@ -170,25 +209,17 @@ def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
     return Layout((front, queries - length - front))
 
 
-def _changed(tokens: Tensor) -> Tensor:
-    """The tokens with another one at the end of the first sequence, which stands elsewhere in them."""
-    others = tokens[tokens != tokens[0, -1]]
-    changed = tokens.clone()
-    changed[0, -1] = others[0] if len(others) else (tokens[0, -1] + 1) % 2
-    return changed
-
-
-def _read(
+def _first_input(
     module: nn.Module, names: Sequence[str], call: Callable[[Tensor], Any], ids: Tensor, at: Positions
 ) -> Tensor | None:
-    """What the first of these submodules that reads vectors at all positions reads, [row, column, width]."""
-    seen: list[Tensor] = []
+    """Return the first input [row, column, width] of these submodules that has vectors at all positions."""
+    inputs: list[Tensor] = []
 
     def note(part: nn.Module, args: Any, kwargs: Any) -> None:
-        if not seen:
+        if not inputs:
             for x in (x for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim in (2, 3)):
                 fits = [axes for axes in at.fitting(x.shape) if axes.is_inside or at.layout.packed]
-                seen.extend(at.lined(x, axes).detach().clone() for axes in fits[:1])
+                inputs.extend(at.lined(x, axes).detach().clone() for axes in fits[:1])
 
     handles = [module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True) for name in names]
     try:
@@ -197,4 +228,4 @@ def _read(
     finally:
         for handle in handles:
             handle.remove()
-    return seen[0] if seen else None
+    return inputs[0] if inputs else None

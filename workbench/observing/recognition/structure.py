@@ -1,4 +1,4 @@
-"""What was recognised in a decoder: its layers, where their tensors pass, and both of its ends."""
+"""What recognition finds in a decoder: its layers, where their tensors pass, and both of its ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,42 @@ from workbench.observing.interception.call_sites import CallSite
 from workbench.observing.interception.matrix_calls import MatrixCall
 from workbench.observing.interception.positions import Axes, Layout
 from workbench.observing.interception.tensor_layouts import TensorPath
-from workbench.observing.recognition.ending import LinearEnding
-from workbench.observing.recognition.projections import Projection, TensorLocation
-from workbench.observing.recognition.stream_sums import StreamSum
-from workbench.observing.recognition.traced_attention import TracedAttention
+from workbench.observing.recognition.attention_calls import TracedAttention
+from workbench.observing.recognition.fits import FrozenNorm, StreamSum
 
 UNLIMITED = 2**30
-"""Context length, or vocabulary, of a module that does not show it."""
+"""Context length or vocabulary of a module that does not show it."""
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """One input or output tensor of a module: the module's name, its run within the block (or in all), the path to the tensor."""
+
+    module: str
+    run: int
+    path: TensorPath
+    axes: Axes = field(kw_only=True)
+    site: CallSite | None = field(default=None, kw_only=True)  # where a product outside a module of its own is called
+    parameter: str = field(default="", kw_only=True)  # of a lookup that is no module: the table's name
+
+
+@dataclass(frozen=True)
+class Projection(TensorLocation):
+    """Columns of an output [batch, pos, width] that hold heads of `d_head` numbers."""
+
+    columns: slice | tuple[int, ...]
+    heads: int
+
+    def heads_in(self, rows: Tensor) -> Tensor:
+        """Return the heads [any, head, d_head] in rows [any, width]."""
+        columns = rows[:, self.columns if isinstance(self.columns, slice) else list(self.columns)]
+        return columns.unflatten(1, (self.heads, -1))
+
+    def with_heads(self, rows: Tensor, heads: Tensor) -> Tensor:
+        """Return a copy of the rows with other heads."""
+        rows = rows.clone()
+        rows[:, self.columns if isinstance(self.columns, slice) else list(self.columns)] = heads.flatten(1)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -30,8 +59,8 @@ class Addition(TensorLocation):
 
 
 @dataclass(frozen=True)
-class Scope:
-    """The innermost run of a module in which all attention calls of a layer are made: its name, which of its runs in the block."""
+class CallScope:
+    """The innermost module run that contains all attention calls of a layer: the module's name and its run within the block."""
 
     module: str
     run: int
@@ -42,30 +71,27 @@ CONSTANT, NORMED, GATED = (
     "a norm of each head of a combination of",
     "sums, weighted by token (gates), of",
 )
-"""What a combination of several attentions is, in words before their names."""
+"""Kinds of combinations of several attentions, in words before their names."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What W_O reads of several attentions: weights [head, source], and what they leave of it."""
+    """W_O's input as a combination of several attentions: weights [head, source] and the residual."""
 
     names: tuple[str, ...]  # attn.0, attn.1, ...
-    weights: Tensor  # over the first one's where a norm of each head follows; means where they depend on the token
+    weights: Tensor  # relative to the first one where a norm of each head follows; means where they depend on the token
     spread: Tensor  # their standard deviations over tokens
     residual: float
     kind: str
 
     @property
     def words(self) -> str:
-        """It in words."""
+        """Description for messages."""
         return f"{self.kind} {' and '.join(self.names)}: see value_paths()"
 
 
 class Mixed(NamedTuple):
-    """Weights of the first layer's queries or keys and of the own ones, what they leave, whether a norm follows.
-
-    Behind a norm the weights are known but for a factor; they sum to 1.
-    """
+    """Weights of the first layer's and the own queries (or keys). Behind a norm only their ratio is known: they sum to 1."""
 
     first: float
     own: float
@@ -78,24 +104,24 @@ class Part:
     """One attention of a layer, and where its tensors pass."""
 
     attention: TracedAttention
-    calls: dict[CallSite, str]  # which of the scope's calls it is made of, and what each is
+    calls: dict[CallSite, str]  # the attention's calls within the scope, and the role of each
     q: Projection | None = None
     k: Projection | None = None
     v: Projection | None = None
     own: Tensor | None = None  # rows of its own values
-    latent: TensorLocation | None = None  # what the matrix of the values reads, where that is narrower than the stream
+    latent: TensorLocation | None = None  # input of the value matrix, if that is narrower than the stream
 
 
 @dataclass(frozen=True)
 class BareOutput:
-    """A product with W_O that is no module: its call, and how its input lies."""
+    """A product with W_O outside a module of its own: its call and the layout of its input."""
 
     call: MatrixCall
-    heads_second: bool  # whether it reads [batch, head, pos, d_head]
+    heads_second: bool  # whether its input is [batch, head, pos, d_head]
     by_head: bool  # whether heads have an axis of their own
 
     def __call__(self, heads: Tensor) -> Tensor:
-        """Rows [row, d_model] of rows of heads [row, head, d_head]."""
+        """Return rows [row, d_model] for rows of heads [row, head, d_head]."""
         x = heads[None] if self.by_head else heads[None].flatten(2)
         made: Tensor = self.call.run(x.transpose(1, 2) if self.heads_second else x)
         return made.reshape(len(heads), -1)
@@ -103,59 +129,70 @@ class BareOutput:
 
 @dataclass
 class LayerStructure:
-    """One run of a block: where its tensors pass. Of several attentions their heads stand one after the other."""
+    """One run of a block and where its tensors pass. The heads of several attentions follow one another."""
 
     block: str
-    run: int  # which of the block's runs, where one is run several times
+    run: int  # which run of the block
     stream_in: TensorPath
     stream_out: TensorPath
-    parts: list[Part]  # empty where the block has no attention that can be read
+    parts: list[Part]  # empty if the block has no readable attention
     attention: TracedAttention
-    scope: Scope | None = None
-    z: TensorLocation | None = None  # what W_O multiplies
-    w_o: BareOutput | None = None  # that matrix, where it is no module
-    changed: str = ""  # what stands between the attention's output and W_O
-    combination: Combination | None = None  # of what it reads, where that is one of several attentions
+    scope: CallScope | None = None
+    z: TensorLocation | None = None  # W_O's input
+    w_o: BareOutput | None = None  # W_O, if it is no module
+    changed: str = ""  # difference between the attention's output and W_O's input, in words
+    combination: Combination | None = None  # of several attentions, in W_O's input
     attn_out: Addition | None = None
     mlp_out: Addition | None = None
-    keeps: tuple[float, float] = (1.0, 0.0)  # how much of what it and the first block read is in its output
+    keeps: tuple[float, float] = (1.0, 0.0)  # coefficients of its own and the first block's input in its output
     rows: dict[str, Tensor] = field(default_factory=dict)  # of the traced run: stream in and out, own values, z
     mixed: dict[str, Mixed] = field(default_factory=dict)  # q, k: of the first layer's and its own
-    inline: tuple[str, ...] = ()  # modules that run in it, where the block itself is no module
-    caller: str = ""  # there: the module whose code runs them
-    stream: TensorLocation | None = None  # there: what first reads the stream
-    has_stream: bool = True  # whether the stream was found
-    adds: bool = False  # whether the block makes its stream by adding outputs of its parts to what it reads
-    adds_norms: bool = (
-        False  # whether it adds norms of its parts' outputs, which are functions and no outputs themselves
-    )
-    axes: tuple[Axes, Axes] = (Axes(), Axes())  # of the stream that it reads and the one that it returns
-    is_normed: bool = False  # whether what the block returns is a norm's output (BERT)
+    inline: tuple[str, ...] = ()  # modules of a block that is no module itself
+    caller: str = ""  # of an inline block: the module whose code runs its modules
+    stream: TensorLocation | None = None  # of an inline block: the first input that is the stream
+    has_stream: bool = True  # whether the block's input and output are the stream
+    adds: bool = False  # whether the block adds outputs of its parts to its input
+    adds_norms: bool = False  # whether the block adds norms of its parts' outputs, computed outside a module
+    axes: tuple[Axes, Axes] = (Axes(), Axes())  # of the stream in and out
+    is_normed: bool = False  # whether the block returns a norm's output (BERT)
 
     @property
     def is_read(self) -> bool:
-        """Whether the block has an attention that can be read."""
+        """Whether the block has a readable attention."""
         return bool(self.parts)
-
-    def found(self, name: str) -> bool:
-        """Whether each of its attentions shows a projection: q, k, v or latent."""
-        return bool(self.parts) and all(getattr(part, name) is not None for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Vectors that are looked up by token id: in which parameter, by which of its lookups, rows of the traced run, how they are read."""
+    """Vectors looked up by token id: the parameter, which of its lookups, rows of the traced run, and how they are read."""
 
     parameter: str
     run: int
     rows: Tensor  # [row, width]
     columns: slice
-    axes: Axes  # of the vectors [..., width] that a lookup gives
-    through: Callable[[Tensor], Any] | None = None  # what is done to the vectors before the columns are taken
+    axes: Axes  # of the vectors [..., width] of a lookup
+    through: Callable[[Tensor], Any] | None = None  # projection of the vectors before the columns are taken
 
     def read(self, vectors: Tensor) -> Tensor:
-        """Its vectors [..., width] among those of its lookup [..., any], which may be projected first."""
+        """Return its vectors [..., width] from those of its lookup [..., any]."""
         return (vectors if self.through is None else self.through(vectors))[..., self.columns]
+
+
+@dataclass(frozen=True)
+class LinearEnding:
+    """logits = factor * W norm(x) + bias: linear in the last stream x while the norm's divisors are held fixed."""
+
+    norm: FrozenNorm
+    factor: float
+    bias: Tensor | None  # float64 [d_vocab]; None where nothing is added
+    transposed: bool  # whether the head stores W as [d_model, d_vocab]
+
+    @property
+    def words(self) -> str:
+        """Description for tables."""
+        norm = "mean and variance" if self.norm.centred else "root mean square"
+        added = [word for word, x in (("shift", self.norm.shift), ("bias of the head", self.bias)) if x is not None]
+        return ", ".join([norm, *added, *([f"logits times {self.factor:.4g}"] if abs(self.factor - 1) > 1e-6 else [])])
 
 
 @dataclass
@@ -166,18 +203,16 @@ class DecoderStructure:
     layers: list[LayerStructure]
     embed: TensorLocation | None
     head: TensorLocation | None
-    final: TensorLocation | None  # what the final norm reads, where that is not the last block's output
+    final: TensorLocation | None  # the final norm's input, if that is not the last block's output
     logits: TensorPath | None
-    logits_axes: Axes | None  # None where they are of the last position alone
-    predicted: int  # ids that have a logit, which need not be as many as can be read; 0 without logits
+    logits_axes: Axes | None  # None if they are of the last position alone
+    predicted: int  # number of logits, which may differ from the number of token ids; 0 without logits
     in_place: bool
-    layout: Layout  # which positions inside the module are tokens, and how its streams lie
+    layout: Layout  # which positions inside the module are tokens, and the layout of its streams
     notes: list[str]
-    block_lists: str = ""  # what those of FlexAttention's BlockMasks do in its own runs; empty without FlexAttention
-    ending: LinearEnding | str = ""  # what makes the logits of the last stream; why that is not known, in words
-    tables: dict[str, Table] = field(default_factory=dict)  # by name, those wide enough for values, the embedding aside
-    arriving: list[StreamSum] = field(default_factory=list)  # of what each block and the final norm read
-    last_stream: Tensor | None = None  # rows of what the final norm reads
-    between: list[StreamSum | None] = field(
-        default_factory=list
-    )  # of what the MLP of each block reads, where that was found
+    block_lists: str = ""  # effect of FlexAttention's block lists in the module's own runs; empty without FlexAttention
+    ending: LinearEnding | str = ""  # how logits follow from the last stream; if unknown, the reason in words
+    tables: dict[str, Table] = field(default_factory=dict)  # by name, those as wide as values, without the embedding
+    arriving: list[StreamSum] = field(default_factory=list)  # sums in the inputs of each block and the final norm
+    last_stream: Tensor | None = None  # rows of the final norm's input
+    between: list[StreamSum | None] = field(default_factory=list)  # sums in the inputs of each MLP, None if unknown

@@ -1,57 +1,190 @@
-"""Where effective values come from: least squares of them on own projections, earlier layers' values and tables by token id.
+"""Where effective values come from: tables looked up by token id, and fits to own values, earlier layers' values and tables.
 
-Coefficients are constants where constants explain the values; else a weight for each token and head (gates), where that does,
-told by its mean and its spread.
+The embedding is the lookup whose vectors explain the first block's input, up to a norm, a scale and added position vectors. All
+other lookups by the same ids are tables of values: an embedding, one part of a wide table, an indexed parameter, or a narrow table
+behind a projection (low rank).
 
-The fit is in float64 over all sampled positions, heads and dimensions, so that a float32 model gives its coefficients to
-1e-6. `residual` is the share of the target's norm that the fit leaves: about 1e-7 where a path is exact in float32, and
-large where the values hold more than these sources.
+Coefficients are constants if constants fit, else weights of each token and head (gates), reported by mean and spread. Fits are in
+float64 over all sampled positions, heads and dimensions, so that a float32 model gives its coefficients to 1e-6. `residual` is the
+share of the target's norm that the fit leaves: about 1e-7 for a path that is exact in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
-from workbench.observing.recognition.stream_sums import StreamSum
+from workbench.observing.interception.tensor_layouts import TensorPath
+from workbench.observing.recognition.executions import LOOKUP, MATRIX, Execution, TracedTensor
+from workbench.observing.recognition.fits import EXACT, StreamSum, fit, weights_by_token
 from workbench.observing.recognition.structure import GATED, Combination, LayerStructure, Table
+from workbench.observing.recognition.trace import Trace, is_matrix
 
-Source = (
-    str | int
-)  # `first`, `own`, the layer whose own values are read, or `table NAME`: the module that looks values up
+Source = str | int
+"""`first`, `own`, the layer whose own values are read, or `table NAME` for the module that looks values up."""
 TABLE = "table "
-_FEW = 8  # rows that tell which tables may take part
+_FEW = 8  # rows that decide which tables may take part
 NEGLIGIBLE = 1e-6  # coefficients below this are zero
 LARGEST = 0.1
-"""A fit that leaves more of the target's norm is no path: its coefficients are those of whatever correlates with the sources.
+"""Largest residual of a path. Beyond it coefficients are those of whatever correlates with the sources.
 
-True paths leave 1e-7 (float32) to 2e-2 (bfloat16). What is none (gates, norms, tables that were not seen) leaves 0.2 or more.
+True paths leave 1e-7 (float32) to 2e-2 (bfloat16). Other values (gates, norms, unseen tables) leave 0.2 or more.
 """
 UNEXPLAINED = "unexplained"
-"""Source of what no path explains, in tables."""
+"""Source in tables of values that no path explains."""
+Embedding = tuple[Execution, TensorPath]
+_EXPLAINED = 0.05
+"""Least share of a stream's variance that its embedding explains: ten times what chance gives with 192 rows or more."""
+
+
+# ---- lookups by token id ---------------------------------------------------------------------------------------------
+
+
+def find_embedding(trace: Trace, block: Execution, stream: Tensor) -> Embedding | None:
+    """Find the lookup by token id before the blocks that explains most of the stream [row, d_model]; a single one need not explain it."""
+    modules = [
+        (e, s) for e in trace.executions for s in e.outputs
+        if e.reads_tokens and e.start < block.start and len(s.shape) > 1 and is_matrix(trace, e)
+    ]  # fmt: skip
+    bare = [
+        (e, s) for e in trace.lookups for s in e.outputs
+        if e.reads_tokens and e.kind and e.start < block.start and not any(m.holds(e.start) for m, _ in modules)
+    ]  # fmt: skip
+    tables = [*modules, *bare]
+    wide = [t for t in tables if t[1].rows.shape[1] == stream.shape[1]] or tables
+    if len(wide) > 1:
+        shares = [_explained(s.rows, stream, trace.rows % trace.length) for _, s in wide]
+        wide = [t for t, share in zip(wide, shares, strict=True) if share == max(shares) > _EXPLAINED]
+    return next(((e, s.path) for e, s in wide), None)
+
+
+def _explained(vectors: Tensor, stream: Tensor, positions: Tensor) -> float:
+    """Return the share of a stream's variance that vectors explain: column by column if they are as wide, else by any matrix.
+
+    Rows are divided by their lengths, as norms do, and the mean of each position is subtracted if positions repeat.
+    """
+    x, y = (z.double() / z.double().norm(dim=1, keepdim=True).clamp_min(1e-300) for z in (vectors, stream))
+    counts = positions.bincount()
+    repeated = counts[positions] > 1
+    if int(repeated.sum()) < len(positions) // 2:
+        positions, repeated = torch.zeros_like(positions), torch.ones_like(repeated)
+    x, y, positions = x[repeated], y[repeated], positions[repeated]
+    groups = positions.bincount()
+    sums = (z.new_zeros(len(groups), z.shape[1]).index_add_(0, positions, z) for z in (x, y))
+    x, y = (z - (total / groups.clamp_min(1)[:, None])[positions] for z, total in zip((x, y), sums, strict=True))
+    size = float(y.square().sum())
+    if not size:
+        return 0.0
+    if x.shape[1] == y.shape[1]:
+        return float(((x * y).sum(0).square() / x.square().sum(0).clamp_min(1e-300)).sum()) / size
+    free = len(x) - x.shape[1] - len(counts.nonzero())
+    if free <= 0:
+        return 0.0
+    left = y - x @ torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x)
+    return 1 - float(left.square().sum()) / size * len(x) / free
+
+
+class ValueTables:
+    """Tables by token id other than the embedding, in parts of a requested width."""
+
+    def __init__(self, trace: Trace, embed: Embedding | None) -> None:
+        self.looked_up: dict[str, tuple[Execution, TracedTensor, Tensor, Any]] = {}  # lookup, vectors, rows, projection
+        self.trace = trace
+        self._parts: dict[int, dict[str, Table]] = {}
+        embedding = None if embed is None else embed[0].kind if embed[0].name == LOOKUP else embed[0].name
+        for run, entry in enumerate(trace.lookups):
+            name = entry.parent.name if entry.parent and entry.kind == f"{entry.parent.name}.weight" else entry.kind
+            is_embedding = embed is not None and (
+                entry is embed[0] or embed[0].holds(entry.start) or name == embedding
+            )  # fmt: skip
+            if entry.reads_tokens and name and not is_embedding:
+                for seen in entry.outputs:
+                    if name in self.looked_up and not _same(self.looked_up[name][2], seen.rows):
+                        name = f"{name}, lookup {run}"  # another part of one parameter
+                    self.looked_up.setdefault(name, (entry, seen, seen.rows, None))
+                    for projected, rows, through in _projected(trace, entry, name, seen.rows):
+                        self.looked_up.setdefault(projected, (entry, seen, rows, through))
+
+    def of(self, width: int) -> dict[str, Table]:
+        """Return tables with rows of a width, by name; parts of wider ones are named by their columns."""
+        if width not in self._parts:
+            self._parts[width] = {
+                name if rows.shape[1] == width else f"{name}[{start}:{start + width}]": Table(
+                    entry.kind, lookup_index(self.trace, entry), rows[:, start : start + width], slice(start, start + width),
+                    seen.axes, through,
+                )
+                for name, (entry, seen, rows, through) in self.looked_up.items() if rows.shape[1] % width == 0
+                for start in range(0, rows.shape[1], width)
+            }  # fmt: skip
+        return self._parts[width]
+
+
+def lookup_index(trace: Trace, entry: Execution) -> int:
+    """Count the earlier lookups in the same parameter."""
+    return sum(e.kind == entry.kind and e.start < entry.start for e in trace.lookups)
+
+
+def _projected(
+    trace: Trace, lookup: Execution, name: str, rows: Tensor
+) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Any]]]:
+    """Yield name, rows and function of each part that reads nothing but looked-up vectors, or the output of such a part."""
+
+    def through(steps: tuple[Callable[[Tensor], Any], ...], x: Tensor) -> Any:
+        for step in steps:
+            x = step(x)
+        return x
+
+    known: list[tuple[Tensor, tuple[Callable[[Tensor], Any], ...]]] = [(rows, ())]
+    for entry in trace.executions:
+        if entry.start < lookup.end or len(entry.inputs) != 1 or len(entry.outputs) != 1 or entry.outputs[0].path:
+            continue
+        earlier = next((steps for made, steps in known if _same(made, entry.inputs[0].rows)), None)
+        made = entry.outputs[0].rows
+        if earlier is None or any(_same(made, x) for x, _ in known):
+            continue
+        if entry.name != MATRIX:
+            step, label = trace.module.get_submodule(entry.name).forward, entry.name
+        elif entry.call is not None:
+            call = entry.call
+            factors = [
+                x if x._base is None else x._base for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)
+            ]
+            parameters = (n for n, p in trace.module.named_parameters() if any(p is x for x in factors))
+            step, label = call.run, f"{name} @ {next(parameters, 'a matrix')}"
+        else:
+            continue
+        known.append((made, (*earlier, step)))
+        yield label, made, partial(through, known[-1][1])
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+# ---- value paths -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ValuePath:
-    """One fitted value path of a layer: coefficients by source, for one head or all, and what the fit leaves."""
+    """One fitted value path of a layer: coefficients by source, for one head or all, and the residual."""
 
     layer: int
-    into: str  # value, output (what is added between attention and W_O), query or key (before their rotation), stream
+    into: str  # value, output (added between attention and W_O), query or key (before their rotation), stream
     coefficients: Mapping[Source, float]
     residual: float
     exact: bool
     head: int | None = None
     spread: Mapping[Source, float] = field(default_factory=dict)
-    """Standard deviation over tokens, where weights depend on them; the coefficients are then means."""
+    """Standard deviations over tokens of weights by token; the coefficients are then means."""
 
     is_normed: bool = False
-    """Whether a norm follows, so that coefficients are known but for a factor: they sum to 1."""
+    """Whether a norm follows, so that coefficients are known up to a factor: they sum to 1."""
 
     @property
     def by_token(self) -> bool:
@@ -59,21 +192,8 @@ class ValuePath:
         return bool(self.spread)
 
 
-def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
-    """Whether head outputs [row, head, d_head] are the attention's, plus at most a sum of its and the first layer's values."""
-    tolerance = EXACT.get(heads.dtype, 1e-2)
-    if heads.shape != z.shape:
-        return False
-    added = heads.double() - z.double()
-    if float(added.norm()) <= 10 * tolerance * float(heads.double().norm()):
-        return True
-    if v.shape != first.shape or v.shape[2] != z.shape[2]:
-        return False
-    return fit(added, [x.repeat_interleave(z.shape[1] // v.shape[1], dim=1) for x in (v, first)])[1] < 10 * tolerance
-
-
 def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table]) -> list[ValuePath]:
-    """Every layer's value path, and its output path where something is added to the attention's output."""
+    """Fit every layer's value path, its mixed queries and keys, and what is added to the attention's output."""
     owns = [layer.rows.get("own") for layer in layers]
     start = next((i for i, layer in enumerate(layers) if layer.is_read), None)
     if start is None:
@@ -88,73 +208,55 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
             if (mix := layer.mixed.get(short)) is not None:
                 weights = {name: mix.first, "own": mix.own}
                 paths.append(ValuePath(i, into, weights, mix.residual, exact=True, is_normed=mix.is_normed))
-            elif (j := _same(layers, i, short)) is not None:
+                continue
+            rows = [getattr(each.attention, short) for each in layers[: i + 1]]
+            same = (j for j in range(i) if layers[j].is_read and rows[j].equal(rows[i]))
+            if (j := next(same, None)) is not None:  # the earliest layer with these queries or keys
                 paths.append(ValuePath(i, into, {"first" if j == 0 else j: 1.0}, 0.0, exact=True))
+        v = layer.attention.v
         near: dict[Source, Tensor] = {name: first} if i > start else {}
         if (own := owns[i]) is not None:
             near["own"] = own
         far: dict[Source, Tensor] = {j: own for j, own in enumerate(owns[:i]) if j > start and own is not None}
         # a first layer whose values hold more than its matrices make has no sources: nothing of them is explained
         looked_up: dict[Source, Tensor] = {
-            TABLE + n: table.rows.view(target.shape)
-            for n, table in tables.items() if table.rows.shape == (target := layer.attention.v).flatten(1).shape
-        }  # fmt: skip
-        paths += _fit_simplest(i, "value", layer.attention.v, near, far, looked_up)
+            TABLE + n: table.rows.view(v.shape) for n, table in tables.items() if table.rows.shape == v.flatten(1).shape
+        }
+        paths += _fit_simplest(i, "value", v, near, far, looked_up)
         if layer.combination is not None:
             paths += _combined(i, layer.combination)
         elif (z := layer.rows.get("z")) is not None and z.shape == layer.attention.z.shape:
             added = z.double() - layer.attention.z.double()
             if float(added.norm()) > 10 * EXACT.get(z.dtype, 1e-2) * float(z.double().norm()):
-                wide = z.shape[1] // layer.attention.v.shape[1]
-                here: dict[Source, Tensor] = {name: first} if i > start else {}
-                here["own"] = layer.attention.v
-                repeated = {k: s.repeat_interleave(wide, dim=1) for k, s in here.items()}
+                here: dict[Source, Tensor] = {**({name: first} if i > start else {}), "own": v}
+                repeated = {k: s.repeat_interleave(z.shape[1] // v.shape[1], dim=1) for k, s in here.items()}
                 added_paths = _fit_simplest(i, "output", added.to(z.dtype), repeated, {}, {})
-                paths += [path for path in added_paths if path.coefficients]  # else `changed` says what W_O reads
+                paths += [path for path in added_paths if path.coefficients]  # else `changed` describes W_O's input
     return paths
 
 
-def _same(layers: Sequence[LayerStructure], i: int, name: str) -> int | None:
-    """The earliest layer whose queries or keys a layer reads as they are."""
-    rows = [getattr(layer.attention, name) for layer in layers[: i + 1]]
-    return next((j for j in range(i) if layers[j].is_read and torch.equal(rows[j], rows[i])), None)
-
-
-def _combined(layer: int, found: Combination) -> list[ValuePath]:
-    """What W_O reads of several attentions, for all heads where they have the same weights."""
-    same = bool((found.weights - found.weights[:1]).abs().max() < 1e-5 * found.weights.abs().max())
-    paths = []
-    for head in [None] if same else range(len(found.weights)):
-        weights, spread = (
-            dict[Source, float](zip(found.names, x[head or 0].tolist(), strict=True))
-            for x in (found.weights, found.spread)
+def _combined(layer: int, combination: Combination) -> list[ValuePath]:
+    """Return W_O's input as paths from several attentions, one path for all heads if they share their weights."""
+    weights, spread = combination.weights, combination.spread
+    same = bool((weights - weights[:1]).abs().max() < 1e-5 * weights.abs().max())
+    return [
+        ValuePath(
+            layer, "output", dict(zip(combination.names, weights[head or 0].tolist(), strict=True)),
+            combination.residual, exact=True, head=head,
+            spread=dict(zip(combination.names, spread[head or 0].tolist(), strict=True)) if combination.kind == GATED else {},
         )
-        by_token = found.kind == GATED
-        paths.append(
-            ValuePath(
-                layer,
-                "output",
-                weights,
-                found.residual,
-                exact=True,
-                head=head,
-                spread=spread if by_token else {},
-            )
-        )
-    return paths
+        for head in ([None] if same else range(len(weights)))
+    ]  # fmt: skip
 
 
 def fit_streams(arriving: Sequence[StreamSum], layers: Sequence[LayerStructure]) -> list[ValuePath]:
-    """What blocks and the final norm (layer L) read, where that is a sum of several streams or outputs."""
-    outputs = [
-        "embed",
-        *(f"{n}_{x}" for n, s in enumerate(layers) for x in ("attn_out", "mlp_out") if getattr(s, x) is not None),
-    ]
+    """Return the inputs of blocks and of the final norm (layer L) that are sums of several streams or outputs."""
+    outputs = [f"{n}_{x}" for n, s in enumerate(layers) for x in ("attn_out", "mlp_out") if getattr(s, x) is not None]
     paths = []
     for layer, read in enumerate(arriving):
         if read.exact and not read.is_plain:
-            stood = ["embed", *(f"block.{n}" for n in range(layer - 1)), "own"]
-            names = stood if read.by_token is None else outputs[: len(read.weights)]
+            streams = ["embed", *(f"block.{n}" for n in range(layer - 1)), "own"]
+            names = streams if read.by_token is None else ["embed", *outputs][: len(read.weights)]
             weights: dict[Source, float] = dict(zip(names, read.weights, strict=True))
             spread: dict[Source, float] = dict(zip(names, read.spread, strict=False))
             paths.append(ValuePath(layer, "stream", weights, read.residual, exact=True, spread=spread))
@@ -165,98 +267,84 @@ def _fit_simplest(
     layer: int, into: str, target: Tensor, near: Mapping[Source, Tensor], far: Mapping[Source, Tensor],
     tables: Mapping[Source, Tensor],
 ) -> list[ValuePath]:  # fmt: skip
-    """The simplest that explains a target [row, head, d_head]: constants of near sources, of all, of a table beside the near
-    ones, a set of constants for each head, weights for each token.
+    """Fit a target [row, head, d_head] by the simplest sum that explains it.
+
+    In this order: constants of near sources, of all layers, of near sources and one table, constants of near sources for each
+    head, weights for each token.
     """
     tolerance = EXACT.get(target.dtype, 1e-2)
     near = {k: s for k, s in near.items() if s.shape == target.shape}
-    tables = _which_may(target, near, tables)
+    if 2 * (len(near) + 1) <= target.shape[-1]:  # tables that explain a few rows, with weights for each token
+        few = [s[:_FEW] for s in near.values()]
+        tables = {
+            k: t for k, t in tables.items() if weights_by_token(target[:_FEW], [*few, t[:_FEW]])[1] < 10 * tolerance
+        }  # fmt: skip
     every = near | {k: s for k, s in far.items() if s.shape == target.shape}
     values, residual = fit(target, list(near.values()))
     plain = ValuePath(layer, into, dict(zip(near, values, strict=True)), residual, residual < tolerance)
     if plain.exact:
         return [plain]
-    for some in (every, *(_before_own(near, {k: t}) for k, t in tables.items())):
+    own: dict[Source, Tensor] = {k: s for k, s in near.items() if k == "own"}
+    others = {k: s for k, s in near.items() if k != "own"}
+    for some in (every, *({**others, k: t, **own} for k, t in tables.items())):
         values, residual = fit(target, list(some.values()))
         if residual < tolerance:
-            kept = {k: s for (k, s), c in zip(some.items(), values, strict=True) if abs(c) > tolerance or k in near}
-            values, residual = fit(target, list(kept.values()))
-            return [ValuePath(layer, into, dict(zip(kept, values, strict=True)), residual, residual < 2 * tolerance)]
+            used = {k: s for (k, s), c in zip(some.items(), values, strict=True) if abs(c) > tolerance or k in near}
+            values, residual = fit(target, list(used.values()))
+            return [ValuePath(layer, into, dict(zip(used, values, strict=True)), residual, residual < 2 * tolerance)]
     heads = []
     for head in range(target.shape[1]):
         values, residual = fit(target[:, head], [s[:, head] for s in near.values()])
         heads.append(ValuePath(layer, into, dict(zip(near, values, strict=True)), residual, residual < tolerance, head))
     if all(path.exact for path in heads):
         return heads
-    by_token = _fit_by_token(layer, target, near, {**far, **tables}) if into == "value" else []
+    by_token = _fit_by_token(layer, target, own, {**others, **far, **tables}) if into == "value" else []
     return by_token or [plain if plain.residual <= LARGEST else replace(plain, coefficients={})]
 
 
-def _which_may(target: Tensor, near: Mapping[Source, Tensor], tables: Mapping[Source, Tensor]) -> dict[Source, Tensor]:
-    """The tables that explain a few rows of a target beside near sources, with weights for each token."""
-    few = {k: s[:_FEW] for k, s in near.items()}
-    if 2 * (len(few) + 1) > target.shape[-1]:
-        return dict(tables)
-    tolerance = 10 * EXACT.get(target.dtype, 1e-2)
-    return {
-        k: t for k, t in tables.items() if weights_by_token(target[:_FEW], [*few.values(), t[:_FEW]])[1] < tolerance
-    }
-
-
-def _before_own(near: Mapping[Source, Tensor], more: Mapping[Source, Tensor]) -> dict[Source, Tensor]:
-    """Sources in their order: others, own last."""
-    return {k: s for k, s in {**near, **more}.items() if k != "own"} | {k: s for k, s in near.items() if k == "own"}
-
-
 def _fit_by_token(
-    layer: int, target: Tensor, near: Mapping[Source, Tensor], others: Mapping[Source, Tensor]
+    layer: int, target: Tensor, own: Mapping[Source, Tensor], others: Mapping[Source, Tensor]
 ) -> list[ValuePath]:
-    """The fewest sources of which weights for each token and head explain a target [row, head, d_head]; empty where none do.
+    """Fit a target [row, head, d_head] by the fewest sources with weights for each token and head; empty if none fit.
 
     Each vector has its own weights, so at most half as many sources are tried as it has numbers.
     """
     tolerance = EXACT.get(target.dtype, 1e-2)
-    own: dict[Source, Tensor] = {k: s for k, s in near.items() if k == "own"}
-    beside: dict[Source, Tensor] = {
-        k: s for k, s in {**near, **others}.items() if k != "own" and s.shape == target.shape
-    }
-    sets: list[dict[Source, Tensor]] = [
-        own,
-        *({k: s} | own for k, s in beside.items()),
-        *({k: s} for k, s in beside.items()),
-    ]
-    if "first" in beside:
-        sets += [{"first": beside["first"], k: s} | own for k, s in beside.items() if k != "first"]
+    others = {k: s for k, s in others.items() if s.shape == target.shape}
+    sets = [own, *({k: s, **own} for k, s in others.items()), *({k: s} for k, s in others.items())]
+    if "first" in others:
+        sets += [{"first": others["first"], k: s, **own} for k, s in others.items() if k != "first"]
     for some in sets:
         if not some or 2 * len(some) > target.shape[-1]:
             continue
         weights, residual = weights_by_token(target, list(some.values()))
         if residual < tolerance:
             shared = float((weights - weights[:, :1]).abs().max()) < 10 * tolerance * float(weights.abs().max())
-            each: list[int | None] = [None] if shared else list(range(target.shape[1]))
-            return [_of_tokens(layer, weights[:, head or 0], list(some), residual, head) for head in each]
+            return [
+                ValuePath(
+                    layer, "value", dict(zip(some, w.mean(0).tolist(), strict=True)), residual, exact=True, head=head,
+                    spread=dict(zip(some, w.std(0, correction=0).tolist(), strict=True)),
+                )
+                for head in ([None] if shared else range(target.shape[1])) for w in [weights[:, head or 0]]
+            ]  # fmt: skip
     return []
 
 
-def _of_tokens(layer: int, weights: Tensor, names: Sequence[Source], residual: float, head: int | None) -> ValuePath:
-    """Mean and spread of weights [row, source]."""
-    mean, spread = ([float(x) for x in stat] for stat in (weights.mean(0), weights.std(0, correction=0)))
-    coefficients, spreads = dict(zip(names, mean, strict=True)), dict(zip(names, spread, strict=True))
-    return ValuePath(layer, "value", coefficients, residual, exact=True, head=head, spread=spreads)
+# ---- tables and words ------------------------------------------------------------------------------------------------
 
 
 class PathTable(pd.DataFrame):
-    """A table with its numbers as they are, of which a notebook shows what is more than rounding."""
+    """A table with exact numbers, which a notebook shows rounded."""
 
     def _repr_html_(self) -> str:
         shown = pd.DataFrame(self).dropna(axis=1, how="all").round(6)
-        said = "no spread: a constant coefficient; " if "spread" in shown and shown["spread"].isna().any() else ""
+        note = "no spread: a constant coefficient; " if "spread" in shown and shown["spread"].isna().any() else ""
         table = shown.to_html(index=False, na_rep="", float_format=lambda number: f"{number + 0.0:.4g}")  # -0 is 0
-        return f"{table}<p>{said}rounded to 1e-6</p>"
+        return f"{table}<p>{note}rounded to 1e-6</p>"
 
 
 def value_path_table(paths: Sequence[ValuePath]) -> PathTable:
-    """One row per layer and source: layer, source, coefficient, spread (of weights by token), residual, head, into."""
+    """Return one row per layer and source: layer, source, coefficient, spread (of weights by token), residual, head, into."""
     rows: list[dict[str, Any]] = [
         {
             "layer": p.layer, "source": s, "coefficient": c, "spread": p.spread.get(s, float("nan")), "residual": p.residual,
@@ -269,21 +357,20 @@ def value_path_table(paths: Sequence[ValuePath]) -> PathTable:
 
 
 def paths_in_words(paths: Sequence[ValuePath]) -> str:
-    """Which layers read values that are not their own; empty where none does."""
+    """Describe which layers read values that are not their own; empty if none does."""
     reads: dict[str, list[int]] = {}
     for path in (p for p in paths if p.into in ("value", "output")):
         for source, c in path.coefficients.items():
             if source != "own" and not str(source).startswith("attn.") and (path.by_token or abs(c) > NEGLIGIBLE):
-                name = (
-                    "the first layer" if source == "first" else f"layer {source}" if isinstance(source, int) else source
-                )
+                layer = f"layer {source}" if isinstance(source, int) else source
+                name = "the first layer" if source == "first" else layer
                 reads.setdefault(f"values of {name}", []).append(path.layer)
     layers = {what: sorted(set(of)) for what, of in reads.items()}
     return "; ".join(f"layer{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {what}" for what, of in layers.items())
 
 
 def sharing_note(paths: Sequence[ValuePath]) -> str:
-    """Which layers read nothing but another layer's values, and what replacing these means; empty where none does."""
+    """Describe which layers read nothing but another layer's values, and what replacing these means; empty if none does."""
     readers: dict[int, list[int]] = {}
     for path in paths:
         read = {0 if s == "first" else s for s, c in path.coefficients.items() if abs(c) > NEGLIGIBLE}
@@ -298,11 +385,9 @@ def sharing_note(paths: Sequence[ValuePath]) -> str:
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a layer's values are a mixture of: what hook points show of it."""
+    """The sources of a layer's values, for its hook points."""
 
-    sources: tuple[
-        int, ...
-    ] = ()  # layers whose own values are in its effective ones, or added beside them; itself aside
+    sources: tuple[int, ...] = ()  # other layers whose own values are in its effective ones, or added beside them
     table: str = ""  # module that looks values up by token id
     mixed: bool = False  # whether coefficients can be shown
     by_token: bool = False  # whether they are weights of each token and head
@@ -310,12 +395,12 @@ class Mixture:
 
 
 def mixture_of(paths: Sequence[ValuePath], layer: int) -> Mixture:
-    """What the values of a layer are a mixture of."""
-    mine = [p for p in paths if p.layer == layer and p.exact]
-    values = [p for p in mine if p.into == "value" and (p.head is None or p.by_token)]
+    """Return the sources of a layer's values from fitted paths."""
+    exact = [p for p in paths if p.layer == layer and p.exact]
+    values = [p for p in exact if p.into == "value" and (p.head is None or p.by_token)]
     read = [s for p in values for s, c in p.coefficients.items() if s != "own" and (p.by_token or abs(c) > NEGLIGIBLE)]
     sources = {0 if s == "first" else s for s in read if s == "first" or isinstance(s, int)}
-    outputs = [p.coefficients for p in mine if p.into == "output"]
+    outputs = [p.coefficients for p in exact if p.into == "output"]
     sources |= {0 for c in outputs if abs(c.get("first", 0.0)) > NEGLIGIBLE}
     table = next((s.removeprefix(TABLE) for s in read if isinstance(s, str) and s.startswith(TABLE)), "")
     mixed = any(p.layer == layer and p.into == "value" and set(p.coefficients) - {"own"} for p in paths)
