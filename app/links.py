@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import streamlit as st
 
-from workbench.checkpoints.identify import BUILDERS
+from workbench.environment import BUILDERS, variable
 from workbench.views import Link
 
 from .cached_source import cached_source
@@ -25,5 +24,5 @@ def command(link: Link, options: str) -> str:
     """What draws a link from a terminal; it names the folder of runs where that is not `./runs`."""
     folder = cached_source().folder
     runs = "" if folder == Path("runs").resolve() else f" --runs {shlex.quote(str(folder))}"
-    first = f"{BUILDERS}={shlex.quote(builders)} " if (builders := os.environ.get(BUILDERS)) else ""
+    first = f"{BUILDERS}={shlex.quote(builders)} " if (builders := variable(BUILDERS)) else ""
     return f'{first}workbench view "{link}" {options}{runs}'

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import dashboard
+import llama2c_files
 import numpy as np
 import pandas as pd
 import torch
@@ -33,6 +34,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import workbench
 from workbench import plots
+from workbench.checkpoints.formats.llama2c import read_tokenizer
 from workbench.checkpoints.identify import CONFIG, WEIGHTS
 from workbench.checkpoints.opening import read_state
 from workbench.checkpoints.saving import save
@@ -141,10 +143,15 @@ def pickled(tiny, folder):
     return folder / "pytorch_model.bin", folder
 
 
-def single(container, **how):
+def llama2c(tiny, folder):
+    llama2c_files.write(folder / "model.bin")
+    return folder / "model.bin", folder / "model.bin"
+
+
+def single(container):
     def make(tiny, folder):
         file = folder / "ckpt.pt"
-        torch.save(container(tiny()), file, **how)
+        torch.save(container(tiny()), file)
         return file, file
 
     return make
@@ -172,7 +179,7 @@ LOADED = {
     "nanoGPT's GPT-2": (single(lambda m: {"model": GPT(bias=True).state_dict(), "model_args": gpt2_args()}), in_pickle),
     "Lightning's pickle": (single(lambda m: {"state_dict": llama_tensors(m), "global_step": 3, "hyper_parameters": SHAPE}), in_pickle),
     "modded-nanogpt": (single(lambda m: {"step": 3, "code": "", "model": llama_tensors(m), "optimizers": [adam_of(m)]}), in_pickle),
-    "before PyTorch 1.6": (single(nanogpt, _use_new_zipfile_serialization=False), mutated),
+    "llama2.c": (llama2c, mutated),
     "values of another library's config": (foreign, in_values),
     "places in another library's config": (foreign, in_places),
     "adapter's settings": (adapter, in_places),
@@ -377,6 +384,9 @@ def bookkept(kind):
 
 SIDE = {
     "tokenizer": (reader(own_tokenizer, "tokenizer.json", load_tokenizer), mutated),
+    "llama2.c's tokenizer": (
+        reader(lambda f: llama2c_files.tokens(f, [("the", -1.0)]), "tok.bin", lambda f: read_tokenizer(f, 260)), mutated,
+    ),
     "tokenizer's settings": (reader(with_tokenizer, SETTINGS, lambda f: load_tokenizer(f.with_name("tokenizer.json"))), mutated),
     "tokenizer's patterns": (reader(with_tokenizer_of_another, "tokenizer.json", encoded), in_patterns),
     "pins": (reader(text(json.dumps(PINS)), pins.FILE, taken_along), in_pins),

@@ -13,7 +13,7 @@ from app_pages import charts
 from foreign import GPT as TIED
 
 import workbench
-from workbench.checkpoints.identify import BUILDERS
+from workbench.environment import BUILDERS
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, WorkbenchError
 from workbench.runs.importing import import_run
 from workbench.runs.run import Run

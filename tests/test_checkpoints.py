@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import workbench
 from workbench.checkpoints.identify import CONFIG, WEIGHTS
-from workbench.checkpoints.llama import llama_name
+from workbench.checkpoints.llama_names import llama_name
 from workbench.checkpoints.saving import save, weights_hash
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES

@@ -285,7 +285,7 @@ def test_bad_paths_and_shares_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(BadData, match=r"validation is 1\.5"):
         from_files([tmp_path], validation=1.5)
     (tmp_path / "a.txt").write_text(prose("w", 9000), encoding="utf-8")
-    monkeypatch.setattr(corpora, "MAX_BYTES", 1000)
+    monkeypatch.setattr(corpora, "MAX_CORPUS", 1000)
     with pytest.raises(BadData, match="more than 1000 bytes"):
         from_files([tmp_path])
 

@@ -122,8 +122,7 @@ def test_metas_files_of_which_a_part_or_a_rotation_is_missing_are_refused(tmp_pa
         workbench.load(folder)
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_numbers_namespaces_paths_and_arrays_beside_weights_are_read_without_their_code(tiny, tmp_path, legacy):
+def test_numbers_namespaces_paths_and_arrays_beside_weights_are_read_without_their_code(tiny, tmp_path):
     model = tiny()
     settings = argparse.Namespace(**SHAPE, out=pathlib.Path("/a/b"), lr=np.float32(0.25))
     beside = {
@@ -131,7 +130,7 @@ def test_numbers_namespaces_paths_and_arrays_beside_weights_are_read_without_the
         "rng": np.random.default_rng(0).random(3), "objects": np.array([print], dtype=object)[:0], "texts": np.str_("a"),
         "more": types.SimpleNamespace(a=1), "sums": collections.defaultdict(dict, {1: {2: 3}}),
     }  # fmt: skip
-    torch.save({"model": llama_tensors(model)} | beside, tmp_path / "c.pt", _use_new_zipfile_serialization=not legacy)
+    torch.save({"model": llama_tensors(model)} | beside, tmp_path / "c.pt")
     loaded = quietly(tmp_path / "c.pt")
     assert torch.equal(loaded(IDS), model(IDS))
     info = read_state(tmp_path / "c.pt")[1]

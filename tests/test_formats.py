@@ -138,11 +138,10 @@ def test_nanochat_files_are_read_with_their_meta_and_refused_as_models(tmp_path)
         workbench.load(tmp_path / "model_000500.pt")
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_denseformers_files_open_and_their_averages_are_recognised(tiny, tmp_path, legacy):
+def test_denseformers_files_open_and_their_averages_are_recognised(tiny, tmp_path):
     model = tiny("denseformer", dilation=2, period=1)
     container = {"model": llama_tensors(model), "optimizer": adam_of(model), "scheduler": {"last_epoch": 9}, "itr": 9}
-    torch.save(container, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=not legacy)
+    torch.save(container, tmp_path / "ckpt.pt")
     loaded = quietly(tmp_path / "ckpt.pt", config=SHAPE)
     assert torch.equal(loaded(IDS), model(IDS))
     assert (loaded.architecture, loaded.options["dilation"], loaded.source["step"]) == ("denseformer", 2, 9)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import workbench
-from workbench.checkpoints.llama import llama_name
+from workbench.checkpoints.llama_names import llama_name
 from workbench.errors import ArchitectureAssumed, BadCheckpoint
 from workbench.metrics.attention import importance_entropy
 from workbench.metrics.residual import token_similarity

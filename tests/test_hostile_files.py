@@ -15,10 +15,10 @@ from workbench.cli.listing import listing
 from workbench.cli.serving import NOTE, _ours
 from workbench.data import corpus
 from workbench.errors import WorkbenchError
-from workbench.files import replacing, write_text
+from workbench.files import MAX_TABLE, replacing, write_text
 from workbench.measurement.subjects import sample_of
 from workbench.runs.catalogue import INDEX, catalogue
-from workbench.runs.records import MAX_TABLE, metrics_of, run_records
+from workbench.runs.records import metrics_of, run_records
 from workbench.runs.run import Run, list_runs
 from workbench.runs.table_cache import TelemetryCache
 from workbench.studies.demo import STATUS

@@ -20,12 +20,14 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import workbench
+from workbench import environment
 from workbench.claims.collect import gather
 from workbench.errors import BadCheckpoint, LeftOut, NotSent, OnlyHere, UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.catalogue import catalogue
 from workbench.runs.run import Run, list_runs, runs_folder
 from workbench.storage import bounds, mirror, remote, sync
+from workbench.storage.locations import locate
 
 URL = "memory://bucket/runs"
 
@@ -193,7 +195,7 @@ def test_the_cache_stays_within_its_bounds_and_keeps_what_is_not_up(machine, mon
     run = started()
     size = (run.step_folder(0) / "model.safetensors").stat().st_size
     machine("b")
-    monkeypatch.setenv(bounds.SETTING, str(2.5 * size / 1e9))
+    monkeypatch.setenv(environment.CACHE_GB, str(2.5 * size / 1e9))
     elsewhere = Run.open(f"{URL}/resformer")
     for step in (0, 2, 4, 0, 6):
         elsewhere.weights_hash(step)
@@ -207,7 +209,7 @@ def test_the_cache_stays_within_its_bounds_and_keeps_what_is_not_up(machine, mon
     machine("b")
     elsewhere.weights_hash(6)
     assert own.read_bytes()[-4:] == b"abcd", "nor is it overwritten"
-    monkeypatch.setenv(bounds.SETTING, "much")
+    monkeypatch.setenv(environment.CACHE_GB, "much")
     with pytest.raises(WorkbenchError, match="WORKBENCH_CACHE_GB='much' is no number"):
         bounds.limit()
 
@@ -286,7 +288,7 @@ def test_what_a_broken_connection_leaves_behind_is_not_told_beside_the_sentence(
 
 def test_a_path_of_this_machine_is_nothing_to_the_mirrors(tmp_path):
     assert sync.mirror_of(tmp_path) is None
-    assert mirror.here(tmp_path) == mirror.fill(tmp_path) == tmp_path
+    assert locate(tmp_path).path == mirror.fill(tmp_path) == tmp_path
     assert mirror.address_of(tmp_path) == str(tmp_path)
     mirror.push(tmp_path)
     assert remote.address("s3:/bucket/runs/") == "s3://bucket/runs", "what a path makes of a URL"
@@ -410,7 +412,7 @@ def test_weights_that_another_process_reads_are_not_evicted(machine, tmp_path, m
         (tmp_path / "disk" / name / "run.json").write_text("{}")
         for shard in ("1", "2"):
             (tmp_path / "disk" / name / f"{shard}.safetensors").write_bytes(b"x" * 1000)
-    monkeypatch.setenv(bounds.SETTING, "0.000000001")
+    monkeypatch.setenv(environment.CACHE_GB, "0.000000001")
     url = f"file://{tmp_path}/disk"
     with subprocess.Popen(
         [sys.executable, "-c", READER, f"{url}/r"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -26,11 +26,11 @@ def put(path, tensors, form):
     if form == "safetensors":
         save_file(tensors, path)
     else:
-        torch.save(tensors, path, _use_new_zipfile_serialization=form == "pt")
+        torch.save(tensors, path)
     return read(Checkpoint(path)).tensors
 
 
-@pytest.mark.parametrize("form", ["safetensors", "pt", "before 1.6"])
+@pytest.mark.parametrize("form", ["safetensors", "pt"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_tensors_are_read_in_their_own_type_or_the_one_asked_for(tmp_path, monkeypatch, form, dtype):
     """Read in pieces of 64 bytes, so that a tensor is several and the last of them is shorter."""
@@ -53,7 +53,7 @@ def test_tensors_are_read_in_their_own_type_or_the_one_asked_for(tmp_path, monke
 
 
 @pytest.mark.parametrize("place", [0, 40, 76])
-@pytest.mark.parametrize("form", ["safetensors", "pt", "before 1.6"])
+@pytest.mark.parametrize("form", ["safetensors", "pt"])
 def test_one_number_that_is_none_is_found_wherever_it_stands(tmp_path, monkeypatch, form, place):
     monkeypatch.setattr(module, "CHUNK", 64)
     for value, told in ((float("nan"), "a holds NaN"), (float("inf"), "a holds Inf"), (-float("inf"), "a holds Inf")):
@@ -116,12 +116,11 @@ def test_a_file_that_is_not_there_is_missing_and_a_folder_is_no_file(tmp_path):
                 opened(path)
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_weights_of_sixteen_bits_open_as_float32_and_tied_ones_stay_one(tiny, tmp_path, legacy):
+def test_weights_of_sixteen_bits_open_as_float32_and_tied_ones_stay_one(tiny, tmp_path):
     model = tiny()
     tensors = {name: t.half() for name, t in llama_tensors(model).items()}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    torch.save(tensors, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    torch.save(tensors, tmp_path / "a.pt")
     loaded = quietly(tmp_path / "a.pt", config=SHAPE, architecture="transformer")
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
     assert torch.equal(loaded.blocks[1].attn.q_proj.weight, model.blocks[1].attn.q_proj.weight.half().float())

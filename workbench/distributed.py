@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from itertools import islice
 from typing import Any, TypeVar
 
+from workbench.environment import RANK, WORLD_SIZE
 from workbench.errors import WorkbenchError
 
 T = TypeVar("T")
@@ -25,12 +26,12 @@ _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 def world_size() -> int:
     """Return the number of processes that a launcher has started; 1 without a launcher."""
-    return 1 if _ALONE.get() else max(1, _number_in("WORLD_SIZE", 1))
+    return 1 if _ALONE.get() else max(1, _number_in(WORLD_SIZE, 1))
 
 
 def rank() -> int:
     """Return the number of this process, from 0; a `RANK` without other processes (`WORLD_SIZE`) does not count."""
-    return 0 if world_size() == 1 else _number_in("RANK", 0)
+    return 0 if world_size() == 1 else _number_in(RANK, 0)
 
 
 def _number_in(variable: str, default: int) -> int:

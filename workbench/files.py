@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 from workbench.errors import BadCheckpoint, WorkbenchError
 
 MAX_TEXT = 1 << 27  # bytes of a file of settings; the largest tokenizers take a fourth of it
+MAX_TABLE = 1 << 31  # bytes of a table of records
+MAX_CORPUS = 64_000_000  # bytes of all files of a user's text, which are held in memory
 URL = re.compile(r"[A-Za-z][\w+.-]+(::\w+)*:/")  # a `Path` makes one slash of two; a drive is one letter
 
 

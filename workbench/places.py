@@ -9,7 +9,6 @@ same files work under both.
 
 from __future__ import annotations
 
-import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -30,15 +29,6 @@ def module(name: str) -> str:
 def studies() -> dict[str, Path]:
     """The files of the studies that ship, by name."""
     return {path.stem: path for path in sorted((ANALYSES / "studies").glob("*.toml"))}
-
-
-def whereabouts(path: str | Path) -> str | Path:
-    """A path as it is; a name that is none here is what ships under it: `models-resformer-s0`, `sinks`, `evidence`."""
-    name = str(path)
-    if name in ("", ".", "..") or Path(name).name != name or os.path.lexists(name):
-        return path
-    folders = (SHIPPED, SHIPPED / "models", SHIPPED / "evidence", *(SHIPPED / "evidence").glob("*/"))
-    return next((folder / name for folder in folders if (folder / name).is_dir()), path)
 
 
 def install(extra: str) -> str:

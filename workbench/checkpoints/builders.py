@@ -14,7 +14,6 @@ import dataclasses
 import importlib
 import itertools
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from workbench.checkpoints.identify import CONFIG, WEIGHTS
 from workbench.checkpoints.state import Device, Dtype, State, misfits
+from workbench.environment import FOLDER, variable
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, WorkbenchError, suggest, warn_caller
 from workbench.files import replacing, write_json
 from workbench.observing.interception.function_mode import unwrapped
@@ -37,8 +37,6 @@ from workbench.observing.recognition.decoder import CONTEXT
 from workbench.observing.recognition.structure import UNLIMITED
 
 MODEL_TYPE = "builder"
-FOLDER = "WORKBENCH_FOLDER"
-"""Environment variable with the folder that builders are imported from, unless it is the current one."""
 RESERVED = ("app", "workbench", "analyses", "tests")
 LENGTHS = (32, 16, 8)
 """Positions of the random tokens on which a module is observed first: the most that it reads."""
@@ -71,7 +69,7 @@ def _function(name: str) -> Callable[[dict[str, Any]], Any]:
         raise WorkbenchError(f"builder {name!r}: write package.module:function")
     if where.partition(".")[0] in RESERVED:
         raise WorkbenchError(f"builder {name!r}: {where} is a name of the workbench's own; call your file otherwise")
-    here = os.environ.get(FOLDER) or str(Path.cwd())
+    here = variable(FOLDER, str(Path.cwd()))
     if here not in sys.path:
         sys.path.append(here)  # last, so that no file there stands before Python's own modules
     try:

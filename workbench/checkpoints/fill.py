@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from workbench.checkpoints.llama import llama_name
+from workbench.checkpoints.llama_names import llama_name
 from workbench.checkpoints.state import Device, Dtype, State, misfits, prefix_advice, refuse_immense
 from workbench.config import ModelConfig
 from workbench.errors import BadCheckpoint

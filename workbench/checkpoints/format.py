@@ -1,4 +1,4 @@
-"""How a code base writes its checkpoints down: one file in `formats/` for each, known by standing there.
+"""Checkpoint formats of other code bases: one file in `formats/` for each; a file in that folder is registered.
 
 FORMAT = Format(
     name="mine", keys=("weights", "iteration"), weights="weights", step="iteration", config="shape",
@@ -20,42 +20,43 @@ from typing import Any
 
 from workbench.checkpoints import formats as folder
 from workbench.checkpoints.state import Info, State, whole_number
+from workbench.checkpoints.stored import Stored
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The form of one code base.
-
-    Recognised is a dictionary that has all `keys` and not `without`, or what `beside(container, path)` says of a file by its
-    neighbours: its step and settings, None where it is another's. `weights`, `step`, `config` and `code` are the keys of the
-    state dict (where it is not among the usual ones), of its step, the model's settings and the training script's text.
-
-    `tensors`: their tensor names in ours, `*` for a layer's number; names of a Llama need no entry. `constants`: tensors that are
-    computed from the settings and not read. `rotates_neighbours`: the rotary embedding turns columns 2i and 2i + 1 of a head
-    together, not i and i + d_head / 2. `settings`: their settings in `ModelConfig`'s words, beside the usual spellings. `module`:
-    the module of another library, in evaluation mode, where that computes what our decoder does not; None where it does not either.
-    """
+    """How one code base writes its checkpoints."""
 
     name: str
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # a file with all these keys and not `without` is of this format
     without: str = ""
     beside: Callable[[Any, Path], tuple[int | None, Mapping[str, Any] | None] | None] | None = None
-    weights: str | None = None
-    step: str = ""
-    config: str = ""
-    code: str = ""
+    """Instead of keys: step and settings from a file's contents and its neighbours, None for files of other formats."""
+    weights: str | None = None  # key of the state dict, if it is not one of the usual keys
+    step: str = ""  # key of the step
+    config: str = ""  # key of the model's settings
+    code: str = ""  # key of the training script's text
     tensors: Mapping[str, str] = field(default_factory=dict)
-    constants: tuple[str, ...] = ()
-    rotates_neighbours: bool = False
-    settings: Mapping[str, str] = field(default_factory=dict)
+    """Their tensor names -> ours, with `*` for a layer's number; Llama's names need no entry."""
+    constants: tuple[str, ...] = ()  # tensors that are computed from the settings
+    rotates_neighbours: bool = False  # rotary embedding of columns 2i and 2i + 1 of a head, not of i and i + d_head / 2
+    settings: Mapping[str, str] = field(default_factory=dict)  # their settings -> ours, beside the usual spellings
     module: Callable[[State, Any], Any] | None = None
+    """The module of another library that computes what our decoder does not, in evaluation mode; None if there is none."""
+    read: Callable[[Path], tuple[dict[str, Stored], Mapping[str, Any]] | None] | None = None
+    """For files that PyTorch did not write: tensors and settings, None for files of other formats."""
+    tokenizer: Callable[[Path, int], Any] | None = None
+    """The tokenizer in a file of the code base's own beside the weights, given the vocabulary's size; None without one."""
 
     def recognise(self, container: Any, path: Path) -> Info | None:
-        """The facts of a PyTorch file's contents; None where they are another code base's."""
+        """Return the facts of a PyTorch file's contents; None for those of another code base."""
         if self.beside is not None:
             facts = self.beside(container, path)
             return Info(format=self.name, path=path, step=facts[0], config=facts[1]) if facts else None
-        if not (isinstance(container, dict) and set(self.keys) <= container.keys()) or self.without in container:
+        if (
+            not (self.keys and isinstance(container, dict) and set(self.keys) <= container.keys())
+            or self.without in container
+        ):
             return None
         config, code = container.get(self.config), container.get(self.code)
         return Info(
@@ -64,7 +65,7 @@ class Format:
         )  # fmt: skip
 
     def our_name(self, name: str) -> str:
-        """A tensor's name in our words; as it is where the table lacks it."""
+        """Return our name of a tensor; names that the table lacks stay as they are."""
         for theirs, ours in self.tensors.items():
             if match := re.fullmatch(re.escape(theirs).replace(r"\*", r"(\d+)"), name):
                 return ours.replace("*", "{}").format(*match.groups())
@@ -73,6 +74,6 @@ class Format:
 
 @cache
 def formats() -> dict[str, Format]:
-    """Every format by its name, in the order of the files' names; each recognises only its own files."""
+    """Return every format by its name, in the order of the file names."""
     modules = (importlib.import_module(f"{folder.__name__}.{m.name}") for m in pkgutil.iter_modules(folder.__path__))
     return {module.FORMAT.name: module.FORMAT for module in modules}

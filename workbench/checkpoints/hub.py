@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import os
 import re
 import sys
 import threading
@@ -66,6 +67,26 @@ def snapshot(name: str) -> Path | None:
         return Path(partial) if partial else None
     except HFValidationError:
         return None
+
+
+def folder_of(name: str) -> Path:
+    """Return the folder of a name in the cache; raises `BadCheckpoint` with the nearest paths and names if it is not there."""
+    if (folder := snapshot(name)) is not None:
+        return folder
+    place = Path(name)
+    reason = f"{place} does not exist"
+    if place.parent.is_dir():
+        near = sorted(p.name for p in place.parent.iterdir())
+        reason += f"; {suggest(place.name, near)}" if near else f", and {place.parent} is empty"
+    if split(name) is not None and (cached := names()):
+        reason += f". As a name of the Hub it is not in the cache here; {suggest(name, cached)}"
+    raise BadCheckpoint(reason)
+
+
+def short_name(name: str) -> str | None:
+    """Return the last part of a name, without its revision; None if the text is no such name, or a path that exists."""
+    named = None if os.path.lexists(name) else split(name)
+    return named[0].rpartition("/")[2] if named else None
 
 
 def revisions(name: str) -> dict[str, Path]:

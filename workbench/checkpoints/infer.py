@@ -17,7 +17,7 @@ from typing import Any
 from workbench.checkpoints.fill import build, shapes_of
 from workbench.checkpoints.format import formats
 from workbench.checkpoints.identify import CONFIG
-from workbench.checkpoints.llama import EMBEDDINGS, HEAD, SETTINGS, SPELLINGS, llama_name
+from workbench.checkpoints.llama_names import EMBEDDINGS, HEAD, SETTINGS, SPELLINGS, llama_name
 from workbench.checkpoints.rotary_settings import plain_theta
 from workbench.checkpoints.state import State, prefix_advice
 from workbench.config import ModelConfig

@@ -9,7 +9,6 @@ What our decoder does not compute is opened in the library or by the builder tha
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,23 +17,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.checkpoints import builders, transformers_modules
-from workbench.checkpoints.adapters import read
 from workbench.checkpoints.fill import build, fill
-from workbench.checkpoints.identify import BUILDERS, RUN_FILE, Checkpoint, identify
+from workbench.checkpoints.format import formats
+from workbench.checkpoints.identify import RUN_FILE, Checkpoint, identify
 from workbench.checkpoints.infer import Given, infer
+from workbench.checkpoints.lora import read
 from workbench.checkpoints.state import Device, Dtype, Info, State
 from workbench.checkpoints.vocabulary import tokenizer_beside
 from workbench.config import ModelConfig
+from workbench.environment import BUILDERS, variable
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead
 from workbench.models import Transformer
 from workbench.observing.observed_model import Observed
+from workbench.storage.locations import Location
 
 if TYPE_CHECKING:
     from workbench.models.hooked import HookedModel
 
 
 def load(
-    path: str | Path, *, architecture: str | None = None, step: str | int = "last",
+    path: str | Path | Location, *, architecture: str | None = None, step: str | int = "last",
     config: Mapping[str, Any] | ModelConfig | None = None, device: Device = None, dtype: Dtype = None, key: str = "",
     strip_prefix: str = "", **options: Any,
 ) -> HookedModel:  # fmt: skip
@@ -110,7 +112,7 @@ def _observed_step(checkpoint: Checkpoint, given: Given, device: Device, dtype: 
             warnings.simplefilter("ignore", ObservedInstead)  # the import warned
             reason = NotCovered(f"{checkpoint.path} holds another library's model")
             return transformers_modules.observed(read(checkpoint), reason, device, dtype)
-    if builder not in [allowed.strip() for allowed in os.environ.get(BUILDERS, "").split(",")]:
+    if builder not in [allowed.strip() for allowed in variable(BUILDERS).split(",")]:
         raise NotCovered(
             f"{name} is opened by {builder}, which is code of its owner and runs only where the environment names it: "
             f"{BUILDERS}={builder}"
@@ -125,7 +127,9 @@ def _with_its_run(model: Any, checkpoint: Checkpoint) -> Any:
             model.source |= {"run": run.name, "step": checkpoint.step, "seed": int(checkpoint.description["seed"])}
         except (KeyError, TypeError, ValueError) as error:
             raise BadCheckpoint(f"{run / RUN_FILE} is no run description: {error}") from error
-    folder = run or checkpoint.path
+    folder, form = run or checkpoint.path, formats().get(model.source.get("format"))
     if folder.is_dir():
         model.tokenizer = tokenizer_beside(folder, model.config.d_vocab)
+    elif form and form.tokenizer:
+        model.tokenizer = form.tokenizer(folder, model.config.d_vocab)
     return model

@@ -1,8 +1,7 @@
-"""A checkpoint's tensors, unread, and its facts: from a Hugging Face directory, a safetensors or a PyTorch file.
+"""Names, shapes and facts of a checkpoint: a Hugging Face directory, a safetensors file, a PyTorch file or another code base's.
 
-Directories hold `config.json` with `model.safetensors` or `pytorch_model.bin`, single or sharded. A `Trainer`'s `checkpoint-500/`
-also has `trainer_state.json`, the only other file read. PyTorch files are those of the code bases in `formats/`, or else a state
-dict, bare or under `model`, `state_dict` and the like.
+A directory holds `config.json` with `model.safetensors` or `pytorch_model.bin`, single or sharded. In a `Trainer`'s `checkpoint-500/`
+the step is in `trainer_state.json`. A PyTorch file has one of the `formats/`, or holds a state dict, bare or under a usual key.
 """
 
 from __future__ import annotations
@@ -30,15 +29,13 @@ EMBEDDINGS = "model.embed_tokens.weight"
 
 
 def read(checkpoint: Checkpoint) -> State:
-    """Names, shapes and facts of a checkpoint, its weights unread; raises `BadCheckpoint` with the cause.
+    """Return names, shapes and facts of a checkpoint, its weights unread; raises `BadCheckpoint` with the cause.
 
-    The step is what the files say, else what their names do.
+    The step in the files precedes the one in their names.
     """
-    lease = reading(checkpoint.path)
-    path = lease.path
-    files = _weight_files(path) if path.is_dir() else [path]
-    contents = {f: safetensors_table(f) if f.suffix == ".safetensors" else unpickle(f) for f in files}
-    weights, info = _directory(path, contents) if path.is_dir() else _file(path, contents[path], checkpoint.key)
+    path = checkpoint.path
+    lease = None if checkpoint.mirror is None else reading(path)
+    weights, info = _directory(path) if path.is_dir() else _file(path, checkpoint.key)
     tensors = _under_prefix(_only_tensors(weights, path), checkpoint.strip_prefix, path)
     tensors, stripped = _without_wrappers(tensors, path)
     if checkpoint.strip_prefix:
@@ -48,20 +45,25 @@ def read(checkpoint: Checkpoint) -> State:
     return State(tensors, replace(info, step=step, stripped=stripped, files=used), lease)
 
 
-def _file(path: Path, container: Any, key: str = "") -> tuple[Any, Info]:
-    for form in formats().values():
-        if (info := form.recognise(container, path)) is not None:
-            weights, beside = _weights_in(container, path, form.weights, key)
-            return weights, replace(info, beside=beside)
-    if path.suffix == ".safetensors":
-        return container, Info(format="safetensors", path=path)
-    weights, beside = _weights_in(container, path, None, key)
-    if weights is container:
-        return weights, Info(format="state dict", path=path)
-    steps = (whole_number(container.get(key)) for key in STEPS)
-    configs = (container[key] for key in CONFIGS if isinstance(container.get(key), dict))
-    step, config = next((s for s in steps if s is not None), None), next(configs, None)
-    return weights, Info(format="PyTorch container", path=path, step=step, config=config, beside=beside)
+def _file(path: Path, key: str) -> tuple[Mapping[Any, Any], Info]:
+    """Return the state dict in a file, and its facts."""
+    is_safetensors = path.suffix == ".safetensors"
+    for form in () if is_safetensors else formats().values():
+        if form.read is not None and (contents := form.read(path)) is not None:
+            return contents[0], Info(format=form.name, path=path, config=contents[1])
+    container = safetensors_table(path) if is_safetensors else unpickle(path)
+    recognised = ((form, info) for form in formats().values() if (info := form.recognise(container, path)) is not None)
+    unknown = Info(format="safetensors" if is_safetensors else "state dict", path=path)
+    form, info = next(recognised, (None, unknown))
+    if form is None and is_safetensors:
+        return container, info
+    weights, beside = _weights_in(container, path, form.weights if form else None, key)
+    if form is None and weights is not container:
+        steps = (whole_number(container.get(name)) for name in STEPS)
+        configs = (container[name] for name in CONFIGS if isinstance(container.get(name), dict))
+        step, config = next((s for s in steps if s is not None), None), next(configs, None)
+        info = Info(format="PyTorch container", path=path, step=step, config=config)
+    return weights, replace(info, beside=beside)
 
 
 def _weights_in(
@@ -130,11 +132,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return [first.with_name(name) for name in names]
 
 
-def _directory(folder: Path, contents: Mapping[Path, Any]) -> tuple[dict[str, Stored], Info]:
-    config, tensors = read_json(folder / CONFIG), dict[str, Stored]()
-    for path, container in contents.items():
-        table = container if path.suffix == ".safetensors" else _weights_in(container, path)[0]
-        for name, stored in table.items():
+def _directory(folder: Path) -> tuple[dict[str, Stored], Info]:
+    """Return the tensors of a Hugging Face directory, and its facts."""
+    files, tensors = _weight_files(folder), dict[str, Stored]()
+    for path in files:
+        is_pickled = path.suffix != ".safetensors"
+        for name, stored in (_weights_in(unpickle(path), path)[0] if is_pickled else safetensors_table(path)).items():
             if name in tensors:
                 raise BadCheckpoint(f"{path} and {tensors[name].path.name} both hold {name}")
             if not str(name).endswith("rotary_emb.inv_freq"):  # a constant that older libraries wrote down
@@ -142,7 +145,7 @@ def _directory(folder: Path, contents: Mapping[Path, Any]) -> tuple[dict[str, St
     form, step = "Hugging Face", None
     if (folder / "trainer_state.json").exists():
         form, step = "Hugging Face Trainer", whole_number(read_json(folder / "trainer_state.json").get("global_step"))
-    return tensors, Info(format=form, path=folder, step=step, config=config)
+    return tensors, Info(format=form, path=folder, step=step, config=read_json(folder / CONFIG))
 
 
 def _only_tensors(weights: Mapping[Any, Any], path: Path) -> dict[str, Stored]:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from workbench.checkpoints.identify import CONFIG, WEIGHTS
-from workbench.checkpoints.llama import HEAD, SETTINGS, llama_name
+from workbench.checkpoints.llama_names import HEAD, SETTINGS, llama_name
 from workbench.checkpoints.vocabulary import export_tokenizer
 from workbench.errors import WorkbenchError
 from workbench.files import digest_of, replacing, write_json

@@ -21,9 +21,8 @@ from workbench.claims import Verdict
 from workbench.claims.judging import chosen
 from workbench.claims.verdict import corrected
 from workbench.errors import BadCheckpoint
-from workbench.files import digest_of, read_bytes, read_json, write_text
+from workbench.files import MAX_TABLE, digest_of, read_bytes, read_json, write_text
 from workbench.runs.catalogue import RUN_FILE, Entry
-from workbench.runs.records import MAX_TABLE
 
 FILE = ".verdicts.json"
 

@@ -33,7 +33,7 @@ from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, rea
 from workbench.runs.records import facts as origin
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.loss_curves import step_at_loss
-from workbench.storage.mirror import here
+from workbench.storage.locations import locate
 
 BASELINE = "transformer"
 SERIES = 10  # checkpoints at most that show a course, spread evenly over those there are
@@ -48,10 +48,11 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
     """
     runs: list[Run] = []
     problems: dict[str, str] = {}
-    for path in map(here, paths):
-        if (path / "run.json").exists():
+    for location in map(locate, paths):
+        path = location.path
+        if location.is_run:
             try:
-                runs.append(Run.open(path))
+                runs.append(Run.open(location))
             except WorkbenchError as error:
                 problems[path.name] = str(error)
         elif path.is_dir():

@@ -48,8 +48,8 @@ def import_checkpoints(
     quiet: Quiet = False,
 ) -> None:
     """Import checkpoints as a run, to measure it and show it on the dashboard. Files are never unpickled."""
-    from workbench.checkpoints.identify import BUILDERS
     from workbench.console import progress, say
+    from workbench.environment import BUILDERS
     from workbench.runs.importing import import_run
     from workbench.runs.run import runs_folder
 

@@ -150,10 +150,10 @@ def xray(
     from workbench.plots.browser import find_browser
     from workbench.reports.xray import xray as answer
     from workbench.runs.run import runs_folder
-    from workbench.storage.mirror import here
+    from workbench.storage.locations import locate
     from workbench.storage.remote import is_url
 
-    named = path if is_url(path) else here(runs_folder(runs) / path)
+    named = path if is_url(path) else locate(runs_folder(runs) / path).path
     path = fetch(path, download, revision)
     thing = path if path.exists() or not named.exists() else named
     with progress(f"measuring {thing.name}") as task:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from workbench.checkpoints.identify import BUILDERS
 from workbench.console import say
+from workbench.environment import BUILDERS, FOLDER, RUNS, variable
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, write_json
 from workbench.places import HERE, install, module
@@ -40,7 +40,7 @@ def serve(runs: Path, port: int) -> Server:
     Raises `WorkbenchError` naming `--port` where another program has the port, and where the server does not come up.
     """
     url = f"http://{HOST}:{port}"
-    builders = os.environ.get(BUILDERS, "")
+    builders = variable(BUILDERS)
     if (note := _ours(runs, port)) is not None:
         if note.get("builders", "") != builders:
             setting = f"with {BUILDERS}={note['builders']}" if note.get("builders") else f"without {BUILDERS}"
@@ -53,8 +53,8 @@ def serve(runs: Path, port: int) -> Server:
         raise WorkbenchError(f"port {port} on {HOST} is in use by something else; choose another with --port")
     if importlib.util.find_spec("streamlit") is None:
         raise WorkbenchError(f"the dashboard takes streamlit, which is not installed: {install('app')}")
-    environment = os.environ | {"WORKBENCH_RUNS": str(runs), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment.setdefault("WORKBENCH_FOLDER", str(Path.cwd()))  # of builders: the server stands elsewhere
+    environment = os.environ | {RUNS: str(runs), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.setdefault(FOLDER, str(Path.cwd()))  # of builders: the server stands elsewhere
     with _log(runs) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module("app.server"), "--port", str(port), "--runs", str(runs), "--parent", str(os.getpid())],

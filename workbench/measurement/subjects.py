@@ -24,8 +24,9 @@ from workbench.errors import BadData, OnlyHere, WorkbenchError
 from workbench.files import local
 from workbench.models.hooked import HookedModel
 from workbench.models.transformer import Transformer
-from workbench.runs.run import RUN_FILE, Run, run_or_model
-from workbench.storage.mirror import here, push
+from workbench.runs.run import Run, run_or_model
+from workbench.storage.locations import locate
+from workbench.storage.mirror import push
 
 _memory: dict[tuple[str, str, str], pd.DataFrame] = {}
 """Records of models that live in this process only, by (weights, data, key); the oldest go first."""
@@ -133,8 +134,8 @@ def subjects(things: Any, steps: str | int | list[int], device: str | None) -> l
 
 def opened_run(thing: Any) -> Run:
     """The run that is meant, for other processes to open; raises `WorkbenchError` for what they could not."""
-    if isinstance(thing, str | Path) and (here(thing) / RUN_FILE).exists():
-        return Run.open(thing)
+    if isinstance(thing, str | Path) and (location := locate(thing)).is_run:
+        return Run.open(location)
     if isinstance(thing, Run):
         return thing
     what = thing if isinstance(thing, str | Path) else f"a {type(thing).__name__}"

@@ -13,6 +13,7 @@ import tempfile
 import urllib.parse
 from pathlib import Path
 
+from workbench.environment import BROWSER, PLAYWRIGHT, variable
 from workbench.errors import WorkbenchError
 from workbench.files import replacing
 
@@ -33,12 +34,12 @@ SCALES = {"svg": 1, "png": 3}
 
 def find_browser() -> str | None:
     """Return the path of a browser: `$WORKBENCH_BROWSER`, one on the path, in the usual places, or Playwright's."""
-    if given := os.environ.get("WORKBENCH_BROWSER"):
+    if given := variable(BROWSER):
         return given if Path(given).exists() else None
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     found = found or next((place for place in PLACES if Path(place).exists()), None)
     if found is None:
-        root = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright")
+        root = Path(variable(PLAYWRIGHT) or Path.home() / ".cache/ms-playwright")
         found = next(
             (str(p) for p in sorted(root.glob("chromium*/chrome-*/*")) if p.name in ("chrome", "headless_shell")), None
         )

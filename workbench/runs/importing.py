@@ -11,23 +11,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoints import builders
-from workbench.checkpoints.adapters import read
+from workbench.checkpoints import builders, hub
+from workbench.checkpoints.format import Format, formats
 from workbench.checkpoints.identify import (
     RUN_FILE,
     WEIGHTS,
     Checkpoint,
     checkpoints_at,
-    hub_name,
     is_checkpoint,
-    is_series,
     step_in_name,
 )
 from workbench.checkpoints.infer import Given
+from workbench.checkpoints.lora import read
 from workbench.checkpoints.opening import opened
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.transformers_modules import quiet
-from workbench.checkpoints.vocabulary import SETTINGS, TOKENIZER, tokenizer_beside
+from workbench.checkpoints.vocabulary import SETTINGS, TOKENIZER, export_tokenizer, tokenizer_beside
 from workbench.config import TrainConfig
 from workbench.console import Progress
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, ObservedInstead, WorkbenchError
@@ -35,7 +34,8 @@ from workbench.files import write_json
 from workbench.models import Transformer
 from workbench.observing.observed_model import Observed
 from workbench.runs.run import FORMAT, Run, place_of, written_now
-from workbench.storage.mirror import fetched, push
+from workbench.storage.locations import Location, locate
+from workbench.storage.mirror import push
 
 LENGTH = 128  # tokens measured at unless another length is asked for
 
@@ -56,8 +56,8 @@ def import_run(
     model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not of one model, `NotCovered`
     for a model that no library here computes, `WorkbenchError` for a name that is taken.
     """
-    checkpoints = _checkpoints(fetched(path), key, strip_prefix)
-    place = place_of(runs, name or hub_name(path) or _name(checkpoints))
+    checkpoints = _checkpoints(locate(path).with_weights(), key, strip_prefix)
+    place = place_of(runs, name or hub.short_name(str(path)) or _name([c.path for c in checkpoints]))
     if place.exists():
         raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
     if builder and (architecture or options):
@@ -65,24 +65,25 @@ def import_run(
     given = Given(architecture, config or {}, options)
     with _appearing(place) as folder:
         first: dict[str, Any] = {}
-        for i, (step, source) in enumerate(checkpoints):
+        for i, checkpoint in enumerate(checkpoints):
+            step, source = checkpoint.step or 0, checkpoint.path
             if progress:
                 progress(i, len(checkpoints), f"{source} as step {step}")
             with warnings.catch_warnings():
                 for category in (ArchitectureAssumed, ObservedInstead) if first else ():  # said once of a series
                     warnings.simplefilter("ignore", category)
-                state = read(Checkpoint(source, step, key=key, strip_prefix=strip_prefix))
+                state = read(checkpoint)
                 model = builders.observed_of(builder, state, config) if builder else opened(state, given)
             facts = _facts(model)
             first = first or facts | {"seed": model.source.get("seed") if seed is None else seed}
-            _refuse_other(first, facts, checkpoints[0][1], source)
+            _refuse_other(first, facts, checkpoints[0].path, source)
             first |= facts if first["observed"] else {}  # what is read off values is plainest in trained ones
             first["seed"] = first["seed"] or 0
             origin = {k: model.source[k] for k in ("path", "format", "step", "stripped", "sha256") if k in model.source}
             first.setdefault("origins", {})[step] = origin
             _keep(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=origin)
-        _copy_tokenizer(checkpoints[-1][1], folder, first["config"].d_vocab)
-        _describe(folder, first, checkpoints[-1][0], path)
+        _copy_tokenizer(source, folder, first["config"].d_vocab, formats().get(first["form"]))
+        _describe(folder, first, step, path)
     push(place)
     return Run.open(place)
 
@@ -112,12 +113,14 @@ def _keep(model: Transformer | Observed, folder: Path, **provenance: Any) -> Non
         save(model, folder, **provenance)
 
 
-def _checkpoints(path: str | Path, key: str, strip_prefix: str) -> list[tuple[int, Path]]:
-    """(step, path) of what is imported, by step; a single checkpoint without a step is step 0."""
-    if (Path(path) / RUN_FILE).exists():
+def _checkpoints(location: Location, key: str, strip_prefix: str) -> list[Checkpoint]:
+    """Return the checkpoints to import, by step; a single checkpoint without a step is step 0."""
+    path = location.path
+    if location.is_run:
         raise WorkbenchError(f"{path} is a run already; copy it into the folder of runs")
-    checkpoints = checkpoints_at(path)
-    if len(checkpoints) == 1 and (folder := checkpoints[0].path).is_dir() and folder == Path(path):
+    options: dict[str, Any] = {"key": key, "strip_prefix": strip_prefix, "mirror": location.mirror}
+    checkpoints = [replace(checkpoint, **options) for checkpoint in checkpoints_at(location)]
+    if len(checkpoints) == 1 and (folder := checkpoints[0].path).is_dir() and folder == path:
         steps = sorted(
             p.name for p in folder.iterdir() if p.is_dir() and is_checkpoint(p) and step_in_name(p) is not None
         )
@@ -126,10 +129,10 @@ def _checkpoints(path: str | Path, key: str, strip_prefix: str) -> list[tuple[in
                 f"{path} holds a final model beside the steps {', '.join(steps)}: give '{folder / 'checkpoint-*'}' for the series, or "
                 f"{folder / WEIGHTS} for the final model alone"
             )
-    if is_series(path) and len(checkpoints) > 1:
-        return [(checkpoint.step or 0, checkpoint.path) for checkpoint in checkpoints]
-    checkpoint = replace(checkpoints[0], key=key, strip_prefix=strip_prefix)
-    return [(read(checkpoint).info.step or 0, checkpoint.path.resolve())]
+    if len(checkpoints) > 1:
+        return checkpoints
+    step = read(checkpoints[0]).info.step or 0
+    return [replace(checkpoints[0], path=checkpoints[0].path.resolve(), step=step)]
 
 
 def _refuse_other(first: dict[str, Any], other: dict[str, Any], a: Path, b: Path) -> None:
@@ -156,7 +159,11 @@ def _describe(folder: Path, first: dict[str, Any], last: int, path: str | Path) 
     write_json(folder / RUN_FILE, info)
 
 
-def _copy_tokenizer(last: Path, to: Path, d_vocab: int) -> None:
+def _copy_tokenizer(last: Path, to: Path, d_vocab: int, form: Format | None) -> None:
+    if form and form.tokenizer:
+        if (tokenizer := form.tokenizer(last, d_vocab)) is not None:
+            export_tokenizer(tokenizer, to, LENGTH)
+        return
     beside = last if last.is_dir() else last.parent
     if tokenizer_beside(beside, d_vocab) is not None:
         for name in (TOKENIZER, SETTINGS):
@@ -178,10 +185,9 @@ def _appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _name(checkpoints: list[tuple[int, Path]]) -> str:
+def _name(paths: list[Path]) -> str:
     """The name of the only checkpoint, or of the folder that a series lies in."""
-    if len(checkpoints) == 1:
-        path = checkpoints[0][1]
-        return path.name if path.is_dir() else path.stem
-    parents = [set(path.resolve().parents) for _, path in checkpoints]
+    if len(paths) == 1:
+        return paths[0].name if paths[0].is_dir() else paths[0].stem
+    parents = [set(path.resolve().parents) for path in paths]
     return max(set.intersection(*parents), key=lambda path: len(path.parts)).name

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import digest, open_regular, replacing
+from workbench.files import MAX_TABLE, digest, open_regular, replacing
 from workbench.runs.catalogue import Entry
 from workbench.runs.recent import Recent
-from workbench.runs.records import COLUMNS, MARK, MAX_TABLE, NEEDED, SUM, TEXT, WHOLE, checked, damage, table_sum
+from workbench.runs.records import COLUMNS, MARK, NEEDED, SUM, TEXT, WHOLE, checked, damage, table_sum
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -24,7 +24,7 @@ import pandas as pd
 from filelock import FileLock
 
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import read_bytes, replacing
+from workbench.files import MAX_TABLE, read_bytes, replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,7 +42,6 @@ SAMPLE_COLUMNS = (
 )  # fmt: skip
 """One value per document, for resampling; kept where a record has no position axis."""
 KNOWN, NEEDED = {*COLUMNS, *SAMPLE_COLUMNS}, ("metric", "value")
-MAX_TABLE = 1 << 31  # bytes of a file
 MARK, SUM = b"\0workbench sum\0", 16  # what stands before a file's sum, and the sum's bytes
 OWN_DATA = r"(train|validation)(/|$)"
 """Names of a run's own data; other data bear the name of their file and a content hash."""

@@ -18,13 +18,23 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from workbench.checkpoints.identify import CONFIG, RUN_FILE, WEIGHTS, choose, step_folder, steps_of, whole_steps
+from workbench.checkpoints.identify import (
+    CONFIG,
+    RUN_FILE,
+    WEIGHTS,
+    available_steps,
+    complete_steps,
+    select_steps,
+    step_folder,
+)
 from workbench.config import ModelConfig, ObservedConfig, TrainConfig
 from workbench.console import html
+from workbench.environment import RUNS, variable
 from workbench.errors import BadCheckpoint, BadData, InUse, WorkbenchError
 from workbench.files import digest, open_regular, read_bytes, read_json
 from workbench.runs.records import NEEDED, Store, metrics_of, read_parquet
-from workbench.storage.mirror import address_of, folder, here, reading, refresh
+from workbench.storage.locations import Location, locate
+from workbench.storage.mirror import address_of, folder, reading, refresh
 
 FORMAT = 1  # of run.json
 CORPORA = ".corpora"
@@ -39,7 +49,7 @@ def runs_folder(given: str | Path | None = None) -> Path:
 
     Raises `WorkbenchError` for paths without end and URLs that nothing here reads.
     """
-    named = folder(given or os.environ.get("WORKBENCH_RUNS") or "runs")
+    named = folder(given or variable(RUNS, "runs"))
     try:
         return named.resolve()
     except (OSError, RuntimeError) as error:
@@ -53,9 +63,9 @@ class Run:
     path: Path
 
     @classmethod
-    def open(cls, path: str | Path) -> Run:
+    def open(cls, path: str | Path | Location) -> Run:
         """The run at a path; raises `BadCheckpoint` saying what is missing or damaged."""
-        run = cls(here(path).resolve())
+        run = cls(locate(path).path.resolve())
         try:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(run.path):
                 pass  # only whether this user may
@@ -129,7 +139,7 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, ascending."""
-        return whole_steps(self.path)
+        return complete_steps(self.path)
 
     @property
     def recorded(self) -> bool:
@@ -172,7 +182,7 @@ class Run:
 
     def resolve(self, steps: str | int | list[int]) -> list[int]:
         """Steps meant by `last`, `first`, `all`, `ends` (first and last), a step or a list; absent ones are refused."""
-        return choose(steps, steps_of(self.path, self.info), self.name)
+        return select_steps(steps, available_steps(self.path, self.info), self.name)
 
     def load(self, step: str | int = "last", **settings: Any) -> Any:
         """The model of a step, a `Transformer` or an `Observed` one, with its tokenizer; `settings`: see `workbench.load`."""
@@ -246,11 +256,11 @@ def run_or_model(source: Any, device: Any = None) -> Any:
     """The run at a path or of a name that ships, or the model of any other checkpoint there; what is no path as it is."""
     if not isinstance(source, str | Path):
         return source
-    if (here(source) / RUN_FILE).exists():
-        return Run.open(source)
+    if (location := locate(source)).is_run:
+        return Run.open(location)
     from workbench.checkpoints.opening import load  # imports torch
 
-    return load(source, device=device)
+    return load(location, device=device)
 
 
 def is_locked(path: Path) -> bool:

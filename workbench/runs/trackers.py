@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 
 import pandas as pd
 
+from workbench.environment import WANDB_MODE, WANDB_PROJECT, variable
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest
 from workbench.places import install
@@ -57,10 +57,10 @@ class WandbSink:
     def _opened(folder: Path, info: Mapping[str, Any]) -> Any:
         import wandb
 
-        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        mode: Any = variable(WANDB_MODE, "offline")
         quiet = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True)
         return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), name=folder.name, id=identity(folder, info), resume="allow",
+            project=variable(WANDB_PROJECT, PROJECT), name=folder.name, id=identity(folder, info), resume="allow",
             dir=folder, mode=mode, config=dict(info), settings=quiet,
         )  # fmt: skip
 

@@ -9,19 +9,20 @@ from pathlib import Path
 
 from filelock import Timeout
 
+from workbench.environment import CACHE_GB, variable
 from workbench.errors import WorkbenchError
 from workbench.storage.sync import Mirror, heavy, mirror_of, mirrors
 
-SETTING, GB = "WORKBENCH_CACHE_GB", 20.0
+GB = 20.0
 
 
 def limit() -> float:
     """Bytes of weights and corpora that all mirrors may hold: `$WORKBENCH_CACHE_GB`, 20 unless set."""
-    given = os.environ.get(SETTING) or GB
+    given = variable(CACHE_GB, str(GB))
     try:
         return 1e9 * float(given)
     except ValueError:
-        raise WorkbenchError(f"{SETTING}={given!r} is no number of gigabytes") from None
+        raise WorkbenchError(f"{CACHE_GB}={given!r} is no number of gigabytes") from None
 
 
 def weights_under(path: Path) -> list[Path]:

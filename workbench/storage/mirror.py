@@ -13,7 +13,6 @@ from pathlib import Path
 
 from workbench.errors import WorkbenchError
 from workbench.files import write_json
-from workbench.places import whereabouts
 from workbench.storage import sync
 from workbench.storage.bounds import trim, used, weights_under
 from workbench.storage.remote import address, is_url, remote
@@ -36,29 +35,17 @@ def folder(path: str | Path) -> Path:
     return root
 
 
-def here(path: str | Path) -> Path:
-    """The path on this machine of a run, a step, a checkpoint or a folder of runs, with what is small of it.
+def here(url: str) -> Path:
+    """Fetch all but the weights of a run, a step, a checkpoint or a folder of runs at a URL, and return its path in the cache.
 
-    A name that is no path here is what ships under it. Raises `WorkbenchError` for a URL that cannot be read, or where nothing is.
+    Raises `WorkbenchError` for a URL that cannot be read, or where nothing is.
     """
-    if not is_url(path):
-        path = Path(whereabouts(path))
-        refresh(path)
-        return path
-    url = address(path)
+    url = address(url)
     place = _placed(url)
     refresh(place)
     if not (any(child.name != NOTES for child in place.iterdir()) if place.is_dir() else remote(url).listed()):
         raise WorkbenchError(f"{url} does not exist, or nothing is in it")
     return place
-
-
-def fetched(path: str | Path) -> str | Path:
-    """What a URL means, whole unless it is of a run, whose weights come step by step; any other path as `whereabouts` has it."""
-    if not is_url(path):
-        return whereabouts(path)
-    place = here(path)
-    return place if (place / RUN).exists() or (place.parent / RUN).exists() else fill(place)
 
 
 def _placed(url: str) -> Path:

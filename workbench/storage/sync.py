@@ -21,6 +21,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from workbench.environment import CACHE, XDG_CACHE
 from workbench.errors import BadCheckpoint, LeftOut, OnlyHere, WorkbenchError, warn_caller
 from workbench.files import digest, read_json, write_json
 from workbench.storage.remote import Remote, remote
@@ -130,7 +131,7 @@ def _is_locked(place: Path) -> bool:
 
 def cache() -> Path:
     """Where mirrors lie: `$WORKBENCH_CACHE`, else `workbench` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    return _cache(os.environ.get("WORKBENCH_CACHE"), os.environ.get("XDG_CACHE_HOME"))
+    return _cache(os.environ.get(CACHE), os.environ.get(XDG_CACHE))
 
 
 @functools.lru_cache(maxsize=8)

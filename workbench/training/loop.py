@@ -11,7 +11,6 @@ import atexit
 import hashlib
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from workbench.checkpoints.identify import RUN_FILE
 from workbench.checkpoints.saving import save, write_tensors
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import Data
+from workbench.environment import WORLD_SIZE, variable
 from workbench.errors import BadCheckpoint, NotSent, WorkbenchError, warn_caller
 from workbench.files import open_regular, read_json, replacing, write_json
 from workbench.metrics import METRICS
@@ -39,7 +39,8 @@ from workbench.models import build, compose
 from workbench.models.transformer import Transformer
 from workbench.runs.run import CORPORA, FORMAT, Run, place_of, written_now
 from workbench.runs.trackers import checked, opened
-from workbench.storage.mirror import folder, here, push, reading
+from workbench.storage.locations import locate
+from workbench.storage.mirror import folder, push, reading
 from workbench.training.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
 from workbench.training.telemetry import Telemetry
 
@@ -55,7 +56,7 @@ def create(
 
     Raises `WorkbenchError` where a run of that name has other settings.
     """
-    path = here(place_of(runs, name))
+    path = locate(place_of(runs, name)).path
     built = _outline(architecture, model, train, options)
     info = {
         "format": FORMAT, "architecture": architecture, "options": built, "seed": seed,
@@ -144,7 +145,7 @@ def _refuse(data: Data, model: ModelConfig, config: TrainConfig, seed: int, chec
 
 def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
     """The device and precision of one training; accelerate keeps those of the first in a process for all others."""
-    if "WORLD_SIZE" in os.environ:
+    if variable(WORLD_SIZE):
         atexit.register(distributed.leave)
     else:  # no launcher: no process group that has to live on
         AcceleratorState._reset_state(reset_partial_state=True)

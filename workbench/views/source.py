@@ -19,11 +19,12 @@ from workbench.data.tasks import SYMBOLS as ALPHABET
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import read_bytes
 from workbench.models.registry import label
-from workbench.places import SHIPPED, whereabouts
+from workbench.places import SHIPPED
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Catalogue, Entry, catalogue
 from workbench.runs.run import Run, runs_folder
 from workbench.runs.table_cache import RecordCache, TableCache, TelemetryCache
+from workbench.storage.locations import shipped
 from workbench.views.link import Link
 
 if TYPE_CHECKING:  # with it comes torch, which only pages that run a model import
@@ -249,7 +250,7 @@ def source_of(link: Link, folder: Path) -> Source:
     source, name = Source(folder), link.text("a")
     if name is None or name in {e.name for e in source.catalogue().entries}:
         return source
-    place = Path(whereabouts(name))
+    place = Path(shipped(name))
     return source if place == Path(name) else Source(place.parent)
 
 

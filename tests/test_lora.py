@@ -92,6 +92,8 @@ def test_a_base_is_found_beside_its_adapter(adapted, tmp_path):
         ({"base_model_name_or_path": "filecache::s3://bucket/x"}, "a URL; a file may only name"),
         ({"base_model_name_or_path": "//host/share"}, "a URL; a file may only name"),
         ({"base_model_name_or_path": "."}, "an adapter itself"),
+        ({"base_model_name_or_path": "x" * 5000}, "has 50.. characters, too many for a path"),
+        ({"base_model_name_or_path": "x" * 90, "revision": "r" * 5000}, "neither a folder nor in the cache"),
         ({"base_model_name_or_path": "*"}, "neither a folder nor in the cache"),
         ({"base_model_name_or_path": r"/(?P<step>.*)"}, "neither a folder nor in the cache"),
         ({"base_model_name_or_path": "lab/none", "revision": "../../../etc"}, "neither a folder nor in the cache"),

@@ -1,7 +1,7 @@
-"""A checkpoint's state, that of an adapter's folder included: its base's weights with the adapter merged into them by peft.
+"""LoRA and other adapters of peft: the base's weights with the adapter merged into them.
 
-adapter_config.json           names its base: a folder, or a model of the Hub in this machine's cache
-adapter_model.safetensors     Hu et al. (2021): W + (alpha / r) B A, and what else peft merges
+adapter_config.json           names its base: a folder, or a model in this machine's Hub cache
+adapter_model.safetensors     Hu et al. (2021): W + (alpha / r) B A, and the other kinds that peft merges
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from workbench.checkpoints.transformers_modules import from_transformers, quiet
 from workbench.errors import BadCheckpoint, NotCovered, UnknownName
 from workbench.files import read_json
 from workbench.places import install
+from workbench.storage.locations import locate
 from workbench.storage.remote import is_url
 from workbench.storage.sync import mirror_of
 
 WEIGHTS = "adapter_model.safetensors"
-KINDS = (  # of adapters that are sums with a base's weights; others name tokenizers, models or files of their own
+KINDS = (  # adapters whose weights are added to a base's; other kinds name tokenizers, models or files
     "LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "PVERA", "VBLORA", "RANDLORA", "HRA", "HIRA", "FOURIERFT", "LN_TUNING",
     "MISS", "C3A", "SHIRA", "ROAD", "DELORA", "GRALORA", "WAVEFT", "TRAINABLE_TOKENS",
 )  # fmt: skip
 
 
 def read(checkpoint: Checkpoint) -> State:
-    """The tensors of any checkpoint by name; unread, but those of an adapter's base with the adapter merged in.
+    """Return the tensors of any checkpoint, unread; those of an adapter are its base's, merged with it.
 
     Raises `BadCheckpoint` with the cause: no base, no safetensors, a kind of adapter that cannot be merged.
     """
@@ -54,33 +55,34 @@ def read(checkpoint: Checkpoint) -> State:
 
 
 def _base(folder: Path, named: Any, revision: Any) -> Checkpoint:
-    """The base of an adapter: a folder on this machine, or a model in the Hub's cache.
+    """Return the base of an adapter: a folder on this machine, or a model in the Hub cache.
 
-    The file is another's: a URL, a pattern of paths and a folder that stands for another URL are refused.
+    The file may come from anybody, so that URLs, patterns and copies of another URL are refused.
     """
-    where = f"{folder / ADAPTER}: base_model_name_or_path"
+    shown = f"{named[:200]!r}" if isinstance(named, str) else repr(named)
+    where = f"{folder / ADAPTER}: base_model_name_or_path is {shown}"
     if not isinstance(named, str) or not named.strip() or "\0" in named:
-        raise BadCheckpoint(f"{where} is {named!r}, which does not name its base; write a folder or a name of the Hub")
+        raise BadCheckpoint(f"{where}, which does not name its base; write a folder or a name of the Hub")
     if is_url(named) or "://" in named or named.startswith(("//", "\\\\")):
         raise BadCheckpoint(
-            f"{where} is {named!r}, a URL; a file may only name a folder or a model of the Hub that is in the cache: fetch the base, then "
-            "write its folder there"
+            f"{where}, a URL; a file may only name a folder or a model in the Hub cache: fetch the base, then write its folder there"
         )
-    beside = folder / named
-    name = f"{named}@{revision}" if isinstance(revision, str) and revision else named
-    base = beside if beside.exists() else hub.snapshot(name)
+    try:
+        location = locate(folder / named)
+        name = f"{named}@{revision}" if isinstance(revision, str) and revision else named
+        base = location.path if location.path.exists() else hub.snapshot(name)
+    except (OSError, BadCheckpoint) as error:
+        raise BadCheckpoint(f"{where}, which cannot be opened: {error}") from error
     if base is None:
         raise BadCheckpoint(
-            f"{folder} adapts {name}, which is not here: neither a folder nor in the cache of the Hub; write its folder to "
+            f"{folder} adapts {name[:200]}, which is not here: neither a folder nor in the cache of the Hub; write its folder to "
             "base_model_name_or_path"
         )
     mirror = mirror_of(base.resolve())
     if mirror is not None and mirror != mirror_of(folder.resolve()):
-        raise BadCheckpoint(
-            f"{where} is {named!r}, a copy of {mirror.url}; copy it out of the cache, then write its folder there"
-        )
+        raise BadCheckpoint(f"{where}, a copy of {mirror.url}; copy it out of the cache, then write its folder there")
     if (base / ADAPTER).is_file():
-        raise BadCheckpoint(f"{where} is {named!r}, an adapter itself; write the folder of a model")
+        raise BadCheckpoint(f"{where}, an adapter itself; write the folder of a model")
     return identify(base)
 
 

@@ -1,0 +1,21 @@
+"""Environment variables that the workbench reads."""
+
+from __future__ import annotations
+
+import os
+
+RUNS = "WORKBENCH_RUNS"  # folder of runs, or its URL; ./runs unless set
+CACHE = "WORKBENCH_CACHE"  # folder of the cache; `workbench` in `$XDG_CACHE_HOME` or `~/.cache` unless set
+CACHE_GB = "WORKBENCH_CACHE_GB"  # gigabytes of weights and corpora in the cache
+BUILDERS = "WORKBENCH_BUILDERS"  # builders (`package.module:function`) that may run, joined by commas
+FOLDER = "WORKBENCH_FOLDER"  # folder that builders are imported from; the current one unless set
+BROWSER = "WORKBENCH_BROWSER"  # path of the browser that draws pages
+XDG_CACHE = "XDG_CACHE_HOME"
+PLAYWRIGHT = "PLAYWRIGHT_BROWSERS_PATH"
+WANDB_MODE, WANDB_PROJECT = "WANDB_MODE", "WANDB_PROJECT"
+WORLD_SIZE, RANK = "WORLD_SIZE", "RANK"  # set by `accelerate launch` and `torchrun`
+
+
+def variable(name: str, default: str = "") -> str:
+    """Return the value of an environment variable, or `default` if it is unset or empty."""
+    return os.environ.get(name) or default
