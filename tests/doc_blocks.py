@@ -50,10 +50,6 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **shape)).eval()
 
 
-def readme() -> dict[str, object]:
-    return {"my_module": llama(), "example_ids": ids(), "ids": ids(8, 32)}
-
-
 def observing() -> dict[str, object]:
     return {"module": llama(), "other_model": llama(), "example_tokens": ids(), "tokens": ids()}
 
@@ -100,9 +96,7 @@ def transformerlens() -> dict[str, object]:
     }
 
 
-GIVEN = {"README": readme} | {
-    given.__name__: given for given in (observing, recorder, checkpoints, dashboard, storage, transformerlens)
-}
+GIVEN = {given.__name__: given for given in (observing, recorder, checkpoints, dashboard, storage, transformerlens)}
 
 
 def run(page: Path, folder: Path) -> None:

@@ -10,9 +10,14 @@ import sys
 import warnings
 
 import pytest
+import typer
 
 from workbench.cli import app as commands
 from workbench.cli import main
+from workbench.cli.arguments import OLD_NAMES
+from workbench.cli.listing import listing, measures
+from workbench.interventions import INTERVENTIONS
+from workbench.metrics import METRICS
 
 EXPECTED = {
     "demo", "train", "study", "estimate", "import", "export", "export-log", "push", "measure", "analyze", "generate", "plot",
@@ -70,12 +75,63 @@ def test_every_command_has_help_from_its_docstring(command):
     assert "Usage" in done.stdout
 
 
-def test_every_command_that_takes_long_can_be_quiet():
-    quiet = {
-        c.name or c.callback.__name__ for c in commands.registered_commands if "quiet" in c.callback.__annotations__
-    }
-    at_once = {"app", "export", "generate", "list", "plot"}
-    assert {name.replace("_", "-") for name in quiet} >= EXPECTED - at_once
+def test_the_options_of_all_commands_are_the_same():
+    """`--quiet`, `--debug`, `--json`, `-o` and `-T` mean one thing everywhere."""
+    group = typer.main.get_command(commands)
+    options = {name: {p.name: p.opts for p in command.params} for name, command in group.commands.items()}
+    assert all({"quiet", "debug"} <= given.keys() for given in options.values())
+    assert {name for name, given in options.items() if "as_json" not in given} == {"app", "demo"}
+    for given in options.values():
+        assert given.get("out", [["--out", "-o"]])[-2:] in ([["--out", "-o"]], ["--out", "-o"], ["out"])
+        assert given.get("length", ["--length", "-T"]) == ["--length", "-T"]
+        assert not given.keys() & {"n", "data", "T"}
+
+
+@pytest.mark.parametrize("command", OLD_NAMES)
+def test_old_names_of_options_are_accepted_and_not_shown(command):
+    shown = run(command, "--help", COLUMNS="200").stdout
+    options = {opt for p in typer.main.get_command(commands).commands[command].params for opt in p.opts}
+    for old, new in OLD_NAMES[command].items():
+        assert new in options
+        assert not re.search(rf"{old}\b(?!-)", shown)
+    if command == "analyze":
+        assert "nowhere" in run("analyze", "nowhere", "--n=3", "--data", "nowhere.txt").stderr
+
+
+def test_names_of_measures_are_read_without_pytorch():
+    rows = {row["metric"]: row for row in listing("metrics")[0]}
+    for name, m in METRICS.items():
+        words = {
+            "form": m.form,
+            "unit": m.unit,
+            "reading": m.reading,
+            "sites": ", ".join(m.sites),
+            "summary": m.summary,
+        }
+        assert rows[name] == {"metric": name, **words}
+    assert measures() == [*rows, *(row["intervention"] for row in listing("interventions")[0])]
+    assert set(measures()) == {*METRICS, *INTERVENTIONS}
+
+
+def test_errors_in_arguments_need_no_torch():
+    code = (
+        "import sys, runpy\nsys.argv = ['workbench', *sys.argv[1:]]\n"
+        "try: runpy.run_module('workbench', run_name='__main__')\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformer_lens'} & set(sys.modules)"
+    )
+    for arguments, words in (
+        (["train", "transformer", "--device", "tpu"], "unknown device"),
+        (["train", "resformer", "--option", "lambda="], "key=value"),
+        (["train", "resformer", "--recipe", "stepz=1"], "steps"),
+        (["app", "--port", "99999"], "65535"),
+        (["measure", "nowhere", "-m", "sink_mas"], "sink_mass"),
+        (["list", "metrics"], ""),
+    ):
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stderr
+        assert done.stderr.count("\n") <= 1
 
 
 def test_help_needs_no_torch():
@@ -104,6 +160,8 @@ def test_help_needs_no_torch():
         (["train", "resformer", "--recipe", "steps"], "key=value"),
         (["list", "metric"], "metrics"),
         (["report"], "workbench demo"),
+        (["report", "--port", "1"], "workbench report --help"),
+        (["xry"], "xray"),
         (["measure", "nowhere", "-m", "loss"], "nowhere"),
         (["list", "runs", "--runs", "s4://bucket/runs"], "unknown kind of storage 's4'; did you mean s3"),
         (["study", "nowhere.toml", "--on", "ray://here"], "nowhere.toml"),
@@ -131,7 +189,7 @@ def test_a_process_says_the_same_sentence_and_no_traceback(tmp_path):
 
 def test_measure_plot_and_list_work_on_a_run(one_run, tmp_path):
     out = tmp_path / "records.parquet"
-    done = run("measure", one_run / "small", "-m", "importance_entropy", "--steps", "ends", "--n", 4, "--out", out)
+    done = run("measure", one_run / "small", "-m", "importance_entropy", "--steps", "ends", "--documents", 4, "-o", out)
     assert done.returncode == 0, done.stderr
     assert re.search(r"records: \S+records\.parquet \(\d+ rows\)", done.stdout)
     done = run("plot", out, "--out", tmp_path / "figure.html")
@@ -183,8 +241,35 @@ def test_a_damaged_run_is_named_beside_the_others(one_run):
     (one_run / "broken" / "run.json").write_text("{")
     done = run("list", "runs", "--runs", one_run)
     assert done.returncode == 0
-    assert "broken" in done.stdout
-    assert "small" in done.stdout
+    assert "broken" in done.stderr
+    assert done.stdout.splitlines()[1].split("\t")[0] == "small"
+
+
+def test_an_unexpected_error_is_one_sentence_and_a_traceback_with_debug(monkeypatch, one_run):
+    def broken(*_, **__):
+        raise RuntimeError("broken here\nand there")
+
+    monkeypatch.setattr("workbench.runs.run.list_runs", broken)
+    done = run("list", "runs", "--runs", one_run)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "workbench: unexpected error, RuntimeError: broken here; run it again with --debug for the traceback\n"
+    )
+    debugged = run("list", "runs", "--runs", one_run, "--debug")
+    assert "Traceback" in debugged.stderr
+    assert "in broken" in debugged.stderr
+    monkeypatch.setattr("workbench.checkpoints.hub.download", lambda name: broken())
+    done = run("xray", "gpt3", "--download")
+    assert done.returncode == 2
+    assert done.stderr == "workbench: gpt3 cannot be downloaded: RuntimeError: broken here\n"
+
+
+def test_an_unknown_model_offers_models_and_no_files_of_the_folder(tmp_path):
+    (tmp_path / "a.txt").touch()
+    done = run("xray", "models-resformr-s0", cwd=tmp_path)
+    assert "did you mean models-resformer-s0" in done.stderr
+    assert "--download" in done.stderr
+    assert "a.txt" not in done.stderr
 
 
 def test_a_taken_port_is_refused_naming_the_option(tmp_path):

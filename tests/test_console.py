@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -69,6 +71,44 @@ def test_work_that_is_done_at_once_or_asked_to_be_quiet_says_nothing(monkeypatch
     finally:
         silence(False)
     assert capsys.readouterr() == ("", "")
+
+
+ROWS = [
+    {
+        "run": "models-resformer-s0",
+        "metric": "sink_mass",
+        "layer": layer,
+        "part": None,
+        "value": 0.1 + layer / 3,
+        "se": 0.0026546,
+        "n": 64,
+    }
+    for layer in range(70)
+]
+
+
+@pytest.mark.parametrize("width", [24, 60, 120])
+def test_a_table_on_a_terminal_breaks_no_number_and_has_constants_in_a_caption(monkeypatch, width):
+    screen = io.StringIO()
+    monkeypatch.setattr(console, "console", Console(file=screen, force_terminal=True, color_system=None, width=width))
+    console.table(ROWS)
+    text = screen.getvalue()
+    assert "run models-resformer-s0, metric sink_mass, n 64" in text
+    assert max(len(line) for line in text.splitlines()[1:-1]) <= width
+    for layer in range(60):
+        assert f"{0.1 + layer / 3:.5g}" in text
+    assert text.count("layer") == (2 if width == 24 else 1)
+    assert "... 10 more of 70 rows" in text
+
+
+def test_a_table_in_a_pipe_is_tsv_with_all_rows(capsys):
+    frame = pd.DataFrame(ROWS).assign(provenance='{"code": "a"}')
+    console.table(frame)
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["run", "metric", "layer", "value", "se", "n"]
+    assert [float(line[3]) for line in lines[1:]] == [row["value"] for row in ROWS]
+    console.print_json(frame)
+    assert json.loads(capsys.readouterr().out)[0]["provenance"] == {"code": "a"}
 
 
 def test_a_terminal_shows_a_bar_with_the_same_words(monkeypatch, capsys):

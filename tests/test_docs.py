@@ -19,7 +19,7 @@ from workbench.cli import app
 from workbench.places import studies as shipped_studies
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(p for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "LOG.md", *ROOT.glob("docs/**/*.md")])
 
 
 def test_generated_files_are_current():
@@ -97,7 +97,8 @@ def anchors(page):
 
 def test_every_page_is_on_the_site():
     listed = set(re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert listed == {p.name for p in (ROOT / "docs").glob("*.md")} | {"decisions/README.md"}
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "findings").glob("*.md")]
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in pages} | {"decisions/README.md"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "decisions" not in page.parts], ids=lambda page: page.stem)
@@ -122,9 +123,16 @@ def test_commands_are_such_as_there_are(page):
 def test_python_on_the_pages_runs_and_prints_what_they_say(tmp_path):
     """In one process for all of them; `doc_blocks.py` has what each supposes that its reader has."""
     written = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
-    assert {"README", "tutorial", "observing", "recorder", "checkpoints", "own_metric", "own_architecture"} <= {
-        p.stem for p in written
-    }
+    assert {
+        "README",
+        "tutorial",
+        "observing",
+        "recorder",
+        "checkpoints",
+        "huggingface",
+        "own_metric",
+        "own_architecture",
+    } <= {p.stem for p in written}
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "doc_blocks.py", tmp_path / "pages", *written], capture_output=True, text=True,
         timeout=560, check=False, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

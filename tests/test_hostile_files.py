@@ -166,8 +166,8 @@ def test_a_closed_folder_is_named_beside_the_runs(tmp_path):
     (tmp_path / "closed").chmod(0o311)
     try:
         with another_user(tmp_path):
-            frame, notes = listing("runs", tmp_path)
-        assert list(frame["run"]) == ["open"]
+            rows, notes = listing("runs", tmp_path)
+        assert [row["run"] for row in rows] == ["open"]
         assert any("closed cannot be listed: Permission denied" in note for note in notes)
     finally:
         (tmp_path / "closed").chmod(0o755)

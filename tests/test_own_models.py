@@ -143,7 +143,7 @@ def test_a_model_without_a_tokenizer_has_ids_as_its_first_prompt(imported):
 
 
 def test_a_run_without_numbers_says_which_command_makes_them(imported):
-    with pytest.raises(WorkbenchError, match=r"workbench measure \S+theirs -m token_identity_share .*--data FILE"):
+    with pytest.raises(WorkbenchError, match=r"workbench measure \S+theirs -m token_identity_share .*--text FILE"):
         layers(imported, Link("depth"))
 
 
@@ -169,7 +169,7 @@ def test_smoothing_is_told_in_training_steps_where_one_in_ten_was_written_down()
 def test_the_first_page_asks_for_a_text_before_it_measures_an_imported_run(imported, browse):
     at = browse(imported.folder)
     assert not any(str(b.key).startswith("measure_") for b in at.button)
-    assert any(c.value.startswith("workbench xray ") and c.value.endswith(" --data FILE") for c in at.code)
+    assert any(c.value.startswith("workbench xray ") and c.value.endswith(" --text FILE") for c in at.code)
 
 
 def test_the_training_page_says_that_imported_checkpoints_bring_no_log(imported, browse):
@@ -183,4 +183,4 @@ def test_an_imported_run_is_xrayed_on_a_file_of_token_ids(imported, tmp_path):
     found = workbench.xray(imported.folder / "theirs", tmp_path / "ids.bin", n=4, T=16)
     assert set(found.records["n"].dropna()) == {4}
     assert "of the variance of the own values" in str(found)
-    assert f"--data {tmp_path / 'ids.bin'}" in found.command
+    assert f"--text {tmp_path / 'ids.bin'}" in found.command

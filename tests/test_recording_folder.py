@@ -24,14 +24,14 @@ def test_a_recording_is_listed_as_a_run(gpt, tmp_path):
     recorder = Recorder(gpt, 2, tmp_path / "mine", quantities=PLAIN, seed=3)
     loop(gpt, recorder, 5)
     assert is_locked(tmp_path / "mine")
-    assert listing("runs", tmp_path)[0]["state"].item() == "training"
+    assert listing("runs", tmp_path)[0][0]["state"] == "training"
     recorder.close()
     found, problems = list_runs(tmp_path)
     assert not problems
     (run,) = found
     assert (run.recorded, run.finished, run.steps, run.seed, run.architecture) == (True, True, [], 3, "GPT")
-    table, _ = listing("runs", tmp_path)
-    assert table[["run", "steps", "state"]].values.tolist() == [["mine", "4 recorded", "finished"]]
+    (row,), _ = listing("runs", tmp_path)
+    assert (row["run"], row["steps"], row["state"]) == ("mine", "4 recorded", "finished")
     with pytest.raises(WorkbenchError, match="holds no checkpoints"):
         measure(run, "loss")
 

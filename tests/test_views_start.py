@@ -119,7 +119,7 @@ def test_a_step_that_was_not_measured_says_what_is_missing_and_how_to_get_it(ask
     assert start.xray.missing(ask, subject) == list(xrays.NEEDED)
     with pytest.raises(WorkbenchError, match="not measured yet: concentration parts"):
         start.xray.sinks(ask, link("model", a=A, step=8))
-    assert start.xray.command(subject.entry, 8).endswith("--steps 0,8 --n 32")
+    assert start.xray.command(subject.entry, 8).endswith("--steps 0,8 --documents 32")
     assert start.xray.command(subject.entry, 20) == f"workbench xray {ask.folder / A}"
     assert start.xray.missing(ask, ask.subjects(link("model", a=A))[0]) == []
 

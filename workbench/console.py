@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import sys
 import threading
@@ -30,18 +31,59 @@ def say(text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def table(frame: Any) -> None:
-    """A data frame with its empty columns left out, the first rows of it where it is long."""
-    shown = frame.dropna(axis=1, how="all").head(ROWS)
-    shown = shown.drop(columns=[c for c in ("provenance",) if c in shown])
-    grid = Table(show_edge=False, pad_edge=False)
-    for name in shown.columns:
-        grid.add_column(str(name), overflow="fold")
-    for row in shown.itertuples(index=False):
-        grid.add_row(*(_cell(value) for value in row))
-    console.print(grid)
-    if len(frame) > ROWS:
-        say(f"... {len(frame) - ROWS} more of {len(frame)} rows; --json or --out writes them all")
+def table(rows: Any) -> None:
+    """Print a data frame or a list of rows: on a terminal a table that fits its width, elsewhere TSV with all rows.
+
+    Empty columns and the provenance are left out. On a terminal, constant columns become a caption, and a table that is too
+    wide is cut into several, so that no number is broken over two lines.
+    """
+    if hasattr(rows, "to_dict"):
+        rows = rows.drop(columns="provenance", errors="ignore").dropna(axis=1, how="all").to_dict("records")
+    names = list(rows[0]) if rows else []
+    if not (console.is_terminal and names):
+        for row in [dict(zip(names, names, strict=True)), *rows] if names else ():
+            print("\t".join("" if _missing(row[name]) else " ".join(str(row[name]).split()) for name in names))
+        return
+    cells = {name: [_cell(row[name]) for row in rows[:ROWS]] for name in names}
+    constant = [name for name in names if name not in ("value", "se") and len(rows) > 1 and len(set(cells[name])) == 1]
+    numeric = [name for name in names if all(_missing(row[name]) or isinstance(row[name], int | float) for row in rows)]
+    if caption := ", ".join(f"{name} {cells[name][0]}" for name in constant if cells[name][0]):
+        say(caption)
+    for part in _parts(cells, [name for name in names if name not in constant] or names[:1], numeric):
+        grid = Table(show_edge=False, pad_edge=False)
+        for name in part:
+            style: dict[str, Any] = {"no_wrap": True, "justify": "right"} if name in numeric else {"overflow": "fold"}
+            grid.add_column(Text(name, overflow="fold", no_wrap=False), min_width=_width(cells, name, numeric), **style)
+        for row in zip(*(cells[name] for name in part), strict=True):
+            grid.add_row(*(Text(cell) for cell in row))
+        console.print(grid)
+    if len(rows) > ROWS:
+        say(f"... {len(rows) - ROWS} more of {len(rows)} rows; --json, --out or a pipe gives all rows")
+
+
+def _width(cells: Mapping[str, Sequence[str]], name: str, numeric: Sequence[str]) -> int:
+    """Return the least width of a column: numbers and names of up to 24 characters are not broken."""
+    longest = max(len(cell) for cell in (name, *cells[name])) if name in numeric else max(map(len, cells[name]))
+    return max(1, longest if name in numeric else min(longest, 24))
+
+
+def _parts(cells: Mapping[str, Sequence[str]], names: Sequence[str], numeric: Sequence[str]) -> list[list[str]]:
+    """Cut columns into tables that fit the terminal; each begins with the first column."""
+    parts, first, between = [list(names[:1])], names[:1], 3
+    for name in names[1:]:
+        if sum(_width(cells, n, numeric) + between for n in (*parts[-1], name)) > console.width and len(parts[-1]) > 1:
+            parts.append(list(first))
+        parts[-1].append(name)
+    return parts
+
+
+def print_json(rows: Any) -> None:
+    """Print a data frame or a list of rows as a JSON array; each row's provenance is an object."""
+    listed = json.loads(rows.to_json(orient="records")) if hasattr(rows, "to_json") else rows
+    for row in listed:
+        if isinstance(row.get("provenance"), str):
+            row["provenance"] = json.loads(row["provenance"] or "{}")
+    print(json.dumps(listed, default=str))
 
 
 def html(title: str, facts: Mapping[str, Any], *parts: str) -> str:
@@ -54,12 +96,14 @@ def html(title: str, facts: Mapping[str, Any], *parts: str) -> str:
     return f"<div><b>{escape_html(title)}</b><table>{rows}</table>{''.join(parts)}</div>"
 
 
-def _cell(value: Any) -> str:
-    import pandas as pd
+def _missing(value: Any) -> bool:
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value
 
-    if pd.isna(value):
+
+def _cell(value: Any) -> str:
+    if _missing(value):
         return ""
-    return f"{value:.5g}" if isinstance(value, float) else escape(str(value))
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 @contextmanager

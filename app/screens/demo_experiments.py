@@ -86,7 +86,7 @@ def _shipped(entries: Sequence[Entry], option: str) -> str:
 def deep_values(link: Link) -> None:
     """How much of deep values is their token, and what it costs to replace them."""
     st.markdown(
-        _shipped(start.demo.text_models(cached_source()), "--text")
+        _shipped(start.demo.text_models(cached_source()), "--all")
         + "Trained on real text. **Token identity** is the share of a value's variation that the token alone explains, whatever "
         "stands around it. At 1 the value is a mere lookup of its token; lower, and it carries context too. Solid lines are the "
         "trained models, dashed ones the same models before training: only the difference was learned. First-layer values, and "

@@ -1,6 +1,6 @@
 """Decoders of your own code as runs: a function of yours builds the module, the checkpoint's tensors fill it.
 
-    workbench import out/ --as mine --builder my_model:build
+    workbench import out/ --name mine --builder my_model:build
     WORKBENCH_BUILDERS=my_model:build workbench app
 
 `build(settings)` gets what the checkpoint says beside its weights (nanoGPT's `model_args`, `--config key=value`) as a dictionary

@@ -18,7 +18,9 @@ from typing import Any
 from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from workbench.environment import RUNS, variable
 from workbench.errors import BadCheckpoint, suggest
+from workbench.places import SHIPPED
 
 BESIDE = ("*.json", "*.model", "*.txt")  # a model's configuration and its tokenizer
 NAME = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@(?P<revision>[\w.*?/-]+))?")
@@ -75,11 +77,14 @@ def folder_of(name: str) -> Path:
         return folder
     place = Path(name)
     reason = f"{place} does not exist"
-    if place.parent.is_dir():
+    if place.parent != Path() and place.parent.is_dir():
         near = sorted(p.name for p in place.parent.iterdir())
         reason += f"; {suggest(place.name, near)}" if near else f", and {place.parent} is empty"
-    if split(name) is not None and (cached := names()):
-        reason += f". As a name of the Hub it is not in the cache here; {suggest(name, cached)}"
+    elif split(name) is not None:
+        folders = (SHIPPED / "models", Path(variable(RUNS, "runs")))
+        known = [p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir()]
+        near_names = suggest(name, known + names()).rstrip("?")
+        reason += f" and is not in this machine's Hub cache; {near_names}? `--download` fetches a name of the Hub"
     raise BadCheckpoint(reason)
 
 

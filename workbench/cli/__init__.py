@@ -10,23 +10,28 @@ import io
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 # isort: off  (help lists the commands in this order)
 from workbench.cli import checkpoints, measuring, showing, training
-from workbench.cli.arguments import app
+from workbench.cli.arguments import app, show_tracebacks, tracebacks_shown
 
 # isort: on
 
 __all__ = ["app", "checkpoints", "main", "measuring", "showing", "training"]
+NETWORK = {
+    "aiobotocore", "aiohttp", "botocore", "gcsfs", "httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "s3fs", "socket",
+    "urllib", "urllib3",
+}  # fmt: skip
+"""Packages whose errors mean that a server cannot be reached or refuses a request."""
 
 
 def _terminated(*_: Any) -> None:
-    """SIGTERM is Ctrl-C for this process and for its workers, which a terminal would have signalled itself."""
+    """Treat SIGTERM as Ctrl-C, for this process and its workers."""
     import multiprocessing
-    import os
 
     for child in multiprocessing.active_children():
         os.kill(child.pid or 0, signal.SIGINT)
@@ -37,19 +42,19 @@ _standard = warnings.formatwarning
 
 
 def _one_sentence(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
-    """Our own warnings as a sentence; the line of code that warned says nothing on a command line."""
+    """Format our own warnings as a sentence, without the line of code that issued them."""
     ours = category.__module__ == "workbench.errors"
     return f"workbench: {message}\n" if ours else _standard(message, category, *where, **more)
 
 
-def _dropped(what: sys.UnraisableHookArgs) -> None:
-    """Ctrl-C that lands in a destructor, which Python drops, is heard at the next sign of progress: nothing to print."""
-    if what.exc_type is not KeyboardInterrupt:
-        sys.__unraisablehook__(what)
+def _dropped(error: sys.UnraisableHookArgs) -> None:
+    """Do not print a Ctrl-C that arrives inside a destructor: the next progress update raises it again."""
+    if error.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(error)
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output, where characters that its encoding lacks become `?`, and a full disk is a `WorkbenchError`."""
+    """Standard output that prints `?` for characters its encoding lacks and raises `WorkbenchError` on a full disk."""
 
     def write(self, text: str) -> int:
         with _printing():
@@ -66,7 +71,7 @@ def _printing() -> Iterator[None]:
 
     try:
         yield
-    except BrokenPipeError:  # of `| head`: typer ends in silence
+    except BrokenPipeError:  # of `| head`: typer ends without a message
         raise
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter prints when it ends
@@ -74,27 +79,38 @@ def _printing() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run a command; what a user can cause is one sentence on stderr and exit code 2, Ctrl-C is 130."""
+    """Run a command. An error is one sentence on stderr with exit code 2, or 1 for a fault of ours; Ctrl-C is 130."""
     from workbench.errors import WorkbenchError
     from workbench.places import refuse_a_namesake
 
-    refuse_a_namesake()  # which this package's face has done, unless it is theirs by now
+    refuse_a_namesake()  # `import workbench` checked too, but another package may have replaced it since
+    show_tracebacks(False)
     signal.signal(signal.SIGTERM, _terminated)
     warnings.formatwarning, sys.unraisablehook = _one_sentence, _dropped
     if type(sys.stdout) is io.TextIOWrapper:
         terminal, encoding = sys.stdout.line_buffering, sys.stdout.encoding
         sys.stdout = _Output(sys.stdout.detach(), encoding, errors="replace", line_buffering=terminal)
+    code = 2
     try:
         try:
             app()
         finally:
-            if sys.stdout:  # none where it is closed, as by >&-
+            if sys.stdout:  # None where it is closed, as by >&-
                 sys.stdout.flush()
     except WorkbenchError as error:
-        print(f"workbench: {error}", file=sys.stderr)
-        sys.exit(2)
+        raised, sentence = error, str(error)
     except SystemExit as end:
-        stop = getattr(end.__context__, "__cause__", None)  # typer turns Ctrl-C into exit code 130 and says nothing
+        stop = getattr(end.__context__, "__cause__", None)  # typer turns Ctrl-C into exit code 130 without a message
         if isinstance(stop, KeyboardInterrupt):
             print(f"workbench: {str(stop) or 'stopped; the same command goes on from here'}", file=sys.stderr)
         raise
+    except Exception as error:
+        raised, sentence = error, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if type(error).__module__.partition(".")[0] in NETWORK or isinstance(error, ConnectionError | TimeoutError):
+            sentence = f"the network cannot be used: {sentence}"
+        else:
+            code, sentence = 1, f"unexpected error, {sentence}; run it again with --debug for the traceback"
+    if tracebacks_shown():
+        traceback.print_exception(raised)
+    print(f"workbench: {sentence}", file=sys.stderr)
+    sys.exit(code)

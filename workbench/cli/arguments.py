@@ -1,49 +1,38 @@
-"""The application that the commands register on, and how their arguments are written and read."""
+"""The application that commands register on, and the arguments that several commands share.
+
+Arguments are checked here, before a command imports PyTorch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import json
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-app = typer.Typer(
-    name="workbench",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.places import SHIPPED
 
-
-def _version(asked: bool) -> None:
-    if asked:
-        from workbench import __version__
-
-        print(f"workbench {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def whole(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
-    ] = False,
-) -> None:
-    """An interpretability workbench for value-residual transformers."""
-
-
-def destination(out: Path | None) -> Path | None:
-    """The callback of options that name what is written: what cannot be is refused before the work is done."""
-    from workbench.files import writable
-
-    return out and writable(out)
-
-
-Out = functools.partial(typer.Option, callback=destination)
-
-Runs = Annotated[Path | None, typer.Option("--runs", help="Folder of runs; else $WORKBENCH_RUNS, else ./runs.")]
+_SETTINGS = {"debug": False}
+_DOCUMENTS_AND_TEXT = {"--n": "--documents", "--data": "--text"}
+OLD_NAMES = {
+    "measure": _DOCUMENTS_AND_TEXT,
+    "analyze": _DOCUMENTS_AND_TEXT,
+    "xray": _DOCUMENTS_AND_TEXT | {"--tokens": "--length"},
+    "estimate": {"--n": "--documents"},
+    "import": {"--as": "--name"},
+    "demo": {"--text": "--all"},
+}
+"""Option names of version 0.2 by command, with their names today. Both are accepted; help shows the new ones."""
+DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu")
 
 
 def _silence(quiet: bool) -> None:
@@ -52,47 +41,239 @@ def _silence(quiet: bool) -> None:
     silence(quiet)
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_silence, help="No progress on stderr.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")]
-OneWorker = Annotated[int, typer.Option("--workers", min=1, help="Processes that measure.")]
+def show_tracebacks(debug: bool) -> None:
+    """Print the full traceback of an error instead of one sentence."""
+    _SETTINGS["debug"] = debug
+
+
+def tracebacks_shown() -> bool:
+    """Whether the command runs with `--debug`."""
+    return _SETTINGS["debug"]
+
+
+_QUIET = typer.Option("--quiet", "-q", callback=_silence, help="Show no progress.")
+_DEBUG = typer.Option("--debug", callback=show_tracebacks, is_eager=True, help="Show the full traceback of an error.")
+
+
+@contextlib.contextmanager
+def _usage() -> Iterator[None]:
+    """Turn a usage error of the parser into one of ours, which is printed as one sentence."""
+    try:
+        yield
+    except Exception as error:  # the parser's error classes have several homes, one for each version of typer
+        if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        path = getattr(getattr(error, "ctx", None), "command_path", "workbench")
+        raise WorkbenchError(f"{error.format_message().rstrip('.')}; see {path} --help") from error
+
+
+class Group(TyperGroup):
+    """The commands by their names."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        with _usage():
+            return super().resolve_command(ctx, args)
+
+
+class Command(TyperCommand):
+    """A command that also accepts the old names of its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        names, end = OLD_NAMES.get(str(self.name), {}), args.index("--") if "--" in args else len(args)
+        for i, word in enumerate(args[:end]):
+            option, equals, value = word.partition("=")
+            args[i] = names.get(option, option) + equals + value
+        with _usage():
+            return super().parse_args(ctx, args)
+
+
+class Application(typer.Typer):
+    """An application whose commands all take `--quiet` and `--debug`."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
+        register = super().command(name, cls=Command, **settings)
+
+        def registered(function: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(function)
+            def run(*, quiet: bool, debug: bool, **arguments: Any) -> None:
+                function(**arguments)
+
+            signature = inspect.signature(function, eval_str=True)
+            common = [
+                inspect.Parameter(
+                    flag, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+                )
+                for flag, option in (("quiet", _QUIET), ("debug", _DEBUG))
+            ]
+            parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in signature.parameters.values()]
+            run.__signature__ = signature.replace(parameters=[*parameters, *common])  # type: ignore[attr-defined]
+            run.__annotations__ = {p.name: p.annotation for p in [*parameters, *common]}
+            register(run)
+            return function
+
+        return registered
+
+
+app = Application(
+    name="workbench",
+    cls=Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from workbench import __version__
+
+        print(f"workbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """An interpretability workbench for value-residual transformers."""
+
+
+def _writable(out: Path | None) -> Path | None:
+    """Refuse an output path that cannot be written before the work starts."""
+    from workbench.files import writable
+
+    return out and writable(out)
+
+
+def _checked_device(device: str | None) -> str | None:
+    if device is not None and not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", device):
+        raise WorkbenchError(f"--device {device}: unknown device; use cpu, cuda, a number as in cuda:0, or mps")
+    return device
+
+
+def _checked_pairs(pairs: list[str] | None, param: typer.CallbackParam) -> list[str] | None:
+    key_values(pairs, str(param.name))
+    return pairs
+
+
+def _checked_architecture(name: str) -> str:
+    from workbench.models.registry import ARCHITECTURES
+
+    for part in name.split("+"):
+        if part not in ARCHITECTURES:
+            raise UnknownName("architecture", part, ARCHITECTURES)
+    return name
+
+
+def _checked_preset(name: str) -> str:
+    from workbench.config import ModelConfig
+
+    ModelConfig.of(name)
+    return name
+
+
+def _checked_metrics(names: list[str] | None) -> list[str] | None:
+    from workbench.cli.listing import measures
+
+    if unknown := [name for name in names or () if name not in measures()]:
+        raise UnknownName("metric", unknown[0], measures())
+    return names
+
+
+def _architectures(incomplete: str) -> list[str]:
+    from workbench.models.registry import ARCHITECTURES
+
+    return [name for name in ARCHITECTURES if name.startswith(incomplete)]
+
+
+def _measures(incomplete: str) -> list[str]:
+    from workbench.cli.listing import measures
+
+    return [name for name in measures() if name.startswith(incomplete)]
+
+
+def runs_and_models(incomplete: str) -> list[str]:
+    """Complete names of runs, of shipped models and of files."""
+    folders = (SHIPPED / "models", Path(os.environ.get("WORKBENCH_RUNS") or "runs"))
+    names = [entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()]
+    place = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
+    paths = [str(path) for path in place.iterdir()] if place.is_dir() else []
+    return sorted(name for name in {*names, *paths} if name.startswith(incomplete) and not name.startswith("."))
+
+
+Out = functools.partial(typer.Option, "--out", "-o", callback=_writable)
+Runs = Annotated[Path | None, typer.Option("--runs", help="Folder of runs; default $WORKBENCH_RUNS, then ./runs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Number of processes; default one per core.")]
+OneWorker = Annotated[int, typer.Option("--workers", min=1, help="Number of processes that measure.")]
 On = Annotated[
     str | None,
-    typer.Option("--on", help="A cluster in their place: dask://HOST:PORT, or dask:///path/to/scheduler.json."),
+    typer.Option("--on", help="Use a Dask cluster instead: dask://HOST:PORT or dask:///path/to/scheduler.json."),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the best there is unless given.")]
-ArchitectureName = Annotated[str, typer.Argument(help="A name from `workbench list architectures`, or a+b.")]
-PresetName = Annotated[str, typer.Option(help="A name from `workbench list presets`.")]
-Options = Annotated[list[str] | None, typer.Option(help="Architecture option as key=value, e.g. lambda_v1=0.3.")]
-ModelKeys = Annotated[list[str] | None, typer.Option(help="Config key as key=value, e.g. n_layers=8.")]
-RecipeKeys = Annotated[list[str] | None, typer.Option(help="Training key as key=value, e.g. steps=1000, lr=1e-3.")]
+Device = Annotated[
+    str | None, typer.Option(callback=_checked_device, help="cpu, cuda, cuda:0, mps; default the best one available.")
+]
+ArchitectureName = Annotated[
+    str,
+    typer.Argument(
+        callback=_checked_architecture,
+        autocompletion=_architectures,
+        help="A name of `workbench list architectures`, or a+b.",
+    ),
+]
+PresetName = Annotated[str, typer.Option(callback=_checked_preset, help="A name of `workbench list presets`.")]
+Measures = functools.partial(typer.Option, "--metric", "-m", callback=_checked_metrics, autocompletion=_measures)
+RunOrModel = functools.partial(typer.Argument, autocompletion=runs_and_models)
+Documents = Annotated[int, typer.Option("--documents", min=1, help="Largest number of documents.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(callback=_checked_pairs, help="Architecture option as key=value, for example lambda_v1=0.3."),
+]
+ModelKeys = Annotated[
+    list[str] | None, typer.Option(callback=_checked_pairs, help="Model setting as key=value, for example n_layers=8.")
+]
+RecipeKeys = Annotated[
+    list[str] | None, typer.Option(callback=_checked_pairs, help="Training setting as key=value, for example lr=1e-3.")
+]
+ConfigKeys = Annotated[
+    list[str] | None,
+    typer.Option(callback=_checked_pairs, help="Setting that the files lack, as key=value, for example n_heads=8."),
+]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")]
 Download = Annotated[
-    bool, typer.Option("--download", help="Fetch a name of the Hub first; else only this machine's cache is read.")
+    bool, typer.Option("--download", help="Download a Hub name first. Without it, only the local cache is read.")
 ]
 Revision = Annotated[
-    str, typer.Option(help="Of a name of the Hub: step1000, or of several 'step*'. The same as NAME@REVISION.")
+    str, typer.Option(help="Revision on the Hub: step1000, or several as 'step*'. Same as NAME@REVISION.")
 ]
-Step = Annotated[str, typer.Option(help="last, first, or a number.")]
+Step = Annotated[str, typer.Option(help="Checkpoint of a run: last, first, or a step number.")]
 
 
 def fetch(path: Path, download: bool, revision: str) -> Path:
-    """A path with its revision; with `--download` a name of the Hub is brought into the cache, where nothing lies under it here."""
-    from workbench.checkpoints import hub
-
+    """Return a path with its revision; with `--download`, a Hub name that is no local path is downloaded first."""
     path = path.with_name(f"{path.name}@{revision}") if revision else path
     if download and not path.exists():
-        hub.download(str(path))
+        from workbench.checkpoints import hub
+        from workbench.errors import BadCheckpoint
+
+        try:
+            hub.download(str(path))
+        except WorkbenchError:
+            raise
+        except Exception as error:  # of any HTTP client
+            reason = str(error).strip().partition("\n")[0]
+            raise BadCheckpoint(f"{path} cannot be downloaded: {type(error).__name__}: {reason}") from error
     return path
 
 
 def key_values(pairs: list[str] | None, kind: str) -> dict[str, Any]:
-    """`key=value` arguments as a dictionary; values are read as JSON where they are, else as text."""
-    from workbench.errors import WorkbenchError
-
+    """Parse `key=value` arguments. Values are parsed as JSON where possible, else they are text."""
     values: dict[str, Any] = {}
     for pair in pairs or ():
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
+        key, _, value = pair.partition("=")
+        if not key or not value:
             raise WorkbenchError(f"--{kind} {pair!r}: write it as key=value")
         try:
             values[key] = json.loads(value)
@@ -101,12 +282,22 @@ def key_values(pairs: list[str] | None, kind: str) -> dict[str, Any]:
     return values
 
 
+def show(as_json: bool, line: str, **facts: Any) -> None:
+    """Print a result as one line, or its facts as a JSON object."""
+    from workbench.console import say
+
+    if as_json:
+        print(json.dumps(facts, default=str))
+    else:
+        say(line)
+
+
 def step_of(text: str) -> int | str:
-    """`last`, `first`, or a step's number."""
+    """Parse `last`, `first` or a step number."""
     return int(text) if text.isdigit() else text
 
 
 def steps_of(text: str) -> Any:
-    """As `step_of`, or several numbers as `0,100`."""
+    """Parse as `step_of`, or several step numbers as `0,100`."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.strip().isdigit() for part in parts) else text

@@ -1,4 +1,4 @@
-"""Commands on checkpoints and runs as others keep them: import, export, push, export-log; and generate."""
+"""Commands on checkpoints and runs of other tools: import, export, push, export-log; and generate."""
 
 from __future__ import annotations
 
@@ -8,47 +8,50 @@ from typing import Annotated
 import typer
 
 from workbench.cli.arguments import (
+    ConfigKeys,
     Device,
     Download,
+    Json,
     Options,
-    Quiet,
     Revision,
+    RunOrModel,
     Runs,
     Step,
     app,
     fetch,
     key_values,
+    show,
     step_of,
 )
 
 
 @app.command(name="import")
 def import_checkpoints(
-    path: Annotated[
-        str, typer.Argument(help="A checkpoint, or a series: a folder, a glob, a pattern with (?P<step>...).")
-    ],
+    path: Annotated[str, RunOrModel(help="A checkpoint, or several: a folder, a glob, a pattern with (?P<step>...).")],
     name: Annotated[
-        str | None, typer.Option("--as", help="Run folder; the checkpoint's or its folder's name unless given.")
+        str | None, typer.Option("--name", help="Name of the run; default the file's or folder's name.")
     ] = None,
-    architecture: Annotated[str | None, typer.Option(help="What the files do not say, e.g. resformer.")] = None,
+    architecture: Annotated[str | None, typer.Option(help="Architecture, if the files lack it: resformer.")] = None,
     option: Options = None,
-    config: Annotated[list[str] | None, typer.Option(help="Config key the files do not say, e.g. n_heads=8.")] = None,
+    config: ConfigKeys = None,
     builder: Annotated[
         str | None,
-        typer.Option(help="Your own code: package.module:function(settings) -> the module the weights fill."),
+        typer.Option(
+            help="Your own code as package.module:function; function(settings) returns the module to load into."
+        ),
     ] = None,
-    key: Annotated[str, typer.Option(help="Where the weights lie in a PyTorch file, e.g. ema or nets.student.")] = "",
-    strip_prefix: Annotated[
-        str, typer.Option(help="Prefix of the tensors to read, e.g. net.; others are left out.")
-    ] = "",
-    seed: Annotated[int | None, typer.Option(min=0, help="Tells runs of one model apart.")] = None,
+    key: Annotated[str, typer.Option(help="Key of the weights in a PyTorch file: ema or nets.student.")] = "",
+    strip_prefix: Annotated[str, typer.Option(help="Read only tensors with this prefix, and remove it: net.")] = "",
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the training, which groups runs of one model.")
+    ] = None,
     revision: Revision = "",
     download: Download = False,
     runs: Runs = None,
-    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
     """Import checkpoints as a run, to measure it and show it on the dashboard. Files are never unpickled."""
-    from workbench.console import progress, say
+    from workbench.console import note, progress
     from workbench.environment import BUILDERS
     from workbench.runs.importing import import_run
     from workbench.runs.run import runs_folder
@@ -60,99 +63,102 @@ def import_checkpoints(
             path, runs_folder(runs), name=name, architecture=architecture, config=key_values(config, "config"), builder=builder,
             seed=seed, progress=task, key=key, strip_prefix=strip_prefix, **settings,
         )  # fmt: skip
-    say(f"run: {run.path} ({run.architecture}, steps {', '.join(map(str, run.steps))})")
+    line = f"run: {run.path} ({run.architecture}, steps {', '.join(map(str, run.steps))})"
+    show(as_json, line, run=run.path, architecture=run.architecture, steps=run.steps)
     if builder:
-        say(f"to open it: {BUILDERS}={builder} workbench app")
+        note(f"to open it: {BUILDERS}={builder} workbench app")
 
 
 @app.command()
 def export(
-    path: Annotated[Path, typer.Argument(help="A run or a checkpoint of a transformer.")],
+    path: Annotated[Path, RunOrModel(help="A run or a checkpoint of a transformer.")],
     out: Annotated[Path, typer.Argument(help="A new folder.")],
     step: Step = "last",
+    as_json: Json = False,
 ) -> None:
-    """Write a vanilla model as a plain Hugging Face directory: the same logits in transformers."""
+    """Write a vanilla transformer as a Hugging Face directory, with the same logits in transformers."""
     from workbench.checkpoints.opening import load
     from workbench.checkpoints.saving import export as write
-    from workbench.console import say
 
-    say(f"exported: {write(load(path, step=step_of(step)), out)}")
+    folder = write(load(path, step=step_of(step)), out)
+    show(as_json, f"exported: {folder}", folder=folder)
 
 
 @app.command()
 def push(
-    path: Annotated[str, typer.Argument(help="A run.")],
-    repo: Annotated[str, typer.Argument(help="A repository of the Hugging Face Hub, as me/resformer-tiny.")],
+    path: Annotated[str, RunOrModel(help="A run.")],
+    repo: Annotated[str, typer.Argument(help="A repository on the Hugging Face Hub: me/resformer-tiny.")],
     step: Step = "last",
-    private: Annotated[bool, typer.Option("--private", help="Where the repository is made: for nobody else.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     harness: Annotated[
-        Path | None, typer.Option(help="Results of lm-evaluation-harness; <run>/harness.json unless given.")
+        Path | None, typer.Option(help="Results of lm-evaluation-harness; default <run>/harness.json.")
     ] = None,
-    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
-    """Put a step on the Hugging Face Hub, with a card: architecture, formula, options, losses over seeds, evaluation."""
-    from workbench.console import progress, say
+    """Upload a checkpoint to the Hugging Face Hub with a model card: formula, options, losses over seeds, evaluation."""
+    from workbench.console import progress
     from workbench.reports.model_card import push_to_hub
     from workbench.runs.run import Run
 
-    with progress(f"putting {path} up"):
+    with progress(f"uploading {path}"):
         address = push_to_hub(Run.open(path), repo, step_of(step), private=private or None, harness=harness)
-    say(f"pushed: {address}")
+    show(as_json, f"pushed: {address}", url=address)
 
 
 @app.command(name="export-log")
 def export_log(
-    path: Annotated[str, typer.Argument(help="A run.")],
+    path: Annotated[str, RunOrModel(help="A run.")],
     to: Annotated[str, typer.Option(help="wandb, tensorboard or mlflow.")],
     metric: Annotated[
-        list[str] | None, typer.Option("--metric", "-m", help="These alone, by head and position too; repeat for more.")
+        list[str] | None,
+        typer.Option("--metric", "-m", help="Only these metrics, also per head and position; repeat it for several."),
     ] = None,
-    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
-    """Hand what is written down of a run, telemetry and records, to a tracker of yours."""
-    from workbench.console import progress, say
+    """Export a run's telemetry and records to W&B, TensorBoard or MLflow."""
+    from workbench.console import progress
     from workbench.runs.run import Run
-    from workbench.runs.trackers import export_log as hand_on
+    from workbench.runs.trackers import export_log as send
 
     with progress(f"{path} to {to}"):
-        numbers = hand_on(Run.open(path), to, metric)
-    say(f"handed on: {numbers} numbers of {path} to {to}")
+        numbers = send(Run.open(path), to, metric)
+    show(as_json, f"exported: {numbers} numbers of {path} to {to}", run=path, tracker=to, numbers=numbers)
 
 
 @app.command()
 def generate(
-    path: Annotated[Path, typer.Argument(help="A run or a checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue; token ids as '3 14 15' where there is no tokenizer.")],
-    tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="New tokens at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set whose mass reaches this.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal texts; else another one each time.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends it; repeat for more.")] = None,
+    path: Annotated[Path, RunOrModel(help="A run or a checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; without a tokenizer, token ids as '3 14 15'.")],
+    tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Largest number of new tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set with this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal texts; default a new one each time.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; repeat it for several.")] = None,
     step: Step = "last",
     device: Device = None,
     revision: Revision = "",
     download: Download = False,
+    as_json: Json = False,
 ) -> None:
-    """Continue a text, token by token."""
+    """Continue a text token by token."""
     from workbench.checkpoints.opening import load
+    from workbench.errors import BadData
 
     path = fetch(path, download, revision)
     model = load(path, step=step_of(step), device=device)
-    start, texts = (prompt, True) if model.tokenizer else (_ids(prompt), False)
+    words = prompt.replace(",", " ").split()
+    if not model.tokenizer and not (words and all(word.isdigit() for word in words)):
+        raise BadData(f"--prompt {prompt!r}: this model has no tokenizer; write token ids as '3 14 15'")
+    start = prompt if model.tokenizer else [int(word) for word in words]
     pieces = model.stream(
         start, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, use_cache=model.caches
     )
+    texts = (str(piece) if model.tokenizer else f" {piece}" for piece in pieces)
+    if as_json:
+        show(True, "", prompt=prompt, text="".join(texts))
+        return
     print(prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece if texts else f" {piece}", end="", flush=True)
+    for text in texts:
+        print(text, end="", flush=True)
     print()
-
-
-def _ids(text: str) -> list[int]:
-    from workbench.errors import BadData
-
-    words = text.replace(",", " ").split()
-    if not words or not all(word.isdigit() for word in words):
-        raise BadData(f"--prompt {text!r}: this model came without a tokenizer, so write token ids as '3 14 15'")
-    return [int(word) for word in words]

@@ -9,43 +9,43 @@ import typer
 
 from workbench.cli.arguments import (
     Device,
+    Documents,
     Download,
     Json,
+    Measures,
     On,
     OneWorker,
     Out,
-    Quiet,
     Revision,
+    RunOrModel,
     Runs,
     Workers,
     app,
     fetch,
+    show,
     steps_of,
 )
 
 
 @app.command()
 def measure(
-    paths: Annotated[list[Path], typer.Argument(help="Runs or checkpoint directories.")],
-    metric: Annotated[
-        list[str], typer.Option("--metric", "-m", help="A name from `workbench list metrics`; repeat for more.")
-    ],
-    data: Annotated[str | None, typer.Option(help="A text file or a text; else each run's validation split.")] = None,
-    steps: Annotated[str, typer.Option(help="last, first, ends, all, or numbers as 0,100.")] = "last",
-    n: Annotated[int, typer.Option(min=1, help="Documents at most.")] = 64,
+    paths: Annotated[list[Path], RunOrModel(help="Runs, checkpoints, or names of shipped models.")],
+    metric: Annotated[list[str], Measures(help="A name of `workbench list metrics`; repeat it for several.")],
+    text: Annotated[str | None, typer.Option(help="Text file, or a text; default each run's validation split.")] = None,
+    steps: Annotated[str, typer.Option(help="last, first, ends, all, or step numbers as 0,100.")] = "last",
+    documents: Documents = 64,
     length: Annotated[
-        int | None, typer.Option("-T", "--length", min=1, help="Tokens of each; the training length unless given.")
+        int | None, typer.Option("--length", "-T", min=1, help="Tokens per document; default the training length.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time; results do not depend on it.")] = 8,
-    out: Annotated[Path | None, Out(help="Write the records here: .parquet, .arrow, .csv or .json.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch; results do not depend on it.")] = 8,
+    out: Annotated[Path | None, Out(help="Write the records to this file: .parquet, .arrow, .csv or .json.")] = None,
     workers: OneWorker = 1,
     on: On = None,
     device: Device = None,
-    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Measure runs or checkpoints and print the records; what was measured before is not run again."""
-    from workbench.console import progress, say, table
+    """Measure runs or checkpoints and print the records. Stored records are reused."""
+    from workbench.console import print_json, progress, table
     from workbench.distributed import rank
     from workbench.measurement.measuring import measure as run_measures
     from workbench.runs.tables import refuse_ending, write_table_as
@@ -53,133 +53,127 @@ def measure(
     refuse_ending(out)
     with progress("measuring") as task:
         frame = run_measures(
-            list(paths),
-            metric,
-            data,
-            steps=steps_of(steps),
-            n=n,
-            T=length,
-            batch=batch,
-            device=device,
-            progress=task,
+            list(paths), metric, text, steps=steps_of(steps), n=documents, T=length, batch=batch, device=device, progress=task,
             workers=on or workers,
-        )
-    if rank():  # of several processes, the first one speaks
+        )  # fmt: skip
+    if rank():  # only the first of several processes prints
         return
     if out is not None:
         write_table_as(frame, out)
-        say(f"records: {out} ({len(frame)} rows)")
+        show(as_json, f"records: {out} ({len(frame)} rows)", records=out, rows=len(frame))
     elif as_json:
-        print(frame.to_json(orient="records"))
+        print_json(frame)
     else:
         table(frame)
 
 
 @app.command()
 def analyze(
-    paths: Annotated[
-        list[Path] | None, typer.Argument(help="Runs, or folders of runs; the runs folder unless given.")
-    ] = None,
+    paths: Annotated[list[Path] | None, RunOrModel(help="Runs, or folders of runs; default the runs folder.")] = None,
     out: Annotated[Path, Out(help="Folder for tables, figures and the page.")] = Path("results"),
     question: Annotated[
-        list[str] | None, typer.Option(help="A question of `workbench list claims`; repeat for more, all unless given.")
+        list[str] | None,
+        typer.Option(help="A question of `workbench list claims`; repeat it for several. Default all."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Text for runs that came without data.")] = None,
-    n: Annotated[int, typer.Option(min=1, help="Documents at most.")] = 64,
+    text: Annotated[Path | None, typer.Option(help="Text file for runs that were imported without data.")] = None,
+    documents: Documents = 64,
     workers: Workers = None,
     on: On = None,
     png: Annotated[
-        bool, typer.Option("--png", help="Draw the figures as PNG too; needs Chrome, Chromium or Edge.")
+        bool, typer.Option("--png", help="Write the figures as PNG too. Needs Chrome, Chromium or Edge.")
     ] = False,
-    svg: Annotated[bool, typer.Option("--svg", help="Draw the figures as SVG too; needs the same.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Write the figures as SVG too. Needs the same.")] = False,
     runs: Runs = None,
-    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Say for each claim of the field what these runs decide, with tables, figures and one offline page.
+    """Judge each published claim on these runs, and write tables, figures and one offline page.
 
-    What was measured before is not run again; Ctrl-C stops and the same command goes on.
+    Stored records are reused. Ctrl-C stops; the same command resumes.
     """
     from workbench.claims.analysis import analyse, verdicts, write_figures, write_tables
     from workbench.claims.page import write_page
-    from workbench.console import progress, say
+    from workbench.console import note, print_json, progress, say
     from workbench.jobs.processes import usual
     from workbench.runs.run import runs_folder
 
-    chosen = list(paths or [runs_folder(runs)])
+    places = list(paths or [runs_folder(runs)])
     with progress("measuring") as task:
-        analysis = analyse(chosen, questions=question, data=data, n=n, workers=on or workers or usual(), progress=task)
+        analysis = analyse(
+            places, questions=question, data=text, n=documents, workers=on or workers or usual(), progress=task
+        )
         task(task.done, what="writing")
         write_tables(analysis, out)
-        page = write_page(analysis, out, f"workbench analyze {' '.join(map(str, chosen))} --out {out}")
+        page = write_page(analysis, out, f"workbench analyze {' '.join(map(str, places))} --out {out}")
         write_figures(analysis, out, png=png, svg=svg)
     if as_json:
-        print(verdicts(analysis).to_json(orient="records"))
+        print_json(verdicts(analysis))
         return
     for j in analysis.judged:
         say(f"{j.claim.name}: {j.verdict.words}. {j.verdict.sentence}")
-    for name, why in analysis.problems.items():
-        say(f"left out: {name}: {why}")
+    for name, reason in analysis.problems.items():
+        note(f"left out: {name}: {reason}")
     say(f"page: {page}")
 
 
 @app.command()
 def xray(
-    path: Annotated[Path, typer.Argument(help="A run, its name, or any checkpoint `load` opens.")],
-    data: Annotated[
-        Path | None, typer.Option(help="Text or .bin token ids to look on; a run has its own validation documents.")
-    ] = None,
-    out: Annotated[
+    path: Annotated[Path, RunOrModel(help="A run, a checkpoint, or the name of a shipped or cached model.")],
+    text: Annotated[
         Path | None,
-        Out(help="The page; <name>-xray.html unless given. The PNG stands beside it."),
+        typer.Option(help="Text file, or .bin file of token ids; default a run's own validation documents."),
     ] = None,
-    n: Annotated[int, typer.Option(min=4, help="Documents.")] = 32,
-    length: Annotated[int | None, typer.Option("--tokens", min=2, help="Tokens of each document.")] = None,
+    out: Annotated[Path | None, Out(help="The page, with a PNG of the same name; default <name>-xray.html.")] = None,
+    documents: Annotated[int, typer.Option("--documents", min=4, help="Number of documents.")] = 32,
+    length: Annotated[int | None, typer.Option("--length", "-T", min=2, help="Tokens per document.")] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Replace values layer by layer too: three passes for each.")
+        bool, typer.Option("--layers", help="Also replace values layer by layer: three more passes per layer.")
     ] = False,
-    png: Annotated[bool, typer.Option(help="Draw the page as a PNG too; needs Chrome, Chromium or Edge.")] = True,
+    png: Annotated[bool, typer.Option(help="Write the page as PNG too. Needs Chrome, Chromium or Edge.")] = True,
     revision: Revision = "",
     download: Download = False,
     runs: Runs = None,
     device: Device = None,
-    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
-    """Answer four questions about one model: concentration, sinks, what deep values carry, would a value residual help."""
-    from workbench.console import note, progress, say
+    """Answer four questions about one model: attention concentration, sinks, token share of deep values, value residual."""
+    from workbench.console import note, print_json, progress, say
     from workbench.plots.browser import find_browser
     from workbench.reports.xray import xray as answer
     from workbench.runs.run import runs_folder
     from workbench.storage.locations import locate
     from workbench.storage.remote import is_url
 
-    named = path if is_url(path) else locate(runs_folder(runs) / path).path
+    in_runs = path if is_url(path) else locate(runs_folder(runs) / path).path
     path = fetch(path, download, revision)
-    thing = path if path.exists() or not named.exists() else named
-    with progress(f"measuring {thing.name}") as task:
-        page = answer(thing, data, n=n, T=length, layers=layers, device=device, progress=task, announce=note)
-    say(str(page))
+    model = path if path.exists() or not in_runs.exists() else in_runs
+    with progress(f"measuring {model.name}") as task:
+        page = answer(model, text, n=documents, T=length, layers=layers, device=device, progress=task, announce=note)
     drawn = png and find_browser() is not None
-    for written in page.save(out or Path(f"{thing.stem}-xray.html"), png=drawn):
-        say(f"written: {written}")
+    written = page.save(out or Path(f"{model.stem}-xray.html"), png=drawn)
+    if as_json:
+        print_json([{"question": a.question, "answer": a.sentence, "page": written[0]} for a in page.answers])
+        return
+    say(str(page))
+    for file in written:
+        say(f"written: {file}")
     if png and not drawn:
-        say(
-            "no PNG: no Chrome, Chromium or Edge found (set WORKBENCH_BROWSER to one); the page works offline in any browser"
+        note(
+            "no PNG: Chrome, Chromium and Edge are missing; set WORKBENCH_BROWSER to a browser, or open the page in any browser"
         )
 
 
 @app.command()
 def report(
     runs: Runs = None,
-    out: Annotated[Path | None, Out(help="The page; <runs>/report.html unless given.")] = None,
-    quiet: Quiet = False,
+    out: Annotated[Path | None, Out(help="The page; default <runs>/report.html.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Write one offline HTML page: figures, tables, provenance, and what was not checkable at this size."""
-    from workbench.console import progress, say
+    """Write one offline HTML page about all runs: figures, tables, provenance, and questions that these sizes cannot answer."""
+    from workbench.console import progress
     from workbench.reports.folder import write_report
     from workbench.runs.run import runs_folder
 
     folder = runs_folder(runs)
     with progress("drawing"):
         page = write_report(folder, out or folder / "report.html")
-    say(f"report: {page}")
+    show(as_json, f"report: {page}", report=page)

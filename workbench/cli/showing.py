@@ -1,4 +1,4 @@
-"""Commands that show what is there: list, plot, view, app."""
+"""Commands that show results: list, plot, view, app."""
 
 from __future__ import annotations
 
@@ -8,85 +8,90 @@ from typing import Annotated
 
 import typer
 
-from workbench.cli.arguments import (
-    Json,
-    Out,
-    Quiet,
-    Runs,
-    app,
-)
+from workbench.cli.arguments import Json, Out, Port, Runs, app, show
+
+
+def _kinds(incomplete: str) -> list[str]:
+    from workbench.cli.listing import LISTINGS
+
+    return [kind for kind in LISTINGS if kind.startswith(incomplete)]
 
 
 @app.command(name="list")
-def list_things(
-    what: Annotated[
-        str, typer.Argument(help="architectures, metrics, interventions, presets, claims, studies or runs.")
+def list_names(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT",
+            autocompletion=_kinds,
+            help="architectures, metrics, interventions, presets, claims, studies or runs.",
+        ),
     ] = "runs",
     runs: Runs = None,
     as_json: Json = False,
 ) -> None:
-    """List what can be named: architectures with their options, metrics, interventions, presets, claims, studies, or the runs."""
-    from workbench.cli.listing import LISTINGS, listing
-    from workbench.console import say, table
-    from workbench.runs.run import runs_folder
+    """List architectures with their options, metrics, interventions, presets, claims, studies or runs."""
+    from workbench.cli.listing import listing
+    from workbench.console import note, print_json, table
 
-    frame, notes = listing(what, runs_folder(runs)) if what in LISTINGS else listing(what, Path())
+    rows, notes = listing(kind, runs)
     if as_json:
-        print(frame.to_json(orient="records"))
+        print_json(rows)
         return
-    table(frame)
-    for note in notes:
-        say(note)
+    table(rows)
+    for line in notes:
+        note(line)
 
 
 @app.command()
 def plot(
-    records: Annotated[Path, typer.Argument(help="Records as `measure --out` writes them.")],
-    out: Annotated[Path, Out(help="The figure: one offline .html page.")] = Path("figure.html"),
+    records: Annotated[Path, typer.Argument(help="A file of records from `measure --out`.")],
+    out: Annotated[Path, Out(help="The figure, one offline .html page.")] = Path("figure.html"),
+    as_json: Json = False,
 ) -> None:
-    """Draw records as a figure, chosen by their axes."""
+    """Draw records as a figure that fits their axes."""
     from workbench import plots
-    from workbench.console import say
     from workbench.files import write_text
     from workbench.runs.tables import read_records
 
     write_text(out, plots.html(plots.plot(read_records(records)), whole=True))
-    say(f"figure: {out}")
+    show(as_json, f"figure: {out}", figure=out)
 
 
 @app.command()
 def view(
     link: Annotated[
-        str, typer.Argument(help="A page's address or its end, e.g. 'depth?metric=sink_mass&a=text-resformer-s0'.")
+        str,
+        typer.Argument(help="Address of a dashboard page, or its end: 'depth?metric=sink_mass&a=text-resformer-s0'."),
     ],
     out: Annotated[
-        Path,
-        Out(help="The file; its ending says what: .html, .svg, .png, .csv, .parquet, .arrow, .json."),
+        Path, Out(help="The file; its ending sets the format: .html, .svg, .png, .csv, .parquet, .arrow or .json.")
     ] = Path("view.html"),
-    only: Annotated[str | None, typer.Option(help="One view of the page; pictures hold one.")] = None,
+    only: Annotated[str | None, typer.Option(help="One view of the page. Pictures need it.")] = None,
     play: Annotated[bool, typer.Option("--play", help="A time-lapse over the checkpoints of model A (.html).")] = False,
     runs: Runs = None,
-    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
-    """Draw what a page of the dashboard shows, from its link: a figure for a paper, a table, an offline page."""
-    from workbench.console import progress, say
+    """Save a dashboard page from its link: a figure for a paper, a table, or an offline page."""
+    from workbench.console import note, progress
     from workbench.runs.run import runs_folder
     from workbench.views import Link, source_of
     from workbench.views.writing import write
 
-    chosen = Link.parse(link)
-    source = source_of(chosen, runs_folder(runs))
-    command = f'workbench view "{chosen}"{f" --only {only}" if only else ""}{" --play" if play else ""} --out {shlex.quote(str(out))}'
+    page = Link.parse(link)
+    source = source_of(page, runs_folder(runs))
+    command = f'workbench view "{page}"{f" --only {only}" if only else ""}{" --play" if play else ""} --out {shlex.quote(str(out))}'
     command += "" if runs is None else f" --runs {shlex.quote(str(runs))}"
     with progress("drawing"):
-        path, reasons = write(source, chosen, out, only=only, play=play, command=command)
-    for name, why in {**source.problems, **reasons}.items():
-        say(f"left out: {name}: {why}")
-    say(f"view: {path}")
+        path, reasons = write(source, page, out, only=only, play=play, command=command)
+    left_out = {**source.problems, **reasons}
+    for name, reason in left_out.items():
+        note(f"left out: {name}: {reason}")
+    show(as_json, f"view: {path}", view=path, left_out=left_out)
 
 
 @app.command(name="app")
-def dashboard(runs: Runs = None, port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8501) -> None:
+def dashboard(runs: Runs = None, port: Port = 8501) -> None:
     """Show the dashboard on 127.0.0.1 until Ctrl-C."""
     from workbench.cli.serving import make_folder, serve, wait
     from workbench.runs.run import runs_folder

@@ -29,7 +29,7 @@ def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = 
         return BackcopyData(description["vocabulary"], description["triggers"], with_start)
     if kind == "imported":
         raise BadCheckpoint(
-            "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus (--data FILE)"
+            "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus (--text FILE)"
         )
     if kind != "text" or Path(name).name != name or name == "..":
         raise BadCheckpoint(f"unknown data {description!r}; give data= instead")

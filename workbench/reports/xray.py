@@ -136,8 +136,10 @@ def xray(
     from workbench.measurement.measuring import measure
 
     subject = run_or_model(thing, device)
-    given = (f" --data {data}" if isinstance(data, str | Path) else "") + (f" --n {n}" if n != DOCUMENTS else "")
-    given += (f" --tokens {T}" if T else "") + (" --layers" if layers else "")
+    given = (f" --text {data}" if isinstance(data, str | Path) else "") + (
+        f" --documents {n}" if n != DOCUMENTS else ""
+    )
+    given += (f" --length {T}" if T else "") + (" --layers" if layers else "")
     length, data = _length(subject, T, data), _data(subject, data, n, T)
     names = [BY_LAYER if layers and m == TOGETHER else m for m in METRICS if m != SHORT or length >= 64]
     if _no_loss(subject, data):
@@ -376,7 +378,7 @@ def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
         source: TextData | TokenData = open_tokens([data], config.d_vocab)
     elif tokenizer is None:
         raise BadData(
-            "this model came without a tokenizer and without data: give token ids [n, T] as data=, or a .bin file of ids (--data)"
+            "this model came without a tokenizer and without data: give token ids [n, T] as data=, or a .bin file of ids (--text)"
         )
     elif data is None:
         source = TextData(embedded(), tokenizer)

@@ -62,7 +62,7 @@ def _unmeasured(runs: Sequence[Entry]) -> str:
         return "a recording holds no checkpoints to measure: what was recorded is on the Training page"
     if all(e.shipped for e in runs):
         return "these runs are shipped without weights, and nothing was measured on them: the Training page shows them"
-    given = " --data FILE" if runs[0].imported else ""
+    given = " --text FILE" if runs[0].imported else ""
     return (
         "nothing has been measured on these runs yet. In a terminal: "
         f"workbench measure {shlex.quote(runs[0].path)} -m {METRIC} --steps all{given}"

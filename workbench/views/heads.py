@@ -114,7 +114,7 @@ def _unmeasured(runs: Sequence[Entry]) -> str:
         return "a recording holds no checkpoints, so its heads cannot be measured: what was recorded is on the Training page"
     if all(e.shipped for e in runs):
         return "of these runs, which ship with the project, no numbers of single heads are stored"
-    given = " --data FILE" if runs[0].imported else ""
+    given = " --text FILE" if runs[0].imported else ""
     return (
         "no measure of single heads is stored for these runs yet. In a terminal: "
         f"workbench measure {shlex.quote(runs[0].path)} -m {METRICS[0]} --steps all{given}"

@@ -138,7 +138,7 @@ def identity(source: Source, link: Link) -> Drawing:
     frame = _deep(source, ["token_identity_share"])
     rows = frame[frame["site"].isin(["own_v", "v"]) & frame["control"].isna()]
     if rows.empty:
-        raise WorkbenchError("measured once the first text model of `workbench demo --text` is trained")
+        raise WorkbenchError("measured once the first text model of `workbench demo --all` is trained")
     return Drawing(plots.plot(rows, form="profile"), rows)
 
 
@@ -148,7 +148,7 @@ def replaced(source: Source, link: Link) -> Drawing:
     check_part(link, "demo")
     rows = _deep(source, ["value_ablation"])
     if rows.empty:
-        raise WorkbenchError("measured once the first text model of `workbench demo --text` is trained")
+        raise WorkbenchError("measured once the first text model of `workbench demo --all` is trained")
     return Drawing(plots.ablation(rows), rows)
 
 

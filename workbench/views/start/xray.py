@@ -58,11 +58,11 @@ def measure(entry: Entry, step: int, progress: Callable[[int, int], None]) -> No
 
 def command(entry: Entry, step: int) -> str:
     """What measures the same from a terminal; an imported run has no text of its own, so `FILE` stands for one of yours."""
-    data = " --data FILE" if entry.imported else ""
+    data = " --text FILE" if entry.imported else ""
     if step == entry.steps[-1]:
         return f"workbench xray {shlex.quote(entry.path)}{data}"
     metrics = " ".join(f"-m {name}" for name in xrays.METRICS)
-    return f"workbench measure {shlex.quote(entry.path)} {metrics} --steps 0,{step} --n {xrays.DOCUMENTS}{data}"
+    return f"workbench measure {shlex.quote(entry.path)} {metrics} --steps 0,{step} --documents {xrays.DOCUMENTS}{data}"
 
 
 def _drawing(source: Source, link: Link, name: str) -> Drawing:
