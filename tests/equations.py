@@ -67,6 +67,7 @@ PARTS = {  # name -> (family, its settings)
     "held_start": ("held_start", {"start_norm": 0, "others_norm": "free"}),
     "cut_skip": ("cut_skip", {"cut": "both"}),
     "values_scaled": ("values_scaled", {"value_factor": 0.5}),
+    "first_layer_shuffled": ("shuffled", {"lambda_other": 0.5, "lambda_own": 0.5}),
 }  # fmt: skip
 TOGETHER = {  # what was published for some of them together
     ("resformer", "neutreno"): {"neutreno_lambda": 0.2},
@@ -208,6 +209,9 @@ def logits(name, weights, shape, ids, options):
             if n > o["source_layer"] and among(layers, n, L):
                 first = OWN[o["source_layer"]]
                 return own, o["lambda_v1"] * (first.detach() if o["detach_source"] else first) + o["lambda_own"] * own
+        if "shuffled" in s and n > 0:
+            other = torch.cat((V[0][-1:], V[0][:-1]))
+            return own, s["shuffled"]["lambda_other"] * other + s["shuffled"]["lambda_own"] * own
         if "values_scaled" in s and n > 0:
             return own, s["values_scaled"]["value_factor"] * own
         if "satformer" in s and n > 0 and among(s["satformer"]["layers"], n, L):

@@ -14,7 +14,7 @@ from workbench.errors import WorkbenchError
 from workbench.models import ARCHITECTURES, build, compose
 
 PAIR = {"n_layers": 3, "d_model": 16, "n_heads": 4, "d_mlp": 8, "d_vocab": 11, "n_ctx": 16, "init_std": 0.3}
-IDS = torch.randint(11, (1, 6), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(0))
 
 
 def moved(model):
@@ -89,7 +89,8 @@ def test_a_pair_works_in_all_its_parts_or_is_refused_by_name(alone, a, b):
 REFUSED = {  # options, and what is said of them
     "resformer": [({"layers": [9]}, r"layers=\[9\].* the layers 1..3; nearest \[3\]"), ({"layers": [0, 2]}, r"nearest \[1, 2\]"),
         ({"layers": "early"}, "choose 'all', 'late', 'last_third' or a list"), ({"layers": 2}, "layers"),
-        ({"source_layer": 3}, r"source_layer=3: .* 0..2; nearest 2"), ({"source_layer": 1, "layers": [1]}, r"2..3; nearest \[2\]"),
+        ({"source_layer": 3}, r"source_layer=3: must be 0..2 \(layers\); nearest 2"),
+        ({"source_layer": 1, "layers": [1]}, r"2..3; nearest \[2\]"),
         ({"source_layer": 0.5}, "source_layer=0.5"), ({"lambda_v1": None}, "lambda_v1=None: must be a finite number"),
         ({"lambda_v1": "much"}, "lambda_v1='much'"), ({"lambda_own": math.nan}, "lambda_own=nan")],
     "resformer_learnable": [({"lambda_own": math.inf}, "lambda_own=inf")],
@@ -104,30 +105,30 @@ REFUSED = {  # options, and what is said of them
         ({"shared_layers": [0]}, r"1..3; nearest \[1\]"),
         ({"shared_layers": [3], "anchors": [0, 2]}, r"anchors=\(0, 2\) others' too; give one")],
     "neutreno": [({"neutreno_lambda": "0.4"}, "neutreno_lambda='0.4'")],
-    "denseformer": [({"period": 5}, "period from 1 to n_layers=4; nearest dilation=1, period=4"),
-        ({"dilation": 9}, "dilation from 1 to 5, .*nearest dilation=5"), ({"dilation": 0}, "dilation from 1.*nearest dilation=1"),
+    "denseformer": [({"period": 5}, r"period=5: must be 1..4 \(n_layers\); nearest 4"),
+        ({"dilation": 9}, "dilation=9: must be 1..5 .*nearest 5"), ({"dilation": 0}, "dilation=0: .*nearest 1"),
         ({"dilation": 1.5}, "dilation.*1.5")],
-    "attention_residuals": [({"depth_blocks": 0}, "from 1 to 8 sublayers; nearest 1"), ({"depth_blocks": 9}, "nearest 8"),
-        ({"depth_blocks": "two"}, "depth_blocks='two': None, or from 1 to 8"),
-        ({"depth_heads": 5}, r"depth_heads=5 does not divide d_model=96.*nearest 4"),
+    "attention_residuals": [({"depth_blocks": 0}, r"1..8 \(sublayers\); nearest 1"), ({"depth_blocks": 9}, "nearest 8"),
+        ({"depth_blocks": "two"}, "depth_blocks='two': must be 1..8"),
+        ({"depth_heads": 5}, r"depth_heads=5: .*divisors of d_model=96.*nearest 4"),
         ({"depth_form": "full"}, "unknown depth_form 'full'"),
         ({"depth_form": "delta", "depth_blocks": 2}, "leave depth_blocks out")],
     "sandwich_norm": [({"norms": "prenorm"}, "unknown norms 'prenorm'")],
-    "hyper_connections": [({"streams": 0}, "streams=0: must be a whole number from 1 on; nearest 1")],
+    "hyper_connections": [({"streams": 0}, "streams=0: must be 1 or more; nearest 1")],
     "mhc": [({"streams": 2.5}, "streams=2.5: must be"),
-        ({"streams": 7, "mixing": "permutations"}, "streams=7: mixing=permutations takes 6 at the most"),
+        ({"streams": 7, "mixing": "permutations"}, r"streams=7: must be 1..6 \(mixing=permutations\); nearest 6"),
         ({"mixing": "softmax"}, "unknown mixing 'softmax'")],
-    "gqa": [({"query_group": 3}, r"query_group=3 does not divide n_heads=4: choose 'all' or from \[1, 2, 4\], nearest 2"),
-        ({"query_group": "some"}, "choose 'all' or from")],
-    "cla": [({"group": 0}, r"1..4 \(n_layers\); nearest 1"), ({"group": 9}, "nearest 4"),
-        ({"group": "some"}, "'all' or a number of layers 1..4"), ({"share": "vk"}, "did you mean v, k, kv")],
-    "cross_layer": [({"source": "prior"}, "previous"), ({"source": 3}, "0..2; nearest 2")],
+    "gqa": [({"query_group": 3}, r"query_group=3: must be one of \[1, 2, 4\] \('all' or divisors of n_heads=4\); nearest 2"),
+        ({"query_group": "some"}, "'all' or divisors of")],
+    "cla": [({"group": 0}, r"1..4 \(n_layers, or 'all'\); nearest 1"), ({"group": 9}, "nearest 4"),
+        ({"group": "some"}, "must be 1..4 .n_layers, or 'all'"), ({"share": "vk"}, "did you mean v, k, kv")],
+    "cross_layer": [({"source": "prior"}, "previous"), ({"source": 3}, r"0..2 \(layers\); nearest 2")],
     "same_key": [({"same_key_weight": -1}, "must be 0 or more; nearest 0")],
     "identity_map": [({"identity_source": -1}, "nearest 0"), ({"identity_source": "prev"}, "did you mean previous")],
     "residual_q": [({"lambda_q1": "a"}, "lambda_q1='a'")],
     "residual_attention": [({"attn_mix": "logits"}, "did you mean logit")],
     "residual_hidden": [({"lambda_h1": math.nan}, "lambda_h1=nan")],
-    "value_embedding": [({"value_tables": 3}, "must be 1..2 for 4 layers; nearest 2"), ({"value_tables": 0}, "nearest 1")],
+    "value_embedding": [({"value_tables": 3}, r"must be 1..2 \(for 4 layers\); nearest 2"), ({"value_tables": 0}, "nearest 1")],
     "bank_of_values": [({"bank_layers": [4]}, r"nearest \[3\]"), ({"bank": "tables"}, "did you mean table"),
         ({"bank": "first", "bank_layers": [0]}, r"the layers 1..3; nearest \[1\]")],
     "gated_value_embedding": [({"gate_channels": 0}, r"1..96 \(d_model\); nearest 1"), ({"gate_scale": -1}, "must be 0 or more"),
@@ -170,6 +171,7 @@ CONTRADICTIONS = {  # parts that contradict each other, or leave each other noth
     "denseformer+residual_hidden": "denseformer and residual_hidden both define what a block reads",
     "cross_layer+same_key": "cross_layer and same_key both take source",
     "cla+share_k": "cla and share_k set one shortcut; keep one",
+    "first_layer_shuffled+neutreno": "first_layer_shuffled and neutreno both read earlier layers' values",
     "denseformer+denseformer": "denseformer cannot be combined with itself",
 }
 

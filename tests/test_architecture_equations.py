@@ -63,6 +63,7 @@ VARIANTS: dict[str, list] = {  # options of each, beside them the shape where it
     "cut_skip": [{"cut": "attn"}, {"cut": "mlp"}, {"cut": "both"}],
     "held_start": [{}, ({"others_norm": 0.5}, {"n_key_value_heads": 2}), {"start_norm": "free", "others_norm": 2.0}],
     "held_start+resformer": [{"start_norm": 1.5}],
+    "first_layer_shuffled": [{}, {"lambda_other": 2.0, "lambda_own": -1.0}],
     "values_scaled": [{}, ({"value_factor": -2.0}, {"n_key_value_heads": 2})],
     "resformer+neutreno": [{}, {"neutreno_lambda": 0.7, "source_layer": 1}],
     "resformer+denseformer": [{"lambda_v1": 0.2}],

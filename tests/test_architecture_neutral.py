@@ -6,6 +6,7 @@ import pytest
 import torch
 from inputs import WIDE, tokens
 
+from workbench.errors import BadData, WorkbenchError
 from workbench.models import ARCHITECTURES
 
 NEUTRAL = [(name, entry.neutral) for name, entry in ARCHITECTURES.items() if entry.neutral is not None]
@@ -78,3 +79,34 @@ def test_an_exclusive_head_says_nothing_along_the_tokens_own_value(tiny):
         assert (z * v).sum(-1).abs().max() < 1e-10
         assert z[:, 0].abs().max() < 1e-12, "the first token hears itself alone"
         assert z[:, 1:].abs().max() > 0.01
+
+
+def test_a_shuffled_first_layer_is_another_sequences(tiny):
+    model, resformer = tiny("first_layer_shuffled", dtype=WIDE), tiny("resformer", dtype=WIDE)
+    ids = torch.randint(61, (3, 7), generator=torch.Generator().manual_seed(0))
+    _, cache = model.run_with_cache(ids)
+    first, own, mixed = cache["v", 0], cache["v", 2, "own"], cache["v", 2]
+    for b, other in ((0, 2), (1, 0), (2, 1)):
+        assert torch.equal(cache["v", 2, "first"][b], first[other])
+        torch.testing.assert_close(mixed[b], (first[other] + own[b]) / 2, atol=1e-14, rtol=0)
+    pair = ids[:2]
+    torch.testing.assert_close(model(pair.flip(0)), model(pair).flip(0), atol=1e-12, rtol=0)
+    equal = ids[:1].repeat(2, 1)
+    torch.testing.assert_close(model(equal), resformer(equal), atol=1e-12, rtol=0)
+    _, _, slopes = model.run_with_grads(ids, ["blocks.0.attn.hook_v"], lambda logits, _: logits[0].square().sum())
+    reached = slopes["blocks.0.attn.hook_v"].abs().amax((1, 2, 3)) > 0
+    assert reached.tolist() == [True, False, True], (
+        "its own through the first layer's attention, the last one's by the mix"
+    )
+
+
+def test_a_shuffled_first_layer_refuses_what_has_no_other_sequence(tiny):
+    model = tiny("first_layer_shuffled", dtype=WIDE)
+    ids = torch.arange(10).view(2, 5)
+    for mode in (model.eval(), model.train()):
+        with pytest.raises(BadData, match=r"first_layer_shuffled .* batch of 2 or more"):
+            mode(ids[:1])
+    with pytest.raises(WorkbenchError, match="first_layer_shuffled has no key-value cache"):
+        model.generate(ids, 3)
+    grown = model.generate(ids, 2, temperature=0, use_cache=False)
+    assert torch.equal(grown[:, 5], model(ids)[:, -1].argmax(-1))

@@ -12,7 +12,7 @@ import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.models.anatomy import TOLERANCE
 from workbench.models.decomposition import decompose
-from workbench.names import stream_hook, value_path
+from workbench.names import path_name, stream_hook
 
 WIDE = torch.float64
 COMBINED = [
@@ -132,7 +132,7 @@ def test_a_value_path_is_what_a_head_loses_when_that_branch_is_silenced(awake, a
         points = {name for name in model.hook_dict if name.startswith(stem) and name.endswith(".hook_v")} - {
             f"{stem}hook_v"
         }
-        assert branches == {value_path(name) for name in points}
+        assert branches == {path_name(name) for name in points}
         for branch in branches:
             with model.hooks([(f"{stem}{branch}.hook_v", lambda v, hook: torch.zeros_like(v))]):
                 z = model.run_with_cache(ids, names_filter=f"{stem}hook_z")[1][f"{stem}hook_z"]

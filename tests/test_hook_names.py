@@ -10,7 +10,7 @@ from workbench.errors import UnknownName
 from workbench.interventions.ablation import branches
 from workbench.models import ARCHITECTURES
 from workbench.models.decomposition import decompose
-from workbench.names import either_name, hook_name, value_path
+from workbench.names import either_name, hook_name, path_name
 
 NAME, ALIAS = "blocks.2.attn.source.0.hook_v", "blocks.2.attn.first.hook_v"
 
@@ -20,7 +20,7 @@ def test_a_source_has_one_name_on_every_layer(tiny):
         assert not [name for name in model.hook_dict if ".first." in name]
         for layer, names in branches(model).items():
             for name in names:
-                assert value_path(name).partition(".")[0] in ("first", "source", "table", "cross"), (layer, name)
+                assert path_name(name).partition(".")[0] in ("first", "source", "table", "cross"), (layer, name)
 
 
 def test_an_alias_is_the_same_hook_point(tiny):

@@ -151,7 +151,7 @@ def test_named_activations_exist_and_have_their_axes():
     for architecture in [*ARCHITECTURES, "resformer+share_q"]:
         model = build(architecture, SMALL.replace(n_ctx=16, d_model=16, d_vocab=16, d_mlp=16))
         hooks = [(lambda name: True, lambda x, hook: shapes.update({hook.name: x.shape}))]
-        model.run_with_hooks(torch.arange(5), fwd_hooks=hooks)
+        model.run_with_hooks(torch.arange(10).view(2, 5), fwd_hooks=hooks)
     for name, activation in ACTIVATIONS.items():
         found = [shapes[hook] for layer in range(4) if (hook := activation.hook.format(layer=layer)) in shapes]
         assert found or not activation.hook or name in ("latent", "null", "v_weights"), (

@@ -73,7 +73,7 @@ def test_patching_sweeps_equal_runs_patched_by_hand(awake, architecture):
             assert (found - untouched).abs().max() > 1e-4, sweep
         everything = [("blocks.0.hook_resid_pre", lambda x, hook: cache["resid_pre", 0])]
         restored = metric(model.run_with_hooks(corrupted, fwd_hooks=everything))
-    if model.residual.whole and not any(
+    if model.residual.is_plain and not any(
         "table" in name for name in model.hook_dict
     ):  # these read the tokens elsewhere too
         assert restored.item() == pytest.approx(metric(model(clean)).item(), abs=1e-10)

@@ -149,7 +149,7 @@ def either_name(chosen: Callable[[str], bool]) -> Callable[[str], bool]:
     return lambda name: chosen(name) or chosen(name.replace(".attn.source.0.", ".attn.first."))
 
 
-def value_path(hook: str) -> str:
+def path_name(hook: str) -> str:
     """The path that a hook point of an attention shows, in a word: `own`, `first`, `source.<j>`, `table`, `cross`, ..."""
     path = hook.partition(".attn.")[2].rpartition("hook_")[0].rstrip(".")
     return "first" if path == "source.0" else path or "own"

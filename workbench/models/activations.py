@@ -34,10 +34,10 @@ class RebuiltPatterns(ByHookName[Tensor]):
     """Cached activations; scores and patterns are rebuilt from rotated queries and keys when they are named."""
 
     recipes: Sequence[Any] = ()
-    """How to rebuild those of layers whose attention is no single softmax (`joint_attention.Recipe`)."""
+    """One `joint_attention.Recipe` for each layer whose attention a shortcut defines."""
 
     def with_recipes(self, recipes: Sequence[Any]) -> RebuiltPatterns:
-        """These activations, which know further recipes."""
+        """Set the recipes and return the cache."""
         self.recipes = recipes
         return self
 

@@ -1,10 +1,11 @@
-"""Causal attention with grouped key-value heads; queries, keys and values may be mixed with, or shared by, other layers.
+"""Causal attention with grouped key-value heads, whose queries, keys and values may be mixed with, or shared by, other layers.
 
-    Q, K, V = projections of x, each mixed: X_n = sum over j of w_j X_j + w_n X_n^own
+    X_n = sum over j of w_j X_j + w_n X_n^own for X = Q, K, V, where X_n^own is the projection of the layer's input
     z = softmax(rope(Q) rope(K)^T / sqrt(d_head) + causal mask) V;  out = z W_O
 
-ResFormer's V_n = lambda_1 V_1 + lambda_2 V_n^own is `mixed` with one source, layer 0. What comes from where is decided in
-`wiring.py` when the model is built. Attention is fused unless a hook needs scores or pattern; statistics are streamed.
+The value residual of ResFormer, V_n = lambda_1 V_1 + lambda_2 V_n^own, is in `Attention.project`: V_1 arrives from layer 0 through
+the memory of the forward pass, and `ResFormer.weights` gives the two lambdas. `wiring.py` decides at construction which layers
+mix or share. Attention is fused unless a hook needs scores or pattern; statistics are streamed.
 """
 
 from __future__ import annotations
@@ -31,15 +32,14 @@ from workbench.models.wiring import ATTENDED, LayerWiring
 from workbench.names import STATISTICS
 
 _PROJECTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
-_HOOK = {name: f"hook_{name}" for name in ("q", "k", "v", "rot_q", "rot_k")}
 POINTS = ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", *STATISTICS)
 
 
 class Attention(HookedModule):
-    """softmax(rope(Q) rope(K)^T / sqrt(d_head) + causal mask) V W_O, with what the shortcuts change about it.
+    """The attention of one layer: softmax(rope(Q) rope(K)^T / sqrt(d_head) + causal mask) V W_O, changed by shortcuts.
 
-    Hook points of a tensor before it is mixed stand in submodules: `own` (as this layer projected it), `source.<j>` (layer
-    j's, as it arrives here), `table` (by token id).
+    Submodules have the hook points of tensors before they are mixed: `own` (projected by this layer), `source.<j>` (layer j's
+    tensor as it arrives here), `table` (looked up by token id).
     """
 
     def __init__(self, config: ModelConfig, wiring: LayerWiring) -> None:
@@ -52,9 +52,9 @@ class Attention(HookedModule):
             setattr(self, _PROJECTION[name], Linear(config.d_model, heads * config.d_head, bias=False))
         self.o_proj = Linear(config.d_model, config.d_model, bias=False)
         self.outputs, self.gates = wiring.outputs, wiring.gates
-        # (source, where its hook point stands, its key in the memory) of every tensor that is read
+        # of every tensor that is read: (source, module with its hook point, key in the memory)
         self.reads: dict[str, list[tuple[Source, HookedModule, Any]]] = {}
-        # (key in the memory, whether before mixing) of every tensor that later layers read; layer 0 mixes nothing
+        # of every tensor that later layers read: (key in the memory, whether before mixing); layer 0 mixes nothing
         self.stores: dict[str, list[tuple[Any, bool]]] = {}
         for name, projection in self.projections.items():
             self.reads[name] = [(j, self.source_module(j), (name, j, s)) for j, s in projection.sources.items()]
@@ -69,7 +69,7 @@ class Attention(HookedModule):
             self.own = HookedModule()
             self.own.add_hook_points(*self.shows_own)
         self.coefficients = wiring.coefficients()
-        # hook points of the coefficients, own last: [source], or of each token [batch, pos, kv_head, source]
+        # hook points of the coefficients, own last: [source], or for each token [batch, pos, kv_head, source]
         by_token = {n for n, p in self.projections.items() if p.mixer is not None and p.mixer.weighs_tokens}
         self.weight_points = {n: f"hook_{n}_{'weights' if n in by_token else 'mix'}" for n in self.coefficients}
         self.add_hook_points(*(point.removeprefix("hook_") for point in self.weight_points.values()))
@@ -78,11 +78,11 @@ class Attention(HookedModule):
         self.statistics = tuple(getattr(self, f"hook_{n}") for n in STATISTICS if n not in self.absent)
 
     def missing_points(self) -> dict[str, str]:
-        """Hook points that do not exist in this layer, and why."""
+        """Return the hook points that this layer lacks, with the reason."""
         return {}
 
     def source_module(self, source: Source) -> HookedModule:
-        """Where the hook points of a source's tensors stand: `source.<layer>`, or `table`."""
+        """Return the submodule for the hook points of a source: `source.<layer>`, or `table`."""
         if isinstance(source, str):
             if not hasattr(self, "table"):
                 self.table = HookedModule()
@@ -95,11 +95,15 @@ class Attention(HookedModule):
         return modules[str(source)]
 
     def forward(self, x: Tensor, rotation: Rotation, memory: Memory, cache: KeyValueCache | None = None) -> Tensor:
-        """Normalised stream [batch, pos, d_model] -> attention's addition to the stream."""
+        """Map the normalised stream [batch, pos, d_model] to the attention output, which is added to the stream."""
         q, _ = self.project("q", x, memory)
         k, _ = self.project("k", x, memory)
         v, sources = self.project("v", x, memory)
-        rotated = self._rotated_key(k, rotation, memory)
+        shared_key = self.projections["k"].shared_source
+        if shared_key is not None and k is memory["k", shared_key, "effective"]:  # no hook changed it
+            rotated = memory["rotated", shared_key]
+        else:
+            rotated = rotate(k, rotation)
         q, k = self.run_hook("hook_rot_q", rotate(q, rotation)), self.run_hook_on_copy("hook_rot_k", rotated)
         keys, values = (k, v) if cache is None else self._extend(cache, k, v, memory)
         if self.stores_attended:
@@ -117,10 +121,17 @@ class Attention(HookedModule):
         return self.o_proj(self.run_hook("hook_z", z).flatten(-2))
 
     def project(self, name: Projection, x: Tensor, memory: Memory) -> tuple[Tensor, dict[Source, Tensor]]:
-        """Effective query, key or value [batch, pos, head, d_head], and those of other layers that were read."""
-        wiring, hook = self.projections[name], _HOOK[name]
-        sources = {j: module.run_hook_on_copy(hook, memory[key]) for j, module, key in self.reads[name]}
-        own: Any = None
+        """Return the layer's queries, keys or values X_n [batch, pos, head, d_head], and the X_j that it reads.
+
+        A ResFormer layer mixes its values, V_n = lambda_1 V_1 + lambda_2 V_n^own; an SVFormer layer shares them, V_n = V_1.
+        """
+        wiring, hook = self.projections[name], f"hook_{name}"
+        mixer = wiring.mixer
+        sources: dict[Source, Tensor] = {}  # X_j, such as V_1
+        for j, module, key in self.reads[name]:
+            source = memory[key] if mixer is None else mixer.arriving(memory[key])
+            sources[j] = module.run_hook_on_copy(hook, source)
+        own: Any = None  # X_n^own
         if name in self.projected:
             own = getattr(self, _PROJECTION[name])(x).view(*x.shape[:2], -1, self.config.d_head)
             if name == "v":
@@ -128,66 +139,45 @@ class Attention(HookedModule):
                     own = shortcut.own_value(self.layer, own, x, memory["past"])
             if name in self.shows_own:
                 own = self.own.run_hook(hook, own)
-        if wiring.mixer is not None:
-            effective = self.run_hook(hook, self.mixed(name, x, sources, own, memory))
-        elif wiring.shared_source is not None:
-            effective = self.shared(name, sources[wiring.shared_source], own, memory)
-        else:
-            assert own is not None
+
+        if mixer is not None:  # X_n = sum over j of w_j X_j + w_n X_n^own
+            terms = [sources[j].detach() if mixer.detaches else sources[j] for j in wiring.mixed]
+            terms += [] if own is None else [own]
+            weights = self.hooked_weights(name, mixer.weights(name, self.layer, memory, x), terms[-1])
+            if mixer.weighs_tokens:
+                weights = [w[..., None].to(terms[-1].dtype) if isinstance(w, Tensor) else w for w in weights]
+            effective = self.run_hook(hook, mix(weights, terms))
+        elif (j := wiring.shared_source) is not None and own is None:  # X_n = X_j
+            effective = self.run_hook_on_copy(hook, sources[j])
+        elif j is not None:  # the first heads of X_n^own, the other heads of X_j
+            joined = torch.cat((own, sources[j][:, :, wiring.own_heads :]), 2)
+            effective = self.run_hook_on_copy(hook, joined)
+            # an unchanged X_j is in the key-value cache already
+            memory["joined", name, self.layer] = effective is joined and sources[j] is memory[name, j, "effective"]
+        else:  # X_n = X_n^own
             own = effective = self.run_hook(hook, own)
-        for key, before_mixing in self.stores[name]:
+
+        for key, before_mixing in self.stores[name]:  # for later layers: V_1 of layer 0, for example
             memory[key] = own if before_mixing and own is not None else effective
         return effective, sources
 
-    def mixed(
-        self, name: Projection, x: Tensor, sources: Mapping[Source, Tensor], own: Tensor | None, memory: Memory
-    ) -> Tensor:
-        """X_n = sum over j of w_j X_j + w_n X_n^own, X the queries, keys or values: the value residual is this."""
-        wiring = self.projections[name]
-        mixer: Any = wiring.mixer
-        tensors = [sources[j].detach() if mixer.detaches else sources[j] for j in wiring.mixed]
-        if own is not None:
-            tensors.append(own)
-        weights = self.hooked_weights(name, mixer.weights(name, self.layer, memory, x), tensors[-1])
-        if mixer.weighs_tokens:
-            dtype = tensors[-1].dtype
-            weights = [w[..., None].to(dtype) if isinstance(w, Tensor) else w for w in weights]
-        return mix(weights, tensors)
-
-    def shared(self, name: Projection, source: Tensor, own: Tensor | None, memory: Memory) -> Tensor:
-        """Another layer's tensor as it is, or its heads behind those that this layer projects."""
-        wiring, hook = self.projections[name], _HOOK[name]
-        if own is None:
-            return self.run_hook_on_copy(hook, source)
-        joined = torch.cat((own, source[:, :, wiring.own_heads :]), 2)
-        result = self.run_hook_on_copy(hook, joined)
-        untouched = result is joined and source is memory[name, wiring.shared_source, "effective"]
-        memory["joined", name, self.layer] = untouched  # then the cache holds these heads already
-        return result
-
     def constants(self, path: str, like: Tensor) -> Mapping[str, Weight]:
-        """Coefficients of the head outputs' (`output`) or softmaxes' (`pattern`) shortcuts, by what they multiply."""
+        """Return the coefficients of a path, `output` or `pattern`, by the name of what they multiply, after their hooks."""
         values = self.wiring.constants[path]
         if not values or not self.hook_state.enabled:
             return values
         return dict(zip(values, self.hooked_weights(path, list(values.values()), like), strict=True))
 
     def hooked_weights(self, path: str, weights: Sequence[Weight], like: Tensor) -> Sequence[Weight]:
-        """Coefficients as they leave their hook point, own last; without hooks as they are."""
+        """Return coefficients, own last, after the hooks at their hook point."""
         if not self.hook_state.enabled or not is_hooked(point := getattr(self, self.weight_points[path])):
             return weights
         wide = torch.promote_types(like.dtype, torch.float32)
         each = torch.broadcast_tensors(*(torch.as_tensor(w, dtype=wide, device=like.device) for w in weights))
         return point(torch.stack(each, -1)).unbind(-1)
 
-    def _rotated_key(self, k: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
-        source = self.projections["k"].shared_source
-        if source is not None and k is memory["k", source, "effective"]:  # no hook changed it
-            return memory["rotated", source]
-        return rotate(k, rotation)
-
     def _extend(self, cache: KeyValueCache, k: Tensor, v: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions; a tensor that is shared as it is stays where its source layer put it."""
+        """Return the keys and values of all positions; an unchanged shared tensor stays in its source layer's cache entry."""
         full = []
         tensors: list[tuple[Projection, Tensor]] = [("k", k), ("v", v)]
         for name, new in tensors:
@@ -202,7 +192,7 @@ class Attention(HookedModule):
         return full[0], full[1]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
-        """Head outputs [batch, pos, head, d_head]; statistics and pattern only where a hook needs them."""
+        """Return the head outputs [batch, pos, head, d_head]; form statistics and pattern only if a hook needs them."""
         if self.hook_state.enabled and (z := self._attend_hooked(q, k, v)) is not None:
             return z
         if k.shape[1] != q.shape[1]:  # a cached past
@@ -213,12 +203,12 @@ class Attention(HookedModule):
         ).transpose(1, 2)
 
     def _attend_hooked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """Run the hooks on scores, pattern and statistics; the head outputs where these were needed for it."""
+        """Run the hooks on scores, pattern and statistics; return the head outputs if these were computed on the way."""
         wanted = self.wanted_statistics()
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
             scores = self.run_hook("hook_attn_scores", causal_scores(q, k))
             pattern = self.run_hook("hook_pattern", probabilities(scores, q.dtype))
-            if wanted:  # of the pattern in use, whatever a hook made of it
+            if wanted:  # of the pattern after its hooks
                 self.show_statistics(wanted, statistics_of(scores, pattern))
             return torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2))
         if not wanted:
@@ -234,12 +224,12 @@ class Attention(HookedModule):
         return None if trained else z
 
     def wanted_statistics(self) -> list[HookPoint]:
-        """Statistics that have hooks."""
+        """Return the hook points of statistics that have hooks."""
         return [point for point in self.statistics if is_hooked(point)]
 
     @staticmethod
     def show_statistics(points: Sequence[HookPoint], statistics: AttentionStatistics) -> None:
-        """Run the hooks of statistics; raises `WorkbenchError` where one returns another value."""
+        """Run the hooks of statistics; raise `WorkbenchError` if one returns another value."""
         for point in points:
             value = getattr(statistics, str(point.name).rsplit("hook_", 1)[-1])
             if point(value) is not value:
@@ -255,7 +245,7 @@ class Attention(HookedModule):
 
     @property
     def W_Q(self) -> Tensor:  # noqa: N802
-        """[head, d_model, d_head]; like keys and values refused where the layer uses a shared source."""
+        """[head, d_model, d_head]; W_Q, W_K and W_V raise `WorkbenchError` if the layer uses a shared source."""
         return self._weight("q")
 
     @property

@@ -1,4 +1,4 @@
-"""`build` makes a model of a named architecture: its shortcuts with their options, checked against each other."""
+"""`build` makes a model of a named architecture: it composes the shortcuts and refuses those that contradict each other."""
 
 from __future__ import annotations
 
@@ -25,11 +25,24 @@ def build(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Transformer:
-    """A model at random init, in evaluation mode.
+    """Build a randomly initialised model of an architecture.
 
-    `preset_or_config`: a name of `PRESETS`, a `ModelConfig`, or a mapping with TransformerLens' keys. `options` are the
-    architecture's own (`lambda_v1`, `neutreno_lambda`, `dilation`, ...). Equal-named tensors of equal shape are bitwise
-    equal over architectures for one `seed`. Raises `UnknownName` or `WorkbenchError` naming the valid choices.
+    Tensors with the same name and shape are bitwise equal in all architectures of one seed.
+
+    Args:
+        architecture: A name of `ARCHITECTURES`, or several joined by `+`.
+        preset_or_config: A name of `PRESETS`, a `ModelConfig`, or a mapping with TransformerLens' keys.
+        seed: Seed of the weights.
+        device: Device of the weights, by default the CPU.
+        dtype: Type of the weights, by default float32.
+        options: The architecture's options, such as `lambda_v1`, `neutreno_lambda` or `dilation`.
+
+    Returns:
+        A `Transformer` in evaluation mode.
+
+    Raises:
+        UnknownName: No architecture, preset, config key or option has this name.
+        WorkbenchError: An option is out of range, or two architectures cannot be combined.
     """
     model = compose(architecture, ModelConfig.of(preset_or_config), **options)
     model.initialise(seed)
@@ -38,14 +51,17 @@ def build(
 
 
 def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
-    """The modules of an architecture, weights not drawn; see `build`."""
-    chosen = architecture(name)
+    """Return the model of an architecture without drawing its weights; see `build`."""
+    entry = architecture(name)
     for key in options:
-        if key not in chosen.options:
-            raise UnknownName(f"option of {name}", key, chosen.options)
-    settings, shortcuts = chosen.options | options, list[Shortcut]()
-    own = {s: {key: settings[key] for key in options_of(s)} for s in chosen.shortcuts}
-    names = _names(name)
+        if key not in entry.options:
+            raise UnknownName(f"option of {name}", key, entry.options)
+    settings, shortcuts = entry.options | options, list[Shortcut]()
+    own = {s: {key: settings[key] for key in options_of(s)} for s in entry.shortcuts}
+    names: dict[type[Shortcut], list[str]] = {}  # the parts of the name that use each shortcut
+    for part in name.split("+"):
+        for shortcut in ARCHITECTURES[part].shortcuts:
+            names.setdefault(shortcut, []).append(part)
     _refuse_repeats(name, names, own)
     for shortcut, values in own.items():
         config = _made(name, values, partial(shortcut.reshaped, config, **values))
@@ -58,19 +74,10 @@ def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
     return model.eval()
 
 
-def _names(name: str) -> dict[type[Shortcut], list[str]]:
-    """Which parts of a name stand for each shortcut."""
-    names: dict[type[Shortcut], list[str]] = {}
-    for part in name.split("+"):
-        for shortcut in ARCHITECTURES[part].shortcuts:
-            names.setdefault(shortcut, []).append(part)
-    return names
-
-
 def _refuse_repeats(
     name: str, names: Mapping[type[Shortcut], list[str]], own: Mapping[type[Shortcut], Mapping[str, Any]]
 ) -> None:
-    """Raise `WorkbenchError` where a shortcut or an option comes twice."""
+    """Raise `WorkbenchError` if two parts of a name use one shortcut or one option."""
     if twice := next((parts for parts in names.values() if len(parts) > 1), []):
         first, second, *_ = twice
         why = "cannot be combined with itself" if first == second else f"and {second} set one shortcut; keep one"
@@ -82,7 +89,7 @@ def _refuse_repeats(
 
 
 def _made(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """The result of `make`; values of a wrong type are refused with the architecture and its options."""
+    """Return the result of `make`; turn an error about a value's type into a `WorkbenchError` with the options."""
     try:
         return make()
     except WorkbenchError:
@@ -92,32 +99,34 @@ def _made(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any
 
 
 def _refuse_conflicts(name: str, names: Mapping[Shortcut, str], n_layers: int) -> None:
-    """Raise `WorkbenchError` where two shortcuts define one thing, or one is left without effect."""
+    """Raise `WorkbenchError` if two shortcuts define the same tensor, or if one would have no effect."""
     shortcuts = list(names)
 
     def refuse(clashing: Sequence[Shortcut], why: str) -> None:
         raise WorkbenchError(f"{name}: {' and '.join(dict.fromkeys(names[s] for s in clashing))} {why}")
 
-    streams = [s for s in shortcuts if overrides(s, "connections")]  # which say also what passes by a sublayer
+    streams = [s for s in shortcuts if overrides(s, "connections")]  # these define the skip connections too
     if len(both := [s for s in shortcuts if s in streams or overrides(s, "stream_sources")]) > 1:
         refuse(both, "both define what a block reads; keep one")
     if len(both := [s for s in shortcuts if s in streams or overrides(s, "skip")]) > 1:
         refuse(both, "both define what passes by a sublayer; keep one")
     if len(both := [s for s in shortcuts if overrides(s, "softmaxes")]) > 1:
         refuse(both, "both define the attention; keep one")
+    for s in [s for s in shortcuts if overrides(s, "arriving")]:
+        if others := [x for x in shortcuts if x is not s and any(x.sources("v", n) for n in range(n_layers))]:
+            refuse([s, *others], "both read earlier layers' values, and only one of them another sequence's; keep one")
     tensors: tuple[Projection, ...] = ("q", "k", "v")
     roots: dict[tuple[Projection, int], Source] = {}
-    preempted: dict[Shortcut, list[Shortcut]] = {
-        s: [] for s in shortcuts
-    }  # by those that leave it nothing to mix or change
+    # the shortcuts whose shared tensors leave each one nothing to mix or change, in some layer
+    preempted: dict[Shortcut, list[Shortcut]] = {s: [] for s in shortcuts}
     effective: set[Shortcut] = set()
     for layer, tensor in itertools.product(range(n_layers), tensors):
         sharing = [s for s in shortcuts if s.shared_source(tensor, layer) != layer]
         mixing = [s for s in shortcuts if s.mixes(tensor, layer)]
         if len(sharing) > 1 or (len(mixing) > 1 and not sharing):
             refuse(sharing if len(sharing) > 1 else mixing, f"both define {tensor} of layer {layer}; keep one")
-        whole = sharing and not sharing[0].own_heads(tensor, layer)
-        source = sharing[0].shared_source(tensor, layer) if whole else layer
+        all_heads = sharing and not sharing[0].own_heads(tensor, layer)
+        source = sharing[0].shared_source(tensor, layer) if all_heads else layer
         roots[tensor, layer] = roots.get((tensor, source), source) if isinstance(source, int) else source
         changing = [s for s in shortcuts if tensor == "v" and overrides(s, "own_value") and s not in sharing]
         for s in {*mixing, *(s for s in changing if any(True for _ in s.parameters()))}:

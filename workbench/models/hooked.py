@@ -125,7 +125,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
         return {}
 
     def recipes(self) -> Sequence[Any]:
-        """How a cache rebuilds the patterns of layers whose attention is no single softmax."""
+        """Return the recipes that rebuild patterns from a cache, for layers whose attention a shortcut defines."""
         return ()
 
     def forward(
@@ -187,7 +187,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
     def new_cache(self, batch: int = 1, *, reserve: int = 0, dtype: torch.dtype | None = None) -> KeyValueCache:
         """An empty key-value cache for `batch` sequences; `reserve` tokens of room at once, `dtype` of what is stored."""
         if not self.caches:
-            raise WorkbenchError(f"{type(self).__name__} keeps no key-value cache: generate with use_cache=False")
+            raise WorkbenchError(f"{self.architecture} has no key-value cache: generate with use_cache=False")
         if batch < 1 or not 0 <= reserve <= self.config.n_ctx:
             raise BadData(f"batch={batch}, reserve={reserve}: a batch from 1, room for 0..{self.config.n_ctx} tokens")
         return KeyValueCache(self, batch, self.config.n_ctx, reserve=reserve, dtype=dtype)
@@ -346,7 +346,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
                 names = [n for n in names if not n.endswith(QUADRATIC) or is_hooked(self.hook_dict[n])]
             out, cache = super().run_with_cache(ids, names_filter=names, **kwargs)
         if isinstance(cache, RebuiltPatterns):
-            cache.with_recipes(self.recipes())
+            cache.recipes = self.recipes()
         return out, Cache(cache, self, has_batch_dim=not one)
 
     def get_caching_hooks(

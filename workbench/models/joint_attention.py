@@ -1,10 +1,10 @@
-"""Attention that is no single softmax over a layer's own keys, and how its patterns are rebuilt from cached tensors.
+"""Attention by several softmaxes, or by one with more columns than the layer's own keys.
 
     A = sum over c of w_c softmax(q_c [K_1; ...; K_S]^T / sqrt(d_head) + causal mask);  z = A [V_1; ...; V_S]
 
-A shortcut defines the softmaxes (`Shortcut.softmaxes`): cross-layer attention is one over several key sets, the attention
-residual several over one; sink logits add a column to the layer's own. The kernel (`kernels/joint.py`) needs no T x T array;
-scores and patterns are formed for hooks.
+A shortcut defines the softmaxes (`Shortcut.softmaxes`): cross-layer attention has one over several key sets, the attention
+residual several over one key set each, sink logits one with an additional column. The kernel (`kernels/joint.py`) forms no T x T
+array. Scores and patterns are formed for hooks only; a `Recipe` rebuilds them from cached rotated queries and keys.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from workbench.models.attention import Attention
 from workbench.models.hook_points import HookedModule, is_hooked
 from workbench.models.shortcut import Memory, Shortcut, Source, Weight
 from workbench.models.wiring import LayerWiring
-from workbench.names import NULL, QUADRATIC, value_path
+from workbench.names import NULL, QUADRATIC, path_name
 
 
 class JointAttention(Attention):
-    """Attention whose softmaxes a shortcut defines. Their hook points stand in `source.<j>` and `own`, or in `cross`."""
+    """Attention with softmaxes that a shortcut defines; their hook points are in `source.<j>` and `own`, or in `cross`."""
 
     def __init__(self, config: ModelConfig, wiring: LayerWiring) -> None:
         super().__init__(config, wiring)
         layers = sorted({j for js in wiring.attended.values() for j in js if isinstance(j, int)})
         modules: dict[Source, HookedModule] = {j: self._module(j, len(layers)) for j in layers}
-        # whose rotated queries, rotated keys and values the softmaxes read, and where their hook points stand
+        # the layers whose rotated queries, rotated keys and values the softmaxes read, and the modules of their hook points
         self.attended: dict[str, dict[Source, HookedModule]] = {
             name: {j: modules[j] for j in js} for name, js in wiring.attended.items()
         }
         for name, js in self.attended.items():
             for module in js.values():
                 module.add_hook_points(name)
-        # of each softmax, of each key set: the module that holds the hook points of its scores and pattern
+        # for each softmax and key set: the module with the hook points of its scores and pattern
         self.key_sets: list[list[HookedModule]] = [[self]]
         if self._kind == "mixture":
             self.own = getattr(self, "own", None) or HookedModule()
@@ -55,7 +55,7 @@ class JointAttention(Attention):
 
     @property
     def joint(self) -> Shortcut:
-        """The shortcut, whose parameters are the model's and not this layer's."""
+        """The shortcut; its parameters belong to the model, not to this layer."""
         assert self.wiring.joint is not None
         return self.wiring.joint
 
@@ -74,7 +74,7 @@ class JointAttention(Attention):
         return self.cross[str(layer)]
 
     def missing_points(self) -> dict[str, str]:
-        """A weighted sum of softmaxes has no scores of its own."""
+        """Return the hook points that a weighted sum of softmaxes lacks: it has no scores."""
         if self._kind != "mixture":
             return {}
         layers = {j for js in self.wiring.attended.values() for j in js}
@@ -86,7 +86,7 @@ class JointAttention(Attention):
         }
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
-        """Head outputs [batch, pos, head, d_head] of the shortcut's softmaxes."""
+        """Return the head outputs [batch, pos, head, d_head] of the shortcut's softmaxes."""
         read = {
             name: {j: module.run_hook_on_copy(f"hook_{name}", memory[name, j, "cached"]) for j, module in js.items()}
             for name, js in self.attended.items()
@@ -95,7 +95,9 @@ class JointAttention(Attention):
         values = [v, *read.get("v", {}).values()]
         if self.hook_state.enabled:
             wanted = self.wanted_statistics()
-            if self._shows_patterns():
+            modules = [self, *(module for modules in self.key_sets for module in modules)]
+            squares = [getattr(module, name, None) for module in modules for name in QUADRATIC]
+            if any(point is not None and is_hooked(point) for point in squares):
                 scores, pattern = self._patterns(softmaxes)
                 if wanted:
                     self.show_statistics(wanted, statistics_of_sets(scores, pattern, softmaxes[-1].null))
@@ -106,13 +108,8 @@ class JointAttention(Attention):
                 self.show_statistics(wanted, joint_statistics(softmaxes))
         return joint_attention(softmaxes, values)
 
-    def _shows_patterns(self) -> bool:
-        modules = [self, *(module for modules in self.key_sets for module in modules)]
-        points = [getattr(module, name, None) for module in modules for name in QUADRATIC]
-        return any(point is not None and is_hooked(point) for point in points)
-
     def _patterns(self, softmaxes: Sequence[Softmax]) -> tuple[Tensor, Tensor]:
-        """(scores of the last softmax, pattern) [batch, head, query, set, pos], through the hooks on them."""
+        """Return (scores of the last softmax, pattern) [batch, head, query, set, pos] after their hooks."""
         total: Tensor | None = None
         for softmax, modules in zip(softmaxes, self.key_sets, strict=True):
             scores = joint_scores(softmax, 0, softmax.q.shape[1])
@@ -125,7 +122,7 @@ class JointAttention(Attention):
         return scores, self.run_hook("hook_pattern", total.squeeze(3)).unsqueeze(3) if len(softmaxes) > 1 else total
 
     def recipe(self) -> Recipe:
-        """How to rebuild the scores and patterns from cached queries and keys."""
+        """Return the recipe that rebuilds this layer's scores and patterns."""
         name = lambda module, point: str(getattr(module, f"hook_{point}").name)  # noqa: E731
         return Recipe(
             joint=self.joint,
@@ -134,49 +131,49 @@ class JointAttention(Attention):
             k=name(self, "rot_k"),
             reads={t: {j: name(m, t) for j, m in js.items()} for t, js in self.attended.items() if t != "v"},
             shown=[[(name(m, "attn_scores"), name(m, "pattern")) for m in modules] for modules in self.key_sets],
-            whole=name(self, "pattern"),
+            total=name(self, "pattern"),
             coefficients=self.coefficients.get("pattern", ()),
             weights=name(self, "pattern_mix") if "pattern" in self.coefficients else "",
         )
 
 
 def _run_hooks(name: str, modules: Sequence[HookedModule], squares: Tensor) -> Tensor:
-    """Scores or patterns [batch, head, query, set, pos], each set's through its module's hook point."""
+    """Run the hooks on scores or patterns [batch, head, query, set, pos], for each set at its module's hook point."""
     return torch.stack([m.run_hook(name, x) for m, x in zip(modules, squares.unbind(3), strict=True)], 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Scores and patterns of a layer whose attention a shortcut defines, from cached rotated queries and keys."""
+    """Rebuilds a layer's scores and patterns from cached rotated queries and keys; it does not keep the model alive."""
 
     joint: Shortcut
     layer: int
     q: str
     k: str
     reads: Mapping[str, Mapping[Source, str]]
-    shown: Sequence[Sequence[tuple[str, str]]]  # names of scores and pattern, of each softmax, of each key set
-    whole: str
+    shown: Sequence[Sequence[tuple[str, str]]]  # names of scores and pattern, for each softmax and key set
+    total: str  # name of the sum of the softmaxes' patterns
     coefficients: Sequence[str]  # what the entries of `weights`, a name too, multiply
     weights: str
 
     @property
     def needs(self) -> set[str]:
-        """Names of the activations it is made from."""
+        """Names of the activations that it reads."""
         weights = {self.weights} if self.weights else set()
         return {self.q, self.k, *(n for names in self.reads.values() for n in names.values())} | weights
 
     @property
     def makes(self) -> set[str]:
-        """Names of what it can make."""
-        return {self.whole, *(n for names in self.shown for both in names for n in both)}
+        """Names of the scores and patterns that it makes."""
+        return {self.total, *(n for names in self.shown for both in names for n in both)}
 
     @property
     def paths(self) -> list[list[str]]:
-        """Of each softmax, of each key set: whose keys these are, as `own`, `first`, `cross.2`."""
-        return [[value_path(pattern) for _, pattern in names] for names in self.shown]
+        """The source of the keys, as `own`, `first`, `cross.2`, for each softmax and key set."""
+        return [[path_name(pattern) for _, pattern in names] for names in self.shown]
 
     def softmaxes(self, cache: Mapping[str, Tensor]) -> list[Softmax]:
-        """The layer's softmaxes, of cached activations with or without a batch."""
+        """Return the layer's softmaxes from cached activations, with or without a batch."""
         get = lambda n: cache[n][None] if cache[n].ndim == 3 else cache[n]  # noqa: E731
         read = {t: {j: get(n) for j, n in names.items()} for t, names in self.reads.items()}
         values = cache[self.weights].unbind() if self.weights else ()
@@ -185,7 +182,7 @@ class Recipe:
 
     @torch.no_grad()
     def __call__(self, cache: Mapping[str, Tensor], name: str) -> Tensor:
-        """[batch, head, query, key], without the batch where the cache has none."""
+        """Return scores or a pattern [batch, head, query, key]; without the batch if the cache has none."""
         single = cache[self.q].ndim == 3
         softmaxes = self.softmaxes(cache)
         total: Tensor | float = 0.0

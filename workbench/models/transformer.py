@@ -1,4 +1,4 @@
-"""The published Llama-style decoder, top to bottom, on which every architecture is composed.
+"""The published Llama-style decoder, to which the shortcuts of every architecture are added.
 
     x = RMSNorm(H_{n-1});  A_n = softmax(rope(Q) rope(K)^T / sqrt(d_head) + causal mask);  H' = H_{n-1} + (A_n V_n) W_O
     H_n = H' + W_down(silu(W_gate y) * (W_up y)),  y = RMSNorm(H');  logits = W_head RMSNorm(H_L)
@@ -26,11 +26,10 @@ from workbench.models.cache import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint
 from workbench.models.hooked import HookedModel
 from workbench.models.joint_attention import JointAttention, Recipe
-from workbench.models.multi_stream import MultiStream
 from workbench.models.norms import RMSNorm, block_norms, norm_queries_and_keys
 from workbench.models.rotary import Rotary, Rotation
 from workbench.models.shortcut import Memory, Shortcut, Weight, overrides
-from workbench.models.stream import AveragedStream, Stream
+from workbench.models.stream import Stream, stream_of
 from workbench.models.undrawn import Embedding, Linear
 from workbench.models.wiring import LayerWiring, wire
 
@@ -69,9 +68,9 @@ class MLP(HookedModule):
 
 
 class Block(HookedModule):
-    """Attention and MLP, each after a norm; the model's stream says what each reads of what came before."""
+    """Attention and MLP, each after a norm; the model's stream gives the input of each."""
 
-    hook_out_is_single_residual_stream = True  # read by TransformerLens' logit lens
+    hook_out_is_single_residual_stream = True  # for TransformerLens' logit lens
 
     def __init__(self, config: ModelConfig, wiring: LayerWiring, residual: Stream, norms: str) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ class Block(HookedModule):
         self.add_hook_points("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
     def forward(self, x: Tensor, rotation: Rotation, memory: Memory, cache: KeyValueCache | None = None) -> Tensor:
-        """What block n reads [batch, pos, d_model] -> what the next one, or the final norm, reads."""
+        """Map the block's input [batch, pos, d_model] to the input of the next block or of the final norm."""
         x = self.run_hook_on_copy("hook_resid_pre", x) if self.shares_input else self.run_hook("hook_resid_pre", x)
         out = self.attn(self.ln1(x), rotation, memory, cache)
         out = self.run_hook("hook_attn_out", out if self.ln1_post is None else self.ln1_post(out))
@@ -96,7 +95,7 @@ class Block(HookedModule):
 
 
 class Unembed(HookedModule, Linear):
-    """Logits from the normalised stream."""
+    """The unembedding: logits from the normalised stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.d_model, config.d_vocab, bias=False)
@@ -108,9 +107,12 @@ class Unembed(HookedModule, Linear):
 
 
 class Transformer(HookedModel):
-    """A decoder with hooks: the vanilla one, or composed with shortcuts. Build it with `workbench.build`."""
+    """A decoder with hooks and shortcuts; `workbench.build` makes one."""
 
-    caches = True
+    @property
+    def caches(self) -> bool:  # type: ignore[override]
+        """Whether a key-value cache is possible: not if values come from another sequence of the batch."""
+        return not any(overrides(s, "arriving") for s in self.shortcuts)
 
     def __init__(
         self, config: ModelConfig, shortcuts: Sequence[Shortcut] = (), *, architecture: str = "transformer"
@@ -118,7 +120,7 @@ class Transformer(HookedModel):
         super().__init__(config, architecture)
         self.embed, self.hook_embed = Embedding(config.d_vocab, config.d_model), HookPoint()
         self.rotary = Rotary(config.d_head, config.n_ctx, config.rope_theta)
-        self.residual = _stream(config.n_layers, shortcuts)
+        self.residual = stream_of(config.n_layers, shortcuts)
         norms = next((s.norms for s in shortcuts if s.norms != "pre"), "pre")
         layers = wire(config.n_layers, shortcuts)
         self.blocks = nn.ModuleList(Block(config, wiring, self.residual, norms) for wiring in layers)
@@ -134,11 +136,11 @@ class Transformer(HookedModel):
         self.setup()  # TransformerLens: names the modules, must come last
 
     def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""
+        """Map token ids [batch, pos] to logits [batch, pos, d_vocab]; with a cache the ids continue its tokens."""
         return self.unembed(self.normalised(tokens, cache))
 
     def losses(self, tokens: Tensor) -> Tensor | None:
-        """As `HookedModel.losses`: from chunks of logits, where there are many and none but the loss reads them."""
+        """Return the loss of each next token from chunks of logits, None for few logits or a hooked head."""
         head, logits = self.unembed, len(tokens) * (tokens.shape[1] - 1) * self.config.d_vocab
         if logits < MIN_LOGITS or type(head) is not Unembed or any(getattr(head, hooks) for hooks in HOOKS):
             return None
@@ -147,7 +149,7 @@ class Transformer(HookedModel):
         return losses.unflatten(0, (len(tokens), -1))
 
     def normalised(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Token ids [batch, pos] -> what the unembedding reads [batch, pos, d_model]."""
+        """Map token ids [batch, pos] to the unembedding's input [batch, pos, d_model]."""
         x = self.run_hook("hook_embed", self.embed(tokens))
         past = 0 if cache is None else cache.length
         rotation = self.rotary(tokens.shape[1], x, past)
@@ -164,21 +166,28 @@ class Transformer(HookedModel):
     def stream_paths(
         self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None
     ) -> dict[str, Weight]:
-        """How much of the embedding and of each output so far arrives in the stream that block `layer` reads.
+        """Return the coefficients of the embedding and of each earlier output in a block's input.
 
-        `layer` 0..L, L the final norm; with `mid` the stream that the block's MLP reads. Names are TransformerLens':
-        `embed`, `<n>_attn_out`, `<n>_mlp_out`; all are 1 where nothing is averaged and no skip is cut. Weights of the
-        averages are those in `cache`, where they are there, since a hook may have changed them; where they depend on the
-        tokens a cache must have them, and the numbers are tensors [batch, pos, 1], or [batch, pos, d_model].
+        Without averages and cut skips all coefficients are 1.
+
+        Args:
+            layer: Block 0..L - 1, or L for the final norm.
+            mid: Whether to return the coefficients in the input of the block's MLP.
+            cache: Activations of a run; its weights of averages take precedence, since a hook may have changed them. Required if the
+                weights depend on the tokens.
+
+        Returns:
+            Numbers, or tensors [batch, pos, 1] or [batch, pos, d_model], by TransformerLens' names: `embed`, `<n>_attn_out`,
+            `<n>_mlp_out`.
         """
         return self.residual.paths(2 * layer + mid, cache or {})
 
     def recipes(self) -> list[Recipe]:
-        """How to rebuild the patterns of the layers whose attention a shortcut defines."""
+        """Return the recipes that rebuild the patterns of the layers whose attention a shortcut defines."""
         return [block.attn.recipe() for block in self.blocks if isinstance(block.attn, JointAttention)]
 
     def decays(self, name: str) -> bool:
-        """Whether weight decay applies to a parameter: to matrices and the embedding, to coefficients where asked for."""
+        """Return whether weight decay applies to a parameter: to matrices, and to coefficients if an option asks for it."""
         tensor = self.get_parameter(name)
         if tensor.ndim == 2 and min(tensor.shape) > 1:
             return True
@@ -186,10 +195,10 @@ class Transformer(HookedModel):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw every matrix from N(0, init_std), each from a generator seeded by (seed, its name).
+        """Draw every matrix from N(0, init_std), each with a generator seeded by (seed, its name).
 
-        Tensors of equal name and shape are therefore bitwise equal in all architectures of one seed. Gains and
-        coefficients keep the values they were built with.
+        Tensors of equal name and shape are bitwise equal in all architectures of one seed. Gains and coefficients keep
+        the values of their construction.
         """
 
         def draw(name: str, tensor: Tensor, prefix: str = "") -> None:
@@ -203,13 +212,3 @@ class Transformer(HookedModel):
                 draw(name, tensor)
         for shortcut in self.shortcuts:
             shortcut.initialise(partial(draw, prefix=f"{shortcut.prefix}."))
-
-
-def _stream(n_layers: int, shortcuts: Sequence[Shortcut]) -> Stream:
-    """What passes from sublayer to sublayer in a model with these shortcuts."""
-    for shortcut in shortcuts:
-        if overrides(shortcut, "connections"):
-            return MultiStream(n_layers, shortcut)
-        if overrides(shortcut, "stream_sources"):
-            return AveragedStream(n_layers, shortcuts, shortcut)
-    return Stream(n_layers, shortcuts)

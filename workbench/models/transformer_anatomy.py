@@ -24,7 +24,7 @@ from workbench.models.attention import Attention
 from workbench.models.joint_attention import JointAttention
 from workbench.models.shortcut import Source
 from workbench.models.transformer import Transformer
-from workbench.names import stream_hook, value_path
+from workbench.names import path_name, stream_hook
 
 OWN = "own"
 """The path of what a layer projects itself."""
@@ -121,11 +121,11 @@ def value_paths(model: Transformer, read: Reader, layer: int) -> dict[str, Tenso
     through = _through(model, read, attn)
     parts: dict[str, Tensor] = {}
     for j, value in values.items():
-        parts[value_path(points[j])] = through(made.get(j, nothing), absent | {j: value}, unread)
+        parts[path_name(points[j])] = through(made.get(j, nothing), absent | {j: value}, unread)
     if OWN in made:
         parts[OWN] = through(made[OWN], absent, unread)
     for i, (name, value) in enumerate(others.items()):
-        parts[value_path(name)] = through(nothing, absent, [*unread[:i], value, *unread[i + 1 :]])
+        parts[path_name(name)] = through(nothing, absent, [*unread[:i], value, *unread[i + 1 :]])
     return parts
 
 

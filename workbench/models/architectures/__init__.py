@@ -1,1 +1,1 @@
-"""One file per architecture: what it changes about the vanilla decoder. `ls` of this folder is the list."""
+"""The architectures, one file each: a shortcut that changes the vanilla decoder."""

@@ -1,14 +1,16 @@
-"""Bank of Values: the last layers look their values up by token id; queries and keys stay contextual.
+"""Bank of Values: the last layers look up their values by token id; queries and keys stay contextual.
 
-V_n = gamma_n E_n[token] for the layers of the bank, which have no value projection; gamma a trained gain, one number a layer.
-`bank = first`: V_n = gamma_n V_1, the first layer's values in place of the table. `bank_gain = False`: gamma = 1.
+V_n = gamma_n E_n[token] for the layers of the bank, which have no value projection; gamma_n is a trained gain, one number per layer.
 
-Source: Bank of Values (2026), arXiv 2606.02780, as reported by others: a free table in the last third of the layers, gamma from 1 and
-unbounded; its comparison gamma V_1. Whether gamma is one number is not confirmed. Its V + V_1 is ResFormer with (1, 1) in the
-`last_third`, its V_1 alone SVFormer there; values projected from the embedding are not among the options.
-Seam: `shared_source`, of a table or the first layer, with `weights` of the source alone; `tables.<layer>` [d_vocab, D], `gains` [layers].
-Parameters: (d_vocab - d) D + 1 for each layer of the bank: a table, no W_V, a gain; 1 - d D with `first`.
-Cache: 2 L T D; looked-up and gained values are held like any others. With `first` and no gain (L + k) T D, k layers outside the bank.
+Options: `bank_layers`, the layers of the bank. `bank` = first: V_n = gamma_n V_1, the first layer's values instead of the table.
+`bank_gain` = False: gamma = 1.
+
+Source: Bank of Values (2026), arXiv 2606.02780, as reported by others: a free table in the last third of the layers, gamma starting at
+1 without bounds, and gamma V_1 as a comparison. Unconfirmed: whether gamma is one number. Its V + V_1 is ResFormer with (1, 1) in
+the `last_third`, its V_1 alone is SVFormer there. Values projected from the embedding are not implemented.
+Seam: `shared_source` (a table or the first layer), with `weights` for the source alone; `tables.<layer>` [d_vocab, D], `gains` [layers].
+Parameters: (d_vocab - d) D + 1 for each layer of the bank: a table and a gain, no W_V. With `first` 1 - d D.
+Cache: 2 L T D; looked-up and gained values are cached like any others. With `first` and no gain (L + k) T D, k layers outside the bank.
 Degenerate case: bank_layers = [] is the vanilla decoder; a table that holds a vanilla first layer's values is that layer.
 """
 
@@ -22,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, chosen_layers, one_of
+from workbench.models.options import choice_option, layers_option
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
 
 
 class BankOfValues(Shortcut):
-    """Values from a table, or the first layer's, in some layers."""
+    """Values from a table, or from the first layer, in the layers of the bank."""
 
     prefix = "bank_of_values"
     reads = "effective"
@@ -40,8 +43,8 @@ class BankOfValues(Shortcut):
         bank_gain: bool = True,
     ) -> None:
         super().__init__(config)
-        self.bank, self.bank_gain = one_of("bank", bank, ("table", "first")), bool(bank_gain)
-        self.bank_layers = chosen_layers("bank_layers", bank_layers, range(int(bank == "first"), config.n_layers))
+        self.bank, self.bank_gain = choice_option("bank", bank, ("table", "first")), bool(bank_gain)
+        self.bank_layers = layers_option("bank_layers", bank_layers, range(int(bank == "first"), config.n_layers))
         shape, looked_up = (config.d_vocab, config.d_key_value), self.bank_layers if bank == "table" else ()
         self.tables = nn.ParameterDict({str(n): nn.Parameter(torch.empty(shape)) for n in looked_up})
         if self.bank_gain and self.bank_layers:

@@ -1,14 +1,15 @@
-"""Cross-layer attention: the queries of a layer see the keys and values of earlier layers beside its own.
+"""Cross-layer attention: the queries of a layer see the keys and values of earlier layers in addition to its own.
 
-U_n = softmax(Q_n [K_n; K_m]^T / sqrt(d_head)) [V_n; V_m], all keys rotated, the causal mask repeated for each half;
-m = n - 1 (`source = previous`), the first layer (`first`), or a layer; `all`: every earlier layer.
+U_n = softmax(Q_n [K_n; K_m]^T / sqrt(d_head)) [V_n; V_m]. All keys are rotated, and the causal mask applies to each half.
+
+Options: `source` gives m: `previous` (m = n - 1), `first` (the first layer), a layer, or `all` (every earlier layer).
 
 Source: Zhou et al. (2024), Value Residual Learning, the exact form that the value residual approximates: with K_m := K_n
-it is A_n (V_n + V_m) / 2. The layer m of the trained model is not stated.
-Seam: the attention; its cost grows with the number of layers read. V_m is what layer m attends with.
+it is A_n (V_n + V_m) / 2. The paper does not say which layer m it trained with.
+Seam: `softmaxes`; the cost grows with the number of layers read. V_m are the values that layer m attends with.
 Parameters: none.
-Cache: 2 L T D; the layers read are cached anyway.
-Degenerate case: L = 1; or keys of the others that no query sees, or that are its own together with its own values.
+Cache: 2 L T D; the source layers are cached anyway.
+Degenerate case: L = 1. Also other layers' keys that no query sees, or other layers' keys and values equal to its own.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from torch import Tensor
 from workbench.config import ModelConfig
 from workbench.errors import UnknownName
 from workbench.kernels.joint import Softmax
-from workbench.models.shortcut import Projection, Reads, Shortcut, SoftmaxForm, Source, Weights, one_layer
+from workbench.models.options import integer_option
+from workbench.models.shortcut import Projection, Reads, Shortcut, SoftmaxForm, Source, Weights
 
 
 def earlier(source: int | str, layer: int) -> tuple[int, ...]:
-    """Layers before `layer` that `source` names: `previous`, `first`, `all`, or a layer."""
+    """Return the layers before `layer` that `source` names: `previous`, `first`, `all`, or a layer."""
     if layer == 0:
         return ()
     if isinstance(source, str):
@@ -33,16 +35,16 @@ def earlier(source: int | str, layer: int) -> tuple[int, ...]:
 
 
 def checked_source(option: str, source: int | str, config: ModelConfig) -> int | str:
-    """A valid `source`, or `UnknownName` / `WorkbenchError` with the choices."""
+    """Return a valid `source`; raise `UnknownName` or `WorkbenchError` with the choices."""
     if isinstance(source, str):
         if source not in ("previous", "first", "all"):
             raise UnknownName(option, source, ["previous", "first", "all", "a layer"])
         return source
-    return one_layer(option, source, range(max(1, config.n_layers - 1)))  # no layer reads the last
+    return integer_option(option, source, range(max(1, config.n_layers - 1)), "layers")  # no layer reads the last
 
 
 class CrossLayer(Shortcut):
-    """One softmax over a layer's own keys and those of earlier layers."""
+    """One softmax over the layer's own and earlier layers' keys."""
 
     prefix = "cross_layer"
 

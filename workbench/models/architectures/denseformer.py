@@ -1,14 +1,15 @@
 """DenseFormer: each block reads a learned weighted average of all earlier block outputs.
 
-Y_i = sum over j <= i of alpha_ij X_j, X_0 the embedding, X_i = Block_i(Y_{i-1}); the final norm reads Y_L.
+Y_i = sum over j <= i of alpha_ij X_j, with X_0 the embedding and X_i = Block_i(Y_{i-1}); the final norm reads Y_L.
 
-Source: Pagliardini, Mohtashami, Fleuret, Jaggi (NeurIPS 2024), DenseFormer. As in their package: after block i (from 0)
-an average stands where (i + 1) mod period = 0, over the outputs whose index has the residue (i + 1) mod dilation,
-the block's own weight last; elsewhere the output passes unchanged but is kept. The weights are unconstrained.
-Seam: stream; `dwa.alphas.<block>.weight` [1, sources] start with own weight 1 and the others 0. Weight decay on them:
-`decay_alpha` (off; in the published experiments they decay).
+Options: block i (counted from 0) is followed by an average if (i + 1) mod `period` = 0. It averages the outputs whose index has the
+residue (i + 1) mod `dilation`, the block's own output last. Other outputs pass unchanged and stay available to later averages.
+`decay_alpha` applies weight decay to the weights (off here; on in the published experiments).
+
+Source: Pagliardini, Mohtashami, Fleuret, Jaggi (NeurIPS 2024), DenseFormer, and their package. The weights are unconstrained.
+Seam: stream; `dwa.alphas.<block>.weight` [1, sources] start with own weight 1 and the others 0.
 Parameters: the sum of floor((i + 1) / dilation) + 1 over the blocks i with (i + 1) mod period = 0; 1x1: L (L + 3) / 2.
-Cache: 2 L T D; the averages need the new token's outputs only.
+Cache: 2 L T D; the averages need only the new token's outputs.
 Degenerate case: the start is the vanilla decoder exactly.
 """
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.errors import WorkbenchError
+from workbench.models.options import integer_option
 from workbench.models.shortcut import Memory, Shortcut, Weight
 
 
@@ -33,13 +34,9 @@ class DenseFormer(Shortcut):
 
     def __init__(self, config: ModelConfig, *, dilation: int = 1, period: int = 1, decay_alpha: bool = False) -> None:
         super().__init__(config)
-        blocks = config.n_layers  # from a dilation of blocks + 1 on, each block would average itself alone
-        if not 1 <= dilation <= blocks + 1 or not 1 <= period <= blocks:
-            raise WorkbenchError(
-                f"dilation={dilation}, period={period}: dilation from 1 to {blocks + 1}, period from 1 to n_layers={blocks};"
-                f" nearest dilation={min(max(dilation, 1), blocks + 1)}, period={min(max(period, 1), blocks)}"
-            )
-        self.dilation, self.period = dilation, period
+        # with a larger dilation each block would average itself alone
+        self.dilation = integer_option("dilation", dilation, range(1, config.n_layers + 2), "n_layers + 1")
+        self.period = integer_option("period", period, range(1, config.n_layers + 1), "n_layers")
         self.decays = self.decay_alpha = bool(decay_alpha)
         self.alphas: Any = nn.ModuleDict()
         for layer in range(period - 1, config.n_layers, period):
@@ -49,7 +46,7 @@ class DenseFormer(Shortcut):
             self.alphas[str(layer)] = alpha
 
     def averaged(self, layer: int) -> range:
-        """Indices into the history (0 = embedding) that the average after `layer` reads."""
+        """Return the indices of the outputs (0 = embedding) that the average after `layer` reads."""
         return range((layer + 1) % self.dilation, layer + 2, self.dilation)
 
     def stream_sources(self, sublayer: int) -> tuple[int, ...]:
@@ -60,7 +57,7 @@ class DenseFormer(Shortcut):
         return self.alphas[str(sublayer // 2 - 1)].weight[0]
 
     def coefficients(self) -> dict[str, list[float]]:
-        """`alpha_<j>`: weight of history entry j after each block, NaN where it is not averaged."""
+        """Return `alpha_<j>`: the weight of output j after each block, NaN for blocks that do not average it."""
         rows = {f"alpha_{j}": [float("nan")] * self.config.n_layers for j in range(self.config.n_layers + 1)}
         for name, alpha in self.alphas.items():
             for index, value in zip(self.averaged(int(name)), alpha.weight[0].tolist(), strict=True):

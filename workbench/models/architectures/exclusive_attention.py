@@ -1,15 +1,15 @@
-"""Exclusive self-attention: a head's output keeps nothing along the token's own value.
+"""Exclusive self-attention: the head output's component along the token's own value is removed.
 
-z_i = y_i - a (y_i . v_i / |v_i|^2) v_i for each head before W_O: y_i its output, v_i the value it attends with at the token
-itself (mixed or shared where it is; with grouped heads the head's key-value head's). a = 1, or with `gated` a = tanh(alpha_{n,h}),
-one number for each layer and head. |v_i|^2 is held at 1e-8 or more.
+z_i = y_i - a (y_i . v_i / |v_i|^2) v_i for each head before W_O. y_i is the head's output and v_i the value that the head attends with
+at the same token: mixed or shared if the layer does so, and the key-value head's if heads are grouped. a = 1, or with `gated`
+a = tanh(alpha_{n,h}), one number per layer and head. |v_i|^2 is at least 1e-8.
 
-Source: Exclusive Self Attention (2026), arXiv 2603.09078; the gated form is that of the modded-nanogpt speed run (2026, pull
+Source: Exclusive Self Attention (2026), arXiv 2603.09078. The gated form is from the modded-nanogpt speed run (2026, pull
 request 264), with alpha = 0 at the start.
-Seam: gate of the head outputs; `alphas.<layer>` [head].
+Seam: `gate`; `alphas.<layer>` [head].
 Parameters: none; L H with the gate.
 Cache: 2 L T D.
-Degenerate case: alpha = 0 is the vanilla decoder. The first position attends to itself alone, so a = 1 leaves nothing there.
+Degenerate case: alpha = 0 is the vanilla decoder. The first position attends only to itself, so a = 1 gives 0 there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST = 1e-8  # of a squared norm
 
 
 class ExclusiveAttention(Shortcut):
-    """What a head says of the token's own value is taken out of its output."""
+    """Removal of the component of a head output along the token's own value."""
 
     prefix = "exclusive_attention"
 

@@ -1,9 +1,9 @@
-"""Gated attention: the attention output is multiplied by a gate of the layer's input, element by element.
+"""Gated attention: the attention output is multiplied elementwise by a sigmoid gate of the layer's input.
 
-U_n = (A_n V_n) * sigmoid(X_n W_n^G), X_n the normalised input of the attention, before W_O; head by head, element by element.
+U_n = (A_n V_n) * sigmoid(X_n W_n^G) before W_O, for each head and element. X_n is the normalised input of the attention.
 
 Source: Qiu et al. (2025), arXiv 2505.06708, the elementwise, head-specific form.
-Seam: gate of the head outputs; `gates.<layer>` [d_model, d_model].
+Seam: `gate`; `gates.<layer>` [d_model, d_model].
 Parameters: L d^2.
 Cache: 2 L T D.
 Degenerate case: W^G = 0 halves every output: the vanilla decoder with W_O halved.

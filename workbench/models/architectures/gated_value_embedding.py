@@ -1,15 +1,18 @@
-"""Gated value embeddings: a table of values by token id in every second layer, in an amount that each token and head decides.
+"""Gated value embeddings: every second layer adds values looked up by token id, multiplied by a gate for each token and head.
 
-V_n = V_n^own + s sigmoid(X_n[:c] W_n) E_n[token], X_n the normalised input of the attention, of which the gate reads the first c =
-`gate_channels` channels; s = `gate_scale`; by default the layers n with n = L mod 2, the last one among them.
+V_n = V_n^own + s sigmoid(X_n[:c] W_n) E_n[token]. X_n is the normalised input of the attention, and the gate reads its first c
+channels.
 
-Source: nanochat (Karpathy, gpt.py of 2026-07-03): s = 3, c = 12, a table for each such layer with entries of standard deviation
-1 / sqrt(d) (uniform there, normal here), W from U(0, 0.02). The norm before it has no gain there.
-Seam: values, with weights of each token: `attn.hook_v_weights` [batch, pos, kv_head, source], own last; a table is a source that no
-layer computes. `tables.<layer>` [d_vocab, D] and `gates.<layer>` [kv_head, c].
+Options: `gate_scale` = s and `gate_channels` = c. `table_layers` are the layers with a table, by default those with n = L mod 2, which
+include the last one.
+
+Source: nanochat (Karpathy, gpt.py of 2026-07-03): s = 3, c = 12, one table per such layer with entries of standard deviation
+1 / sqrt(d) (uniform there, normal here), W from U(0, 0.02). Its norm before the attention has no gain.
+Seam: `weights`, with coefficients per token: `attn.hook_v_weights` [batch, pos, kv_head, source], own last. The table is a source
+outside the layers. `tables.<layer>` [d_vocab, D] and `gates.<layer>` [kv_head, c].
 Parameters: d_vocab D + G c for each such layer, G key-value heads.
 Cache: 2 L T D, the mixed values.
-Degenerate case: gate_scale = 0 is the vanilla decoder; W = 0 adds s / 2 of the table, as value embeddings with (s / 2, 1) do.
+Degenerate case: gate_scale = 0 is the vanilla decoder. W = 0 adds s / 2 of the table, as value embeddings with (s / 2, 1) do.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, chosen_layers, number
+from workbench.models.options import integer_option, layers_option, number_option
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
 
 WIDEST = 0.02  # weight of a gate at the start
 
 
 class GatedValueEmbedding(Shortcut):
-    """Learned values by token id beside the projected ones, gated by the input."""
+    """Values by token id, gated by the layer's input."""
 
     prefix = "gated_value_embedding"
     reads = "effective"
@@ -45,13 +48,11 @@ class GatedValueEmbedding(Shortcut):
     ) -> None:
         super().__init__(config)
         layers, width = range(config.n_layers), config.d_model
-        self.gate_scale = number("gate_scale", gate_scale, minimum=0.0)
-        self.gate_channels = min(12, width) if gate_channels is None else gate_channels
-        if isinstance(gate_channels, bool) or self.gate_channels not in range(1, width + 1):
-            nearest = min(max(1, self.gate_channels), width)
-            raise WorkbenchError(f"gate_channels={gate_channels!r}: must be 1..{width} (d_model); nearest {nearest}")
+        self.gate_scale = number_option("gate_scale", gate_scale, minimum=0.0)
+        channels = min(12, width) if gate_channels is None else gate_channels
+        self.gate_channels = integer_option("gate_channels", channels, range(1, width + 1), "d_model")
         alternate = tuple(reversed(layers[::-1][::2]))
-        self.table_layers = chosen_layers(
+        self.table_layers = layers_option(
             "table_layers", alternate if table_layers == "alternate" else table_layers, layers
         )
         tables, gates = (config.d_vocab, config.d_key_value), (config.n_key_value_heads, self.gate_channels)

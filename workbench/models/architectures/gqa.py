@@ -1,10 +1,10 @@
 """Grouped queries: several query heads read one key-value head.
 
-Head h reads key-value head floor(h / s), s = `query_group`; multi-query attention has one key-value head.
+Head h reads key-value head floor(h / s), s = `query_group`. Multi-query attention has one key-value head.
 
 Source: Ainslie et al. (2023), GQA; Shazeer (2019), Fast Transformer Decoding (one head). GQA-g of Zhou et al. (2024) has g
 query heads for each key-value head.
-Seam: the decoder's shape (`n_key_value_heads`).
+Seam: `reshaped`, the decoder's shape (`n_key_value_heads`).
 Parameters: -2 L d (d - D), D = d / s.
 Cache: 2 L T D, D = d / s: 1 / s of the decoder's bytes.
 Degenerate case: query_group = 1 is the vanilla decoder.
@@ -16,6 +16,7 @@ from typing import Any
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
+from workbench.models.options import integer_option
 from workbench.models.shortcut import Shortcut
 
 
@@ -31,14 +32,12 @@ class GQA(Shortcut):
     @classmethod
     def reshaped(cls, config: ModelConfig, **options: Any) -> ModelConfig:
         group, heads = options["query_group"], config.n_heads
-        sizes = [s for s in range(1, heads + 1) if heads % s == 0]
-        if group == "all":
-            group = heads
-        if isinstance(group, bool) or not isinstance(group, int) or group not in sizes:
-            nearest = min(sizes, key=lambda s: abs(s - group)) if isinstance(group, int) else 2
-            raise WorkbenchError(
-                f"query_group={group!r} does not divide n_heads={heads}: choose 'all' or from {sizes}, nearest {nearest}"
-            )
+        divisors = [s for s in range(1, heads + 1) if heads % s == 0]
+        group = (
+            heads
+            if group == "all"
+            else integer_option("query_group", group, divisors, f"'all' or divisors of n_heads={heads}")
+        )
         if config.n_key_value_heads not in (heads, heads // group):
             raise WorkbenchError(
                 f"query_group={group} means {heads // group} key-value heads, but the config has"

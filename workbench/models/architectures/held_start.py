@@ -1,11 +1,11 @@
-"""Control: the first position's value held at a norm from the first step on, so that it cannot be drained, or is nothing.
+"""Control: the first position's value has a fixed norm or is zero from the first step on, so training cannot shrink it.
 
-V_n[0] = start_norm V_n^own[0] / |V_n^own[0]| for each key-value head, 0 for start_norm = 0; other positions as they are, or with
-others_norm at that norm: then the ratio of the two cannot change, neither by a start that shrinks nor by others that grow.
+V_n[0] = start_norm V_n^own[0] / |V_n^own[0]| for each key-value head, 0 for start_norm = 0. Other positions are unchanged, or have the
+norm `others_norm`; then the ratio of the two norms is constant, too.
 
-Source: this project, the causal arm of attention sinks and drained values, which grow together in Guo et al. (2024), arXiv
-2410.13835: a sink whose value is something adds it to every output, one whose value is nothing from the start costs nothing.
-Seam: own values.
+Source: this project. It tests the causal link between attention sinks and small values of the first token, which grow together in Guo et
+al. (2024), arXiv 2410.13835. A sink with a non-zero value adds it to every output; a sink with a zero value costs nothing.
+Seam: `own_value`.
 Parameters: none.
 Cache: 2 L T D.
 Degenerate case: start_norm = others_norm = free is the vanilla decoder.
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Shortcut, number
+from workbench.models.options import number_option
+from workbench.models.shortcut import Shortcut
 
 TINY = 1e-12  # below this norm a direction is rounding
 
 
 class HeldStart(Shortcut):
-    """The first position's value at a set norm, and the others' where one is set."""
+    """A fixed norm of the first position's value, and optionally of the others."""
 
     prefix = "held_start"
 
@@ -42,7 +43,7 @@ class HeldStart(Shortcut):
 def _norm(name: str, value: float | str) -> float | str:
     if isinstance(value, str) and value != "free":
         raise WorkbenchError(f"{name}={value!r}: choose 'free' or a norm, as 0.0 or 1.0")
-    return value if isinstance(value, str) else number(name, value, minimum=0.0)
+    return value if isinstance(value, str) else number_option(name, value, minimum=0.0)
 
 
 def _held(v: Tensor, norm: float | str) -> Tensor:

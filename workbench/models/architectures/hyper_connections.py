@@ -1,17 +1,17 @@
-"""Hyper-connections: n residual streams, read, mixed and written with trained weights that may depend on the token.
+"""Hyper-connections: n residual streams that are read, mixed and written with trained weights, which may depend on the token.
 
-x_s = A_m^T X;  X' = A_r^T X + B^T f_s(norm(x_s)): X [n, d] the streams, before each attention and MLP. With `dynamic`
-A_m = A_m0 + a tanh(X_ W_m), A_r = A_r0 + a tanh(X_ W_r), B = B_0 + b tanh(X_ W_B), X_ each stream normed: numbers for each token.
+x_s = A_m^T X;  X' = A_r^T X + B^T f_s(norm(x_s)), where X [n, d] are the streams before an attention or MLP. With `dynamic`
+A_m = A_m0 + a tanh(X_ W_m), A_r = A_r0 + a tanh(X_ W_r), B = B_0 + b tanh(X_ W_B) for each token, where X_ are the normed streams.
 
-Source: Zhu et al. (2024), Hyper-Connections, arXiv 2409.19606, static and dynamic (Algorithm 2). Here X_ is normed by RMSNorm
-without a gain, which would only scale the rows of W (published: a layer norm), the readout is the streams' mean (published: the
-sum, which the final norm brings to the same), and no output projection is scaled by sqrt(n) at the start (unconfirmed).
-Seam: the streams (`multi_stream.py`); of sublayer s `pre.<s>` [n] (A_m0), `res.<s>` [n n] (A_r0 row by row), `post.<s>` [n] (B_0),
-and `matrices.<s>` [n + 2, d_model] (of A_m, A_r, B in this order) and `scales.<s>` [2] (a, b). At the start A_m0 picks stream s mod n,
-A_r0 is the identity, B_0 is 1, W is 0, a and b are 0.01. Matrices decay, static weights do not.
+Source: Zhu et al. (2024), Hyper-Connections, arXiv 2409.19606, static and dynamic (Algorithm 2). Differences: X_ is normed by RMSNorm
+without a gain, which would only scale the rows of W (published: layer norm). The readout is the streams' mean (published: their sum,
+which the final norm maps to the same). No output projection is scaled by sqrt(n) at the start (unconfirmed).
+Seam: `connections` (`stream.py`). Sublayer s has `pre.<s>` [n] (A_m0), `res.<s>` [n n] (A_r0 row by row), `post.<s>` [n] (B_0),
+`matrices.<s>` [n + 2, d_model] (of A_m, A_r, B in this order) and `scales.<s>` [2] (a, b). At the start A_m0 selects stream s mod n,
+A_r0 is the identity, B_0 is 1, W is 0, a and b are 0.01. Weight decay applies to matrices, not to static weights.
 Parameters: 2 L (n^2 + 2 n), with `dynamic` 2 L ((n + 2) d + 2) more.
-Cache: 2 L T D; streams need the new token only.
-Degenerate case: the start is the vanilla decoder, all streams alike; one stream is one residual stream with trained weights.
+Cache: 2 L T D; the streams need only the new token.
+Degenerate case: the start is the vanilla decoder, with all streams equal. One stream is a residual stream with trained weights.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Shortcut, stream_count
+from workbench.models.options import UNBOUNDED, integer_option
+from workbench.models.shortcut import Shortcut
 
 
 class HyperConnections(Shortcut):
-    """Streams with free weights."""
+    """Residual streams with unconstrained weights."""
 
     prefix = "hyper_connections"
 
     def __init__(self, config: ModelConfig, *, streams: int = 4, dynamic: bool = True) -> None:
         super().__init__(config)
-        self.streams, self.dynamic = stream_count(streams), bool(dynamic)
+        self.streams, self.dynamic = integer_option("streams", streams, range(1, UNBOUNDED)), bool(dynamic)
         n, sublayers = self.streams, range(2 * config.n_layers)
         one = torch.eye(n)
         self.pre, self.res, self.post = (

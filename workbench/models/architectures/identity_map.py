@@ -1,12 +1,11 @@
-"""Control: earlier layers' values reach the attention output by an identity map instead of the attention pattern.
+"""Control: earlier layers' values are added to the attention output at the token's own position, not through the attention pattern.
 
-U_n = A_n V_n^own + identity_scale * mean over m of V_m^own, over the earlier layers that `identity_source` names, at the
-token's own position.
+U_n = A_n V_n^own + identity_scale * mean over m of V_m^own, over the earlier layers m that `identity_source` names.
 
 Source: Zhou et al. (2024), Value Residual Learning, the control that approximates cross-layer attention badly.
-Seam: attention output, before W_O. With grouped heads the values are repeated to the query heads.
+Seam: `output`, before W_O. With grouped heads the values are repeated to the query heads.
 Parameters: none.
-Cache: 2 L T D; the mean needs the new token's values only.
+Cache: 2 L T D; the mean needs only the new token's values.
 Degenerate case: identity_scale = 0, or L = 1, is the vanilla decoder.
 """
 
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from workbench.config import ModelConfig
 from workbench.models.architectures.cross_layer import checked_source, earlier
-from workbench.models.shortcut import Path, Shortcut, Source, Tensors, Weights, mix, number
+from workbench.models.options import number_option
+from workbench.models.shortcut import Path, Shortcut, Source, Tensors, Weights, mix
 
 
 class IdentityMap(Shortcut):
@@ -27,7 +27,7 @@ class IdentityMap(Shortcut):
     def __init__(self, config: ModelConfig, *, identity_source: int | str = "all", identity_scale: float = 1.0) -> None:
         super().__init__(config)
         self.identity_source = checked_source("identity_source", identity_source, config)
-        self.identity_scale = number("identity_scale", identity_scale)
+        self.identity_scale = number_option("identity_scale", identity_scale)
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return earlier(self.identity_source, layer) if tensor == "v" else ()

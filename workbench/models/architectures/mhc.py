@@ -1,18 +1,21 @@
-"""Manifold-constrained hyper-connections: n residual streams whose mixing neither grows nor shrinks what passes.
+"""Manifold-constrained hyper-connections (mHC): n residual streams that are mixed by doubly stochastic matrices.
 
-x_s = h_pre X;  X' = h_res X + h_post^T f_s(norm(x_s)): X [n, d] the streams. With r = RMSNorm(vec X) phi, for each token
-h_pre = sigmoid(a_1 r + b), h_post = 2 sigmoid(a_2 r + b) and h_res = Sinkhorn(exp(a_3 r + b)), 20 rounds of columns, then rows, to sum
-1. `mixing` = permutations: h_res = sum over the n! permutation matrices P_k of softmax_k(a_3 r + b) P_k, doubly stochastic exactly.
+x_s = h_pre X;  X' = h_res X + h_post^T f_s(norm(x_s)), where X [n, d] are the streams. With r = RMSNorm(vec X) phi, for each token
+h_pre = sigmoid(a_1 r + b), h_post = 2 sigmoid(a_2 r + b) and h_res = Sinkhorn(exp(a_3 r + b)): 20 rounds that normalise the columns,
+then the rows, to sum 1.
 
-Source: Xie et al. (2025), mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880; permutations: mHC-lite, arXiv 2601.05732.
-Unconfirmed: the start of b (below; after others' reading of the appendix), which stream sublayer s has for its home (here s mod n) and
+Options: `mixing` = permutations: h_res = sum over the n! permutation matrices P_k of softmax_k(a_3 r + b) P_k, which is exactly doubly
+stochastic.
+
+Source: Xie et al. (2025), mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880. Permutations: mHC-lite, arXiv 2601.05732.
+Unconfirmed: the start of b (given below, after others' reading of the appendix), the home stream of sublayer s (here s mod n) and
 the readout (here the streams' mean).
-Seam: the streams (`multi_stream.py`); of sublayer s `matrices.<s>` [rows, n d_model] (phi) and `biases.<s>` [rows], rows those
-of h_pre, h_post, h_res, and `scales.<s>` [3]. At the start a = 0.01; b is -3 (home 3) for h_pre, 0 for h_post,
-6 I - 3 for h_res, or 0 for the identity and -8 for other permutations.
+Seam: `connections` (`stream.py`). Sublayer s has `matrices.<s>` [rows, n d_model] (phi) and `biases.<s>` [rows], with the rows
+of h_pre, h_post and h_res in this order, and `scales.<s>` [3]. At the start a = 0.01. b is -3 for h_pre (3 for the home stream), 0 for
+h_post, and for h_res 6 I - 3, or with permutations 0 for the identity and -8 for the others.
 Parameters: 2 L (n d (n^2 + 2 n) + n^2 + 2 n + 3); n! in place of n^2 for permutations.
-Cache: 2 L T D; streams need the new token only.
-Degenerate case: without phi and at this start all streams stay alike: the vanilla decoder up to eps, since h_pre sums to 1.1, not 1.
+Cache: 2 L T D; the streams need only the new token.
+Degenerate case: with phi = 0 and this start all streams stay equal: the vanilla decoder up to eps, since h_pre sums to 1.1, not 1.
 """
 
 from __future__ import annotations
@@ -26,33 +29,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Shortcut, one_of, stream_count
+from workbench.models.options import UNBOUNDED, choice_option, integer_option
+from workbench.models.shortcut import Shortcut
 
-ROUNDS, MOST = 20, 6  # 720 permutations
+ROUNDS = 20  # of Sinkhorn normalisation
+MOST = 6  # streams, which have 720 permutations
 
 
 class ManifoldHyperConnections(Shortcut):
-    """Streams mixed by doubly stochastic matrices."""
-
-    permutations: Tensor
+    """Residual streams mixed by doubly stochastic matrices."""
 
     prefix = "mhc"
+    permutations: Tensor
 
     def __init__(self, config: ModelConfig, *, streams: int = 4, mixing: str = "sinkhorn") -> None:
         super().__init__(config)
-        self.streams = n = stream_count(streams)
-        self.mixing = one_of("mixing", mixing, ("sinkhorn", "permutations"))
+        self.mixing = choice_option("mixing", mixing, ("sinkhorn", "permutations"))
+        limit = MOST if mixing == "permutations" else UNBOUNDED - 1
+        self.streams = n = integer_option("streams", streams, range(1, limit + 1), f"mixing={mixing}")
         start = (6 * torch.eye(n) - 3).flatten()
         if self.mixing == "permutations":
-            if n > MOST:
-                raise WorkbenchError(
-                    f"streams={n}: mixing=permutations takes {MOST} at the most ({n}! matrices); nearest {MOST}"
-                )
             orders = torch.tensor(list(itertools.permutations(range(n))))
-            self.register_buffer(
-                "permutations", torch.eye(n)[orders].flatten(1), persistent=False
-            )  # the identity first
+            # the identity comes first
+            self.register_buffer("permutations", torch.eye(n)[orders].flatten(1), persistent=False)
             start = torch.full((len(orders),), -8.0).index_fill(0, torch.tensor(0), 0.0)
         sublayers, rows = range(2 * config.n_layers), 2 * n + len(start)
         self.matrices = nn.ParameterList(nn.Parameter(torch.empty(rows, n * config.d_model)) for _ in sublayers)
@@ -71,7 +70,7 @@ class ManifoldHyperConnections(Shortcut):
         return pre.sigmoid(), self.mixed(res), 2 * post.sigmoid()
 
     def mixed(self, logits: Tensor) -> Tensor:
-        """h_res [batch, pos, into, from] of its logits."""
+        """Return h_res [batch, pos, into, from] from its logits."""
         n = self.streams
         if self.mixing == "permutations":
             return (logits.softmax(-1) @ self.permutations.to(logits.dtype)).unflatten(-1, (n, n))
@@ -87,7 +86,7 @@ class ManifoldHyperConnections(Shortcut):
 
 
 def sinkhorn(matrix: Tensor) -> Tensor:
-    """Positive matrices [..., n, n] whose columns, then rows, are brought to sum 1, again and again."""
+    """Normalise the columns, then the rows, of positive matrices [..., n, n] to sum 1, repeatedly."""
     for _ in range(ROUNDS):
         matrix = matrix / matrix.sum(-2, keepdim=True)
         matrix = matrix / matrix.sum(-1, keepdim=True)

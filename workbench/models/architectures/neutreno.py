@@ -1,14 +1,14 @@
-"""NeuTRENO: attention's output is pulled back toward the first layer's values.
+"""NeuTRENO: the attention output is pulled toward the first layer's values.
 
-U_n = A_n V_n + neutreno_lambda (V_1 - V_n) for layers n >= 2, at the token's own position (V_1 is not attended to).
+U_n = A_n V_n + neutreno_lambda (V_1 - V_n) for layers n >= 2, at the token's own position: the added term is not attended to.
 
 Source: Nguyen, Nguyen, Baraniuk (NeurIPS 2023), Mitigating Over-smoothing in Transformers via Regularized Nonlocal
-Functionals; lambda = 0.4 as there for language and as in Zhou et al. (2024). With grouped heads V_1 and V_n are
-repeated to the query heads first (the published code assumes as many). Together with ResFormer V_n is the mixed value
+Functionals. lambda = 0.4 as there for language and as in Zhou et al. (2024). With grouped heads V_1 and V_n are first
+repeated to the query heads (the published code has no grouped heads). In combination with ResFormer V_n is the mixed value
 and lambda = 0.2 (Zhou et al.'s code).
-Seam: attention output, before W_O.
+Seam: `output`, before W_O.
 Parameters: none.
-Cache: 2 L T D; the pull needs the new token's values only.
+Cache: 2 L T D; the added term needs only the new token's values.
 Degenerate case: neutreno_lambda = 0 is the vanilla decoder.
 """
 
@@ -19,7 +19,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Path, Projection, Shortcut, Source, Tensors, Weights, mix, number
+from workbench.models.options import number_option
+from workbench.models.shortcut import Path, Projection, Shortcut, Source, Tensors, Weights, mix
 
 
 class NeuTRENO(Shortcut):
@@ -29,7 +30,7 @@ class NeuTRENO(Shortcut):
 
     def __init__(self, config: ModelConfig, *, neutreno_lambda: float = 0.4) -> None:
         super().__init__(config)
-        self.neutreno_lambda = number("neutreno_lambda", neutreno_lambda)
+        self.neutreno_lambda = number_option("neutreno_lambda", neutreno_lambda)
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return (0,) if tensor == "v" and layer > 0 else ()

@@ -1,13 +1,13 @@
-"""Norms elsewhere than before attention and MLP, or another function in their place.
+"""Norm placement: norms after attention and MLP, or DyT instead of the norms.
 
-`norms` = sandwich: x + norm f(norm x); post: x + norm f(x), with Q and K normed over their full width before the rotation; dyt:
-x + f(g tanh(a x) + b), element by element, a one number for each. The final norm stays.
+`norms` = sandwich: x + norm f(norm x). `norms` = post: x + norm f(x), with Q and K normed over their full width before the rotation.
+`norms` = dyt: x + f(g tanh(a x) + b) for each element, where a is one number per norm. The final norm is unchanged.
 
-Source: arXiv 2603.05498 (2026), in which norms decide whether massive activations and sinks come together. Sandwich is also
-Gemma 2's, the output norm OLMo 2's, DyT Zhu et al. (2025), Transformers without Normalization. Gains start at 1, a at 0.8 before
-attention and 0.2 before the MLP, b at 0.
-Seam: the norms of a block (`norms.py`); its tensors stand in the blocks: `ln1_post`, `ln2_post`, `attn.q_proj.norm`.
-Parameters: sandwich 2 L d; post L (d + D), for layers with queries and keys of their own, since its input norms go; dyt 2 L (d + 1).
+Source: arXiv 2603.05498 (2026), in which the norms decide whether massive activations and sinks appear together. Gemma 2 has sandwich
+norms, OLMo 2 output norms. DyT: Zhu et al. (2025), Transformers without Normalization. Gains start at 1, a at 0.8 before
+attention and at 0.2 before the MLP, b at 0.
+Seam: `norms` (`norms.py`); the parameters are in the blocks: `ln1_post`, `ln2_post`, `attn.q_proj.norm`, `attn.k_proj.norm`.
+Parameters: sandwich 2 L d. post L (d + D) if each layer projects queries and keys, because its input norms go. dyt 2 L (d + 1).
 Cache: 2 L T D.
 Degenerate case: pre is the vanilla decoder. post: W_O c and W_down c are the same model for every c > 0, up to eps.
 """
@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from workbench.config import ModelConfig
 from workbench.models.norms import PLACEMENTS
-from workbench.models.shortcut import Shortcut, one_of
+from workbench.models.options import choice_option
+from workbench.models.shortcut import Shortcut
 
 
 class NormPlacement(Shortcut):
-    """Where the norms of the blocks stand."""
+    """Placement of the norms in the blocks."""
 
     prefix = "norm_placement"
 
     def __init__(self, config: ModelConfig, *, norms: str = "sandwich") -> None:
         super().__init__(config)
-        self.norms = one_of("norms", norms, PLACEMENTS)
+        self.norms = choice_option("norms", norms, PLACEMENTS)

@@ -1,15 +1,16 @@
-"""ResFormer: every later layer's values are mixed with the first layer's, with fixed coefficients.
+"""ResFormer: every later layer mixes its values with the first layer's values, with fixed coefficients (the value residual).
 
-V_n = lambda_v1 V_1 + lambda_own V_n^own for the layers n after the source; the others are standard; U_n = A_n V_n.
+V_n = lambda_v1 V_1 + lambda_own V_n^own, U_n = A_n V_n. The layers up to the source layer are standard.
+
+Options: `layers` are the layers that mix: a list, all, late or last_third. `source_layer` replaces the first layer. `detach_source` stops
+the gradient at V_1, which is a different model that some re-implementations train.
 
 Source: Zhou, Wu, Jiang, Obeid, Lan (2024), Value Residual Learning: identity form (0.5, 0.5), as in the authors' code;
-constant form (2, 1), the best of their sweep; sparse form, lambda 5 on the last three layers of eight (Zhou et al. 2025,
-as reported by others; the own coefficient of these layers, 1, is our reading).
-Seam: values, before the head split and the cache write; V_1 is not detached, so every layer trains W_1^V.
-Options: `layers` that mix (a list, all, late, last_third), `source_layer` instead of the first (it and the layers before it are standard),
-`detach_source` (a different model, as some re-implementations have it).
+constant form (2, 1), the best of their sweep; sparse form, lambda 5 in the last three layers of eight (Zhou et al. 2025,
+as reported by others; unconfirmed: the own coefficient of these layers, here 1).
+Seam: `weights` of the values, before the cache write; V_1 is not detached, so every layer trains W_1^V.
 Parameters: none.
-Cache: 2 L T D; each layer stores its mixed values, V_1 is the first layer's own entry.
+Cache: 2 L T D; each layer caches its mixed values, and V_1 is the first layer's entry.
 Degenerate case: lambda_v1 = 0, lambda_own = 1 is the vanilla decoder; layers = [] too.
 """
 
@@ -20,11 +21,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, chosen_layers, number, one_layer
+from workbench.models.options import integer_option, layers_option, number_option
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
 
 
 class ResFormer(Shortcut):
-    """Fixed-coefficient value residual."""
+    """The value residual with fixed coefficients; `Attention.project` computes the sum."""
 
     prefix = "resformer"
 
@@ -39,13 +41,13 @@ class ResFormer(Shortcut):
         detach_source: bool = False,
     ) -> None:
         super().__init__(config)
-        self.lambda_v1, self.lambda_own = number("lambda_v1", lambda_v1), number("lambda_own", lambda_own)
-        self.source_layer = one_layer("source_layer", source_layer, range(max(1, config.n_layers - 1)))
-        self.layers = chosen_layers("layers", layers, range(self.source_layer + 1, config.n_layers))
+        self.lambda_v1, self.lambda_own = number_option("lambda_v1", lambda_v1), number_option("lambda_own", lambda_own)
+        self.source_layer = integer_option("source_layer", source_layer, range(max(1, config.n_layers - 1)), "layers")
+        self.layers = layers_option("layers", layers, range(self.source_layer + 1, config.n_layers))
         self.detaches = self.detach_source = bool(detach_source)
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
-        return (self.source_layer,) if tensor == "v" and layer in self.layers else ()
+        return (self.source_layer,) if tensor == "v" and layer in self.layers else ()  # V_1
 
     def weights(self, projection: Projection, layer: int, memory: Memory, x: Tensor) -> Sequence[Weight]:
-        return self.lambda_v1, self.lambda_own
+        return self.lambda_v1, self.lambda_own  # of V_1 and of V_n^own

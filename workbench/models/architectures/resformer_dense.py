@@ -1,13 +1,13 @@
-"""Dense ResFormer: the values of each layer are a trained sum of its own and every earlier layer's.
+"""Dense ResFormer: the values of each layer are a trained sum of its own and every earlier layer's values.
 
 V_n = lambda_nn V_n^own + sum over i < n of lambda_ni V_i, for n >= 2.
 
 Source: Zhou et al. (2025), Value Residual Learning, as reported by others; their figure has all weights 1 at the start.
-Whether V_i is the layer's own projection or already mixed is not said: `dense_source` is `raw` (default) or `mixed`.
-Seam: values; `rows.<layer>` [layer + 1] are the coefficients, own last.
+Unconfirmed: whether V_i is the layer's own projection (`dense_source` = raw, the default) or already mixed (`mixed`).
+Seam: `weights` of the values; `rows.<layer>` [layer + 1] are the coefficients, own last.
 Parameters: L (L + 1) / 2 - 1.
 Cache: 2 L T D.
-Degenerate case: lambda_source = 0, lambda_own = 1 is the vanilla decoder; with source 1 alone it is the learnable form.
+Degenerate case: lambda_source = 0, lambda_own = 1 is the vanilla decoder; with the first source alone it is the learnable form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number, one_of
+from workbench.models.options import choice_option, number_option
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
 
 
 class DenseResFormer(Shortcut):
@@ -37,8 +38,11 @@ class DenseResFormer(Shortcut):
         decay_lambda: bool = False,
     ) -> None:
         super().__init__(config)
-        self.lambda_source, self.lambda_own = number("lambda_source", lambda_source), number("lambda_own", lambda_own)
-        self.dense_source = one_of("dense_source", dense_source, ("raw", "mixed"))
+        self.lambda_source, self.lambda_own = (
+            number_option("lambda_source", lambda_source),
+            number_option("lambda_own", lambda_own),
+        )
+        self.dense_source = choice_option("dense_source", dense_source, ("raw", "mixed"))
         self.decays = self.decay_lambda = bool(decay_lambda)
         self.reads = "own" if dense_source == "raw" else "effective"
         start = lambda n: torch.tensor([self.lambda_source] * n + [self.lambda_own])  # noqa: E731
@@ -51,7 +55,7 @@ class DenseResFormer(Shortcut):
         return self.rows[str(layer)].unbind()
 
     def coefficients(self) -> dict[str, list[float]]:
-        """`lambda_<i>`: weight of layer i's values at each layer, NaN where it has none."""
+        """Return `lambda_<i>`: the weight of layer i's values at each layer, NaN for layers without one."""
         table = {f"lambda_{i}": [math.nan] * self.config.n_layers for i in range(self.config.n_layers)}
         for layer, row in self.rows.items():
             for i, value in enumerate(row.tolist()):

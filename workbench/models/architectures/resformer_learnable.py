@@ -1,16 +1,16 @@
 """Learnable ResFormers: the coefficients of the value residual are trained, one pair for each layer.
 
-V_n = lambda_n1 V_1 + lambda_n2 V_n^own for n >= 2. Learnable: both unconstrained, starting at `lambda_v1`, `lambda_own`.
-Learnable-Plus: lambda_n1 = scale * softmax over n = 2..L of logits, scale shared, lambda_n2 as before.
+V_n = lambda_n1 V_1 + lambda_n2 V_n^own for n >= 2. Learnable: both are unconstrained and start at `lambda_v1` and `lambda_own`.
+Learnable-Plus: lambda_n1 = scale * softmax over n = 2..L of logits, with one scale for all layers; lambda_n2 as in Learnable.
 
 Source: Zhou et al. (2025), Value Residual Learning, as reported by others: starts 0.5 and 0.5; for Plus own 0.5 and
-scale L. The start of the logits is disputed: `plus_logit_init` is `zeros` (lambda_n1 = L / (L - 1)), `randn:<sd>`, or
-`ramp:<slope>` (slope * (n - 2)). The papers do not say whether the coefficients decay: `decay_lambda`, off.
-Seam: values, as in the fixed form; V_1 is not detached. Layers whose values have a shared source mix nothing, so a
+scale L. Reports disagree on the start of the logits: `plus_logit_init` is `zeros` (lambda_n1 = L / (L - 1)), `randn:<sd>`, or
+`ramp:<slope>` (slope * (n - 2)). The papers do not say whether weight decay applies to the coefficients: `decay_lambda`, off.
+Seam: `weights` of the values, as in the fixed form; V_1 is not detached. Layers whose values have a shared source mix nothing, so a
 combination that would leave coefficients without effect is refused.
 Parameters: 2 (L - 1); Plus 2 (L - 1) + 1.
 Cache: 2 L T D.
-Degenerate case: lambda_n1 = 0, lambda_n2 = 1 (Plus: scale 0) is the vanilla decoder; at the start Learnable is the
+Degenerate case: lambda_n1 = 0, lambda_n2 = 1 (Plus: scale 0) is the vanilla decoder. At the start Learnable is the
 identity form and Plus the constant form (L / (L - 1), 0.5).
 """
 
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
+from workbench.models.options import number_option
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
 
 
 class LearnableResFormer(Shortcut):
@@ -36,13 +37,13 @@ class LearnableResFormer(Shortcut):
         self, config: ModelConfig, *, lambda_v1: float = 0.5, lambda_own: float = 0.5, decay_lambda: bool = False
     ) -> None:
         super().__init__(config)
-        self.lambda_v1, self.lambda_own = number("lambda_v1", lambda_v1), number("lambda_own", lambda_own)
+        self.lambda_v1, self.lambda_own = number_option("lambda_v1", lambda_v1), number_option("lambda_own", lambda_own)
         self.decays = self.decay_lambda = bool(decay_lambda)
         self.first = nn.Parameter(torch.full((config.n_layers - 1,), self.lambda_v1))
         self.own = nn.Parameter(torch.full((config.n_layers - 1,), self.lambda_own))
 
     def first_weights(self) -> Tensor:
-        """lambda_n1 of layers 2..L."""
+        """Return lambda_n1 of the layers n = 2..L."""
         return self.first
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
@@ -60,7 +61,7 @@ class LearnableResFormer(Shortcut):
 
 
 class PlusResFormer(LearnableResFormer):
-    """Learnable-Plus: the first layer's coefficients share a trained total."""
+    """Learnable-Plus: the coefficients of V_1 share a trained total."""
 
     prefix = "resformer_learnable_plus"
 
@@ -76,7 +77,7 @@ class PlusResFormer(LearnableResFormer):
         super().__init__(config, lambda_own=lambda_own, decay_lambda=decay_lambda)
         self.plus_logit_init = plus_logit_init
         scale = config.n_layers if plus_scale_init is None else plus_scale_init
-        self.plus_scale_init = number("plus_scale_init", scale)
+        self.plus_scale_init = number_option("plus_scale_init", scale)
         kind, _, size = str(plus_logit_init).partition(":")
         try:
             self.start = kind, float(size or (0 if kind == "zeros" else "nan"))

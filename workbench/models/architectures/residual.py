@@ -1,14 +1,14 @@
-"""Controls: the residual of ResFormer on the queries or the keys instead of the values.
+"""Controls: ResFormer's mix on the queries or the keys instead of the values.
 
 Q_n = lambda_q1 Q_1 + lambda_q_own Q_n^own, or K_n = lambda_k1 K_1 + lambda_k_own K_n^own, for layers n >= 2, before the
-head split and the rotation (which is linear, so the place makes no difference).
+rotation (which is linear, so the order makes no difference).
 
-Source: Zhou et al. (2024), Value Residual Learning, ablation over residual targets; the published weights are not
-stated, the defaults are those of the value residual (0.5, 0.5).
-Seam: queries or keys.
+Source: Zhou et al. (2024), Value Residual Learning, ablation over residual targets. The paper does not give the coefficients;
+the defaults are the value residual's (0.5, 0.5).
+Seam: `weights` of the queries or keys.
 Parameters: none.
-Cache: 2 L T D; the keys stored are the mixed ones.
-Degenerate case: weights (0, 1) are the vanilla decoder.
+Cache: 2 L T D, with the mixed keys.
+Degenerate case: coefficients (0, 1) are the vanilla decoder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
+from workbench.models.options import number_option
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
 
 
 class _Residual(Shortcut):
@@ -27,7 +28,7 @@ class _Residual(Shortcut):
 
     def __init__(self, config: ModelConfig, **pair: float) -> None:
         super().__init__(config)
-        self.pair = tuple(number(name, value) for name, value in pair.items())
+        self.pair = tuple(number_option(name, value) for name, value in pair.items())
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return (0,) if tensor == self.target and layer > 0 else ()

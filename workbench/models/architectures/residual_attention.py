@@ -1,13 +1,13 @@
-"""Control: the first layer's attention pattern is mixed into every later layer's.
+"""Control: every later layer mixes its attention pattern with the first layer's pattern.
 
-A_n' = lambda_a1 A_1 + lambda_a_own A_n after the softmax (`attn_mix = prob`), or the mixture of the scaled scores before it
-(`attn_mix = logit`); U_n = A_n' V_n for layers n >= 2.
+U_n = A_n' V_n for layers n >= 2, with A_n' = lambda_a1 A_1 + lambda_a_own A_n after the softmax (`attn_mix` = prob), or the softmax
+of the same sum of scaled scores (`attn_mix` = logit).
 
-Source: Zhou et al. (2025), Value Residual Learning, ablation over residual targets, as reported by others; the published
-place and weights are unknown, the defaults keep the rows' sums at 1.
-Seam: the attention. With `prob` there is no log-sum-exp of the mixture.
+Source: Zhou et al. (2025), Value Residual Learning, ablation over residual targets, as reported by others. Unconfirmed: before or
+after the softmax, and the coefficients; with the defaults rows sum to 1.
+Seam: `softmaxes`. With `prob` the mixture has no log-sum-exp.
 Parameters: none.
-Cache: 2 L T D; the first layer's keys are its own entry.
+Cache: 2 L T D, with the first layer's keys in its own entry.
 Degenerate case: lambda_a1 = 0, lambda_a_own = 1 is the vanilla decoder.
 """
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from workbench.config import ModelConfig
 from workbench.kernels.joint import Softmax
-from workbench.models.shortcut import Path, Reads, Shortcut, SoftmaxForm, Source, Weights, number, one_of
+from workbench.models.options import choice_option, number_option
+from workbench.models.shortcut import Path, Reads, Shortcut, SoftmaxForm, Source, Weights
 
 
 class AttentionResidual(Shortcut):
@@ -31,8 +32,11 @@ class AttentionResidual(Shortcut):
         self, config: ModelConfig, *, lambda_a1: float = 0.5, lambda_a_own: float = 0.5, attn_mix: str = "prob"
     ) -> None:
         super().__init__(config)
-        self.lambda_a1, self.lambda_a_own = number("lambda_a1", lambda_a1), number("lambda_a_own", lambda_a_own)
-        self.attn_mix = one_of("attn_mix", attn_mix, ("prob", "logit"))
+        self.lambda_a1, self.lambda_a_own = (
+            number_option("lambda_a1", lambda_a1),
+            number_option("lambda_a_own", lambda_a_own),
+        )
+        self.attn_mix = choice_option("attn_mix", attn_mix, ("prob", "logit"))
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return (0,) if tensor in ("rot_q", "rot_k") and layer > 0 else ()

@@ -1,9 +1,9 @@
-"""Control: the embedding is added again to what every later block reads.
+"""Control: the embedding is added again to the input of every later block.
 
 H'_{n-1} = lambda_h1 H_0 + lambda_h_own H_{n-1} is the input of block n >= 2, skip connection included.
 
-Source: Zhou et al. (2025), Value Residual Learning, ablation over residual targets, as reported by others; the published
-weights are unknown, the defaults (1, 1) add. It changes queries, keys and values at once.
+Source: Zhou et al. (2025), Value Residual Learning, ablation over residual targets, as reported by others. Unconfirmed: the
+coefficients, here (1, 1). Queries, keys and values all change.
 Seam: stream (after every block but the last).
 Parameters: none.
 Cache: 2 L T D.
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Memory, Shortcut, Weight, number
+from workbench.models.options import number_option
+from workbench.models.shortcut import Memory, Shortcut, Weight
 
 
 class HiddenResidual(Shortcut):
@@ -27,7 +28,10 @@ class HiddenResidual(Shortcut):
 
     def __init__(self, config: ModelConfig, *, lambda_h1: float = 1.0, lambda_h_own: float = 1.0) -> None:
         super().__init__(config)
-        self.lambda_h1, self.lambda_h_own = number("lambda_h1", lambda_h1), number("lambda_h_own", lambda_h_own)
+        self.lambda_h1, self.lambda_h_own = (
+            number_option("lambda_h1", lambda_h1),
+            number_option("lambda_h_own", lambda_h_own),
+        )
 
     def stream_sources(self, sublayer: int) -> tuple[int, ...]:
         return (0, sublayer) if sublayer % 2 == 0 and sublayer < 2 * self.config.n_layers else ()

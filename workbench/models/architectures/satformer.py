@@ -1,14 +1,14 @@
-"""SATFormer: the first layer's values are added in an amount that each token and key-value head decides.
+"""SATFormer: the first layer's values are added with a gate for each token and key-value head.
 
-V_n = V_n^own + alpha V_1 with alpha = f(X_n W_n), X_n the normalised input of the attention, for the layers n >= 2 that `layers` names.
+V_n = V_n^own + alpha V_1 with alpha = f(X_n W_n) for the layers n >= 2 that `layers` names. X_n is the normalised input of the attention.
 f = `gate_form`: relu, sigmoid, tanh, identity, softmax (over the key-value heads, times their number), or softmax_sigmoid (both).
 
 Source: arXiv 2605.03953 (2026), and its code (SkyeGunasekaran/SATFormer): no bias, weights from N(0, 0.02).
-Seam: values, with weights of each token: `attn.hook_v_weights` [batch, pos, kv_head, source], own last; `gates.<layer>` [kv_head, d].
-V_1 is not detached. The mean of alpha over tokens is what `coefficient_share` tells as its coefficient.
+Seam: `weights` of the values, per token: `attn.hook_v_weights` [batch, pos, kv_head, source], own last; `gates.<layer>` [kv_head, d].
+V_1 is not detached. `coefficient_share` reports the mean of alpha over tokens.
 Parameters: d G for each such layer, G key-value heads.
 Cache: 2 L T D, the mixed values.
-Degenerate case: alpha = 0 (W = 0 under relu, tanh, identity) is the vanilla decoder, `layers` = [] too; a constant alpha is ResFormer
+Degenerate case: alpha = 0 (W = 0 under relu, tanh, identity) is the vanilla decoder, layers = [] too. A constant alpha is ResFormer
 with (alpha, 1): W = 0 under softmax is (1, 1).
 """
 
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, chosen_layers, one_of
+from workbench.models.options import choice_option, layers_option
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -41,8 +42,8 @@ class SATFormer(Shortcut):
 
     def __init__(self, config: ModelConfig, *, gate_form: str = "relu", layers: str | Sequence[int] = "all") -> None:
         super().__init__(config)
-        self.gate_form = one_of("gate_form", gate_form, tuple(GATES))
-        self.layers = chosen_layers("layers", layers, range(1, config.n_layers))
+        self.gate_form = choice_option("gate_form", gate_form, tuple(GATES))
+        self.layers = layers_option("layers", layers, range(1, config.n_layers))
         shape = config.n_key_value_heads, config.d_model
         self.gates = nn.ParameterDict({str(n): nn.Parameter(torch.empty(shape)) for n in self.layers})
 

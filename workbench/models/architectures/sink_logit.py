@@ -1,14 +1,14 @@
-"""Sink logits: the softmax of each head has one more column, which is no key, so that a head can attend to nothing.
+"""Sink logits: each head's softmax has one additional column that is no key, so a head can attend to nothing.
 
-A_ij = e^{s_ij} / (sum over k <= i of e^{s_ik} + e^{b_{n,h}}), U_n = A_n V_n: b one number for each layer and head, learned
-(`logit = learned`) or 0 (`logit = zero`, off by one). What the column gets, 1 - sum_j A_ij, is `attn.hook_null`.
+A_ij = e^{s_ij} / (sum over k <= i of e^{s_ik} + e^{b_{n,h}}), U_n = A_n V_n. b is one number per layer and head, learned
+(`logit` = learned) or 0 (`logit` = zero, off by one). `attn.hook_null` shows the column's probability, 1 - sum_j A_ij.
 
-Source: gpt-oss (OpenAI 2025), b from N(0, init_std) as in transformers' implementation of it; off by one: Miller (2023),
+Source: gpt-oss (OpenAI 2025), b from N(0, init_std) as in its implementation in transformers. Off by one: Miller (2023),
 Attention Is Off By One.
-Seam: the attention; `logits.<layer>` [head]. Rows sum to less than 1: entropies and importance count the rest as one part more.
+Seam: `softmaxes`; `logits.<layer>` [head]. Rows sum to less than 1: entropy and importance count the rest as one more column.
 Parameters: L H; none for `zero`.
 Cache: 2 L T D.
-Degenerate case: b -> -infinity is the vanilla decoder; b -> infinity leaves nothing of any value.
+Degenerate case: b -> -infinity is the vanilla decoder; b -> infinity sets every head output to 0.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.kernels.joint import Softmax
-from workbench.models.shortcut import Reads, Shortcut, SoftmaxForm, Weights, one_of
+from workbench.models.options import choice_option
+from workbench.models.shortcut import Reads, Shortcut, SoftmaxForm, Weights
 
 
 class SinkLogit(Shortcut):
-    """A column of each softmax that is no key."""
+    """One additional column in each softmax."""
 
     prefix = "sink_logit"
 
     def __init__(self, config: ModelConfig, *, logit: str = "learned") -> None:
         super().__init__(config)
-        self.logit = one_of("logit", logit, ("learned", "zero"))
+        self.logit = choice_option("logit", logit, ("learned", "zero"))
         learned = (nn.Parameter(torch.zeros(config.n_heads)) for _ in range(config.n_layers))
         self.logits = nn.ParameterList(learned if logit == "learned" else ())
 

@@ -1,15 +1,16 @@
-"""SVFormer: all layers share the first layer's values, which halves the key-value cache.
+"""SVFormer: all layers use the first layer's values, which halves the key-value cache.
 
-U_n = A_n V_1 for layers n >= 2; those layers have no value projection.
+U_n = A_n V_1 for layers n >= 2, which have no value projection.
 
-Source: Zhou et al. (2024), Value Residual Learning, as in the authors' code (one anchor, the first layer; but their code
-writes the shared values into every layer's cache, ours holds them once).
+Options: `anchors` are the layers (from 0) with values of their own; each later layer uses the latest anchor's values.
+`refresh_every` = r sets the anchors to 0, r, 2r, ... `shared_layers` are the layers that use the first layer's values; `last_third` is a
+comparison of Bank of Values (2026, arXiv 2606.02780).
+
+Source: Zhou et al. (2024), Value Residual Learning, and the authors' code (one anchor, the first layer). Their code
+writes the shared values to every layer's cache; here they are cached once.
 Seam: `shared_source`.
 Parameters: -(L - k) d D for k layers with values of their own.
 Cache: (L + k) T D, which is (L + k) / (2 L) of the decoder's bytes.
-Options: `anchors`, layers (from 0) with values of their own, each later layer reads the latest anchor's; or
-`refresh_every` r: anchors 0, r, 2r, ...; or `shared_layers`, those that read the first layer's: `last_third` is a comparison of
-Bank of Values (2026, arXiv 2606.02780).
 Degenerate case: anchors = all layers, or shared_layers = [], is the vanilla decoder.
 """
 
@@ -19,7 +20,8 @@ from collections.abc import Sequence
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Projection, Shortcut, Source, chosen_layers
+from workbench.models.options import integer_option, layers_option
+from workbench.models.shortcut import Projection, Shortcut, Source
 
 
 class SVFormer(Shortcut):
@@ -37,9 +39,8 @@ class SVFormer(Shortcut):
     ) -> None:
         super().__init__(config)
         depth, last = config.n_layers, config.n_layers - 1
-        if refresh_every is not None and (isinstance(refresh_every, bool) or refresh_every not in range(1, last + 2)):
-            closest = min(max(refresh_every, 1), depth)
-            raise WorkbenchError(f"refresh_every={refresh_every}: must be 1..{depth} (n_layers); nearest {closest}")
+        if refresh_every is not None:
+            integer_option("refresh_every", refresh_every, range(1, depth + 1), "n_layers")
         every = tuple(range(0, depth, refresh_every or depth))
         self.anchors = every if anchors is None else tuple(anchors)
         self.refresh_every = refresh_every
@@ -52,12 +53,12 @@ class SVFormer(Shortcut):
             raise WorkbenchError(
                 f"anchors={self.anchors} contradict refresh_every={refresh_every}, which means {every}; give one"
             )
-        self.shared_layers = chosen_layers("shared_layers", shared_layers, range(1, depth))
+        self.shared_layers = layers_option("shared_layers", shared_layers, range(1, depth))
         if self.shared_layers != tuple(range(1, depth)) and self.anchors != (0,):
             both = f"shared_layers={shared_layers!r} use the first layer's values, anchors={self.anchors} others' too"
             raise WorkbenchError(f"{both}; give one")
 
     def shared_source(self, projection: Projection, layer: int) -> Source:
-        return (
-            max(a for a in self.anchors if a <= layer) if projection == "v" and layer in self.shared_layers else layer
-        )
+        if projection != "v" or layer not in self.shared_layers:
+            return layer
+        return max(a for a in self.anchors if a <= layer)

@@ -1,14 +1,14 @@
-"""Value embeddings: tables of values by token id are mixed into the first and the last layers' values.
+"""Value embeddings: the first and the last layers mix their values with values looked up by token id.
 
-V_n = lambda_n1 V_n^own + lambda_n2 E_k[token]: table k at layer k and at layer L - K + k, K = `value_tables`; the other
-layers V_n = lambda_n1 V_n^own.
+V_n = lambda_n1 V_n^own + lambda_n2 E_k[token], with table k in layer k and in layer L - K + k, K = `value_tables`. The other
+layers have V_n = lambda_n1 V_n^own.
 
-Source: modded-nanogpt (Jordan et al. 2024), three tables, coefficients learned from (0.5, 0.5); with fewer than six layers
-half as many tables as layers.
-Seam: values; a table is a source that no layer computes. `own` [L] and `table` [2 K] are the coefficients.
+Source: modded-nanogpt (Jordan et al. 2024): three tables, trained coefficients that start at (0.5, 0.5). Models of fewer than six layers
+have half as many tables as layers.
+Seam: `weights` of the values, with a table as source; `own` [L] and `table` [2 K] are the coefficients.
 Parameters: K d_vocab D + L + 2 K.
 Cache: 2 L T D, the mixed values.
-Degenerate case: table weights 0 and own weights 1 are the vanilla decoder.
+Degenerate case: table coefficients 0 and own coefficients 1 are the vanilla decoder.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.errors import WorkbenchError
-from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, number
+from workbench.models.options import integer_option, number_option
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight
 
 
 class ValueEmbedding(Shortcut):
-    """Learned values by token id beside the projected ones."""
+    """A weighted sum of projected values and values by token id."""
 
     prefix = "value_embedding"
     reads = "effective"
@@ -41,12 +41,12 @@ class ValueEmbedding(Shortcut):
     ) -> None:
         super().__init__(config)
         layers, limit = config.n_layers, max(1, config.n_layers // 2)
-        self.value_tables = min(3, limit) if value_tables is None else value_tables
-        if isinstance(self.value_tables, bool) or self.value_tables not in range(1, limit + 1):
-            nearest = min(range(1, limit + 1), key=lambda n: abs(n - self.value_tables))
-            choices = f"1..{limit} for {layers} layers"
-            raise WorkbenchError(f"value_tables={value_tables}: must be {choices}; nearest {nearest}")
-        self.lambda_table, self.lambda_own = number("lambda_table", lambda_table), number("lambda_own", lambda_own)
+        tables = min(3, limit) if value_tables is None else value_tables
+        self.value_tables = integer_option("value_tables", tables, range(1, limit + 1), f"for {layers} layers")
+        self.lambda_table, self.lambda_own = (
+            number_option("lambda_table", lambda_table),
+            number_option("lambda_own", lambda_own),
+        )
         self.decays = self.decay_lambda = bool(decay_lambda)
         shape = config.d_vocab, config.d_key_value
         self.tables = nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(self.value_tables))
@@ -55,7 +55,7 @@ class ValueEmbedding(Shortcut):
         self.table = nn.Parameter(torch.full((len(self.layers),), self.lambda_table))
 
     def table_of(self, layer: int) -> int | None:
-        """Which table a layer reads."""
+        """Return the table that a layer reads, None for a layer without one."""
         if layer not in self.layers:
             return None
         return layer if layer < self.value_tables else layer - self.config.n_layers + self.value_tables
