@@ -54,25 +54,14 @@ def test_columns_are_found_wherever_they_stand_and_whatever_factor_they_carry(co
     )
 
 
-def test_one_column_is_not_found_twice():
+def test_one_column_is_not_found_twice_and_very_wide_outputs_are_searched_side_by_side(monkeypatch):
     assert matching_columns(OUTPUT, OUTPUT[:, [3, 3]]) is None
     assert matching_columns(OUTPUT[:, :1], OUTPUT[:, :1] + OUTPUT[:, 1:2]) is None
-
-
-def test_of_very_wide_outputs_only_columns_side_by_side_are_sought(monkeypatch):
     monkeypatch.setattr(projections, "_MAX_TABLE", 24 * 12 - 1)
     assert matching_columns(OUTPUT, OUTPUT[:, 8:20]) == slice(8, 20)
     assert matching_columns(OUTPUT, OUTPUT[:, 1::2]) is None
     monkeypatch.setattr(projections, "_MAX_TABLE", 24 * 12)
     assert matching_columns(OUTPUT, OUTPUT[:, 1::2]) == tuple(range(1, 24, 2))
-
-
-@pytest.mark.parametrize("narrow", ["output", "target", "both"])
-def test_columns_that_were_rounded_to_sixteen_bits_are_found(narrow):
-    output, target = OUTPUT, OUTPUT[:, 8:20] * 1.7
-    output = output.bfloat16() if narrow != "target" else output
-    target = target.bfloat16() if narrow != "output" else target
-    assert matching_columns(output, target) == slice(8, 20)
 
 
 STARTS = torch.arange(ROWS) % 10 == 0
@@ -102,12 +91,13 @@ def test_heads_are_found_through_a_rotation_and_a_factor_also_where_all_have_one
     assert matching_head_columns(heads.flatten(1), turned(mixed), STARTS) is None, "one that is another's"
 
 
-@pytest.mark.parametrize("narrow", ["output", "target"])
-def test_heads_that_were_rounded_to_sixteen_bits_are_found(narrow):
-    heads = OUTPUT.unflatten(1, (6, WIDTH))
-    output, target = OUTPUT, turned(heads[:, 1:4])
-    output, target = (output.bfloat16(), target) if narrow == "output" else (output, target.bfloat16())
-    assert matching_head_columns(output, target, STARTS) == slice(4, 16)
+@pytest.mark.parametrize("narrow", ["output", "target", "both"])
+def test_columns_and_heads_that_were_rounded_to_sixteen_bits_are_found(narrow):
+    output = OUTPUT.bfloat16() if narrow != "target" else OUTPUT
+    columns, heads = OUTPUT[:, 8:20] * 1.7, turned(OUTPUT.unflatten(1, (6, WIDTH))[:, 1:4])
+    columns, heads = (x.bfloat16() if narrow != "output" else x for x in (columns, heads))
+    assert matching_columns(output, columns) == slice(8, 20)
+    assert matching_head_columns(output, heads, STARTS) == slice(4, 16)
 
 
 @pytest.mark.parametrize("columns", [slice(4, 16), tuple(range(15, 3, -1))])
@@ -200,10 +190,7 @@ def test_head_outputs_are_explained_by_the_attention_and_at_most_a_sum_of_values
     assert not explained(z + 0.3 * wide(v), z, v, first[:, :1]), "values of another shape explain nothing"
     narrow = random(ROWS, 3, WIDTH + 1, seed=7)
     assert not explained(z + 1, z, narrow, narrow)
-
-
-def test_what_rounding_may_leave_is_ten_times_that_of_one_value():
-    """Heads of float64; the two that read one key-value head differ, which no sum of values does."""
+    # ten times the rounding of one value: two float64 heads that read one key-value head differ, which no sum of values does
     z, v = random(ROWS, 2, WIDTH, dtype=torch.float64), random(ROWS, 1, WIDTH, seed=1, dtype=torch.float64)
     both, apart = torch.cat((v, v), 1), torch.cat((v, -v), 1)
     for left, told in ((0.95e-9, True), (1.05e-9, False)):

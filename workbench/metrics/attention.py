@@ -92,13 +92,11 @@ class ConcentrationParts:
     def update(
         self, received: Float[Tensor, "batch head pos"], null: Float[Tensor, "batch head pos"] | None = None
     ) -> None:
-        """Add the sequences of a batch, renormalised without attention to no token (`null`)."""
         p = (received.double().mean(1) / received.shape[-1]).cpu()
         p = p if null is None else p / p.sum(-1, keepdim=True)
         self._add(len(p), -float(entropy(p).sum()), p.sum(0))
 
     def merge(self, other: ConcentrationParts) -> None:
-        """Add another accumulator's sequences."""
         if other.n:
             self._add(other.n, other.negentropy, other.sum)
 

@@ -71,12 +71,10 @@ class ClassSums:
         self.second = torch.zeros(0, 0, dtype=torch.double)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add vectors [pos, width] of the tokens y [pos]."""
         x = x.double()
         self._add(y, torch.ones(len(y), dtype=torch.double), x, x.T @ x)
 
     def merge(self, other: ClassSums) -> None:
-        """Add another's sums."""
         if len(other.ids):
             self._add(other.ids, other.counts, other.sums, other.second)
 

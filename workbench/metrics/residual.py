@@ -125,14 +125,12 @@ class MassiveDimensions:
         )  # of ratios and of largest entries at position 0, by dimension
 
     def update(self, vectors: Float[Tensor, "batch pos *width"]) -> None:
-        """Add the documents of a batch."""
         size = wide(vectors.flatten(2)).abs().double()
         largest, place = size.max(1)
         ratio = largest / size.flatten(1).median(-1, keepdim=True).values
         self._add(len(size), torch.stack((ratio.sum(0), (place == 0).double().sum(0))).cpu())
 
     def merge(self, other: MassiveDimensions) -> None:
-        """Add another accumulator's documents."""
         if other.n:
             self._add(other.n, other.sums)
 

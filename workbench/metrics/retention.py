@@ -29,7 +29,6 @@ class _Probe:
     errors: Mapping[str, float] = {}  # standard errors of the results over held-out documents
 
     def update(self, vectors: Float[Tensor, "batch pos *width"], tokens: Int[Tensor, "batch pos"]) -> None:
-        """Add a batch of documents."""
         vectors, targets = vectors[:, self.before :].flatten(2), tokens[:, : tokens.shape[1] - self.before]
         shift = min(SHIFT, targets.shape[1] // 2) if self.shifted else 0
         for x, y, ids in zip(wide(vectors), targets.roll(shift, dims=1), tokens, strict=True):
@@ -78,7 +77,6 @@ class TokenProbe(_Probe):
         self.reservoir.add(key, *draw_positions(key, x, y, self.vectors))
 
     def merge(self, other: TokenProbe) -> None:
-        """Add another accumulator's documents."""
         self.finite = self.finite and other.finite
         for key, (x, y) in other.reservoir.sample.items():
             self.reservoir.add(key, x, y)
@@ -165,7 +163,6 @@ class TokenProbeStreamed(_Probe):
             self.seen += 1
 
     def merge(self, other: TokenProbeStreamed) -> None:
-        """Add another accumulator's documents."""
         self.sums.merge(other.sums)
         self.seen += other.seen
         for key, (x, y) in other.reservoir.sample.items():

@@ -25,12 +25,10 @@ class _Moments:
         self.second = torch.zeros((), dtype=torch.double)
 
     def update(self, vectors: Float[Tensor, "batch pos *width"]) -> None:
-        """Add the vectors of a batch, all heads of a position together."""
         x = wide(vectors.flatten(2).flatten(0, 1)).double()
         self._add(len(x), x.sum(0).cpu(), (x.T @ x).cpu())
 
     def merge(self, other: _Moments) -> None:
-        """Add another accumulator's sums."""
         if other.n:
             self._add(other.n, other.sum, other.second)
 
@@ -99,7 +97,6 @@ class Spectrum(_Moments):
         self.ranked = torch.zeros(MAX_EIGENVALUES, dtype=torch.double)  # sums over sequences, by rank
 
     def update(self, vectors: Float[Tensor, "batch pos *width"]) -> None:
-        """Add the vectors of a batch, all heads of a position together."""
         super().update(vectors)
         for x in wide(vectors.flatten(2)).double():
             moment = x @ x.T if x.shape[0] < x.shape[1] else x.T @ x  # the same eigenvalues but for zeros
@@ -110,7 +107,6 @@ class Spectrum(_Moments):
             self.ranked[: len(mu)] += mu
 
     def merge(self, other: _Moments) -> None:
-        """Add another accumulator's sums."""
         assert isinstance(other, Spectrum)
         super().merge(other)
         self.ranked = self.ranked + other.ranked

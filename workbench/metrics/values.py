@@ -90,7 +90,6 @@ class TokenIdentityShare:
         self.squares = torch.zeros(0, dtype=torch.double)
 
     def update(self, vectors: Float[Tensor, "batch pos *width"], tokens: Int[Tensor, "batch pos"]) -> None:
-        """Add the counts, sums and sums of squares of a batch by type."""
         if self.shuffle:
             order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(tokens.shape[1]))
             tokens = tokens[:, order.to(tokens.device)]
@@ -121,7 +120,6 @@ class TokenIdentityShare:
         self.ids = types
 
     def merge(self, other: TokenIdentityShare) -> None:
-        """Add another accumulator's sums."""
         if len(other.ids):
             self._add(other.ids, other.counts, other.sums, other.squares)
 

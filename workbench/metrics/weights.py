@@ -104,5 +104,5 @@ def cache_traffic(cache: Decoded, *, capacity: bool = False) -> list[Row]:
     attention more. The control `capacity` is the bytes stored. Caution: shared values that stay in a GPU's L2 cache between
     layers are read from its memory only once, which reduces SVFormer's traffic to its capacity.
     """
-    held = cache.nbytes() if capacity else cache.traffic()
-    return [Row("all", None, held / (cache.batch * cache.length))]
+    total = cache.nbytes() if capacity else cache.traffic()
+    return [Row("all", None, total / (cache.batch * cache.length))]

@@ -56,11 +56,23 @@ def recognize_architecture(structure: DecoderStructure, paths: Sequence[ValuePat
 
 
 def _values(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Named:
-    if all(not p.by_token and _near(p.coefficients, {"own": 1.0}) for p in values):
+    """Name mixtures of values, by token or constant, and their options."""
+    changed = [p for p in values if p.by_token or not _near(p.coefficients, {"own": 1.0})]
+    if not changed:
         return [], {}
     if gated := [p for p in values if p.by_token]:
-        if (gate := _gate_name(gated, values, layers)) is not None:
-            return [gate], {}
+        kinds = {"table" if _is_table(s) else s for p in gated for s in p.coefficients}
+        own = [(p.coefficients["own"], p.spread["own"]) for p in gated if "own" in p.coefficients]
+        plain = len(own) == len(gated) and all(abs(c - 1) < _SAME and spread < _SAME for c, spread in own)
+        if plain and len(changed) == len(gated) and kinds in ({"first", "own"}, {"table", "own"}):
+            return ["satformer" if "first" in kinds else "gated_value_embedding"], {}
+        if kinds == {"own"} and len({p.layer for p in gated}) == len(layers):
+            weights = [weights_by_token(layer.attention.v, [layer.rows["own"]])[0][..., 0] for layer in layers]
+            if all(bool((w > 0).all() and (w < 1).all()) for w in weights):
+                squares = [layer.rows["own"].double().square().sum(-1) for layer in layers]
+                missing = [r * (1 / w - 1) for r, w in zip(squares, weights, strict=True)]  # C, where w = r / (r + C)
+                same = all(bool((c.std(0) < 1e-2 * c.mean(0)).all()) for c in missing)
+                return ["value_scale" if same else "value_gate"], {}
         sources = list(dict.fromkeys(s for p in gated for s in p.coefficients if p.spread[s] > _SAME))
         looked_up = any(_is_table(s) for s in sources)
         known = (
@@ -71,56 +83,31 @@ def _values(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Na
         raise _UnknownArchitecture(
             f"values are weighted by token in layers {numbers}: gates on {of}{known}; see value_paths()"
         )
-    name, options = _value_name(values, layers)
-    if name is None:
-        raise _UnknownArchitecture("values are mixed in an unregistered way; see value_paths()")
-    return [name], options
-
-
-def _gate_name(gated: Sequence[ValuePath], values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> str | None:
-    """Name weights by token: of the first layer's values or a table's beside own ones, or of own values alone."""
-    kinds = {"table" if _is_table(s) else s for p in gated for s in p.coefficients}
-    own = [(p.coefficients["own"], p.spread["own"]) for p in gated if "own" in p.coefficients]
-    plain = len(own) == len(gated) and all(abs(c - 1) < _SAME and spread < _SAME for c, spread in own)
-    others = all(_near(p.coefficients, {"own": 1.0}) for p in values if not p.by_token)
-    if others and plain and kinds in ({"first", "own"}, {"table", "own"}):
-        return "satformer" if "first" in kinds else "gated_value_embedding"
-    if kinds != {"own"} or len({p.layer for p in gated}) < len(layers):
-        return None
-    weights = [weights_by_token(layer.attention.v, [layer.rows["own"]])[0][..., 0] for layer in layers]
-    if not all(bool((w > 0).all() and (w < 1).all()) for w in weights):
-        return None
-    squares = [layer.rows["own"].double().square().sum(-1) for layer in layers]
-    missing = [r * (1 / w - 1) for r, w in zip(squares, weights, strict=True)]  # C, where w = r / (r + C)
-    same = all(bool((c.std(0) < 1e-2 * c.mean(0)).all()) for c in missing)
-    return "value_scale" if same else "value_gate"
-
-
-def _value_name(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> tuple[str | None, dict[str, Any]]:
-    """Name constant mixtures of values and their options; None for unregistered ones."""
-    looked_up = [p for p in values if any(_is_table(s) for s in p.coefficients)]
-    if looked_up:
-        replaced = all(abs(c) < _SAME for p in looked_up for s, c in p.coefficients.items() if not _is_table(s))
-        plain = all(set(p.coefficients) <= {"own"} or abs(p.coefficients.get("first", 0.0)) < _SAME for p in values)
-        return ("bank_of_values" if replaced else "value_embedding") if plain else None, {}
-    later = [p for p in values if p.layer and not _near(p.coefficients, {"own": 1.0})]
+    unregistered = _UnknownArchitecture("values are mixed in an unregistered way; see value_paths()")
+    if looked_up_in := [p for p in values if any(_is_table(s) for s in p.coefficients)]:
+        if not all(set(p.coefficients) <= {"own"} or abs(p.coefficients.get("first", 0.0)) < _SAME for p in values):
+            raise unregistered
+        replaced = all(abs(c) < _SAME for p in looked_up_in for s, c in p.coefficients.items() if not _is_table(s))
+        return ["bank_of_values" if replaced else "value_embedding"], {}
+    later = [p for p in changed if p.layer]
     shared = {p.layer: s for p in later for s in p.coefficients if s != "own" and _near(p.coefficients, {s: 1.0})}
     if len(shared) == len(later):
         k = [layer.attention.k for layer in layers]
         if all(torch.equal(k[i], k[0 if s == "first" else int(s)]) for i, s in shared.items()):
-            return "cla", {}
-        return "svformer", {"anchors": tuple(p.layer for p in values if p.layer not in shared)}
+            return ["cla"], {}
+        return ["svformer"], {"anchors": tuple(p.layer for p in values if p.layer not in shared)}
     if all(set(p.coefficients) <= {"first", "own"} and p.head is None for p in later):
-        if all(abs(p.coefficients.get("first", 0.0)) < NEGLIGIBLE for p in later):
-            return None, {}  # only scaled
-        options: dict[str, Any] = _constant("lambda_v1", [p.coefficients.get("first", 0.0) for p in later])
+        first = [p.coefficients.get("first", 0.0) for p in later]
+        if all(abs(c) < NEGLIGIBLE for c in first):
+            raise unregistered  # only scaled
+        options: dict[str, Any] = _constant("lambda_v1", first)
         options |= _constant("lambda_own", [p.coefficients.get("own", 0.0) for p in later])
         if len(later) < len(layers) - 1:
             options["layers"] = tuple(p.layer for p in later)
-        return "resformer", options
+        return ["resformer"], options
     if any(len(p.coefficients) > 2 for p in later) and all(p.head is None for p in later):
-        return "resformer_dense", {}
-    return None, {}
+        return ["resformer_dense"], {}
+    raise unregistered
 
 
 # ---- outputs, queries and keys ---------------------------------------------------------------------------------------
@@ -166,6 +153,10 @@ def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
 
 
 def _streams(structure: DecoderStructure) -> Named:
+    """Name sums of earlier streams or outputs in the inputs of blocks.
+
+    In Attention Residuals every sublayer and the final norm read a softmax over earlier outputs, alone or beside their sum (delta).
+    """
     layers, arriving = structure.layers, structure.arriving
     for i, layer in enumerate(layers):
         if not (layer.adds or layer.adds_norms or layer.is_normed or layer.inline):
@@ -178,31 +169,26 @@ def _streams(structure: DecoderStructure) -> Named:
     if not all(s.exact for s in mixed):
         left = max(s.residual for s in mixed)
         raise _UnknownArchitecture(f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it")
-    inner = [s for s in structure.between if s is not None and s.exact and not s.is_plain]
-    if inner or any(s.by_token is not None for s in arriving):
-        return _depth_attention(structure)
-    again = [s.weights for s in mixed if all(abs(w) < _SAME for w in s.weights[1:-1])]
-    if len(again) < len(mixed):
-        return ["denseformer"], {}
-    if not again:
-        return [], {}
-    options = _constant("lambda_h1", [w[0] for w in again]) | _constant("lambda_h_own", [w[-1] for w in again])
-    return ["residual_hidden"], options
-
-
-def _depth_attention(structure: DecoderStructure) -> Named:
-    """Name Attention Residuals: sublayers and the final norm read a softmax over earlier outputs, alone or beside their sum (delta)."""
-    layers, outputs, read = structure.layers, [structure.layers[0].rows["in"]], list[Tensor]()
+    inner = any(s is not None and s.exact and not s.is_plain for s in structure.between)
+    if not inner and all(s.by_token is None for s in arriving):
+        again = [s.weights for s in mixed if all(abs(w) < _SAME for w in s.weights[1:-1])]
+        if len(again) < len(mixed):
+            return ["denseformer"], {}
+        if not again:
+            return [], {}
+        options = _constant("lambda_h1", [w[0] for w in again]) | _constant("lambda_h_own", [w[-1] for w in again])
+        return ["residual_hidden"], options
+    outputs, read = [layers[0].rows["in"]], list[Tensor]()
     for i, layer in enumerate(layers):
         after = layers[i + 1].rows["in"] if i + 1 < len(layers) else structure.last_stream
         for name, rows in (("attn_out", layer.rows.get("mid")), ("mlp_out", after)):
             if rows is None:
                 raise _UnknownArchitecture(
-                    "streams are sums of earlier outputs by token, but what the MLPs read was not found"
+                    "streams are sums of earlier outputs by token, but the MLPs' inputs were not found"
                 )
             outputs.append(layer.rows[name])
             read.append(depth_weights(rows, outputs)[0])
-    *inner, last = read
+    *before, last = read
     heads = {"depth_heads": last.shape[-2]} if last.shape[-2] > 1 else {}
     alike = (last[..., 1:-1] - last[..., 2:]).abs().amax((0, 1)) < _SAME  # outputs of one sum have one weight
     begins = [0, 1, *(i + 2 for i in range(len(alike)) if not alike[i])]
@@ -210,11 +196,11 @@ def _depth_attention(structure: DecoderStructure) -> Named:
         return ["attention_residuals"], heads
     if all(_is_softmax(w[..., [j for j in begins if j < w.shape[-1]]]) for w in read):
         return ["attention_residuals"], heads | {"depth_blocks": len(begins) - 1}
-    if all(_is_softmax(w - 1) for w in inner) and bool(((last - 1).abs() < _SAME).all()):
+    if all(_is_softmax(w - 1) for w in before) and bool(((last - 1).abs() < _SAME).all()):
         return ["attention_residuals"], heads | {"depth_form": "delta"}
     constant = all(bool((w.std(0, correction=0) < _SAME).all()) for w in read)
     how = "with constant weights" if constant else "weighted by token"
-    raise _UnknownArchitecture(f"what blocks or their MLPs read are sums of earlier outputs, {how}; see value_paths()")
+    raise _UnknownArchitecture(f"inputs of blocks or their MLPs are sums of earlier outputs, {how}; see value_paths()")
 
 
 def _is_softmax(weights: Tensor) -> bool:

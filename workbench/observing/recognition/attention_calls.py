@@ -28,7 +28,7 @@ from workbench.observing.interception.product_calls import (
     softmax_axes,
 )
 from workbench.observing.recognition.executions import Execution
-from workbench.observing.recognition.fits import EXACT, weights_by_token
+from workbench.observing.recognition.fits import EXACT, fit, weights_by_token
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference from the reference, relative to the largest entry, at which an attention counts as the same computation."""
@@ -94,17 +94,17 @@ class TracedAttention:
 
     @property
     def has_null(self) -> bool:
-        """Whether a share of each row goes to no token."""
+        """True if a share of each row goes to no token."""
         return any(self.beside) or any(self.softmax_beside) or any(part.has_null for part in self.parts)
 
     @property
     def is_read(self) -> bool:
-        """Whether it is an attention at all."""
+        """True if it is an attention at all."""
         return self.kind != UNREAD
 
     @property
     def has_statistics(self) -> bool:
-        """Whether attention statistics are exact."""
+        """True if attention statistics are exact."""
         if self.parts:
             return all(part.has_statistics for part in self.parts)
         return self.is_read and self.is_distribution and (self.exact or self.kind == "eager")
@@ -126,7 +126,7 @@ class TracedAttention:
 
     @property
     def pattern_from_qk(self) -> bool:
-        """Whether the pattern is the softmax of q . k under the causal mask alone."""
+        """True if the pattern is the softmax of q . k under the causal mask alone."""
         if self.parts:
             return all(part.pattern_from_qk for part in self.parts)
         return self.is_read and self.exact and self.mask == CAUSAL and not self.has_null
@@ -148,7 +148,7 @@ class SoftmaxCall(NamedTuple):
     batch: BatchAxis | None = None  # which axis holds the sequences in the module, if known
 
     def beside(self, used: Tensor) -> Beside | None:
-        """Count the columns before and after those that multiply the values; None if these are not its columns."""
+        """Count the columns before and after those that multiply the values; None if these belong to another softmax."""
         extra = self.pattern.shape[-1] - used.shape[-1]
         for before in dict.fromkeys((0, extra)) if extra >= 0 else ():
             part = self.pattern.narrow(-1, before, used.shape[-1])
@@ -285,8 +285,13 @@ class EagerCalls:
                 SoftmaxCall(time, arrange(scores, *axes), arrange(pattern, *axes), (t, call), axes[1][-1], *axes, batch)
                 for axes in softmax_axes(call, scores.shape, axis, at.rows, at.columns)
             ]
-            if len(calls) > 1:  # last the one whose scores are nearest to a multiple of the product
-                calls.sort(key=lambda each: -_misfit(each.scores, arrange(out, call.letters[2], each.order)))
+            if len(calls) > 1:  # last the one whose unmasked scores are nearest to a multiple of the product
+                misfits = []
+                for each in calls:
+                    pair = each.scores, arrange(out, call.letters[2], each.order)
+                    target, source = (torch.where(visible(each.scores), x.double(), 0.0) for x in pair)
+                    misfits.append(fit(target, [source])[1])
+                calls = [calls[i] for i in torch.tensor(misfits).argsort(descending=True, stable=True).tolist()]
             plain = scores.shape[-2] == at.columns and out.numel() == rows * out.shape[-1] and out.shape[-1] in widths
             if not calls and plain:
                 calls = [SoftmaxCall(time, scores, pattern, (t, call), call.letters[2][-1], batch=batch)]
@@ -347,16 +352,8 @@ class EagerCalls:
         return []
 
 
-def _misfit(scores: Tensor, product: Tensor) -> float:
-    """Return how far unmasked scores are from a multiple of a product [..., query, key], relative to the scores."""
-    seen = visible(scores)
-    x, y = (torch.where(seen, z.double(), 0.0) for z in (product, scores))
-    factor = (x * y).sum() / x.square().sum().clamp_min(1e-300)
-    return float((x * factor - y).norm() / y.norm().clamp_min(1e-300))
-
-
 def _spans(target: Tensor, parts: list[Tensor]) -> bool:
-    """Whether each row [..., key] is a weighted sum of the rows of two parts, and not a multiple of one alone."""
+    """Return whether each row [..., key] is a weighted sum of the rows of two parts, and not a multiple of one alone."""
     exact = EXACT.get(target.dtype, 1e-2)
     alone = any(weights_by_token(target, [part])[1] <= exact for part in parts)
     return not alone and weights_by_token(target, parts)[1] <= exact
@@ -366,7 +363,7 @@ def _spans(target: Tensor, parts: list[Tensor]) -> bool:
 
 
 def stacked(attentions: list[TracedAttention]) -> TracedAttention:
-    """Join several attentions of one block, their heads one after the other; a single one is returned as it is."""
+    """Join several attentions of one block, their heads one after the other."""
     if len(attentions) == 1:
         return attentions[0]
     q, z = (torch.cat([getattr(a, name) for a in attentions], dim=1) for name in ("q", "z"))
@@ -387,7 +384,7 @@ def stacked(attentions: list[TracedAttention]) -> TracedAttention:
 
 
 def chosen_heads(x: Tensor, chosen: tuple[int, ...], axis: int = 2) -> Tensor:
-    """Select an attention's own heads in a tensor with all heads of its softmax; return others as they are."""
+    """Select an attention's own heads in a tensor with all heads of its softmax."""
     if not chosen or x.shape[axis] != 2 * len(chosen):
         return x
     return x.index_select(axis, torch.tensor(chosen, device=x.device))
@@ -446,7 +443,7 @@ def reference(
 
 
 def near(expected: Tensor, statistics: AttentionStatistics, z: Tensor, dtype: torch.dtype) -> bool:
-    """Whether an output equals the reference's up to the rounding of `dtype`, for queries that see some key."""
+    """Return whether an output equals the reference's up to the rounding of `dtype`, for queries that see some key."""
     wide, sees = torch.promote_types(z.dtype, torch.float32), (statistics.lse > -torch.inf).transpose(1, 2)
     expected, z = (x[sees].to(wide) for x in (expected, z))
     return bool((expected - z).abs().max() <= TOLERANCE.get(dtype, 1e-2) * z.abs().max().clamp_min(1e-20))

@@ -24,9 +24,9 @@ Block = tuple[list[TracedAttention], Execution]
 
 
 def find_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[Block]:
-    """Find the run of each block with its attentions, and the blocks between them without one.
+    """Find the runs of blocks with their attentions, and the blocks between them without one.
 
-    Raises `WorkbenchError` with the cause if there are none, or if they are of several stacks.
+    Raises `WorkbenchError` with the cause if no attention is readable, or if the blocks form several stacks.
     """
     prefixes = [blocks] if isinstance(blocks, str) else list(blocks or [])
     attentions = [
@@ -34,9 +34,7 @@ def find_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[Block]
         if not prefixes or any(e.name == p or e.name.startswith(f"{p}.") for p in prefixes for e in a.within.stack())
     ]  # fmt: skip
     if not attentions:
-        if without := _blocks_without_attention(trace, prefixes):
-            return without
-        raise WorkbenchError(_no_attention(trace, prefixes))
+        return _blocks_without_attention(trace, prefixes)
     attentions = [a for a in attentions if not a.is_aside] or attentions
     # drop unreadable attentions of other places (a pooling, another tower) if some place is readable
     place = {id(a): re.sub(r"\d+", "*", a.within.name) for a in attentions}
@@ -68,7 +66,7 @@ def find_blocks(trace: Trace, blocks: str | Sequence[str] | None) -> list[Block]
 
 
 def is_encoder_decoder(module: torch.nn.Module) -> bool:
-    """Whether a Hugging Face module has an encoder beside its decoder."""
+    """Return whether a Hugging Face module has an encoder beside its decoder."""
     is_both = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
     return is_both and getattr(module, "get_decoder", lambda: module)() is not module
 
@@ -102,25 +100,50 @@ def _with_unread(trace: Trace, blocks: list[Block]) -> list[Block]:
 def _blocks_without_attention(trace: Trace, prefixes: list[str]) -> list[Block]:
     """Find the blocks of a module without attention: the outermost numbered parts that pass a stream on, each to the next.
 
-    Returns none if another call may be an attention, which is refused by its name.
+    Raises `WorkbenchError` with the cause if there are none, or if another call may be an attention.
     """
-    if trace.other_calls or any(isinstance(part, torch.jit.ScriptModule) for part in trace.module.modules()):
-        return []
-    parents = {id(e.parent) for e in trace.executions if e.name != MATRIX}
-    lists: dict[str, list[Execution]] = {}
-    for entry in trace.executions:
-        prefix, _, last = entry.name.rpartition(".")
-        selected = not prefixes or any(entry.name.startswith(f"{p}.") for p in prefixes)
-        if selected and last.isdigit() and id(entry) in parents and stream_of(trace, entry):
-            lists.setdefault(prefix, []).append(entry)
-    for blocks in sorted(lists.values(), key=lambda runs: len(runs[0].stack())):
-        if _pass_on(trace, blocks):
-            return [([], block) for block in blocks]
-    return []
+    script = next((part for part in trace.module.modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if script is None and not trace.other_calls:
+        parents = {id(e.parent) for e in trace.executions if e.name != MATRIX}
+        lists: dict[str, list[Execution]] = {}
+        for entry in trace.executions:
+            prefix, _, last = entry.name.rpartition(".")
+            selected = not prefixes or any(entry.name.startswith(f"{p}.") for p in prefixes)
+            if selected and last.isdigit() and id(entry) in parents and stream_of(trace, entry):
+                lists.setdefault(prefix, []).append(entry)
+        for blocks in sorted(lists.values(), key=lambda runs: len(runs[0].stack())):
+            if _pass_on(trace, blocks):
+                return [([], block) for block in blocks]
+    calls = ", ".join(sorted(trace.other_calls))
+    if script is not None:
+        message = (
+            f"{type(script).__name__} is TorchScript, whose calls cannot be seen: observe the original Python module"
+        )
+    elif isinstance(trace.module, torch.fx.GraphModule):
+        message = "this module is a graph (torch.export, torch.fx) without the model's blocks: observe the original Python module"
+    elif prefixes:
+        seen = sorted({_name(a.within) for a in trace.attentions})
+        message = f"no attention was seen under {prefixes}; it was seen in {seen[:8] or 'no part at all'}"
+    elif calls and all("extra columns" in call for call in trace.other_calls):
+        message = (
+            f"no attention was seen that can be read: {calls} was. A cache can be turned off "
+            "(use_cache=False); keys with values that are no tokens (a prefix, registers) are not read: call it without them"
+        )
+    elif calls:
+        message = (
+            f"no attention was seen; {calls} was: that cannot be read; run the "
+            "module with scaled_dot_product_attention or eager softmax attention (Hugging Face: attn_implementation='sdpa')"
+        )
+    else:
+        message = (
+            "no attention was seen: no scaled_dot_product_attention, and no softmax over [..., pos, pos] between two matrix "
+            "products (a custom kernel, a hand-written softmax or no attention at all); use scaled_dot_product_attention"
+        )
+    raise WorkbenchError(message)
 
 
 def _pass_on(trace: Trace, blocks: Sequence[Execution]) -> bool:
-    """Whether several parts pass a stream on, each to the next."""
+    """Return whether several parts pass a stream on, each to the next."""
     streams = [s for e in blocks if (s := stream_of(trace, e))]
     return len(streams) > 1 and all(torch.equal(a[1].rows, b[0].rows) for a, b in pairwise(streams))
 
@@ -212,36 +235,9 @@ def stream_of(trace: Trace, entry: Execution) -> tuple[TracedTensor, TracedTenso
 
 
 def is_stream(trace: Trace, tensor: TracedTensor) -> bool:
-    """Whether a tensor is [batch, pos, any] or [pos, batch, any], of all the module's positions."""
+    """Return whether a tensor is [batch, pos, any] or [pos, batch, any], of all the module's positions."""
     shapes = trace.positions.shapes
     return len(tensor.shape) == 3 and (tensor.shape[:2] in shapes or tensor.shape[1::-1] in shapes)
-
-
-def _no_attention(trace: Trace, prefixes: list[str]) -> str:
-    """Return the message for a module without a readable attention."""
-    parts = [type(part).__name__ for part in trace.module.modules() if isinstance(part, torch.jit.ScriptModule)]
-    if parts:
-        return f"{parts[0]} is TorchScript, whose calls cannot be seen: observe the original Python module"
-    if isinstance(trace.module, torch.fx.GraphModule):
-        return "this module is a graph (torch.export, torch.fx) without the model's blocks: observe the original Python module"
-    if prefixes:
-        seen = sorted({_name(a.within) for a in trace.attentions})
-        return f"no attention was seen under {prefixes}; it was seen in {seen[:8] or 'no part at all'}"
-    calls = ", ".join(sorted(trace.other_calls))
-    if calls and all("extra columns" in call for call in trace.other_calls):
-        return (
-            f"no attention was seen that can be read: {calls} was. A cache can be turned off "
-            "(use_cache=False); keys with values that are no tokens (a prefix, registers) are not read: call it without them"
-        )
-    if calls:
-        return (
-            f"no attention was seen; {calls} was: that cannot be read; run the "
-            "module with scaled_dot_product_attention or eager softmax attention (Hugging Face: attn_implementation='sdpa')"
-        )
-    return (
-        "no attention was seen: no scaled_dot_product_attention, and no softmax over [..., pos, pos] between two matrix "
-        "products (a custom kernel, a hand-written softmax or no attention at all); use scaled_dot_product_attention"
-    )
 
 
 def _name(entry: Execution) -> str:

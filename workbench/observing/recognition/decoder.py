@@ -58,13 +58,25 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     for layer in layers:
         layer.has_stream = has_stream
     width = layers[0].rows["in"].shape[1]
-    path = next((path for path, x in tensors_of_output(output).items() if _is_logits(path, x, trace)), None)
+    # [batch, pos, d_vocab], [pos, batch, d_vocab], [batch * pos, d_vocab], or of the last position alone
+    path = next(
+        (
+            path for path, x in tensors_of_output(output).items()
+            if (x.ndim < 4 and path in trace.output_axes)
+            or (x.ndim == 3 and x.is_floating_point() and x.shape[:2] == (trace.batch, 1))
+        ),
+        None,
+    )  # fmt: skip
     logits = None if path is None else get_at(output, path)
     head = None if logits is None else _find_head(trace, last, width, logits)
     final = _find_final(trace, head, last, layers) if head is not None and has_stream else None
     if layers[-1].inline and has_stream:
         final = first_reader(trace, last, width)
-    vocabulary = _vocabulary(trace, embed, logits)
+    if embed is not None:
+        table: Any = None if embed[0].name == LOOKUP else trace.module.get_submodule(embed[0].name)
+        vocabulary = embed[0].size if table is None else int(table.weight.shape[0])
+    else:
+        vocabulary = int(logits.shape[-1]) if logits is not None else UNLIMITED
     if logits is not None and embed is not None and logits.shape[-1] == width != vocabulary:
         path = head = final = None  # hidden states of a module without a head
     predicted = 0 if path is None or logits is None else logits.shape[-1]
@@ -103,7 +115,7 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
 
 
 def _pass_a_stream(layers: Sequence[LayerStructure]) -> bool:
-    """Whether the blocks' inputs and outputs are the stream: all add to it, or each reads what the one before returned.
+    """Return whether the blocks' inputs and outputs are the stream: all add to it, or read the output of the one before.
 
     Else the part around an attention reads something else: the normed input, one of several streams.
     """
@@ -121,7 +133,7 @@ def _outputs_of(layers: Sequence[LayerStructure]) -> list[list[Tensor]]:
 
 
 def _between(layers: Sequence[LayerStructure], outputs: Sequence[Sequence[Tensor]]) -> list[StreamSum | None]:
-    """Fit the MLP's input of each layer to the streams and outputs so far; None where it is unknown."""
+    """Fit the MLP's input in every layer to the streams and outputs so far; None for an unknown input."""
     sums: list[StreamSum | None] = []
     for i, layer in enumerate(layers):
         if "mid" not in layer.rows:
@@ -147,15 +159,8 @@ def _location(trace: Trace, end: _End | None) -> TensorLocation | None:
     return TensorLocation(entry.name, run_index(entry, trace.executions), path, axes=axes)
 
 
-def _is_logits(path: TensorPath, x: Tensor, trace: Trace) -> bool:
-    """Whether an output is [batch, pos, d_vocab], of the last position alone, [pos, batch, d_vocab] or [batch * pos, d_vocab]."""
-    if x.ndim == 3 and x.is_floating_point() and x.shape[:2] == (trace.batch, 1):
-        return True
-    return x.ndim < 4 and path in trace.output_axes
-
-
 def _find_head(trace: Trace, block: Execution, width: int, logits: Tensor) -> _End | None:
-    """Find the last matrix after the blocks whose input is as wide as the stream and whose output is as wide as the logits."""
+    """Find the last matrix after the blocks with an input as wide as the stream and an output as wide as the logits."""
     for entry in reversed(trace.executions):
         if entry.start > block.end and is_matrix(trace, entry):
             stream = next((t for t in entry.inputs if t.rows.shape[1] == width), None)
@@ -210,14 +215,6 @@ def _find_ending(trace: Trace, head: _End | None, made: Tensor | None, stream: T
         return NOT_LINEAR
     adds = float(bias.norm()) * len(seen) ** 0.5 > tolerance * float(seen.norm())
     return LinearEnding(norm, factor, bias if adds else None, transposed)
-
-
-def _vocabulary(trace: Trace, embed: _End | None, logits: Tensor | None) -> int:
-    """Return the number of token ids: the embedding's vectors, or the width of the logits without an embedding."""
-    if embed is not None:
-        table: Any = None if embed[0].name == LOOKUP else trace.module.get_submodule(embed[0].name)
-        return embed[0].size if table is None else int(table.weight.shape[0])
-    return int(logits.shape[-1]) if logits is not None else UNLIMITED
 
 
 def _context(trace: Trace, embed: _End | None) -> int:

@@ -51,7 +51,7 @@ class Execution:
         return [*(self.parent.stack() if self.parent else []), self]
 
     def holds(self, time: int) -> bool:
-        """Whether it was running at a time."""
+        """Return whether it was running at a time."""
         return self.start < time < self.end
 
 

@@ -131,9 +131,9 @@ def _fit_gain(
 class StreamSum:
     """Weights of the input of a block, an MLP or the final norm: the latest stream (plain), or a sum of earlier ones.
 
-    Constant weights are of the first stream and the stream after each block (DenseFormer, arXiv 2402.02622). Weights by token
-    are of the first stream and the output of each attention and MLP (Attention Residuals, arXiv 2603.15031, with several heads
-    arXiv 2607.27230); `weights` holds their means.
+    Constant weights belong to the first stream and the stream after every block (DenseFormer, arXiv 2402.02622). Weights by
+    token belong to the first stream and every output of an attention or MLP (Attention Residuals, arXiv 2603.15031, with several
+    heads arXiv 2607.27230). `weights` then holds their means.
     """
 
     weights: tuple[float, ...]
@@ -151,8 +151,8 @@ class StreamSum:
 def depth_weights(rows: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, float]:
     """Fit weights [..., head, source] of outputs [..., d_model] by token; returns the weights and the residual.
 
-    Takes the fewest heads that fit, a head being a chunk of the stream with weights of its own. A chunk of n numbers has at most
-    n / 2 sources, so that none fits by chance. Without a fit the residual is 1.
+    A head is a chunk of the stream with separate weights, and the fewest heads that fit are taken. A chunk of n numbers has at
+    most n / 2 sources, so that none fits by chance. Without a fit the residual is 1.
     """
     for heads in _DEPTH_HEADS:
         if rows.shape[-1] % heads or 2 * len(outputs) > rows.shape[-1] // heads:
@@ -181,7 +181,7 @@ def stream_sum(rows: Tensor, streams: Sequence[Tensor], outputs: Sequence[Tensor
 def stream_sums(
     reads: Sequence[Tensor], made: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]] = ()
 ) -> list[StreamSum]:
-    """Fit the inputs of every block and the final norm, from the streams after each block and what the blocks' parts add."""
+    """Fit the inputs of every block and the final norm, from the streams after the blocks and the outputs of their parts."""
     sums = [StreamSum((1.0,))]
     for i, rows in enumerate(reads[1:], 1):
         known = [reads[0], *(x for some in outputs[:i] for x in some)] if outputs else []

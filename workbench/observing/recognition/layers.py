@@ -1,4 +1,4 @@
-"""Where the tensors of each layer pass: its attention calls, projections, W_O, and what it adds to the stream."""
+"""Layers of a traced run: the places of their attention calls, projections, W_O, and additions to the stream."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def recognize_layers(trace: Trace, blocks: list[Block], tables: ValueTables) -> 
     _find_projections(trace, read, tables)
     for name in ("q", "k") if read and all(len(layer.parts) == 1 for layer, _ in read) else ():
         _find_mixed(trace, read, name)
-        _find_mixed_and_normed(trace, read, name)
     before = EarlierStreams(layers[0].rows["in"])
     for layer, block in places:
         inside = inside_of(trace, block)
@@ -87,7 +86,7 @@ def _layer(trace: Trace, attentions: list[TracedAttention], block: Execution) ->
         inside = [e for e in inside_of(trace, block) if e.name != MATRIX]
         layer.inline = tuple(dict.fromkeys(e.name for e in inside))
         reader = next(e for e in inside if any(s is streams[0] for s in e.inputs))
-        layer.stream = TensorLocation(reader.name, run_index(reader, inside), streams[0].path, axes=streams[0].axes)
+        layer.stream = TensorLocation.of(reader, streams[0], inside)
         layer.caller = block.parent.name if block.parent else ""
     return layer
 
@@ -101,7 +100,7 @@ def inside_of(trace: Trace, block: Execution) -> list[Execution]:
 
 
 def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]], tables: ValueTables) -> None:
-    """Find q, k and v by their numbers; a mixed value's projection is that of a block with plain values, or beside a table."""
+    """Find q, k and v by their numbers; mixed values have the projection of a block with plain ones, or one beside a table."""
     plain = dict[int, tuple[LayerStructure, OwnValues]]()  # by number of the attention in its block
     for layer, block in read:
         for n, part in enumerate(layer.parts):
@@ -124,7 +123,12 @@ def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]]
                 part.v = own_beside_tables(trace.module, before, v, [table.rows for table in some.values()])
             if part.v is not None:
                 part.own = part.v.heads_in(_output_rows(inside, part.v))
-                part.latent = _latent(trace, layer, part.v, inside)
+            if part.v is not None and part.v.module != MATRIX:
+                # the compressed state behind values: the matrix's input, if narrower than the stream and the matrix's output
+                entry = [e for e in inside if e.name == part.v.module][part.v.run]
+                narrow = min(layer.rows["in"].shape[1], _output_rows(inside, part.v).shape[1])
+                if is_matrix(trace, entry) and len(entry.inputs) == 1 and entry.inputs[0].rows.shape[1] < narrow:
+                    part.latent = TensorLocation.of(entry, entry.inputs[0], inside)
         owns = [part.own for part in layer.parts if part.own is not None]
         if len(owns) == len(layer.parts):  # side by side, with as many heads as the layer's effective values have
             together = layer.attention
@@ -137,44 +141,25 @@ def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]]
         find_output(trace, layer, inside, read[0][0].attention.v, block)
 
 
-def _latent(trace: Trace, layer: LayerStructure, v: Projection, inside: list[Execution]) -> TensorLocation | None:
-    """Find the compressed state behind a block's values: the value matrix's input, if narrower than the stream and its output."""
-    if v.module == MATRIX:
-        return None
-    entry = [e for e in inside if e.name == v.module][v.run]
-    if not is_matrix(trace, entry) or len(entry.inputs) != 1:
-        return None
-    (read,) = entry.inputs
-    if read.rows.shape[1] >= min(layer.rows["in"].shape[1], _output_rows(inside, v).shape[1]):
-        return None
-    return TensorLocation(entry.name, run_index(entry, inside), read.path, axes=read.axes)
-
-
 def _find_mixed(trace: Trace, read: list[tuple[LayerStructure, Execution]], name: str) -> None:
-    """Find queries or keys that no output holds, if they are a sum of the first layer's and their own."""
+    """Find queries or keys that are a sum of the first layer's and their own, or a norm of it with a known ratio of weights."""
     first, block = read[0]
-    known: Projection | None = getattr(first.parts[0], name)
-    if known is None:
-        return
-    sources = known.heads_in(_output_rows(inside_of(trace, block), known))
-    for layer, block in read[1:]:
-        inside, own = inside_of(trace, block), None
-        if getattr(layer.parts[0], name) is None:
-            own = same_projection(known, inside, _renamed(known.module, first, layer))
-        if own is not None:
-            rows = own.heads_in(_output_rows(inside, own))
-            pairs = [(getattr(at.attention, name), x) for at, x in ((first, sources), (layer, rows))]
-            mixture = fit_rotated(*pairs, starts=trace.starts)
-            if mixture is not None:
-                layer.mixed[name] = Mixed(*mixture)
-
-
-def _find_mixed_and_normed(trace: Trace, read: list[tuple[LayerStructure, Execution]], name: str) -> None:
-    """Find queries or keys that are a norm of the first layer's and their own; only the ratio of their weights is known."""
-    known, source = None, None
+    place: Projection | None = getattr(first.parts[0], name)
+    if place is not None:
+        source = place.heads_in(_output_rows(inside_of(trace, block), place))
+        for layer, block in read[1:]:
+            inside, own = inside_of(trace, block), None
+            if getattr(layer.parts[0], name) is None:
+                own = same_projection(place, inside, _renamed(place.module, first, layer))
+            if own is not None:
+                rows = own.heads_in(_output_rows(inside, own))
+                pairs = [(getattr(at.attention, name), x) for at, x in ((first, source), (layer, rows))]
+                if (mixture := fit_rotated(*pairs, starts=trace.starts)) is not None:
+                    layer.mixed[name] = Mixed(*mixture)
+    known: OwnValues | None = None
     for layer, block in read:
         part, inside = layer.parts[0], inside_of(trace, block)
-        place: Projection | None = getattr(part, name)
+        place = getattr(part, name)
         heads = getattr(part.attention, name) if place is None else place.heads_in(_output_rows(inside, place))
         before = [e for e in inside if e.end < part.attention.times[-1]]
         plain = find_own_values(trace.module, before, heads)
@@ -182,11 +167,10 @@ def _find_mixed_and_normed(trace: Trace, read: list[tuple[LayerStructure, Execut
             if plain is None:
                 return
             known, first, source = plain, layer, product_rows(trace.module, before, plain, heads.shape[1])
-        elif plain is None and name not in layer.mixed and source is not None:
+        elif plain is None and name not in layer.mixed and heads.shape == source.shape:
             own = same_own_values(trace.module, before, known, partial(_renamed, was=first, now=layer))
-            combined = None
-            if own is not None and heads.shape == source.shape:
-                combined = fit_combination(heads, ("first", "own"), [source, own.heads_in(_output_rows(inside, own))])
+            rows = [] if own is None else [source, own.heads_in(_output_rows(inside, own))]
+            combined = fit_combination(heads, ("first", "own"), rows) if rows else None
             if combined is not None and combined.kind != GATED:
                 a, b = (combined.weights.mean(0) / combined.weights.mean(0).sum()).tolist()
                 layer.mixed[name] = Mixed(a, b, combined.residual, True)

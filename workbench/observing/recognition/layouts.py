@@ -29,8 +29,8 @@ _LEAST_CHANGE, _SHARE = (
 class ShapeTrace(Trace):
     """A traced run that records shapes and samples of the tensors of calls that may be an attention's.
 
-    `samples` holds for each call the letters of each tensor, and entries [entry, index] at each index of each axis whose length is
-    a multiple of the number of sequences.
+    For every call `samples` holds the letters of its tensors, and entries [entry, index] at every index of the axes whose
+    length is a multiple of the number of sequences.
     """
 
     def __init__(self, module: nn.Module, tokens: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""What a layer writes: W_O's input, and what the block adds to its stream.
+"""Outputs of a layer: W_O's input, and the outputs that the block adds to its stream.
 
 W_O reads the heads' outputs, a gated or normed share of them, or a combination of several attentions:
 
-    difference    u_m = z_0m - lambda z_1m, of two attentions or two halves of one's heads, or a norm of each head of it
+    difference    u_m = z_0m - lambda z_1m, of two attentions or two halves of one's heads, or a norm of it per head
     gates         u_m = g_0m z_0m + g_1m z_1m, with weights for each token and head
 
 A block adds outputs of two of its parts, the attention's (or another mixer's) and the MLP's, to its input:
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from workbench.observing.recognition.blocks import is_stream
-from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor, run_index
+from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.fits import EXACT, depth_weights, fit, fit_norm, weights_by_token
 from workbench.observing.recognition.structure import (
     CONSTANT,
@@ -75,7 +75,7 @@ def find_output(trace: Trace, layer: LayerStructure, inside: list[Execution], fi
 
 
 def find_output_of_addition(trace: Trace, layer: LayerStructure, inside: list[Execution], first: Tensor) -> None:
-    """Set `z` of a layer without one: the input of the matrix whose output the attention adds, whatever gates precede it."""
+    """Set the missing `z` of a layer: the input of the matrix whose output the attention adds, after any gates."""
     attention, added = layer.attention, layer.attn_out
     if added is None or layer.z is not None:
         return
@@ -97,7 +97,7 @@ def _set_output(
     A sink s among the scores scales a head's output by sigmoid(lse - s). It then counts as a part of the softmax's rows.
     """
     layer.rows["z"] = heads
-    layer.z = TensorLocation(entry.name, run_index(entry, inside), read.path, axes=read.axes)
+    layer.z = TensorLocation.of(entry, read, inside)
     layer.w_o = None if entry.call is None else BareOutput(entry.call, read.axes.pos == 2, len(read.shape) == 4)
     attention = layer.attention
     if layer.combination is not None:
@@ -137,7 +137,7 @@ def _heads_in(rows: Tensor, layer: LayerStructure, first: Tensor) -> tuple[Tenso
 
 
 def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
-    """Whether head outputs [row, head, d_head] are the attention's, plus at most a sum of its and the first layer's values."""
+    """Return whether head outputs [row, head, d_head] are the attention's, plus at most a sum of its and the first layer's values."""
     tolerance = EXACT.get(heads.dtype, 1e-2)
     if heads.shape != z.shape:
         return False
@@ -150,16 +150,16 @@ def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
 
 
 def _is_gated(heads: Tensor, z: Tensor) -> bool:
-    """Whether heads [row, head, d_head] are the attention's, each number times a positive one and each column times any."""
+    """Return whether heads [row, head, d_head] are the attention's, each number times a positive one and each column times any."""
     product = heads.double() * z.double()
     slack = EXACT.get(z.dtype, 1e-2) * product.abs().mean()
     return bool((product * product.sum(0).sign() >= -slack).all()) and bool(product.any())
 
 
 def _groupings(layer: LayerStructure) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
-    """Yield the ways in which a layer's attentions may be combined: names, and head outputs [row, head, width] of each.
+    """Yield the ways in which a layer's attentions may be combined: names and head outputs [row, head, width].
 
-    Attentions with one another, or the two halves of their heads; each call may hold one half of the values.
+    Attentions are combined with one another, or the two halves of their heads; every call may hold one half of the values.
     """
     calls = [part.attention.z for part in layer.parts]
     if len({z.shape for z in calls}) > 1:
@@ -177,7 +177,7 @@ def _groupings(layer: LayerStructure) -> Iterator[tuple[tuple[str, ...], list[Te
 def fit_combination(heads: Tensor, names: tuple[str, ...], sources: list[Tensor]) -> Combination | None:
     """Fit heads [row, head, width] as a combination of sources of that shape, with weights for each row and head.
 
-    Behind a norm of each head the weights are known up to a factor of each row, and the gain is fitted too. Returns None if
+    Behind a norm per head the weights are known up to a factor per row, and the gain is fitted too. Returns None if
     there is no fit, or if one source alone is enough.
     """
     tolerance = EXACT.get(heads.dtype, 1e-2)
@@ -265,7 +265,7 @@ def _find_sum(
     reads_stream = reader is not None and torch.equal(
         reader.rows, layer.rows["in"]
     )  # else it may scale its input first
-    several = (sums.averaged, sums.kept) if reads_stream else (sums.kept, sums.averaged)
+    several = (sums.averaged, sums.rescaled) if reads_stream else (sums.rescaled, sums.averaged)
     for explains in (sums.plain, sums.scaled, *several, sums.alone, sums.normed, sums.weighted):
         terms = outputs
         if explains == sums.alone:
@@ -288,8 +288,7 @@ def _find_sum(
             )
             for name, ((entry, seen), factor) in zip(("attn_out", "mlp_out"), placed, strict=False):
                 layer.rows[name] = seen.rows * factor if factor != 1 else seen.rows
-                place = Addition(entry.name, run_index(entry, inside), seen.path, factor, axes=seen.axes)
-                setattr(layer, name, place)
+                setattr(layer, name, Addition.of(entry, seen, inside, factor=factor))
             if explains in (sums.averaged, sums.weighted):
                 layer.rows["made"] = sum((t.rows for _, t in some), layer.rows["in"])
             layer.adds, layer.keeps = True, sums.keeps
@@ -369,7 +368,7 @@ class _Sums:
         left = sum((c * part.double() for c, part in zip(numbers, parts, strict=True)), -self.target)
         return numbers if float(left.abs().max()) <= 4 * self.slack else None
 
-    def kept(self, parts: list[Tensor]) -> list[float] | None:
+    def rescaled(self, parts: list[Tensor]) -> list[float] | None:
         """out = keep * in + again * x_0 + parts."""
         left = self.few_out - sum(self._few(part) for part in parts)
         if float((left - self.basis @ (self.basis.T @ left)).norm()) > self.tolerance * float(left.norm()):
@@ -424,5 +423,5 @@ class _Sums:
 
     @cached_property
     def reads_outputs(self) -> bool:
-        """Whether the block's input is a sum of earlier outputs, and not another stream (Reformer)."""
+        """True if the block's input is a sum of earlier outputs, and not another stream (Reformer)."""
         return depth_weights(self.before[:_FEW], [x[:_FEW] for x in self.outputs])[1] <= self.tolerance

@@ -1,8 +1,8 @@
-"""Which module output holds a block's queries, keys and values, found by comparing numbers.
+"""Projections: the module outputs that hold a block's queries, keys and values, found by comparing numbers.
 
-Queries and keys are compared head by head by their norms, which no rotation changes, values column by column. A layer's own
-values are what its matrices make of the stream, before values of other layers are mixed in: a product with a matrix, alone or
-with nothing but a bias, other products (low-rank adapters), or a scale of each head (norms) applied to it.
+Queries and keys are compared by the norms of their heads, which no rotation changes, values column by column. A layer's own
+values are a product of the stream with a matrix, before values of other layers are mixed in. A bias, other products (low-rank
+adapters) and a scale per head (norms) may be applied to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from workbench.observing.recognition.executions import MATRIX, Execution, run_index
+from workbench.observing.recognition.executions import MATRIX, Execution
 from workbench.observing.recognition.fits import EXACT, fit, weights_by_token
 from workbench.observing.recognition.structure import Projection
 
@@ -39,7 +39,7 @@ def _last(columns: Columns) -> int:
 
 
 def matching_columns(output: Tensor, target: Tensor) -> Columns | None:
-    """Find the columns of `output` [row, width] that equal those of `target` [row, columns] up to a factor each; None if not all."""
+    """Find the columns of `output` [row, width] that are multiples of those of `target` [row, columns]; None if one is missing."""
     if output.shape[1] < target.shape[1]:
         return None
     tolerance = 1e-4 if output.dtype in _NARROW or target.dtype in _NARROW else 1e-9
@@ -57,9 +57,10 @@ def matching_columns(output: Tensor, target: Tensor) -> Columns | None:
 
 
 def matching_head_columns(output: Tensor, target: Tensor, starts: Tensor) -> Columns | None:
-    """Find the columns of `output` [row, width] that are heads [row, head, d_head] up to one factor and a rotation; None if not all.
+    """Find the columns of `output` [row, width] that are heads [row, head, d_head] up to one factor and a rotation.
 
-    If norms leave a choice (normed heads), the rows of `starts` decide, which are at position 0 and not rotated.
+    If heads have equal norms, the rows of `starts` decide, which are at position 0 and not rotated. Returns None if a head is
+    missing.
     """
     width = target.shape[-1]
     if output.shape[1] % width or output.shape[1] < target.shape[1] * width:
@@ -95,8 +96,7 @@ def _projections(
                 else matching_head_columns(seen.rows, target, starts)
             )
             if columns is not None:
-                run = run_index(entry, executions)
-                place = Projection(entry.name, run, seen.path, columns, target.shape[1], axes=seen.axes)
+                place = Projection.of(entry, seen, executions, columns=columns, heads=target.shape[1])
                 yield place, entry, place.heads_in(seen.rows).flatten(1)
 
 
@@ -116,7 +116,7 @@ def same_projection(known: Projection, executions: list[Execution], name: str) -
 
 @dataclass(frozen=True)
 class OwnValues:
-    """Where a layer's own values pass, and the matrix behind them: its module, which of the module's products, which columns."""
+    """Place of a layer's own values, and the matrix behind them: its module, the number of its product there, the columns."""
 
     place: Projection
     owner: str
@@ -167,7 +167,7 @@ def own_beside_tables(
 ) -> Projection | None:
     """Find a block's own values if its values [row, head, d_head] are a sum of one of its products and a table's vectors.
 
-    Each has one coefficient, or one for each token and head. If a table explains the values alone, there are none.
+    Both have one coefficient, or one for each token and head. If a table explains the values alone, there are none.
     """
     tolerance, n = EXACT.get(target.dtype, 1e-2), target.flatten(1).shape[1]
     tables = [rows.view(target.shape) for rows in looked_up]
@@ -217,10 +217,8 @@ def _place(entry: Execution, columns: Columns, heads: int, executions: list[Exec
     if entry.name == MATRIX and owner is not None and any(e is owner for e in executions):
         for seen in owner.outputs:
             if torch.equal(seen.rows, _rows(entry)):
-                run = run_index(owner, executions)
-                return Projection(owner.name, run, seen.path, columns, heads, axes=seen.axes)
-    (seen, *_), run = entry.outputs, run_index(entry, executions)
-    return Projection(entry.name, run, seen.path, columns, heads, axes=seen.axes)
+                return Projection.of(owner, seen, executions, columns=columns, heads=heads)
+    return Projection.of(entry, entry.outputs[0], executions, columns=columns, heads=heads)
 
 
 def _made_of(
@@ -242,7 +240,7 @@ def _made_of(
 
 
 def _scaled_columns(rows: Tensor, heads: Tensor) -> Iterable[slice]:
-    """Yield columns of rows [row, width] that are heads [row, head, d_head] up to a factor of each row and head, and of each column."""
+    """Yield columns of rows [row, width] that equal heads [row, head, d_head] up to factors per row and head and per column."""
     n = heads.flatten(1).shape[1]
     if heads.shape[2] < 2:  # any number is a multiple of any other
         return

@@ -1,10 +1,10 @@
-"""What recognition finds in a decoder: its layers, where their tensors pass, and both of its ends."""
+"""Structure of a recognised decoder: its layers, the places of their tensors, and both ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from workbench.observing.interception.matrix_calls import MatrixCall
 from workbench.observing.interception.positions import Axes, Layout
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.attention_calls import TracedAttention
+from workbench.observing.recognition.executions import Execution, TracedTensor, run_index
 from workbench.observing.recognition.fits import FrozenNorm, StreamSum
 
 UNLIMITED = 2**30
@@ -22,7 +23,7 @@ UNLIMITED = 2**30
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """One input or output tensor of a module: the module's name, its run within the block (or in all), the path to the tensor."""
+    """One input or output tensor of a module: the module's name, its run within the block (or in all), and a path."""
 
     module: str
     run: int
@@ -31,21 +32,24 @@ class TensorLocation:
     site: CallSite | None = field(default=None, kw_only=True)  # where a product outside a module of its own is called
     parameter: str = field(default="", kw_only=True)  # of a lookup that is no module: the table's name
 
+    @classmethod
+    def of(cls, entry: Execution, tensor: TracedTensor, among: Iterable[Execution], **more: Any) -> Self:
+        """Locate a tensor of an execution; runs of its module are counted among these executions."""
+        return cls(module=entry.name, run=run_index(entry, among), path=tensor.path, axes=tensor.axes, **more)
+
 
 @dataclass(frozen=True)
 class Projection(TensorLocation):
-    """Columns of an output [batch, pos, width] that hold heads of `d_head` numbers."""
+    """Columns of an output [batch, pos, width] that are heads; rows are [any, width], heads [any, head, d_head]."""
 
     columns: slice | tuple[int, ...]
     heads: int
 
     def heads_in(self, rows: Tensor) -> Tensor:
-        """Return the heads [any, head, d_head] in rows [any, width]."""
         columns = rows[:, self.columns if isinstance(self.columns, slice) else list(self.columns)]
         return columns.unflatten(1, (self.heads, -1))
 
     def with_heads(self, rows: Tensor, heads: Tensor) -> Tensor:
-        """Return a copy of the rows with other heads."""
         rows = rows.clone()
         rows[:, self.columns if isinstance(self.columns, slice) else list(self.columns)] = heads.flatten(1)
         return rows
@@ -86,7 +90,6 @@ class Combination:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         return f"{self.kind} {' and '.join(self.names)}: see value_paths()"
 
 
@@ -101,7 +104,7 @@ class Mixed(NamedTuple):
 
 @dataclass
 class Part:
-    """One attention of a layer, and where its tensors pass."""
+    """One attention of a layer, and the places of its tensors."""
 
     attention: TracedAttention
     calls: dict[CallSite, str]  # the attention's calls within the scope, and the role of each
@@ -114,7 +117,7 @@ class Part:
 
 @dataclass(frozen=True)
 class BareOutput:
-    """A product with W_O outside a module of its own: its call and the layout of its input."""
+    """A product with W_O that is no module: its call and the layout of its input."""
 
     call: MatrixCall
     heads_second: bool  # whether its input is [batch, head, pos, d_head]
@@ -158,7 +161,6 @@ class LayerStructure:
 
     @property
     def is_read(self) -> bool:
-        """Whether the block has a readable attention."""
         return bool(self.parts)
 
 
@@ -189,7 +191,6 @@ class LinearEnding:
 
     @property
     def words(self) -> str:
-        """Description for tables."""
         norm = "mean and variance" if self.norm.centred else "root mean square"
         added = [word for word, x in (("shift", self.norm.shift), ("bias of the head", self.bias)) if x is not None]
         return ", ".join([norm, *added, *([f"logits times {self.factor:.4g}"] if abs(self.factor - 1) > 1e-6 else [])])

@@ -1,6 +1,6 @@
-"""One traced run of a module on example tokens: each run of a submodule, each attention, and a few rows of every tensor.
+"""One traced run of a module on example tokens: the runs of submodules, the attentions, and a few rows of every tensor.
 
-Every tensor is kept at the same few positions, so that later comparisons stay small.
+All tensors are stored at the same few positions, so that later comparisons are small.
 """
 
 from __future__ import annotations
@@ -77,11 +77,9 @@ _HEADS_FIRST = (
 class Trace:
     """Call handler and hooks of the traced run; afterwards `executions` and `attentions` hold its course in order.
 
-    Args:
-        axes: Axes of tensors from runs of two sizes. Without it the lengths of this run decide.
-        block_lists: Effect of the block lists of BlockMasks in the module's own runs.
-        noisy: Whether to add noise to the output of each product with a parameter, so that no two outputs are equal.
-        batch_axes: The axis of the sequences in each attention call.
+    Without `axes`, those of tensors in runs of two sizes, the lengths of this run decide. `block_lists` is the effect of the block
+    lists of BlockMasks in the module's own runs. `noisy` adds noise to the output of every product with a parameter, so that no
+    two outputs are equal.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class Trace:
             self._keep(entry.outputs, path, tensor, (*entry.place[:2], "output"))
 
     def _is_tokens(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the tokens: [batch, pos], [pos, batch], in one row, or with more before or after them."""
+        """Return whether a tensor is the tokens: [batch, pos], [pos, batch], in one row, or with more before or after them."""
         if is_sharded(tensor) or tensor.is_floating_point() or tensor.ndim > 2 or tensor.numel() < self.tokens.numel():
             return False
         return self.positions.are_tokens(tensor, self.tokens)
@@ -445,7 +443,7 @@ def _extra_columns(scores: Tensor) -> str:
 
 
 def is_matrix(trace: Trace, entry: Execution) -> bool:
-    """Whether the module of an execution is a matrix."""
+    """Return whether the module of an execution is a matrix."""
     if entry.name == MATRIX:
         return False
     weight = getattr(trace.module.get_submodule(entry.name), "weight", None)

@@ -1,10 +1,10 @@
-"""Where effective values come from: tables looked up by token id, and fits to own values, earlier layers' values and tables.
+"""Sources of effective values: tables looked up by token id, and fits to own values, earlier layers' values and tables.
 
 The embedding is the lookup whose vectors explain the first block's input, up to a norm, a scale and added position vectors. All
-other lookups by the same ids are tables of values: an embedding, one part of a wide table, an indexed parameter, or a narrow table
-behind a projection (low rank).
+other lookups by the same ids are tables of values. They may be embeddings, parts of a wide table, indexed parameters, or narrow
+tables behind a projection (low rank).
 
-Coefficients are constants if constants fit, else weights of each token and head (gates), reported by mean and spread. Fits are in
+Coefficients are constants if constants fit, else weights by token and head (gates), reported by mean and spread. Fits are in
 float64 over all sampled positions, heads and dimensions, so that a float32 model gives its coefficients to 1e-6. `residual` is the
 share of the target's norm that the fit leaves: about 1e-7 for a path that is exact in float32.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from workbench.observing.interception.tensor_layouts import TensorPath
 from workbench.observing.recognition.executions import LOOKUP, MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.fits import EXACT, StreamSum, fit, weights_by_token
-from workbench.observing.recognition.structure import GATED, Combination, LayerStructure, Table
+from workbench.observing.recognition.structure import GATED, LayerStructure, Table
 from workbench.observing.recognition.trace import Trace, is_matrix
 
 Source = str | int
@@ -47,7 +47,7 @@ _EXPLAINED = 0.05
 
 
 def find_embedding(trace: Trace, block: Execution, stream: Tensor) -> Embedding | None:
-    """Find the lookup by token id before the blocks that explains most of the stream [row, d_model]; a single one need not explain it."""
+    """Find the lookup by token id before the blocks that explains most of the stream [row, d_model], or the only one."""
     modules = [
         (e, s) for e in trace.executions for s in e.outputs
         if e.reads_tokens and e.start < block.start and len(s.shape) > 1 and is_matrix(trace, e)
@@ -133,7 +133,7 @@ def lookup_index(trace: Trace, entry: Execution) -> int:
 def _projected(
     trace: Trace, lookup: Execution, name: str, rows: Tensor
 ) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Any]]]:
-    """Yield name, rows and function of each part that reads nothing but looked-up vectors, or the output of such a part."""
+    """Yield name, rows and function of the parts that read nothing but looked-up vectors, or outputs of such parts."""
 
     def through(steps: tuple[Callable[[Tensor], Any], ...], x: Tensor) -> Any:
         for step in steps:
@@ -184,16 +184,16 @@ class ValuePath:
     """Standard deviations over tokens of weights by token; the coefficients are then means."""
 
     is_normed: bool = False
-    """Whether a norm follows, so that coefficients are known up to a factor: they sum to 1."""
+    """Return whether a norm follows, so that coefficients are known up to a factor: they sum to 1."""
 
     @property
     def by_token(self) -> bool:
-        """Whether its weights depend on the token."""
+        """True if its weights depend on the token."""
         return bool(self.spread)
 
 
 def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table]) -> list[ValuePath]:
-    """Fit every layer's value path, its mixed queries and keys, and what is added to the attention's output."""
+    """Fit every layer's value path, its mixed queries and keys, and additions to the attention's output."""
     owns = [layer.rows.get("own") for layer in layers]
     start = next((i for i, layer in enumerate(layers) if layer.is_read), None)
     if start is None:
@@ -224,7 +224,17 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
         }
         paths += _fit_simplest(i, "value", v, near, far, looked_up)
         if layer.combination is not None:
-            paths += _combined(i, layer.combination)
+            names, weights_of, spread = layer.combination.names, layer.combination.weights, layer.combination.spread
+            same = bool((weights_of - weights_of[:1]).abs().max() < 1e-5 * weights_of.abs().max())
+            paths += [
+                ValuePath(
+                    i, "output", dict(zip(names, weights_of[head or 0].tolist(), strict=True)),
+                    layer.combination.residual, exact=True, head=head,
+                    spread=dict(zip(names, spread[head or 0].tolist(), strict=True))
+                    if layer.combination.kind == GATED else {},
+                )
+                for head in ([None] if same else range(len(weights_of)))
+            ]  # fmt: skip
         elif (z := layer.rows.get("z")) is not None and z.shape == layer.attention.z.shape:
             added = z.double() - layer.attention.z.double()
             if float(added.norm()) > 10 * EXACT.get(z.dtype, 1e-2) * float(z.double().norm()):
@@ -233,20 +243,6 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
                 added_paths = _fit_simplest(i, "output", added.to(z.dtype), repeated, {}, {})
                 paths += [path for path in added_paths if path.coefficients]  # else `changed` describes W_O's input
     return paths
-
-
-def _combined(layer: int, combination: Combination) -> list[ValuePath]:
-    """Return W_O's input as paths from several attentions, one path for all heads if they share their weights."""
-    weights, spread = combination.weights, combination.spread
-    same = bool((weights - weights[:1]).abs().max() < 1e-5 * weights.abs().max())
-    return [
-        ValuePath(
-            layer, "output", dict(zip(combination.names, weights[head or 0].tolist(), strict=True)),
-            combination.residual, exact=True, head=head,
-            spread=dict(zip(combination.names, spread[head or 0].tolist(), strict=True)) if combination.kind == GATED else {},
-        )
-        for head in ([None] if same else range(len(weights)))
-    ]  # fmt: skip
 
 
 def fit_streams(arriving: Sequence[StreamSum], layers: Sequence[LayerStructure]) -> list[ValuePath]:
@@ -269,8 +265,8 @@ def _fit_simplest(
 ) -> list[ValuePath]:  # fmt: skip
     """Fit a target [row, head, d_head] by the simplest sum that explains it.
 
-    In this order: constants of near sources, of all layers, of near sources and one table, constants of near sources for each
-    head, weights for each token.
+    In this order: constants of near sources, of all layers, of near sources and one table, constants of near sources per
+    head, weights by token.
     """
     tolerance = EXACT.get(target.dtype, 1e-2)
     near = {k: s for k, s in near.items() if s.shape == target.shape}
