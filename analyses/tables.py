@@ -10,8 +10,8 @@ import pandas as pd
 from workbench.claims import Evidence
 from workbench.claims.sinks import head_kinds
 from workbench.claims.verdict import InsufficientEvidence
-from workbench.statistics.error_bars import seed_band
 from workbench.statistics.formation import formation_steps
+from workbench.statistics.intervals import seed_band
 
 Profile = tuple[str, dict[str, Any], dict[str, str]]
 """A metric, the axes of its rows, and the columns that tell it from the others of its table."""

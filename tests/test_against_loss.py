@@ -6,7 +6,7 @@ from planted import LAST, evidence, losses, row, runs
 from workbench import plots
 from workbench.claims import CLAIMS
 from workbench.claims.concentration import against_loss
-from workbench.claims.judging import judge
+from workbench.claims.judging import judge, with_figure
 
 
 def test_concentration_beside_the_loss_of_every_checkpoint():
@@ -53,9 +53,11 @@ def test_a_claim_of_both_shows_the_figure_of_the_setting_it_compared_and_none_wh
     made = runs("transformer", "neutreno", "resformer", seeds=5)
     rows = [row(of, "sink_mass", 0.5, layer=1, head=0, step=s, unit="share") for of in made for s in (0, 100, LAST)]
     told = losses(made, lambda of: 3.0)
-    (measured,) = judge(evidence(made, rows, told), [claim])
+    shown = evidence(made, rows, told)
+    measured = with_figure(*judge(shown, [claim]), shown)
     assert set(measured.shown["run"]) == {of["run"] for of in made}
     assert len([t for t in measured.figure.data if t.x[0] is not None]) == len(made)
-    (bare,) = judge(evidence(made, (), told), [claim])
+    empty = evidence(made, (), told)
+    bare = with_figure(*judge(empty, [claim]), empty)
     assert bare.figure is None
     assert bare.shown.empty

@@ -11,7 +11,7 @@ from workbench.claims.verdict import Verdict, corrected, decide, expected_by_cha
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
 from workbench.models import ARCHITECTURES
-from workbench.statistics.error_bars import Interval, over_seeds
+from workbench.statistics.intervals import Interval, over_seeds
 
 # ---- the registry ----------------------------------------------------------------------------------------------------
 
@@ -139,8 +139,9 @@ def test_a_page_of_claims_is_corrected_over_all_that_were_tested():
     assert found[0].words == "unresolved among all claims here; by itself supported"
     said = expected_by_chance(found)
     assert said.startswith("3 claims were tested.")
-    assert "up to 0.15 false ones" in said
-    assert "2 are decided one by one, 1 after" in said
+    assert "up to 5 % of true null claims" in said
+    assert "up to 0.15 here" in said
+    assert "Without correction 2 are decided. Holm's correction over all 3 leaves 1" in said
 
 
 def differing(*values):

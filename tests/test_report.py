@@ -10,7 +10,7 @@ import pytest
 
 from workbench import files
 from workbench.claims.analysis import Analysis
-from workbench.claims.judging import chosen, judge
+from workbench.claims.judging import chosen, judge, with_figure
 from workbench.claims.page import write_page
 from workbench.claims.stored import stored
 from workbench.errors import BadData
@@ -27,7 +27,7 @@ def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_
     (story,) = start.demo.verdicts(Source(folder), "race", [name])
     assert story.verdict.status == "unresolved"
     evidence, _ = stored(catalogue(folder).entries)
-    analysis = Analysis(judge(evidence, chosen(claims=[name])), evidence, {})
+    analysis = Analysis(tuple(with_figure(j, evidence) for j in judge(evidence, chosen(claims=[name]))), evidence, {})
     pages = [write_page(analysis, tmp_path, "workbench analyze"), write_report(folder, tmp_path / "report.html")]
     for page in pages:
         article = re.search(rf'<article class="(\w+)" id="{name}">.*?</article>', page.read_text(), re.DOTALL)

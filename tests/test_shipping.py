@@ -27,6 +27,9 @@ from workbench.runs.catalogue import catalogue
 from workbench.runs.records import load_records
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.formation import sink_step
+from workbench.storage import packed
+from workbench.storage.mirror import address_of
+from workbench.storage.packed import unpacked
 from workbench.studies.runner import outcomes, plan, prepare_data, sizes, summary, work
 from workbench.studies.shipping import ship
 from workbench.studies.study_file import read_study
@@ -217,19 +220,52 @@ def test_pages_open_on_shipped_models_where_there_are_no_runs(models, tmp_path, 
     assert "Measure it here" not in [b.label for b in at.button], "what ships is not written to"
 
 
+def test_a_study_ships_in_few_files_and_its_copy_in_the_cache_stands_for_it(evidence, tmp_path):
+    """By its folder, its name within, or one of its runs; beside studies of run folders; a new copy for new contents."""
+    assert {path.name for path in (evidence / "small").iterdir()} == {
+        "small.toml", "provenance.json", "runs.json", "records.parquet", "samples.parquet", "telemetry.parquet"
+    }  # fmt: skip
+    root = tmp_path / "evidence"
+    shutil.copytree(evidence, root)
+    run = root / "small" / "small-transformer-s0"
+    assert Run.open(run).name == run.name
+    assert address_of(Run.open(run).path) == str(run)
+    assert [entry.name for entry in catalogue(root / "small").entries] == ["small-resformer-s0", run.name]
+    shutil.copytree(unpacked(root / "small"), root / "old")  # as studies shipped before
+    assert len(catalogue(root).entries) == 4
+    assert unpacked(root) == unpacked(root)
+    infos = json.loads((root / "small" / "runs.json").read_text())
+    infos[run.name]["seed"] = 7
+    (root / "small" / "runs.json").write_text(json.dumps(infos))
+    assert Run.open(run).seed == 7
+    infos["../elsewhere"] = infos[run.name]
+    (root / "small" / "runs.json").write_text(json.dumps(infos))
+    with pytest.raises(BadCheckpoint, match=r"'../elsewhere' is no run"):
+        packed._runs(root / "small")
+
+
+def test_a_folder_with_runs_of_its_own_stays_where_it_is(evidence, trained, tmp_path):
+    root, _ = trained
+    shutil.copytree(root / "runs" / "small-transformer-s0", tmp_path / "small-transformer-s0")
+    shutil.copytree(evidence / "small", tmp_path / "small")
+    assert unpacked(tmp_path) == tmp_path
+    assert unpacked(tmp_path / "absent") == tmp_path / "absent"
+
+
 def test_damaged_evidence_is_named_and_the_rest_shown(evidence, tmp_path):
-    shutil.copytree(evidence, tmp_path / "evidence")
-    (tmp_path / "evidence" / "small" / "small-resformer-s0" / "run.json").write_text("{")
-    (tmp_path / "evidence" / "small" / "provenance.json").unlink()
-    found = catalogue(tmp_path / "evidence")
-    assert [e.name for e in found.entries] == ["small-transformer-s0"]
-    assert "small-resformer-s0" in found.problems
-    assert "small-resformer-s0" in find_runs([tmp_path / "evidence"])[1]
-    (tmp_path / "evidence" / "small" / "small-transformer-s0" / "records" / "all.parquet").write_bytes(b"PAR1")
-    here = Source(tmp_path / "evidence")
+    root, names = tmp_path / "evidence", ["small-resformer-s0", "small-transformer-s0"]
+    shutil.copytree(evidence, root)
+    (root / "small" / "records.parquet").write_bytes(b"PAR1")
+    (root / "small" / "provenance.json").unlink()
+    found = catalogue(root)
+    assert [e.name for e in found.entries] == names
+    here = Source(root)
     assert here.records(found.entries, ["sink_mass"]).empty
-    assert "small-transformer-s0" in here.problems
+    assert sorted(here.problems) == names
     assert len(here.telemetry(found.entries, ["copy_loss"]))
+    (root / "small" / "runs.json").write_text("{")
+    assert not catalogue(root).entries
+    assert "small" in catalogue(root).problems
 
 
 def test_an_example_fills_the_prompt_and_says_what_to_look_at(folders, browse):

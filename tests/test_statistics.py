@@ -11,17 +11,23 @@ from scipy import stats
 from workbench.errors import BadData, WorkbenchError
 from workbench.runs.records import records
 from workbench.statistics import scaling
-from workbench.statistics.censored import _log_rank_scores, compare_steps
-from workbench.statistics.error_bars import (
+from workbench.statistics.censored import (
+    _log_rank_scores,
+    censored,
+    compare_steps,
+    formed_in,
+    median_in_words,
+    median_step,
+)
+from workbench.statistics.formation import formation_steps
+from workbench.statistics.intervals import (
     Interval,
-    holm,
     over_documents,
     over_seeds,
     paired_documents,
     paired_seeds,
     seed_band,
 )
-from workbench.statistics.formation import formation_steps
 from workbench.statistics.loss_curves import (
     at_equal_loss,
     common_loss,
@@ -30,6 +36,7 @@ from workbench.statistics.loss_curves import (
     relative_loss,
     step_at_loss,
 )
+from workbench.statistics.multiple_testing import holm
 from workbench.statistics.scaling import _around, saved_share, savings, savings_intervals
 
 # average validation loss by millions of parameters, Zhou et al. 2024, their first table
@@ -295,6 +302,14 @@ def test_steps_that_a_run_never_reaches_are_compared_by_their_order():
     assert later.p == pytest.approx(2 / math.comb(10, 5)), "5 of 5 before 0 of 5: one order of 252 either way"
     assert compare_steps(never, never).p == 1.0
     assert compare_steps(table([10, 12, 14, 11, np.inf]), fast).p > 0.05, "one run of five decides nothing"
+
+
+def test_a_step_that_most_runs_never_reach_has_no_median():
+    steps = censored(pd.Series([10, 30, np.nan, 20, np.nan], range(5)), pd.Series(100, range(5)))
+    assert (median_step(steps), formed_in(steps), median_in_words(steps)) == (30, "3 of 5", "30")
+    assert steps["at"].tolist() == [10, 30, 100, 20, 100]
+    few = steps[steps.index > 1]
+    assert (median_step(few), median_in_words(few)) == (math.inf, "none by step 100")
 
 
 def test_log_rank_scores_are_those_of_the_textbook():

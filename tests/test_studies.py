@@ -27,7 +27,7 @@ NAMED = {
     "learning_rate", "lambda", "source_layer", "target_layers", "first_layer_rate", "bos", "lengths", "sizes",
     "sinks", "sinks_held", "sinks_ratio", "sinks_length", "sinks_settings", "sinks_without_start", "induction", "induction_settings",
     "losses", "places", "value_paths", "models", "mini", "sinks_remedies", "routing", "exclusive_lengths",
-    "induction_scaled", "sinks_scaled", "sinks_long", "losses20_rates", "losses20",
+    "induction_scaled", "sinks_scaled", "sinks_long", "losses20_rates", "losses50", "losses20",
 }  # fmt: skip
 SMALL = """
 question = "Is it earlier?"
@@ -331,7 +331,21 @@ def test_a_baseline_that_has_not_formed_decides_nothing(tmp_path):
     study = read_study(written(tmp_path, "grid.recipe.lr = [1.0]\n" + SMALL))
     rows = summary(study, table(transformer=[100, math.nan, 119], resformer=[1, 2, 3])).set_index("model")
     assert rows.loc["resformer", "verdict"] == "unresolved: formed in 3 of 3 against 2 of 3 runs"
-    assert (rows.loc["transformer", "n"], rows.loc["transformer", "mean"]) == (2, 109.5)
+    assert (rows.loc["transformer", "n"], rows.loc["transformer", "least"]) == (2, 100)
+    assert rows.loc["transformer", ["mean", "largest"]].isna().all(), "the last step is no observation"
+
+
+def test_verdicts_of_a_study_are_corrected_over_its_table(tmp_path):
+    """p of -10, -12, -20 is .044: below .05 alone, above it once doubled for a second rate."""
+    one = table(transformer=[100, 111, 119], resformer=[90, 99, 99])
+    other = table(transformer=[100, 111, 119], resformer=[101, 110, 120]).assign(lr="2")
+    verdicts = [
+        summary(read_study(written(tmp_path, f"grid.recipe.lr = {rates}\n" + SMALL)), pd.concat(rows))[
+            "verdict"
+        ].tolist()
+        for rates, rows in (([1.0], [one]), ([1.0, 2.0], [one, other]))
+    ]
+    assert verdicts == [["baseline", "earlier"], ["baseline", "unresolved"] * 2]
 
 
 def test_two_seeds_decide_nothing(tmp_path):

@@ -24,7 +24,7 @@ from scipy import stats
 from workbench.claims import CLAIMS
 from workbench.claims import verdict as verdicts
 from workbench.statistics.censored import compare_steps
-from workbench.statistics.error_bars import LEVEL, over_seeds
+from workbench.statistics.intervals import LEVEL, over_seeds
 
 TABLES, LOOKED_AT, COMPARED = 20_000, 12, 100
 UNEVEN, CENSORED = 100, 1_000  # tables that a claim judges itself, and tables of censored steps

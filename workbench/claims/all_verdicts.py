@@ -1,8 +1,6 @@
-"""The verdicts of a folder of runs, kept beside them: of hundreds of runs they take a minute, and a page needs them at once.
+"""The verdicts of a folder of runs, stored beside them in `.verdicts.json`: of hundreds of runs they take a minute.
 
-    runs/.verdicts.json
-
-They hold for exactly these runs and this code: `mark` is a digest of both, and verdicts of another mark are none.
+Stored verdicts are valid for the same runs and code: `mark` is a digest of both.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ import pandas as pd
 
 from workbench import statistics
 from workbench.claims import Verdict
-from workbench.claims.judging import chosen
-from workbench.claims.verdict import corrected
+from workbench.claims.judging import chosen, judge
 from workbench.errors import BadCheckpoint
 from workbench.files import MAX_TABLE, digest_of, read_bytes, read_json, write_text
 from workbench.runs.catalogue import RUN_FILE, Entry
+from workbench.storage.packed import checksum
 
 FILE = ".verdicts.json"
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The verdict of every claim by its name, corrected over all of them; the metrics that any run has; why runs were left out."""
+    """The verdict on every claim by its name, the metrics that any run has, and why runs were left out."""
 
     of: dict[str, Verdict]
     metrics: frozenset[str]
@@ -37,28 +35,20 @@ class Verdicts:
 
 
 def judge_all(entries: Sequence[Entry], progress: Callable[[int, int], None] | None = None, **caches: Any) -> Verdicts:
-    """Every claim judged from what the runs hold, nothing being measured; `progress` and `caches`: see `stored`."""
+    """Judge every claim from what runs hold, without measuring; `progress` and `caches` as of `stored`."""
     from workbench.claims.stored import stored  # imports torch
 
-    claims = chosen()
-    steps = len(entries) + len(claims)
-
-    def told(done: int) -> None:
-        if progress is not None:
-            progress(done, steps)
-
-    evidence, problems = stored(entries, lambda done, _: told(done), **caches)
-    alone = []
-    for i, claim in enumerate(claims):
-        alone.append(claim.judge(evidence))
-        told(len(entries) + i + 1)
-    return Verdicts(dict(zip((c.name for c in claims), corrected(alone), strict=True)), evidence.kept.metrics, problems)
+    claims, report = chosen(), progress or (lambda done, total: None)
+    total = len(entries) + len(claims)
+    evidence, problems = stored(entries, lambda done, _: report(done, total), **caches)
+    judged = judge(evidence, claims, lambda done: report(len(entries) + done, total))
+    return Verdicts({j.claim.name: j.verdict for j in judged}, evidence.kept.metrics, problems)
 
 
 def mark(entries: Sequence[Entry]) -> str:
-    """What verdicts follow from: the runs and the code that judges.
+    """Return a digest of the runs and of the code that judges them.
 
-    A run is known by when it last changed; one that ships by its files, which every copy of the project writes at another time.
+    A run is identified by the time of its last change, a shipped run by its files: every copy of the project has other times.
     """
     return digest_of(_parts(entries))
 
@@ -74,54 +64,52 @@ def _parts(entries: Sequence[Entry]) -> Iterator[object]:
             yield entry.stamp
             continue
         run = Path(entry.path)
+        if (packed := checksum(run)) is not None:
+            yield packed
+            continue
         for file in (run / RUN_FILE, *sorted(run.glob("telemetry/*.parquet")), *sorted(run.glob("records/*.parquet"))):
             yield file.name
             yield read_bytes(file, MAX_TABLE)
 
 
 def load(folder: Path, marked: str) -> Verdicts | None:
-    """What is kept in a folder under this mark; None where nothing is."""
+    """Return the verdicts stored in a folder under this mark; None if there are none, or they are damaged."""
     try:
-        found = read_json(folder / FILE)
-        if found["mark"] != marked:
-            return None
-        return read(found)
-    except (BadCheckpoint, KeyError, TypeError, ValueError, AttributeError):  # none there, or damaged: judged anew
+        stored = read_json(folder / FILE)
+        return read(stored) if stored["mark"] == marked else None
+    except (BadCheckpoint, KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
-def read(found: dict[str, Any]) -> Verdicts:
-    """Verdicts from what `text` wrote."""
-    verdicts = {name: _verdict(facts) for name, facts in found["verdicts"].items()}
-    return Verdicts(verdicts, frozenset(found["metrics"]), found["problems"])
+def read(stored: dict[str, Any]) -> Verdicts:
+    """Return the verdicts that `text` wrote."""
+    verdicts = {}
+    for name, facts in stored["verdicts"].items():
+        table = pd.DataFrame({n: pd.Series(c["values"], dtype=c["type"]) for n, c in facts["table"].items()})
+        p = math.nan if facts["p"] is None else facts["p"]
+        verdicts[name] = Verdict(**facts | {"table": table, "p": p, "runs": tuple(facts["runs"])})
+    return Verdicts(verdicts, frozenset(stored["metrics"]), stored["problems"])
 
 
 def save(folder: Path, marked: str, verdicts: Verdicts) -> None:
-    """Keep verdicts in a folder; raises `WorkbenchError` where it cannot be written."""
+    """Store verdicts in a folder; raises `WorkbenchError` if it cannot be written."""
     write_text(folder / FILE, text(marked, verdicts))
 
 
 def text(marked: str, verdicts: Verdicts) -> str:
-    """Verdicts as they are kept, a claim a line."""
-    of = {name: asdict(v) | {"p": _plain(v.p), "table": _columns(v.table)} for name, v in verdicts.of.items()}
+    """Return verdicts as JSON, one line per claim."""
+    lines = []
+    for name, verdict in verdicts.of.items():
+        table = {
+            str(column): {"type": str(values.dtype), "values": [_plain(v) for v in values.tolist()]}
+            for column, values in verdict.table.items()
+        }
+        facts = asdict(verdict) | {"p": _plain(verdict.p), "table": table}
+        lines.append(f"{json.dumps(name)}: {json.dumps(facts, ensure_ascii=False)}")
     head = {"mark": marked, "metrics": sorted(verdicts.metrics), "problems": verdicts.problems}
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(facts, ensure_ascii=False)}" for name, facts in of.items())
-    return f'{json.dumps(head)[:-1]}, "verdicts": {{\n{lines}\n}}}}\n'
-
-
-def _columns(table: pd.DataFrame) -> dict[str, Any]:
-    return {
-        str(name): {"type": str(column.dtype), "values": [_plain(v) for v in column.tolist()]}
-        for name, column in table.items()
-    }
+    body = ",\n".join(lines)
+    return f'{json.dumps(head)[:-1]}, "verdicts": {{\n{body}\n}}}}\n'
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON holds it: what is missing or no number as null."""
     return None if pd.isna(value) else value
-
-
-def _verdict(facts: dict[str, Any]) -> Verdict:
-    table = pd.DataFrame({n: pd.Series(c["values"], dtype=c["type"]) for n, c in facts["table"].items()})
-    p = math.nan if facts["p"] is None else facts["p"]
-    return Verdict(**facts | {"table": table, "p": p, "runs": tuple(facts["runs"])})

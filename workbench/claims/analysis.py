@@ -12,16 +12,18 @@ import pandas as pd
 from workbench import plots
 from workbench.claims import Evidence
 from workbench.claims.collect import collect, find_runs
-from workbench.claims.judging import Judged, chosen, judge
+from workbench.claims.judging import Judged, chosen, judge, with_figure
 from workbench.console import Progress
 from workbench.files import write_text
 from workbench.jobs.running import Workers
 from workbench.runs.records import write_parquet
 
+WIDTH = 1200  # pixels of a figure
+
 
 @dataclass(frozen=True)
 class Analysis:
-    """Verdicts of all claims asked, the evidence behind them, and what was left out and why."""
+    """Verdicts on claims, the evidence behind them, and why runs or metrics were left out."""
 
     judged: tuple[Judged, ...]
     evidence: Evidence
@@ -38,23 +40,29 @@ def analyse(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Analysis:
-    """Verdicts of the claims for the runs at some paths (runs, or folders of them).
+    """Measure what claims need of some runs, and judge them.
 
     Args:
-        paths: runs or folders of runs. questions, claims: which claims, all unless given.
-        data: a text file for runs without data of their own (imported ones); n: documents.
-        workers: where it is measured, see `run_jobs`. progress: called with (done, all, run) after each run.
+        paths: Runs, or folders of runs.
+        questions: Questions whose claims are judged; all by default.
+        claims: Names of claims that are judged; all by default.
+        data: Text file for runs without data of their own (imported ones).
+        n: Number of documents.
+        workers: Number of processes, or a cluster; see `run_jobs`.
+        progress: Called with (done, all, run) after each run.
 
-    Raises `BadData` where there is no finished run, `UnknownName` for another question or claim.
+    Raises:
+        BadData: There is no finished run.
+        UnknownName: There is no such question or claim.
     """
     asked = chosen(questions, claims)
     runs, problems = find_runs(paths)
     evidence, more = collect(runs, asked, data=data, n=n, workers=workers, progress=progress)
-    return Analysis(judge(evidence, asked), evidence, problems | more)
+    return Analysis(tuple(with_figure(j, evidence) for j in judge(evidence, asked)), evidence, problems | more)
 
 
 def verdicts(analysis: Analysis) -> pd.DataFrame:
-    """One row per claim: question, claim, status among all claims and by itself, its p and scope, sentence, what is published."""
+    """Return one row per claim: its verdict, what is published, and how often chance would decide as clearly."""
     rows = [
         {"question": j.claim.question, "claim": j.claim.name, "status": j.verdict.status,
          "by_itself": j.verdict.alone or j.verdict.status, "p": j.verdict.p, "scope": j.verdict.scope,
@@ -66,7 +74,7 @@ def verdicts(analysis: Analysis) -> pd.DataFrame:
 
 
 def write_tables(analysis: Analysis, out: Path) -> list[Path]:
-    """`verdicts`, the measured `records`, and the deciding table of every claim, each as CSV and Parquet."""
+    """Write the verdicts, the measured records and the table of every claim, each as CSV and Parquet; return the files."""
     written = [*_both(verdicts(analysis), out / "verdicts"), *_both(analysis.evidence.everything(), out / "records")]
     for j in analysis.judged:
         if len(j.verdict.table):
@@ -81,13 +89,10 @@ def _both(frame: pd.DataFrame, path: Path) -> list[Path]:
     return [path.with_suffix(".csv"), path.with_suffix(".parquet")]
 
 
-WIDTH = 1200  # pixels of a drawn figure
-
-
 def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
-    """Every figure as an offline HTML page with its rows as a table beside it; where wanted, also drawn by a browser.
+    """Write every figure as an offline HTML page with its rows as a table, and as PNG or SVG if asked; return the files.
 
-    Raises `WorkbenchError` where pictures are wanted and no browser is found; the pages are written before that.
+    Raises `WorkbenchError` if pictures are asked for and there is no browser; the pages are written before that.
     """
     from workbench.plots.browser import figure
 

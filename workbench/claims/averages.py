@@ -10,7 +10,7 @@ from workbench.claims.loss import ends_lower
 from workbench.claims.registry import claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
-from workbench.statistics.error_bars import over_seeds, paired_seeds
+from workbench.statistics.intervals import over_seeds, paired_seeds
 
 ATTENTION_RESIDUALS = "Attention Residuals, arXiv 2603.15031 (2026)"
 SOURCES = 3  # of a place, before their ranks say anything

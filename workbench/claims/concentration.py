@@ -12,7 +12,7 @@ from workbench.claims.registry import PAPER, claim
 from workbench.claims.sinks import METHODS, SINK_SEEDS, gated
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers
-from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_seeds
+from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
 
 AT_INIT = 0.03  # nats: the largest distance found at random init between 256 and 2,048 tokens
 THIRD = 2  # the third layer, counted from 0

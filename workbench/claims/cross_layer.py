@@ -8,7 +8,7 @@ from workbench.claims.evidence import Evidence, model_mean, sound
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers
-from workbench.statistics.error_bars import MIN_SEEDS
+from workbench.statistics.intervals import MIN_SEEDS
 
 TRAINED = ("cross_layer", "same_key", "identity_map")
 

@@ -9,7 +9,7 @@ from workbench.claims.loss import beside_scaled
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
-from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
+from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 
 
 @claim(

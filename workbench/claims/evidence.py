@@ -15,10 +15,10 @@ from workbench.claims.by_metric import ByMetric
 from workbench.claims.verdict import InsufficientEvidence
 from workbench.claims.wording import listed
 from workbench.runs.records import SAMPLE_COLUMNS, records
-from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_seeds
+from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds, t_quantile
 from workbench.statistics.loss_curves import at_equal_loss, common_loss
 
-ERRORS = 2.365  # Student's t on 7 degrees of freedom: errors of accumulated numbers come from eight groups of documents
+GROUPS = 8  # of documents, whose spread is the error of an accumulated number
 RECIPE = (
     "data", "T", "batch", "steps", "n_layers", "d_model", "n_heads", "d_mlp", "d_vocab", "warmup", "lr_final",
     "weight_decay", "optimiser",
@@ -331,6 +331,8 @@ def model_mean(rows: pd.DataFrame) -> Interval:
     if len(seeds) >= MIN_SEEDS:
         return over_seeds(seeds)
     value, errors = float(rows["value"].mean()), rows["se"].astype(float)
-    half = ERRORS * math.sqrt(float((errors**2).sum())) / len(rows) if errors.notna().all() else math.nan
+    half = (
+        t_quantile(GROUPS - 1) * math.sqrt(float((errors**2).sum())) / len(rows) if errors.notna().all() else math.nan
+    )
     n = int(rows["n"].min()) if rows["n"].notna().any() else len(seeds)
     return Interval(value, value - half, value + half, n)

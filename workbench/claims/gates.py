@@ -11,7 +11,7 @@ from workbench.claims.registry import claim
 from workbench.claims.sinks import SINK_SEEDS, gated, logarithms, strongest_mass
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
-from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
+from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 from workbench.statistics.sinks import SINK_MASS
 
 GRADIENT_SINKS = "Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771"

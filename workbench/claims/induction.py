@@ -9,8 +9,8 @@ from workbench.claims.registry import SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import listed, model_name, seeds_note
 from workbench.statistics.censored import compare_steps
-from workbench.statistics.error_bars import Interval
 from workbench.statistics.formation import formation_steps
+from workbench.statistics.intervals import Interval
 
 PATHS, CONTROL = ("svformer", "resformer", "resformer_constant"), "residual_k"
 

@@ -1,9 +1,9 @@
-"""Evidence -> verdicts of claims, corrected for their number, and the figure that shows each."""
+"""Evidence of runs -> the verdict on each claim, corrected for the number of claims, and the figure that shows it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -18,7 +18,7 @@ from workbench.errors import UnknownName, WorkbenchError
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim, its verdict, and where there is one the figure that shows it with the rows behind it."""
+    """A claim, its verdict, the figure that shows it (if there is one) and the rows behind the figure."""
 
     claim: Claim
     verdict: Verdict
@@ -27,7 +27,7 @@ class Judged:
 
 
 def chosen(questions: Sequence[str] | None = None, claims: Sequence[str] | None = None) -> list[Claim]:
-    """Claims of these questions and of these names (all unless given), question by question; raises `UnknownName`."""
+    """Return the claims of some questions and names (all by default), by question; raises `UnknownName`."""
     for kind, given, known in (("question", questions, QUESTIONS), ("claim", claims, CLAIMS)):
         if wrong := next((name for name in given or () if name not in known), None):
             raise UnknownName(kind, wrong, known)
@@ -36,14 +36,31 @@ def chosen(questions: Sequence[str] | None = None, claims: Sequence[str] | None 
     return sorted(asked, key=lambda c: list(QUESTIONS).index(c.question))
 
 
-def judge(evidence: Evidence, claims: Sequence[Claim]) -> tuple[Judged, ...]:
-    """The verdict and the figure of every claim, corrected over all of them."""
-    found = corrected([claim.judge(evidence) for claim in claims])
-    return tuple(Judged(c, v, *figure(c, v, evidence)) for c, v in zip(claims, found, strict=True))
+def judge(
+    evidence: Evidence, claims: Sequence[Claim], progress: Callable[[int], None] = lambda _: None
+) -> tuple[Judged, ...]:
+    """Return the verdict on each claim, Holm-corrected over all of them.
+
+    Every page, report and command that shows verdicts calls this function.
+
+    Args:
+        progress: Called with the number of judged claims.
+    """
+    verdicts = []
+    for i, claim in enumerate(claims, 1):
+        verdicts.append(claim.judge(evidence))
+        progress(i)
+    return tuple(map(Judged, claims, corrected(verdicts)))
+
+
+def with_figure(judged: Judged, evidence: Evidence) -> Judged:
+    """Return a judged claim with its figure and the rows behind it."""
+    drawn, rows = figure(judged.claim, judged.verdict, evidence)
+    return replace(judged, figure=drawn, shown=rows)
 
 
 def figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go.Figure | None, pd.DataFrame]:
-    """The numbers a claim is about, of the runs its verdict compared, and their rows; None where there are none."""
+    """Return the figure of a claim's numbers in the compared runs, and its rows; None if nothing can be drawn."""
     shows, nothing = {"variant": None, **claim.shows}, (None, pd.DataFrame())
     metric = shows.pop("metric", None)
     if metric is None:
@@ -59,18 +76,14 @@ def figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go.Figur
     if metric not in TELEMETRY:
         rows = rows[rows["step"].isin([0]) | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
     try:
-        return _drawn(str(metric), rows), rows
-    except WorkbenchError:  # nothing was measured, or nothing that fits one figure: the verdict says so itself
+        if metric == "copy_loss":
+            return plots.race(rows), rows
+        if metric == "tokens_per_second":
+            return plots.pace(rows), rows
+        if metric == "coefficient":
+            first = rows["architecture"].iloc[0] if len(rows) else None
+            return plots.coefficients(rows[rows["architecture"] == first]), rows
+        smooth = min(100, max(1, int(rows["step"].max() or 0) // 10)) if metric == "train_loss" and len(rows) else 1
+        return plots.plot(rows, smooth=smooth), rows
+    except WorkbenchError:  # nothing was measured, or nothing that fits one figure: the verdict's sentence names it
         return nothing
-
-
-def _drawn(metric: str, rows: pd.DataFrame) -> go.Figure:
-    if metric == "copy_loss":
-        return plots.race(rows)
-    if metric == "tokens_per_second":
-        return plots.pace(rows)
-    if metric == "coefficient":
-        return plots.coefficients(rows[rows["architecture"] == rows["architecture"].iloc[0]] if len(rows) else rows)
-    if metric == "train_loss":
-        return plots.plot(rows, smooth=min(100, max(1, int(rows["step"].max() or 0) // 10)) if len(rows) else 1)
-    return plots.plot(rows)

@@ -13,7 +13,7 @@ from workbench.claims.evidence import Evidence, at_last_step
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import RATES, listed, model_name, numbers, seeds_note, share
-from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_documents
+from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_documents
 from workbench.statistics.loss_curves import step_at_loss
 from workbench.statistics.scaling import saved_share, savings_intervals
 

@@ -9,7 +9,7 @@ from workbench.claims.loss import at_best_rates, beside_scaled
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import RATES, model_name, numbers, seeds_note
-from workbench.statistics.error_bars import Interval
+from workbench.statistics.intervals import Interval
 
 
 @claim(

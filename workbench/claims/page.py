@@ -1,33 +1,38 @@
-"""One offline page of verdicts: what these runs decide in front, with numbers, figure and published values; the rest folded."""
+"""One offline page of verdicts: decided claims with numbers, figure and published values first, the others folded."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
-import pandas as pd
-
 from workbench.claims import DECIDED, QUESTIONS, STATUSES
 from workbench.claims.analysis import Analysis
 from workbench.claims.judging import Judged
 from workbench.claims.verdict import expected_by_chance
 from workbench.plots.page import Page, facts, folded, heading, numbers, paragraph
+from workbench.statistics.intervals import MIN_SEEDS, confidence
 
-READING = (
-    "A claim is supported where every comparison that it needs has the claimed sign beyond its interval, and refuted where one has "
-    "the other sign although its interval is widened for the number of comparisons; else it is unresolved: chance explains the "
-    "numbers as well. A status by itself holds for one claim; among all claims here it has to be clearer, since of many claims some "
-    "look decided by chance. A seed is one training from one random start; with fewer than three nothing is decided. Numbers in "
-    "brackets are 95 % intervals, over seeds (Student's t of differences within each seed) or, where they decide nothing, over "
-    "documents. A nat is the unit of the loss: 0.01 nats less means that the right next token gets about 1 % more probability."
-)
+
+def _reading() -> str:
+    return (
+        f"A claim is supported if the {confidence()} confidence interval of every comparison excludes zero on the claimed side. It is "
+        "refuted if one comparison has the opposite sign, after correction for their number. Otherwise it is unresolved: chance explains "
+        "the numbers as well. The status among all claims is corrected for the number of claims on this page. A seed is one training from "
+        f"one random start; fewer than {MIN_SEEDS} decide nothing. Brackets hold {confidence()} intervals over seeds (Student's t of "
+        "differences within each seed) or over documents, which decide nothing. A nat is the unit of the loss: 0.01 nats less means about "
+        "1 % more probability for the next token."
+    )
 
 
 def write_page(analysis: Analysis, out: Path, command: str) -> Path:
-    """Write `claims.html` into a folder and return its path; `command` is what reproduces it."""
-    page = Page("What these runs say of the claims")
-    chance = expected_by_chance([j.verdict for j in analysis.judged])
-    page.add(heading(page.title, 1), paragraph(_counts(analysis)), paragraph(chance), paragraph(READING, "small"))
+    """Write `claims.html` into a folder and return its path; `command` is shown as the way to reproduce it."""
+    page, verdicts = Page("What these runs say of the claims"), [j.verdict for j in analysis.judged]
+    runs = analysis.evidence.runs
+    counts = {words: sum(v.status == status for v in verdicts) for status, words in STATUSES.items()}
+    by_status = ", ".join(f"{n} {words}" for words, n in counts.items() if n)
+    compared = f"{len(runs)} runs of {runs['model'].nunique()} models" if len(runs) else "No run"
+    page.add(heading(page.title, 1), paragraph(f"{compared}; {len(verdicts)} claims: {by_status}."))
+    page.add(paragraph(expected_by_chance(verdicts)), paragraph(_reading(), "small"))
     for question, text in QUESTIONS.items():
         group = [j for j in analysis.judged if j.claim.question == question and j.verdict.status in DECIDED]
         if group:
@@ -39,21 +44,12 @@ def write_page(analysis: Analysis, out: Path, command: str) -> Path:
         page.add(heading("Not decided here"), folded(f"{len(rest)} claims, and what each would need", "".join(rest)))
     if analysis.problems:
         page.add(heading("Left out"), facts(analysis.problems))
-    runs = analysis.evidence.runs.drop(columns=["options"], errors="ignore")
-    page.add(heading("Provenance"), numbers(runs, "the runs"))
+    page.add(heading("Provenance"), numbers(runs.drop(columns=["options"], errors="ignore"), "the runs"))
     return page.write(out / "claims.html", command)
 
 
-def _counts(analysis: Analysis) -> str:
-    counts = pd.Series([j.verdict.status for j in analysis.judged]).value_counts()
-    by_status = ", ".join(f"{counts[status]} {words}" for status, words in STATUSES.items() if status in counts)
-    runs = analysis.evidence.runs
-    of = f"{len(runs)} runs of {runs['model'].nunique()} models" if len(runs) else "No run"
-    return f"{of}; {len(analysis.judged)} claims: {by_status}."
-
-
 def article(judged: Judged, figure: str = "") -> str:
-    """A claim with its verdict, the published numbers, how it is judged, and the deciding numbers, as HTML."""
+    """Return a claim as HTML: verdict, numbers, published values, and the rule that decides it."""
     claim, verdict = judged.claim, judged.verdict
     runs = {"These runs": f"{len(verdict.runs)}: {verdict.setting}"} if verdict.runs else {}
     if math.isfinite(verdict.p):

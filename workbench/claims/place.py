@@ -13,7 +13,7 @@ from workbench.claims.loss import beside_scaled, ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
-from workbench.statistics.error_bars import Interval, over_seeds
+from workbench.statistics.intervals import Interval, over_seeds
 
 CONTROLS = ("residual_q", "residual_k", "residual_attention", "residual_hidden")
 BEST_LAMBDA = 2.0  # the best weight, as published

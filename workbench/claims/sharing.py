@@ -12,7 +12,7 @@ from workbench.claims.loss import ends_lower
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
 from workbench.claims.wording import listed, model_name, numbers, seeds_note
-from workbench.statistics.error_bars import Interval, over_seeds
+from workbench.statistics.intervals import Interval, over_seeds
 from workbench.statistics.loss_curves import WINDOW, critical_point, cumulative_rate, relative_loss
 
 SAME_CACHE = ("gqa", "cla")  # about half of the decoder's, as SVFormer

@@ -17,8 +17,8 @@ from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_tab
 from workbench.claims.wording import model_name, numbers
 from workbench.errors import WorkbenchError
 from workbench.statistics.censored import compare_steps
-from workbench.statistics.error_bars import Interval, over_seeds, paired_seeds
 from workbench.statistics.formation import sink_step
+from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 from workbench.statistics.sinks import SINK_MASS, sink_kind
 
 SINK_RATE = 0.05  # of a layer's heads: below, single documents pass by chance

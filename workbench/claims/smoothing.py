@@ -13,7 +13,7 @@ from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.sinks import gated
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
-from workbench.statistics.error_bars import Interval, over_seeds
+from workbench.statistics.intervals import Interval, over_seeds
 
 POINTS = 6  # pairs of a layer and a model, before a rank correlation says anything
 

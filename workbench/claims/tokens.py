@@ -10,7 +10,7 @@ from workbench.claims.loss import beside_scaled, ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import model_name, numbers, seeds_note
-from workbench.statistics.error_bars import MIN_SEEDS, Interval, over_seeds, paired_seeds
+from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
 
 SITES = {"stream": "hidden states", "z": "attention outputs"}
 KEPT = 0.5  # of what zeroing costs

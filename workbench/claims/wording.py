@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.models.registry import CONTROL, label
-from workbench.statistics.error_bars import MIN_SEEDS, Interval
+from workbench.statistics.intervals import MIN_SEEDS, Interval
 
 RATES = 3  # learning rates of each model, before a comparison of losses counts as tuned
 WORDS = {

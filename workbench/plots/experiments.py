@@ -28,6 +28,7 @@ from workbench.plots.style import (
 )
 from workbench.plots.training import thinned
 from workbench.statistics.formation import copying, formation_steps
+from workbench.statistics.intervals import confidence
 
 HALF_POINTS = 200  # of a curve that fills half a page
 
@@ -257,6 +258,6 @@ def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:
         figure.update_yaxes(autorange="reversed", row=i, col=1)
     caption = wrapped(
         "; ".join(s for s in (under, "hollow: unresolved among all" if "verdict" in table else "",
-                              "whisker: 95 % interval; one that reaches across 0 decides nothing") if s), 125
+                              f"whisker: {confidence()} interval; one that reaches across 0 decides nothing") if s), 125
     )  # fmt: skip
     return dressed(figure, title, caption, 40 + 70 * len(units) + 26 * len(table))

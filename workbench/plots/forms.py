@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench.plots.style import GREY, MINUS, colour, label, ordered, pale, symbol, words
-from workbench.statistics.error_bars import MIN_SEEDS, over_seeds
+from workbench.statistics.intervals import MIN_SEEDS, confidence, over_seeds
 
 KEY = ["metric", "variant", "site", "part", "data", "T", "unit"]
 # column, in words
@@ -55,7 +55,7 @@ def _curve(rows: pd.DataFrame, x: str, smooth: int = 1, *, paired: bool = False)
         low, high = ([getattr(i, end) for i in intervals] for end in ("low", "high"))
         return pd.DataFrame(
             {"mean": mean, "low": low, "high": high}
-        ), f"95 % interval over {runs.shape[1]} paired seeds"
+        ), f"{confidence()} interval over {runs.shape[1]} paired seeds"
     if runs.shape[1] > 1:
         return pd.DataFrame({"mean": mean, "low": runs.min(axis=1), "high": runs.max(axis=1)}), "band: range over seeds"
     se = rows.groupby(x)["se"].mean().reindex(mean.index)

@@ -1,4 +1,4 @@
-"""Differences of steps that some runs have not reached by their last step (right-censored steps)."""
+"""Steps that some runs do not reach before training ends (right-censored steps): medians, counts and differences."""
 
 from __future__ import annotations
 
@@ -8,22 +8,50 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from workbench.statistics.error_bars import Interval, over_seeds
+from workbench.statistics.intervals import Interval, over_seeds
 
-PERMUTATIONS = 9_999  # at most; fewer where all can be counted
+PERMUTATIONS = 9_999  # at most; fewer if all can be enumerated
+
+
+def censored(reached: pd.Series, last: pd.Series) -> pd.DataFrame:
+    """Return a table of steps: `at` (step reached, else the last step) and `formed` (whether it was reached).
+
+    Args:
+        reached: Step, NaN for a run that did not reach it, indexed by seed.
+        last: Last step of each run, with the same index.
+    """
+    reached = reached.astype(float)
+    return pd.DataFrame({"at": reached.fillna(last.astype(float)), "formed": reached.notna()})
+
+
+def median_step(steps: pd.DataFrame) -> float:
+    """Return the median step; infinite if half of the runs or more did not reach it."""
+    return float(steps["at"].where(steps["formed"], math.inf).median())
+
+
+def formed_in(steps: pd.DataFrame) -> str:
+    """Return in how many runs the step was reached, `3 of 5`."""
+    return f"{steps['formed'].sum()} of {len(steps)}"
+
+
+def median_in_words(steps: pd.DataFrame) -> str:
+    """Return the median step, or that there is none because too few runs reached it."""
+    median = median_step(steps)
+    return f"{median:.0f}" if math.isfinite(median) else f"none by step {steps['at'].max():.0f}"
 
 
 def compare_steps(method: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
-    """Return the mean difference of steps, method - baseline, over the seeds that both have.
+    """Return the mean difference of steps, method - baseline, over shared seeds.
 
-    If every run has reached its step, this is the paired difference with Student's t interval. Otherwise a run that has not counts
-    with its last step, so that the difference is one of restricted means. It has no interval then: runs that all count with one
-    step have no spread, and an interval would show the other model's alone. Its p is that of an exact permutation test of the
-    log-rank statistic, which uses only the order of steps and who has not reached one.
+    If every run reached its step, this is the paired difference with Student's t interval. Otherwise it is the difference of
+    restricted means: the mean number of steps without the event, up to the last step. It then has no interval, since the interval
+    of runs that never reach the step would show the spread of the other model alone. Its p-value is that of an exact permutation test of
+    the log-rank statistic (`scipy.stats.logrank` has only the asymptotic one), which uses the order of the steps and which runs did not
+    reach theirs.
 
     Args:
-        method: Columns `at` (step reached, or the last step) and `formed` (whether it was reached), indexed by seed.
-        baseline: The same of the model that is compared with.
+        method: Columns `at` and `formed` of `censored`, indexed by seed.
+        baseline: The same for the other model.
 
     Returns:
         The difference in steps.
@@ -37,12 +65,12 @@ def compare_steps(method: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
     if len(each) < 2 or (method["formed"].all() and baseline["formed"].all()):
         return over_seeds(each)
     scores = _log_rank_scores(pd.concat([method, baseline], ignore_index=True))
-    mine, others = scores[: len(shared)], scores[len(shared) :]
+    own, others = scores[: len(shared)], scores[len(shared) :]
     test = stats.permutation_test(
-        (mine, others), lambda a, b, axis: a.sum(axis) - b.sum(axis), vectorized=True, n_resamples=PERMUTATIONS, rng=0
+        (own, others), lambda a, b, axis: a.sum(axis) - b.sum(axis), vectorized=True, n_resamples=PERMUTATIONS, rng=0
     )
     mean = float(each.mean())
-    agree = mean * float(mine.sum() - others.sum()) < 0  # fewer events than expected: later
+    agree = mean * float(own.sum() - others.sum()) < 0  # fewer events than expected: later
     return Interval(mean, math.nan, math.nan, len(each), float(test.pvalue) if agree else 1.0, tuple(each.tolist()))
 
 

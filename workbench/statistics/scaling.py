@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import optimize
 
-from workbench.statistics.error_bars import Interval, over_seeds
+from workbench.statistics.intervals import Interval, over_seeds
 
 MIN_SIZES = 4  # points that a curve of three parameters needs before its fit says anything
 

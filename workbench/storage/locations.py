@@ -15,6 +15,7 @@ from pathlib import Path
 from workbench.errors import BadCheckpoint
 from workbench.places import SHIPPED
 from workbench.storage import mirror
+from workbench.storage.packed import unpacked
 from workbench.storage.remote import is_url
 from workbench.storage.sync import RUN, Mirror, mirror_of
 
@@ -59,6 +60,7 @@ def locate(given: str | Path | Location) -> Location:
         path = Path(given)
     except ValueError as error:
         raise BadCheckpoint(f"{str(given)[:60]!r} is no path: {error}") from error
+    path = unpacked(path)
     copy = mirror_of(path)
     if copy is not None:
         mirror.refresh(path)

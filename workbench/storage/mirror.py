@@ -15,6 +15,7 @@ from workbench.errors import WorkbenchError
 from workbench.files import write_json
 from workbench.storage import sync
 from workbench.storage.bounds import trim, used, weights_under
+from workbench.storage.packed import origin, unpacked
 from workbench.storage.remote import address, is_url, remote
 from workbench.storage.sync import NOTES, RUN, SOURCE, STEP, Lease, mirror_of
 
@@ -26,7 +27,7 @@ _fresh: dict[tuple[Path, bool], tuple[float, list[Path]]] = {}
 def folder(path: str | Path) -> Path:
     """The folder on this machine of a folder of runs: the mirror of a URL, any other path as it is."""
     if not is_url(path):
-        return Path(path)
+        return unpacked(path)
     url = address(path)
     remote(url)  # refuses what nothing here speaks
     root = sync.root_of(url)
@@ -66,7 +67,7 @@ def _placed(url: str) -> Path:
 def address_of(path: Path) -> str:
     """The URL of a path in a mirror, any other path as text."""
     mirror = mirror_of(path)
-    return str(path) if mirror is None else f"{mirror.url}/{mirror.name(path)}".rstrip("/")
+    return str(origin(path)) if mirror is None else f"{mirror.url}/{mirror.name(path)}".rstrip("/")
 
 
 def refresh(path: Path) -> None:

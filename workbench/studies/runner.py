@@ -11,15 +11,16 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.claims.verdict import judge_differences
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import BadData, WorkbenchError
 from workbench.jobs.running import Job, Status, Workers, run_jobs
 from workbench.runs.corpora import shared_text
 from workbench.runs.records import load_records, write_parquet
 from workbench.runs.run import CORPORA, RUN_FILE, Run
-from workbench.statistics.censored import compare_steps
-from workbench.statistics.error_bars import LEVEL, MIN_SEEDS, Interval, over_seeds, paired_seeds
+from workbench.statistics.censored import censored, compare_steps, formed_in
 from workbench.statistics.formation import formation_steps, sink_step
+from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
 from workbench.studies.study_file import OUTCOMES, Cell, Study, find_study, label, read_study
 
 QUICK_SEEDS = 2
@@ -200,8 +201,11 @@ def _with_data(planned: Sequence[StudyRun], status: Status) -> Iterator[tuple[in
 
 
 def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, str]) -> pd.DataFrame:
-    """One row per run: model, grid axes as text, seed, run, step, validation loss in nats (mean of the domains),
-    formation step where the data can be copied, `sink_step` where that is the outcome (null where none formed), `failed`."""
+    """Return one row per run with its outcomes.
+
+    Columns are model, grid axes as text, architecture, seed, run, step, validation_loss (nats, mean of the domains), formation_step,
+    sink_step if that is the study's outcome (both NaN if not reached by the last step), and failed.
+    """
     rows = []
     for run in planned:
         row = {
@@ -210,103 +214,90 @@ def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, s
             "step": math.nan, "validation_loss": math.nan, "formation_step": math.nan,
         }  # fmt: skip
         if run.name not in failures:
-            row |= _outcome(Run.open(Path(run.runs) / run.name), study.outcome)
+            trained = Run.open(Path(run.runs) / run.name)
+            written = trained.telemetry("metric in ('validation_loss', 'copy_loss')")
+            losses = written[written["metric"] == "validation_loss"]
+            last = losses[losses["step"] == losses["step"].max()]
+            row |= {"step": float(last["step"].max()), "validation_loss": float(last["value"].mean())}
+            if (written["metric"] == "copy_loss").any():
+                formed = formation_steps(written)["formation_step"].iloc[0]
+                row["formation_step"] = math.nan if pd.isna(formed) else float(formed)
+            if study.outcome == "sink_step":
+                row["sink_step"] = sink_step(load_records([trained.path]))
         rows.append(row | {"failed": failures.get(run.name, "")})
     return pd.DataFrame(rows)
 
 
-def _outcome(run: Run, outcome: str) -> dict[str, float]:
-    written = run.telemetry("metric in ('validation_loss', 'copy_loss')")
-    losses = written[written["metric"] == "validation_loss"]
-    last = losses[losses["step"] == losses["step"].max()]
-    found = {"step": float(last["step"].max()), "validation_loss": float(last["value"].mean())}
-    if (written["metric"] == "copy_loss").any():
-        formed = formation_steps(written)["formation_step"].iloc[0]
-        found["formation_step"] = math.nan if pd.isna(formed) else float(formed)
-    if outcome == "sink_step":
-        found["sink_step"] = sink_step(load_records([run.path]))
-    return found
-
-
 def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per cell: the outcome over seeds, the difference to the baseline paired by seed, and what that says.
+    """Return one row per cell: the outcome over seeds, and the paired difference from the baseline with its verdict.
 
-    `mean`, `least`, `largest` over the `n` seeds that have an outcome; `difference` with its 95 % interval `low`, `high` over seeds
-    (none where some runs never reach the step, see `compare_steps`); `verdict` is `unresolved` where its test does not reject, or
-    there are fewer than three pairs. With `tuned`, a row `best` per model takes each model's best value of that axis, chosen by the mean.
+    Columns are model, grid axes, outcome, n (runs that have it), mean, least, largest (mean and largest are NaN if a run did not reach
+    the step), difference, low, high (`compare_steps` for steps), verdict and failed. Verdicts are Holm-corrected over the table. If the
+    study has a `tuned` axis, one more row per model takes its best value of that axis, chosen by the mean.
     """
     rest = [axis for axis in study.axes if axis != study.tuned]
-    cells = frame.groupby(["model", *study.axes], sort=False)
-    rows = [_compared(study, frame, study.axes, group) for _, group in cells]
+    rows = [
+        _compared(study, frame, study.axes, group) for _, group in frame.groupby(["model", *study.axes], sort=False)
+    ]
     if study.tuned is not None:
         best = pd.concat([_best(study, group) for _, group in frame.groupby(["model", *rest], sort=False)])
-        chosen = best.assign(**{study.tuned: "best"})
-        groups = (table.groupby(["model", *rest], sort=False) for table in (chosen, best))
+        tuned = best.assign(**{study.tuned: "best"})
+        tried = list(dict.fromkeys(label(cell.point[study.tuned]) for cell in study.cells))
+        groups = (table.groupby(["model", *rest], sort=False) for table in (tuned, best))
         for (_, group), (_, real) in zip(*groups, strict=True):
-            rows.append(_compared(study, chosen, rest, group) | {study.tuned: _found_best(study, real)})
-    return pd.DataFrame(rows)
+            value = real[study.tuned].iloc[0]
+            edge = ", at the edge" if value in (tried[0], tried[-1]) else ""  # a better value may lie outside
+            row, change = _compared(study, tuned, rest, group)
+            rows.append((row | {study.tuned: f"best ({value}{edge})"}, change))
+    below, above = OUTCOMES[study.outcome]
+    words = {"supported": below, "refuted": above}
+    verdicts = judge_differences({i: change for i, (row, change) in enumerate(rows) if not row["verdict"]})
+    for i, verdict in verdicts.items():
+        row, change = rows[i]
+        few = f": {change.n} of the {MIN_SEEDS} seeds needed" if change.n < MIN_SEEDS else ""
+        row["verdict"] = f"{words.get(verdict.status, verdict.status)}{few or row['formed']}"
+    return pd.DataFrame([row for row, _ in rows]).drop(columns="formed")
 
 
 def _best(study: Study, group: pd.DataFrame) -> pd.DataFrame:
-    """A model's runs at its best value of the tuned axis; a value at which some seed has no outcome is not the best."""
-    outcomes = group.groupby(study.tuned, sort=False)[study.outcome]
-    means = outcomes.apply(lambda x: math.inf if x.isna().any() else x.mean())
+    """A model's runs at its best value of the tuned axis, at which every seed has an outcome."""
+    means = group.groupby(study.tuned, sort=False)[study.outcome].apply(
+        lambda x: math.inf if x.isna().any() else x.mean()
+    )
     return group[group[study.tuned] == means.idxmin()]
 
 
-def _found_best(study: Study, runs: pd.DataFrame) -> str:
-    """The best value in words; at the edge of its axis a better one may lie outside."""
-    assert study.tuned is not None
-    tried = list(dict.fromkeys(label(cell.point[study.tuned]) for cell in study.cells))
-    found = runs[study.tuned].iloc[0]
-    return f"best ({found}{', at the edge' if found in (tried[0], tried[-1]) else ''})"
-
-
-def _compared(study: Study, frame: pd.DataFrame, axes: Sequence[str], group: pd.DataFrame) -> dict[str, Any]:
-    first, values = group.iloc[0], _values(study, group)
+def _compared(
+    study: Study, frame: pd.DataFrame, axes: Sequence[str], group: pd.DataFrame
+) -> tuple[dict[str, Any], Interval]:
+    """A row of `summary` and its difference; the verdict is empty if `judge_differences` decides it."""
+    first = group.iloc[0]
     baseline = next(cell.baseline for cell in study.cells if cell.model == first["model"])
     peers = frame[frame["model"] == baseline]
     for axis in axes:
         peers = peers[peers[axis] == first[axis]]
-    known = values.dropna()
-    is_baseline = first["model"] == baseline
-    base = _values(study, peers)
-    change = _change(study, group, peers) if not is_baseline else over_seeds([])
-    failed = int((group["failed"] != "").sum())
-    return {
+    values, base = (rows.set_index("seed")[study.outcome] for rows in (group, peers))
+    known, failed = values.dropna(), int((group["failed"] != "").sum())
+    change, formed, verdict = over_seeds([]), "", ""
+    if first["model"] == baseline:
+        verdict = "baseline"
+    elif study.outcome == "validation_loss":
+        change = paired_seeds(values, base)
+    else:
+        trained = (rows[rows["failed"] == ""].set_index("seed") for rows in (group, peers))
+        steps = [censored(rows[study.outcome], rows["step"]) for rows in trained]
+        change = compare_steps(*steps)
+        if not all(each["formed"].all() for each in steps):
+            formed = f": formed in {' against '.join(map(formed_in, steps))} runs"
+    if failed and not verdict:
+        verdict = f"unresolved: {failed} of {len(values)} runs failed"
+    whole = study.outcome == "validation_loss" or len(known) + failed == len(values)
+    row = {
         "model": first["model"], **{axis: first[axis] for axis in study.axes}, "outcome": study.outcome, "n": len(known),
-        "mean": known.mean(), "least": known.min(), "largest": known.max(),
-        "difference": change.value, "low": change.low, "high": change.high,
-        "verdict": "baseline" if is_baseline else _verdict(study, change, values, base, failed), "failed": failed,
+        "mean": known.mean() if whole else math.nan, "least": known.min(), "largest": known.max() if whole else math.nan,
+        "difference": change.value, "low": change.low, "high": change.high, "verdict": verdict, "failed": failed, "formed": formed,
     }  # fmt: skip
-
-
-def _values(study: Study, runs: pd.DataFrame) -> pd.Series:
-    """The outcome by seed, NaN where it was not reached."""
-    return runs.set_index("seed")[study.outcome]
-
-
-def _change(study: Study, runs: pd.DataFrame, peers: pd.DataFrame) -> Interval:
-    """The outcome minus the baseline's, paired by seed; steps that some runs do not reach are compared as `compare_steps` does."""
-    if study.outcome == "validation_loss":
-        return paired_seeds(_values(study, runs), _values(study, peers))
-    tables = (rows[rows["failed"] == ""].set_index("seed") for rows in (runs, peers))
-    return compare_steps(*(
-        pd.DataFrame({"at": rows[study.outcome].fillna(rows["step"]), "formed": rows[study.outcome].notna()}) for rows in tables
-    ))  # fmt: skip
-
-
-def _verdict(study: Study, change: Interval, values: pd.Series, base: pd.Series, failed: int) -> str:
-    if failed:
-        return f"unresolved: {failed} of {len(values)} runs failed"
-    if change.n < MIN_SEEDS:
-        return f"unresolved: {change.n} of the {MIN_SEEDS} seeds needed"
-    below, above = OUTCOMES[study.outcome]
-    decided = "unresolved" if not change.p <= 1 - LEVEL else above if change.value > 0 else below
-    if study.outcome == "validation_loss" or not (values.isna().any() or base.isna().any()):
-        return decided
-    formed = " against ".join(f"{steps.notna().sum()} of {len(steps)}" for steps in (values, base))
-    return f"{decided}: formed in {formed} runs"
+    return row, change
 
 
 def keep(study: Study, frame: pd.DataFrame, runs: Path, out: Path) -> list[Path]:

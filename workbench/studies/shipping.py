@@ -37,6 +37,7 @@ from workbench.jobs.running import Workers
 from workbench.measurement.measuring import measure
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, write_table
 from workbench.runs.run import RUN_FILE, STUDY, Run, written_now
+from workbench.storage.packed import RUNS, TABLES, pack, unpacked
 from workbench.studies.runner import plan
 from workbench.studies.study_file import Study
 
@@ -56,7 +57,7 @@ def ship(
     whose weights ship too. Raises `WorkbenchError` where a run is not finished or lacks such a step, or where a metric is measured on
     some of the runs that it is needed of.
     """
-    asked = chosen(questions)
+    asked, runs = chosen(questions), unpacked(runs)
     planned = [runs / run.name for run in plan(study, runs)]
     if absent := [path.name for path in planned if not (path / RUN_FILE).exists() or not Run.open(path).finished]:
         raise WorkbenchError(
@@ -73,11 +74,17 @@ def ship(
         found, problems = collect(kept, asked, workers=workers, progress=progress)
         held = ByMetric.of_rows(load_records([run.path for run in kept]))
         _refuse_parts(study, replace(found, runs=found.runs.assign(study=study.name), kept=held), asked)
-        for run in kept:
-            _ship_run(run, place / run.name, study.name, metrics, with_weights=bool(weights))
-    for left in place.glob("*/"):
-        if left.name not in {run.name for run in opened}:  # of the study as it was before
-            shutil.rmtree(left)
+        shipped = {run.name: _shipped(run, study.name, metrics) for run in kept}
+        for file_before in [place / RUNS, *(place / f"{kind}.parquet" for kind in TABLES)]:
+            file_before.unlink(missing_ok=True)
+        for run_before in place.glob(f"*/{RUN_FILE}"):
+            shutil.rmtree(run_before.parent)
+        if weights:
+            for run in kept:
+                _write_run(run, shipped[run.name], place / run.name)
+        else:
+            tables = {kind: _together([tables[kind] for _, tables in shipped.values()]) for kind in TABLES}
+            pack(place, {name: info for name, (info, _) in shipped.items()}, tables)
     shutil.copyfile(file, place / f"{study.name}.toml")
     write_json(place / STUDY, {
         "study": study.name, "command": f"workbench study analyses/studies/{file.name}", "commit": commit or _commit(),
@@ -112,7 +119,12 @@ def _in_few_bytes(run: Run, place: Path, steps: Sequence[int]) -> Run:
     return Run.open(place)
 
 
-def _ship_run(run: Run, place: Path, study: str, metrics: Collection[str], *, with_weights: bool) -> None:
+Shipped = tuple[dict[str, Any], dict[str, pd.DataFrame]]
+"""What ships of a run: the contents of `run.json`, and its tables by kind."""
+
+
+def _shipped(run: Run, study: str, metrics: Collection[str]) -> Shipped:
+    """Losses per document ship for both ends, training losses for every tenth step of long trainings."""
     info, steps, frame = read_json(run.path / RUN_FILE), run.steps, one_sample(load_records([run.path]))
     frame = frame[frame["metric"].isin(metrics)]
     samples = read_parquet(sorted((run.path / "records").glob("*.samples.parquet")), SAMPLE_COLUMNS)
@@ -120,34 +132,40 @@ def _ship_run(run: Run, place: Path, study: str, metrics: Collection[str], *, wi
     written = run.telemetry(f"metric in {WRITTEN}")
     every = COARSE if run.train.steps > MANY else 1
     fine = written["metric"].isin(["copy_loss", "validation_loss", "coefficient"]) | written["variant"].notna()
-    shutil.rmtree(place, ignore_errors=True)  # once everything was read: the run may lie there itself
-    write_json(place / RUN_FILE, info | {"shipped": {"study": study, "steps": steps}})
-    if with_weights:
-        for step in steps:
-            shutil.copytree(run.step_folder(step), step_folder(place, step))
-        if (tokenizer := run.path / TOKENIZER).exists():
-            shutil.copyfile(tokenizer, place / TOKENIZER)
-    _write(frame, place / "records" / "all.parquet")
-    _write(ends[ends["provenance"].isin(set(frame["provenance"]))], place / "records" / "all.samples.parquet")
-    _write(
-        written[fine | (written["step"] % every == 0)], place / "telemetry" / f"{0:06d}-{run.train.steps:06d}.parquet"
-    )
+    tables = {
+        "records": frame, "samples": ends[ends["provenance"].isin(set(frame["provenance"]))],
+        "telemetry": written[fine | (written["step"] % every == 0)],
+    }  # fmt: skip
+    return info | {"shipped": {"study": study, "steps": steps}}, tables
 
 
-def _write(frame: pd.DataFrame, path: Path) -> None:
-    """A table of records in few bytes: seven digits, no empty columns, steps in order, nothing that only other readers ask for."""
-    if frame.empty:
-        path.unlink(missing_ok=True)
-        return
-    kept = frame.dropna(axis="columns", how="all").sort_values(["metric", "step"], kind="stable")
-    small: dict[str, Any] = {str(c): "Int32" for c in kept if str(kept[c].dtype) == "Int64"}
-    small |= {c: "float32" for c in ("value", "se") if c in kept}
-    table = pa.Table.from_pandas(kept.astype(small), preserve_index=False).replace_schema_metadata(None)
-    numbers = [column.name for column in table.schema if pa.types.is_floating(column.type)]
-    write_table(
-        table, path, compression="zstd", compression_level=22, write_statistics=False, store_schema=False,
-        use_dictionary=[c for c in table.column_names if c not in numbers], use_byte_stream_split=numbers,
-    )  # fmt: skip
+def _write_run(run: Run, shipped: Shipped, place: Path) -> None:
+    """Write a run folder with its weights."""
+    info, tables = shipped
+    write_json(place / RUN_FILE, info)
+    for step in run.steps:
+        shutil.copytree(run.step_folder(step), step_folder(place, step))
+    if (tokenizer := run.path / TOKENIZER).exists():
+        shutil.copyfile(tokenizer, place / TOKENIZER)
+    for kind, frame in tables.items():
+        if len(frame):
+            write_table(
+                _small(frame), place / TABLES[kind].format(0, run.train.steps), compression="zstd", compression_level=19
+            )
+
+
+def _small(frame: pd.DataFrame) -> pa.Table:
+    """A table in few bytes: sorted by metric and step, without empty columns, values with seven digits."""
+    rows = frame.dropna(axis="columns", how="all").sort_values(["metric", "step"], kind="stable")
+    types: dict[str, Any] = {str(c): "Int32" for c in rows if str(rows[c].dtype) == "Int64"}
+    types |= {c: "float32" for c in ("value", "se") if c in rows}
+    return pa.Table.from_pandas(rows.astype(types), preserve_index=False).replace_schema_metadata(None)
+
+
+def _together(tables: Sequence[pd.DataFrame]) -> pa.Table:
+    """Tables of all runs as one, the rows of a run together."""
+    parts = [_small(frame) for frame in tables if len(frame)]
+    return pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
 
 
 def _minutes(run: Run) -> float:

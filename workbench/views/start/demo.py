@@ -251,13 +251,11 @@ def verdicts(source: Source, experiment: str, claims: Sequence[str]) -> tuple[Ju
     finished = [e for e in here if e.finished]
 
     def judged() -> tuple[tuple[Judged, ...], dict[str, str]]:
-        from workbench.claims.judging import Judged, chosen
+        from workbench.claims.judging import chosen, judge
         from workbench.claims.stored import stored
-        from workbench.claims.verdict import corrected
 
         (evidence, problems), asked = stored(finished, **source.caches), chosen(claims=claims)
-        found = corrected([claim.judge(evidence) for claim in asked])
-        return tuple(Judged(claim, verdict) for claim, verdict in zip(asked, found, strict=True)), problems
+        return judge(evidence, asked), problems
 
     found, problems = source.keep(("demo verdicts", *claims, *((e.path, e.stamp) for e in finished)), judged)
     source.problems.update(problems)

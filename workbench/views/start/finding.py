@@ -7,21 +7,24 @@ All models of the experiment are compared, and the verdicts corrected for their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from workbench import plots
-from workbench.claims.verdict import Verdict, corrected, decide, interval_table
+from workbench.claims.verdict import Verdict, interval_table, judge_differences
 from workbench.errors import WorkbenchError
 from workbench.files import digest
 from workbench.models.registry import label
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
-from workbench.statistics.error_bars import MIN_SEEDS, Interval, paired_seeds
+from workbench.statistics.censored import censored, compare_steps
 from workbench.statistics.formation import formation_steps
+from workbench.statistics.intervals import MIN_SEEDS, Interval, confidence, paired_seeds
 from workbench.views import training
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
@@ -48,7 +51,8 @@ class Outcome:
 
 COPYING = Outcome(
     "copy_loss", "copies", "steps", "earlier", "later", "Step of learning to copy, minus the Transformer's",
-    "The step is the first at which the loss where copying works is below half of its start; a run that never is counts with its last.",
+    "The step is the first at which the loss where copying works is below half of its start. If a run never "
+    "reaches it, means are restricted to the training and compared by a log-rank test.",
 )  # fmt: skip
 LOSS = Outcome(
     "validation_loss", "ends", "nats", "lower in validation loss", "higher in validation loss",
@@ -127,16 +131,12 @@ def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *
     best = min(ends, key=lambda name: (ends[name], name))
     chosen = best if by_rule else group
     numbers = _numbers(source, experiments[chosen], outcome)
-    base = numbers.pop(VANILLA, pd.Series(dtype=float))
-    intervals = {name: paired_seeds(numbers[name], base) for name in plots.ordered(numbers)}
+    base, compare = numbers.pop(VANILLA), compare_steps if outcome is COPYING else paired_seeds
+    intervals = {name: compare(numbers[name], base) for name in plots.ordered(numbers)}
     intervals = {name: interval for name, interval in intervals.items() if interval.n}
     if not intervals:
         raise WorkbenchError(f"{outcome.quantity.replace('_', ' ')} was not written down to the end of these runs")
-    alone = []
-    for interval in intervals.values():
-        status, p = decide({"difference": interval}, -1)
-        alone.append(Verdict(status, "", p=p))
-    verdicts = dict(zip(intervals, corrected(alone), strict=True))
+    verdicts = judge_differences(intervals)
     return Finding(outcome, chosen, experiments[chosen][0].title, rates, best, intervals, verdicts)
 
 
@@ -166,14 +166,17 @@ def _at_the_end(source: Source, runs: Sequence[Entry], quantity: str) -> pd.Data
     return rows[rows["step"] == rows["step"].max()]
 
 
-def _numbers(source: Source, runs: Sequence[Entry], outcome: Outcome) -> dict[str, pd.Series]:
-    """Of every series the outcome of each seed."""
+def _numbers(source: Source, runs: Sequence[Entry], outcome: Outcome) -> dict[str, Any]:
+    """Return the outcome of each seed by series: final losses, or censored steps."""
     if outcome is COPYING:
-        steps = formation_steps(source.telemetry(runs, [outcome.quantity]))
-        found = steps.assign(value=steps["formation_step"].fillna(steps["last_step"]).astype(float))
-    else:
-        found = _at_the_end(source, runs, outcome.quantity)
-    return {str(name): rows.groupby("seed")["value"].mean() for name, rows in found.groupby("architecture")}
+        steps = formation_steps(source.telemetry(runs, [outcome.quantity])).groupby(["architecture", "seed"])
+        each = steps[["formation_step", "last_step"]].agg(lambda x: x.astype(float).mean(skipna=False))
+        return {
+            str(name): censored(rows["formation_step"], rows["last_step"])
+            for name, rows in each.reset_index("architecture").groupby("architecture")
+        }
+    losses = _at_the_end(source, runs, outcome.quantity)
+    return {str(name): rows.groupby("seed")["value"].mean() for name, rows in losses.groupby("architecture")}
 
 
 # ---- in words ----------------------------------------------------------------------------------------------------------
@@ -203,9 +206,12 @@ def headline(found: Finding) -> str:
 
 def _amount(interval: Interval, outcome: Outcome, after: Interval | None = None) -> str:
     """`31 [13, 48] steps earlier`; after one of the same sign the numbers alone."""
-    low, high = sorted((abs(interval.low), abs(interval.high)))
-    digits = ".0f" if low >= WHOLE else ".3g"
-    numbers = f"{abs(interval.value):{digits}} [{low:{digits}}, {high:{digits}}]"
+    if math.isnan(interval.low):  # steps that some runs never reach: a difference of restricted means
+        numbers = f"{abs(interval.value):.0f}"
+    else:
+        low, high = sorted((abs(interval.low), abs(interval.high)))
+        digits = ".0f" if low >= WHOLE else ".3g"
+        numbers = f"{abs(interval.value):{digits}} [{low:{digits}}, {high:{digits}}]"
     if after is not None and (after.value < 0) == (interval.value < 0):
         return numbers
     return f"{numbers} {outcome.unit} {_direction(interval, outcome)}"
@@ -222,7 +228,7 @@ def _how(found: Finding) -> str:
     many = len(found.intervals)
     holm = f"; the verdicts are corrected (Holm) for all {many} models" if many > 1 else ""
     said = [
-        f"Means over {seeds} paired seeds with 95 % intervals{holm}."
+        f"Means over {seeds} paired seeds with {confidence()} intervals{holm}."
         if most > 1
         else "Each number is one pair of runs and has no interval.",
         found.outcome.note,
