@@ -10,9 +10,9 @@ import pytest
 import torch
 from hooked import COMBINED, WIDE, listening, tokens
 from seams import COVERING
-from transformer_lens.hook_points import HookPoint
 
 from workbench.errors import UnknownName
+from workbench.models.hook_points import HookPoint
 
 # ---- absent hooks ----------------------------------------------------------------------------------------------------
 

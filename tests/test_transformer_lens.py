@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
 import torch
 from lensed import AVERAGED, COMBINED, NORMED, WIDE, close, tokens
 from seams import COVERING
-from transformer_lens.hook_points import HookPoint
 from transformer_lens.tools.analysis import direct_logit_attribution, logit_lens
 from transformer_lens.utilities import get_act_name
 
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadData, WorkbenchError
 from workbench.models.decomposition import decompose
+from workbench.models.hook_points import HookPoint
 from workbench.names import is_statistic, stream_hook
 
 
@@ -224,3 +226,16 @@ def test_their_tools_run_under_mixed_precision(awake):
     heads = cache.stack_head_results().sum(0)
     assert (cache.decompose_resid().sum(0) - stream).norm() < 0.02 * stream.norm()
     assert (heads - sum(cache["attn_out", n].float() for n in range(3))).norm() < 0.02 * heads.norm()
+
+
+def test_a_shipped_model_loads_and_runs_without_importing_transformer_lens():
+    code = (
+        "import sys, torch, workbench\n"
+        "model = workbench.load('models-resformer-s0')\n"
+        "model(torch.arange(9)[None])\n"
+        "assert not {'transformer_lens', 'transformers', 'datasets'} & sys.modules.keys()\n"
+        "_, cache = model.run_with_cache(torch.arange(9)[None])\n"
+        "from transformer_lens import ActivationCache\n"
+        "assert isinstance(cache, ActivationCache)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,18 +1,13 @@
-"""Cached activations: patterns cost nothing until they are named, TransformerLens' decompositions sum to the stream."""
+"""Attention scores and patterns from queries and keys, and cached activations that rebuild them when they are named."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformer_lens import ActivationCache
 
-from workbench.errors import WorkbenchError, suggest
 from workbench.kernels.reference import shares
 from workbench.names import QUADRATIC, ByHookName, hook_name
 
@@ -63,111 +58,3 @@ class RebuiltPatterns(ByHookName[Tensor]):
                 return recipe.needs <= self.keys()
         stem, _, point = key.rpartition(".")
         return point in QUADRATIC and {f"{stem}.hook_rot_q", f"{stem}.hook_rot_k"} <= self.keys()
-
-
-def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
-    """One of TransformerLens' decompositions of the stream, each part multiplied by how much of it arrives there.
-
-    Theirs adds outputs up as they leave their blocks, which is the stream only where every skip connection stands and
-    nothing is averaged. A remainder is what is missing to the stream; where nothing is averaged or cut, all is theirs.
-    """
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def exact(self: Cache, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
-        model: Any = self.model
-        n_layers = model.cfg.n_layers
-        layer = n_layers if arguments["layer"] in (None, -1) else arguments["layer"]
-        paths = model.stream_paths(layer, mid=arguments.get("mlp_input", False), cache=self.cache_dict)
-        tensors = RebuiltPatterns(self.cache_dict)
-        if 0 < layer < n_layers:  # the stream at this layer; a block's output may still be averaged on its way there
-            tensors[f"blocks.{layer - 1}.hook_resid_post"] = self["resid_pre", layer]
-        neurons = method.__name__ == "stack_neuron_results" or bool(arguments.get("expand_neurons"))
-        _weigh(tensors, model, paths, neurons=neurons)
-        arguments |= {"self": ActivationCache(tensors, self.model, self.has_batch_dim)}
-        return method(*bound.args, **bound.kwargs)
-
-    return exact
-
-
-_SAID_AT = {  # an output -> where it stands, and what its heads and neurons say
-    "embed": ("hook_embed",),
-    "attn_out": ("hook_attn_out", "attn.hook_result", "attn.hook_z"),
-    "mlp_out": ("hook_mlp_out", "mlp.hook_post"),
-}
-
-
-_OUTPUT_NORM = {"attn_out": "ln1_post", "mlp_out": "ln2_post"}
-
-
-def _weigh(tensors: RebuiltPatterns, model: Any, paths: Mapping[str, float | Tensor], *, neurons: bool) -> None:
-    """Multiply each output, and what its heads and neurons say, by how much of it arrives."""
-    for name, weight in paths.items():
-        layer, kind = ("", name) if name == "embed" else name.split("_", 1)
-        stem, points, norm = f"blocks.{layer}." if layer else "", _SAID_AT[kind], _OUTPUT_NORM.get(kind, "")
-        post = getattr(model.blocks[int(layer)], norm) if layer else None
-        if post is None and isinstance(weight, float) and weight == 1.0:
-            continue
-        if post is not None or (isinstance(weight, Tensor) and weight.shape[-1] > 1):  # a factor for each channel
-            if neurons and kind == "mlp_out":
-                raise WorkbenchError(
-                    f"{name} arrives with a weight for each channel, so that its neurons have no vector of their own"
-                    " there: ask for whole MLPs (expand_neurons=False), or workbench.decompose"
-                )
-            if kind == "attn_out" and (z := tensors.get(f"{stem}attn.hook_z")) is not None:
-                said = torch.einsum("...hd,hdm->...hm", z, model.blocks[int(layer)].attn.W_O)
-                share = None if post is None else post.share(tensors[f"{stem}{norm}.hook_scale"])
-                tensors[f"{stem}attn.hook_result"] = said if share is None else share[..., None, :] * said
-            points = points[:2] if kind == "attn_out" else points[:1]
-        for point in points:
-            if (tensor := tensors.get(stem + point)) is not None:
-                tensors[stem + point] = _factor(weight, tensor) * tensor
-
-
-def _factor(weight: float | Tensor, tensor: Tensor) -> float | Tensor:
-    """A weight in the shape that multiplies a tensor, which may have an axis of heads more."""
-    if not isinstance(weight, Tensor):
-        return weight
-    weight = weight.to(torch.promote_types(tensor.dtype, torch.float32))
-    return weight if weight.ndim == tensor.ndim else weight[..., None, :]
-
-
-class Cache(ActivationCache):
-    """TransformerLens' ActivationCache whose patterns cost nothing until they are named.
-
-    Its decompositions sum to the stream in every architecture, and `cache["v", 3, "own"]` is `blocks.3.attn.own.hook_v`
-    (TransformerLens' own shorthand would pass over `own` and hand out another tensor).
-    """
-
-    cache_dict: Any
-
-    decompose_resid = arriving(ActivationCache.decompose_resid)
-    stack_head_results = arriving(ActivationCache.stack_head_results)
-    stack_neuron_results = arriving(ActivationCache.stack_neuron_results)
-    get_full_resid_decomposition = arriving(ActivationCache.get_full_resid_decomposition)
-
-    def __getitem__(self, key: Any) -> Tensor:
-        """By name or shorthand; `(name, layer, branch)` with a branch as `own`, `source.2`, `first` (`source.0`), `cross`."""
-        if isinstance(key, tuple) and len(key) == 3 and re.match(r"(own|first|source|table|cross)\b", str(key[2])):
-            point, layer, branch = key
-            layer = layer + self.model.cfg.n_layers if layer < 0 else layer
-            key = f"blocks.{layer}.attn.{branch}.hook_{point}"
-        try:
-            return super().__getitem__(key)
-        except KeyError as error:  # of the name that a shorthand stands for
-            raise KeyError(f"no {key!r} was cached; {suggest(str(error.args[0]), list(self.cache_dict))}") from None
-
-    def to(self, device: str | torch.device) -> Cache:
-        """The same cache with its tensors on a device."""
-        moved = RebuiltPatterns({name: value.to(device) for name, value in self.cache_dict.items()})
-        self.cache_dict = moved.with_recipes(self.cache_dict.recipes)
-        return self
-
-    def apply_slice_to_batch_dim(self, batch_slice: Any) -> Cache:
-        """A cache of some of the sequences."""
-        cut = super().apply_slice_to_batch_dim(batch_slice)
-        kept = RebuiltPatterns(cut.cache_dict).with_recipes(self.cache_dict.recipes)
-        return Cache(kept, self.model, has_batch_dim=cut.has_batch_dim)

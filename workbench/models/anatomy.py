@@ -9,11 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformer_lens import ActivationCache
-from transformer_lens.utilities import Slice
 
 from workbench.errors import BadData
-from workbench.models.hooked import HookedModel
+from workbench.models.hooked import HookedModel, cut
 from workbench.names import position_axis
 
 By = Literal["layer", "head", "value_path"]
@@ -98,7 +96,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         model, names = self.anatomy.model, self.anatomy.needed(self.by, self.layer, self.frozen)
-        if isinstance(self.given, ActivationCache):
+        if hasattr(self.given, "cache_dict"):  # an ActivationCache
             if self.given.model is not None and self.given.model is not model:
                 raise BadData("this cache belongs to another model")
             self.tensors, self.batched = self.given.cache_dict, self.given.has_batch_dim
@@ -123,4 +121,4 @@ class Reader:
 
     def kept(self, tensor: Tensor) -> Tensor:
         """[batch, pos, ...] cut to them."""
-        return Slice.unwrap(self.pos).apply(tensor, dim=1)
+        return tensor if self.pos is None else cut(tensor, self.pos, axis=1)

@@ -2,19 +2,24 @@
 
 A call of a module costs as much as a small operation, so an idle hook point is not called: `HookedModule.run_hook` calls one
 only while its model's `HookState` is enabled and the point has hooks.
+
+Names, arguments and behaviour are those of TransformerLens' `HookPoint` and `HookedRootModule`. Importing them from there takes
+longer than importing PyTorch, so they are written out here.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import transformer_lens.hook_points
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from workbench.errors import WorkbenchError
 
@@ -59,12 +64,104 @@ def outside_graphs(model: Any) -> Callable[..., Any]:
     return forward
 
 
-class HookPoint(transformer_lens.hook_points.HookPoint):
-    """TransformerLens' hook point, which enables its model's hooks when one is registered."""
+Direction = Literal["fwd", "bwd", "both"]
+HookName = str | Callable[[str], bool]
+
+
+@dataclass
+class HookHandle:
+    """A registered hook: PyTorch's handle, the function it calls, and the `hooks` context it belongs to."""
+
+    hook: RemovableHandle
+    is_permanent: bool = False
+    context_level: int | None = None
+    user_hook: Callable[..., Any] | None = None
+
+
+class HookPoint(nn.Module):
+    """An identity module that passes its tensor to hooks, `hook(tensor, hook=point)`, and takes what they return in its place."""
 
     hook_state = HookState()
     # a point has no tensors and no modules of its own, and `nn.Module.__setattr__` looks for both at each of its attributes
     __setattr__ = object.__setattr__  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fwd_hooks, self.bwd_hooks = list[HookHandle](), list[HookHandle]()
+        self.ctx: dict[str, Any] = {}
+        self.name: str | None = None  # set by `HookedRoot.setup`
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the tensor; hooks of PyTorch see and replace it."""
+        return x
+
+    def extra_repr(self) -> str:
+        """Number of hooks, where there are any."""
+        counts = {"fwd": len(self.fwd_hooks), "bwd": len(self.bwd_hooks)}
+        return ", ".join(f"{count} {dir}" for dir, count in counts.items() if count)  # noqa: A001
+
+    def add_hook(
+        self,
+        hook: Callable[..., Any],
+        dir: Literal["fwd", "bwd"] = "fwd",  # noqa: A002  # TransformerLens' name
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+        alias: str | None = None,
+    ) -> HookHandle:
+        """Register a hook on the tensor (`fwd`) or on its gradient (`bwd`); it sees the point under `alias` if given."""
+        seen = self
+        if alias is not None:  # shares hooks and context, has another name
+            seen = copy.copy(self)
+            seen.name = alias
+
+        def forward_hook(module: nn.Module, inputs: Any, output: Tensor) -> Any:
+            return hook(output, hook=seen)
+
+        def backward_hook(module: nn.Module, gradients_in: Any, gradients: tuple[Tensor]) -> Any:
+            result = hook(gradients[0], hook=seen)
+            return result if result is None or isinstance(result, tuple) else (result,)
+
+        if dir not in ("fwd", "bwd"):
+            raise ValueError(f"dir is {dir!r}; give 'fwd' or 'bwd'")
+        register, run, handles = (
+            (self.register_forward_hook, forward_hook, self.fwd_hooks)
+            if dir == "fwd"
+            else (self.register_full_backward_hook, backward_hook, self.bwd_hooks)
+        )
+        handle = HookHandle(register(run, prepend=prepend), is_permanent, level, hook)
+        handles.insert(0 if prepend else len(handles), handle)
+        return handle
+
+    def add_perma_hook(self, hook: Callable[..., Any], dir: Literal["fwd", "bwd"] = "fwd") -> None:  # noqa: A002
+        """Register a hook that only `remove_hooks(including_permanent=True)` removes."""
+        self.add_hook(hook, dir=dir, is_permanent=True)
+
+    def has_hooks(self, dir: Direction = "both", including_permanent: bool = True, level: int | None = None) -> bool:  # noqa: A002
+        """Whether hooks of a direction, or of one `hooks` context, are registered."""
+        return any(_matches(h, including_permanent, level) for handles in self._handles(dir) for h in handles)
+
+    def remove_hooks(self, dir: Direction = "fwd", including_permanent: bool = False, level: int | None = None) -> None:  # noqa: A002
+        """Remove hooks of a direction, or only those of one `hooks` context."""
+        for handles in self._handles(dir):
+            for handle in [h for h in handles if _matches(h, including_permanent, level)]:
+                handle.hook.remove()
+                handles.remove(handle)
+
+    def _handles(self, dir: Direction) -> list[list[HookHandle]]:  # noqa: A002
+        if dir not in ("fwd", "bwd", "both"):
+            raise ValueError(f"dir is {dir!r}; give 'fwd', 'bwd' or 'both'")
+        return [
+            handles for name, handles in (("fwd", self.fwd_hooks), ("bwd", self.bwd_hooks)) if dir in (name, "both")
+        ]
+
+    def clear_context(self) -> None:
+        """Empty `ctx`, in which hooks keep what they like."""
+        self.ctx = {}
+
+    def layer(self) -> int:
+        """Number of the layer in a name `blocks.N...`."""
+        return int(str(self.name).split(".")[1])
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch."""
@@ -78,18 +175,17 @@ class HookPoint(transformer_lens.hook_points.HookPoint):
         self.hook_state.enable()
         return handle
 
-    def remove_hooks(self, *args: Any, **kwargs: Any) -> None:
-        """As in TransformerLens, at once where there are none."""
-        if self.fwd_hooks or self.bwd_hooks:
-            super().remove_hooks(*args, **kwargs)
-
     def remove_orphans(self) -> None:
-        """Remove hooks of TransformerLens that were registered and have no handle, as an interrupt can leave them."""
+        """Remove hooks of `add_hook` that were registered and have no handle, as an interrupt can leave them."""
         for hooks, handles in ((self._forward_hooks, self.fwd_hooks), (self._backward_hooks, self.bwd_hooks)):
             handled = {handle.hook.id for handle in handles}
             for key, hook in list(hooks.items()):
                 if key not in handled and getattr(hook, "__qualname__", "").startswith("HookPoint.add_hook."):
                     del hooks[key]
+
+
+def _matches(handle: HookHandle, including_permanent: bool, level: int | None) -> bool:
+    return (including_permanent or not handle.is_permanent) and (level is None or handle.context_level == level)
 
 
 def is_hooked(point: nn.Module) -> bool:
@@ -152,6 +248,83 @@ class HookedModule(nn.Module):
         version = copy._version
         result = point(copy)
         return tensor if result is copy and copy._version == version else result
+
+
+class HookedRoot(nn.Module):
+    """A module whose hook points are found by name."""
+
+    mod_dict: dict[str, Any]
+    hook_dict: dict[str, HookPoint]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context_level = 0  # of nested `hooks`
+
+    def setup(self) -> None:
+        """Name all modules and index the hook points; call it once the module is complete."""
+        self.mod_dict = {name: module for name, module in self.named_modules() if name}
+        self.hook_dict = {name: module for name, module in self.mod_dict.items() if isinstance(module, HookPoint)}
+        for name, module in self.mod_dict.items():
+            module.name = name
+
+    def hook_points(self) -> Any:
+        """All hook points."""
+        return self.hook_dict.values()
+
+    def add_hook(self, name: HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Register a hook until it is removed, at a hook point or at all whose name a function selects; see `HookPoint.add_hook`."""
+        for point in (
+            [self.hook_dict[name]] if isinstance(name, str) else [p for n, p in self.hook_dict.items() if name(n)]
+        ):
+            point.add_hook(hook, *args, **kwargs)
+
+    def add_perma_hook(self, name: HookName, hook: Callable[..., Any], dir: Literal["fwd", "bwd"] = "fwd") -> None:  # noqa: A002
+        """Register a hook that only `reset_hooks(including_permanent=True)` removes."""
+        self.add_hook(name, hook, dir=dir, is_permanent=True)
+
+    def reset_hooks(
+        self, clear_contexts: bool = True, direction: Direction = "both", including_permanent: bool = False, level: int | None = None
+    ) -> None:  # fmt: skip
+        """Remove hooks everywhere, or only those of one `hooks` context, and empty the points' contexts."""
+        for point in self.hook_points():
+            if clear_contexts:
+                point.clear_context()
+            if point.fwd_hooks or point.bwd_hooks:
+                point.remove_hooks(direction, including_permanent, level)
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: Sequence[tuple[HookName, Callable[..., Any]]] = (),
+        bwd_hooks: Sequence[tuple[HookName, Callable[..., Any]]] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator[Any]:
+        """Register hooks, (name or function of names, hook), and remove them at the end unless told not to."""
+        self.context_level += 1
+        try:
+            for direction, hooks in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
+                for name, hook in hooks:
+                    for point in [name] if isinstance(name, str) else filter(name, self.hook_dict):
+                        self.enable_hook(point, hook, direction)
+            yield self
+        finally:
+            if reset_hooks_end:
+                self.reset_hooks(clear_contexts, level=self.context_level)
+            self.context_level -= 1
+
+    def enable_hook(self, name: str, hook: Callable[..., Any], direction: Any) -> None:
+        """Register a hook of a `hooks` context; one registered under an alias of its point sees that name."""
+        point = self.hook_dict[name]
+        point.add_hook(hook, direction, level=self.context_level, alias=None if name == point.name else name)
+
+    def run_with_hooks(
+        self, *args: Any, fwd_hooks: Any = (), bwd_hooks: Any = (), reset_hooks_end: bool = True,
+        clear_contexts: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run `forward` inside `hooks`."""
+        with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
+            return self.forward(*args, **kwargs)
 
 
 def cache_submodules(module: nn.Module) -> None:

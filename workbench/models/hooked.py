@@ -6,14 +6,11 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformer_lens import HookedRootModule
-from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig
-from transformer_lens.utilities import Slice
 
 from workbench.config import ModelConfig
 from workbench.console import html
@@ -21,11 +18,12 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.kernels.cross_entropy import MIN_LOGITS, refuse_targets, sequence_losses
 from workbench.models import generation
 from workbench.models.activation_gradients import LossFn, NamesFilter, gradients_at
-from workbench.models.activations import Cache, RebuiltPatterns
+from workbench.models.activations import RebuiltPatterns
 from workbench.models.cache import KeyValueCache
 from workbench.models.hook_points import (
     IN_A_GRAPH,
     HookedModule,
+    HookedRoot,
     HookPoint,
     HookState,
     cache_submodules,
@@ -34,6 +32,11 @@ from workbench.models.hook_points import (
 )
 from workbench.models.lens_tools import LensTools
 from workbench.names import QUADRATIC, ByHookName, NamedHookPoints, either_name, hook_name, is_statistic, position_axis
+
+if TYPE_CHECKING:
+    from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig
+
+    from workbench.models.activation_cache import Cache
 
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
 
@@ -59,7 +62,14 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
     return losses if per_token else losses.mean()
 
 
-class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
+def cut(tensor: Tensor, positions: Any, axis: int) -> Tensor:
+    """The positions of a tensor that one of TransformerLens' slices selects."""
+    from transformer_lens.utilities import Slice
+
+    return Slice.unwrap(positions).apply(tensor, dim=axis)
+
+
+class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     """A hooked decoder on token ids or text. One thread at a time runs it: hooks are state of the module.
 
     Subclasses define `logits(tokens)` and call `setup()` last.
@@ -82,12 +92,6 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
         self.absent: dict[str, str] = {}  # hook points one would expect -> why this model lacks them
         self.lock = threading.RLock()
         self.hook_state = HookState(self)
-        self._cfg = TransformerBridgeConfig(
-            d_model=config.d_model, d_head=config.d_head, n_layers=config.n_layers, n_ctx=config.n_ctx,
-            n_heads=config.n_heads, n_key_value_heads=config.n_key_value_heads, d_mlp=config.d_mlp,
-            d_vocab=config.d_vocab, act_fn="silu", gated_mlp=True, normalization_type="RMS", final_rms=True,
-            eps=config.rms_norm_eps, rotary_base=config.rope_theta, default_prepend_bos=False,
-        )  # fmt: skip
 
     def _repr_html_(self) -> str:
         shape, weight = self.config, self.embed.weight
@@ -114,6 +118,16 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
     @property
     def cfg(self) -> TransformerBridgeConfig:
         """The shape in TransformerLens' words, with the device and dtype that the weights have now."""
+        from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig
+
+        if "_cfg" not in self.__dict__:
+            shape = self.config
+            self._cfg = TransformerBridgeConfig(
+                d_model=shape.d_model, d_head=shape.d_head, n_layers=shape.n_layers, n_ctx=shape.n_ctx, n_heads=shape.n_heads,
+                n_key_value_heads=shape.n_key_value_heads, d_mlp=shape.d_mlp, d_vocab=shape.d_vocab, act_fn="silu",
+                gated_mlp=True, normalization_type="RMS", final_rms=True, eps=shape.rms_norm_eps, rotary_base=shape.rope_theta,
+                default_prepend_bos=False,
+            )  # fmt: skip
         weight = self.embed.weight
         self._cfg.device, self._cfg.dtype = str(weight.device), weight.dtype
         return self._cfg
@@ -296,19 +310,12 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
             try:
                 with super().hooks(forward, backward, *args, **kwargs):
                     yield self
-            except (
-                BaseException
-            ):  # an interrupt that arrives while TransformerLens registers or removes them leaves some
+            except BaseException:  # an interrupt that arrives while hooks are registered or removed leaves some
                 self.context_level = level
                 for point in self.hook_points():
                     point.remove_hooks("both", level=level + 1)
                     point.remove_orphans()
                 raise
-
-    def _enable_hook_with_name(self, name: str, hook: Callable[..., Any], dir: Literal["fwd", "bwd"]) -> None:  # noqa: A002
-        """As in TransformerLens; a hook registered under an alias sees that name."""
-        point = self.hook_dict[name]
-        point.add_hook(hook, dir=dir, level=self.context_level, alias_names=[name] if name != point.name else None)
 
     def hook_names(self, names: NamesFilter) -> list[str]:
         """Hook points a filter selects (a name, names, a function, None for all); unknown names are refused.
@@ -327,27 +334,36 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
                 raise UnknownName("hook", name, self.hook_dict)
         return chosen
 
-    def run_with_cache(  # type: ignore[override]  # tokens are named here: one input, and its batch is checked
-        self, tokens: Any, *, names_filter: NamesFilter = None, **kwargs: Any
-    ) -> tuple[Any, Cache]:
-        """(output, ActivationCache) of a run; options as in TransformerLens, and `return_type` of `forward`.
+    def run_with_cache(
+        self, tokens: Any, *, names_filter: NamesFilter = None, device: Any = None, remove_batch_dim: bool = False,
+        incl_bwd: bool = False, reset_hooks_end: bool = True, clear_contexts: bool = False, pos_slice: Any = None, **kwargs: Any,
+    ) -> tuple[Any, Cache]:  # fmt: skip
+        """(output, ActivationCache) of a run; options as in TransformerLens, and those of `forward`.
 
         Without a filter everything is cached, but scores and patterns are rebuilt only when they are named (with a
         `pos_slice`, which cuts their queries, they are formed). Raises `UnknownName` for a hook that does not exist.
         """
+        from workbench.models.activation_cache import Cache
+
         if kwargs.get("past_kv_cache") is not None:
             raise WorkbenchError("run_with_cache takes whole sequences: read cached decoding through model.hooks(...)")
-        ids, one = self.to_tokens(tokens), bool(kwargs.get("remove_batch_dim"))
-        if one and len(ids) > 1:
+        ids = self.to_tokens(tokens)
+        if remove_batch_dim and len(ids) > 1:
             raise WorkbenchError(f"remove_batch_dim: the batch has {len(ids)} sequences, not 1")
         with self.lock:
             names = self.hook_names(names_filter)
-            if names_filter is None and kwargs.get("pos_slice") is None:
+            if names_filter is None and pos_slice is None:
                 names = [n for n in names if not n.endswith(QUADRATIC) or is_hooked(self.hook_dict[n])]
-            out, cache = super().run_with_cache(ids, names_filter=names, **kwargs)
+            cache, forward, backward = self.get_caching_hooks(
+                names, incl_bwd, device, remove_batch_dim, None, pos_slice
+            )
+            with self.hooks(forward, backward, reset_hooks_end, clear_contexts):
+                out = self(ids, **kwargs)
+                if incl_bwd:
+                    out.backward()
         if isinstance(cache, RebuiltPatterns):
             cache.recipes = self.recipes()
-        return out, Cache(cache, self, has_batch_dim=not one)
+        return out, Cache(cache, self, has_batch_dim=not remove_batch_dim)
 
     def get_caching_hooks(
         self,
@@ -360,7 +376,6 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
     ) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
         """As in TransformerLens, with the position axis taken from our vocabulary instead of a name's ending."""
         cache = RebuiltPatterns() if cache is None else cache
-        cut = Slice.unwrap(pos_slice)
 
         @reading
         def save(tensor: Tensor, hook: HookPoint, suffix: str = "") -> None:
@@ -368,12 +383,20 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRootModule):
             value = tensor.detach() if device is None else tensor.detach().to(device)
             if axis is not None:
                 value = value[0] if remove_batch_dim else value
-                value = cut.apply(value, dim=axis)
+                value = value if pos_slice is None else cut(value, pos_slice, axis)
             cache[f"{hook.name}{suffix}"] = value
 
         names = self.hook_names(names_filter)
         backward = [(n, partial(save, suffix="_grad")) for n in names if incl_bwd and not is_statistic(n)]
         return cache, [(name, save) for name in names], backward
+
+    def add_caching_hooks(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Register the hooks of `get_caching_hooks` until `reset_hooks`, and return the dictionary that they fill."""
+        cache, forward, backward = self.get_caching_hooks(*args, **kwargs)
+        for direction, hooks in (("fwd", forward), ("bwd", backward)):
+            for name, hook in hooks:
+                self.add_hook(name, hook, direction)
+        return cache
 
     def run_with_grads(
         self, tokens: Any, names: NamesFilter, loss_fn: LossFn | None = None

@@ -16,7 +16,7 @@ from functools import partialmethod
 from html import escape
 from threading import get_ident
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from workbench.data.foreign_tokenizer import as_tokenizer
 from workbench.errors import HooksNotCalled, NotMeasured, WorkbenchError, warn_caller
 from workbench.models.activation_gradients import LossFn, NamesFilter
-from workbench.models.activations import Cache
 from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.models.hooked import HookedModel, Hooks
 from workbench.names import is_statistic, layer_of
@@ -48,6 +47,9 @@ from workbench.observing.recognition.value_paths import (
     value_path_table,
 )
 from workbench.observing.summary import describe, missing_hooks, site_table
+
+if TYPE_CHECKING:
+    from workbench.models.activation_cache import Cache
 
 Call = Callable[[nn.Module, Tensor], Any]
 Recognize = Callable[[nn.Module, Tensor | None], tuple[DecoderStructure, list[ValuePath]]]

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from workbench.errors import BadData, WorkbenchError
-from workbench.models.activations import Cache, RebuiltPatterns
+from workbench.models.activations import RebuiltPatterns
 from workbench.models.anatomy import TOLERANCE, Anatomy, By
 from workbench.models.decomposition import Decomposition, anatomy_of, decompose
 from workbench.models.hooked import HookedModel
@@ -74,6 +74,8 @@ def logit_attribution(
     levels, names, notes = _levels(anatomy, n_layers)
     tensors = RebuiltPatterns()
     logits = by_layer(model, prompt.ids, {n: [n] for n in names}, lambda _, one: tensors.update(one), slice(at, at + 1))
+    from workbench.models.activation_cache import Cache
+
     cache = Cache(tensors.with_recipes(model.recipes()), model, has_batch_dim=True)
     row = logits[0, 0].double()
     logit = float(row[token] - (0.0 if against is None else row[against]))

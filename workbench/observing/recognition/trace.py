@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.call_sites import Frames, running_frames
@@ -117,7 +116,7 @@ class Trace:
         functions = attention_functions(self.module)
         with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as hooks:
             for name, module in self.module.named_modules():
-                if not isinstance(module, HookPoint):  # a hook on one may change the model
+                if not hasattr(module, "fwd_hooks"):  # a hook on a hook point may change what its model does
                     before = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
                     hooks.callback(before.remove)
                     hooks.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
