@@ -1,8 +1,7 @@
-"""Run the notebooks and keep what they show: python docs/notebooks.py [--check NAME].
+"""Run the notebooks and store their outputs: python docs/notebooks.py [--check NAME].
 
-Cells run in order in one namespace, as a kernel runs them; what stands last in a cell is shown. No Jupyter is needed. A figure is kept
-as SVG, drawn by a browser, beside its words. `--check` runs one notebook in the folder at hand and prints its outputs as JSON, figures
-undrawn.
+Cells run in order in one namespace, as in a kernel, and the last value of a cell is shown. No Jupyter is needed. A browser draws figures as
+SVG. `--check` runs one notebook in the current folder and prints its outputs as JSON, without drawing figures.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SVG = "image/svg+xml"
 
 
 def executed(notebook: dict[str, Any], draw: bool) -> list[list[dict[str, Any]]]:
-    """The outputs of each code cell."""
+    """Return the outputs of each code cell."""
     names: dict[str, Any] = {"__name__": "__main__"}
     sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return [_outputs(source, number, names, draw) for number, source in enumerate(sources, 1)]
@@ -66,7 +65,7 @@ def _drawn(figure: Any) -> str:
 
 
 def keep(path: Path) -> None:
-    """Run a notebook in a folder of its own and write its outputs into it."""
+    """Run a notebook in a new folder and write the outputs into the notebook."""
     from workbench.files import write_text
 
     told = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Figures and tables of the papers, and the command here that shows the same thing: what `docs/figures.md` is made of."""
+"""Figures and tables of the papers with the commands that reproduce them, for `docs/figures.md`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure or table of a paper in words, our command, what that shows beyond it, and the study that trains its runs."""
+    """A figure or table of a paper, our command with its output, and the study that trains the runs."""
 
     where: str
     command: str

@@ -1,4 +1,4 @@
-"""The pages of reference: every public name of the library and every command, from signatures and docstrings as they are written."""
+"""The reference pages: every public name of the library and every command, from signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 Defined = ast.FunctionDef | ast.ClassDef
 GROUPS = {
     "Models": ("load", "build", "observe", "equal", "series", "read_state"),
-    "Questions": ("measure", "plot", "xray", "decompose", "edited"),
+    "Measuring and editing": ("measure", "plot", "xray", "decompose", "edited"),
     "Training": ("train", "Recorder", "RecorderCallback", "Run", "ModelConfig", "TrainConfig"),
     "Errors": ("WorkbenchError", "ArchitectureAssumed"),
 }
@@ -27,23 +27,32 @@ REGISTRIES = {
     "INTERVENTIONS": "[Interventions](metrics.md#interventions)", "PRESETS": "`workbench list presets`",
 }  # fmt: skip
 FURTHER = {
-    "Questions about one prompt": ("workbench.prompts", [name for name in prompts._HOMES if name.islower()]),
-    "Running models differently": ("workbench.interventions", ["replaced", "Edit", "token_means", "intervention"]),
-    "Every model, built, loaded or observed": ("workbench.models.hooked", ["HookedModel"]),
+    "Functions of one prompt": ("workbench.prompts", [name for name in prompts._HOMES if name.islower()]),
+    "Interventions": ("workbench.interventions", ["replaced", "Edit", "token_means", "intervention"]),
+    "Models": ("workbench.models.hooked", ["HookedModel"]),
 }
 
 
+PYTHON = """After this page you can look up every public function and class.
+
+    import workbench
+
+    model = workbench.load("models-resformer-s0")
+    frame = workbench.measure("models-resformer-s0", "sink_mass", n=16)
+
+`import workbench` imports nothing heavy. Each name imports what it needs when it is first used.
+"""
 ARGUMENTS = r"(?m)^Args:\n((?:    .+\n?)+)"
 
 
 def python_page() -> str:
-    """Every name of `workbench`, then the modules that are used beside it."""
-    parts = ["# Python\n\n`import workbench` imports nothing heavy; each of these does once it is used.\n"]
+    """Return the page of all names in `workbench` and of further modules."""
+    parts = ["# Python\n\n" + PYTHON]
     for group, names in GROUPS.items():
         parts.append(f"\n## {group}\n")
         for name in names:
             parts.append(_entry(*_found(name, workbench._HOMES[name]), f"workbench.{name}"))
-    parts.append("\n## Registries\n\n| name | what is in it |\n|---|---|\n")
+    parts.append("\n## Registries\n\n| name | content |\n|---|---|\n")
     parts += [f"| `workbench.{name}` | {where} |\n" for name, where in REGISTRIES.items()]
     for title, (module, names) in FURTHER.items():
         parts.append(f"\n## {title}\n")
@@ -53,9 +62,12 @@ def python_page() -> str:
 
 
 def commands_page() -> str:
-    """Every command with its arguments and options."""
+    """Return the page of all commands with their arguments and options."""
     parts = [
-        "# Commands\n\n`workbench COMMAND --help` says the same in a terminal; `workbench --install-completion` completes.\n"
+        "# Commands\n\nAfter this page you can run every command with its options.\n\n"
+        "    workbench xray models-resformer-s0\n    workbench list metrics | head\n\n"
+        "`workbench COMMAND --help` prints the same, and `workbench --install-completion` completes names and options. In a pipe, "
+        "tables are TSV. Errors have exit code 2, unexpected errors 1, and Ctrl-C 130; `--debug` prints the traceback.\n"
     ]
     for name, command in typer.main.get_command(app).commands.items():
         parts.append(f"\n## workbench {name}\n\n{inspect.cleandoc(command.help or '')}\n")
@@ -64,9 +76,9 @@ def commands_page() -> str:
             flags = (
                 [*given.opts, *given.secondary_opts] if given.param_type_name == "option" else [str(given.name).upper()]
             )
-            said = (getattr(given, "help", None) or "").replace("<", "&lt;")
+            text = (getattr(given, "help", None) or "").replace("<", "&lt;")
             default = "" if given.default in (None, False) or callable(given.default) else f"`{given.default}`"
-            parts.append(f"| {', '.join(f'`{f}`' for f in flags)} | {said} | {default} |\n")
+            parts.append(f"| {', '.join(f'`{f}`' for f in flags)} | {text} | {default} |\n")
     return "".join(parts)
 
 
@@ -77,7 +89,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _found(name: str, module: str) -> tuple[Defined, str]:
-    """Where a name is defined, through the faces of packages that hand it on."""
+    """Return the definition of a name and its module, through packages that import it."""
     for node in ast.walk(_tree(module)):
         if isinstance(node, Defined) and node.name == name:
             return node, module
@@ -91,9 +103,9 @@ def _found(name: str, module: str) -> tuple[Defined, str]:
 
 
 def _entry(node: Defined, module: str, title: str) -> str:
-    said = re.sub(ARGUMENTS, _listed, ast.get_docstring(node) or "")
+    text = re.sub(ARGUMENTS, _listed, ast.get_docstring(node) or "")
     written = textwrap.fill(_signature(node), 100, subsequent_indent="    ", break_long_words=False)
-    head = f"\n### {title}\n\n```text\n{written}\n```\n\n{said}\n\nDefined in `{module}`.\n"
+    head = f"\n### {title}\n\n```text\n{written}\n```\n\n{text}\n\nDefined in `{module}`.\n"
     if isinstance(node, ast.FunctionDef):
         return head
     rows = [
@@ -105,7 +117,7 @@ def _entry(node: Defined, module: str, title: str) -> str:
 
 
 def _listed(found: re.Match[str]) -> str:
-    """The arguments of a docstring as a list."""
+    """Return the arguments of a docstring as a list."""
     lines = re.sub(r"^    (\w+): ", r"- `\1`: ", found[1], flags=re.MULTILINE)
     return re.sub(r"\n {5,}", "\n  ", lines)
 

@@ -1,7 +1,7 @@
-"""Draw docs/architecture.svg and the table of rooms in docs/architecture.md from the imports.
+"""Draw docs/architecture.svg and the table of packages in docs/architecture.md from the imports.
 
-Rows are the layers of the import contracts (pyproject.toml); an arrow runs to a room that another imports, where no longer way
-through other rooms leads there.
+Rows are the layers of the import contracts (pyproject.toml). An arrow points to an imported package, unless a longer path of
+imports leads there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED = "config, names, files, ..."
 
 
 def layers() -> list[list[str]]:
-    """Rooms from the top floor down; the modules that all share count as one room."""
+    """Return packages by layer from the top. The shared modules count as one package."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     rows = [[name.strip() for name in re.split(r"[|:]", row)] for row in contracts[0]["layers"]]
     folders = [[name for name in row if (folder(name) / "__init__.py").exists()] for row in rows]
@@ -29,25 +29,25 @@ def layers() -> list[list[str]]:
 
 
 def folder(room: str) -> Path:
-    """Where a room stands."""
+    """Return the folder of a package."""
     return ROOT / room.replace(".", "/")
 
 
 def files(room: str) -> list[Path]:
-    """The Python files of a room."""
+    """Return the Python files of a package."""
     if room == SHARED:
         return sorted((ROOT / "workbench").glob("*.py"))
     return sorted(folder(room).rglob("*.py"))
 
 
 def room_of(module: str, rooms: list[str]) -> str | None:
-    """The room that a module of ours belongs to."""
+    """Return the package of a module."""
     found = next((room for room in rooms if module == room or module.startswith(f"{room}.")), None)
     return found or (SHARED if module.startswith("workbench.") else None)
 
 
 def arrows(rooms: list[str]) -> dict[str, set[str]]:
-    """Which rooms each room imports, however late."""
+    """Return the packages that each package imports, late imports included."""
     found: dict[str, set[str]] = {room: set() for room in rooms}
     for room in rooms:
         for path in files(room):
@@ -65,7 +65,7 @@ def arrows(rooms: list[str]) -> dict[str, set[str]]:
 
 
 def shortest(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """The arrows that no longer way replaces."""
+    """Return the imports that no longer path replaces."""
 
     def reached(start: str, seen: set[str]) -> set[str]:
         for room in graph[start] - seen:
@@ -82,7 +82,7 @@ def shortest(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
 
 
 def picture(rows: list[list[str]]) -> str:
-    """The rooms by floor, with their arrows, as SVG."""
+    """Return the packages by layer with their arrows as SVG."""
     rooms = [room for row in rows for room in row]
     places: dict[str, tuple[float, float, float]] = {}
     for height, row in enumerate(rows):
@@ -117,8 +117,8 @@ def picture(rows: list[list[str]]) -> str:
 
 
 def table(rows: list[list[str]]) -> str:
-    """One line for each room: its folder, and the first sentence of its docstring."""
-    lines = ["| room | what is in it |", "|---|---|"]
+    """Return one line per package: its folder, and the first sentence of its docstring."""
+    lines = ["| package | content |", "|---|---|"]
     for room in (room for row in rows for room in row if room != SHARED):
         text = ast.get_docstring(ast.parse((folder(room) / "__init__.py").read_text(encoding="utf-8"))) or ""
         sentence = " ".join(text.split("\n\n")[0].split())
@@ -127,7 +127,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Each generated file with what it should hold."""
+    """Return each generated file with its text."""
     rows, text = layers(), PAGE.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return {PICTURE: picture(rows), PAGE: f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"}

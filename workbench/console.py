@@ -1,4 +1,4 @@
-"""What a person sees: results on stdout, as lines and tables, and on stderr how far the work is and what time is left."""
+"""Output for people: results on stdout as lines and tables, progress and time left on stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ errors = Console(stderr=True)
 
 
 def say(text: str) -> None:
-    """One line, as it is."""
+    """Print one line."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -87,7 +87,7 @@ def print_json(rows: Any) -> None:
 
 
 def html(title: str, facts: Mapping[str, Any], *parts: str) -> str:
-    """What a notebook shows of a thing: a title, its facts as a table without those that are unset, and further HTML."""
+    """Return HTML for notebooks: a title, a table of the facts that are set, and further parts."""
     rows = "".join(
         f"<tr><th style='text-align:left'>{escape_html(name)}</th><td style='text-align:left'>{escape_html(str(value))}</td></tr>"
         for name, value in facts.items()
@@ -108,7 +108,7 @@ def _cell(value: Any) -> str:
 
 @contextmanager
 def _ctrl_c_noted() -> Iterator[list[int]]:
-    """Every Ctrl-C meanwhile. Python drops the exception of one that arrives inside a destructor or a weak reference's callback."""
+    """Record every Ctrl-C. Python drops one that arrives inside a destructor or a weak reference's callback."""
     noted = list[int]()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -129,25 +129,25 @@ def _ctrl_c_noted() -> Iterator[list[int]]:
 
 
 Progress = Callable[[int, int, str], None]
-"""Called with (pieces done, of all, what is at hand)."""
+"""Called with (pieces done, number of pieces, present piece)."""
 EVERY = 5.0  # seconds between two lines where no terminal shows a bar
 _silent = False
 
 
 def silence(quiet: bool) -> None:
-    """Whether progress is shown at all; the callback of `--quiet`."""
+    """Switch progress off or on (`--quiet`)."""
     global _silent
     _silent = quiet
 
 
 def note(text: str) -> None:
-    """One line on stderr, of what is about to be done; nothing once `silence`d."""
+    """Print one line on stderr, unless `silence`d."""
     if not _silent:
         errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Task:
-    """How far one piece of work is: `task(done, total, what)` notes it, `line()` says it with the time left."""
+    """Progress of one job: `task(done, total, what)` updates it, `line()` returns it with the time left."""
 
     def __init__(self, name: str, total: int = 0, heard: Sequence[int] = ()) -> None:
         self.name, self.done, self.total, self.what = name, 0, total, ""
@@ -156,7 +156,7 @@ class Task:
         self._left: float | None = None
 
     def __call__(self, done: int, total: int = 0, what: str = "", left: float | None = None) -> None:
-        """Note it; `left` are seconds where the caller knows better. Raises `KeyboardInterrupt` where a Ctrl-C got lost."""
+        """Update the progress; `left` overrides the estimated seconds. Raises `KeyboardInterrupt` if a Ctrl-C was dropped."""
         if self._heard:
             raise KeyboardInterrupt
         now = time.monotonic()
@@ -167,20 +167,20 @@ class Task:
         self.done, self.total, self.what = done, total or self.total, what
 
     def left(self) -> float | None:
-        """Seconds that the rest will take from now on; None where nothing says so."""
+        """Return the estimated seconds left, or None if unknown."""
         rest = self.total - self.done
         seconds = self._left if self._left is not None else time_left(self._took, rest)
         return None if seconds is None else max(0.0, seconds - (time.monotonic() - self.last))
 
     def words(self) -> list[str]:
-        """What is said after the name: how many of all, the time left, what is at hand."""
+        """Return the words after the name: pieces done, time left, present piece."""
         left = self.left() if self.done < self.total else None
         parts = [f"{self.done} of {self.total}"] if self.total else []
         parts += [f"about {left:.0f} s left"] if left is not None else []
         return [*parts, self.what] if self.what else parts
 
     def line(self) -> str:
-        """As one line, with the time so far while nothing says how much is left."""
+        """Return one line, with the elapsed time while the time left is unknown."""
         words = self.words()
         if self.left() is None and not 0 < self.total <= self.done:
             words.insert(1 if self.total else 0, f"{time.monotonic() - self.begin:.0f} s so far")
@@ -189,9 +189,9 @@ class Task:
 
 @contextmanager
 def progress(name: str, total: int = 0) -> Iterator[Task]:
-    """How far some work is, on stderr: a bar on a terminal, elsewhere a line every few seconds; nothing once `silence`d.
+    """Show progress on stderr: a bar on a terminal, elsewhere a line every few seconds, nothing if `silence`d.
 
-    What is yielded is called as `Progress` is. It is also where a Ctrl-C that got lost is heard.
+    The yielded task is called like `Progress`. It raises a Ctrl-C that Python dropped.
     """
     terminal = errors.is_terminal and not errors.is_dumb_terminal
     with _ctrl_c_noted() as noted:
@@ -202,7 +202,7 @@ def progress(name: str, total: int = 0) -> Iterator[Task]:
 
 @contextmanager
 def _lines(task: Task) -> Iterator[None]:
-    """A line every few seconds, and a last one where there was one before."""
+    """Print a line every few seconds, and a last one if there was any."""
     over, said = threading.Event(), list[str]()
 
     def beat() -> None:
@@ -223,7 +223,7 @@ def _lines(task: Task) -> Iterator[None]:
 
 
 class _Row(ProgressColumn):
-    """The words of a task, anew whenever the bar is drawn."""
+    """The words of a task, updated whenever the bar is drawn."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -244,9 +244,9 @@ def _bar(task: Task) -> Iterator[None]:
 
 
 def time_left(took: Sequence[float], more: int) -> float | None:
-    """Seconds that so many more pieces of work will take, from those that each took so far; None where nothing says so.
+    """Estimate the seconds of `more` pieces from the durations so far; None if unknown.
 
-    What was there already takes next to nothing and says nothing of the rest: pieces under a tenth of the longest are left out.
+    Pieces under a tenth of the longest are left out: they existed already and took almost no time.
     """
     real = [seconds for seconds in took if seconds >= max(took) / 10]
     return more * sum(real) / len(real) if real and more else None

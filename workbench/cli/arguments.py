@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -76,7 +77,7 @@ class Group(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that also accepts the old names of its options."""
+    """A command that also accepts old option names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         names, end = OLD_NAMES.get(str(self.name), {}), args.index("--") if "--" in args else len(args)
@@ -182,16 +183,14 @@ def _checked_metrics(names: list[str] | None) -> list[str] | None:
     return names
 
 
-def _architectures(incomplete: str) -> list[str]:
-    from workbench.models.registry import ARCHITECTURES
+def completing(module: str, names: str) -> Callable[[str], list[str]]:
+    """Return a completion of the names that a module holds, imported when Tab is pressed."""
 
-    return [name for name in ARCHITECTURES if name.startswith(incomplete)]
+    def complete(incomplete: str) -> list[str]:
+        known = getattr(importlib.import_module(module), names)
+        return [name for name in (known() if callable(known) else known) if name.startswith(incomplete)]
 
-
-def _measures(incomplete: str) -> list[str]:
-    from workbench.cli.listing import measures
-
-    return [name for name in measures() if name.startswith(incomplete)]
+    return complete
 
 
 def runs_and_models(incomplete: str) -> list[str]:
@@ -219,12 +218,18 @@ ArchitectureName = Annotated[
     str,
     typer.Argument(
         callback=_checked_architecture,
-        autocompletion=_architectures,
+        autocompletion=completing("workbench.models.registry", "ARCHITECTURES"),
         help="A name of `workbench list architectures`, or a+b.",
     ),
 ]
 PresetName = Annotated[str, typer.Option(callback=_checked_preset, help="A name of `workbench list presets`.")]
-Measures = functools.partial(typer.Option, "--metric", "-m", callback=_checked_metrics, autocompletion=_measures)
+Measures = functools.partial(
+    typer.Option,
+    "--metric",
+    "-m",
+    callback=_checked_metrics,
+    autocompletion=completing("workbench.cli.listing", "measures"),
+)
 RunOrModel = functools.partial(typer.Argument, autocompletion=runs_and_models)
 Documents = Annotated[int, typer.Option("--documents", min=1, help="Largest number of documents.")]
 Options = Annotated[
@@ -252,7 +257,7 @@ Step = Annotated[str, typer.Option(help="Checkpoint of a run: last, first, or a 
 
 
 def fetch(path: Path, download: bool, revision: str) -> Path:
-    """Return a path with its revision; with `--download`, a Hub name that is no local path is downloaded first."""
+    """Return a path with its revision. With `--download`, a Hub name is downloaded first, unless a local path has that name."""
     path = path.with_name(f"{path.name}@{revision}") if revision else path
     if download and not path.exists():
         from workbench.checkpoints import hub

@@ -55,14 +55,6 @@ def _row(decorator: str, node: Any, given: dict[str, ast.expr]) -> dict[str, Any
     return {decorator: name, **words, "summary": (ast.get_docstring(node) or "").split("\n", 1)[0]}
 
 
-def _metrics() -> tuple[Rows, list[str]]:
-    return _registered("metric", "metrics"), []
-
-
-def _interventions() -> tuple[Rows, list[str]]:
-    return _registered("intervention", "interventions"), []
-
-
 def _architectures() -> tuple[Rows, list[str]]:
     from workbench.models import ARCHITECTURES
 
@@ -135,6 +127,7 @@ def _runs(runs: Path | None) -> tuple[Rows, list[str]]:
 
 
 LISTINGS: dict[str, Callable[[], tuple[Rows, list[str]]]] = {
-    "architectures": _architectures, "metrics": _metrics, "interventions": _interventions, "presets": _presets,
+    "architectures": _architectures, "metrics": lambda: (_registered("metric", "metrics"), []),
+    "interventions": lambda: (_registered("intervention", "interventions"), []), "presets": _presets,
     "claims": _claims, "studies": _studies, "runs": lambda: _runs(None),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The dashboard's server: on 127.0.0.1 only, one for a runs folder, found again when it is up already."""
+"""The dashboard's server on 127.0.0.1: one per runs folder; a second command finds the running one."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ HOST, NOTE, START_S = "127.0.0.1", ".app.json", 60.0
 
 @dataclass
 class Server:
-    """A dashboard that answers; `process` is None where it was up before us."""
+    """A running dashboard. `process` is None if an earlier command started it."""
 
     url: str
     process: subprocess.Popen[bytes] | None
 
 
 def serve(runs: Path, port: int) -> Server:
-    """Start the dashboard for a runs folder, or find the one that shows it already on this port.
+    """Start the dashboard of a runs folder, or find the running one on this port.
 
-    Raises `WorkbenchError` naming `--port` where another program has the port, and where the server does not come up.
+    Raises `WorkbenchError` if another program uses the port, or if the server does not start.
     """
     url = f"http://{HOST}:{port}"
     builders = variable(BUILDERS)
@@ -73,7 +73,7 @@ def serve(runs: Path, port: int) -> Server:
 
 
 def make_folder(runs: Path) -> None:
-    """Make the folder of runs where there is none; raises `WorkbenchError` where it cannot be one."""
+    """Make the folder of runs. Raises `WorkbenchError` if that is impossible."""
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -97,7 +97,7 @@ def _await(server: Server, port: int, log: IO[bytes]) -> None:
 
 
 def wait(server: Server) -> None:
-    """Keep the dashboard up until Ctrl-C or its end; nothing to do for one that was up before us."""
+    """Wait for Ctrl-C or the end of the dashboard. Return at once if an earlier command started it."""
     if server.process is None:
         return
     say("Ctrl-C ends the dashboard")
@@ -110,7 +110,7 @@ def wait(server: Server) -> None:
 
 
 def stop(server: Server) -> None:
-    """End a dashboard that this process started."""
+    """Stop a dashboard that this process started."""
     if server.process is None or server.process.poll() is not None:
         return
     with contextlib.suppress(ProcessLookupError):
@@ -123,7 +123,7 @@ def stop(server: Server) -> None:
 
 
 def _ours(runs: Path, port: int) -> dict[str, Any] | None:
-    """What is noted of the dashboard of these runs where it is up on this port."""
+    """Return the note about the running dashboard of these runs on this port, or None."""
     try:
         note: dict[str, Any] = read_json(runs / NOTE)
         os.kill(int(note["pid"]), 0)

@@ -8,13 +8,7 @@ from typing import Annotated
 
 import typer
 
-from workbench.cli.arguments import Json, Out, Port, Runs, app, show
-
-
-def _kinds(incomplete: str) -> list[str]:
-    from workbench.cli.listing import LISTINGS
-
-    return [kind for kind in LISTINGS if kind.startswith(incomplete)]
+from workbench.cli.arguments import Json, Out, Port, Runs, app, completing, show
 
 
 @app.command(name="list")
@@ -23,7 +17,7 @@ def list_names(
         str,
         typer.Argument(
             metavar="WHAT",
-            autocompletion=_kinds,
+            autocompletion=completing("workbench.cli.listing", "LISTINGS"),
             help="architectures, metrics, interventions, presets, claims, studies or runs.",
         ),
     ] = "runs",
