@@ -1,4 +1,4 @@
-"""Experiments on whole models: run them differently, or read what a forward or backward pass alone does not show.
+"""Experiments on whole models: modified runs, and measures that one forward or backward pass does not give.
 
 `edited(model, "sink:layer=3,head=1")` is the context manager for edits of a forward pass, `replaced(model, tokens, layers,
 how, means)` the one behind `value_ablation`. Importing this package registers every experiment in `INTERVENTIONS`.

@@ -1,4 +1,4 @@
-"""What the model loses without a path: the value shortcut, a whole attention, a whole MLP."""
+"""Ablations of paths: the value shortcut, one attention, one MLP."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def _position_mean(model: Any, batches: list[Tensor], names: list[str]) -> dict[
 def skip_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Change of the loss when the values that come from other layers are taken away, in one layer or in all.
 
-    `zero`: nothing arrives (a coefficient of 0, which also changes the scale); `mean`: their mean over all tokens of the
-    sample; `shuffled`: those of other positions of the same document; `other`: what the unchanged model computes of the
-    sample's document before, its first one reading the last (its own from the end, where it is the only one). Models without
+    `zero`: a coefficient of 0, which also changes the scale. `mean`: their mean over all tokens of the sample. `shuffled`:
+    values from other positions of the same document. `other`: values of the preceding document in the sample (the last one
+    for the first; reversed positions if there is only one). Models without
     such a path have no rows. Caution: a trained model cannot make up for the loss; training without the path could.
     """
     by_layer = branches(model)
@@ -86,7 +86,7 @@ def _changes(means: dict[str, Tensor]) -> dict[str, Callable[..., Tensor]]:
 
 
 def _losses_of_others(model: Any, sample: Any, batch: int, names: list[str]) -> Tensor:
-    """Loss of each document with the values that the one before it has at these points, whichever share its batch."""
+    """Loss per document with the values of the preceding document at these points, independent of the batches."""
     others, only = replace(sample, ids=sample.ids.roll(1, 0)), len(sample.ids) == 1
     found = []
     for ids, before in zip(batches_of(model, sample, batch), batches_of(model, others, batch), strict=True):
@@ -128,8 +128,8 @@ def sublayer_removal(model: Any, sample: Any, data: Any, batch: int) -> Iterator
 def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """How well two shortcuts reproduce cross-layer attention to the previous layer, per layer of the unmodified model.
 
-    Exact: U = softmax(Q_n [K_n; K_m]^T / sqrt(d)) [V_n; V_m], m = n - 1. `same_key`: A_n (V_n + V_m) / 2, what a value
-    residual computes. `identity`: A_n V_n + V_m; `identity_all`: A_n V_n + the mean of all earlier values. `own`: A_n V_n
+    Exact: U = softmax(Q_n [K_n; K_m]^T / sqrt(d)) [V_n; V_m], m = n - 1. `same_key`: A_n (V_n + V_m) / 2, as in a value
+    residual. `identity`: A_n V_n + V_m; `identity_all`: A_n V_n + the mean of all earlier values. `own`: A_n V_n
     alone, the baseline. Mean cosine over tokens of the head outputs together. A model of one layer has no rows.
     Caution: meant for a vanilla model.
     """

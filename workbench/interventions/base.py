@@ -46,7 +46,7 @@ class Intervention:
 
     @property
     def machine(self) -> tuple[Any, ...]:
-        """What the numbers of a clock depend on beside the weights: machine, device, threads and PyTorch; else nothing."""
+        """Machine, device, threads and PyTorch version for timings; empty for other measures."""
         if not self.timed:
             return ()
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -69,9 +69,9 @@ def intervention(
 ) -> Callable[[Experiment], Experiment]:
     """Register an experiment under its function's name.
 
-    `timed`: its numbers are a clock's. No two runs agree; what is kept is the first, and on another machine it is measured anew.
+    `timed`: its numbers are a clock's. Timings differ between runs; the first is stored, and another machine measures again.
     `version`: raised whenever the numbers change, as a metric's (`workbench.metrics.metric`).
-    `by_document`: it reads `sample.segments`, so that padding and several documents in a row are kept apart.
+    `by_document`: it uses `sample.segments` to separate padding and packed documents.
     """
 
     def register(function: Experiment) -> Experiment:
@@ -112,7 +112,7 @@ def trainable(weights: Iterable[Tensor]) -> Iterator[None]:
 
 @torch.no_grad()
 def losses(model: Any, batches: Sequence[Tensor], segments: Segments | None = None) -> Tensor:
-    """Mean next-token loss of each row in nats, float64 on the CPU; of its documents by `segments`, where rows are not whole."""
+    """Mean next-token loss (nats) per row, or per document by `segments`; float64 on the CPU."""
     if segments is None:
         parts = [model(ids, return_type="loss", loss_per_token=True).mean(1) for ids in batches]
         return torch.cat(parts).double().cpu()
@@ -131,7 +131,7 @@ def losses(model: Any, batches: Sequence[Tensor], segments: Segments | None = No
 
 
 def text_of(model: Any, ids: Tensor) -> Tensor:
-    """Which of the ids [batch, pos] are no padding: all but those that an observed module's masks hide."""
+    """Mask [batch, pos] of ids that an observed module's masks do not hide as padding."""
     text: Tensor = (
         torch.ones_like(ids, dtype=torch.bool) if model.foreign is None else model.run_with_segments(ids)[1].is_text
     )

@@ -1,4 +1,4 @@
-"""Which earlier outputs each sublayer reads where weights of each token decide, and what the loss says of every one of them."""
+"""Depth routing: token-dependent weights of earlier outputs in each sublayer's input, and the loss without each output."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MIN_SOURCES = 3  # two can only be in order or not
 )  # fmt: skip
 @torch.no_grad()
 def depth_routing(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
-    """Share of each earlier output (part) in what a sublayer reads: w_j / sum over i of w_i by token, its mean over a document.
+    """Share of an earlier output (part) in a sublayer's input: w_j / sum over i of w_i per token, averaged over a document.
 
-    Site `mid_depth_weights` is what the layer's MLP reads, `depth_weights` what follows the layer; each head of depth by itself
-    where there are several. `variance`: over a document's tokens, 0 where the weights do not depend on them. `entropy`: of the
+    Site `mid_depth_weights` is the input of the layer's MLP, `depth_weights` the stream after the layer; one row per depth
+    head. `variance`: over a document's tokens, 0 where the weights do not depend on them. `entropy`: of the
     shares over ln of their number, mean over tokens. The control `uniform` is the start: 1 / sources, and an entropy of 1.
     Caution: a weight multiplies an output of any size; the largest one need not matter most (`source_ablation`). Models without
     weights by token have no rows.
@@ -58,10 +58,11 @@ def depth_routing(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
 def source_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Change of the loss when one sublayer alone no longer reads one earlier output (part); sites as in `depth_routing`.
 
-    `zero`: its weight is 0 and the others' grow by what it had; `mean`: in its place stands its mean over the sample's tokens. The
+    `zero`: its weight is 0 and the other weights are renormalised; `mean`: it is replaced by its mean over the sample's
+    tokens. The
     control `random` is a random vector of its length. `rank_correlation`: Spearman's, of the mean shares of a reader's outputs and
-    the changes by `mean`, where there are three or more: 1 where the weights say what matters. Caution: three runs for each
-    output of each sublayer; changes below their standard error order by chance. Models without weights by token have no rows.
+    the changes by `mean`, where there are three or more: 1 where the weights say what matters. Caution: three runs per
+    output and sublayer; the order of changes below their standard error is random. Models without weights by token have no rows.
     """
     sources = _sources(model)
     batches = batches_of(model, sample, batch)
@@ -96,7 +97,7 @@ def source_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[
 
 
 def _sources(model: Any) -> Mapping[str, tuple[str, ...]]:
-    """Hook point of each sublayer's weights by token -> what they multiply; empty for models without such weights."""
+    """Hook point of a sublayer's weights -> hook points of the outputs they multiply; empty for models without such weights."""
     residual: Any = getattr(model, "residual", None)
     return residual.depth_sources() if hasattr(residual, "depth_sources") else {}
 
@@ -118,7 +119,7 @@ def _outputs(label: str) -> list[str]:
 def _means(
     model: Any, batches: list[Tensor], points: list[str], sources: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Mean over all tokens of each output [d_model], and of each sublayer's shares [source], heads together."""
+    """Mean over all tokens of every output [d_model] and of every sublayer's shares [source], averaged over heads."""
     totals: dict[str, Tensor] = {}
     for ids in batches:
         _, cache = model.run_with_cache(ids, names_filter=[*points, *sources])
@@ -157,7 +158,7 @@ def _replaced(
 
 
 def _reader(model: Any, name: str) -> str:
-    """The hook point of what a sublayer reads, which the weights at `name` made."""
+    """Hook point of the sublayer input made by the weights at `name`."""
     place = _place(name)
     if place["site"].startswith("mid"):
         return f"blocks.{place['layer']}.hook_resid_mid"

@@ -1,4 +1,4 @@
-"""What is special about the first position, and what only about the token that stands there."""
+"""Effects of the first position, separated from effects of its token."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SIZES: dict[str | None, Callable[[Tensor], Tensor]] = {
 def first_token_norm(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Drain of the first position's value and peak of its stream, beside the same token elsewhere and another token there.
 
-    Norm of one position's vector over those of all others: over their median for values (`value_drain`), over their mean for
-    streams (`hidden_peak`). The controls read the document with the tokens of positions 0 and T // 2 exchanged:
-    `same_token` is the ratio of position T // 2, where the first token stands now, `other_token` that of position 0.
-    A drain or peak that `other_token` shows and `same_token` does not belongs to the position; the other way round to the token
-    (a trained start token alone gives ratios of .6 and 1.3). Caution: where both show it, neither is excluded.
+    Norm of one position's vector divided by the median (values, `value_drain`) or mean (streams, `hidden_peak`) of the
+    others. The controls read the document with the tokens of positions 0 and T // 2 exchanged:
+    `same_token` is the ratio at position T // 2, which now holds the first token; `other_token` is that at position 0.
+    A drain or peak in `other_token` only is an effect of the position, one in `same_token` only of the token. A trained
+    start token alone gives ratios of 0.6 and 1.3. Caution: where both show it, neither is excluded.
     """
     points = {name: (site, n) for site in SITES for n, name in hook_points(model, site).items()}
     results: dict[tuple[str, int, str | None], list[Tensor]] = {}
@@ -60,11 +60,12 @@ def _ratio(norms: Tensor, place: int, site: str) -> Tensor:
 )  # fmt: skip
 @torch.no_grad()
 def massive_emergence(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
-    """How much the first token's state grows in each layer, and in which one most: where a massive activation emerges.
+    """Growth of the first token's state per layer, and the layer of its largest jump, where a massive activation emerges.
 
     ln of the norm of x_0 in the stream after the layer over that before it; `dimension`: of the largest |entry| of x_0. The control
-    `others`: the same of the mean over all other positions. Without a layer, `layer` and `dimension_layer` say which layer (from 0)
-    has the largest jump in a document, and `invariance` per layer is cos(x_0 before, x_0 after): near 1 where the state stays as it is.
+    `others`: the same of the mean over all other positions. `layer` and `dimension_layer` (without a layer axis) are the
+    layer, from 0, of the largest jump in a document. `invariance` per layer is cos(x_0 before, x_0 after), near 1 for an
+    unchanged state.
     Caution: some layer always has the largest jump; that one emerged is said by its size beside the control and beside step 0.
     """
     names = [name for _, name in sorted(hook_points(model, "stream").items())]

@@ -22,7 +22,7 @@ PATHS = {None: "", "query": "q_proj.", "key": "k_proj.", "value": "v_proj."}
 
 
 def _each(logits: Tensor, ids: Tensor) -> Tensor:
-    """Sum over documents of each one's mean loss, so that a gradient does not depend on the batch."""
+    """Sum over documents of their mean losses, so that gradients do not depend on the batch."""
     return next_token_loss(logits, ids, per_token=True).mean(1).sum()
 
 
@@ -35,7 +35,7 @@ def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> 
 
     ||dloss/dh||_F over the positions of a document, of all that reads the activation: a stream that later averages read too
     counts them beside its block. `relative`: times the activation's own norm, so that scale drops out.
-    Caution: a larger activation has a smaller gradient at equal importance; read the relative form beside it.
+    Caution: a larger activation has a smaller gradient at equal importance; compare with the relative form.
     """
     points = {
         before_branching(model, n, name): (site, n) for site in SITES for n, name in hook_points(model, site).items()
@@ -58,7 +58,7 @@ def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> 
     source="chain rule over the branches of the first layer's values", version=2,
 )  # fmt: skip
 def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
-    """Share of each layer in the gradient that reaches the first layer's values.
+    """Share per layer in the gradient that reaches the first layer's values.
 
     With g = dloss/dV_1 and g_n the part that comes through layer n's branches (coefficients included; layer 0: its own
     attention): <g_n, g> / ||g||^2. A layer that mixes V_1 into its values and also attends to it has two branches, which
@@ -86,7 +86,7 @@ def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> I
 
 
 def _reads_first(model: Any, layer: int, name: str) -> bool:
-    """Whether a branch brings the first layer's values."""
+    """Return whether a branch carries the first layer's values."""
     if name.endswith(".attn.cross.hook_v"):  # of one layer, which the name does not say
         return 0 in model.blocks[layer].attn.attended["v"]
     return name.endswith((".source.0.hook_v", ".cross.0.hook_v"))
@@ -97,13 +97,14 @@ def _reads_first(model: Any, layer: int, name: str) -> bool:
     source="Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771 (s = 0, t up to 31)",
 )  # fmt: skip
 def gradient_sink(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
-    """Gradient that reaches the first position's attention input over that of the 31 positions behind it, per layer.
+    """Gradient at the first position's attention input divided by the mean of the next 31 positions, per layer.
 
     ||g_0|| / mean over 1 <= t <= 31 of ||g_t||, g_t = dloss/dh_t summed over the documents before its norm is taken, h what a
-    layer's attention reads (after the norm). `query`, `key`, `value`: the part of g_0 that came by this projection, over the same
-    mean; the parts add up as vectors (with what gates read), and that of the query is 0, since the first position sees itself alone.
-    The control is the ratio of sqrt(sum over i >= t of 1 / i^2), by the value path under uniform causal attention and independent
-    gradients of the head outputs: even attention gathers gradients too. Caution: a sum over documents, so compare equal numbers
+    layer's attention reads (after the norm). `query`, `key`, `value`: the part of g_0 through this projection, divided by
+    the same mean. Parts (with those of gates) add up as vectors. The query's part is 0, because the first position sees only
+    itself.
+    The control is the ratio of sqrt(sum over i >= t of 1 / i^2): the value path under uniform causal attention with
+    independent gradients of head outputs. Uniform attention gathers gradients too. Caution: a sum over documents, so compare equal numbers
     of them, and step 0. Unit: ratio.
     """
     if getattr(model, "foreign", None) is not None:  # whose modules are not ours to name
@@ -167,8 +168,8 @@ def gradient_flow(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
     """How an attention or an MLP changes the loss's gradient on its way back, and what its norm lets through.
 
     ||dloss/dx_in|| / ||dloss/dx_out||, x the stream before and after the sublayer (part), norms over a document's positions after
-    the first. `compress`: ||dloss/dx_in by the branch alone|| / ||dloss/dh||, h what the sublayer reads behind its norm; there the
-    norm divides by the size of x, so a towering state is shielded (its reciprocal is called bloat). `first_position`,
+    the first. `compress`: ||dloss/dx_in through the branch|| / ||dloss/dh||, with h the sublayer's input after its norm. The
+    norm divides by the size of x, so a large state is shielded (the reciprocal is called bloat). `first_position`,
     `compress_first_position`: of position 0 alone. Caution: `compress` falls as the stream grows with depth; read the first
     position beside the others. Unit: ratio.
     """
@@ -188,9 +189,9 @@ def gradient_flow(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
 
 
 def _flows(model: Any) -> Mapping[tuple[str, int, str], tuple[str, str]]:
-    """(numerator, denominator) of each ratio, by sublayer, layer and kind, where this model has both points.
+    """(numerator, denominator) of every ratio, by sublayer, layer and kind, if the model has both hook points.
 
-    Where nothing passes by a sublayer unweighed, or several streams do, there is no stream before and after it.
+    Models with a weighted skip connection or several streams have no stream before and after a sublayer.
     """
     found, skips = {}, getattr(getattr(model, "residual", None), "skips", ())
     for n in range(model.config.n_layers):

@@ -1,4 +1,4 @@
-"""What each stream says of the next token already, and what each part of the model adds to its logit."""
+"""Logit lens and logit attribution as measures over documents."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def logit_lens(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[
 )  # fmt: skip
 @torch.no_grad()
 def logit_attribution(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
-    """What each part adds to the next token's logit, beyond what it adds to the mean logit; mean over positions.
+    """Contribution per part to the next token's logit minus its contribution to the mean logit, averaged over positions.
 
-    Exact: embedding, attention and MLP of each layer sum to the logit (checked at each call). Attention is split further
+    Exact: embedding, attention and MLP contributions sum to the logit (checked at each call). Attention is split further
     by where its values come from: `attn.own`, `attn.first`, `attn.source.<j>`, `attn.table`, `attn.cross`. Caution: direct
-    effects only; what a part does through later layers is not in it.
+    effects only; indirect effects through later layers are not included.
     """
     from workbench.models.decomposition import decompose
 

@@ -1,4 +1,4 @@
-"""How much of what is mixed each source supplies: coefficients weighed by the size of what they multiply."""
+"""Shares of sources in mixed tensors: coefficients weighted by the norm of their terms."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SITES = {"v": "v", "q": "q", "k": "k", "output": "z", "stream": "stream"}
 )  # fmt: skip
 @torch.no_grad()
 def coefficient_share(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
-    """Share of each source in what a layer mixes: |w_j| ||X_j|| / sum over i of |w_i| ||X_i||, norms over a document.
+    """Share per source in a layer's mix: |w_j| ||X_j|| / sum over i of |w_i| ||X_i||, norms over a document.
 
-    Of values, queries and keys (X_j: another layer's, the table's, the own), of streams (the embedding, raw block outputs;
-    numbered by the reader) and of head outputs (site z: what is added, against the rest). Column part is the source.
-    `coefficient`: w_j itself, where it depends on the token its mean. Fixed and learned ones alike. Values that are not mixed are
-    one source's (1); those whose heads are of two, of these by their norms. Caution: (c w_1, c w_2,
-    W_O / c) is the same model for every c, so compare shares, not coefficients; shares do not see what cancels.
+    Measured for values, queries and keys (X_j from another layer, a table, or the layer itself). Also for streams (embedding
+    and raw block outputs, numbered by the reading layer) and head outputs (site z: the added term against the rest). Column
+    part is the source. `coefficient`: w_j itself, where it depends on the token its mean. Fixed and learned ones alike.
+    Values that are not mixed are one source's (1); those whose heads are of two, of these by their norms. Caution: (c w_1, c
+    w_2, W_O / c) is the same model for every c, so compare shares, not coefficients; shares do not see what cancels.
     """
     if not isinstance(model, Transformer):  # whose coefficients are not ours to read
         return
@@ -61,7 +61,7 @@ def coefficient_share(model: Any, sample: Any, data: Any, batch: int) -> Iterato
 
 
 def _sources_of(model: Transformer, path: str, layer: int) -> Sequence[str]:
-    """What is mixed there, in the order of its coefficients; also where the heads of a tensor are of two sources."""
+    """Mixed tensors in the order of the coefficients; also for tensors whose heads have two sources."""
     if path in ("v", "q", "k") and (projection := model.blocks[layer].attn.projections[path]).own_heads:
         return [source_name(projection.shared_source), "own"]
     return sources_at(model, path, layer)
@@ -101,7 +101,7 @@ def _norms(vectors: list[Tensor]) -> Tensor:
 
 
 def _vectors(model: Transformer, path: str, layer: int) -> list[str]:
-    """Hook points of what the coefficients of a path multiply at a layer; of head outputs, of their sum."""
+    """Hook points of the terms that a path's coefficients multiply at a layer; for head outputs, of their sum."""
     if path == "output":
         return [f"blocks.{layer}.attn.hook_z"]
     names = []
@@ -116,7 +116,7 @@ def _vectors(model: Transformer, path: str, layer: int) -> list[str]:
 
 
 def _added(model: Transformer, ids: Tensor, layer: int, whole: Tensor, count: int) -> list[Tensor]:
-    """Head outputs without what is added to them, then each addition: the difference where its coefficient is 0."""
+    """Head outputs without additions, then each addition as the difference to a run with its coefficient at 0."""
     kept: list[Tensor] = []
     for zeroed in ([*range(count)], *([i] for i in range(count))):
 

@@ -23,10 +23,10 @@ PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 def reader_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Change of the loss when one layer's queries, keys or values (site) alone no longer read one part of the stream.
 
-    Part `embed` is the embedding, `latest` what the layer before put out, attention and MLP together; taken away before the norm is what
-    differs from its mean over the document, in the weight with which it arrives. Layers after the first, and of each the
-    projections that it has. Unit: nats. Caution: parts of a stream may stand in for each other, so compare projections, not parts; six
-    runs for each layer. Models whose modules are not ours have no rows.
+    Part `embed` is the embedding, `latest` the output of the preceding layer (attention and MLP). The part's deviation from
+    its document mean, with its weight in the stream, is removed before the norm. Layers after the first with their
+    projections. Unit: nats. Caution: parts of a stream may replace each other, so compare projections, not parts. Six runs
+    per layer. Models whose modules are not ours have no rows.
     """
     changes: dict[tuple[str, int, str], list[Tensor]] = {}
     for ids in batches_of(model, sample, batch) if isinstance(model, Transformer) else ():
@@ -51,7 +51,7 @@ def reader_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[
 
 
 def _streams_without(model: Transformer, ids: Tensor, layer: int) -> dict[str, Tensor]:
-    """What a block reads [batch, pos, d_model], without what each part says of the token."""
+    """Input of a block [batch, pos, d_model] without the token-dependent contribution of a part."""
     found = decompose(model, ids, layer)
     latest = f"{layer - 1}_"
     arriving = {

@@ -1,4 +1,4 @@
-"""Whether a token can be recovered from a vector without training anything, and what a sink writes."""
+"""Token recovery from vectors without training, and the output of attention sinks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ ALONE = 1024  # tokens read at once, each alone
 
 
 def tokens_ahead(x: Tensor, unit: Tensor, ids: Tensor) -> Tensor:
-    """How many unit rows [d_vocab, width] are nearer to x [batch, pos, width] by cosine than its own token's: [batch, pos].
+    """Number of unit rows [d_vocab, width] with a higher cosine to x [batch, pos, width] than the row of its own token:
+    [batch, pos].
 
-    Where x has the first heads alone, these are compared.
+    If x has only the first heads, only these are compared.
     """
     results, width = [], x.shape[-1]
     unit = unit if width == unit.shape[1] else _unit(unit[:, :width])
@@ -37,9 +38,10 @@ def tokens_ahead(x: Tensor, unit: Tensor, ids: Tensor) -> Tensor:
 def nearest_embedding(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """How well a vector's nearest table row names its own token: mean reciprocal rank; `top_1`: share ranked first.
 
-    The streams are compared with the rows of W_E, values with the table of first-layer values of every token. Nothing is
-    trained. Chance is about (ln V + 0.58) / V (control). Caution: a layer may keep the token in other directions, so a low
-    rank is no loss of information; layer 1's own values and every SVFormer value are rows of the table by construction.
+    The streams are compared with the rows of W_E, values with the table of first-layer values of every token. No training is
+    needed. Chance is about (ln V + 0.58) / V (control). Caution: a layer may keep the token in other directions, so a low
+    score does not prove a loss of information. Own values of layer 1 and all values of SVFormer are rows of the table by
+    construction.
     """
     sites, vocabulary = ("stream", "own_v", "v"), model.config.d_vocab
     points = {name: (site, n) for site in sites for n, name in hook_points(model, site).items()}
@@ -91,7 +93,7 @@ def _first_values(model: Any) -> Tensor | None:
 
 
 class _Enough(Exception):
-    """What follows in the model is not needed: of a large vocabulary it would take minutes."""
+    """Stop the run there; the rest would take minutes for a large vocabulary."""
 
 
 SINK_VARIANTS: dict[str | None, str] = {
@@ -106,12 +108,13 @@ SINK_VARIANTS: dict[str | None, str] = {
 )  # fmt: skip
 @torch.no_grad()
 def sink_output(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
-    """What position 0 contributes to each head's output: ||A_i0 v_0 W_O|| / ||z_i W_O||, mean over queries i > 0.
+    """Contribution of position 0 to each head's output: ||A_i0 v_0 W_O|| / ||z_i W_O||, mean over queries i > 0.
 
     `spread`: variance of the head's output over positions, as a share of its mean square; `mass`: mean attention of those
     queries to position 0. A broadcasting sink has a large ratio and little spread, a no-op a small ratio. `no_op` and
-    `broadcast`: share of documents in which the head is a sink of that kind, by thresholds of ours (mass above 0.3; ratio
-    at most 0.2; ratio at least 0.5 and spread at most 0.5). Caution: the ratio passes 1 where the rest cancels it.
+    `broadcast`: share of documents in which the head is a sink of that kind. Thresholds of this project: mass above 0.3;
+    ratio at most 0.2 (`no_op`); ratio at least 0.5 and spread at most 0.5 (`broadcast`). Caution: the ratio passes 1 where
+    the rest cancels it.
     """
     layers = [n for n, block in enumerate(getattr(model, "blocks", [])) if hasattr(block.attn, "W_O")]
     points = ("sink", "v", "z")

@@ -23,8 +23,8 @@ def pairs(layers: Iterable[int]) -> list[tuple[int, int]]:
 class CrossMoments:
     """X_n^T X_m of the centred features of every pair of layers, streamed over tokens.
 
-    Products in float32 (float64 for float64 features) of what is left without the first batch's mean, so that centring at
-    the end takes little away; sums in float64.
+    Products are float32 (float64 for float64 features) after subtracting the first batch's mean, which keeps the final
+    centring accurate. Sums are float64.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class CrossMoments:
         self.products: dict[tuple[int, int], Tensor] = {}
 
     def add(self, features: Mapping[int, Tensor]) -> None:
-        """Add the features [token, d] of each layer."""
+        """Add the features [token, d] of all layers."""
         moved = {n: x - self.origins.setdefault(n, x.mean(0)) for n, x in features.items()}
         self.count += len(next(iter(moved.values())))
         for n, x in moved.items():
@@ -43,7 +43,7 @@ class CrossMoments:
             self.products[n, m] = self.products.get((n, m), 0) + (moved[n].T @ moved[m]).double()
 
     def cka(self) -> dict[tuple[int, int], float]:
-        """Linear CKA of each pair: ||X_n^T X_m||_F^2 / (||X_n^T X_n||_F ||X_m^T X_m||_F)."""
+        """Linear CKA of every pair: ||X_n^T X_m||_F^2 / (||X_n^T X_n||_F ||X_m^T X_m||_F)."""
         centred = {
             (n, m): product - torch.outer(self.sums[n], self.sums[m]) / self.count
             for (n, m), product in self.products.items()
@@ -58,12 +58,12 @@ class CrossMoments:
 )  # fmt: skip
 @torch.no_grad()
 def layer_similarity(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
-    """Likeness of each pair of layers: cosine of a token's vectors, mean over tokens; `cka`: linear CKA of all tokens.
+    """Similarity of layer pairs: cosine of a token's vectors, averaged over tokens; `cka`: linear CKA of all tokens.
 
-    CKA = ||Y^T X||_F^2 / (||X^T X||_F ||Y^T Y||_F) on features centred over tokens, from d x d cross moments that are
-    streamed, so memory does not grow with the documents. Column `source` is the other layer. Caution: few tokens inflate
-    CKA (take many more than d); values of two layers live in bases of their own, which only CKA does not mind. Where a layer
-    projects some heads' own values alone, the cosine is over the heads that both project.
+    CKA = ||Y^T X||_F^2 / (||X^T X||_F ||Y^T Y||_F) on features centred over tokens. It streams d x d cross moments, so
+    memory does not grow with the documents. Column `source` is the other layer. Caution: few tokens inflate
+    CKA (take many more than d); values of two layers live in bases of their own, which only CKA does not mind. If a layer
+    projects own values for some heads only, the cosine covers the heads that both layers project.
     """
     for site in CKA_SITES:
         points = hook_points(model, site)

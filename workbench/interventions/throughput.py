@@ -38,12 +38,12 @@ class Work:
 def throughput(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Tokens per second of a training step, of reading a prompt (prefill) and of decoding, by the clock.
 
-    `n` is the batch: documents at once, 2,048 tokens in all at most on a CPU and 65,536 elsewhere; T is their length, type
-    and device stand in the provenance. Training: loss, gradients, clipping and AdamW, on a copy of the weights. Prefill and
+    `n` is the batch size in documents (at most 2,048 tokens on a CPU, 65,536 elsewhere) and T their length. Data type and
+    device are in the provenance. Training: loss, gradients, clipping and AdamW, on a copy of the weights. Prefill and
     decode: T - 16 tokens at once, then 16 one at a time, with a key-value cache. `peak`: bytes of the tensors alive at the
-    worst moment, weights and moments included, workspaces inside kernels not. Control `vanilla`: the plain decoder of
-    the same shape, in turns with the model; `of_vanilla`: median over rounds of its time over the model's (above 1: faster
-    than vanilla), for a vanilla model the noise itself.
+    worst moment, weights and moments included, workspaces inside kernels not. Control `vanilla`: the plain decoder of the
+    same shape, timed alternately with the model. `of_vanilla`: median over rounds of its time divided by the model's (above
+    1: faster than vanilla; for a vanilla model it shows the noise).
     Caution: no two runs of a clock agree and a busy machine is slow. Trust the ratio; compare tokens per second from one
     idle machine only. Hooks that are set are timed too. Bytes repeat exactly.
     """
@@ -66,7 +66,7 @@ def throughput(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[
 
 
 def _seconds(turns: Mapping[Any, Work], device: torch.device) -> dict[Any, list[float]]:
-    """Time of each round, all of them in turns, so that what else the machine does meets them alike."""
+    """Time per round, with all models in turns so that other load affects them equally."""
     times: dict[Any, list[float]] = {name: [] for name in turns}
     for number in range(1 + ROUNDS):
         for name, work in turns.items():
@@ -82,7 +82,7 @@ def _seconds(turns: Mapping[Any, Work], device: torch.device) -> dict[Any, list[
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for what a device has still to do."""
+    """Wait for the device to finish."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -96,7 +96,7 @@ def _peak(work: Work) -> int:
 
 
 def _works(model: Any, ids: Tensor) -> dict[str, Work]:
-    """By part; what keeps no cache of ours is only trained."""
+    """Timings by part; models without our cache are timed in training only."""
     if not model.caches:
         return {"training": _training(model, ids)}
     weights, new = list(model.parameters()), min(DECODED, ids.shape[1] - 1)
@@ -121,7 +121,7 @@ def _works(model: Any, ids: Tensor) -> dict[str, Work]:
 
 
 def _training(model: Any, ids: Tensor) -> Work:
-    """Steps of AdamW on a copy of the weights: the gradients are always those of the model as it is."""
+    """Steps of AdamW on a copy of the weights; gradients always come from the unchanged model."""
     weights = list(model.parameters())
     copies = [torch.nn.Parameter(p.detach().clone()) for p in weights]
     optimiser = torch.optim.AdamW(copies, lr=1e-4, fused=True)

@@ -43,7 +43,7 @@ class TokenMeans:
         return (self.counts > 0).to(tokens.device)[tokens]
 
     def replacement(self, layer: int, tokens: Tensor, how: str) -> Tensor:
-        """What stands in at each of the ids [batch, pos], or at all alike: [..., head, d_head], float64.
+        """Replacement values for ids [batch, pos], or one for all: [..., head, d_head], float64.
 
         Zero under `token_mean` where the table has never seen the id.
         """
@@ -109,7 +109,7 @@ def _losses(
     model: HookedModel, batches: Sequence[Tensor], means: TokenMeans, layers: Sequence[int], how: str | None = None, *,
     segments: Segments | None = None,
 ) -> Tensor:  # fmt: skip
-    """Loss of each row in nats, with the site replaced where `how` says so."""
+    """Loss (nats) per row with the site replaced as `how` says."""
     parts, start = [], 0
     for tokens in batches:
         of = None if segments is None else segments.rows(start, start := start + len(tokens))
@@ -128,13 +128,12 @@ def value_ablation(
     """Change of the validation loss when values are replaced by their per-token mean, their mean, or zero.
 
     Per layer, and for all layers after the first together (no layer). The table of means comes from 65,536 tokens of
-    training documents; positions whose id is not among them keep their own values under all three replacements, so that the
-    three speak of the same positions. `kept` = 1 - change(token mean) / change(zero): the share of what the values do that
-    the token alone supplies. The first layer's own values are a function of the token, so their change under the token
-    mean is exactly 0 up to rounding: a built-in check. A layer's own values are replaced where it projects them, hence in every
-    layer that reads them (value residuals, shared keys and values); `sites=("v",)` replaces what one layer's attention reads,
-    in that layer alone. Caution: zero also changes the scale of attention's output; read it
-    beside the mean. Unit: nats.
+    training documents. Positions with other ids keep their values under all three replacements, so all three cover the same
+    positions. `kept` = 1 - change(token mean) / change(zero): the share of the values' effect that the token alone supplies.
+    The first layer's own values are a function of the token, so their change under the token mean is exactly 0 up to
+    rounding: a built-in check. Own values are replaced at their projection, hence in every layer that reads them (value
+    residuals, shared keys and values). `sites=("v",)` replaces one layer's effective values in that layer only. Caution:
+    zero also changes the scale of attention's output; read it beside the mean. Unit: nats.
     """
     training = _training(data, "value_ablation", max(1, TABLE_TOKENS // sample.ids.shape[1]), sample)
     batches = batches_of(model, sample, batch)
@@ -159,7 +158,7 @@ def deep_value_ablation(model: HookedModel, sample: Any, data: Any, batch: int) 
 
     `token_mean`, `zero` and `kept` as in `value_ablation`, without its row for each layer. `seen`: the share of positions whose
     id the table has a mean for; others keep their values. Caution: the table comes from as many documents as are measured,
-    so rare ids have means of one or two vectors, which cost more than those of `value_ablation`'s 65,536 tokens: `kept` is low.
+    so rare ids have means of one or two vectors. They cost more than those of `value_ablation`'s 65,536 tokens: `kept` is low.
     """
     training = _training(data, "deep_value_ablation", len(sample.ids), sample)
     batches = batches_of(model, sample, batch)
@@ -174,7 +173,7 @@ def deep_value_ablation(model: HookedModel, sample: Any, data: Any, batch: int) 
 
 
 def _training(data: Any, name: str, documents: int, sample: Any) -> Tensor:
-    """Sequences for a table of means, the same documents whatever the batch."""
+    """Sequences for a table of means; the documents do not depend on the batch size."""
     if data is None:
         raise WorkbenchError(
             f"{name} needs training sequences for its table of means: give a run, or data with a training side"

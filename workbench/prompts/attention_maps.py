@@ -44,7 +44,7 @@ READ = ("rot_q", "rot_k", "lse")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """What every map of a prompt is made from, without the model."""
+    """Queries, keys and statistics of one prompt, from which all its maps are drawn without the model."""
 
     T: int
     layers: list[list[LayerArrays]]
@@ -97,7 +97,7 @@ class Window:
 
     @property
     def exact(self) -> bool:
-        """Whether each cell is one weight."""
+        """Return whether each cell holds one attention weight."""
         rows, columns = self.weights.shape
         return rows == self.queries[-1] - self.queries[0] and columns == self.keys[-1] - self.keys[0]
 

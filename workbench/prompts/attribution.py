@@ -56,13 +56,13 @@ class Attribution:
 def logit_attribution(
     model: HookedModel, prompt: PromptLike, position: int, token: int, against: int | None = None
 ) -> Attribution:
-    """What embedding, attention and MLP of each layer, each head and each value path add to a logit at a position.
+    """Logit attribution: the contributions of embedding, attention, MLPs, heads and value paths to a logit at one position.
 
-    The final norm's scale is frozen; what a part does through later layers is in those. Costs one run and, for each value
-    path of a layer, its attention once more: O(L T^2 d_model) time and O(L T d_model) memory, no T x T array (of observed
-    models one more run on the example tokens, and the patterns of layers whose queries and keys do not make them). Raises
-    `BadData` for an observed model whose layers or end cannot be taken apart, a position outside the prompt or an id
-    outside the vocabulary, `WorkbenchError` where the parts do not sum to the logit, as after a hook changed a stream.
+    The final norm's scale is frozen. Indirect effects count for the later layers. Costs one run and, for each value
+    path of a layer, its attention once more: O(L T^2 d_model) time and O(L T d_model) memory, no T x T array. Observed
+    models need one more run on the example tokens, and patterns of layers that do not show queries and keys. Raises
+    `BadData` for a position outside the prompt, an id outside the vocabulary, or an observed model that cannot be
+    decomposed. Raises `WorkbenchError` if the parts do not sum to the logit, for example because a hook changed the stream.
     """
     prompt, n_layers = single_prompt(model, prompt), model.config.n_layers
     at = one_position(prompt.ids.shape[1], position)

@@ -1,4 +1,4 @@
-"""What edits of the forward pass change about one prompt: before and after, or one edit at all layers and heads in turn.
+"""Effects of edits on one prompt: before and after, or one edit at each layer and head in turn.
 
     edit_effect(model, ids, "sink:layer=3,head=1;remove:layer=4,part=mlp")     losses, next tokens, divergence
     edit_sweep(model, ids, "head:how=mean", over="layer x head")               change of the loss in each cell
@@ -75,7 +75,7 @@ def edit_effect(
     model: HookedModel, prompt: PromptLike, edits: Given | Iterable[Given], *, other: PromptLike | None = None,
     means: Means = None, top: int = 10,
 ) -> Effect:  # fmt: skip
-    """What the edits together change about one prompt.
+    """Return the joint effect of edits on one prompt.
 
     `other`: as in `edited`; `top`: how many of the likeliest next tokens. Raises as `edited`, and `BadData` for several
     prompts.
@@ -102,7 +102,7 @@ def edit_effect(
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """One kind of edit at every layer, or every layer and head; NaN where the architecture lacks what is edited."""
+    """Effects of one kind of edit at each layer, or at each layer and head; NaN if the architecture lacks the edited tensor."""
 
     edit: str
     over: Over
@@ -225,7 +225,7 @@ def one_token(model: HookedModel, answer: int | str) -> int:
 
 
 def _changes(before: _Run, after: _Run, target: int | None) -> tuple[float, float, float]:
-    """Of the mean loss, of the answer's logit against the mean logit, of its probability."""
+    """Changes of the mean loss, of the answer's logit minus the mean logit, and of its probability."""
     loss = _mean(after.loss - before.loss)
     if target is None:
         return loss, float("nan"), float("nan")

@@ -1,4 +1,4 @@
-"""Where one value comes from and who reads it: a layer, a position, numbers that sum.
+"""Sources and readers of the value of one layer at one position, as numbers that sum.
 
     flow = prompts.value_flow(model, "def main():", position=1, layer=2)
     flow.parts        # v = sum over b of c_b x_b; the parts' projections on v sum to its length
@@ -48,7 +48,7 @@ TOGETHER = "together"
 
 @dataclass(frozen=True, kw_only=True)
 class ValueFlow:
-    """A value of one layer at one position: what it is made of, and what reads it."""
+    """Sources and readers of the value of one layer at one position."""
 
     tokens: list[str]
     layer: int
@@ -84,7 +84,7 @@ class ValueFlow:
 
 @dataclass
 class Reading:
-    """What one layer's attention reads at the position, and what its queries get in all."""
+    """The value that one layer's attention reads at the position, and the attention that its queries give it."""
 
     values: dict[int, Tensor]
     """By the layer whose keys go with them, [kv_head, d_head]."""
@@ -101,9 +101,9 @@ class Reading:
 def value_flow(model: HookedModel, prompt: PromptLike, position: int, layer: int, top: int = 5) -> ValueFlow:
     """Sources and readers of the value that a layer's attention reads at a position (negative: from the end).
 
-    Costs one run and, for the chosen layer and each later one, its attention once more; no T x T array but one layer's
-    pattern at a time of observed models whose queries and keys do not give it. Gates on the head outputs are left out.
-    Norms are after W_O, so before anything that follows. `top`: queries of each head to keep. Raises `BadData` for a layer
+    Costs one run and the attention of the selected and all later layers once more. No T x T array, except one pattern at a
+    time for observed models that do not show queries and keys. Gates on the head outputs are left out.
+    Norms are after W_O, so before anything that follows. `top`: number of queries returned for each head. Raises `BadData` for a layer
     or position that is not there, and for observed models whose values hold more than is known of them.
     """
     prompt = single_prompt(model, prompt)
@@ -138,7 +138,7 @@ def value_flow(model: HookedModel, prompt: PromptLike, position: int, layer: int
 
 @dataclass
 class _Run:
-    """What one run shows, layer by layer."""
+    """Activations of one run by layer."""
 
     model: HookedModel
     layers: Sequence[LayerValues]
@@ -177,7 +177,7 @@ class _Run:
         return Reading(at_position, columns, found[..., 0].T, triangle, points.added(weights))
 
     def _attend(self, points: LayerValues, tensors: dict[str, Tensor], values: Sequence[Tensor]) -> Tensor:
-        """The layer's attention of numbers [T, head, number] of each set of keys, [T, head, number]."""
+        """Apply the layer's attention to numbers [T, head, number] of each set of keys; returns [T, head, number]."""
         if points.scores[0].endswith("hook_pattern"):
             return torch.einsum("hqk,khn->qhn", wide(tensors[points.scores[0]][0]), values[0])
         recipe = recipes_of(self.model).get(points.layer)
@@ -194,7 +194,7 @@ class _Run:
         return joint_attention(many, [v[None] for v in values])[0]
 
     def explains(self, n: int, made: Composition) -> bool:
-        """Whether a layer's effective value is the sum of its parts, up to rounding."""
+        """Return whether a layer's effective value equals the sum of its parts up to rounding."""
         found = self.readings[n].values[n]
         parts = [c * self.vectors[base] for base, c in made.items() if base in self.vectors]
         size = max([float(found.norm()), *(float(part.norm()) for part in parts)])
@@ -263,7 +263,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def _parts(layer: int, whole: Tensor, made: Mapping[Base, tuple[float, Tensor]]) -> pd.DataFrame:
-    """Rows of `ValueFlow.parts`; a layer that projects no values of its own has none of them."""
+    """Rows of `ValueFlow.parts`; none for a layer without its own value projection."""
     norm, rows = float(whole.norm()), list[dict[str, Any]]()
     all_made = dict(made) if layer in made else {layer: (0.0, torch.zeros_like(whole)), **made}
     for base, (coefficient, vector) in all_made.items():

@@ -2,8 +2,8 @@
 
     heads = attention_overview(model, ids)
 
-No T x T array is made. Where a layer also sees other layers' keys, a position receives what it receives in all sets of keys
-together; where patterns are mixed, it is the mixture.
+No T x T array is made. If a layer also attends to other layers' keys, received attention is summed over all sets of keys. If
+patterns are mixed, it is that of the mixture.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def attention_overview(
 ) -> Overview:  # fmt: skip
     """All layers and heads at once, from one run: pooled pictures, entropy, effective keys, sinks.
 
-    `pool`: a cell of the pictures is the mean over its queries of the mass they send to all its keys (rows sum to 1), or the
-    largest weight in it (`max`), which shows stripes that a mean hides. Costs one run and about two more passes over the
+    `pool`: a cell of the pictures is the mean over its queries of the attention to its keys (rows sum to 1). With `max` it
+    is the largest weight, which shows stripes that a mean hides. Costs one run and about two more passes over the
     attention: time O(L H T^2 d_head), memory O(T d_model) and the pictures. Raises `BadData` for a prompt that cannot be
     read and where an observed model shows no attention, `UnknownName` for another pool. `progress` is called with
     (layers done, all), and may raise to stop.

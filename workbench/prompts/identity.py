@@ -1,4 +1,4 @@
-"""Whether a vector still names its own token: the rank of that token among the rows of a table, by cosine."""
+"""Token identity of vectors: the rank of a position's own token among the rows of a table, by cosine."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ class Identity:
 def token_identity(
     model: HookedModel, prompt: PromptLike, *, sites: Sequence[str] = SITES, positions: slice | None = None
 ) -> Identity:
-    """Rank of each position's own token by cosine, among the embeddings (streams) or the first layer's values (values).
+    """Return the rank of each position's own token by cosine, among embeddings (streams) or the first layer's values
+    (values).
 
-    Nothing is trained; the same measure as the experiment `nearest_embedding`. Costs one run, one more of the whole
-    vocabulary for the table of values, and pos x d_vocab x width for each layer and site, in float64: choose `positions` of
+    The measure is that of the experiment `nearest_embedding` and needs no training. Costs one run, one run of the whole
+    vocabulary for the table of values, and O(pos d_vocab width) in float64 for each layer and site. Select `positions` of
     long prompts. Raises `UnknownName` for another site.
     """
     prompt = single_prompt(model, prompt)

@@ -23,7 +23,7 @@ MAX_ERROR = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Lens:
-    """Predictions read off each stream; row n is what block n reads, row L what the final norm reads: the output."""
+    """Predictions from each residual stream; row n is the input of block n, row L the input of the final norm."""
 
     positions: np.ndarray
     """int64 [pos], the positions that were read."""
@@ -49,8 +49,8 @@ def logit_lens(model: HookedModel, prompt: PromptLike, top: int = 5, *, position
     """Logit lens: softmax(W_U norm(x_n)) of every stream x_n with the model's own final norm, at all positions or some.
 
     Costs one run and L + 1 times the head at each position; memory is the streams of the chosen positions and a few positions'
-    logits. An observed model does not show its norm and head: it runs L + 4 times, with each layer's stream in the place of
-    the last one, and memory is the logits of all positions. Raises `BadData` for an observed model whose last stream cannot
+    logits. An observed model does not expose its norm and head, so it runs L + 4 times with each layer's stream patched in
+    as the last one. Memory is that of the logits of all positions. Raises `BadData` for an observed model whose last stream cannot
     be replaced, and `WorkbenchError` where the last row is not the model's prediction, as after a hook changed a stream.
     Source: nostalgebraist 2020. Caution: early layers need not speak the head's language.
     """
@@ -92,7 +92,7 @@ Readings = tuple[Iterable[tuple[slice, Tensor]], Callable[[int, slice], Tensor]]
 
 
 def _by_parts(model: Transformer, ids: Tensor, where: range) -> Readings:
-    """Of one of our models: its norm and its head on each stream."""
+    """Logit lens of our models: norm and unembedding applied to each stream."""
     read: dict[Any, Tensor] = {}
 
     def reduce(key: Any, tensors: dict[str, Tensor]) -> None:
@@ -106,7 +106,7 @@ def _by_parts(model: Transformer, ids: Tensor, where: range) -> Readings:
 
 
 def _by_runs(model: HookedModel, ids: Tensor, where: range) -> Readings:
-    """Of an observed model: a run with each layer's stream in the place of the last one."""
+    """Logit lens of an observed model: one run for each stream, patched in as the last one."""
     names, last = streams(model), model.config.n_layers
     if len(names) <= last or model.is_read_only(names[last]):
         raise BadData(f"this {type(model.foreign).__name__} shows no stream that its head could be asked to read")

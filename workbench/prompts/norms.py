@@ -63,7 +63,7 @@ def _value_points(model: HookedModel, layer: int) -> list[str]:
 
 
 def _mixed_first(model: HookedModel, layer: int) -> tuple[str, str, int] | None:
-    """The first layer's values among those that a layer mixes: hook points of them and the coefficients, which of these is theirs."""
+    """Hook points of the first layer's values in a layer's mix, of the coefficients, and the index of their coefficient."""
     attn: Any = model.blocks[layer].attn
     names = ("hook_v_mix",) if isinstance(model, Observed) else ("hook_v_mix", "hook_v_weights")
     point = next((getattr(attn, name) for name in names if hasattr(attn, name)), None)

@@ -1,4 +1,4 @@
-"""Where each head attends most sharply in a few documents, and those places as prompts to look at.
+"""Strongest attention weights per head in a few documents, as prompts.
 
     pairs = sharpest_pairs(model, ids)             # a row for each head and document
     excerpt(model, ids[3], query=41, key=17).text  # at most 200 characters around
@@ -43,11 +43,11 @@ class Excerpt:
 def sharpest_pairs(
     model: HookedModel, ids: Tensor, *, progress: Callable[[int, int], None] | None = None
 ) -> pd.DataFrame:
-    """The largest weight of each head in each document, beside those to the first position and to the query itself.
+    """Return the largest weight per head and document, except those to the first position and to the query itself.
 
     ids: int64 [document, pos]. Returns a row for each layer, head and document (the row of `ids`): query, key (positions),
-    weight. Equal weights: the earliest query, then key. Costs a run of each document and O(L H T^2 d_head); the model's lock is
-    held for one document at a time. `progress` is called with (documents done, all), and may raise to stop. Raises `BadData` for
+    weight. Equal weights: the earliest query, then key. Costs one run per document and O(L H T^2 d_head); the model is
+    locked for one document at a time. `progress` is called with (documents done, all), and may raise to stop. Raises `BadData` for
     fewer than 3 tokens and where an observed model shows no attention.
     """
     documents, T = ids.shape
@@ -79,8 +79,8 @@ def _largest(softmaxes: Sequence[LayerArrays], head: int, T: int) -> tuple[int, 
 def excerpt(model: HookedModel, ids: Sequence[int], query: int, key: int, *, letters: int = 0) -> Excerpt:
     """A document's text around a query, mostly before it, in at most `MOST` characters.
 
-    ids: the document's [pos]. `letters`: see `Prompt`. It begins where reading it gives the document's own tokens. Earlier context
-    is cut off, so what a model does there is like what it did in the document, and not the same.
+    ids: the document's [pos]. `letters`: see `Prompt`. It begins where reading it gives the document's own tokens. Earlier
+    context is cut off, so attention differs slightly from that in the document.
     """
     document, end = list(ids), min(len(ids), query + 1 + AFTER)
     if letters > 1:  # a period, which is read so many times

@@ -30,7 +30,7 @@ APART = 0.5  # nats of logit difference between two prompts below which shares o
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSweep:
-    """What each activation of the clean prompt brings back of the answer, put into the corrupted one."""
+    """Activation patching: the share of the answer that each clean activation restores in the corrupted prompt."""
 
     edit: str
     restored: np.ndarray
@@ -50,8 +50,8 @@ def patch_sweep(
     """The corrupted prompt with one activation of the clean one (`prompt`) at a time, at all heads of a position.
 
     `answers`: the token that is right after the clean prompt and the one it is compared with, ids or texts. Positions before
-    the first differing token change nothing and cost nothing; the others run as rows of a batch. Stream L is what the final
-    norm reads.
+    the first differing token change nothing and cost nothing; the others run as rows of a batch. Stream L is the input of
+    the final norm.
 
     Raises `BadData` for prompts of unequal length, for answers whose logit difference is not more than `apart` larger after the
     first prompt than after the second, and as `edited`.

@@ -1,4 +1,4 @@
-"""What a model expects after one position of a prompt, and how well it expected each token."""
+"""Next-token probabilities after one position of a prompt, and the loss per token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.prompts.tokens import PromptLike, single_prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """What the model expects after one position, and how well it expected each token."""
+    """Next-token probabilities after one position, and the loss per token."""
 
     position: int
     tokens: list[str]

@@ -1,4 +1,4 @@
-"""Whether a model holds together on a prompt: what must add up does, and nothing looks into the future."""
+"""Self-check of a model on a prompt: parts sum to the stream, and no position sees the future."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def check_model(model: HookedModel, prompt: PromptLike) -> pd.DataFrame:
     - `causality`: a changed last token changes no earlier prediction;
     - `repeatability`: a second run gives the same logits.
 
-    What the model has no parts for holds None and says why in `meaning`; a sum that its decomposition refuses does not hold.
+    A check that does not apply to the model is None, with the reason in `meaning`. A sum that the decomposition refuses
+    fails.
     """
     ids = single_prompt(model, prompt).ids[:, :MAX_TOKENS]
     run = model.everywhere

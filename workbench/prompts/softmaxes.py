@@ -1,7 +1,7 @@
 """The softmaxes that make a layer's attention, in any architecture, as float32 arrays that need no model.
 
-Most layers have one softmax over their own keys. Where a shortcut defines the attention (cross-layer attention, attention
-residual), a layer has several, or one over the keys of several layers.
+Most layers have one softmax over their own keys. If a shortcut defines the attention (cross-layer attention, attention
+residual), a layer has several softmaxes, or one over the keys of several layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SoftmaxArrays:
 
     @classmethod
     def of(cls, softmax: Softmax, branches: list[str], lse: Tensor | None = None) -> SoftmaxArrays:
-        """A softmax [1, T, ...] as arrays; a query's log-sum-exp over several sets of keys is that of the sets' own."""
+        """Return a softmax [1, T, ...] as arrays; the log-sum-exp covers all sets of keys."""
         null = None
         if lse is None:
             lse = torch.stack([attention_statistics(softmax.q, k, k)[1].lse for k in softmax.keys]).logsumexp(0)
@@ -58,7 +58,7 @@ class SoftmaxArrays:
         return len(self.lse)
 
     def weights(self, head: int, rows: slice, columns: slice) -> Iterator[Tensor]:
-        """[query, key] of each set of keys; the future is 0."""
+        """Return the pattern [query, key] of each set of keys; future keys are 0."""
         q, lse = torch.from_numpy(self.queries[None, :, head, None]), torch.from_numpy(self.lse[None, head, None])
         for every in self.keys:
             k = torch.from_numpy(every[None, :, head * every.shape[1] // self.heads, None])
@@ -87,7 +87,7 @@ class PatternArrays:
 
     @classmethod
     def of(cls, layer: int, tensors: Mapping[str, Tensor]) -> PatternArrays:
-        """Of a layer's activations [1, head, ...] by name."""
+        """Softmaxes from a layer's activations [1, head, ...] by name."""
         pattern, null = (tensors.get(name) for name in hook_points(layer, ("pattern", NULL)))
         assert pattern is not None
         return cls(pattern=array(pattern[0]), null=None if null is None else array(null[0]))

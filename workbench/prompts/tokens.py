@@ -20,7 +20,7 @@ PERIOD = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Ids that a model reads, and what they stand for."""
+    """A prompt as token ids and strings."""
 
     ids: Tensor
     """int64 [1, T]."""
@@ -75,9 +75,10 @@ def second_prompt(model: HookedModel, first: Prompt, given: PromptLike) -> Promp
 def tokenise(model: HookedModel, text: str | None, *, letters: int = 0) -> Prompt:
     """The prompt of a text, or of the ids it writes as numbers where the model came without a tokenizer.
 
-    With `letters`, of models of random tokens, the text's letters and digits are read so many times (2 by those of repeated ones);
-    None is a fixed sequence of `PERIOD` random tokens. Raises `BadData` for an empty text, letters that are no tokens, words where ids are
-    read, fewer than 2 tokens, and more than the model's context, beyond which positions have no rotation.
+    For models of random tokens, `letters` is how often the text's letters and digits are repeated (2 for the repeated-token
+    task). Without a text, the prompt is a fixed sequence of `PERIOD` random tokens. Raises `BadData` for an empty text,
+    letters outside the vocabulary, words given to a model of ids, fewer than 2 tokens, and more tokens than the model's
+    context.
     """
     if letters:
         ids = _letters(model, text) * letters

@@ -1,4 +1,4 @@
-"""What the values of each layer are made of: vectors that layers project and tables hold, each times a coefficient.
+"""Sources of each layer's values: projections and value tables, each with its coefficient.
 
     v_n = sum over b of c_nb x_b,   b: a layer, whose own projection x_b is, or a table by token id
 
@@ -34,7 +34,7 @@ EFFECTIVE = "effective"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerValues:
-    """Where one layer's values come from and what reads them; strings are names of hook points."""
+    """Sources and readers of one layer's values; strings are hook points."""
 
     layer: int
     vectors: dict[Base, str]
@@ -71,13 +71,13 @@ class LayerValues:
 
 
 def layer_values(model: HookedModel) -> list[LayerValues]:
-    """Of each layer; raises `BadData` where an observed model does not show its values or its attention."""
+    """Return the value sources of each layer; raises `BadData` if an observed model does not show values or attention."""
     describe = _observed if isinstance(model, Observed) else _ours
     return [describe(model, n) for n in range(model.config.n_layers)]
 
 
 def compositions(layers: Sequence[LayerValues], mixes: Mapping[int, Sequence[float]]) -> list[Composition]:
-    """Of each layer's effective values, from the coefficients in use."""
+    """Return the sources of each layer's effective values from the coefficients in use."""
     found: list[Composition] = []
     for layer in layers:
         weights = zip(layer.sources, mixes.get(layer.layer, [layer.alone]), strict=True)
@@ -86,7 +86,7 @@ def compositions(layers: Sequence[LayerValues], mixes: Mapping[int, Sequence[flo
 
 
 def resolved(layer: LayerValues, weights: Mapping[Base, float], known: Sequence[Composition]) -> Composition:
-    """A weighted sum of what a layer reads, in what layers project and tables hold; `known`: of the layers before it."""
+    """Expand a weighted sum of a layer's inputs into projections and tables; `known`: sources of earlier layers."""
     total: Composition = {}
     for source, weight in weights.items():
         parts = known[int(source)] if source in layer.expanded else {source: 1.0}
@@ -132,7 +132,7 @@ def _ours(model: Any, n: int) -> LayerValues:
 
 
 def _attends_with(model: Transformer, source: Base, state: str) -> bool:
-    """Whether what is read of a source is what it attends with, and not only its own projection."""
+    """Whether a source contributes its effective values instead of its own projection."""
     if not isinstance(source, int):
         return False
     return state == "effective" or source == 0 or not model.blocks[source].attn.projections["v"].projects

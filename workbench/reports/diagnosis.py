@@ -34,7 +34,7 @@ DRAINED = 0.5  # first token's value norm over the others' median
 def _at(
     frame: pd.DataFrame, metric: str, *, last: bool = True, site: str | None = None, control: str | None = None
 ) -> pd.DataFrame:
-    """Measured rows of a metric, or those of a control, at the last step (or at step 0), plain variant."""
+    """Return rows of a metric, or of one of its controls, at the last step (or at step 0) without a variant."""
     rows = frame[
         (frame["metric"] == metric) & (frame["control"].isna() if control is None else frame["control"] == control)
     ]
@@ -48,7 +48,7 @@ def _at(
 
 
 def _at_init(frame: pd.DataFrame, rows: pd.DataFrame, layer: float) -> str:
-    """What a layer had in these rows of step 0, where the model was also measured later."""
+    """Return a layer's value at step 0 if the model was also measured later."""
     start = rows[rows["layer"] == layer]["value"].dropna()
     return f", {start.iloc[0]:.2f} at random init" if len(start) and frame["step"].max() > 0 else ""
 
@@ -77,7 +77,7 @@ def _range(values: pd.Series) -> str:
 
 
 def concentration(frame: pd.DataFrame) -> str:
-    """Where attention concentrates most, how much, and in which of its three parts."""
+    """Return the layer with the most concentrated attention, its concentration, and the largest of the three parts."""
     rows = _finite(_at(frame, "concentration_parts"))
     whole = rows[rows["variant"].isna()]
     if whole.empty:
@@ -103,7 +103,7 @@ def concentration(frame: pd.DataFrame) -> str:
 
 
 def sinks(frame: pd.DataFrame) -> str:
-    """How many heads are sinks, and whether the first token's value is drained there."""
+    """Return the number of sink heads, and whether the first token's value is drained there."""
     mass = _finite(_at(frame, "sink_mass"))
     even = _finite(frame[(frame["metric"] == "sink_mass") & (frame["control"] == "uniform_causal")])["value"]
     heads = mass[mass["head"].notna()]
@@ -137,13 +137,13 @@ def sinks(frame: pd.DataFrame) -> str:
 
 
 def _drained(row: Mapping[Any, Any]) -> str:
-    """Whether a layer's first value is drained, by two standard errors; unresolved without an error."""
+    """Return whether a layer's first value is drained by two standard errors; unresolved without an error."""
     low, high = row["value"] - 2 * row["se"], row["value"] + 2 * row["se"]
     return "drained" if high < DRAINED else "not drained" if low > DRAINED else "unresolved"
 
 
 def _null(frame: pd.DataFrame) -> str:
-    """How much of the attention goes to no token, where softmaxes have a column that is no key."""
+    """Return the share of attention on a sink logit, for softmaxes that have one."""
     null = _finite(_at(frame, "null_mass"))
     if null.empty:
         return ""
@@ -200,7 +200,7 @@ def _together(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
 
 
 def _replaced(change: dict[str, tuple[float, float]], has_own: bool = True) -> str:
-    """What replacing later values costs; what gives no number is said to."""
+    """Return the loss from replacing later values, or why it is unknown."""
     if not {"token_mean", "zero"} & set(change):
         return _NOT_REPLACED if has_own else _NO_OWN
     share = change.get("seen", (math.nan, math.nan))[0]
@@ -225,7 +225,7 @@ def _named_path(frame: pd.DataFrame) -> str:
 
 
 def residual(frame: pd.DataFrame, path: str | None = None) -> str:
-    """What speaks for and against a value residual in this model.
+    """Return the arguments for and against a value residual in this model.
 
     Args:
         frame: Records of the model.

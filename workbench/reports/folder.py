@@ -1,4 +1,4 @@
-"""One offline HTML page of a runs folder: figures with alt text and tables, what the claims say, and provenance."""
+"""Report of a runs folder as one offline HTML page: figures with alt texts and tables, verdicts and provenance."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BESIDE = {
 
 
 def up_to_date(page: Path, runs: Path) -> bool:
-    """Whether a page is newer than all runs of a folder, what is measured of them, and this code.
+    """Return whether a page is newer than the folder's runs, their records and this code.
 
     A run that was taken away since is not missed: `workbench report` writes the page in any case.
     """
@@ -56,7 +56,7 @@ DISTANCES = {
 def write_report(runs: Path, out: Path) -> Path:
     """Write the page and return its path; raises `BadData` where the folder has no run that can be read.
 
-    Verdicts are those of the claims on the finished runs, from stored records: the same that `workbench analyze` gives.
+    Verdicts come from stored records of the finished runs and equal those of `workbench analyze`.
     """
     found, problems = list_runs(runs)
     sound = {run: tables for run in found if (tables := _tables(run, problems)) is not None}
@@ -95,7 +95,7 @@ def _tables(run: Run, problems: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFr
 
 
 def _verdicts(folder: Path, sound: Collection[Path]) -> dict[str, Judged]:
-    """Every claim by name, with its verdict on those of the runs that are finished; of the others the page speaks at its top."""
+    """Return each claim's verdict on the finished runs, by name; the page lists unfinished runs at its top."""
     of = judge_all([e for e in catalogue(folder).entries if Path(e.path) in sound]).of
     return {claim.name: Judged(claim, of[claim.name]) for claim in chosen()}
 
@@ -145,7 +145,7 @@ def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
 
 
 def _claims(page: Page, judged: Mapping[str, Judged]) -> None:
-    """The other claims: what these runs say of them, then what they cannot say, folded."""
+    """Sections of the other claims: decided ones, then folded those that these runs cannot decide."""
     others = [j for name, j in judged.items() if name not in (RACE, VALUES)]
     decided = [article(j) for j in others if j.verdict.status in DECIDED]
     rest = [article(j) for j in others if j.verdict.status not in DECIDED]

@@ -1,4 +1,4 @@
-"""A step of a run on the Hugging Face Hub, with a card that says what it is from what is written down of it."""
+"""Upload of a run's checkpoint to the Hugging Face Hub with a model card made from the run's records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ CARD = "README.md"
 def push_to_hub(
     run: Run, repo: str, step: str | int = "last", *, private: bool | None = None, harness: Path | None = None, api: Any = None
 ) -> str:  # fmt: skip
-    """Put a step, its tokenizer and its card into a repository of the Hub, which is made where there is none; returns its address.
+    """Upload a checkpoint, its tokenizer and its model card to a repository of the Hub, creating it if needed; returns the
+    address.
 
     A vanilla transformer goes as a directory that transformers opens, any other model as its step, which `workbench.load` opens.
     `harness`: results of lm-evaluation-harness, those beside the run (`harness.json`) unless given. `api`: another client than
@@ -59,7 +60,7 @@ def push_to_hub(
 
 
 def _staged(run: Run, step: int, folder: Path) -> Path:
-    """What is put up, in a folder of its own."""
+    """Write the files to upload into a folder."""
     if run.architecture == "transformer":
         return export(run.load(step, device="cpu"), folder)
     with reading(run.step_folder(step)) as path:
@@ -104,7 +105,7 @@ logits, cache = model.run_with_cache(ids)  # TransformerLens names: cache["v", 2
 
 
 def formulas(name: str) -> list[str]:
-    """What the files of an architecture say of it: formula, source, parameters, degenerate case."""
+    """Return an architecture's formula, source, parameters and degenerate case from its docstring."""
     modules = dict.fromkeys(shortcut.__module__ for shortcut in architecture(name).shortcuts)
     return [inspect.cleandoc(sys.modules[module].__doc__ or "") for module in modules]
 
@@ -139,7 +140,7 @@ def _validated(run: Run, step: int) -> pd.DataFrame:
 
 
 def evaluation(path: Path, asked: bool = True) -> str:
-    """What lm-evaluation-harness found, a row for each task and metric; "" where there is no such file and none was named."""
+    """Return results of lm-evaluation-harness as a table by task and metric; "" if there is no such file and none was named."""
     if not path.exists() and not asked:
         return ""
     results = read_json(path).get("results")
@@ -163,7 +164,7 @@ def _data(run: Run) -> str:
 
 
 def _settings(values: Mapping[str, Any]) -> str:
-    """Settings in one line of code each; those that are unset are left out."""
+    """Return settings as one line of code each, without unset ones."""
     said = [
         f"`{key} = {json.dumps(value, default=str)}`" for key, value in values.items() if value not in (None, {}, [])
     ]

@@ -73,7 +73,7 @@ class XRay:
         return "\n\n".join(f"{a.question}\n{a.sentence}" for a in self.answers)
 
     def save(self, out: str | Path, *, png: bool = True) -> list[Path]:
-        """Write the offline page, and beside it its picture; returns what was written.
+        """Write the offline page and its picture; returns both paths.
 
         Raises `WorkbenchError` where the picture is wanted and no browser is found; the page is written before that.
         """
@@ -129,8 +129,8 @@ def xray(
         n: documents, T: tokens of each. progress: told what is being measured. announce: told what it will cost, before it starts.
         layers: values are also replaced layer by layer, by a table of more tokens: two passes for each layer and some more.
 
-    Runs the model at most six times on the documents, unless `layers` asks for more. What a model does not show is an answer
-    that says so. Raises `BadData` where the model has neither tokenizer nor data.
+    Runs the model at most six times on the documents, unless `layers` asks for more. Measures that a model does not expose
+    get an answer with the reason. Raises `BadData` where the model has neither tokenizer nor data.
     """
     # torch and TransformerLens, which a page of stored records does not need
     from workbench.measurement.measuring import measure
@@ -163,7 +163,7 @@ def xray(
 def _measured(
     measure: Callable[..., pd.DataFrame], plan: Mapping[str, list[str]], progress: Progress | None
 ) -> pd.DataFrame:
-    """Records of the metrics of each step, the last step last; a page needs no more than them, so where they stay here is a warning."""
+    """Return the records of each step's metrics, the last step last; a read-only runs folder only causes a warning."""
     frames, unsent = list[pd.DataFrame](), list[OnlyHere]()
     for i, (step, metrics) in enumerate(plan.items()):
         try:
@@ -179,7 +179,7 @@ def _measured(
 
 
 def _part(progress: Progress | None, before: int, parts: int) -> Progress | None:
-    """The progress of one of several parts, as that of all of them."""
+    """Convert the progress of one of several parts into overall progress."""
     return progress and (lambda done, total, what: progress(before + done, parts, what))
 
 
@@ -226,7 +226,7 @@ def _no_loss(subject: Any, data: Any) -> str:
 
 
 def _reasons(subject: Any, data: Any) -> dict[str, str]:
-    """Why a model lacks what a question asks, by question: what observing it said of its last layer."""
+    """Return why a model cannot answer a question, by question, from the observation of its last layer."""
     if isinstance(subject, Run):
         return {}
     last = subject.config.n_layers - 1
@@ -261,7 +261,7 @@ def rows_of(name: str, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _shown(name: str, rows: pd.DataFrame) -> bool:
-    """Whether a question's rows hold something measured that its picture can show."""
+    """Return whether a question has measured rows for its figure."""
     if name == "sinks":
         rows = rows[rows["metric"] == "sink_mass"]
     elif name == "residual":
@@ -311,7 +311,7 @@ def _has_init(subject: Any) -> bool:
 
 
 def _cost(subject: Any, data: Any, n: int, T: int, layers: bool) -> str:
-    """What it will take: passes, and of a model in hand their time, from one document read once."""
+    """Estimate the cost: passes, and for a loaded model their time, from one pass over one document."""
     import torch
 
     from workbench.interventions.values import TABLE_TOKENS
@@ -358,7 +358,7 @@ class _Halves:
 
 
 def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
-    """What to measure on, with a training side for the table of token means."""
+    """Return the data to measure on, with training documents for the table of token means."""
     import torch
 
     from workbench.data.corpus import from_files

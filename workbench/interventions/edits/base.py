@@ -1,7 +1,7 @@
-"""What every kind of edit has: options as data, the layers and heads it can act on, the activations it reads, its hooks.
+"""Base class of edits: options, editable layers and heads, activations it needs, and hooks.
 
-A kind is one class: its docstring says what it does, `presets` name its common forms in words, `refuse` and `check` say what
-it does not allow, `points` where it acts, and `apply` makes the hooks.
+A kind of edit is one class. Its docstring describes it, `presets` name common forms, `refuse` and `check` reject invalid
+options, `points` lists hook points, and `apply` makes the hooks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def one_of(*choices: str) -> Any:
 
 @dataclass
 class Inputs:
-    """What edits read beside the running model: the prompt [batch, pos], a second one, tables of means by site."""
+    """Inputs of edits: the prompt [batch, pos], a second prompt, and tables of means by site."""
 
     tokens: Tensor | None = None
     other: Tensor | None = None
@@ -52,7 +52,7 @@ class Inputs:
 
     @torch.no_grad()
     def read(self, model: HookedModel, prompt: str, names: Sequence[str]) -> None:
-        """Run a prompt once for those of its activations that are not here yet."""
+        """Run a prompt once for its missing activations."""
         absent = [name for name in names if (prompt, name) not in self.activations]
         if absent:
             ids = self.tokens if prompt == "same" else self.other
@@ -62,9 +62,9 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Edit:
-    """One change; `layer` lists the layers from 0, empty: all that have what is changed.
+    """One change. `layer` lists layers from 0; empty means all layers that have the edited tensor.
 
-    Numbers may be given as one, as a list or as text. Raises `UnknownName` and `WorkbenchError` for what is not allowed.
+    Numbers may be given as one, as a list or as text. Raises `UnknownName` and `WorkbenchError` for invalid options.
     """
 
     kind: ClassVar[str]
@@ -107,17 +107,17 @@ class Edit:
 
     @property
     def heads(self) -> str:
-        """What the heads are called that can be edited apart; empty where there are none."""
+        """Name of the heads that can be edited separately; empty if there are none."""
         return HEADS.get(self.target, "") if hasattr(self, "head") else ""
 
     @property
     def reads_other(self) -> bool:
-        """Whether it reads a second prompt."""
+        """Return whether the edit needs a second prompt."""
         return False
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether it reads the prompt itself, hence holds for runs on it alone."""
+        """Return whether the edit depends on the prompt, so it is valid for runs on that prompt only."""
         return self.reads_other
 
     @property
@@ -127,7 +127,7 @@ class Edit:
 
     @property
     def outermost(self) -> bool:
-        """Whether it is applied around the others."""
+        """Return whether the edit wraps the others."""
         return False
 
     def points(self, model: HookedModel, layer: int) -> list[str]:
@@ -135,20 +135,20 @@ class Edit:
         return site_points(model, self.target, layer)
 
     def what(self, model: HookedModel) -> str:
-        """What it changes, in words; raises `WorkbenchError` where a model has none of its kind."""
+        """Describe the edited tensor; raises `WorkbenchError` if a model has none."""
         return self.target
 
     def has(self, model: HookedModel, layer: int) -> bool:
-        """Whether a model has at a layer what the edit changes."""
+        """Return whether a layer of the model has the edited tensor."""
         points = self.points(model, layer)
         return bool(points) and all(name in model.hook_dict for name in points)
 
     def n_layers(self, model: HookedModel) -> int:
-        """How many layers it counts."""
+        """Number of layers that the edit counts."""
         return model.config.n_layers
 
     def layers(self, model: HookedModel) -> list[int]:
-        """The layers it changes: those it names, or all that have what it changes.
+        """Edited layers: the named ones, or all that have the edited tensor.
 
         Raises `WorkbenchError` where the architecture lacks it at a layer that is named, or at all.
         """
@@ -166,11 +166,11 @@ class Edit:
         return list(self.layer) or having
 
     def n_heads(self, model: HookedModel) -> int:
-        """How many heads of a model it can tell apart."""
+        """Number of heads that can be edited separately."""
         return {"": 0, KEY_VALUE: model.config.n_key_value_heads}.get(self.heads, model.config.n_heads)
 
     def check(self, model: HookedModel, inputs: Inputs) -> None:
-        """Raise where heads or positions are beyond the model and the prompts, or what the edit reads is missing."""
+        """Raise if heads or positions are out of range or an input of the edit is missing."""
         count = self.n_heads(model)
         if beyond := [h for h in getattr(self, "head", ()) if h >= count]:
             raise WorkbenchError(f"{self}: {self.heads} {beyond[0]} is beyond 0..{count - 1}; nearest {count - 1}")
@@ -200,7 +200,7 @@ class Edit:
             raise BadData(f"{self}: position {beyond[0]} is beyond the {length} tokens; nearest {near}")
 
     def prepare(self, model: HookedModel, layers: Sequence[int], inputs: Inputs) -> None:
-        """Read what it needs of the unedited model into `inputs`."""
+        """Store the activations of the unedited model that the edit needs in `inputs`."""
 
     def apply(self, model: HookedModel, layer: int, inputs: Inputs, stack: ExitStack) -> list[Hook]:
         """Hooks that make it at a layer; anything else is undone when the stack closes."""
@@ -215,7 +215,7 @@ class Edit:
         return [(name, change) for name in self.points(model, layer)]
 
     def replaced(self, model: HookedModel, tensor: Tensor, name: str, layer: int, inputs: Inputs) -> Tensor:
-        """What stands in for an activation at a hook point."""
+        """Replacement of an activation at a hook point."""
         raise NotImplementedError
 
     def same_prompt(self, tensor: Tensor, inputs: Inputs) -> None:

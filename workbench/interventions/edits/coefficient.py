@@ -35,7 +35,8 @@ class Coefficient(Edit):
     `path`: `v`, `q`, `k` (what mixes values, queries, keys), `output` (what is added to the attention's output: NeuTRENO,
     identity map), `pattern` (the attention-pattern residual), `stream` (averages of outputs); empty: the value path, which is `v`
     where values are mixed and `output` elsewhere. `source`: `own`, `first`, `source.2` (layer 2's), `table`, `earlier`
-    (the identity map's mean), of streams `embed` and `block.2`; empty: all but the own. Weights of each token are set for all.
+    (the identity map's mean), of streams `embed` and `block.2`; empty: all but the own. Token-dependent weights are set for
+    all tokens.
     """
 
     kind = "coefficient"
@@ -97,7 +98,7 @@ def hook_of(model: Any, path: str, layer: int) -> str:
 
 
 def sources_at(model: Any, path: str, layer: int) -> Sequence[str]:
-    """What the coefficients of a path multiply at a layer, in their order; empty where there are none."""
+    """Names of the terms that a path's coefficients multiply at a layer, in order; empty if there are none."""
     if path == "stream":
         return model.residual.coefficients(layer)
     return model.blocks[layer].attn.coefficients.get(path, ())

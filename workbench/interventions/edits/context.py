@@ -1,12 +1,11 @@
 """A model's forward pass with edits applied: `with edited(model, "sink:layer=3,head=1"): ...`.
 
-Order: edits of one tensor apply as they are listed, each to what the one before left; edits of different tensors in the order
-of the forward pass. A later edit of one coefficient wins. What comes from another layer, position or prompt comes from
-the model as it is before these edits.
+Order: edits of one tensor apply in the listed order; edits of different tensors in the order of the forward pass. A later
+edit of one coefficient wins. Activations from other layers, positions or prompts come from the unedited model.
 
-Edits cost no T x T array, but for sinks of observed models, and `sink:how=keep` where a shortcut defines the attention. A
-pattern under an edited sink is seen by naming it (`names_filter`, or a hook): a cache without a filter rebuilds it from
-queries and keys, hence without the edit. Values that are edited where a layer makes them are edited for every later layer
+Edits cost no T x T array, but for sinks of observed models, and `sink:how=keep` where a shortcut defines the attention. To
+see the pattern under an edited sink, name it (`names_filter`, or a hook). A cache without a filter rebuilds patterns from
+queries and keys, without the edit. Values that are edited where a layer makes them are edited for every later layer
 that borrows or mixes them.
 
 Source: activation patching as in Meng et al. (2022), ROME, and Wang et al. (2023), IOI; zero and mean ablation as usual.
@@ -45,7 +44,7 @@ def edited(
 
 @contextmanager
 def applied(model: HookedModel, edits: Sequence[Edit], inputs: Inputs) -> Iterator[None]:
-    """As `edited`, with what the edits read kept in `inputs` for the next time."""
+    """Apply edits as `edited` does, and store their activations in `inputs` for the next call."""
     with model.lock, ExitStack() as stack:
         targets = [(edit, edit.layers(model)) for edit in edits]
         for edit, layers in targets:

@@ -1,4 +1,4 @@
-"""`patch`: activations become those of a second prompt, or of other positions of the prompt.
+"""Edit `patch`: replace activations by those of a second prompt or of other positions.
 
     patch:layer=2,site=v,position=5
 
@@ -21,9 +21,9 @@ from workbench.models.hooked import HookedModel
 
 @dataclass(frozen=True, kw_only=True)
 class Patch(Edit):
-    """Activations become those of a second prompt (`prompt=other`), or of other positions of the prompt (`same`).
+    """Replace activations by those of a second prompt (`prompt=other`) or of other positions of the prompt (`same`).
 
-    `site`: `stream` (what block n reads; L: what the final norm reads), `v`, `own_v`, `q`, `k` (before the rotation), `z`,
+    `site`: `stream` (input of block n; L: input of the final norm), `v`, `own_v`, `q`, `k` (before rotation), `z`,
     `attn_out`, `mlp_out`. `position` are set, from `from_position`: as many, one for all, or none for the same ones. Prompts
     of unequal length are aligned by naming positions. The activations come from the unedited model.
     """

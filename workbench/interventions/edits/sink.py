@@ -1,9 +1,9 @@
-"""`sink`: later queries do not attend to some positions, in fused calls: no T x T array is made, whatever the length.
+"""Edit `sink`: mask some positions for later queries in fused attention calls, without a T x T array.
 
     sink:layer=3,head=1
 
-A key is forbidden by one more dimension of the heads: late queries have a number there, the key its large negative, and both
-are scaled so that all other scores stay. What shows scores, patterns and statistics sees the attention as it then is. A
+One more head dimension masks a key: later queries hold a number there and the key a large negative one. Both are scaled so
+that all other scores stay the same. Hooks on scores, patterns and statistics see the edited attention. A
 query sees its own position always. `keep` leaves the softmax alone and takes the values of the position away instead.
 """
 
@@ -73,7 +73,7 @@ class Sink(Edit):
     def apply(self, model: HookedModel, layer: int, inputs: Inputs, stack: ExitStack) -> list[Hook]:
         """Replace the layer's attention until the stack closes; hooks where nothing but T x T arrays will do.
 
-        That is `keep` where a shortcut defines the attention (cross-layer, attention residual), and both in observed models.
+        Layers whose attention a shortcut defines allow only `keep`; observed models allow both.
         """
         attn = model.blocks[layer].attn
         if not isinstance(model, Transformer):
@@ -104,14 +104,14 @@ class Sink(Edit):
 
 
 def _instead(module: Any, name: str, method: Callable[..., Any], stack: ExitStack) -> None:
-    """Another method for one object; what stood there comes back."""
+    """Replace a method of one object and restore it at the end."""
     before = module.__dict__.get(name)
     module.__dict__[name] = method
     stack.callback(lambda: module.__dict__.pop(name) if before is None else module.__dict__.__setitem__(name, before))
 
 
 def positions_in(positions: Sequence[int], length: int) -> list[int]:
-    """Those of the positions that a sequence has, negative ones from its end."""
+    """Return the positions that exist in a sequence; negative ones count from its end."""
     return [p % length for p in positions if -length <= p < length]
 
 
@@ -152,7 +152,7 @@ def _forbidding(inner: Callable[..., Tensor], sink: Sink) -> Callable[..., Tenso
 
 
 def _without_writing(inner: Callable[..., Tensor], sink: Sink) -> Callable[..., Tensor]:
-    """What later queries read of the positions is left out, not what a position reads of itself."""
+    """Remove the positions from the attention of later queries; a position still attends to itself."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, memory: Any) -> Tensor:
         heads, total, past = q.shape[2], k.shape[1], k.shape[1] - q.shape[1]

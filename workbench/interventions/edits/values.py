@@ -1,4 +1,4 @@
-"""`values`: what a layer's attention multiplies is replaced.
+"""Edit `values`: replace a layer's values.
 
 values:layer=2..5,how=token_mean
 """
@@ -22,8 +22,8 @@ from workbench.models.hooked import HookedModel
 class Values(Edit):
     """Values are replaced, of all heads or of some key-value heads.
 
-    `site`: `v` (effective: what the pattern multiplies, and what later layers borrow), `own_v` (as projected here, before
-    any mixing), `arriving` (what other layers or a table lend to this one). `how`: `zero`; `mean` over the positions of the
+    `site`: `v` (effective values, which the pattern multiplies and later layers reuse), `own_v` (own projection before
+    mixing), `arriving` (values from other layers or a table). `how`: `zero`; `mean` over the positions of the
     prompt, later ones included; `token_mean` (by token id, from a table); `layer` (those of `from_layer` at this site);
     `prompt` (a second prompt's); `shuffle` (among positions, by `seed`). Other layers' and prompts' come from the unedited
     model.
