@@ -45,7 +45,7 @@ def refuse_targets(targets: Tensor, width: int) -> None:
 def sequence_losses(
     logits: Float[Tensor, "batch pos d_vocab"], tokens: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch targets"]:
-    """Compute the cross-entropy in nats of each next token from logits, a few positions at a time in float32 or better."""
+    """Compute the cross-entropy in nats of every next token from logits, a few positions at a time in float32 or better."""
     rows, wide = max(1, PART // logits.shape[-1]), torch.promote_types(logits.dtype, torch.float32)
     losses = torch.empty(len(tokens), tokens.shape[1] - 1, dtype=wide, device=logits.device)
     for one, ids, out in zip(logits, tokens, losses, strict=True):  # small tensors in between would fragment the heap
@@ -65,7 +65,7 @@ def cross_entropy(
     *,
     chunk: int | None = None,
 ) -> Float[Tensor, " n"]:
-    """Compute the cross-entropy in nats of each position's target, float32 (float64 for float64 inputs), twice differentiable.
+    """Compute the cross-entropy in nats of every position's target, float32 (float64 for float64 inputs), twice differentiable.
 
     Under autocast the products run in its type. Equal to the reference up to the order of sums.
 
@@ -104,10 +104,9 @@ class _Chunked(torch.autograd.Function):
             slopes = iter(torch.autograd.grad(losses, inputs, upstream, create_graph=True))
             return next(slopes) if wanted[0] else None, next(slopes) if wanted[1] else None, None, None
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place below, so usable once
-        # positions with equal weights, as in a mean; fake tensors have no numbers and count as equal
-        uniform = isinstance(upstream, FakeTensor) or bool((upstream == upstream[0]).all())
         with torch.autocast(x.device.type, enabled=False):
-            if gradients is None or not uniform:
+            # weights differ between positions, unlike in a mean; fake tensors have no numbers and count as equal
+            if gradients is None or not (isinstance(upstream, FakeTensor) or bool((upstream == upstream[0]).all())):
                 del gradients
                 _, *gradients = _pass(x, weight, targets, ctx.rows, wanted, upstream)
             else:

@@ -88,7 +88,17 @@ def fused_but_maximum(
     if null is not None:
         with_column = torch.logaddexp(lse, null.to(lse)[:, None])
         z = z * (lse - with_column).exp().to(z.dtype)[..., None]
-    return z.transpose(1, 2), _received(q, k, with_column, scale), entropy.clamp_(min=0), sink, lse
+    # received: in reverse order every key is a query over the rows that see it, with -lse in spare channels
+    width = q.shape[-1]
+    columns, rows = (x.new_zeros(*x.shape[:-1], _padded(width)) for x in (k, q))
+    columns[..., :width], rows[..., :width] = k.flip(2), q.flip(2)
+    columns[..., width : width + _PARTS] = _UNIT
+    rest = with_column.flip(-1) / (-scale * _UNIT)
+    for channel in range(width, width + _PARTS):
+        rows[..., channel] = rest
+        rest = rest - rows[..., channel]
+    received = _call(columns, rows, rows, scale)[1].flip(-1).exp()  # with values of another width the call is not fused
+    return z.transpose(1, 2), received, entropy.clamp_(min=0), sink, lse
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -99,17 +109,3 @@ def _call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
     call: Callable[..., tuple[Tensor, ...]] = getattr(torch.ops.aten, _CALLS[q.device.type])
     z, lse = call(q, k, v, is_causal=True, scale=scale)[:2]
     return z[..., :width], lse[..., : q.shape[2]]
-
-
-def _received(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """Return sum_i exp(s_ij - lse_i) [batch, head, pos]: in reverse order every key is a query over the rows that see it."""
-    width = q.shape[-1]
-    columns, rows = (x.new_zeros(*x.shape[:-1], _padded(width)) for x in (k, q))
-    columns[..., :width], rows[..., :width] = k.flip(2), q.flip(2)
-    columns[..., width : width + _PARTS] = _UNIT
-    rest = lse.flip(-1) / (-scale * _UNIT)
-    for channel in range(width, width + _PARTS):
-        rows[..., channel] = rest
-        rest = rest - rows[..., channel]
-    # values as wide as the keys: with other widths the call is not the fused one
-    return _call(columns, rows, rows, scale)[1].flip(-1).exp()

@@ -4,8 +4,7 @@
 
 A softmax may have one more column that is no key, with a fixed logit and no value. Every key set has the same positions, and a
 query sees position j of a set exactly if j is not later than its own. Output and statistics are computed in strips of queries with
-O(T) memory. The output is differentiable and comes from fused calls. Statistics sum over the sets: `received` of a position is
-what it receives in all of them.
+O(T) memory. The output is differentiable and comes from fused calls. Statistics, as `received`, sum over the sets.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Softmax:
 
 
 def joint_attention(softmaxes: Sequence[Softmax], values: Sequence[Tensor]) -> Tensor:
-    """Return head outputs [batch, query, head, d_head] for values [batch, pos, kv_head, d_head] of each key set.
+    """Return head outputs [batch, query, head, d_head] for one tensor of values [batch, pos, kv_head, d_head] per key set.
 
     If there are fewer queries than positions, they are the last ones.
     """

@@ -23,7 +23,7 @@ Rows = Float[Tensor, "batch head pos"]  # a number for each row of the pattern
 
 
 def bucket_edges(length: int, buckets: int) -> list[int]:
-    """Return the first position of each bucket, then the length: min(buckets, length) + 1 increasing numbers from 0."""
+    """Return the first position of every bucket, then the length: min(buckets, length) + 1 increasing numbers from 0."""
     if buckets < 1 or length < 1:
         raise WorkbenchError(f"{buckets} buckets of {length} positions: each must be at least 1")
     count = min(buckets, length)

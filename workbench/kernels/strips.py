@@ -101,7 +101,7 @@ def _attend(
     rowwise: Float[Tensor, "four pair pos"],
     null: Float[Tensor, "pair 1 1"] | None,
 ) -> None:
-    """Fill z, received and rowwise (maximum, sum, first, entropy sum of each row; base 2, unnormalised) by strips.
+    """Fill z, received and rowwise (per row: maximum, sum, first, entropy sum; base 2, unnormalised) by strips.
 
     z and received include the effect of the null column, rowwise does not.
     """

@@ -43,8 +43,8 @@ def gradient_norm(
 ) -> list[Row]:
     """Frobenius norm of the gradient per matrix and layer, one document at a time, unclipped.
 
-    ||dloss/dW||_F of the mean next-token loss. `relative`: times ||W||_F. `output`: gradient of the mean largest logit instead
-    of the loss, as Zhou et al. name model outputs without a scalar. Caution: a larger gradient of the first layer's W_V in
+    ||dloss/dW||_F of the mean next-token loss. `relative`: times ||W||_F. `output`: gradient of the mean largest logit
+    instead, as Zhou et al. name model outputs without a scalar. Caution: a larger gradient of the first layer's W_V in
     value-residual models is close to a tautology, since every shortcut adds a term.
     """
     names = list(gradients)

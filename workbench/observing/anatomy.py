@@ -101,7 +101,7 @@ class ObservedAnatomy(Anatomy):
         return parts
 
     def _weights(self, read: Reader, layer: int) -> list[Any]:
-        """Return the weights of the first block's input and of each output so far in a stream."""
+        """Return the weights of the first block's input and of every output so far in a stream."""
         layers, arriving = self.structure.layers[:layer], self.structure.arriving[: layer + 1]
         each = [f"blocks.{n}.hook_{x}" for n, s in enumerate(layers) for x in ("attn_out", "mlp_out") if getattr(s, x)]
         if arriving[-1].by_token is not None:  # fitted to this run
@@ -145,7 +145,7 @@ class ObservedAnatomy(Anatomy):
         return norm
 
     def _heads(self, read: Reader, n: int, by: str) -> list[tuple[str, Tensor]]:
-        """Return what each head of a layer, or each value path of each head, adds to the stream, and what W_O's bias adds."""
+        """Return the additions to the stream of a layer's heads, or of every value path of its heads, and of W_O's bias."""
         layer, norm = self.structure.layers[n], self._output_norm(n)
         w_o, bias = (x.to(read.wide) for x in output_map(self.foreign, layer))
         z, added = read(f"blocks.{n}.attn.hook_z"), read.cut(f"blocks.{n}.hook_attn_out")
@@ -276,5 +276,5 @@ def _path(source: Source) -> str:
 
 
 def _times(c: Any, x: Tensor) -> Tensor:
-    """Multiply [batch, pos, head, d_head] by a coefficient of all heads or of each head."""
+    """Multiply [batch, pos, head, d_head] by one coefficient, or one per head."""
     return (c.to(x) if isinstance(c, Tensor) else c) * x

@@ -42,10 +42,7 @@ Site = tuple[str, bool, str, str]
 
 
 def site_table(structure: DecoderStructure, mixtures: Sequence[Mixture]) -> pd.DataFrame:
-    """Return one row per activation of our vocabulary and layer: site, layer, found, where, note.
-
-    `mixtures`: the sources of each layer's values.
-    """
+    """Return one row per activation and layer: site, layer, found, where, note; `mixtures` has the sources of values by layer."""
     has_logits, ending = structure.logits is not None, structure.ending
     ends: list[Site] = [
         ("embed", *_place(structure.embed, "no table that reads the tokens")),

@@ -93,28 +93,29 @@ class TracedAttention:
     batch_axes: Mapping[str, BatchAxis] = field(default_factory=dict)  # by role of the call, where heads come first
 
     @property
+    def each(self) -> tuple[TracedAttention, ...]:
+        """The attentions that it joins, or itself."""
+        return self.parts or (self,)
+
+    @property
     def has_null(self) -> bool:
-        """True if a share of each row goes to no token."""
-        return any(self.beside) or any(self.softmax_beside) or any(part.has_null for part in self.parts)
+        """True if a share of some rows goes to no token."""
+        return any(any(a.beside) or any(a.softmax_beside) for a in self.each)
 
     @property
     def is_read(self) -> bool:
-        """True if it is an attention at all."""
+        """True for a readable attention."""
         return self.kind != UNREAD
 
     @property
     def has_statistics(self) -> bool:
         """True if attention statistics are exact."""
-        if self.parts:
-            return all(part.has_statistics for part in self.parts)
-        return self.is_read and self.is_distribution and (self.exact or self.kind == "eager")
+        return all(a.is_read and a.is_distribution and (a.exact or a.kind == "eager") for a in self.each)
 
     @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the exact attention statistics."""
-        if self.parts:
-            return tuple(name for name in self.parts[0].statistics if all(name in p.statistics for p in self.parts))
-        null = (NULL,) if self.has_null else ()
+        null = (NULL,) if all(a.has_null for a in self.each) else ()
         return (*STATISTICS, *null) if self.has_statistics else ()
 
     @property
@@ -122,14 +123,12 @@ class TracedAttention:
         """Names of its activations over queries and keys. The scores of a softmax by hand are no tensor."""
         if not self.has_statistics:
             return ()
-        return ("pattern",) if any(a.kind == BY_HAND for a in (self, *self.parts)) else ("attn_scores", "pattern")
+        return ("pattern",) if any(a.kind == BY_HAND for a in self.each) else ("attn_scores", "pattern")
 
     @property
     def pattern_from_qk(self) -> bool:
         """True if the pattern is the softmax of q . k under the causal mask alone."""
-        if self.parts:
-            return all(part.pattern_from_qk for part in self.parts)
-        return self.is_read and self.exact and self.mask == CAUSAL and not self.has_null
+        return all(a.is_read and a.exact and a.mask == CAUSAL and not a.has_null for a in self.each)
 
 
 # ---- eager attention -------------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ class SoftmaxCall(NamedTuple):
     batch: BatchAxis | None = None  # which axis holds the sequences in the module, if known
 
     def beside(self, used: Tensor) -> Beside | None:
-        """Count the columns before and after those that multiply the values; None if these belong to another softmax."""
+        """Count the columns before and after the ones that multiply the values; None if these belong to another softmax."""
         extra = self.pattern.shape[-1] - used.shape[-1]
         for before in dict.fromkeys((0, extra)) if extra >= 0 else ():
             part = self.pattern.narrow(-1, before, used.shape[-1])
@@ -450,7 +449,7 @@ def near(expected: Tensor, statistics: AttentionStatistics, z: Tensor, dtype: to
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Any]:
-    """`attention_statistics` in the type of v, whose heads may have another width than those of q and k."""
+    """`attention_statistics` in the type of v, with any width of its heads."""
     wide, own = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
     z, statistics = attention_statistics(q.to(v.dtype), k.to(v.dtype), v, scale=scale)

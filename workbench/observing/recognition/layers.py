@@ -19,7 +19,6 @@ from workbench.observing.recognition.outputs import (
     EarlierStreams,
     find_additions,
     find_output,
-    find_output_of_addition,
     fit_combination,
 )
 from workbench.observing.recognition.projections import (
@@ -53,42 +52,37 @@ _ROLES = {
 
 def recognize_layers(trace: Trace, blocks: list[Block], tables: ValueTables) -> list[LayerStructure]:
     """Return the layers of a traced run, one for each block's run with its attentions."""
-    layers = [_layer(trace, attentions, block) for attentions, block in blocks]
-    places = [(layer, block) for layer, (_, block) in zip(layers, blocks, strict=True)]
+    places: list[tuple[LayerStructure, Execution]] = []
+    for attentions, block in blocks:
+        inline = block.kind == INLINE
+        streams = (block.inputs[0], block.outputs[0]) if inline else stream_of(trace, block)
+        assert streams is not None
+        rows = {"in": streams[0].rows, "out": streams[1].rows}
+        none = rows["in"].new_zeros(0)
+        unread = TracedAttention(UNREAD, block, (), 0, 0, 1, none, none, none, none, "", exact=False)
+        layer = LayerStructure(
+            block.name, run_index(block, trace.executions), streams[0].path, streams[1].path,
+            [Part(attention, {}) for attention in attentions], stacked(attentions) if attentions else unread,
+            rows=rows, axes=(streams[0].axes, streams[1].axes),
+        )  # fmt: skip
+        if inline:
+            inside = [e for e in inside_of(trace, block) if e.name != MATRIX]
+            layer.inline = tuple(dict.fromkeys(e.name for e in inside))
+            reader = next(e for e in inside if any(s is streams[0] for s in e.inputs))
+            layer.stream = TensorLocation.of(reader, streams[0], inside)
+            layer.caller = block.parent.name if block.parent else ""
+        places.append((layer, block))
     read = [(layer, block) for layer, block in places if layer.is_read]
     _find_projections(trace, read, tables)
     for name in ("q", "k") if read and all(len(layer.parts) == 1 for layer, _ in read) else ():
         _find_mixed(trace, read, name)
-    before = EarlierStreams(layers[0].rows["in"])
+    before = EarlierStreams(places[0][0].rows["in"])
     for layer, block in places:
-        inside = inside_of(trace, block)
-        find_additions(trace, layer, block, inside, before)
+        find_additions(trace, layer, block, inside_of(trace, block), before)
         before.follow(layer)
         if layer.is_read:
-            find_output_of_addition(trace, layer, inside, read[0][0].attention.v)
             _find_calls(trace, layer, block)
-    return layers
-
-
-def _layer(trace: Trace, attentions: list[TracedAttention], block: Execution) -> LayerStructure:
-    inline = block.kind == INLINE
-    streams = (block.inputs[0], block.outputs[0]) if inline else stream_of(trace, block)
-    assert streams is not None
-    rows = {"in": streams[0].rows, "out": streams[1].rows}
-    none = rows["in"].new_zeros(0)
-    unread = TracedAttention(UNREAD, block, (), 0, 0, 1, none, none, none, none, "", exact=False)
-    layer = LayerStructure(
-        block.name, run_index(block, trace.executions), streams[0].path, streams[1].path,
-        [Part(attention, {}) for attention in attentions], stacked(attentions) if attentions else unread,
-        rows=rows, axes=(streams[0].axes, streams[1].axes),
-    )  # fmt: skip
-    if inline:
-        inside = [e for e in inside_of(trace, block) if e.name != MATRIX]
-        layer.inline = tuple(dict.fromkeys(e.name for e in inside))
-        reader = next(e for e in inside if any(s is streams[0] for s in e.inputs))
-        layer.stream = TensorLocation.of(reader, streams[0], inside)
-        layer.caller = block.parent.name if block.parent else ""
-    return layer
+    return [layer for layer, _ in places]
 
 
 def inside_of(trace: Trace, block: Execution) -> list[Execution]:

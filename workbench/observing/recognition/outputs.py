@@ -52,7 +52,7 @@ Output = tuple[Execution, TracedTensor]
 
 
 def find_output(trace: Trace, layer: LayerStructure, inside: list[Execution], first: Tensor, block: Execution) -> None:
-    """Set a layer's `z`, the input of the matrix after its attentions that reads their heads, and what changes them before it.
+    """Set a layer's `z`, the input of the matrix after its attentions that reads their heads, and W_O.
 
     Inside the module that attends, z may also be heads changed in an unknown way, but no tensor from before the attention.
     `first`: the first layer's values.
@@ -62,44 +62,38 @@ def find_output(trace: Trace, layer: LayerStructure, inside: list[Execution], fi
     for entry in inside:
         if entry.start < attention.times[-1] or not (entry.call or is_matrix(trace, entry)):
             continue
+        within = attention.within.start > block.start and attention.within.holds(entry.start)
         for read in (t for t in entry.inputs if len(t.shape) > 2):
-            heads, combined = _heads_in(read.rows, layer, first)
-            within = attention.within.start > block.start and attention.within.holds(entry.start)
-            unknown = heads is None and within and read.rows.shape == attention.z.flatten(1).shape
+            heads, as_one = None, read.rows.shape == attention.z.flatten(1).shape
+            if as_one:
+                one = read.rows.unflatten(1, attention.z.shape[1:])
+                if explained(one, attention.z, attention.v, first) or _is_gated(one, attention.z):
+                    heads = one
+            for names, sources in _groupings(layer) if heads is None else ():
+                if sources[0].flatten(1).shape == read.rows.shape:
+                    several = read.rows.unflatten(1, sources[0].shape[1:])
+                    if (combination := fit_combination(several, names, sources)) is not None:
+                        heads, layer.combination = several, combination
+                        break
+            unknown = heads is None and within and as_one
             if unknown and not any(torch.equal(read.rows, x) for x in before if x.shape == read.rows.shape):
-                heads = read.rows.unflatten(1, attention.z.shape[1:])
+                heads = one
             if heads is not None:
-                layer.combination = combined
-                _set_output(layer, entry, read, heads, inside, first)
+                layer.rows["z"] = heads
+                layer.z = TensorLocation.of(entry, read, inside)
+                layer.w_o = (
+                    None if entry.call is None else BareOutput(entry.call, read.axes.pos == 2, len(read.shape) == 4)
+                )
+                _describe_change(layer, first)
                 return
 
 
-def find_output_of_addition(trace: Trace, layer: LayerStructure, inside: list[Execution], first: Tensor) -> None:
-    """Set the missing `z` of a layer: the input of the matrix whose output the attention adds, after any gates."""
-    attention, added = layer.attention, layer.attn_out
-    if added is None or layer.z is not None:
-        return
-    entry = [e for e in inside if e.name == added.module][added.run]
-    if entry.start < attention.times[-1] or not (entry.call or is_matrix(trace, entry)) or len(entry.inputs) != 1:
-        return
-    before = [t.rows for e in inside if e.start < attention.times[-1] for t in e.inputs]
-    read = entry.inputs[0]
-    new = not any(x.shape == read.rows.shape and torch.equal(x, read.rows) for x in before)
-    if new and read.rows.shape == attention.z.flatten(1).shape:
-        _set_output(layer, entry, read, read.rows.unflatten(1, attention.z.shape[1:]), inside, first)
-
-
-def _set_output(
-    layer: LayerStructure, entry: Execution, read: TracedTensor, heads: Tensor, inside: list[Execution], first: Tensor
-) -> None:
-    """Set `z` and W_O, and describe how z differs from pattern times values.
+def _describe_change(layer: LayerStructure, first: Tensor) -> None:
+    """Describe how z differs from pattern times values.
 
     A sink s among the scores scales a head's output by sigmoid(lse - s). It then counts as a part of the softmax's rows.
     """
-    layer.rows["z"] = heads
-    layer.z = TensorLocation.of(entry, read, inside)
-    layer.w_o = None if entry.call is None else BareOutput(entry.call, read.axes.pos == 2, len(read.shape) == 4)
-    attention = layer.attention
+    attention, heads = layer.attention, layer.rows["z"]
     if layer.combination is not None:
         layer.changed = f"W_O reads {layer.combination.words}"
         return
@@ -119,21 +113,6 @@ def _set_output(
             layer.changed = "a sink takes its share of every row after the attention, through the log-sum-exp"
             for one in (attention, *(part.attention for part in layer.parts)):
                 one.exact, one.is_distribution, one.note = False, False, layer.changed
-
-
-def _heads_in(rows: Tensor, layer: LayerStructure, first: Tensor) -> tuple[Tensor | None, Combination | None]:
-    """Return rows [row, width] as heads [row, head, d_head] if they hold the attention's, and the combination that they are."""
-    attention = layer.attention
-    if rows.shape == attention.z.flatten(1).shape:
-        heads = rows.unflatten(1, attention.z.shape[1:])
-        if explained(heads, attention.z, attention.v, first) or _is_gated(heads, attention.z):
-            return heads, None
-    for names, sources in _groupings(layer):
-        if sources[0].flatten(1).shape == rows.shape:
-            heads = rows.unflatten(1, sources[0].shape[1:])
-            if (combined := fit_combination(heads, names, sources)) is not None:
-                return heads, combined
-    return None, None
 
 
 def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
@@ -258,7 +237,7 @@ def _find_sum(
     trace: Trace, layer: LayerStructure, block: Execution, inside: list[Execution], before: EarlierStreams,
     outputs: list[Output],
 ) -> bool:  # fmt: skip
-    """Set what a layer adds if one or two of these outputs explain its output; returns whether they do."""
+    """Set the outputs that a layer adds if one or two explain its own output; returns whether they do."""
     time = layer.attention.times[-1] if layer.is_read else block.start
     sums = _Sums(layer, before)
     reader = next((t for e in inside if e.name != MATRIX for t in e.inputs if is_stream(trace, t)), None)

@@ -230,7 +230,7 @@ class Trace:
         self.other_calls.add(f"a call of {name} (a custom kernel)")
 
     def matrix(self, call: MatrixCall) -> Any:
-        """Record a product with a parameter, which need not be a module of its own."""
+        """Run and record a product with a parameter."""
         parent, frames = self.running[-1] if self.running else None, running_frames()
         entry = Execution(MATRIX, "matrix", parent, self._tick(), frames=frames)
         name, number, _ = self._place(f"{MATRIX}{parent.name if parent else ''}", "output")
@@ -321,7 +321,7 @@ class Trace:
         return time
 
     def _beside(self, q: Tensor, k: Tensor, kind_of: Callable[[Beside], str]) -> Beside | None:
-        """Count the keys before and after those of the tokens; None if queries or keys are not the module's positions."""
+        """Count the keys before and after the tokens' keys; None if queries or keys are not the module's positions."""
         front, back = self.positions.layout.beside
         more = k.shape[-2] - q.shape[-2]
         if q.shape[-2] != self.positions.columns or more < 0 or (more and self.positions.layout.packed):

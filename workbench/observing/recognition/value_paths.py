@@ -65,29 +65,22 @@ def find_embedding(trace: Trace, block: Execution, stream: Tensor) -> Embedding 
 
 
 def _explained(vectors: Tensor, stream: Tensor, positions: Tensor) -> float:
-    """Return the share of a stream's variance that vectors explain: column by column if they are as wide, else by any matrix.
+    """Return the share of a stream's variance that vectors of its width explain, column by column.
 
     Rows are divided by their lengths, as norms do, and the mean of each position is subtracted if positions repeat.
     """
+    if vectors.shape[1] != stream.shape[1]:
+        return 0.0
     x, y = (z.double() / z.double().norm(dim=1, keepdim=True).clamp_min(1e-300) for z in (vectors, stream))
-    counts = positions.bincount()
-    repeated = counts[positions] > 1
+    repeated = positions.bincount()[positions] > 1
     if int(repeated.sum()) < len(positions) // 2:
         positions, repeated = torch.zeros_like(positions), torch.ones_like(repeated)
     x, y, positions = x[repeated], y[repeated], positions[repeated]
-    groups = positions.bincount()
-    sums = (z.new_zeros(len(groups), z.shape[1]).index_add_(0, positions, z) for z in (x, y))
-    x, y = (z - (total / groups.clamp_min(1)[:, None])[positions] for z, total in zip((x, y), sums, strict=True))
+    counts = positions.bincount()
+    sums = (z.new_zeros(len(counts), z.shape[1]).index_add_(0, positions, z) for z in (x, y))
+    x, y = (z - (total / counts.clamp_min(1)[:, None])[positions] for z, total in zip((x, y), sums, strict=True))
     size = float(y.square().sum())
-    if not size:
-        return 0.0
-    if x.shape[1] == y.shape[1]:
-        return float(((x * y).sum(0).square() / x.square().sum(0).clamp_min(1e-300)).sum()) / size
-    free = len(x) - x.shape[1] - len(counts.nonzero())
-    if free <= 0:
-        return 0.0
-    left = y - x @ torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x)
-    return 1 - float(left.square().sum()) / size * len(x) / free
+    return float(((x * y).sum(0).square() / x.square().sum(0).clamp_min(1e-300)).sum()) / size if size else 0.0
 
 
 class ValueTables:
