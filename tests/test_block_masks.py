@@ -93,17 +93,22 @@ def test_an_eager_module_ignores_block_lists_and_so_does_a_listened_run(mask_mod
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler
 @torch.no_grad()
-def test_a_compiled_module_applies_block_lists_and_so_does_a_listened_run(monkeypatch):
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_module_applies_block_lists_and_so_does_a_listened_run(whole, monkeypatch):
+    """Compiled is the attention alone, or the whole module, which makes its mask anew in each forward pass."""
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr("strangers.CONTEXT", 256)
     attend, mask = torch.compile(flex_attention), listed(0, length=256, block=128)  # compiled code takes blocks of 128
     module = large(GPT(attend=lambda q, k, v, layer=0: attend(q, k, v, block_mask=mask)))
+    if whole:
+        made = lambda q, k, v, layer=0: flex_attention(q, k, v, block_mask=listed(0, length=q.shape[2], block=128))  # noqa: E731
+        module = torch.compile(large(GPT(attend=made)))
     ids = torch.randint(61, (2, 256), generator=torch.Generator().manual_seed(0))
     own, observed, at = module(ids)[0], see(module, ids), "blocks.1.attn.hook_"
     assert observed.structure.block_lists == APPLIED
     logits, cache = observed.run_with_cache(ids, [f"{at}{x}" for x in ("q", "k", "pattern")])
-    torch.testing.assert_close(logits, own, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, own, atol=1e-5, rtol=1e-5)
     place = torch.arange(256)
     seen = (place[:, None] >= place) & (place[:, None] // 128 == place // 128)
     scores = torch.einsum("bihd,bjhd->bhij", cache[f"{at}q"], cache[f"{at}k"]) * 8**-0.5

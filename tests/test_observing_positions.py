@@ -94,6 +94,38 @@ def test_keys_of_a_prefix_are_no_tokens(fused, ids):
     assert workbench.measure(observed, "null_mass", ids)["value"].max() > 0.05
 
 
+def with_means(x):
+    """Keys or values, and after them the mean of every four whole ones, as DeepSeek-V4 compresses its context."""
+    n = x.shape[2] // 4
+    return torch.cat((x, x[:, :, : 4 * n].unflatten(2, (n, 4)).mean(3)), 2)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_the_number_of_keys_that_are_no_tokens_may_grow_with_the_tokens(fused, ids):
+    def masked(t):
+        ends = torch.arange(t // 4) * 4 + 3
+        return torch.cat((torch.ones(t, t, dtype=torch.bool).tril(), ends <= torch.arange(t)[:, None]), 1)
+
+    def attend(q, k, v, layer=0):
+        k, v, mask = with_means(k), with_means(v), masked(q.shape[2])
+        if fused:
+            return F.scaled_dot_product_attention(q, k, v, mask)
+        return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+    module = large(GPT(attend=attend)).double()
+    observed = see(module, ids)
+    for t in (40, 39, 17, 4, 3):
+        logits, found = of_layer_1(observed, ids[:, :t])
+        assert torch.equal(logits, module(ids[:, :t])[0])
+        _, _, v, stream = truth(module, ids[:, :t])
+        q, k, _ = (
+            split(x) for x in module.transformer.h[1].attn.c_attn(module.transformer.h[1].ln_1(stream)).split(D, 2)
+        )
+        pattern = (q @ with_means(k).mT * 8**-0.5).masked_fill(~masked(t), -torch.inf).softmax(-1)
+        check(found, pattern, slice(0, t), v)
+
+
 @pytest.mark.parametrize("form", ["fused", "eager"])
 @torch.no_grad()
 def test_sequences_in_one_row_are_shown_one_by_one(form, ids):

@@ -54,6 +54,13 @@ def test_columns_are_found_wherever_they_stand_and_whatever_factor_they_carry(co
     )
 
 
+def test_a_wide_output_that_holds_no_column_is_refused_before_all_columns_are_compared():
+    """5,000 by 5,000 columns were minutes of a model's observation."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        assert matching_columns(random(ROWS, 5_000), random(ROWS, 5_000, seed=1)) is None
+    assert max(event.cpu_memory_usage for event in profile.events()) < 50e6
+
+
 def test_one_column_is_not_found_twice_and_very_wide_outputs_are_searched_side_by_side(monkeypatch):
     assert matching_columns(OUTPUT, OUTPUT[:, [3, 3]]) is None
     assert matching_columns(OUTPUT[:, :1], OUTPUT[:, :1] + OUTPUT[:, 1:2]) is None

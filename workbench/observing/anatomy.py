@@ -17,7 +17,7 @@ from workbench.kernels.joint import Softmax, joint_attention
 from workbench.models.anatomy import Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
-from workbench.observing.interception.weights import applied, is_sharded
+from workbench.observing.interception.weights import apply_module, is_sharded
 from workbench.observing.recognition.attention_calls import repeated
 from workbench.observing.recognition.fits import FrozenNorm, depth_weights, fit_norm
 from workbench.observing.recognition.outputs import SHARE
@@ -265,7 +265,7 @@ def output_map(foreign: nn.Module, layer: LayerStructure) -> tuple[Tensor, Tenso
         bias, made = layer.w_o(rows.new_zeros(1, heads, width)), layer.w_o(rows.unflatten(1, (heads, width)))
     else:
         module = foreign.get_submodule(layer.z.module)
-        bias, made = applied(module, torch.zeros_like(rows[:1])), applied(module, rows)
+        bias, made = apply_module(module, torch.zeros_like(rows[:1])), apply_module(module, rows)
     return (made - bias).unflatten(0, (heads, width)), bias[0]
 
 

@@ -1,4 +1,4 @@
-"""`equal`: the first site at which two models differ on the same tokens, and by how much."""
+"""`equal`: the first site at which two models differ on the same tokens, and the difference."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ORDER = (
     "attn.hook_rot_q", "attn.hook_rot_k", "attn.hook_z", "hook_attn_out", "hook_mlp_out", "hook_resid_post",
 )  # fmt: skip
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Relative differences that two ways of computing the same may have, by the coarser type of the two."""
+"""Relative differences due to rounding, by the coarser type of the two models."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Where two models differ. True where they do not; `table` holds every site in the order of computation."""
+    """The first difference of two models; true for equal models. `table` has every site in the order of computation."""
 
     site: str | None  # hook point of the first difference, or `logits`
     layer: int | None
@@ -49,13 +49,23 @@ class Comparison:
 
 @torch.no_grad()
 def equal(a: Any, b: Any, tokens: Any, *, tolerance: float | None = None) -> Comparison:
-    """Compare two models, own or observed or one of each, site by site on the same tokens [batch, pos].
+    """Compare two models, own or observed, site by site on the same tokens [batch, pos].
 
-    A plain `torch.nn.Module` is observed first. `tolerance`: relative difference that counts as none; 0 for bitwise
-    equality; by default what rounding may do (1e-4 in float32). Only sites that both models have are compared, statistics and
-    patterns aside. Raises `WorkbenchError` where they have another number of layers.
+    Compares the sites that both models have, without statistics and patterns.
+
+    Args:
+        a: Model, or a `torch.nn.Module`, which is observed first.
+        b: The other one.
+        tokens: Ids [batch, pos].
+        tolerance: Largest relative difference of equal models; 0 for bitwise equality. By default that of rounding (1e-4 in float32).
+
+    Raises:
+        WorkbenchError: The models have different numbers of layers.
     """
-    a, b = (_hooked(model, tokens) for model in (a, b))
+    for model in (a, b):
+        if not isinstance(model, nn.Module):
+            raise WorkbenchError(f"cannot compare a {type(model).__name__}; give models or modules")
+    a, b = (model if isinstance(model, HookedModel) else observe(model, tokens, quiet=True) for model in (a, b))
     if a.config.n_layers != b.config.n_layers:
         raise WorkbenchError(f"{a.config.n_layers} layers against {b.config.n_layers}: there is no site to compare")
     blocks = [f"blocks.{i}.{point}" for i in range(a.config.n_layers) for point in ORDER]
@@ -77,14 +87,6 @@ def equal(a: Any, b: Any, tokens: Any, *, tolerance: float | None = None) -> Com
     first = next((row for row in rows if not row["relative"] <= tolerance), None)
     first = first or {"site": None, "layer": None, "difference": 0.0, "relative": 0.0, "position": None}
     return Comparison(**first, table=table, tolerance=tolerance)
-
-
-def _hooked(model: Any, tokens: Any) -> HookedModel:
-    if isinstance(model, HookedModel):
-        return model
-    if isinstance(model, nn.Module):
-        return observe(model, tokens, quiet=True)
-    raise WorkbenchError(f"cannot compare a {type(model).__name__}; give models or modules")
 
 
 def _row(site: str, a: Tensor, b: Tensor) -> dict[str, Any]:

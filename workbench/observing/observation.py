@@ -1,4 +1,4 @@
-"""`observe`: one traced run on example tokens, compared bit by bit with a plain one, becomes an `Observed`."""
+"""`observe`: recognise a decoder from traced runs on example tokens, which must equal a plain run bitwise."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from workbench.observing.recognition.structure import UNLIMITED, DecoderStructur
 from workbench.observing.recognition.trace import AxesTable, BatchAxes, Trace, is_matrix
 from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
-MIN_POSITIONS = 8  # with fewer, coincidences decide
-MIN_IDS = 4  # the same; of a smaller vocabulary all
+MIN_POSITIONS = 8  # with fewer, tensors agree by chance
+MIN_IDS = 4  # the same; a smaller vocabulary needs all its ids
 
 
 def observe(
     module: nn.Module, example_tokens: Any, *, call: Call | None = None, blocks: str | Sequence[str] | None = None,
     tokenizer: Any = None, quiet: bool = False,
 ) -> Observed:  # fmt: skip
-    """Observe a live decoder; nothing of it is edited, subclassed or left hooked.
+    """Observe a live decoder without editing or subclassing it; no hooks remain on it.
 
     Args:
         module: A decoder that `module(ids)` runs; DistributedDataParallel and compiled modules are unwrapped.
         example_tokens: Ids [batch, pos] (or [pos]) of at least 8 positions and 4 different ids, of the kind that will be measured:
-            real text or random ids, so that no two tensors agree by chance. A tokenizer's output without padding, and text if there
-            is a `tokenizer`, are read for their ids. They are cut if another axis of the module is as long.
+            real text or random ids, so that no two tensors agree by chance. A tokenizer's output without padding is accepted, and
+            text if there is a `tokenizer`. They are cut if another axis of the module is as long.
         call: `call(module, ids)` if the module needs more than ids, for example masks.
-        blocks: Name, or names, of the stack of blocks to observe if the module holds several.
+        blocks: Name, or names, of the stack of blocks to observe if the module has several.
         tokenizer: For text: one of ours, a `tokenizers.Tokenizer`, or a fast tokenizer of transformers. It is copied.
         quiet: Whether to leave out the printed summary.
 
     Returns:
-        The module under our hook points.
+        The module with our hook points.
 
     Raises:
         WorkbenchError: No attention that can be read (custom kernels, TorchScript), bidirectional or cross-attention, several stacks
@@ -105,7 +105,7 @@ def observe(
 
 
 def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> Any:
-    """The module's own output; raises `WorkbenchError` where it wants more than ids, or gives NaN."""
+    """Return the module's output; raises `WorkbenchError` if it needs more than ids, or returns no tensor or NaN."""
     name = type(module).__name__
     try:
         with torch.inference_mode(False), torch.no_grad(), uncompiled():
@@ -131,16 +131,24 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
 
 
 def _block_lists(trace: Trace, run: Callable[[nn.Module], Any], outer: nn.Module, plain: Any) -> str:
-    """What block lists of FlexAttention do in the module's own runs: the one of both eager runs that gives its output.
+    """Return the effect of FlexAttention's block lists in the module's own runs, by comparison with eager runs with and without them.
 
-    Raises `WorkbenchError` where neither does.
+    Raises `WorkbenchError` if neither gives its output.
     """
     if not trace.leaves_out:
         return COMPLETE if trace.leaves_out is False else ""
     with torch.inference_mode(False), torch.no_grad():
         own = run(outer)
     applied = Trace(trace.module, trace.tokens, block_lists=APPLIED).run(lambda _: run(trace.module))
-    far, near = (_distance(own, other) for other in (plain, applied))
+
+    def distance(other: Any) -> float:
+        """Return the largest difference between tensors of two outputs, relative to the larger norm."""
+        pairs = zip(tensors_of_output(own).values(), tensors_of_output(other).values(), strict=True)
+        doubles = [(x.double(), y.double()) for x, y in pairs if x.is_floating_point()]
+        norms = [float((x - y).norm() / torch.maximum(x.norm(), y.norm()).clamp_min(1e-30)) for x, y in doubles]
+        return max(norms, default=0.0)
+
+    far, near = distance(plain), distance(applied)
     if min(far, near) * 4 > max(far, near):
         raise WorkbenchError(
             f"a BlockMask of FlexAttention leaves out blocks that its mask_mod allows. The module's own output is {near:.1e} (relative) "
@@ -150,20 +158,8 @@ def _block_lists(trace: Trace, run: Callable[[nn.Module], Any], outer: nn.Module
     return APPLIED if near < far else IGNORED
 
 
-def _distance(a: Any, b: Any) -> float:
-    """The largest difference between floating-point tensors of two outputs, relative to the larger norm."""
-    pairs = [
-        (x.double(), y.double())
-        for x, y in zip(tensors_of_output(a).values(), tensors_of_output(b).values(), strict=True)
-        if x.is_floating_point()
-    ]
-    return max(
-        (float((x - y).norm() / torch.maximum(x.norm(), y.norm()).clamp_min(1e-30)) for x, y in pairs), default=0.0
-    )
-
-
 def _packed_weights(module: nn.Module) -> list[str]:
-    """A note on quantised matrices whose weights are no tensors of their own."""
+    """Return a note on quantised matrices without weight tensors."""
     packed = [
         part for part in module.modules() if hasattr(part, "_packed_params") and callable(getattr(part, "weight", None))
     ]
@@ -185,7 +181,7 @@ def _recognizer(
     block_lists: str,
     batch_axes: BatchAxes,
 ) -> Recognize:
-    """How to read a module's structure and value paths from a traced run, on the example tokens unless others are given."""
+    """Return a function that recognises structure and value paths in a traced run, by default on the example tokens."""
 
     def recognize(
         module: nn.Module, tokens: Tensor | None, *, noisy: bool = False
@@ -208,9 +204,9 @@ def _recognizer(
 def _with_matrices_told_apart(
     module: nn.Module, recognize: Callable[..., tuple[DecoderStructure, list[ValuePath]]]
 ) -> tuple[DecoderStructure, list[ValuePath]]:
-    """Recognise a module without merging matrices or heads that hold the same numbers now (zeros, copies).
+    """Recognise a module without merging matrices or heads that are equal now (zeros, copies) and may differ after training.
 
-    Training may change each of them alone. A run with noise on the output of each matrix tells them apart.
+    A second run adds noise to the output of each matrix.
     """
     structure, paths = recognize(module, None)
     repeated = any(part.attention.repeats > 1 for layer in structure.layers for part in layer.parts)
@@ -227,7 +223,7 @@ def _with_matrices_told_apart(
 
 
 def _refuse_few_ids(trace: Trace) -> None:
-    """Raise `BadData` if the tokens hold so few different ids that different tensors agree by chance."""
+    """Raise `BadData` if the tokens have too few different ids to tell tensors apart."""
     tables = [e for e in trace.executions if e.reads_tokens and is_matrix(trace, e)]
     vocabularies = [int(trace.module.get_submodule(e.name).weight.shape[0]) for e in tables]  # type: ignore[index]
     least, ids, shape = min([MIN_IDS, *vocabularies]), trace.tokens.unique().tolist(), tuple(trace.tokens.shape)
@@ -239,7 +235,7 @@ def _refuse_few_ids(trace: Trace) -> None:
 
 
 def _other_path(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> str:
-    """Why its usual run differs from the plain one, as functions under torch.compile and fused layers may make it; else empty."""
+    """Return a note if its usual run differs from the eager one because of torch.compile or fused layers; else empty."""
     fused = any(isinstance(part, nn.TransformerEncoderLayer) for part in module.modules())
     if "torch._dynamo" not in sys.modules and not fused:
         return ""
@@ -259,14 +255,14 @@ def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
     if ids.numel() < MIN_POSITIONS or ids.shape[1] < 2:
         raise BadData(f"example_tokens of shape {tuple(ids.shape)}: {MIN_POSITIONS} positions or more tell parts apart")
     device = next((p.device for p in module.parameters() if not p.is_meta), ids.device)
-    if ids.shape[0] == ids.shape[1]:  # sequences and positions are told apart by how many there are
+    if ids.shape[0] == ids.shape[1]:  # sequences and positions differ by their numbers
         ids = ids[:-1]
     with torch.inference_mode(False):
         return ids.to(device, torch.long).clone()
 
 
 def _call_for_all_positions(module: nn.Module, usual: Call, plain: Any, tokens: Tensor) -> tuple[Call, list[str]]:
-    """How to call the module for logits of every position, and a note where that differs from its usual call."""
+    """Return a call of the module for logits of every position, and a note if it differs from the usual call."""
     seen = [x for x in tensors_of_output(plain).values() if x.is_floating_point()]
     last = any(x.ndim == 3 and x.shape[:2] == (len(tokens), 1) for x in seen)
     if not last or tokens.shape[1] == 1:
@@ -278,7 +274,7 @@ def _call_for_all_positions(module: nn.Module, usual: Call, plain: Any, tokens: 
 
 
 def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> Trace:
-    """A traced run; raises `WorkbenchError` where tracing changes the output, or where two runs differ anyway."""
+    """Return a traced run; raises `WorkbenchError` if the trace changes the output, or two plain runs differ."""
     trace = Trace(module, tokens)
     traced = trace.run(lambda ids: run(module, ids))
     random = next((a for a in trace.attentions if a.refusal.startswith("dropout")), None)
@@ -299,7 +295,7 @@ def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, token
 
 
 def same_tensors(a: Any, b: Any) -> bool:
-    """Whether two outputs hold bitwise equal tensors at the same places; NaN equals NaN."""
+    """Return whether two outputs have bitwise equal tensors at the same paths; NaN equals NaN."""
     left, right = tensors_of_output(a), tensors_of_output(b)
     return left.keys() == right.keys() and all(
         x.shape == right[p].shape and torch.equal(x.nan_to_num(), right[p].nan_to_num()) for p, x in left.items()

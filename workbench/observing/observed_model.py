@@ -1,4 +1,4 @@
-"""A foreign decoder under our names: hook points, caches, gradients and interventions, and nothing of it rewritten.
+"""A foreign decoder with our hook points, caches, gradients and interventions, without rewriting it.
 
 observed = workbench.observe(module, example_tokens)
 logits, cache = observed.run_with_cache(tokens, names_filter=["blocks.1.attn.hook_v"])
@@ -35,17 +35,11 @@ from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.interception.tensor_layouts import get_at, ids_among
 from workbench.observing.interception.weights import is_sharded, offloaded
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
-from workbench.observing.listening.module_hooks import CallsListenedTo, ModuleHooks
-from workbench.observing.listening.run import HookedRun
+from workbench.observing.listening.module_hooks import CallsListenedTo, HookedRun
 from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.executions import LOOKUP
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
-from workbench.observing.recognition.value_paths import (
-    ValuePath,
-    mixture_of,
-    sharing_note,
-    value_path_table,
-)
+from workbench.observing.recognition.value_paths import ValuePath, mixture_of, sharing_note, value_path_table
 from workbench.observing.summary import describe, missing_hooks, site_table
 
 if TYPE_CHECKING:
@@ -56,10 +50,10 @@ Recognize = Callable[[nn.Module, Tensor | None], tuple[DecoderStructure, list[Va
 
 
 class Observed(HookedModel):
-    """A foreign decoder with our hook points; made by `workbench.observe`.
+    """A foreign decoder with our hook points; `workbench.observe` returns it.
 
-    Its parameters stay where they are and it is called as it is: without hooks a run is the module's own. With some,
-    hooks and a function mode stand around that one run. `sites` says what was found, `value_paths()` where values come from.
+    The module itself runs, with its own parameters. Hooks and a function mode are added for runs with hooks alone.
+    `sites` lists the recognised parts, `value_paths()` the sources of values.
     """
 
     def __init__(
@@ -75,29 +69,35 @@ class Observed(HookedModel):
         spread = "tensor parallel: heads are those of this process, which all make each run together"
         spread = spread if any(holds_some_heads(foreign, layer) for layer in structure.layers) else ""
         self.notes = [n for n in (*notes, *structure.notes, spread, sharing_note(paths), reason) if n]
-        # beside the registered modules: nothing of the foreign one is renamed, moved, saved or put into another mode
+        # not registered: nothing of the foreign module is renamed, moved, saved or put into another mode
         self.__dict__["foreign"], self.__dict__["outer"] = foreign, outer
         self.__dict__["embed"], self.__dict__["fused"] = self._embedding(), has_fused_layers(foreign)
         self._call, self._call_all, self._recognize = call, call_all, recognize
-        self.all_positions = False  # whether a run must give logits of every position
-        self._masks: SeenMasks | None = None  # where a run is to note its masks
-        self._segments: Segments | None = None  # documents that attention statistics keep apart
-        self._add_hook_points()
+        self.all_positions = False  # whether a run must return logits of every position
+        self._masks: SeenMasks | None = None  # records the masks of a run
+        self._segments: Segments | None = None  # documents of the attention statistics
+        if structure.embed is not None:
+            self.hook_embed = HookPoint()
+        self.blocks = nn.ModuleList(
+            BlockPoints(layer, mixture_of(paths, i)) for i, layer in enumerate(structure.layers)
+        )
+        if structure.head is not None:
+            self.unembed = HeadPoints(foreign.get_submodule(structure.head.module))  # type: ignore[assignment]
         super().train(False)  # hook points have no mode; TransformerLens refuses them in training mode
         self.absent = missing_hooks(self.sites)
         self.setup()
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer for text, None without one; set it to one of ours, of `tokenizers`, or a fast one of transformers."""
+        """Tokenizer for text, or None. Accepts our tokenizers, those in `tokenizers`, and fast ones of transformers."""
         return self.__dict__.get("_tokenizer")
 
     @tokenizer.setter
-    def tokenizer(self, given: Any) -> None:
-        self.__dict__["_tokenizer"] = as_tokenizer(given, self.config.d_vocab)
+    def tokenizer(self, tokenizer: Any) -> None:
+        self.__dict__["_tokenizer"] = as_tokenizer(tokenizer, self.config.d_vocab)
 
     def _embedding(self) -> Any:
-        """The table of tokens, or what has some weight of the module; where its weight is offloaded, that."""
+        """Return the embedding, or an object with some weight of the module, or with the offloaded weight."""
         weight = next((p for p in self.foreign.parameters() if p.is_floating_point() and not p.is_meta), None)
         if self.structure.embed is None or self.structure.embed.module == LOOKUP:
             return SimpleNamespace(weight=weight)
@@ -106,50 +106,37 @@ class Observed(HookedModel):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether its weights are spread over processes, all of which must make its runs alike."""
+        """Whether its weights are sharded over processes, which must all make the same runs."""
         return any(is_sharded(p) for p in self.foreign.parameters())
 
-    def _add_hook_points(self) -> None:
-        if self.structure.embed is not None:
-            self.hook_embed = HookPoint()
-        self.blocks = nn.ModuleList(
-            BlockPoints(layer, mixture_of(self.fitted_paths, i)) for i, layer in enumerate(self.structure.layers)
-        )
-        if self.structure.head is not None:
-            self.unembed = HeadPoints(self.foreign.get_submodule(self.structure.head.module))  # type: ignore[assignment]
-
     def is_read_only(self, name: str) -> bool:
-        """Whether a hook point can only be read: statistics, fitted coefficients, copies of earlier layers' values."""
+        """Return whether a hook point is read-only: statistics, fitted coefficients, copies of earlier layers' values."""
         copy = name.endswith(("hook_v_mix", "hook_v_weights")) or ".attn.source." in name or ".attn.table." in name
         inline = bool(self.structure.layers[0].inline) and ".hook_resid_" in name
-        return copy or is_statistic(name) or inline or self._is_of_several(name)
-
-    def _is_of_several(self, name: str) -> bool:
-        """Whether it shows all attentions of a layer together, each of which passes by itself."""
+        if copy or is_statistic(name) or inline:
+            return True
+        # hook points of all attentions of a layer together
         number, together = layer_of(name), re.fullmatch(r"blocks\.\d+\.attn\.(own\.)?hook_(\w+)", name)
         if number is None or together is None or len(self.structure.layers[number].parts) < 2:
             return False
         return together[2] != "z" or self.structure.layers[number].z is None
 
     def _new_run(self, tokens: Tensor, failed: Failed | None = None) -> HookedRun:
-        """State for one run of the foreign module on ids [batch, pos] that fires the hook points."""
+        """Return the state of one run with hooks on ids [batch, pos]."""
         head: Any = self.unembed.hook_in if self.structure.head is not None else None
         points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
-        options: Any = {
-            "fused": self.__dict__["fused"],
-            "masks": self._masks,
-            "segments": self._segments,
-            "failed": failed,
-        }
-        return HookedRun(self.foreign, self.structure, points, tokens, **options)
+        return HookedRun(
+            self.foreign, self.structure, points, tokens, fused=self.__dict__["fused"], masks=self._masks,
+            segments=self._segments, failed=failed,
+        )  # fmt: skip
 
     def listen_to_calls(self, failed: Failed | None = None) -> CallsListenedTo:
-        """Let the foreign module's own calls, with gradients and in this thread, fire the hook points until `close`.
+        """Fire the hook points in calls of the foreign module, with gradients and in this thread, until `close`.
 
         The ids [batch, pos] are the first tensor of integers with two axes among a call's inputs; without one nothing fires.
 
         Args:
-            failed: Called with an error of a hook point, after which the rest of that call is plain. Without it errors are raised.
+            failed: Called with an error of a hook point; the rest of that call runs without hooks. Without it errors are raised.
         """
 
         def run_of(args: Any, kwargs: Any) -> HookedRun | None:
@@ -161,7 +148,7 @@ class Observed(HookedModel):
 
     @contextlib.contextmanager
     def hooks(self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), *args: Any, **kwargs: Any) -> Iterator[HookedModel]:
-        """TransformerLens' `hooks`. They fire where this model runs; a call of the module itself meanwhile warns.
+        """TransformerLens' `hooks`. They fire in runs of this model; a direct call of the module warns.
 
         Warns:
             HooksNotCalled: The foreign module is called, or generates, inside the context: no hook fires there.
@@ -180,7 +167,7 @@ class Observed(HookedModel):
 
     @contextlib.contextmanager
     def _of_all_positions(self) -> Iterator[None]:
-        flags = self.__dict__  # no method of ours restores it, at whose first instruction an interrupt could arrive
+        flags = self.__dict__  # not a method: an interrupt could arrive at its first instruction
         with self.lock:
             before, flags["all_positions"] = self.all_positions, True
             try:
@@ -189,13 +176,13 @@ class Observed(HookedModel):
                 flags["all_positions"] = before
 
     def forward(self, tokens: Any, return_type: str | None = "logits", **kwargs: Any) -> Any:
-        """Run on ids [batch, pos] or text, as our own models do; logits are the module's own, bit for bit.
+        """Run on ids [batch, pos] or text, as our own models do; logits equal the module's bitwise.
 
-        A module that gives logits of the last position only (nanoGPT without targets) gives just these; for a loss it is
-        called with targets. Raises `WorkbenchError` where it gives no logits at all.
+        A module may return logits of the last position only (nanoGPT without targets); for a loss it is called with targets.
+        Raises `WorkbenchError` for a loss of a module without logits.
         """
         flags = self.__dict__
-        with self.lock:  # no context manager of ours: an idle call adds as little Python as it can
+        with self.lock:  # no context manager of ours, for the speed of calls without hooks
             before = self.all_positions
             flags["all_positions"] = before or return_type in ("loss", "both")
             try:
@@ -204,25 +191,25 @@ class Observed(HookedModel):
                 flags["all_positions"] = before
 
     def everywhere(self, tokens: Any) -> Tensor:
-        """Logits [batch, pos, d_vocab] of every position, also where the module gives the last ones only."""
+        """Return logits [batch, pos, d_vocab] of every position, also if the module usually returns the last ones only."""
         with self._of_all_positions():
             return self(tokens)
 
     def everywhere_with_cache(self, tokens: Any, names: NamesFilter) -> tuple[Tensor, Cache]:
-        """Logits of every position and the named activations of the same run."""
+        """Return logits of every position and the named activations of the same run."""
         with self._of_all_positions():
             return self.run_with_cache(tokens, names)
 
     def run_with_segments(self, tokens: Any, *, everywhere: bool = False) -> tuple[Any, Segments]:
-        """The output of a run, and which of its positions are padding or documents that stand in one row.
+        """Return the output of a run, and its padding and documents.
 
         Args:
             tokens: Ids [batch, pos].
-            everywhere: Whether the output must be logits of every position.
+            everywhere: Whether to return logits of every position.
 
         Raises:
             BadData: A row is padding alone.
-            WorkbenchError: A mask hides earlier tokens in a way that is neither padding nor packing.
+            WorkbenchError: A mask hides earlier tokens and is neither padding nor packing.
         """
         ids = self.to_tokens(tokens)
         with self._of_all_positions() if everywhere else self.lock, torch.no_grad():
@@ -234,7 +221,7 @@ class Observed(HookedModel):
 
     @contextlib.contextmanager
     def by_document(self, segments: Segments | None) -> Iterator[None]:
-        """While open, attention statistics leave padding out and take each document's first token for the sink."""
+        """Leave padding out of attention statistics, and use each document's first token as the sink, while open."""
         with self.lock:
             before, self._segments = self._segments, segments
             try:
@@ -244,26 +231,26 @@ class Observed(HookedModel):
 
     @property
     def ln_final(self) -> Any:
-        """Refused: what norms an observed module's last stream need be no part of its own; `decompose` goes through it."""
+        """Refused: the final norm of an observed module may be no module; `decompose` applies it."""
         raise WorkbenchError(
             f"{type(self.foreign).__name__} is observed from outside, its final norm is not ours to apply: ask workbench.decompose, "
             "prompts.logit_attribution or prompts.logit_lens"
         )
 
     def anatomy(self) -> ObservedAnatomy:
-        """What its stream and its logits are made of, found in a traced run on the example tokens with the weights of now."""
+        """Recognise the parts of its stream and logits, with the current weights on the example tokens."""
         with self.lock:
             return ObservedAnatomy(self, *self._recognize(self.foreign, None))
 
     def new_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a foreign module keeps its own cache."""
+        """Refused: a foreign module has its own cache."""
         raise WorkbenchError(
             "an observed module runs whole sequences: generate with use_cache=False, which calls the hooks at every token; the module's "
             "own generate calls none"
         )
 
     def logits(self, tokens: Tensor, cache: Any = None) -> Tensor:
-        """Token ids [batch, pos] -> the module's logits [batch, pos, d_vocab], or its first output where it has none."""
+        """Return the module's logits [batch, pos, d_vocab] for ids [batch, pos], or its output if it has none."""
         if self.all_positions and self.structure.logits is None:
             name = type(self.foreign).__name__
             raise WorkbenchError(
@@ -276,8 +263,8 @@ class Observed(HookedModel):
                 return self._logits_in(call(self.outer, tokens), tokens)
             refuse_dropout(self.foreign)
             run = self._new_run(tokens)
-            output = self._logits_in(guarded(ModuleHooks(run), call, self.foreign, tokens), tokens)
-            self._say_what_did_not_run(run)
+            output = self._logits_in(guarded(run, call, self.foreign, tokens), tokens)
+            self._warn_of_silent_hooks(run)
             return output
         except (RuntimeError, IndexError, AssertionError) as error:
             self._refuse_ids(tokens)
@@ -288,8 +275,8 @@ class Observed(HookedModel):
                 f"({type(error).__name__}: {error}); a builder's run may say so with --config n_ctx=N"
             ) from error
 
-    def _say_what_did_not_run(self, run: HookedRun) -> None:
-        """Warn of hook points in use that this run did not pass, with their layers."""
+    def _warn_of_silent_hooks(self, run: HookedRun) -> None:
+        """Warn of hook points with hooks that this run did not reach, with their layers."""
         silent = [name for name, point in self.hook_dict.items() if is_hooked(point) and name not in run.fired]
         if silent:
             layers = sorted({layer for name in silent if (layer := layer_of(name)) is not None})
@@ -318,27 +305,27 @@ class Observed(HookedModel):
     def run_with_cache(  # type: ignore[override]  # the second argument may be given by position
         self, tokens: Any, names: NamesFilter = None, *, names_filter: NamesFilter = None, **kwargs: Any
     ) -> tuple[Any, Cache]:
-        """(output, cache) of a run at the named hook points, as on our own models; `names_filter` is `names`."""
+        """Return (output, cache) of a run at the named hook points, as on our own models; `names_filter` equals `names`."""
         return super().run_with_cache(tokens, names_filter=names if names_filter is None else names_filter, **kwargs)
 
     def run_with_grads(
         self, tokens: Any, names: NamesFilter, loss_fn: LossFn | None = None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """As on our own models; what can only be read carries no gradient and is refused, or passed over by a filter."""
-        chosen = self.hook_names(names)
-        read_only = [n for n in chosen if self.is_read_only(n)]
+        """As on our own models. Read-only hook points carry no gradient: they are refused by name and skipped by a filter."""
+        selected = self.hook_names(names)
+        read_only = [n for n in selected if self.is_read_only(n)]
         if read_only and names is not None and not callable(names):
             raise WorkbenchError(f"{read_only[0]} carries no gradient: it is computed beside the module")
         if "hook_embed" not in self.hook_dict:
             raise WorkbenchError("gradients start at the token embedding, which was not found in this module")
         with self._of_all_positions():
-            return super().run_with_grads(tokens, [n for n in chosen if n not in read_only], loss_fn)
+            return super().run_with_grads(tokens, [n for n in selected if n not in read_only], loss_fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own."""
         return self.foreign.named_parameters(*args, **kwargs)
 
-    # ---- what PyTorch asks of a module: answered by the observed one --------------------------------------------------
+    # ---- methods of the foreign module ---------------------------------------------------------------------------------
 
     @property
     def training(self) -> bool:
@@ -350,12 +337,12 @@ class Observed(HookedModel):
         """Only `train` and `eval` change the module's mode."""
 
     def train(self, mode: bool = True) -> Observed:
-        """Set the module's mode; `eval()` goes the same way."""
+        """Set the module's mode, as `eval()` does."""
         self.foreign.train(mode)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Observed:
-        """Move or cast the module; `cuda`, `cpu`, `half`, `bfloat16`, `float` and `double` do so too."""
+        """Move or cast the module, as `cuda`, `cpu`, `half`, `bfloat16`, `float` and `double` do."""
         return self._moved("to", *args, **kwargs)
 
     def _moved(self, method: str, *args: Any, **kwargs: Any) -> Observed:
@@ -398,17 +385,21 @@ class Observed(HookedModel):
         return self.foreign.parameters(recurse)
 
     def value_paths(self, tokens: Any = None) -> pd.DataFrame:
-        """Where each layer's effective values come from, fitted now: layer, source, coefficient, spread, residual, head, into.
+        """Fit the sources of each layer's effective values, and of other mixed tensors, now.
 
-        `source`: `first` (the first layer's values), `own`, an earlier layer, or `table NAME`, looked up by token id.
-        `spread`: where weights depend on the token (`attn.hook_v_weights` has them), their standard deviation over tokens; the
-        coefficient is then their mean, and NaN says that it is a constant. `residual`: what the fit leaves, relative
-        to the target; about 1e-7 where a path is exact in float32. Above 0.1 it is no path, and
-        `source` is `unexplained`. `head`: where heads have coefficients of their own.
-        `into`: `value`; `output` for what is added between attention and W_O, or which of several attentions W_O reads
-        (`attn.0`, ...); `query`, `key`; `stream` for what a block (or the final norm, layer L) reads where outputs are averaged,
-        of `embed`, `block.<n>` and `own` (what stood after the last one), or by token of each output (`<n>_attn_out`). On the
-        example tokens unless others are given; at least a few dozen positions make a sharp fit.
+        Columns of the result:
+
+        - `source`: `first` (the first layer's values), `own`, an earlier layer, or `table NAME`, a lookup by token id. For streams
+          `embed`, `block.<n>`, `own` (the last block's output), or each output by token (`<n>_attn_out`).
+        - `coefficient`, `spread`: mean and standard deviation over tokens of weights that depend on the token
+          (`attn.hook_v_weights`); spread is NaN for a constant coefficient.
+        - `residual`: relative to the target; about 1e-7 for an exact path in float32. Above 0.1 `source` is `unexplained`.
+        - `head`: the head, if heads have different coefficients.
+        - `into`: `value`, `query` or `key`. `output` is an addition between attention and W_O. `attn.0`, ... are several attentions
+          in W_O's input. `stream` is the input of a block (or of the final norm, layer L) that averages outputs.
+
+        Args:
+            tokens: Ids [batch, pos]; the example tokens by default. A precise fit needs a few dozen positions.
         """
         with self.lock:
             ids = None if tokens is None else self.to_tokens(tokens)
@@ -416,7 +407,7 @@ class Observed(HookedModel):
 
     @property
     def sites(self) -> pd.DataFrame:
-        """What was found, where, and what not: site, layer, found, where, note."""
+        """Table of the recognised parts: site, layer, found, where, note."""
         blocks: Any = self.blocks
         return site_table(self.structure, [block.mixture for block in blocks])
 
@@ -430,18 +421,18 @@ class Observed(HookedModel):
 
 
 class _PlainCalls:
-    """Watches a foreign module, and warns once where it is called in this thread outside the observed model's runs."""
+    """Warns once of a direct call of a foreign module in this thread."""
 
     def __init__(self, module: nn.Module, names: list[str]) -> None:
         self.module, self.names, self.thread = module, names, get_ident()
 
     def begin(self) -> None:
-        """Watch from now on, if there are hooks at all."""
+        """Begin to watch, if there are hooks."""
         if self.names:
             self.module.register_forward_pre_hook(self._warn)
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         hooks = self.module._forward_pre_hooks
         for key, hook in list(hooks.items()):
             if getattr(hook, "__self__", None) is self:
@@ -466,11 +457,11 @@ class _PlainCalls:
 
 
 def refuse_dropout(module: nn.Module) -> None:
-    """Raise `WorkbenchError` where dropout is active, so that numbers would be random."""
+    """Raise `WorkbenchError` if dropout is active."""
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
             raise WorkbenchError(f"dropout is active ({name}, p={part.p}): call module.eval() first")
 
 
 _OWN_CALLS = tuple(f.__code__ for f in (Observed.logits, Observed.anatomy, Observed.value_paths))
-"""In these the observed model itself calls the module."""
+"""Methods in which the observed model itself calls the module."""

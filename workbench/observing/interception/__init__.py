@@ -1,1 +1,1 @@
-"""What a forward pass calls, seen while it runs: a function mode, the attention calls it intercepts, their masks and layouts."""
+"""Function mode that intercepts the attention calls of a forward pass; masks and layouts of these calls."""

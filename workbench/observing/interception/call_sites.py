@@ -1,4 +1,4 @@
-"""Identify a call by the code lines that lead to it from a module's forward.
+"""Identify a call by the code lines from a module's forward to the call.
 
 The lines are the same in every run. They leave out frames of PyTorch and of this package, since hooks and modes add such frames.
 """
@@ -31,7 +31,7 @@ class CallSite(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Describe the calls of these lines."""
+        """Description of the calls of these lines."""
         file, line, _ = self.lines[0] if self.lines else ("torch", 0, 0)
         return (
             f"{self.total} {self.kind} call{'s' if self.total > 1 else ''} in the function at {Path(file).name}:{line}"

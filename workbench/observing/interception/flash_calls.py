@@ -1,7 +1,7 @@
-"""Attention by the kernels of flash_attn 2 and 3 and of `torch.nn.attention.varlen`, called by themselves.
+"""Direct calls of the kernels of flash_attn 2 and 3 and of `torch.nn.attention.varlen`.
 
-Their public functions (packed or not, of one length or many) all end in a few torch operators, which are read here by the
-names of their arguments. Source: Dao-AILab/flash-attention, `flash_attn_interface.py`: tensors are [batch, pos, head, d_head],
+Their public functions (packed or not, of one length or many) all call a few torch operators, which are read here by the names
+of their arguments. Source: Dao-AILab/flash-attention, `flash_attn_interface.py`: tensors are [batch, pos, head, d_head],
 or [pos, head, d_head] of sequences in one row that `cu_seqlens` divides; masks are aligned at the bottom right.
 """
 
@@ -40,21 +40,22 @@ _NO_MATTER = (
 
 
 def is_flash(function: Any) -> bool:
-    """Whether a torch operator is one of these."""
+    """Return whether a torch operator is in `OPERATORS`."""
     return str(function).removesuffix(".default") in OPERATORS
 
 
 def flash_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
-    """A call of one of `OPERATORS`; raises `WorkbenchError` for arguments that cannot be read."""
+    """Read a call of one of `OPERATORS`; raises `WorkbenchError` for unsupported arguments."""
     arguments = getattr(function, "default", function)._schema.arguments
     names = [str(a.name) for a in arguments]
     given: dict[str, Any] = (
         {str(a.name): a.default_value for a in arguments} | dict(zip(names, args, strict=False)) | dict(kwargs)
     )
     read = {_OURS.get(name, name): value for name, value in given.items() if _OURS.get(name, name) in _READ}
-    unread = [n for n, value in given.items() if _OURS.get(n, n) not in (*_READ, *_NO_MATTER) and _is_set(value)]
-    starts, others = read.get("starts"), read.get("key_starts")
-    if starts is not None and others is not None and not torch.equal(starts, others):
+    others = {n: value for n, value in given.items() if _OURS.get(n, n) not in (*_READ, *_NO_MATTER)}
+    unread = [n for n, value in others.items() if value is not None and (isinstance(value, Tensor) or bool(value))]
+    starts, key_starts = read.get("starts"), read.get("key_starts")
+    if starts is not None and key_starts is not None and not torch.equal(starts, key_starts):
         unread.append("cu_seqlens_k, which are not cu_seqlens_q")
     if unread:
         raise WorkbenchError(f"a call of {function} with {', '.join(unread)}: give whole sequences and their own keys")
@@ -73,12 +74,8 @@ def flash_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     )
 
 
-def _is_set(value: Any) -> bool:
-    return value is not None and (isinstance(value, Tensor) or bool(value))
-
-
 def _form(read: Mapping[str, Any], named: Mapping[str, Tensor]) -> tuple[FlexForm | None, bool]:
-    """What a call does beyond a plain causal mask, as functions of scores and places; None, and whether it is causal, else."""
+    """Return windows, documents and score changes as functions; without any, None and whether the call is causal."""
     left, right = read.get("window_size") or (read.get("window_size_left"), read.get("window_size_right"))
     left, right = (-1 if side is None else int(side) for side in (left, right))
     right = 0 if read["causal"] else right
@@ -98,12 +95,12 @@ def _form(read: Mapping[str, Any], named: Mapping[str, Tensor]) -> tuple[FlexFor
 
 
 def _sequences(starts: Tensor, length: int) -> Tensor:
-    """To which sequence each position of one row belongs, from where each begins and the last one ends."""
+    """Return the index of the sequence at each position of one row; `starts`: all starts, and the last end."""
     return torch.bucketize(torch.arange(length, device=starts.device), starts[1:].to(torch.long), right=True)
 
 
 def _score_change(read: Mapping[str, Any], shift: int) -> Callable[..., Tensor] | None:
-    """What becomes of a scaled score: cap * tanh(score / cap), then less slope * distance; None where nothing does."""
+    """Return the change of a scaled score: cap * tanh(score / cap), then minus slope * distance; None without any."""
     cap, slopes, starts = float(read.get("softcap") or 0.0), read.get("alibi_slopes"), read.get("starts")
     if cap <= 0 and slopes is None:
         return None

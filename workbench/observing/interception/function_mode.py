@@ -1,7 +1,7 @@
-"""Function mode that hands the attention calls of a forward pass to a handler, in one thread and for one run.
+"""Function mode that passes the attention calls of a forward pass to a handler, in one thread and for one run.
 
-The mode sees every torch function that the module calls, so nothing of the module is edited. Functions registered in Hugging
-Face's `AttentionInterface` (flash, flex, custom ones) are intercepted where the interface hands them out.
+The mode sees every torch function that the module calls, so the module is not edited. Functions of Hugging Face's
+`AttentionInterface` (flash, flex, custom ones) are intercepted in the interface.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import wraps
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 
 from workbench.kernels.switches import COMPILED_CODE, FAST_PATH, ProcessSwitch
 from workbench.observing.interception.flash_calls import flash_call, is_flash
-from workbench.observing.interception.fused_calls import FusedCall, aten_call, flex_call, interface_call, sdpa_call
+from workbench.observing.interception.fused_calls import FusedCall, flex_call, interface_call, sdpa_call
 from workbench.observing.interception.matrix_calls import (
     Lookup,
     MatrixCall,
@@ -44,43 +44,42 @@ _KINDS = {
     "__getitem__": "index",
     "index_select": "index",
 }
-_WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")  # names of functions that write over what they are given
-_ATEN = re.compile(r"_scaled_dot_product_\w*attention\w*")
-_SEEN_BY_MODE = ("eager", "sdpa", "flex_attention")  # these run through torch functions
-_WHOLE = {"fused": sdpa_call, "flex": flex_call, "aten": aten_call, "flash": flash_call}
+_WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")  # names of functions that write in place
+_SEEN_BY_MODE = ("eager", "sdpa", "flex_attention")  # these call torch functions
+_FUSED = {"fused": sdpa_call, "flex": flex_call, "flash": flash_call}
 
 Failed = Callable[[Exception], object]
-"""Called with an error of a handler or hook in a run that must go on, as a forward pass of a training: the rest of it is plain."""
+"""Takes an error of a handler or hook in a run that must continue without hooks, for example in a training."""
 
 
 class CallHandler(Protocol):
-    """Handles intercepted calls; each method runs the call and returns what the module gets."""
+    """Handler of intercepted calls; each method runs the call and returns its result to the module. Some need not be handled."""
 
     def fused(self, call: FusedCall) -> Any:
-        """A whole attention in one call."""
+        """Handle a fused attention."""
 
     def product(self, call: ProductCall) -> Any:
-        """A product of two tensors of three axes or more."""
+        """Handle a product of two tensors of three axes or more."""
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
-        """A softmax over the last axis, which stands at `axis` in the module."""
+        """Handle a softmax over the last axis, which is `axis` in the module."""
 
     def matrix(self, call: MatrixCall) -> Any:
-        """A product with a parameter or a view of one, or any `linear`."""
+        """Handle a product with a parameter or a view of one, or any `linear`."""
 
     def looked_up(self, lookup: Lookup) -> Any:
-        """The vectors of a table by ids, which were looked up."""
+        """Handle a finished lookup of vectors by ids."""
 
     def other(self, name: str) -> None:
-        """A call that may be an attention which cannot be read, by the function's name."""
+        """Note a function that may be an attention in another form, by name."""
 
     def wrote(self) -> None:
-        """A tensor has just been written over."""
+        """Note that a tensor was written in place."""
 
 
 @functools.cache
 def _kind(function: Any) -> str | None:
-    """Which handler method a torch function is for (or `composite`); None for all others."""
+    """Return the kind of a torch function, which selects the handler method; None for most functions."""
     name = _name(function)
     if name in PRODUCTS or name == "einsum":
         return "product"
@@ -88,8 +87,6 @@ def _kind(function: Any) -> str | None:
         return "matrix"
     if isinstance(function, HigherOrderOperator) and name == "flex_attention":
         return "flex"
-    if _ATEN.match(name) and "backward" not in name:
-        return "aten"
     if is_flash(function):
         return "flash"
     if _WRITES.fullmatch(name):
@@ -102,18 +99,18 @@ def _name(function: Any) -> str:
 
 
 def _full_name(function: Any) -> str:
-    """A function's name, that of a torch operator with its library: kernels of the Hub are called `fwd` there."""
+    """Return a function's name, with the library of a torch operator: kernels of the Hub are called `fwd`."""
     operators = torch._ops.OpOverload, torch._ops.OpOverloadPacket
     return str(function) if isinstance(function, operators) else _name(function)
 
 
 class InterceptionMode(TorchFunctionMode):
-    """Hands a handler the calls that attention can be read from; every other call passes at once."""
+    """Passes the parts of attention to a handler; every other call runs at once."""
 
     def __init__(self, handler: CallHandler, failed: Failed | None = None) -> None:
         super().__init__()
         self.handler, self.failed = handler, failed
-        self.silent = False  # inside a call that was handled as a whole, or a hook that the handler runs
+        self.silent = False  # within a handled call, or a hook that the handler calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _kind(func)
@@ -127,32 +124,31 @@ class InterceptionMode(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def take(self, error: Exception) -> None:
-        """Report an error and be silent for the rest of the run; raise it where the run need not go on, or has been computed again."""
+        """Report an error and pass all further calls; raise it if nothing takes errors, or a recomputation has finished."""
         if self.failed is None or isinstance(error, checkpoint._StopRecomputationError):
             raise error
         self.failed(error)
         self.silent = True
 
     def _handled(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if kind in _WHOLE:
-            return self.handler.fused(_WHOLE[kind](func, args, kwargs))
+        if kind in _FUSED:
+            return self.handler.fused(_FUSED[kind](func, args, kwargs))
         if kind == "writing":
             out = func(*args, **kwargs)
             self.handler.wrote()
             return out
-        if kind == "lookup":
+        if kind in ("lookup", "index"):
             out = func(*args, **kwargs)
             ids, table = (*args, *kwargs.values())[:2]
-            return self.handler.looked_up(Lookup(ids, table, out))
-        if kind == "index":
-            out = func(*args, **kwargs)
-            lookup = indexed_parameter(args, kwargs, out)
+            lookup = Lookup(ids, table, out) if kind == "lookup" else indexed_parameter(args, kwargs, out)
             return out if lookup is None else self.handler.looked_up(lookup)
         if kind == "softmax":
             return self._softmax(func, args, kwargs)
-        if kind == "composite":
+        if kind == "composite":  # run its code in this mode, which sees the calls within
+            names = func.__globals__ | {"has_torch_function": lambda tensors: False}
+            plain = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
             with self:
-                return _decomposed(func)(*args, **kwargs)
+                return plain(*args, **kwargs)
         if kind == "other":
             self.handler.other(_full_name(func))
             return func(*args, **kwargs)
@@ -176,20 +172,14 @@ class InterceptionMode(TorchFunctionMode):
         return self.handler.softmax(scores.movedim(axis, -1), run, axis).movedim(-1, axis)
 
 
-def _decomposed(function: Any) -> Any:
-    """A composite of `torch.nn.functional` that runs at once where a mode is on, so that the mode sees what it calls."""
-    names = function.__globals__ | {"has_torch_function": lambda tensors: False}
-    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-
-
 def attention_functions(module: nn.Module) -> list[str]:
-    """Names of the functions in Hugging Face's `AttentionInterface` that submodules use and the mode cannot see."""
+    """Return the functions of Hugging Face's `AttentionInterface` that submodules use and the mode cannot see."""
     names = {getattr(getattr(part, "config", None), "_attn_implementation", None) for part in module.modules()}
     return sorted(name for name in names if isinstance(name, str) and name not in _SEEN_BY_MODE)
 
 
 def has_fused_layers(module: nn.Module) -> bool:
-    """Whether some submodule has a fused form in PyTorch that calls neither hooks nor modes."""
+    """Return whether PyTorch has a fused form of some submodule, which calls neither hooks nor modes."""
     return any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in module.modules())
 
 
@@ -198,7 +188,7 @@ _INTERFACE: dict[str, ProcessSwitch] = {}  # functions of Hugging Face's `Attent
 
 
 def _interface_switch(table: Any, name: str) -> ProcessSwitch:
-    """Let the interface hand out a function that passes calls to the mode of its thread, where one is on."""
+    """Return a switch that replaces a function of the interface by one that passes calls to the mode of its thread."""
 
     def change(before: tuple[Any, bool]) -> None:
         table[name] = _passed_to_mode(before[0])
@@ -216,29 +206,26 @@ def _passed_to_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def intercepted(*args: Any, **kwargs: Any) -> Any:
         modes = [m for m in torch.overrides._get_current_function_mode_stack() if isinstance(m, InterceptionMode)]
-        if not modes or modes[-1].silent:
+        if not modes or (mode := modes[-1]).silent:
             return original(*args, **kwargs)
-        return modes[-1].handler.fused(interface_call(partial(_silently, modes[-1], original), args, kwargs))
+
+        def silently(*args: Any, **kwargs: Any) -> Any:
+            mode.silent = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                mode.silent = False
+
+        return mode.handler.fused(interface_call(silently, args, kwargs))
 
     return intercepted
 
 
-def _silently(mode: InterceptionMode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    mode.silent = True
-    try:
-        return function(*args, **kwargs)
-    finally:
-        mode.silent = False
-
-
 class Interception:
-    """What stands in one thread while calls are intercepted there. `guarded` and `intercepting` begin and end it.
+    """The interception of calls in one thread: `mode` (None: only run compiled code and fused layers in eager form) and switches.
 
-    Args:
-        mode: The function mode, or None to run compiled code and fused layers as they were written, and no more.
-        names: Functions of the `AttentionInterface` that are passed to the mode.
-        everywhere: Whether the mode is on from the beginning; else others enter it.
-        fused: Whether PyTorch's fused encoder layers must be switched off.
+    `names` are functions of the `AttentionInterface` for the mode; without `everywhere` others enter the mode; `fused` switches
+    off PyTorch's fused encoder layers.
     """
 
     def __init__(
@@ -249,29 +236,32 @@ class Interception:
         table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
         self.switches = [_INTERFACE.setdefault(name, _interface_switch(table, name)) for name in names if name in table]
         self.switches += [FAST_PATH] if fused else []
-        self.switches += (
-            [COMPILED_CODE] if "torch._dynamo" in sys.modules else []
-        )  # else nothing can have been compiled
+        self.switches += [COMPILED_CODE] if "torch._dynamo" in sys.modules else []  # else nothing is compiled
 
     def begin(self) -> None:
-        """Intercept from now on, in this thread."""
+        """Begin the interception in this thread."""
         for switch in self.switches:
             switch.begin(self)
         if self.mode is not None and self.everywhere:
             self.mode.__enter__()
 
     def end(self) -> None:
-        """Take everything away, also after an interrupted `begin` or `end`. Calling it again does nothing."""
+        """Undo everything, also after an interrupted `begin` or `end`; may be called twice."""
         while torch.overrides._len_torch_function_stack() > self.depth:
             torch.overrides._pop_mode()
         if (state := _thread_state()) != self.state:  # an interrupt arrived in the `__exit__` of no_grad or autocast
-            _restore_thread_state(state, self.state)
+            torch._C._set_grad_enabled(self.state.gradients)
+            for device, enabled in zip(_DEVICES, self.state.autocast, strict=True):
+                torch.set_autocast_enabled(device, enabled)
+            for _ in range(state.nesting - self.state.nesting):
+                torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
         for switch in self.switches:
             switch.end(self)
 
 
 class _ThreadState(NamedTuple):
-    """What context managers of PyTorch change for a thread: gradient mode, autocast by device type, nested autocasts."""
+    """State of a thread that context managers of PyTorch change: gradient mode, autocast by device type, nested autocasts."""
 
     gradients: bool
     autocast: tuple[bool, ...]
@@ -285,36 +275,33 @@ def _thread_state() -> _ThreadState:
     return _ThreadState(torch.is_grad_enabled(), enabled, nesting)
 
 
-def _restore_thread_state(now: _ThreadState, before: _ThreadState) -> None:
-    torch._C._set_grad_enabled(before.gradients)
-    for device, enabled in zip(_DEVICES, before.autocast, strict=True):
-        torch.set_autocast_enabled(device, enabled)
-    for _ in range(now.nesting - before.nesting):
-        torch.autocast_decrement_nesting()
-    torch.clear_autocast_cache()
-
-
 class Scope(Protocol):
-    """What `guarded` puts in place and takes away."""
+    """A temporary change that `guarded` begins and ends."""
 
     def begin(self) -> None:
-        """Put everything in place."""
+        """Begin the change."""
 
     def end(self) -> None:
-        """Take everything away, also after an interrupted `begin` or `end`."""
+        """Undo the change, also after an interrupted `begin` or `end`."""
 
 
 def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function within a scope; nothing of the scope is left, whatever is raised, at whatever moment.
+    """Call a function within a scope, and undo the scope after any exception at any moment.
 
-    An interrupt can arrive at the first instruction of any Python function, so also of an `__exit__`: hence no context
-    manager, and an `end` that is begun again when it is interrupted.
+    An interrupt can arrive at the first instruction of any Python function, also of an `__exit__`. So this is no context manager,
+    and an interrupted `end` runs again.
     """
     try:
         scope.begin()
         return call(*args, **kwargs)
     except BaseException as error:
-        _close_context_managers(error)
+        # Close the generators of context managers that were interrupted in their own `__enter__` or `__exit__`. The traceback
+        # holds them, and PyTorch's own would put a function mode back on the stack when the traceback is freed.
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == contextlib.__file__:
+                trace.tb_frame.clear()
+            trace = trace.tb_next
         raise
     finally:
         try:
@@ -324,21 +311,9 @@ def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -
             raise
 
 
-def _close_context_managers(error: BaseException) -> None:
-    """Close the generators of context managers that an exception interrupted in their own `__enter__` or `__exit__`.
-
-    The traceback keeps them alive. PyTorch's own would put a function mode back on the stack when the traceback is dropped.
-    """
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == contextlib.__file__:
-            trace.tb_frame.clear()
-        trace = trace.tb_next
-
-
 @contextlib.contextmanager
 def intercepting(handler: CallHandler | None, names: Sequence[str] = ()) -> Iterator[None]:
-    """While open, the handler gets this thread's calls, and those of the attention functions of these names."""
+    """Pass this thread's calls, and the named attention functions, to a handler while open."""
     scope = Interception(None if handler is None else InterceptionMode(handler), names)
     try:
         scope.begin()
@@ -352,7 +327,7 @@ def intercepting(handler: CallHandler | None, names: Sequence[str] = ()) -> Iter
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
-    """While open, compiled code and PyTorch's encoder layers run as they were written: their fused forms run past the mode."""
+    """Run compiled code and PyTorch's encoder layers in eager form while open: the mode cannot see their fused forms."""
     return intercepting(None)
 
 
@@ -363,7 +338,7 @@ COMPILED_NOTE = "torch.compile: runs that are listened to are eager, others comp
 
 
 def unwrapped(module: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The module behind DistributedDataParallel, DataParallel and torch.compile, and notes on what was taken off."""
+    """Return the module inside DistributedDataParallel, DataParallel and torch.compile, and notes on the removed wrappers."""
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     notes: list[str] = []
     while True:

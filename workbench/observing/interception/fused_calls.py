@@ -1,6 +1,6 @@
-"""Whole attentions in one call: PyTorch's public and private functions, FlexAttention, Hugging Face's interface.
+"""Fused attention, one call each: `scaled_dot_product_attention`, FlexAttention, Hugging Face's interface.
 
-A call keeps its original function and arguments, so that running it untouched changes no bit of the output.
+A call stores its original function and arguments, so that running it untouched changes no bit of the output.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from workbench.observing.interception.positions import BATCH_FIRST, UNKNOWN_ORDE
 from workbench.observing.interception.product_calls import autocast
 
 COMPLETE, APPLIED, IGNORED = "complete", "applied", "ignored"
-"""What the block lists of FlexAttention's BlockMasks do in a module's own runs: nothing, as `mask_mod` says the same; else compiled
-code applies them, and eager code ignores them."""
+"""Effect of the block lists of FlexAttention's BlockMasks in a module's own runs: none if `mask_mod` hides the same keys; else
+compiled code applies them, and eager code ignores them."""
 CHANGED = "changes its scores by a function (score_mod, a soft cap, ALiBi)"
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _INTERFACE = ("module", "query", "key", "value", "attention_mask")
@@ -28,20 +28,20 @@ _INTERFACE = ("module", "query", "key", "value", "attention_mask")
 
 @dataclass(frozen=True)
 class FlexForm:
-    """The functions of one call as FlexAttention takes them: of a score and its place (None: left as they are), of what may be seen."""
+    """The functions of one call in FlexAttention's form: `score_mod` (None: scores are not changed) and `mask_mod`."""
 
     score_mod: Callable[..., Tensor] | None
     mask_mod: Callable[..., Tensor]
     sizes: tuple[int, int]  # batch and heads of the mask, 1 where it is shared
-    buffers: tuple[tuple[Any, ...], tuple[Any, ...]]  # what compiled code hands these functions besides
-    block_mask: tuple[Any, ...] = ()  # of FlexAttention, as its operator gets it
+    buffers: tuple[tuple[Any, ...], tuple[Any, ...]]  # further arguments of these functions in compiled code
+    block_mask: tuple[Any, ...] = ()  # as FlexAttention's operator takes it
 
     @property
     def of_listed_blocks(self) -> FlexForm:
         """The form in which a query sees the listed blocks of keys alone, as in compiled code; eager code ignores the lists.
 
-        `mask_mod` decides within the partial blocks and is not asked in the full ones. Raises `WorkbenchError` for a block of keys
-        that a row lists twice, which compiled code would count twice.
+        `mask_mod` applies within partial blocks and not within full ones. Raises `WorkbenchError` if a row lists a block of keys
+        twice, which compiled code would count twice.
         """
         _, keys, *lists = self.block_mask[:6]
         q_block, k_block, mask_mod = self.block_mask[-3:]
@@ -60,13 +60,13 @@ class FlexForm:
         """Bool [batch or 1, head or 1, query, key]."""
         from torch.nn.attention.flex_attention import create_mask
 
-        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # told from a score_mod by how many it takes
+        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # four arguments make it a mask_mod
             return self.mask_mod(b, h, i, j, *self.buffers[1])
 
         return create_mask(seen, *self.sizes, queries, keys, device=str(device))
 
     def modify(self, scores: Tensor, sequence: int, head: int, query: int, key: int) -> Tensor:
-        """Scaled scores [query, key] of one head as changed, from this query and key on."""
+        """Apply `score_mod` to scaled scores [query, key] of one head; `query`, `key`: first positions."""
         assert self.score_mod is not None
         score_mod, buffers = self.score_mod, self.buffers[0]
         b, h = (torch.tensor(i, device=scores.device) for i in (sequence, head))
@@ -80,7 +80,7 @@ class FlexForm:
 
 @dataclass
 class FusedCall:
-    """One call that does a whole attention: q, k, v [..., pos, d_head] in, the heads' outputs out."""
+    """One fused attention: q, k, v [..., pos, d_head] in, head outputs out."""
 
     function: Callable[..., Any]
     named: dict[str, Any]
@@ -88,34 +88,32 @@ class FusedCall:
     causal: bool
     dropout: float
     scale: float
-    window: int | None = None  # number of latest keys that can be seen, where an argument limits them
-    output: tuple[int, ...] = ()  # path to the heads' outputs in what it returns
+    window: int | None = None  # number of latest visible keys, if an argument limits them
+    output: tuple[int, ...] = ()  # path to the head outputs in its result
     heads_first: bool = True  # whether its output is [..., head, pos, d_head]
     flex: FlexForm | None = None  # of FlexAttention and flash kernels: functions of scores and positions
-    batch: BatchAxis | None = (
-        None  # which axis of what the original function takes holds the sequences, if not the first
-    )
+    batch: BatchAxis | None = None  # axis of the sequences in the original arguments, if not the first
 
     def batch_first(self, batch: BatchAxis | None, rows: int) -> FusedCall:
-        """Return the call with its queries, keys, values and mask as views [batch, head, ...], wherever its sequences stand."""
+        """Return the call with its queries, keys, values and mask as views [batch, head, ...]."""
         if batch is None or batch in (BATCH_FIRST, UNKNOWN_ORDER):
             return self
-        given = {name: self.named[name] for name in ("query", "key", "value")}
-        letters = letters_of(given["query"])
-        views = {name: batch.to_front(x, letters, rows) for name, x in given.items()}
+        original = {name: self.named[name] for name in ("query", "key", "value")}
+        letters = letters_of(original["query"])
+        views = {name: batch.to_front(x, letters, rows) for name, x in original.items()}
         mask = self.mask
         if isinstance(mask, Tensor) and mask.ndim > 2:
             mask = batch.to_front(mask[(None,) * (len(letters) - mask.ndim)], letters, rows)
 
         def run(**values: Any) -> Any:
-            for name, x in given.items():
+            for name, x in original.items():
                 values[name] = x if values[name] is views[name] else batch.from_front(values[name], letters)
             return self.function(**values)
 
         return replace(self, function=run, named=self.named | views, mask=mask, batch=batch)
 
     def of_listed_blocks(self) -> FusedCall | None:
-        """The call in which the block lists of its BlockMask are applied; None where they change nothing."""
+        """Return the call with the block lists of its BlockMask applied; None if they change nothing."""
         if self.flex is None or not self.flex.block_mask:
             return None
         listed, (q, k, _) = self.flex.of_listed_blocks, self.qkv
@@ -125,7 +123,7 @@ class FusedCall:
         return replace(self, named=named, flex=listed)
 
     def as_in_own_runs(self, block_lists: str) -> FusedCall:
-        """The call as the module's own runs make it, which do this with block lists; raises `WorkbenchError` where that is unknown."""
+        """Return the call as the module's own runs make it; raises `WorkbenchError` if their use of block lists is unknown."""
         listed = None if block_lists == IGNORED else self.of_listed_blocks()
         if listed is not None and block_lists == COMPLETE:
             raise WorkbenchError(
@@ -136,13 +134,13 @@ class FusedCall:
 
     @property
     def mask_source(self) -> Any:
-        """What the mask is made of: the same object in all layers that share it."""
+        """The object that defines the mask, the same in all layers that share it."""
         return self.mask if self.flex is None else self.flex.mask_mod
 
     def masks(self, positions: Positions) -> tuple[Any, bool, bool]:
-        """The mask as `scaled_dot_product_attention` takes it, whether it is causal besides, and whether it is of all positions.
+        """Return the mask as `scaled_dot_product_attention` takes it, whether the call is causal besides, and the mask's extent.
 
-        That which functions give is made here. Of all positions, [row, any head, query, key], where these are not the tokens alone.
+        The extent is True for [row, any head, query, key] of all positions, if these are not the tokens alone.
         """
         (queries, keys), mask = (x.shape[-2] for x in self.qkv[:2]), self.mask
         if self.flex is not None:
@@ -157,70 +155,68 @@ class FusedCall:
         return mask[(None,) * (4 - mask.ndim)].expand(positions.rows, -1, queries, keys), False, True
 
     def mask_kind(self, positions: Positions, beside: Beside) -> str:
-        """What its mask does between tokens, in words; `beside`: how many keys before and after theirs are no tokens."""
-        mask, causal, whole = self.masks(positions)
-        if whole:
+        """Describe its mask between tokens; `beside`: numbers of other keys before and after theirs."""
+        mask, causal, of_all_positions = self.masks(positions)
+        if of_all_positions:
             every, mask = mask, positions.square(mask, beside)
-            if positions.layout.packed and _seen(every).sum() != _seen(mask).sum():
-                return CROSSING
+            if positions.layout.packed:
+                seen = [x if x.dtype == torch.bool else visible(x) for x in (every, mask)]
+                if seen[0].sum() != seen[1].sum():
+                    return CROSSING
         kind = mask_kind(mask, causal, positions.length, self.window)
         return CHANGED if kind not in (FUTURE, NOTHING, CROSSING) and self.flex and self.flex.score_mod else kind
 
     def modify(self, positions: Positions) -> Modify | None:
-        """How it changes the scores of tokens' queries before they are masked; None where it does not."""
+        """Return the function that changes the scores of tokens' queries before the mask, or None."""
         form, packed, before = self.flex, positions.layout.packed, positions.layout.beside[0]
         if form is None or form.score_mod is None:
             return None
-        if packed:  # one row, in which a sequence begins after those before it
+        if packed:  # sequences follow one another in one row
             return lambda x, b, h, first: form.modify(x, 0, h, b * positions.length + first, b * positions.length)
         return lambda x, b, h, first: form.modify(x, b, h, before + first, 0)
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as the call was given them."""
+        """Queries, keys and values of the call."""
         return self.named["query"], self.named["key"], self.named["value"]
 
     def run(self, changed: Mapping[str, Tensor] | None = None) -> Any:
-        """The original function's output, with some of query, key and value replaced."""
+        """Run the original function, with some of query, key and value replaced."""
         return self.function(**self.named | dict(changed or {}))
 
     def z(self, raw: Tensor, positions: Positions) -> Tensor:
-        """The heads' outputs [batch, pos, head, d_head]."""
+        """Return the head outputs [batch, pos, head, d_head]."""
         return positions.heads(self._lined(raw, positions))
 
     def raw(self, z: Tensor, like: Tensor, positions: Positions) -> Tensor:
-        """The inverse of `z`."""
+        """Invert `z`."""
         out = positions.from_heads(z, self._lined(like, positions))
         if self.batch is not None:
             return self.batch.from_front(out, letters_of(like))
         return out if self.heads_first else out.transpose(-3, -2)
 
     def _lined(self, raw: Tensor, positions: Positions) -> Tensor:
-        """Its output as [batch, ..., pos, d_head]."""
+        """Return its output as [batch, ..., pos, d_head]."""
         if self.batch is not None:
             return self.batch.to_front(raw, letters_of(raw), positions.rows)
         return raw if self.heads_first else raw.transpose(-3, -2)
 
 
 def letters_of(x: Tensor) -> str:
-    """A letter for each axis."""
+    """Return one letter for each axis."""
     return string.ascii_lowercase[: x.ndim]
 
 
 def _block_table(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
-    """How often each block of queries lists each block of keys, [batch or 1, head or 1, block of queries, block of keys]."""
+    """Count how often each block of queries lists each block of keys, [batch or 1, head or 1, query block, key block]."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     places = indices.long().clamp(max=blocks).where(listed, blocks)
     table = places.new_zeros(*places.shape[:-1], blocks + 1)
     return table.scatter_add_(-1, places, listed.long())[..., :-1]
 
 
-def _seen(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else visible(mask)
-
-
 def sdpa_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
-    """A call of `torch.nn.functional.scaled_dot_product_attention`."""
+    """Read a call of `torch.nn.functional.scaled_dot_product_attention`."""
     named = {name: autocast(x) for name, x in (dict(zip(_FUSED, args, strict=False)) | dict(kwargs)).items()}
     scale = named.get("scale")
     scale = named["query"].shape[-1] ** -0.5 if scale is None else float(scale)
@@ -229,7 +225,7 @@ def sdpa_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def interface_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
-    """A call of a function that is registered in Hugging Face's `AttentionInterface`."""
+    """Read a call of a function that is registered in Hugging Face's `AttentionInterface`."""
     named = dict(zip(_INTERFACE, args, strict=False)) | dict(kwargs)
     mask, causal, scale = named.get("attention_mask"), named.get("is_causal"), named.get("scaling")
     causal = mask is None and bool(getattr(named["module"], "is_causal", True) if causal is None else causal)
@@ -246,11 +242,9 @@ _FLEX = (
 
 
 def flex_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
-    """A call of FlexAttention, as its higher-order operator gets it."""
+    """Read a call of FlexAttention's higher-order operator."""
     named = dict(zip(_FLEX, args, strict=False)) | dict(kwargs)
-    if torch._C.DispatchKey.AutocastCPU in getattr(
-        function, "py_kernels", {}
-    ):  # else it multiplies in the types that it is given
+    if torch._C.DispatchKey.AutocastCPU in getattr(function, "py_kernels", {}):  # else it ignores autocast
         named |= {name: autocast(named[name]) for name in ("query", "key", "value")}
     score_mod, block_mask = named["score_mod"], named["block_mask"]
     plain = score_mod is None or getattr(score_mod, "__name__", "") == "_identity"
@@ -261,18 +255,3 @@ def flex_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
         lambda **values: function(*[values[name] for name in _FLEX if name in values]), named, None, False, 0.0,
         float(named["scale"]), output=(0,), flex=form,
     )  # fmt: skip
-
-
-def aten_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
-    """A call of one of PyTorch's private attention functions, `torch.ops.aten._scaled_dot_product_*`."""
-    schema = getattr(function, "default", function)._schema
-    named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
-    mask, scale = named.get("attn_mask", named.get("attn_bias")), named.get("scale")
-    scale = named["query"].shape[-1] ** -0.5 if scale is None else float(scale)
-    positions = [a.name for a in schema.arguments if not a.kwarg_only]
-
-    def run(**values: Any) -> Any:
-        return function(*[values.pop(name) for name in positions if name in values], **values)
-
-    causal, dropout = bool(named.get("is_causal", False)), float(named.get("dropout_p", 0.0))
-    return FusedCall(run, named, mask, causal, dropout, scale, output=(0,))

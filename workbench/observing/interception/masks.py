@@ -1,7 +1,7 @@
-"""Attention masks of foreign modules: what kind they are, and exact statistics under any of them.
+"""Attention masks of foreign modules: their kinds, and exact attention statistics under any of them.
 
-A causal attention goes to the streaming kernel. What is masked otherwise is read in strips of queries here: the mask is
-a T x T array already, the pattern never becomes one.
+Causal attention uses the streaming kernel. Any other mask is a T x T array already: the statistics under it are computed in
+strips of queries, without a T x T pattern.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from workbench.observing.interception.segments import Segments
 CAUSAL, FUTURE = "causal", "sees later positions"
 NOTHING = "hides every position"
 CROSSING = "lets sequences that stand in one row see each other"
-HIDDEN = -1e4  # a score or bias at or below this hides its key
-FAR, LATER_FAR = 5000.0, 500.0  # as do scores this far below the row's best; the second for later keys alone
+HIDDEN = -1e4  # a score or bias up to this hides its key
+FAR, LATER_FAR = 5000.0, 500.0  # as do scores this far below the row's maximum; the second for later keys
 _ROWS = 256
 Modify = Callable[[Tensor, int, int, int], Tensor]
-"""Scaled scores [query, key] of a sequence and head, from which query on -> the scores in use."""
+"""(scaled scores [query, key], sequence, head, first query) -> changed scores."""
 
 
 def mask_kind(mask: object, causal: bool, length: int, window: int | None = None) -> str:
-    """What a mask of `scaled_dot_product_attention` [..., query, key] does, in words; `CAUSAL` where it is just that.
+    """Describe a mask of `scaled_dot_product_attention` [..., query, key]; `CAUSAL` if it is just that.
 
-    A mask beside `is_causal` is taken with it; `window`: what an argument beside the mask says.
+    With `causal` the mask applies to earlier keys only; `window`: number of visible keys, if an argument limits them.
     """
     if window is not None and window < length:
         return f"sliding window of {window}"
@@ -52,9 +52,9 @@ def mask_kind(mask: object, causal: bool, length: int, window: int | None = None
 
 
 def visible(scores: Tensor) -> Tensor:
-    """Which keys a query attends to, from scores or what is added to them [..., query, key].
+    """Return which keys a query attends to, from scores or additive masks [..., query, key].
 
-    Masks need not be infinite: -1000 in place of a score, or -10000 on top of one, hide a key too.
+    Masks may be finite: -1000 in place of a score, or -10000 on top of one, hide a key too.
     """
     if scores.shape[-2] != scores.shape[-1]:
         return scores > HIDDEN
@@ -65,14 +65,14 @@ def visible(scores: Tensor) -> Tensor:
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """What a sliding window of the latest `window` keys lets a query see: bool [query, key]."""
+    """Return the mask [query, key] of a sliding window: True for the latest `window` keys."""
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
     return (distance >= 0) & (distance < window)
 
 
 def _hidden_kind(allowed: Tensor, past: Tensor) -> str:
-    """Which of the keys before a query a mask [any, query, key] hides, in words."""
+    """Describe the keys that a mask [any, query, key] hides before a query."""
     length = past.shape[0]
     position = torch.arange(length, device=past.device)
     distance = position[:, None] - position
@@ -102,22 +102,22 @@ def masked_statistics(
     beside: Beside = (0, 0),
     segments: Segments | None = None,
 ) -> tuple[Float[Tensor, "batch pos head d_value"], AttentionStatistics]:
-    """Attention output and statistics under any mask, as `scaled_dot_product_attention` reads it, in strips.
+    """Compute attention output and statistics under a mask of `scaled_dot_product_attention`, in strips.
 
-    `modify`: what scaled scores become before they are masked, of FlexAttention. `beside`: how many keys before and after
-    those of the tokens are none: what goes to them is `null`. `segments`: as of `pattern_statistics`.
-    Rows that see no key (bool, or -inf) have statistics of 0 but lse, which is -inf. Float32 or better.
+    `modify` changes scaled scores before the mask (FlexAttention). `beside`: numbers of keys before and after the tokens' keys,
+    whose share of a row is `null`. `segments`: see `pattern_statistics`. Float32 or better.
+    A row without a visible key (bool, or -inf) has lse -inf and all other statistics 0.
     """
     batch, length, heads, _ = q.shape
     keys = k.shape[1]
-    tokens = slice(beside[0], keys - beside[1])
+    tokens = slice(beside[0], beside[0] + length)
     wide = torch.promote_types(v.dtype, torch.float32)
     group = heads // k.shape[2]
     z = torch.empty(batch, length, heads, v.shape[-1], dtype=v.dtype, device=q.device)
     received = torch.zeros(batch, heads, length, dtype=wide, device=q.device)
     rowwise = torch.zeros(5, batch, heads, length, dtype=wide, device=q.device)
     future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1) if causal else None
-    if mask is not None:  # fewer axes than four: of heads, queries and keys
+    if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)].expand(batch, -1, length, keys)
     for b in range(batch):
         for h in range(heads):
@@ -127,7 +127,11 @@ def masked_statistics(
                 scores = q[b, rows, h].to(wide) @ key.T * scale
                 scores = scores if modify is None else modify(scores, b, h, start)
                 hidden = None if mask is None else mask[b, h if mask.shape[1] > 1 else 0, rows]
-                scores = _masked(scores, hidden, None if future is None else future[rows])
+                if hidden is not None and hidden.dtype == torch.bool:
+                    scores = scores.masked_fill(~hidden, -torch.inf)
+                elif hidden is not None:  # a row that a finite bias hides has the pattern of its biased scores
+                    scores = scores + hidden.to(scores.dtype)
+                scores = scores if future is None else scores.masked_fill(future[rows], -torch.inf)
                 pattern = scores.softmax(-1).nan_to_num_(0.0)
                 z[b, rows, h] = (pattern @ value).to(v.dtype)
                 seen = pattern[:, tokens]
@@ -142,19 +146,9 @@ def masked_statistics(
     )
 
 
-def _masked(scores: Tensor, mask: Tensor | None, future: Tensor | None) -> Tensor:
-    """Scores [query, key] under a mask, bool or added, and without those of later keys.
-
-    A row in which a finite bias hides every key is that of its biased scores, as in the module.
-    """
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
-    return scores if future is None else scores.masked_fill(future, -torch.inf)
-
-
 @torch.no_grad()
 def is_distribution(pattern: Float[Tensor, "*any pos pos"]) -> bool:
-    """Whether all entries are >= 0 and no row sums to more than 1, up to rounding."""
+    """Return whether all entries are >= 0 and no row sums to more than 1, up to rounding."""
     slack = max(1e-4, 8 * torch.finfo(pattern.dtype).eps)
     rows = pattern.sum(-1, dtype=torch.promote_types(pattern.dtype, torch.float32))
     return bool(pattern.min() >= -slack) and bool(rows.max() <= 1 + slack)
@@ -167,10 +161,10 @@ def pattern_statistics(
     null: Float[Tensor, "batch head pos"] | None = None,
     segments: Segments | None = None,
 ) -> AttentionStatistics:
-    """Statistics of a pattern that the module itself has formed, a head at a time; float32 or better.
+    """Compute statistics of a pattern that the module has formed, a head at a time; float32 or better.
 
-    `null`: the share of each row that goes to no key, which counts in its entropy as one more column. `segments`: `received` then
-    leaves the queries of padding out, and `sink` is the attention to the first token of the query's document.
+    `null`: share of each row that goes to no key, one more column in its entropy. With `segments`, `received` leaves out the queries
+    of padding, and `sink` is the attention to the first token of the query's document.
     """
     wide = torch.promote_types(pattern.dtype, torch.float32)
     by_head = []

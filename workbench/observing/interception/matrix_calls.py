@@ -1,6 +1,6 @@
-"""Products with a parameter that are called as a function, and vectors that are looked up in a parameter by token id.
+"""Products with a parameter as a function call, and lookups of vectors in a parameter by token id.
 
-A call keeps its original function and arguments, so that running it untouched changes no bit of the output.
+A call stores its original function and arguments, so that running it untouched changes no bit of the output.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def is_parameter(x: Any) -> bool:
-    """Whether it is a parameter or a view of one."""
+    """Return whether it is a parameter or a view of one."""
     return isinstance(x, Tensor) and isinstance(x if x._base is None else x._base, nn.Parameter)
 
 
 @dataclass(frozen=True)
 class MatrixCall:
-    """A product with a parameter; `place` is where its input stands among the arguments, None where it has no single input."""
+    """A product with a parameter; `place`: argument that is its input, or None without a single input."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -31,25 +31,25 @@ class MatrixCall:
 
     @property
     def input(self) -> Tensor | None:
-        """The activations that the parameter multiplies."""
+        """The activations that are multiplied."""
         if self.place is None:
             return None
         return self.kwargs[self.place] if isinstance(self.place, str) else self.args[self.place]
 
     def run(self, changed: Tensor | None = None) -> Any:
-        """The original function's output, with its input replaced where one is given."""
+        """Run the original function, with its input replaced if one is given."""
         call = self if changed is None else self.with_input(changed)
         return call.function(*call.args, **call.kwargs)
 
     def with_input(self, x: Any) -> MatrixCall:
-        """The same call on another input; None keeps nothing of the run alive."""
+        """Return the call with another input; None stores no activation."""
         if isinstance(self.place, str):
             return replace(self, kwargs={**self.kwargs, self.place: x})
         return replace(self, args=tuple(x if i == self.place else y for i, y in enumerate(self.args)))
 
 
 def matrix_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MatrixCall:
-    """The product behind a call of `linear`, or of another product of which a parameter is a factor."""
+    """Read a call of `linear`, or another product with a parameter."""
     if len(args) == 2 and isinstance(args[0], str) and isinstance(args[1], list | tuple):
         args = args[0], *args[1]  # einsum takes its factors one by one or in a list
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
@@ -61,7 +61,7 @@ def matrix_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 @dataclass(frozen=True)
 class Lookup:
-    """Vectors by token id: the ids, the table and the output, in which the axes of the ids stand from `axis` on."""
+    """A lookup of vectors by token id; the axes of the ids begin at `axis` of the output."""
 
     ids: Tensor
     table: Any
@@ -74,13 +74,13 @@ class Lookup:
         return int(self.table.shape[self.axis])
 
     def by_position(self, output: Tensor) -> Tensor:
-        """[..., width] with the ids' axes in front of all others, which are flattened."""
+        """Return [..., width] with the ids' axes in front and all others flattened."""
         ids = range(self.axis, self.axis + self.ids.ndim)
         front = output.permute([*ids, *(i for i in range(output.ndim) if i not in ids)])
         return front.reshape(*front.shape[: self.ids.ndim], -1)
 
     def restored(self, vectors: Tensor) -> Tensor:
-        """The inverse of `by_position` for vectors [..., width]."""
+        """Invert `by_position` for vectors [..., width]."""
         rest = [n for i, n in enumerate(self.output.shape) if not self.axis <= i < self.axis + self.ids.ndim]
         x = vectors.reshape(*vectors.shape[:-1], *rest)
         order = [*range(self.ids.ndim, self.ids.ndim + self.axis), *range(self.ids.ndim)]
@@ -88,7 +88,7 @@ class Lookup:
 
 
 def indexed_parameter(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Lookup | None:
-    """The lookup behind `W[ids]`, `W[:, ids]` or `W.index_select(axis, ids)` of a parameter; None for any other index."""
+    """Read `W[ids]`, `W[:, ids]` or `W.index_select(axis, ids)` of a parameter; None for any other index."""
     table, *rest = (*args, *kwargs.values())
     if not is_parameter(table):
         return None

@@ -1,6 +1,6 @@
-"""Products of two tensors in a forward pass, which an attention written step by step is made of.
+"""Products of two tensors, the steps of eager attention.
 
-A call keeps its original function and arguments, so that running it untouched changes no bit of the output.
+A call stores its original function and arguments, so that running it untouched changes no bit of the output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workbench.observing.interception.positions import BatchAxis
 
 _Result = TypeVar("_Result")
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "bmm": 0, "baddbmm": 1}
-"""Functions of two matrices by name, and where their first one stands."""
+"""Functions of two matrices by name, and the index of the first among the arguments."""
 
 
 @dataclass
@@ -29,11 +29,9 @@ class ProductCall:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    places: tuple[int, int]  # of the two tensors among the arguments
-    letters: tuple[str, str, str]  # of the two and of the result
-    batch: BatchAxis | None = (
-        None  # which axis of the original function's tensors holds the sequences, where that is known
-    )
+    places: tuple[int, int]  # indices of the two tensors among the arguments
+    letters: tuple[str, str, str]  # axes of the two and of the result
+    batch: BatchAxis | None = None  # axis of the sequences in the original arguments, if known
 
     def __post_init__(self) -> None:
         self.args = tuple(autocast(x) if i in self.places else x for i, x in enumerate(self.args))
@@ -44,14 +42,14 @@ class ProductCall:
         return self.args[self.places[0]], self.args[self.places[1]]
 
     def run(self, changed: Mapping[int, Tensor] | None = None) -> Any:
-        """The original function's output, with operand 0 or 1 replaced."""
+        """Run the original function, with operand 0 or 1 replaced."""
         args = list(self.args)
         for which, value in (changed or {}).items():
             args[self.places[which]] = value
         return self.function(*args, **self.kwargs)
 
     def batch_first(self, batch: BatchAxis | None, rows: int) -> ProductCall:
-        """Return the call with the axis of its sequences noted, and views [batch, head, ...] for operands of [head * batch]."""
+        """Return the call with its axis of sequences, and with views [batch, head, ...] of operands [head * batch]."""
         if batch is None or not batch.is_inner:
             return self if batch is None else replace(self, batch=batch)
         given, letters = self.operands, self.letters
@@ -71,7 +69,7 @@ class ProductCall:
         return ProductCall(run, tuple(args), self.kwargs, self.places, (a, b, out), batch)
 
     def shown(self, out: Tensor, rows: int) -> Tensor:
-        """Return the original function's result with the axes `letters[2]`."""
+        """Return the result with the axes `letters[2]`."""
         if self.batch is None or not self.batch.is_inner:
             return out
         return self.batch.to_front(out, self.letters[2][1:].replace("*", self.batch.letter), rows)
@@ -83,16 +81,16 @@ class ProductCall:
         return self.batch.from_front(out, self.letters[2][1:].replace("*", self.batch.letter))
 
     def arranged(self, which: int, order: str) -> Tensor:
-        """An operand (or 2: pass the result to `arrange`) with its axes in `order`; an axis it lacks has length 1."""
+        """Return an operand with its axes in `order`; a missing axis has length 1."""
         return arrange(self.operands[which], self.letters[which], order)
 
     def restored(self, which: int, x: Tensor, order: str) -> Tensor:
-        """The inverse of `arranged` for a tensor that takes the operand's place."""
+        """Invert `arranged` for a replacement of the operand."""
         return restore(x, order, self.letters[which])
 
 
 def autocast(x: Any) -> Any:
-    """Return an operand as a product under `torch.autocast` multiplies it; anything else unchanged."""
+    """Return a tensor in the type of a product under `torch.autocast`; anything else unchanged."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     device = x.device.type
@@ -100,7 +98,7 @@ def autocast(x: Any) -> Any:
 
 
 def as_written(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Return a function that multiplies its first tensor's numbers in their own type, also under `torch.autocast`."""
+    """Run a function without `torch.autocast` on its first tensor's device."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> _Result:
@@ -112,7 +110,7 @@ def as_written(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def product_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ProductCall | None:
-    """The product behind a call, None where it is not one of two tensors of three axes or more."""
+    """Read a product of two tensors of three axes or more; None for any other call."""
     name = getattr(function, "__name__", "")
     if name == "einsum":
         return _einsum_call(function, args, kwargs)
@@ -145,7 +143,7 @@ def _einsum_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
 
 
 def _spelled_out(terms: list[str], out: str, tensors: tuple[Any, ...]) -> tuple[list[str], str] | None:
-    """Terms and result of an equation with letters in the place of its ellipses; None where they stand for axes of length 1 too."""
+    """Return terms and result of an equation with letters for its ellipses; None if they broadcast."""
     counts = [x.ndim - len(term.replace("...", "")) for term, x in zip(terms, tensors, strict=True)]
     widths = {n for term, n in zip(terms, counts, strict=True) if "..." in term}
     free = [c for c in string.ascii_letters if c not in "".join([*terms, out])]
@@ -160,7 +158,7 @@ def _spelled_out(terms: list[str], out: str, tensors: tuple[Any, ...]) -> tuple[
 
 
 def arrange(x: Tensor, letters: str, order: str) -> Tensor:
-    """x, whose axes are `letters`, with its axes in `order`; an axis it lacks has length 1."""
+    """Return a tensor with axes `letters` with its axes in `order`; a missing axis has length 1."""
     x = x.permute([letters.index(c) for c in order if c in letters])
     for place, c in enumerate(order):
         if c not in letters:
@@ -169,20 +167,20 @@ def arrange(x: Tensor, letters: str, order: str) -> Tensor:
 
 
 def restore(x: Tensor, order: str, letters: str) -> Tensor:
-    """The inverse of `arrange`."""
+    """Invert `arrange`."""
     for place in reversed([i for i, c in enumerate(order) if c not in letters]):
         x = x.squeeze(place)
-    kept = [c for c in order if c in letters]
-    return x.permute([kept.index(c) for c in letters])
+    present = [c for c in order if c in letters]
+    return x.permute([present.index(c) for c in letters])
 
 
 def attention_axes(
     scores: ProductCall, values: ProductCall, pattern: int, rows: int, columns: int, key: str
 ) -> tuple[tuple[int, str, str], tuple[str, str, str]] | None:
-    """How the axes of q, k, v and z lie, from the two products around a softmax over the axis `key` of the first one's result.
+    """Find the axes of q, k, v and z from the two products around a softmax over the axis `key` of the first result.
 
-    Returns (which operand is q, order of q, order of k) and (order of the pattern, of v, of z), each order ending in
-    (query or key, d_head) and starting with the batch of `rows`; None where the products are not of this form.
+    Returns (operand that is q, order of q, order of k) and (order of the pattern, of v, of z). Each order starts with the batch of
+    `rows` and ends in (query or key, d_head). None for other products.
     """
     first = 0 if key in scores.letters[1] else 1
     lead = _lead(scores, first, scores.letters[2], key, rows, columns)
@@ -203,9 +201,9 @@ def attention_axes(
 
 
 def softmax_axes(call: ProductCall, shape: torch.Size, axis: int, rows: int, columns: int) -> Iterator[tuple[str, str]]:
-    """Letters that the axes of a softmax's input may have, and their order (lead, query, key), the likeliest last.
+    """Yield possible letters of a softmax's input, and their order (lead, query, key), the likeliest last.
 
-    Its own axis has moved from `axis` to the end. None where it is not the product's result, its axes in any order.
+    The softmax's axis has moved from `axis` to the end. Yields nothing if the input cannot be the product's result.
     """
     own, sizes = call.letters[2], _sizes(call)
     if len(own) != len(shape):
@@ -221,7 +219,7 @@ def softmax_axes(call: ProductCall, shape: torch.Size, axis: int, rows: int, col
 
 
 def pattern_order(values: ProductCall, pattern: int, rows: int, columns: int) -> str | None:
-    """The order (lead, query, key) of the axes of what multiplies values; None where it is no pattern."""
+    """Return the order (lead, query, key) of the axes of the operand that multiplies values; None if it is no pattern."""
     p, v, z = values.letters[pattern], values.letters[1 - pattern], values.letters[2]
     summed = [c for c in p if c in v and c not in z]
     lead = _lead(values, pattern, p, summed[0], rows, columns) if len(summed) == 1 else None
@@ -229,7 +227,7 @@ def pattern_order(values: ProductCall, pattern: int, rows: int, columns: int) ->
 
 
 def _sizes(call: ProductCall) -> dict[str, int]:
-    """Lengths of the axes, by letter, of those that are broadcast the longer ones."""
+    """Return the lengths of the axes by letter, the longer of broadcast ones."""
     axes = [
         each
         for x, letters in zip(call.operands, call.letters, strict=False)
@@ -239,9 +237,9 @@ def _sizes(call: ProductCall) -> dict[str, int]:
 
 
 def _lead(call: ProductCall, which: int, square: str, key: str, rows: int, columns: int) -> tuple[str, str] | None:
-    """Of scores or a pattern: the letters before its queries and keys, the batch of `rows` first, and that of its queries.
+    """Return the letters before queries and keys of scores or a pattern, the batch of `rows` first, and the letter of its queries.
 
-    They have the order that queries or the heads' outputs have: that of the scores may be any.
+    They have the order of the queries or of the head outputs; scores may have any order.
     """
     sizes = _sizes(call)
     own = [c for c in square if c in call.letters[which] and c not in call.letters[1 - which] and sizes[c] == columns]
@@ -250,7 +248,7 @@ def _lead(call: ProductCall, which: int, square: str, key: str, rows: int, colum
         return None
     query = square[-2] if square[-2] in own else own[0]
     lead = sorted((c for c in square if c not in (query, key)), key=like.find)
-    spelled = getattr(call.function, "__name__", "") == "einsum"  # else the first axis may be that of batch times heads
+    spelled = getattr(call.function, "__name__", "") == "einsum"  # else the first axis may be [batch * head]
     batch = "" if call.batch is None else call.batch.letter
     if batch and batch in lead:
         lead.sort(key=lambda c: c != batch)

@@ -1,7 +1,7 @@
-"""Segments of a batch: which positions of each row are padding, and which belong to one document.
+"""Segments of a batch: padding positions, and the document of every other position.
 
-Sequences that stand in one row (packing) and padding are read from what a module's attention hides, and from the masks that
-the module was given. Metrics then read each document by itself: `for row, positions in segments.documents(): ...`.
+Padding and packing (several documents in one row) are read from attention masks and from the mask arguments of the module.
+Metrics then read one document at a time: `for row, positions in segments.documents(): ...`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor, nn
 from workbench.errors import BadData, WorkbenchError
 
 LABELS, NO_MASK = ("labels", "targets", "target"), ("loss", "label", "target", "head")
-"""Arguments that name the token to predict, and words in the names of masks that hide no key."""
+"""Names of arguments with the tokens to predict, and words in the names of masks that hide no key."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The documents of each row of a batch, and the tokens whose loss counts."""
+    """Documents in the rows of a batch, and tokens with a loss."""
 
     ids: Tensor  # [batch, pos]: 0 for padding, else the number of the document in its row
-    counted: Tensor | None = None  # bool [batch, pos]: tokens that the labels of the call count; None: all
+    counted: Tensor | None = None  # bool [batch, pos]: tokens that count in the loss; None: all
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether every row is one document without padding, all of whose tokens count."""
+        """Whether every row is one document without padding, and all its tokens count."""
         return self.counted is None and bool((self.ids == 1).all())
 
     @property
     def is_text(self) -> Tensor:
-        """Positions [batch, pos] that are no padding."""
+        """Positions [batch, pos] without padding."""
         return self.ids > 0
 
     @cached_property
     def first(self) -> Tensor:
-        """Position [batch, pos] of the first token of each position's document; of padding, its own."""
+        """Position [batch, pos] of the document's first token; for padding its own position."""
         first = torch.arange(self.ids.shape[1], device=self.ids.device).repeat(len(self.ids), 1)
         for row, positions in self.documents():
             first[row, positions] = positions[0]
@@ -48,28 +48,28 @@ class Segments:
 
     @property
     def left_out(self) -> float:
-        """Share of positions that are padding."""
+        """Share of padding positions."""
         return float((self.ids == 0).double().mean())
 
     def documents(self) -> Iterator[tuple[int, Tensor]]:
-        """Each document as its row and its positions, in order."""
+        """Yield all documents in order, each as its row and its positions."""
         return ((row, at) for row in range(len(self.ids)) for at in self.documents_in(row))
 
     def documents_in(self, row: int) -> list[Tensor]:
-        """Positions of each document of a row."""
+        """Return the documents of a row, each as its positions."""
         return [(self.ids[row] == n).nonzero()[:, 0] for n in range(1, int(self.ids[row].max()) + 1)]
 
     def rows(self, start: int, end: int) -> Segments:
-        """Those of some rows."""
+        """Return the segments of some rows."""
         return Segments(self.ids[start:end], None if self.counted is None else self.counted[start:end])
 
     def to(self, device: torch.device | str) -> Segments:
-        """The same on a device."""
+        """Return the segments on a device."""
         return Segments(self.ids.to(device), None if self.counted is None else self.counted.to(device))
 
     @staticmethod
     def cat(parts: Sequence[Segments]) -> Segments:
-        """Those of several batches of one length."""
+        """Concatenate the segments of batches of one length."""
         counted = [torch.ones_like(p.ids, dtype=torch.bool) if p.counted is None else p.counted for p in parts]
         some = any(p.counted is not None for p in parts)
         return Segments(torch.cat([p.ids for p in parts]), torch.cat(counted) if some else None)
@@ -77,34 +77,34 @@ class Segments:
 
 @dataclass
 class SeenMasks:
-    """What the attentions of one run hide, all layers and heads together."""
+    """Masks of one run: the union over its attentions, and the tensor arguments of the module."""
 
     tokens: Tensor  # [batch, pos]
-    hiding: Tensor | None = None  # bool [batch, query, key]: keys that attentions with a mask let a query see
+    hiding: Tensor | None = None  # bool [batch, query, key]: keys that some masked attention lets a query see
     is_causal: bool = False  # whether an attention hides no earlier key
-    arguments: list[tuple[str, Any]] = field(default_factory=list)  # of the module, by name
+    arguments: list[tuple[str, Any]] = field(default_factory=list)  # by name
 
-    def add(self, visible: Tensor | None) -> None:
-        """Add a mask [batch or 1, head, query, key] (True: seen) of one attention; None for a causal one that hides no earlier key."""
-        if visible is None:
-            self.is_causal = True
-        elif not self.is_causal:
-            seen = visible.any(1) & self._past
-            self.hiding = (seen if self.hiding is None else self.hiding | seen).expand(len(self.tokens), -1, -1)
-
-    @property
-    def _past(self) -> Tensor:
+    @cached_property
+    def past(self) -> Tensor:
         """Bool [query, key]: keys up to each query."""
         length = self.tokens.shape[1]
         return torch.ones(length, length, dtype=torch.bool, device=self.tokens.device).tril()
 
+    def add(self, visible: Tensor | None) -> None:
+        """Add the visible keys [batch or 1, head, query, key] of one attention; None for a plain causal one."""
+        if visible is None:
+            self.is_causal = True
+        elif not self.is_causal:
+            seen = visible.any(1) & self.past
+            self.hiding = (seen if self.hiding is None else self.hiding | seen).expand(len(self.tokens), -1, -1)
+
     @property
     def visible(self) -> Tensor | None:
-        """Bool [batch, query, key]: keys that some attention lets a query see; None where none was read."""
-        return self._past.expand(len(self.tokens), -1, -1) if self.is_causal else self.hiding
+        """Bool [batch, query, key]: keys that some attention lets a query see; None if no attention was read."""
+        return self.past.expand(len(self.tokens), -1, -1) if self.is_causal else self.hiding
 
     def given(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note the arguments of a call of the module itself."""
+        """Add the tensor arguments of a call of the module."""
         try:
             named = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         except (TypeError, ValueError):
@@ -113,14 +113,14 @@ class SeenMasks:
         self.arguments += [(name, x) for name, x in named.items() if isinstance(x, Tensor)]
 
     def segments(self) -> Segments:
-        """The documents of each row.
+        """Find the documents in all rows.
 
         Raises:
             BadData: A row is padding alone.
-            WorkbenchError: A mask hides earlier tokens in a way that is neither padding nor packing, or tokens attend to
-                positions that a given mask hides.
+            WorkbenchError: A mask hides earlier tokens and is neither padding nor packing, or tokens attend to
+                positions that a mask argument hides.
         """
-        name, text = self._given_text()
+        name, text = self._text_argument()
         ids = torch.zeros_like(self.tokens)
         for row in range(len(ids)):
             ids[row] = self._row(row, name, None if text is None else text[row])
@@ -129,38 +129,38 @@ class SeenMasks:
         return Segments(ids, self._counted())
 
     def _row(self, row: int, name: str, text: Tensor | None) -> Tensor:
-        """Segment ids [pos] of one row."""
-        if self.is_causal and (text is None or bool(text.all())):
-            return torch.ones_like(self.tokens[row])
-        if self.visible is None:  # no attention was read: the given mask is all there is
-            return torch.ones_like(self.tokens[row]) if text is None else text.long()
-        seen, ids = self.visible[row], torch.zeros_like(self.tokens[row])
-        if text is None or bool(text.all()):
-            if depends_on_distance(seen):
-                return torch.ones_like(ids)
-            text = text if text is not None else ~padding(seen, self.tokens[row])
+        """Return the segment ids [pos] of one row; `text`: visible tokens in the mask argument `name`."""
+        one_document = torch.ones_like(self.tokens[row])
+        given = text is not None and not bool(text.all())
+        if self.is_causal and not given:
+            return one_document
+        if self.visible is None:  # no attention was read
+            return text.long() if text is not None else one_document
+        seen = self.visible[row]
+        if not given and depends_on_distance(seen):
+            return one_document
+        text = text if text is not None else ~padding(seen, self.tokens[row])
         if bool(seen[text][:, ~text].any()):
             raise WorkbenchError(
                 f"row {row}: tokens attend to positions that {name or 'the padding'} hides, so that leaving these out would change "
                 "the numbers; give rows of equal length, or a mask that the attention applies"
             )
         among = seen[text][:, text]
-        starts = torch.ones(len(among), dtype=torch.bool, device=ids.device)
-        if len(among) and not depends_on_distance(among):
-            starts[1:] = ~among.diagonal(-1)
-        else:
-            starts[1:] = False
+        starts = torch.ones(len(among), dtype=torch.bool, device=seen.device)
+        if len(among):
+            starts[1:] = False if depends_on_distance(among) else ~among.diagonal(-1)
         number = starts.cumsum(0)
         if bool((among & (number[:, None] != number)).any()):
             raise WorkbenchError(
                 f"row {row}: the attention mask hides earlier tokens in a way that is neither padding nor packed documents; "
                 "averages over positions would mix them, so measure rows that the mask leaves whole"
             )
+        ids = torch.zeros_like(one_document)
         ids[text] = number
         return ids
 
-    def _given_text(self) -> tuple[str, Tensor | None]:
-        """The mask of padding that the module was given, by name: True where a token is text; None without one."""
+    def _text_argument(self) -> tuple[str, Tensor | None]:
+        """Return the name of the module's padding mask, and the mask: True where a token is text; None without one."""
         for name, mask in self.arguments:
             if "mask" not in name or any(word in name for word in NO_MASK):
                 continue
@@ -170,27 +170,26 @@ class SeenMasks:
                 flat = None
             if flat is None:
                 if self.visible is None and mask.ndim in (3, 4) and mask.shape[-1] == self.tokens.shape[1]:
-                    self.add(
-                        (mask if mask.dtype == torch.bool else mask >= 0).expand(*mask.shape[:-2], mask.shape[-1], -1)
-                    )
+                    shown = mask if mask.dtype == torch.bool else mask >= 0
+                    self.add(shown.expand(*mask.shape[:-2], mask.shape[-1], -1))
                 continue
             text = flat if flat.dtype == torch.bool else flat == 0 if bool((flat < 0).any()) else flat > 0
             if text.shape[0] == text.shape[1] > 1 and torch.equal(text, torch.ones_like(text).tril()):
                 continue  # a causal mask [query, key] of as many sequences as positions
-            if "pad" in name and flat.dtype == torch.bool:  # True hides in PyTorch, and shows a token elsewhere
+            if "pad" in name and flat.dtype == torch.bool:  # True hides a token in PyTorch, and shows one elsewhere
                 text = min(~text, text, key=self._contradictions)
             return name, text.to(self.tokens.device)
         return "", None
 
     def _contradictions(self, text: Tensor) -> int:
-        """How many keys before or at a token the attention shows or hides otherwise than padding would."""
+        """Count the keys up to a token that the attention does not show or hide as padding would."""
         if self.visible is None:
             return 0
-        past = torch.ones_like(self.visible[0]).tril()
-        return int((text[:, :, None] & past & (self.visible != text[:, None])).sum()) + int((~text).all(1).sum())
+        differs = text[:, :, None] & self.past & (self.visible != text[:, None])
+        return int(differs.sum()) + int((~text).all(1).sum())
 
     def _counted(self) -> Tensor | None:
-        """Tokens that the labels of the call count: those that are not negative, wherever the labels stand."""
+        """Return the tokens that the labels of the call count, those with labels >= 0."""
         for name, labels in self.arguments:
             if name not in LABELS or labels.shape != self.tokens.shape or labels.is_floating_point():
                 continue
@@ -208,7 +207,7 @@ class SeenMasks:
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """Mean of values [1, ...]; where their second axes differ, at each entry of those that reach it."""
+    """Average values [1, ...]. Their second axes may differ: each entry averages the values that have it."""
     longest = max(values, key=lambda value: value.shape[1:2].numel())
     total, weight = torch.zeros_like(longest), torch.zeros_like(longest)
     for value, w in zip(values, weights, strict=True):
@@ -219,21 +218,21 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
 
 
 def depends_on_distance(seen: Tensor) -> bool:
-    """Whether a causal mask [query, key] hides by distance alone (full, windowed, dilated); False if no query sees another key."""
+    """Return whether a causal mask [query, key] hides by distance alone (full, windowed, dilated), and some query sees another key."""
     return len(seen) == 1 or (bool(seen.tril(-1).any()) and bool((seen[1:, 1:] == seen[:-1, :-1]).all()))
 
 
 def padding(seen: Tensor, tokens: Tensor) -> Tensor:
-    """Positions of padding under a causal mask [query, key] of one row, True where a query sees a key.
+    """Return the padding positions under a causal mask [query, key] of one row, True where a query sees a key.
 
-    Padding sees not even itself, or is alone (neither sees nor is seen), or is skipped: later queries see earlier keys, never it.
-    The last position, which no query follows, is padding if it repeats the token of padding before it.
+    A padding position does not see itself, or is alone (neither sees nor is seen), or is skipped: later queries see earlier keys
+    but not this one. The last position, which no query follows, is padding if it repeats the token of the padding before it.
     """
     itself, others = seen.diagonal(), seen.clone()
     others.fill_diagonal_(False)
     is_seen, sees = others.any(0), others.any(1)
-    reach = torch.where(sees, others.to(torch.uint8).argmax(1), len(seen))  # of each query, the earliest key
-    earliest = reach.flip(0).cummin(0).values.flip(0)  # of all queries from here on
+    reach = torch.where(sees, others.to(torch.uint8).argmax(1), len(seen))  # earliest key of each query
+    earliest = reach.flip(0).cummin(0).values.flip(0)  # of all queries from each one on
     place = torch.arange(len(seen), device=seen.device)
     skipped = ~is_seen
     skipped[:-1] &= earliest[1:] < place[:-1]

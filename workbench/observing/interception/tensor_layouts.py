@@ -1,4 +1,4 @@
-"""Tensors inside a module's calls: where they stand among arguments and outputs, and whether heads repeat.
+"""Paths to tensors in the arguments and outputs of a module, and repeated heads.
 
 A `TensorPath` leads to one tensor of a nested structure: `(0, "logits")` is `structure[0]["logits"]`.
 """
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 TensorPath = tuple[int | str, ...]
-_MAX_DEPTH = 3  # decoders nest the stream no deeper
+_MAX_DEPTH = 3  # nesting of the stream in decoders
 _MAX_OUTPUT_DEPTH = 8
 
 
 def tensors_in(
     structure: Any, path: TensorPath = (), *, depth: int = _MAX_DEPTH
 ) -> Iterator[tuple[TensorPath, Tensor]]:
-    """Every tensor of nested sequences, mappings, dataclasses and namespaces, in order, with the path to it."""
+    """Yield every tensor of nested sequences, mappings, dataclasses and namespaces with its path."""
     if isinstance(structure, Tensor):
         yield path, structure
     elif len(path) < depth:
@@ -55,7 +55,7 @@ def _items(structure: Any, *, any_object: bool) -> Iterable[tuple[int | str, Any
 
 
 def get_at(structure: Any, path: TensorPath) -> Any:
-    """What stands at a path."""
+    """Return the value at a path."""
     for key in path:
         indexed = isinstance(structure, Mapping | Sequence)
         structure = structure[key] if indexed else getattr(structure, str(key))
@@ -63,7 +63,7 @@ def get_at(structure: Any, path: TensorPath) -> Any:
 
 
 def replaced_at(structure: Any, path: TensorPath, value: Tensor) -> Any:
-    """A copy of the structure in which `value` stands at the path; everything else is the same object."""
+    """Return a copy of the structure with `value` at the path; all else is the same object."""
     if not path:
         return value
     inner = replaced_at(get_at(structure, path[:1]), path[1:], value)
@@ -79,7 +79,7 @@ def replaced_at(structure: Any, path: TensorPath, value: Tensor) -> Any:
 
 
 def head_repeats(*groups: Tensor) -> int:
-    """How often each key-value head of all these [batch, pos, head, d_head] stands side by side, exactly."""
+    """Return how many adjacent heads are equal copies in all of these [batch, pos, head, d_head]."""
     heads = groups[0].shape[2]
     divisors = (n for n in range(heads, 1, -1) if heads % n == 0)
     fits = (n for n in divisors if all(torch.equal(x, x[:, :, ::n].repeat_interleave(n, dim=2)) for x in groups))

@@ -1,7 +1,7 @@
-"""Weights that stay where they are: offloaded by accelerate, or one shard of each in every process; read as a whole when asked for.
+"""Weights that accelerate offloads, or of which every process holds a shard; gathered on request.
 
-Modules run as they are placed: what holds their weights loads or gathers them for the run. Reading a sharded weight as a whole is a
-collective call, which all processes make alike.
+The owner of the weights (accelerate, FSDP) loads or gathers them for a run. Gathering a sharded weight is a collective call, which
+all processes make together.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 
-_FEW = 16  # numbers that tell matrices apart
-_SAMPLE = 1024  # numbers of a parameter that tell it from another
+_FEW = 16  # numbers of a sample by which matrices are compared
+_SAMPLE = 1024  # numbers of a parameter in its sample
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Whole numbers of as many bytes as an entry has."""
+"""Integer type by the number of bytes of an entry."""
 
 
-def whole(module: nn.Module, name: str = "weight") -> Tensor:
-    """A parameter of a module as a whole, without a gradient."""
+def full_weight(module: nn.Module, name: str = "weight") -> Tensor:
+    """Return a parameter of a module, gathered and without a gradient."""
     weight: Any = getattr(module, name)
     if is_sharded(weight):
         return weight.detach().full_tensor()
@@ -29,39 +29,39 @@ def whole(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether a tensor is one shard of a whole (FSDP2, tensor parallel)."""
+    """Return whether a tensor is a shard (FSDP2, tensor parallel)."""
     return hasattr(weight, "full_tensor")  # a DTensor, without loading torch.distributed
 
 
 def offloaded(module: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer that accelerate keeps in memory or on disk; raises `WorkbenchError` where nothing keeps it."""
+    """Return a parameter or buffer that accelerate offloaded; raises `WorkbenchError` for others."""
     hook: Any = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
-        kept = getattr(one, "weights_map", None)
-        if kept is not None and name in kept:
-            return kept[name]
+        weights = getattr(one, "weights_map", None)
+        if weights is not None and name in weights:
+            return weights[name]
     raise WorkbenchError(f"{name} of a {type(module).__name__} is on the meta device, without numbers")
 
 
 def samples(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield some numbers of every parameter, and the sum of all its bits: of what is here, without gathering the rest."""
+    """Yield a sample of every parameter, and the sum of all its bits; of a sharded one, of the local shard."""
     for name, parameter in sorted(module.named_parameters()):
         owner, _, last = name.rpartition(".")
-        here: Any = offloaded(module.get_submodule(owner), last) if parameter.is_meta else parameter.detach()
-        flat = (here.to_local() if is_sharded(here) else here).reshape(-1)
+        local: Any = offloaded(module.get_submodule(owner), last) if parameter.is_meta else parameter.detach()
+        flat = (local.to_local() if is_sharded(local) else local).reshape(-1)
         yield name, flat[:: max(len(flat) // _SAMPLE, 1)]
         yield f"{name}, sum", flat.contiguous().view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
 
 
 def has_alike_matrices(module: nn.Module) -> bool:
-    """Return whether samples of some matrix are constant, or equal those of another matrix."""
+    """Return whether some matrix has a constant sample, or the sample of another matrix."""
     matrices = {name for name, p in module.named_parameters() if p.ndim > 1 and not is_sharded(p)}
     numbers = [tuple(flat[:: max(len(flat) // _FEW, 1)].tolist()) for name, flat in samples(module) if name in matrices]
     return len(set(numbers)) < len(numbers) or any(len(set(each)) == 1 for each in numbers)
 
 
 def refuse_absent_weights(module: nn.Module) -> None:
-    """Raise `WorkbenchError` where weights have no numbers anywhere."""
+    """Raise `WorkbenchError` if a weight has no numbers anywhere."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             owner, _, last = name.rpartition(".")
@@ -73,8 +73,8 @@ def refuse_absent_weights(module: nn.Module) -> None:
                 ) from error
 
 
-def applied(module: nn.Module, rows: Tensor) -> Tensor:
-    """What a module makes of rows outside a run of the model it belongs to."""
+def apply_module(module: nn.Module, rows: Tensor) -> Tensor:
+    """Run a module on rows outside a run of its model."""
     own = next((p.dtype for p in module.parameters() if p.is_floating_point()), rows.dtype)
     rows = rows.to(own)  # activations under torch.autocast are narrower than the weights
     weights: dict[str, Any] = {name: p.detach() for name, p in module.named_parameters() if is_sharded(p)}

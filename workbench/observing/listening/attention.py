@@ -1,6 +1,6 @@
-"""Hook points of an observed module's attention, fired around its calls: fused ones, and the products and softmax of an eager one.
+"""Handler that fires hook points around attention calls: fused calls, and the products and softmax of eager attention.
 
-What no hook replaces goes on as the same tensor, and a call that is only read runs untouched.
+A tensor that no hook replaces stays the same object, and a call that is only read runs untouched.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from workbench.errors import WorkbenchError
 from workbench.kernels.attention import AttentionStatistics
 from workbench.models.activations import probabilities
+from workbench.observing.interception.function_mode import CallHandler
 from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import (
     CAUSAL,
@@ -27,11 +28,10 @@ from workbench.observing.interception.masks import (
     window_mask,
 )
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
-from workbench.observing.interception.positions import Beside
+from workbench.observing.interception.positions import ALL_KEYS, Beside
 from workbench.observing.interception.product_calls import ProductCall, arrange, restore
 from workbench.observing.interception.tensor_layouts import get_at, replaced_at
-from workbench.observing.listening.run import Heard, HookedRun
-from workbench.observing.listening.sources import show_sources
+from workbench.observing.listening.run import HookedAttention, RunState
 from workbench.observing.recognition.attention_calls import (
     BY_HAND,
     NO_DISTRIBUTION,
@@ -42,392 +42,376 @@ from workbench.observing.recognition.attention_calls import (
 )
 
 
-class AttentionHooks:
-    """Handler of the calls of one run: fires the hook points of its attention around them."""
+class AttentionRun(RunState, CallHandler):
+    """A run that handles its own attention calls."""
 
-    def __init__(self, run: HookedRun) -> None:
-        self.run, self.at = run, run.positions
-        self.mask_kinds: dict[
-            int, tuple[str, Any]
-        ] = {}  # by id of the mask's source, which is kept so that no other gets it
+    mask_kinds: dict[int, tuple[str, Any]]  # by id of the mask's source, which stays alive here
 
     def matrix(self, call: MatrixCall) -> Any:
-        """Fire on the input and the output of a bare matrix product: a projection, or what a block adds to its stream."""
-        inputs, outputs = self.run.bare_product()
+        """Fire on the input and output of a function call with a parameter."""
+        inputs, outputs = self.bare_product()
         read = call.input
         for fire in inputs:
-            read = read if read is None else fire(self.run, read)
+            read = read if read is None else fire(self, read)
         output = call.run(None if read is call.input else read)
         for fire in outputs if isinstance(output, Tensor) else ():
-            output = fire(self.run, output)
+            output = fire(self, output)
         return output
 
     def looked_up(self, lookup: Lookup) -> Any:
-        """Fire on the embedding where it is a parameter, and keep what tables of values give for the layers that read it."""
-        run, output, table = self.run, lookup.output, lookup.table
-        name = run.looked_up_in.get(id(table if table._base is None else table._base)) if run.looked_up_in else None
+        """Fire on the embedding if it is a parameter, and store vectors of value tables for the layers that read them."""
+        output, table = lookup.output, lookup.table
+        name = self.looked_up_in.get(id(table if table._base is None else table._base)) if self.looked_up_in else None
         if name is None:
             return output
-        place, vectors = (name, run.lookups[name]), lookup.by_position(output)
-        run.lookups[name] += 1
-        if run.embed is not None and (run.embed.parameter, run.embed.run) == place:
-            if (shown := self.at.shaped(vectors, run.embed.axes)) is None:
+        place, vectors = (name, self.lookups[name]), lookup.by_position(output)
+        self.lookups[name] += 1
+        if self.embed is not None and (self.embed.parameter, self.embed.run) == place:
+            if (shown := self.positions.shaped(vectors, self.embed.axes)) is None:
                 return output
-            fired = run.fire(run.points.embed, shown)
-            return output if fired is shown else lookup.restored(self.at.unshaped(fired, vectors, run.embed.axes))
-        for name, read in run.tables_read.items():
-            if (read.parameter, read.run) == place and (
-                shown := self.at.shaped(read.read(vectors), read.axes)
-            ) is not None:
-                run.tables[name] = shown.flatten(2)
+            fired = self.fire(self.points.embed, shown)
+            return (
+                output if fired is shown else lookup.restored(self.positions.unshaped(fired, vectors, self.embed.axes))
+            )
+        for name, read in self.tables_read.items():
+            shown = (
+                self.positions.shaped(read.read(vectors), read.axes) if (read.parameter, read.run) == place else None
+            )
+            if shown is not None:
+                self.tables[name] = shown.flatten(2)
         return output
 
-    def other(self, name: str) -> None:
-        """Calls of other functions fire nothing."""
-
-    def wrote(self) -> None:
-        """Nor do those that write over a tensor: where they do, hooks get copies."""
-
-    # ---- a whole attention in one call -------------------------------------------------------------------------------
+    # ---- fused attention ---------------------------------------------------------------------------------------------
 
     def fused(self, call: FusedCall) -> Any:
-        """Fire around one whole attention."""
-        if self.run.structure.block_lists:
-            call = call.as_in_own_runs(self.run.structure.block_lists)
-        if not (listeners := self.run.listeners("fused")):
+        """Fire around one fused attention."""
+        if self.structure.block_lists:
+            call = call.as_in_own_runs(self.structure.block_lists)
+        if not (listeners := self.listeners("fused")):
             return call.run()
-        ((heard, _),) = listeners
-        attention, names = heard.part.attention, heard.part.attention.statistics
-        depends = heard.hooks_any("rot_q", "rot_k", *names)
-        call = call.batch_first(attention.batch_axes.get("fused"), self.at.rows)
-        self._check_lengths(heard, *call.qkv[:2])
-        if self.run.masks is not None:
-            self.run.masks.add(self._visible(call, attention.beside))
-        self._check_mask(heard, self._mask_kind(call, attention.beside) if depends else CAUSAL, call.dropout)
-        changed = self._inputs(heard, call)
+        ((hooked, _),) = listeners
+        attention, names = hooked.part.attention, hooked.part.attention.statistics
+        call = call.batch_first(attention.batch_axes.get("fused"), self.positions.rows)
+        self._check_lengths(hooked, *call.qkv[:2])
+        if self.masks is not None:
+            self.masks.add(self._visible(call, attention.beside))
+        depends = hooked.hooks_any("rot_q", "rot_k", *names)
+        self._check_mask(hooked, self._mask_kind(call, attention.beside) if depends else CAUSAL, call.dropout)
+        changed = self._inputs(hooked, call)
         used = call.named | changed
-        probabilities_, replaced = None, False
-        if heard.hooks_any("attn_scores", "pattern"):
-            probabilities_, replaced = self._pattern(heard, call, used)
-        if heard.hooks_any(*names):
-            self._show_statistics(heard, self._fused_statistics(heard, call, used, probabilities_))
+        pattern, is_replaced = None, False
+        if hooked.hooks_any("attn_scores", "pattern"):
+            pattern, is_replaced = self._pattern(hooked, call, used)
+        if hooked.hooks_any(*names):
+            self._show_statistics(hooked, self._fused_statistics(hooked, call, used, pattern))
         raw = call.run(changed)
         output = get_at(raw, call.output)
-        z = before = call.z(output, self.at)
-        if probabilities_ is not None and replaced:
-            v = repeated(self._keys(heard, used["value"]), probabilities_.shape[1])
-            z = torch.einsum("bhqk,bkhd->bqhd", probabilities_, v).to(before.dtype)
-        z = self.run.fire_at(heard, "z", z) if heard.hooks_any("z") else z
-        return raw if z is before else replaced_at(raw, call.output, call.raw(z, output, self.at))
+        z = before = call.z(output, self.positions)
+        if pattern is not None and is_replaced:
+            v = repeated(self.positions.heads(used["value"], ALL_KEYS), pattern.shape[1])
+            z = torch.einsum("bhqk,bkhd->bqhd", pattern, v).to(before.dtype)
+        z = self.fire_at(hooked, "z", z) if hooked.hooks_any("z") else z
+        return raw if z is before else replaced_at(raw, call.output, call.raw(z, output, self.positions))
 
     def _mask_kind(self, call: FusedCall, beside: Beside) -> str:
-        """What a mask does, worked out once for all layers that share it."""
+        """Return the kind of a mask, computed once for all layers that share it."""
         source = call.mask_source
         if source is None:
-            return call.mask_kind(self.at, beside)
+            return call.mask_kind(self.positions, beside)
         if id(source) not in self.mask_kinds:
-            self.mask_kinds[id(source)] = call.mask_kind(self.at, beside), source
+            self.mask_kinds[id(source)] = call.mask_kind(self.positions, beside), source
         return self.mask_kinds[id(source)][0]
 
     def _visible(self, call: FusedCall, beside: Beside) -> Tensor | None:
-        """Keys that a call lets queries see, bool [batch or 1, any head, query, key]; None where it is causal and hides none."""
+        """Return the visible keys, bool [batch or 1, any head, query, key]; None for a causal call that hides none."""
         if self._mask_kind(call, beside) == CAUSAL:
             return None
-        mask, _, whole = call.masks(self.at)
+        mask, _, of_all_positions = call.masks(self.positions)
         if not isinstance(mask, Tensor):
-            window = self.at.length if call.window is None else call.window
-            return window_mask(self.at.length, window, call.qkv[0].device)[None, None]
+            window = self.positions.length if call.window is None else call.window
+            return window_mask(self.positions.length, window, call.qkv[0].device)[None, None]
         mask = mask if mask.dtype == torch.bool else visible(mask)
-        if whole:
-            return self.at.square(mask, beside)
+        if of_all_positions:
+            return self.positions.square(mask, beside)
         lead = call.qkv[0].shape[:-2]
         if len(lead) == 2:
             return mask[(None,) * (4 - mask.ndim)]
-        return mask.expand(*lead, *mask.shape[-2:]).reshape(self.at.batch, -1, *mask.shape[-2:])
+        return mask.expand(*lead, *mask.shape[-2:]).reshape(self.positions.batch, -1, *mask.shape[-2:])
 
-    def _keys(self, heard: Heard, x: Tensor) -> Tensor:
-        """Keys or values of all that the tokens see, [batch, key, kv_head, d_head]."""
-        return self.at.heads(x, self._left_out(heard))
+    def _columns(self, hooked: HookedAttention, x: Tensor) -> Tensor:
+        """Return the columns of tokens in [..., query, key] of all keys."""
+        return (
+            x.narrow(-1, hooked.part.attention.beside[0], self.positions.length)
+            if x.shape[-1] > self.positions.length
+            else x
+        )
 
-    def _left_out(self, heard: Heard) -> Beside:
-        return heard.part.attention.beside if self.at.layout.packed else (0, 0)
-
-    def _columns(self, heard: Heard, x: Tensor) -> Tensor:
-        """Of [..., query, key] of all keys those of tokens."""
-        before, after = (0, 0) if self.at.layout.packed else heard.part.attention.beside
-        return x.narrow(-1, before, x.shape[-1] - before - after) if before or after else x
-
-    def _inputs(self, heard: Heard, call: FusedCall) -> dict[str, Tensor]:
-        """Fire on queries, keys and values as the attention reads them; what was replaced, by name, as the call takes it."""
+    def _inputs(self, hooked: HookedAttention, call: FusedCall) -> dict[str, Tensor]:
+        """Fire on queries, keys and values; return the replaced ones by name, as the call takes them."""
         changed: dict[str, Tensor] = {}
-        attention = heard.part.attention
+        attention = hooked.part.attention
         for name, hook in (("value", "v"), ("query", "rot_q"), ("key", "rot_k")):
-            shows_sources = hook == "v" and self._shows_sources(heard)
-            if not heard.hooks_any(hook) and not shows_sources:
+            shows_sources = hook == "v" and self.shows_sources(hooked)
+            if not hooked.hooks_any(hook) and not shows_sources:
                 continue
             raw, beside = call.named[name], None if name == "query" else attention.beside
-            wide = self.at.heads(raw, beside)
-            n = wide.shape[2] if name == "query" else getattr(attention, hook[-1]).shape[1]
-            repeats = wide.shape[2] // n
-            x = wide[:, :, ::repeats] if repeats > 1 else wide
+            wide = self.positions.heads(raw, beside)
+            x = wide if name == "query" else _without_repeats(wide, getattr(attention, hook[-1]).shape[1])
             if shows_sources:
-                show_sources(self.run, heard, x)
+                self.show_sources(hooked, x)
             factor = call.scale * x.shape[-1] ** 0.5 if name == "query" else 1.0
-            if (out := self._fire_scaled(heard, hook, x, factor)) is not x:
-                changed[name] = self.at.from_heads(repeated(out, wide.shape[2]), raw, beside)
+            if (out := self._fire_scaled(hooked, hook, x, factor)) is not x:
+                changed[name] = self.positions.from_heads(repeated(out, wide.shape[2]), raw, beside)
         return changed
 
-    def _shows_sources(self, heard: Heard) -> bool:
-        return heard.layer in self.run.mixtures or heard.layer in self.run.own_values_read
-
-    def _fire_scaled(self, heard: Heard, name: str, x: Tensor, factor: float) -> Tensor:
-        """Fire on queries in units in which a score is q . k / sqrt(d_head), which are `factor` times the call's own."""
-        folded = x if abs(factor - 1) < 1e-6 else x * factor
-        if not heard.hooks_any(name):
+    def _fire_scaled(self, hooked: HookedAttention, name: str, x: Tensor, factor: float) -> Tensor:
+        """Fire on `factor` times a tensor: queries are shown so that a score is q . k / sqrt(d_head)."""
+        if not hooked.hooks_any(name):
             return x
-        out = self.run.fire_at(heard, name, folded, beside=folded is not x)
-        return x if out is folded else out if folded is x else out / factor
+        scaled = x if abs(factor - 1) < 1e-6 else x * factor
+        out = self.fire_at(hooked, name, scaled, beside=scaled is not x)
+        return x if out is scaled else out if scaled is x else out / factor
 
-    def _scores(self, heard: Heard, call: FusedCall, used: dict[str, Any]) -> Tensor:
-        """Scaled, masked scores [batch, head, query, key] of tokens' queries and all keys that they see."""
-        q, k = self.at.heads(used["query"]), self._keys(heard, used["key"])
+    def _pattern(self, hooked: HookedAttention, call: FusedCall, used: dict[str, Any]) -> tuple[Tensor, bool]:
+        """Fire on scores and pattern; return the pattern [batch, head, query, key] over all keys, and whether a hook replaced one."""
+        q, k = self.positions.heads(used["query"]), self.positions.heads(used["key"], ALL_KEYS)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, repeated(k, q.shape[2])) * call.scale
-        if (modify := call.modify(self.at)) is not None:
+        if (modify := call.modify(self.positions)) is not None:
             each = [[modify(head, b, h, 0) for h, head in enumerate(heads)] for b, heads in enumerate(scores)]
             scores = torch.stack([torch.stack(heads) for heads in each])
-        mask, causal, whole = call.masks(self.at)
-        mask = self.at.square(mask, self._left_out(heard)) if whole else mask
+        mask, causal, of_all_positions = call.masks(self.positions)
+        mask = self.positions.square(mask, ALL_KEYS) if of_all_positions else mask
         if causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(future, float("-inf"))
-        if mask is None:
-            return scores
-        return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-
-    def _pattern(self, heard: Heard, call: FusedCall, used: dict[str, Any]) -> tuple[Tensor, bool]:
-        """The pattern [batch, head, query, key] over all keys after the hooks, and whether one of them replaced anything."""
-        scores = self._scores(heard, call, used)
-        mine = self._columns(heard, scores)
-        out = self.run.fire_at(heard, "attn_scores", mine, beside=True)
-        if out is not mine:
-            scores = _with_columns(scores, self._columns, heard, out)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        shown = self._columns(hooked, scores)
+        fired = self.fire_at(hooked, "attn_scores", shown, beside=True)
+        if is_replaced := fired is not shown:
+            scores = self._with_columns(hooked, scores, fired)
         pattern = probabilities(scores, used["value"].dtype).nan_to_num(0.0)
-        mine_ = self._columns(heard, pattern)
-        out_ = self.run.fire_at(heard, "pattern", mine_, beside=True)
-        if out_ is not mine_:
-            pattern = _with_columns(pattern, self._columns, heard, out_)
-        heard.lse = scores.logsumexp(-1)
-        return pattern, out is not mine or out_ is not mine_
+        shown = self._columns(hooked, pattern)
+        fired = self.fire_at(hooked, "pattern", shown, beside=True)
+        hooked.lse = scores.logsumexp(-1)
+        if fired is shown:
+            return pattern, is_replaced
+        return self._with_columns(hooked, pattern, fired), True
+
+    def _with_columns(self, hooked: HookedAttention, x: Tensor, replaced: Tensor) -> Tensor:
+        """Return [..., query, key] of all keys with the columns of tokens replaced."""
+        if replaced.shape == x.shape:
+            return replaced
+        x = x.clone()
+        self._columns(hooked, x).copy_(replaced)
+        return x
 
     def _fused_statistics(
-        self, heard: Heard, call: FusedCall, used: dict[str, Any], pattern: Tensor | None
+        self, hooked: HookedAttention, call: FusedCall, used: dict[str, Any], pattern: Tensor | None
     ) -> AttentionStatistics:
-        """Statistics of a fused call: of the pattern in use where hooks formed or replaced one."""
-        attention = heard.part.attention
+        attention = hooked.part.attention
         if pattern is not None:
-            mine, lse, heard.lse = self._columns(heard, pattern), heard.lse, None
+            shown, lse, hooked.lse = self._columns(hooked, pattern), hooked.lse, None
             assert lse is not None
-            null = (pattern.sum(-1) - mine.sum(-1)).clamp_min(0) if attention.has_null else None
-            return pattern_statistics(lse, mine, null, self.run.segments)
-        q, k, v = self.at.heads(used["query"]), self._keys(heard, used["key"]), self._keys(heard, used["value"])
-        k, v = (_short(x, getattr(attention, name).shape[1]) for x, name in ((k, "k"), (v, "v")))
-        plain = self.run.segments is None and not attention.has_null
+            null = (pattern.sum(-1) - shown.sum(-1)).clamp_min(0) if attention.has_null else None
+            return pattern_statistics(lse, shown, null, self.segments)
+        q, k, v = (
+            self.positions.heads(used["query"]),
+            *(self.positions.heads(used[name], ALL_KEYS) for name in ("key", "value")),
+        )
+        k, v = _without_repeats(k, attention.k.shape[1]), _without_repeats(v, attention.v.shape[1])
+        plain = self.segments is None and not attention.has_null
         if (kind := self._mask_kind(call, attention.beside)) == CAUSAL and plain:
             return causal_attention(q, k, v, call.scale)[1]
-        mask, causal, whole = call.masks(self.at)
-        mask = self.at.square(mask, self._left_out(heard)) if whole else mask
+        mask, causal, of_all_positions = call.masks(self.positions)
+        mask = self.positions.square(mask, ALL_KEYS) if of_all_positions else mask
         if not isinstance(mask, Tensor) and kind != CAUSAL:
             if call.window is None:
                 raise WorkbenchError(f"attention in {attention.within.name} has {kind}: no statistics of it")
-            mask = window_mask(self.at.length, call.window, q.device)
-        options: Any = {"scale": call.scale, "mask": mask, "causal": causal, "modify": call.modify(self.at)}
-        options["segments"] = self.run.segments
-        beside = (0, 0) if self.at.layout.packed else attention.beside
-        return masked_statistics(q, k, v, beside=beside, **options)[1]
+            mask = window_mask(self.positions.length, call.window, q.device)
+        return masked_statistics(
+            q, k, v, scale=call.scale, mask=mask, causal=causal, modify=call.modify(self.positions), beside=attention.beside,
+            segments=self.segments,
+        )[1]  # fmt: skip
 
-    def _show_statistics(self, heard: Heard, statistics: AttentionStatistics) -> None:
-        for name in heard.part.attention.statistics:
-            self.run.show_at(heard, name, getattr(statistics, name))
+    def _show_statistics(self, hooked: HookedAttention, statistics: AttentionStatistics) -> None:
+        for name in hooked.part.attention.statistics:
+            self.show_at(hooked, name, getattr(statistics, name))
 
-    # ---- what it must be for its hook points to be true --------------------------------------------------------------
+    # ---- conditions for true hook points -----------------------------------------------------------------------------
 
-    def _check_lengths(self, heard: Heard, q: Tensor, k: Tensor) -> None:
-        """Raise `WorkbenchError` where queries and keys [..., pos, d_head] are not the positions that they were."""
-        more = sum(heard.part.attention.beside) - sum(self.at.layout.beside)
-        if (q.shape[-2], k.shape[-2]) != (self.at.columns, self.at.columns + more):
+    def _check_lengths(self, hooked: HookedAttention, q: Tensor, k: Tensor) -> None:
+        """Raise `WorkbenchError` if queries or keys [..., pos, d_head] have other positions than on the example tokens."""
+        (_, layout_after), (before, after) = self.positions.layout.beside, hooked.part.attention.beside
+        extra = k.shape[-2] - self.positions.columns
+        same = extra == before + after - sum(self.positions.layout.beside)
+        pooled = after > layout_after and extra >= 0  # keys computed from the tokens, after theirs
+        if q.shape[-2] != self.positions.columns or not (same or pooled):
             raise WorkbenchError(
-                f"attention in layer {heard.layer} lets {q.shape[-2]} queries attend to {k.shape[-2]} keys for {self.at.length} "
+                f"attention in layer {hooked.layer} lets {q.shape[-2]} queries attend to {k.shape[-2]} keys for {self.positions.length} "
                 "tokens; give whole sequences, and no cache (use_cache=False, no past_key_values=)"
             )
 
-    def _check_mask(self, heard: Heard, kind: str, dropout: float = 0.0) -> None:
-        """Raise `WorkbenchError` where this attention is masked otherwise in a way that the hooked points depend on."""
-        where, known = f"attention in layer {heard.layer}", heard.part.attention.mask
+    def _check_mask(self, hooked: HookedAttention, kind: str, dropout: float = 0.0) -> None:
+        """Raise `WorkbenchError` if the hooked points depend on a mask that differs from that on the example tokens."""
+        where, known = f"attention in layer {hooked.layer}", hooked.part.attention.mask
         if dropout:
             raise WorkbenchError(f"dropout of {dropout} is active in the {where}: call module.eval() first")
-        if kind in (FUTURE, CROSSING) and heard.hooks_any(*heard.part.attention.statistics):
+        if kind in (FUTURE, CROSSING) and hooked.hooks_any(*hooked.part.attention.statistics):
             raise WorkbenchError(f"{where} {kind} now, which it did not on the example tokens")
-        if known == CAUSAL != kind and heard.hooks_any("rot_q", "rot_k"):
+        if known == CAUSAL != kind and hooked.hooks_any("rot_q", "rot_k"):
             raise WorkbenchError(
                 f"{where} is masked otherwise now ({kind}) than on the example tokens ({known}), so that softmax of rot_q and "
                 f"rot_k is not its pattern: read hook_pattern or the statistics, or give sequences it does not cut"
             )
 
-    # ---- an attention in steps ---------------------------------------------------------------------------------------
+    # ---- eager attention ---------------------------------------------------------------------------------------------
 
     def product(self, call: ProductCall) -> Any:
         """Fire around the two products of an eager attention."""
-        listeners = self.run.listeners("product")
+        listeners = self.listeners("product")
         changed: dict[int, Tensor] = {}
         if listeners:
-            heard, role = listeners[0]
-            call = call.batch_first(heard.part.attention.batch_axes.get(role), self.at.rows)
-        for heard, role in listeners:
-            (self._before_scores if role == "scores" else self._before_values)(heard, call, changed)
+            hooked, role = listeners[0]
+            call = call.batch_first(hooked.part.attention.batch_axes.get(role), self.positions.rows)
+        for hooked, role in listeners:
+            (self._before_scores if role == "scores" else self._before_values)(hooked, call, changed)
         raw = call.run(changed)
-        out = shown = call.shown(raw, self.at.rows)
-        for heard, role in listeners:
-            attention = heard.part.attention
-            if role == "scores" and attention.kind == BY_HAND and heard.hooks_any(*attention.statistics):
-                heard.dots = self.at.square(out.detach(), attention.beside)
-            elif role == "values" and heard.hooks_any("z") and not attention.is_combined:
+        out = shown = call.shown(raw, self.positions.rows)
+        for hooked, role in listeners:
+            attention = hooked.part.attention
+            if role == "scores" and attention.kind == BY_HAND and hooked.hooks_any(*attention.statistics):
+                hooked.dots = self.positions.square(out.detach(), attention.beside)
+            elif role == "values" and hooked.hooks_any("z") and not attention.is_combined:
                 order = attention.axes.z
                 lined = arrange(out, call.letters[2], order)
-                z = self.at.heads(lined)
-                if (fired := self.run.fire_at(heard, "z", z)) is not z:
-                    out = restore(self.at.from_heads(fired, lined), order, call.letters[2])
+                z = self.positions.heads(lined)
+                if (fired := self.fire_at(hooked, "z", z)) is not z:
+                    out = restore(self.positions.from_heads(fired, lined), order, call.letters[2])
         return raw if out is shown else call.unshown(out)
 
-    def _before_scores(self, heard: Heard, call: ProductCall, changed: dict[int, Tensor]) -> None:
-        """Fire on queries and keys; what was replaced goes into `changed`, by operand."""
-        attention = heard.part.attention
+    def _before_scores(self, hooked: HookedAttention, call: ProductCall, changed: dict[int, Tensor]) -> None:
+        """Fire on queries and keys; put replacements into `changed`, by operand."""
+        attention = hooked.part.attention
         first, q_order, k_order, *_ = attention.axes
-        self._check_lengths(heard, call.arranged(first, q_order), call.arranged(1 - first, k_order))
+        self._check_lengths(hooked, call.arranged(first, q_order), call.arranged(1 - first, k_order))
         for name, which, order, beside in (
             ("rot_q", first, q_order, None), ("rot_k", 1 - first, k_order, attention.beside),
         ):  # fmt: skip
-            if not heard.hooks_any(name):
+            if not hooked.hooks_any(name):
                 continue
             raw = arrange(changed.get(which, call.operands[which]), call.letters[which], order)
-            wide = self.at.heads(raw, beside)
-            mine = chosen_heads(wide, attention.chosen)
-            short = mine if name == "rot_q" else _short(mine, attention.k.shape[1])
+            wide = self.positions.heads(raw, beside)
+            own = chosen_heads(wide, attention.chosen)
+            short = own if name == "rot_q" else _without_repeats(own, attention.k.shape[1])
             factor = attention.scale * wide.shape[-1] ** 0.5 if name == "rot_q" else 1.0
-            if (out := self._fire_scaled(heard, name, short, factor)) is not short:
-                back = with_chosen_heads(wide, repeated(out, mine.shape[2]), attention.chosen)
-                changed[which] = call.restored(which, self.at.from_heads(back, raw, beside), order)
+            if (out := self._fire_scaled(hooked, name, short, factor)) is not short:
+                back = with_chosen_heads(wide, repeated(out, own.shape[2]), attention.chosen)
+                changed[which] = call.restored(which, self.positions.from_heads(back, raw, beside), order)
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
-        """Fire on an eager attention's scores, and on its pattern where others are combined with it before the values."""
-        listeners = [heard for heard, _ in self.run.listeners("softmax")]
-        for heard in listeners:
-            shaped = self._square(heard, scores)
-            out = self.run.fire_at(heard, "attn_scores", shaped)
-            scores = scores if out is shaped else self._from_square(heard, out, scores)
+        """Fire on eager scores, and on the pattern if another is combined with it before the values."""
+        listeners = [hooked for hooked, _ in self.listeners("softmax")]
+        for hooked in listeners:
+            shaped = self._square(hooked, scores)
+            out = self.fire_at(hooked, "attn_scores", shaped)
+            scores = scores if out is shaped else self._from_square(hooked, out, scores)
         pattern = run(scores)
-        for heard in listeners:
-            attention, names = heard.part.attention, heard.part.attention.statistics
-            if self.run.masks is not None:
-                for head in self._square(heard, scores).split(1, 1):
-                    self.run.masks.add(visible(head))
-            if heard.hooks_any("rot_q", "rot_k", *names):
-                shaped = self._square(heard, scores)[:, :1]
-                self._check_mask(heard, mask_kind(visible(shaped), False, self.at.length))
-            if heard.hooks_any(*names):
+        for hooked in listeners:
+            attention, names = hooked.part.attention, hooked.part.attention.statistics
+            if self.masks is not None:
+                for head in self._square(hooked, scores).split(1, 1):
+                    self.masks.add(visible(head))
+            if hooked.hooks_any("rot_q", "rot_k", *names):
+                shaped = self._square(hooked, scores)[:, :1]
+                self._check_mask(hooked, mask_kind(visible(shaped), False, self.positions.length))
+            if hooked.hooks_any(*names):
                 wide = torch.promote_types(scores.dtype, torch.float32)
-                heard.lse = self._row(heard, self._lined(heard, scores.detach()).to(wide).logsumexp(-1))
+                hooked.lse = self._row(hooked, self._lined(hooked, scores.detach()).to(wide).logsumexp(-1))
                 if attention.has_null:
-                    mine = self._square(heard, pattern.detach()).to(wide).sum(-1)
-                    heard.null = (
-                        self._row(heard, self._lined(heard, pattern.detach()).to(wide).sum(-1)) - mine
-                    ).clamp_min(0)
+                    of_tokens = self._square(hooked, pattern.detach()).to(wide).sum(-1)
+                    of_all = self._row(hooked, self._lined(hooked, pattern.detach()).to(wide).sum(-1))
+                    hooked.null = (of_all - of_tokens).clamp_min(0)
             if attention.is_combined:
-                square = self._square(heard, pattern)
-                out = self._fire_pattern(heard, square)
-                pattern = pattern if out is square else self._from_square(heard, out, pattern)
+                square = self._square(hooked, pattern)
+                out = self._fire_pattern(hooked, square)
+                pattern = pattern if out is square else self._from_square(hooked, out, pattern)
         return pattern
 
-    def _square(self, heard: Heard, x: Tensor) -> Tensor:
-        """[batch, head, query, key] of a softmax's scores or pattern, what is this attention's of it."""
-        attention = heard.part.attention
-        return chosen_heads(self.at.square(self._lined(heard, x), attention.softmax_beside), attention.chosen, 1)
+    def _square(self, hooked: HookedAttention, x: Tensor) -> Tensor:
+        """Return scores or a pattern of a softmax as [batch, head, query, key] of this attention's heads."""
+        attention = hooked.part.attention
+        return chosen_heads(
+            self.positions.square(self._lined(hooked, x), attention.softmax_beside), attention.chosen, 1
+        )
 
-    def _from_square(self, heard: Heard, square: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `_square`: `like` with what is this attention's replaced."""
-        attention, lined = heard.part.attention, self._lined(heard, like)
-        whole = with_chosen_heads(self.at.square(lined, attention.softmax_beside), square, attention.chosen, 1)
-        back, axes = self.at.from_square(whole, lined, attention.softmax_beside), attention.axes
+    def _from_square(self, hooked: HookedAttention, square: Tensor, like: Tensor) -> Tensor:
+        """Invert `_square`: return `like` with this attention's part replaced."""
+        attention, lined = hooked.part.attention, self._lined(hooked, like)
+        of_all_heads = self.positions.square(lined, attention.softmax_beside)
+        square = with_chosen_heads(of_all_heads, square, attention.chosen, 1)
+        back, axes = self.positions.from_square(square, lined, attention.softmax_beside), attention.axes
         back = restore(back, axes.square, axes.softmax) if axes.softmax else back
         batch = attention.batch_axes.get("softmax")
         return batch.from_front(back, letters_of(like)) if batch is not None and batch.is_inner else back
 
-    def _lined(self, heard: Heard, x: Tensor) -> Tensor:
-        """Scores or a pattern of a softmax, [..., query, key] however its axes lie."""
-        axes, batch = heard.part.attention.axes, heard.part.attention.batch_axes.get("softmax")
+    def _lined(self, hooked: HookedAttention, x: Tensor) -> Tensor:
+        """Return scores or a pattern of a softmax as [..., query, key]."""
+        axes, batch = hooked.part.attention.axes, hooked.part.attention.batch_axes.get("softmax")
         if batch is not None and batch.is_inner:
-            x = batch.to_front(x, letters_of(x), self.at.rows)
+            x = batch.to_front(x, letters_of(x), self.positions.rows)
         return arrange(x, axes.softmax, axes.square) if axes.softmax else x
 
-    def _row(self, heard: Heard, x: Tensor) -> Tensor:
-        """[batch, head, query] of numbers of a softmax's rows."""
-        rows = self.at.cropped(self.at.all_heads(x[..., None]))[..., 0].transpose(1, 2)
-        return chosen_heads(rows, heard.part.attention.chosen, 1)
+    def _row(self, hooked: HookedAttention, x: Tensor) -> Tensor:
+        """Return one number for each row of a softmax as [batch, head, query]."""
+        rows = self.positions.cropped(self.positions.all_heads(x[..., None]))[..., 0].transpose(1, 2)
+        return chosen_heads(rows, hooked.part.attention.chosen, 1)
 
-    def _fire_pattern(self, heard: Heard, square: Tensor) -> Tensor:
-        """Fire on a pattern [batch, head, query, key], and show statistics of what becomes of it."""
-        used, attention = self.run.fire_at(heard, "pattern", square), heard.part.attention
-        lse, null, dots = heard.lse, heard.null, heard.dots
-        heard.lse = heard.null = heard.dots = None
-        if self.run.masks is not None and attention.kind == BY_HAND:
-            self.run.masks.add(square > 0)
-        if dots is not None:
-            lse = _lse_by_hand(dots, square, attention.scale)
-            self._check_mask(heard, mask_kind(square[:, :1] > 0, False, self.at.length))
+    def _fire_pattern(self, hooked: HookedAttention, square: Tensor) -> Tensor:
+        """Fire on a pattern [batch, head, query, key], and show the statistics of its replacement."""
+        used, attention = self.fire_at(hooked, "pattern", square), hooked.part.attention
+        lse, null, dots = hooked.lse, hooked.null, hooked.dots
+        hooked.lse = hooked.null = hooked.dots = None
+        if self.masks is not None and attention.kind == BY_HAND:
+            self.masks.add(square > 0)
+        if dots is not None:  # the log-sum-exp follows from the largest weight of each row and its score
+            wide = torch.promote_types(square.dtype, torch.float32)
+            top, place = square.detach().max(-1, keepdim=True)
+            lse = (dots.gather(-1, place).to(wide) * attention.scale - top.to(wide).log())[..., 0]
+            self._check_mask(hooked, mask_kind(square[:, :1] > 0, False, self.positions.length))
         if lse is not None:
             if used is square and not is_distribution(used):
-                raise WorkbenchError(f"layer {heard.layer}: {NO_DISTRIBUTION} on these tokens, so it has no statistics")
+                raise WorkbenchError(
+                    f"layer {hooked.layer}: {NO_DISTRIBUTION} on these tokens, so it has no statistics"
+                )
             if null is not None and used is not square:
                 null = (1 - used.sum(-1)).clamp_min(0)
-            self._show_statistics(heard, pattern_statistics(lse, used, null, self.run.segments))
+            self._show_statistics(hooked, pattern_statistics(lse, used, null, self.segments))
         return used
 
-    def _before_values(self, heard: Heard, call: ProductCall, changed: dict[int, Tensor]) -> None:
-        """Fire on values and, where it is the attention's own, on the pattern; what was replaced goes into `changed`, by operand."""
-        attention = heard.part.attention
+    def _before_values(self, hooked: HookedAttention, call: ProductCall, changed: dict[int, Tensor]) -> None:
+        """Fire on values, and on a pattern that no other is combined with; put replacements into `changed`, by operand."""
+        attention = hooked.part.attention
         which, p_order, v_order = attention.axes[3:6]
-        if heard.hooks_any("v") or self._shows_sources(heard):
+        if hooked.hooks_any("v") or self.shows_sources(hooked):
             raw = arrange(changed.get(1 - which, call.operands[1 - which]), call.letters[1 - which], v_order)
-            wide = self.at.heads(raw, attention.beside)
-            v = _short(wide, attention.v.shape[1])
-            if self._shows_sources(heard):
-                show_sources(self.run, heard, v)
-            if (out := self.run.fire_at(heard, "v", v)) is not v:
-                back = self.at.from_heads(repeated(out, wide.shape[2]), raw, attention.beside)
+            wide = self.positions.heads(raw, attention.beside)
+            v = _without_repeats(wide, attention.v.shape[1])
+            if self.shows_sources(hooked):
+                self.show_sources(hooked, v)
+            if (out := self.fire_at(hooked, "v", v)) is not v:
+                back = self.positions.from_heads(repeated(out, wide.shape[2]), raw, attention.beside)
                 changed[1 - which] = call.restored(1 - which, back, v_order)
         if not attention.is_combined:
             pattern = call.arranged(which, p_order)
-            square = self.at.square(pattern, attention.beside)
-            used = self._fire_pattern(heard, square)
+            square = self.positions.square(pattern, attention.beside)
+            used = self._fire_pattern(hooked, square)
             if used is not square:
-                changed[which] = call.restored(which, self.at.from_square(used, pattern, attention.beside), p_order)
+                changed[which] = call.restored(
+                    which, self.positions.from_square(used, pattern, attention.beside), p_order
+                )
 
 
-def _with_columns(whole: Tensor, columns: Callable[[Heard, Tensor], Tensor], heard: Heard, replaced: Tensor) -> Tensor:
-    """[..., query, key] in which the columns of tokens are replaced."""
-    if replaced.shape == whole.shape:
-        return replaced
-    whole = whole.clone()
-    columns(heard, whole).copy_(replaced)
-    return whole
-
-
-def _lse_by_hand(dots: Tensor, pattern: Tensor, factor: float) -> Tensor:
-    """Log-sum-exps [batch, head, query] of the scores under a pattern, from the largest weight of each row."""
-    wide = torch.promote_types(pattern.dtype, torch.float32)
-    top, place = pattern.detach().max(-1, keepdim=True)
-    return (dots.gather(-1, place).to(wide) * factor - top.to(wide).log())[..., 0]
-
-
-def _short(x: Tensor, heads: int) -> Tensor:
-    """Keys or values [batch, pos, head, d_head] without repeats: some modules repeat them only where they pass a mask."""
-    return x[:, :, :: x.shape[2] // heads]
+def _without_repeats(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values [batch, pos, head, d_head] once each: some modules repeat them only with a mask."""
+    return x[:, :, :: x.shape[2] // heads] if x.shape[2] > heads else x

@@ -1,13 +1,13 @@
-"""Gradient checkpoints in a run with hooks: the part of the forward pass that the backward pass computes again gets the same hooks.
+"""Gradient checkpoints in a run with hooks: the recomputation in the backward pass gets the same hooks.
 
-`torch.utils.checkpoint` keeps the function that it will call again, in an object of its own for each call. This function is
-replaced there by one that listens as the run did, with the hooks of then, so nothing outlives the graph.
+For each call `torch.utils.checkpoint` stores the function of the recomputation in an object. There it is replaced by one that runs
+with the hooks of the forward pass, so that nothing outlives the graph.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,23 +17,22 @@ from torch.utils import checkpoint
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.call_sites import lines_within, running_frames
-from workbench.observing.interception.function_mode import Scope, guarded
-from workbench.observing.listening.run import HookedRun
+from workbench.observing.interception.function_mode import guarded
 
 AGAIN = -1
-"""Stands for the frame in which a checkpoint calls its function again."""
+"""Placeholder for the frame in which a checkpoint calls its function again."""
 _NON_REENTRANT = getattr(checkpoint.checkpoint, "__wrapped__", checkpoint.checkpoint).__code__
 
 
-def follow_checkpoints(run: HookedRun, scope: Callable[[HookedRun], Scope]) -> None:
-    """Give the hooks of a run to what the checkpoints around this moment will compute again, each time in a new scope.
+def follow_checkpoints(run: Any) -> None:
+    """Give the hooks of a run to the recomputations of all surrounding checkpoints, each in a new scope.
 
     Raises:
-        WorkbenchError: An autograd function that is no checkpoint runs the module, and a hook may change a tensor in it.
+        WorkbenchError: The module runs within another autograd function, and a hook may change a tensor in it.
     """
     if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return
-    for owner, name, frame in _checkpoints():
+    for owner, name, frame in _surrounding_checkpoints():
         function = getattr(owner, name, None)
         if function is None:
             if run.may_write():
@@ -41,26 +40,23 @@ def follow_checkpoints(run: HookedRun, scope: Callable[[HookedRun], Scope]) -> N
                     f"{type(owner).__name__} runs a part of {type(run.module).__name__} without its graph, so hooks would change its "
                     "values and not its gradients: switch it off, or run under torch.no_grad()"
                 )
-        elif not isinstance(function, _ListenedAgain):
+        elif not isinstance(function, _Recomputation):
             run.freeze_hooks()
-            setattr(owner, name, _ListenedAgain(_within(run.copy(), frame), scope, function))
+            again = run.copy()  # with the lines between the checkpoint and the modules around it
+            around = running_frames(start=frame)
+            frames = {identity for identity, _ in around}
+            for i, scope in enumerate(again.scopes):
+                if scope.frame in frames:
+                    outer = (*lines_within(around, scope.frame), *scope.outer)
+                    again.scopes[i] = scope._replace(frame=AGAIN, outer=outer)
+            for caller, (at, outer) in again.callers.items():
+                if at in frames:
+                    again.callers[caller] = AGAIN, (*lines_within(around, at), *outer)
+            setattr(owner, name, _Recomputation(again, function))
 
 
-def _within(run: HookedRun, checkpoint: FrameType) -> HookedRun:
-    """Note which lines lie between a checkpoint and the modules around it whose calls are told apart by their lines."""
-    around = running_frames(start=checkpoint)
-    frames = {identity for identity, _ in around}
-    for i, made in enumerate(run.scopes):
-        if made.frame in frames:
-            run.scopes[i] = made._replace(frame=AGAIN, outer=(*lines_within(around, made.frame), *made.outer))
-    for name, (frame, outer) in run.callers.items():
-        if frame in frames:
-            run.callers[name] = AGAIN, (*lines_within(around, frame), *outer)
-    return run
-
-
-def _checkpoints() -> Iterator[tuple[Any, str, FrameType]]:
-    """Objects that hold a function to call again, its attribute and the frame, for every checkpoint in the call stack of this run."""
+def _surrounding_checkpoints() -> Iterator[tuple[Any, str, FrameType]]:
+    """Yield each checkpoint in the call stack of this run: the object and attribute with the function, and the frame."""
     frame = sys._getframe(1)
     while (frame := frame.f_back) is not None and frame.f_code is not guarded.__code__:  # type: ignore[assignment]
         if frame.f_code is _NON_REENTRANT and (begun := frame.f_locals.get("gen")) is not None:
@@ -70,14 +66,14 @@ def _checkpoints() -> Iterator[tuple[Any, str, FrameType]]:
             yield context, "run_function", frame
 
 
-class _ListenedAgain:
-    """A function that a checkpoint calls again, within a copy of the run as it was when the checkpoint began."""
+class _Recomputation:
+    """The function of a checkpoint's recomputation, within a copy of the run at the start of the checkpoint."""
 
-    def __init__(self, run: HookedRun, scope: Callable[[HookedRun], Scope], function: Any) -> None:
-        self.run, self.scope, self.function = run, scope, function
+    def __init__(self, run: Any, function: Any) -> None:
+        self.run, self.function = run, function
 
     def __call__(self, *args: Any) -> Any:
         run, frame = self.run.copy(), id(sys._getframe())
-        run.scopes = [made._replace(frame=frame) if made.frame == AGAIN else made for made in run.scopes]
+        run.scopes = [s._replace(frame=frame) if s.frame == AGAIN else s for s in run.scopes]
         run.callers = {k: (frame if at == AGAIN else at, outer) for k, (at, outer) in run.callers.items()}
-        return guarded(self.scope(run), self.function, *args)
+        return guarded(run, self.function, *args)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workbench.config import ObservedConfig
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_of_output
-from workbench.observing.interception.weights import whole
+from workbench.observing.interception.weights import full_weight
 from workbench.observing.recognition.blocks import INLINE, find_blocks, first_reader, stream_of
 from workbench.observing.recognition.executions import LOOKUP, Execution, rows_at, run_index
 from workbench.observing.recognition.fits import EXACT, StreamSum, fit_norm, stream_sum, stream_sums
@@ -192,7 +192,7 @@ def _find_ending(trace: Trace, head: _End | None, made: Tensor | None, stream: T
     read, few = rows_at(head[0].inputs, head[1]), slice(_FEW)
     assert read is not None
     stream, read, logits = stream[few], read[few], made[trace.rows[few]]
-    weight = whole(trace.module.get_submodule(head[0].name))
+    weight = full_weight(trace.module.get_submodule(head[0].name))
     if (norm := fit_norm(stream, read)) is None:
         return NO_NORM
     transposed = weight.shape != (logits.shape[1], read.shape[1])

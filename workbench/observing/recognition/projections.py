@@ -44,7 +44,10 @@ def matching_columns(output: Tensor, target: Tensor) -> Columns | None:
         return None
     tolerance = 1e-4 if output.dtype in _NARROW or target.dtype in _NARROW else 1e-9
     a, b = (nn.functional.normalize(x.double(), dim=0) for x in (output, target))
-    first = int((a.T @ b[:, 0]).abs().argmax())
+    of_first = (a.T @ b[:, 0]).abs().max(0)
+    if float(of_first.values) <= 1 - tolerance:  # cheap: nearly all outputs hold no column of the target
+        return None
+    first = int(of_first.indices)
     straight = a[:, first : first + b.shape[1]]
     if straight.shape == b.shape and bool(((straight * b).sum(0).abs() > 1 - tolerance).all()):
         return slice(first, first + b.shape[1])

@@ -348,7 +348,7 @@ class Trace:
             return  # a factor that sequences share, for example one that mixes heads
 
         def square(x: Tensor, beside: Beside) -> Tensor:
-            return chosen_heads(at.square(x, (left + beside[0], right + beside[1])), each.chosen, 1)
+            return chosen_heads(at.square(x.narrow(-1, left, x.shape[-1] - left - right), beside), each.chosen, 1)
 
         def kind(beside: Beside) -> str:
             return mask_kind(visible(square(softmax.scores, beside)), False, self.length)
