@@ -9,6 +9,7 @@ same files work under both.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,24 @@ def module(name: str) -> str:
 def studies() -> dict[str, Path]:
     """The files of the studies that ship, by name."""
     return {path.stem: path for path in sorted((ANALYSES / "studies").glob("*.toml"))}
+
+
+def plugins(kind: str) -> dict[str, str]:
+    """Return the modules that other packages name as entry points `workbench.metrics` or `workbench.architectures`, by module."""
+    from importlib.metadata import entry_points
+
+    return {
+        plugin.module: plugin.dist.name if plugin.dist else "" for plugin in entry_points(group=f"workbench.{kind}")
+    }
+
+
+def load_plugins(kind: str) -> None:
+    """Import the `plugins` of a kind, which register themselves. Raises `ImportError` naming the package that fails."""
+    for module, package in plugins(kind).items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise ImportError(f"{package}: its entry point workbench.{kind}, {module}, fails: {error}") from error
 
 
 def install(extra: str) -> str:

@@ -90,7 +90,7 @@ def main() -> None:
     if type(sys.stdout) is io.TextIOWrapper:
         terminal, encoding = sys.stdout.line_buffering, sys.stdout.encoding
         sys.stdout = _Output(sys.stdout.detach(), encoding, errors="replace", line_buffering=terminal)
-    code = 2
+    code, raised = 2, Exception()
     try:
         try:
             app()

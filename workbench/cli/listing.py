@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import UnknownName
-from workbench.places import HERE, SHIPPED, studies
+from workbench.places import HERE, SHIPPED, plugins, studies
 
 Rows = list[dict[str, Any]]
 
@@ -35,7 +36,11 @@ def measures() -> list[str]:
 def _registered(decorator: str, folder: str) -> Rows:
     """Return what `@metric` or `@intervention` registers, read from the source: an import takes seconds."""
     rows = []
-    for path in sorted((HERE / folder).rglob("*.py")):
+    specs = (importlib.util.find_spec(module) for module in plugins(folder))
+    for path in [
+        *sorted((HERE / folder).rglob("*.py")),
+        *(Path(spec.origin) for spec in specs if spec and spec.origin),
+    ]:
         body = ast.parse(path.read_text(encoding="utf-8")).body
         for node in body:
             for call in getattr(node, "decorator_list", ()):

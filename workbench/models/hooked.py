@@ -132,6 +132,16 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         self._cfg.device, self._cfg.dtype = str(weight.device), weight.dtype
         return self._cfg
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self.embed.weight.dtype
+
     def stream_paths(
         self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None
     ) -> dict[str, float | Tensor]:
@@ -278,6 +288,8 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             if len(lengths := sorted({len(row) for row in rows})) > 1:
                 raise BadData(f"texts of unequal length {lengths} in tokens: run them one by one")
             ids = torch.tensor(rows, dtype=torch.long)
+        if isinstance(ids, Mapping):  # with padding in another entry
+            raise BadData('tokens are a tokenizer\'s encoding: give its ids, encoding["input_ids"]')
         if not isinstance(ids, Tensor):
             try:
                 ids = torch.as_tensor(ids)

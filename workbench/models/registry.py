@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UnknownName
+from workbench.places import load_plugins
 
 if TYPE_CHECKING:
     from workbench.models.shortcut import Shortcut
@@ -36,7 +37,7 @@ class Architecture:
     plain: str
     """The summary for readers who know no formula."""
     classes: tuple[str, ...] = ()
-    """Its shortcuts as `file.Class`, of the folder `architectures`."""
+    """Its shortcuts as `file.Class` of the folder `architectures`, or as `package.module.Class` of another package."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Options under which it was published, where these are not the shortcuts' defaults."""
     neutral: Mapping[str, Any] | None = None
@@ -47,8 +48,12 @@ class Architecture:
     @property
     def shortcuts(self) -> tuple[type[Shortcut], ...]:
         """The classes themselves, imported now."""
-        folder, names = "workbench.models.architectures", [name.split(".") for name in self.classes]
-        return tuple(getattr(importlib.import_module(f"{folder}.{file}"), name) for file, name in names)
+        ours = "workbench.models.architectures."
+        places = [
+            place.rpartition(".") if "." in place.partition(".")[2] else (ours + place).rpartition(".")
+            for place in self.classes
+        ]
+        return tuple(getattr(importlib.import_module(module), name) for module, _, name in places)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -322,3 +327,6 @@ def colour(name: str) -> str:
 def symbol(name: str) -> str:
     """The mark on an architecture's curves; any other name gets one from its hash."""
     return ARCHITECTURES[name].symbol if name in ARCHITECTURES else _symbol_of_hash(name)
+
+
+load_plugins("architectures")
