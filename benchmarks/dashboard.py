@@ -37,7 +37,7 @@ from dashboard_runs import generate, prose
 from playwright.sync_api import Error, Page, expect, sync_playwright
 
 from workbench.claims import all_verdicts
-from workbench.runs import packed_tables
+from workbench.runs.index import INDEX
 from workbench.runs.run import Run
 from workbench.views.prompt import LENS
 
@@ -294,7 +294,7 @@ def many_runs(found: Findings, series: int, seeds: int, checkpoints: int, repeat
             new().open(f"{address}/?show=verdicts")
             words = statistics.median(new().open(f"{address}/?show=verdicts") for _ in range(repeats))
             found.add("verdicts: what was judged before, all of it", words, "s")
-        shutil.rmtree(runs / packed_tables.FOLDER)
+        (runs / INDEX).unlink()
         (runs / all_verdicts.FILE).unlink()
         with serving(runs) as (address, process), chromium(process) as new:
             judged(found, new(), address, "before any page has read the runs")

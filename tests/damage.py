@@ -52,7 +52,8 @@ from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint
 from workbench.files import write_json
 from workbench.places import SHIPPED
-from workbench.runs.catalogue import INDEX, catalogue
+from workbench.runs.catalogue import catalogue
+from workbench.runs.index import INDEX
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, metrics_of, read_parquet, records, write_parquet
 from workbench.runs.run import Run, list_runs
 from workbench.runs.table_cache import RecordCache, TelemetryCache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 
 from foreign import rezipped
 
@@ -50,23 +52,27 @@ def in_values(data, chance):
 
 
 def in_entries(data, chance):
-    """An index with a false value that is of the right kind, or of another one."""
-    kept = json.loads(data)
-    entry = kept["entries"][0]
-    key = chance.choice(list(entry))
-    false = {
-        str: ["x", "other", ""],
-        int: [7, 10**12],
-        bool: [True],
-        list: [[], [3], ["loss"]],
-        dict: [{}, {"lambda_v1": 3}],
-    }
-    entry[key] = (
-        chance.choice(false[type(entry[key])])
-        if chance.random() < 0.7
-        else chance.choice([None, -1, 1e308, "x", [], {}])
-    )
-    return json.dumps(kept).encode()
+    """An index in which an entry has a false value of the right type or of another one, and its old checksum."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.deserialize(data)
+        run, value = database.execute("SELECT run, value FROM part").fetchone()
+        entry = json.loads(value)
+        key = chance.choice(list(entry))
+        false = {
+            str: ["x", "other", ""],
+            int: [7, 10**12],
+            bool: [True],
+            list: [[], [3], ["loss"]],
+            dict: [{}, {"lambda_v1": 3}],
+        }
+        entry[key] = (
+            chance.choice(false[type(entry[key])])
+            if chance.random() < 0.7
+            else chance.choice([None, -1, 1e308, "x", [], {}])
+        )
+        database.execute("UPDATE part SET value = ? WHERE run = ?", (json.dumps(entry).encode(), run))
+        database.commit()
+        return database.serialize()
 
 
 PATTERNS = (

@@ -18,7 +18,7 @@ from workbench.data.tokenizer import train_tokenizer
 from workbench.files import write_json
 from workbench.models import build
 from workbench.models.hooked import HookedModel
-from workbench.runs.catalogue import INDEX
+from workbench.runs.index import INDEX
 from workbench.runs.records import provenance, records, write_parquet
 from workbench.views import Source, Subject
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import time
 
 import dashboard
 import pytest
+from damaging import in_entries
 from dashboard import TRAIN
 
 import workbench.runs.catalogue as catalogue_module
 from workbench.errors import UnknownName
-from workbench.files import digest
-from workbench.runs.catalogue import INDEX, catalogue, told_apart
+from workbench.runs.catalogue import KIND, catalogue, told_apart
+from workbench.runs.index import INDEX, Index
 from workbench.runs.run import Run
 
 
@@ -107,37 +109,34 @@ def test_only_what_changed_is_read_again(runs, monkeypatch):
     assert opened == ["b"]
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"version": 99}', '{"version": 1, "folder": "x", "entries": [{"name": 3}]}']
-)
-def test_a_damaged_index_is_made_anew(runs, content):
+def change_index(runs, change, run=None):
+    """Change every entry in the index, its checksum too; `run` renames it."""
+    index = Index(runs)
+    parts = list(index.read(KIND, ("",)))
+    assert parts
+    changed = [p._replace(value=json.dumps(json.loads(p.value) | change).encode(), run=run or p.run) for p in parts]
+    assert index.write(KIND, None, changed[: 1 if run else None])
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"SQLite format 3\0" + bytes(5000)])
+def test_a_damaged_index_is_built_again(runs, content):
     whole = catalogue(runs)
-    (runs / INDEX).write_text(content)
+    (runs / INDEX).write_bytes(content)
     assert catalogue(runs) == whole
-    assert json.loads((runs / INDEX).read_text())["folder"] == str(runs.resolve())
+    assert len(list(Index(runs).read(KIND, ("",)))) == 2
 
 
-def test_an_index_cannot_point_outside_the_folder(runs, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    dashboard.run(elsewhere, "secret", "transformer", 0, "text", steps=())
+@pytest.mark.parametrize("run", ["../elsewhere/secret", "/etc/secret", "a/b/c/secret", "", "."])
+def test_an_index_cannot_point_outside_the_folder(runs, run):
     catalogue(runs)
-    kept = json.loads((runs / INDEX).read_text())
-    kept["entries"].append(
-        json.loads(json.dumps(kept["entries"][0])) | {"name": "secret", "path": str(elsewhere / "secret")}
-    )
-    (runs / INDEX).write_text(json.dumps(kept | {"digest": digest(kept["entries"])}))
+    change_index(runs, {"name": "secret"}, run or "./")
     assert [e.name for e in catalogue(runs).entries] == ["a", "b"]
 
 
 def test_a_folder_that_cannot_be_written_is_read_all_the_same(runs, monkeypatch):
-    from workbench.errors import WorkbenchError
-    from workbench.runs import catalogue as module
-
-    def refuse(path, value):
-        raise WorkbenchError("read-only")
-
-    monkeypatch.setattr(module, "write_json", refuse)
+    monkeypatch.setattr(Index, "_replace", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
     assert len(catalogue(runs).entries) == 2
+    assert not (runs / INDEX).exists()
 
 
 def test_damaged_runs_are_problems_and_stay_out(runs):
@@ -184,21 +183,21 @@ def test_a_folder_whose_name_is_no_text_is_a_problem_that_can_be_shown(runs):
     assert list(found.problems) == ["b\\udcff"]
 
 
-def test_an_index_that_lies_about_kinds_is_not_believed(runs):
+@pytest.mark.parametrize(
+    "change", [{"steps": "abc"}, {"options": 3}, {"n_layers": "x"}, {"measured": [1]}, {"stamp": 3}, {"colour": "red"}]
+)
+def test_an_index_whose_entries_have_wrong_types_is_not_believed(runs, change):
     sound = catalogue(runs).entries
-    kept = json.loads((runs / INDEX).read_text())
-    for change in ({"steps": "abc"}, {"options": 3}, {"n_layers": "x"}, {"measured": [1]}):
-        false = [e | change for e in kept["entries"]]
-        (runs / INDEX).write_text(json.dumps(kept | {"entries": false, "digest": digest(false)}))
-        assert catalogue(runs).entries == sound
+    change_index(runs, change)
+    assert catalogue(runs).entries == sound
 
 
-def test_an_index_with_false_contents_of_the_right_kind_is_not_believed(runs, monkeypatch):
+def test_an_index_with_false_contents_of_the_right_type_is_not_believed(runs, monkeypatch):
     monkeypatch.setattr(catalogue_module, "SETTLED", 0)
-    sound = catalogue(runs).entries
-    kept = json.loads((runs / INDEX).read_text())
-    for change in ({"seed": 5}, {"architecture": "svformer"}, {"measured": ["loss"]}):
-        (runs / INDEX).write_text(json.dumps(kept | {"entries": [e | change for e in kept["entries"]]}))
+    sound, file, draw = catalogue(runs).entries, runs / INDEX, random.Random(0)
+    data = file.read_bytes()
+    for _ in range(20):
+        file.write_bytes(in_entries(data, draw))
         assert catalogue(runs).entries == sound
 
 

@@ -17,7 +17,8 @@ from workbench.data import corpus
 from workbench.errors import WorkbenchError
 from workbench.files import MAX_TABLE, replacing, write_text
 from workbench.measurement.subjects import sample_of
-from workbench.runs.catalogue import INDEX, catalogue
+from workbench.runs.catalogue import catalogue
+from workbench.runs.index import INDEX
 from workbench.runs.records import metrics_of, run_records
 from workbench.runs.run import Run, list_runs
 from workbench.runs.table_cache import TelemetryCache

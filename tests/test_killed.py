@@ -178,6 +178,35 @@ def test_workers_end_with_a_parent_that_is_killed_alone_and_nobody_waits_for_the
     assert not (tmp_path / "runs" / "c").exists()
 
 
+STARTING = """
+import signal, sys, time
+from pathlib import Path
+from workbench import cli
+from workbench.jobs.running import Job, run_jobs
+if __name__ == "__mp_main__":  # a worker imports this before it can install its own handler
+    (Path(sys.argv[1]) / "starting").touch()
+    try:
+        time.sleep(1)
+    except KeyboardInterrupt:
+        pass  # as in a destructor or a careless import
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, cli._terminated)
+    run_jobs([Job(name, time.sleep, (1000,)) for name in "ab"], 1, lambda job, error: None)
+"""
+
+
+def test_a_worker_that_is_just_starting_hears_sigterm(tmp_path):
+    (tmp_path / "starts.py").write_text(STARTING)
+    parent = subprocess.Popen([sys.executable, tmp_path / "starts.py", tmp_path], stderr=subprocess.PIPE, text=True)
+    try:
+        assert soon((tmp_path / "starting").exists, 100)
+        parent.send_signal(signal.SIGTERM)
+        _, errors = parent.communicate(timeout=100)
+    finally:
+        parent.kill()
+    assert errors.splitlines()[-1].startswith("KeyboardInterrupt")
+
+
 def soon(true, within):
     end = time.monotonic() + within
     while time.monotonic() < end and not true():

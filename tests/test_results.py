@@ -23,11 +23,11 @@ from workbench.runs.records import (
     one_sample,
     provenance,
     read_parquet,
+    read_tables,
     records,
     typed,
     write_parquet,
 )
-from workbench.runs.table_cache import _part
 
 
 def some(key, value=1.0, rows=3, **facts):
@@ -254,7 +254,7 @@ def test_no_flipped_bit_is_read_as_other_rows(tmp_path):
         if mark <= place < mark + len(MARK):  # then it has no sum, and what it holds is sound
             pd.testing.assert_frame_equal(read_parquet([path]), whole)
             continue
-        for read in (read_parquet, lambda paths: _part(*paths)):
+        for read in (read_parquet, read_tables):
             with pytest.raises(BadCheckpoint, match=r"cannot read .*a\.parquet: its bytes are not those"):
                 read([path])
 
@@ -271,8 +271,6 @@ def test_a_table_without_a_sum_is_read_as_it_is(tmp_path):
     path.write_bytes(data)
     with pytest.raises(BadCheckpoint, match=r"cannot read .*a\.parquet.*(CRC|checksum)"):
         read_parquet([path])
-    with pytest.raises(BadCheckpoint, match=r"cannot read .*a\.parquet.*(CRC|checksum)"):
-        _part(path)
 
 
 def test_other_programs_read_a_table_with_its_sum(tmp_path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import random
+import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import dashboard
@@ -13,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from workbench.errors import BadCheckpoint
-from workbench.runs import packed_tables, table_cache
-from workbench.runs.packed_tables import compact
+from workbench.runs import index, table_cache
+from workbench.runs.index import INDEX
 from workbench.runs.records import TEXT, facts, load_records, records, write_parquet
+from workbench.runs.run import Run
 from workbench.runs.table_cache import RecordCache, TelemetryCache
 from workbench.views import Source
 
@@ -134,25 +138,6 @@ def test_a_provenance_that_is_not_ours_says_nothing(text):
     assert facts(text) == {}
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
-
-
-def test_kept_columns_say_something_in_few_bytes():
-    """Of 21 columns a metric fills a few; the two that every answer writes anew are not kept either."""
-    rows = {
-        "run": ["r", "r"], "architecture": ["a", "a"], "metric": ["m", "m"], "step": [0, 2**40], "layer": [3, None],
-        "head": [None, None], "variant": [None, None], "value": [0.1, 0.2],
-    }  # fmt: skip
-    kinds = {"head": pa.int64(), "layer": pa.int64(), "variant": pa.string()}
-    kept = compact(pa.table({name: pa.array(values, kinds.get(name)) for name, values in rows.items()}))
-    assert kept.column_names == ["metric", "step", "layer", "value"]
-    assert [str(kept[name].type) for name in ("step", "layer", "value")] == ["int64", "int32", "double"]
-    assert pa.types.is_dictionary(kept["metric"].type)
-    assert {name: kept[name].to_pylist() for name in kept.column_names} == {
-        name: rows[name] for name in ("metric", "step", "layer", "value")
-    }
-
-
 def part(folder, name, end):
     """A part of telemetry as a recorder writes it: replaced as a whole, with rows up to a step."""
     time.sleep(0.01)  # the folder's time is that of the system's last tick
@@ -163,8 +148,10 @@ def part(folder, name, end):
 def test_of_a_growing_telemetry_only_new_parts_are_read_and_a_new_beginning_forgets_the_old(ask, monkeypatch):
     """Part 1 grows, part 2 appears, then the run begins anew under the same names."""
     run, cache, opened = ask.folder / "text-resformer-s1", TelemetryCache(), []
-    real = table_cache._part
-    monkeypatch.setattr(table_cache, "_part", lambda file: opened.append(file.name[:6]) or real(file))
+    real = table_cache.read_tables
+    monkeypatch.setattr(
+        table_cache, "read_tables", lambda files, *how: opened.append(files[0].name[:6]) or real(files, *how)
+    )
 
     def seen():
         (entry,) = (e for e in ask.catalogue().entries if e.name == run.name)
@@ -183,13 +170,13 @@ def test_of_a_growing_telemetry_only_new_parts_are_read_and_a_new_beginning_forg
     part(run, "000010-000020", 20)
     part(run, "000020-000030", 21)
     assert seen() == (list(range(21)), ["000010", "000020"])
-    before = table_cache._parts_of(run)
+    before = table_cache._files_of(run)
     part(run, "000000-000030", 21)
     assert seen() == (list(range(21)), ["000000"]), "a part that holds the others is in their place"
     for file in before:
         (run / "telemetry" / file[0]).unlink()
-    parts_of, looks = table_cache._parts_of, iter([before])
-    monkeypatch.setattr(table_cache, "_parts_of", lambda path: next(looks, None) or parts_of(path))
+    files_of, looks = table_cache._files_of, iter([before])
+    monkeypatch.setattr(table_cache, "_files_of", lambda path: next(looks, None) or files_of(path))
     found, problems = TelemetryCache().rows([e for e in ask.catalogue().entries if e.name == run.name], ["a"])
     assert (found["step"].tolist(), problems) == (list(range(21)), {}), (
         "its training ended between a look and a reading"
@@ -201,94 +188,132 @@ def test_of_a_growing_telemetry_only_new_parts_are_read_and_a_new_beginning_forg
     assert seen() == ([0, 1], ["000000"])
 
 
-# ---- packed ----------------------------------------------------------------------------------------------------------
+# ---- in the index ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def packing(ask, monkeypatch):
-    """Two runs are many, and nothing changes any more."""
-    monkeypatch.setattr(table_cache, "FEW", 2)
-    monkeypatch.setattr(packed_tables, "MAX_FILES", 1)
+def settled(ask):
+    """The entries as they are long after their runs last changed."""
     return lambda: [dataclasses.replace(e, seen=time.time_ns() + 10**10) for e in ask.catalogue().entries]
 
 
-def test_a_new_server_reads_many_runs_from_one_file_and_the_same_rows(ask, packing, monkeypatch):
+def stored(folder, kind):
+    """Run and metric of each part of a kind."""
+    with contextlib.closing(sqlite3.connect(folder / INDEX)) as database:
+        return database.execute("SELECT run, metric FROM part WHERE kind = ? ORDER BY metric", (kind,)).fetchall()
+
+
+def test_a_new_server_reads_many_runs_from_the_index_and_the_same_rows(ask, settled, monkeypatch):
     plain, choices = RecordCache(), (["token_importance"], ["sink_mass", "value_drain"], None, ["nothing"])
-    wanted, names = [plain.rows(packing(), metrics)[0] for metrics in choices], plain.metrics(packing())
-    RecordCache(ask.folder).rows(packing(), ["sink_mass"])
-    monkeypatch.setattr(table_cache, "_part", lambda path: pytest.fail(f"{path} was opened"))
+    wanted, names = [plain.rows(settled(), metrics)[0] for metrics in choices], plain.metrics(settled())
+    RecordCache(ask.folder).rows(settled(), ["sink_mass"])
+    monkeypatch.setattr(table_cache, "read_tables", lambda files, *how: pytest.fail(f"{files} were opened"))
     later = RecordCache(ask.folder)
-    assert later.unread(packing()) == 0
-    assert later.metrics(packing()) == names
+    assert later.unread(settled()) == 0
+    assert later.metrics(settled()) == names
     for metrics, frame in zip(choices, wanted, strict=True):
-        cached, problems = later.rows(packing()[::-1], metrics)
+        cached, problems = later.rows(settled()[::-1], metrics)
         alike(cached, frame.astype(dict.fromkeys(TEXT, "str")))
         assert not problems
 
 
-def test_packed_telemetry_is_held_in_memory_no_longer(ask, packing):
-    for entry in packing():
+def test_indexed_telemetry_is_held_in_memory_no_longer(ask, settled):
+    for entry in settled():
         part(Path(entry.path), "000000-000010", 4)
     cache = TelemetryCache(ask.folder)
     for _ in range(2):
-        assert len(cache.rows(packing(), ["a"])[0]) == 4 * len(packing())
+        assert len(cache.rows(settled(), ["a"])[0]) == 4 * len(settled())
         assert not cache.runs
-        assert not cache.parts
+        assert not cache.files
 
 
-def test_a_packed_run_that_changes_is_read_from_its_own_files_and_packed_anew(ask, packing):
-    path = Path(packing()[1].path) / "records" / "bb.parquet"
-    RecordCache(ask.folder).rows(packing())
-    write_parquet(records([{"metric": "sink_mass", "layer": 0, "value": 7.0, "step": 20, "run": "x"}]), path)
-    cache = RecordCache(ask.folder)
-    assert cache.unread(packing()) == 1
-    assert (cache.rows(packing(), ["sink_mass"])[0]["value"] == 7.0).sum() == 1
-    write_parquet(
-        records([{"metric": "sink_mass", "layer": 0, "value": 8.0, "step": 20, "run": "x"}]),
-        Path(packing()[0].path) / "records" / "bb.parquet",
-    )
-    again = RecordCache(ask.folder).rows(packing(), ["sink_mass"])[0][
-        "value"
-    ]  # two are loose now and packed; both files become one
-    assert {7.0, 8.0} <= set(again)
-    assert len(list((ask.folder / ".tables").iterdir())) == 1
+def test_runs_that_changed_just_now_or_are_being_written_are_not_indexed(ask, settled):
+    entries = ask.catalogue().entries
+    RecordCache(ask.folder).rows(entries)
+    assert not stored(ask.folder, "records")
+    with Run.open(entries[0].path).writing():
+        RecordCache(ask.folder).rows(settled())
+    assert [run for run, metric in stored(ask.folder, "records") if not metric] == [entries[1].name]
+
+
+def test_an_indexed_run_that_changes_is_read_from_its_own_files_and_indexed_again(ask, settled):
+    RecordCache(ask.folder).rows(settled())
+    for turn, value in enumerate((7.0, 8.0)):
+        path = Path(settled()[turn].path) / "records" / "bb.parquet"
+        write_parquet(records([{"metric": "sink_mass", "layer": 0, "value": value, "step": 20, "run": "x"}]), path)
+        cache = RecordCache(ask.folder)
+        assert cache.unread(settled()) == 1
+        assert (cache.rows(settled(), ["sink_mass"])[0]["value"] == value).sum() == 1
+    batches = {run for run, metric in stored(ask.folder, "records") if metric}
+    assert len(batches) == 2, "the first batch, to which no run refers any more, is gone"
     later = RecordCache(ask.folder)
-    assert later.unread(packing()) == 0
-    assert sorted(later.rows(packing(), ["sink_mass"])[0]["value"]) == sorted(again)
+    assert later.unread(settled()) == 0
+    assert {7.0, 8.0} <= set(later.rows(settled(), ["sink_mass"])[0]["value"])
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        lambda p: p.write_bytes(p.read_bytes()[:-9]),
-        lambda p: p.write_bytes(p.read_bytes()[:200] + b"x" + p.read_bytes()[201:]),
-    ],
-)
-def test_a_damaged_packed_file_is_none(ask, packing, harm):
-    wanted = RecordCache(ask.folder).rows(packing())[0]
-    (file,) = (ask.folder / ".tables").iterdir()
-    harm(file)
-    cached, problems = RecordCache(ask.folder).rows(packing())
-    alike(cached, wanted.astype(dict.fromkeys(TEXT, "str")))
-    assert not problems
+@pytest.mark.parametrize("size", [0, 3, 100, 4096, 5000, None])
+def test_a_damaged_index_is_built_again(ask, settled, size):
+    wanted = RecordCache(ask.folder).rows(settled())[0]
+    file = ask.folder / INDEX
+    file.write_bytes(b"x" * 9000 if size is None else file.read_bytes()[:size])
+    for unread in (2, 0):
+        cache = RecordCache(ask.folder)
+        assert cache.unread(settled()) == unread
+        cached, problems = cache.rows(settled())
+        alike(cached, wanted.astype(dict.fromkeys(TEXT, "str")))
+        assert not problems
 
 
-def test_a_byte_of_a_packed_file_that_changes_is_noticed_wherever_it_is(ask, packing):
-    """Pages have sums of Parquet's own; headers and the footer, which says how many rows are null, have not."""
-    RecordCache(ask.folder).rows(packing())
-    (file,) = (ask.folder / ".tables").iterdir()
-    whole, draw = file.read_bytes(), random.Random(0)
-    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
-    for at in (draw.randrange(4, footer) if i % 3 == 0 else draw.randrange(footer, len(whole)) for i in range(150)):
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
-        with pytest.raises(BadCheckpoint):  # noqa: PT012 - where it is noticed hangs on the byte
-            pack = packed_tables._opened(file)
-            for i in range(len(pack.metrics)):
-                packed_tables._row_group(pack, i)
+def test_a_byte_of_the_index_that_changes_changes_no_number(ask, settled):
+    """SQLite checks the structure of its pages, and the checksums of rows their contents."""
+    wanted = RecordCache(ask.folder).rows(settled())[0].astype(dict.fromkeys(TEXT, "str"))
+    file, entries, draw = ask.folder / INDEX, settled(), random.Random(0)
+    data = file.read_bytes()
+    for at in (draw.randrange(len(data)) for _ in range(60)):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :])
+        cached, problems = RecordCache(ask.folder).rows(entries)
+        alike(cached, wanted)
+        assert not problems
 
 
-def test_runs_of_a_folder_that_cannot_be_written_stay_in_memory(ask, packing):
-    (ask.folder / ".tables").write_text("in the way")
+def test_a_part_that_another_process_replaces_is_read_from_the_files(ask, settled):
+    first, entries = RecordCache(ask.folder), settled()
+    wanted = first.rows(entries)[0].astype(dict.fromkeys(TEXT, "str"))
+    first.answers.clear()
+    with contextlib.closing(sqlite3.connect(ask.folder / INDEX)) as database, database:
+        database.execute("DELETE FROM part WHERE metric = 'sink_mass'")
+    alike(first.rows(entries)[0], wanted)
+
+
+def test_processes_that_write_the_index_at_once_lose_nothing(ask, settled):
+    """Two servers that start together both read all runs; each row of the index is written by one of them."""
+    entries, caches = settled(), [RecordCache(ask.folder) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda cache: cache.rows(entries)[0], caches))
+    for answer in answers:
+        alike(answer, answers[0].astype(dict.fromkeys(TEXT, "str")))
+    assert RecordCache(ask.folder).unread(entries) == 0
+
+
+@pytest.mark.parametrize("obstacle", ["folder", "pipe", "device"])
+def test_runs_of_a_folder_whose_index_cannot_be_written_stay_in_memory(ask, settled, obstacle):
+    entries, file = settled(), ask.folder / INDEX
+    file.unlink()
+    if obstacle == "folder":
+        file.mkdir()
+    elif obstacle == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
     cache = RecordCache(ask.folder)
-    assert set(cache.rows(packing())[0]["run"]) == {"text-resformer-s0", "text-resformer-s1"}
-    assert cache.unread(packing()) == 0
+    assert set(cache.rows(entries)[0]["run"]) == {"text-resformer-s0", "text-resformer-s1"}
+    assert cache.unread(entries) == 0
+
+
+def test_the_index_of_a_shipped_or_closed_folder_is_in_the_users_cache(ask, settled, monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(index, "SHIPPED", ask.folder)
+    entries = settled()
+    RecordCache(ask.folder).rows(entries)
+    assert RecordCache(ask.folder).unread(entries) == 0
+    assert not (ask.folder / INDEX).exists()

@@ -13,7 +13,7 @@ from workbench.errors import BadCheckpoint
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, one_sample, read_parquet, records
 from workbench.runs.run import Run
-from workbench.runs.table_cache import TOGETHER, RecordCache, TableCache, TelemetryCache
+from workbench.runs.table_cache import BATCH, RecordCache, TableCache, TelemetryCache
 
 AT_ONCE = 50  # runs whose losses are compared together
 
@@ -28,8 +28,8 @@ def stored(
     """
     kept, told = record_cache or RecordCache(), telemetry_cache or TelemetryCache()
     rows, samples, problems = dict[str, dict[str, object]](), dict[str, pd.DataFrame](), dict[str, str]()
-    for begin in range(0, len(entries), TOGETHER):
-        part = entries[begin : begin + TOGETHER]
+    for begin in range(0, len(entries), BATCH):
+        part = entries[begin : begin + BATCH]
         for cache in (kept, told):
             cache.metrics(part)
         for i, entry in enumerate(part, begin + 1):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MAX_PROCESSES = 8  # unless asked otherwise; more share the memory's bandwidth
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 Call = Callable[[], Any]
 
 
@@ -21,13 +22,34 @@ def usual() -> int:
 
 
 def pool(size: int) -> ProcessPoolExecutor:
-    """So many processes."""
+    """Return an executor of `size` processes."""
     return ProcessPoolExecutor(size, multiprocessing.get_context("spawn"), initializer=_begin)
 
 
+@contextmanager
+def delayed_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C and SIGTERM while processes are started, so that their handlers know all of them.
+
+    A process started here has SIGINT blocked until its own handler is installed: an import could drop the exception.
+    """
+    received = list[int]()
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {s: signal.signal(s, lambda s, _: received.append(s)) for s in INTERRUPTS} if main else {}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for each in dict.fromkeys(received):
+            signal.raise_signal(each)
+
+
 def _begin() -> None:
-    """What a process does before its first job: Ctrl-C is only noted, and the end of its parent is its own."""
+    """Prepare a process for its jobs: note Ctrl-C, and end with the parent."""
     signal.signal(signal.SIGINT, _note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -48,10 +70,10 @@ def _note(*_: object) -> None:
 
 def interruptible(job: Call) -> Any:
     """Call a job, which Ctrl-C interrupts; jobs that wait in this process are not begun after it."""
-    if _stopped:
-        raise KeyboardInterrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if _stopped:
+            raise KeyboardInterrupt
         return job()
     except KeyboardInterrupt:
         _stopped.append("Ctrl-C")
@@ -63,7 +85,9 @@ def interruptible(job: Call) -> Any:
 def alone(job: Call) -> Any:
     """Call a job in a process of its own."""
     with pool(1) as one:
-        return one.submit(interruptible, job).result()
+        with delayed_interrupts():
+            future = one.submit(interruptible, job)
+        return future.result()
 
 
 @contextmanager

@@ -110,7 +110,8 @@ def _on_cluster(jobs: Sequence[Job], address: str, done: Done, result: Result | 
 
 
 def _run(pool: Executor, call: Callable[[Job], Any], jobs: Sequence[Job], done: Done, result: Result | None) -> None:
-    futures = {pool.submit(call, job): job for job in jobs}
+    with processes.delayed_interrupts():
+        futures = {pool.submit(call, job): job for job in jobs}
     try:
         for future in as_completed(futures):
             error = future.exception()

@@ -26,12 +26,13 @@ from typing import Any
 from workbench.checkpoints.identify import RUN_FILE
 from workbench.console import html
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.files import digest, read_json, write_json
+from workbench.files import digest
+from workbench.runs.index import Index, Part
 from workbench.runs.records import metrics_of
 from workbench.runs.run import MAX_WHOLE, Run, is_locked, is_run, is_study
 from workbench.storage import mirror
 
-INDEX, VERSION = ".index.json", 6
+KIND, VERSION = "catalogue", "7"
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
 LOOKS = 1500  # tables that are looked at each time, 5 ms
@@ -142,7 +143,7 @@ def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
     """
     root = mirror.folder(folder).resolve()
     mirror.refresh(root)
-    old = known if known is not None and known.folder == str(root) else _read(root)
+    old = known if known is not None and known.folder == str(root) else _read(root, Index(root))
     entries, problems = [], {}
     try:
         folders, others = _folders(str(root), old.by_path, old.others)
@@ -168,7 +169,7 @@ def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
         old.problems, old.others = problems, others
         return old
     result = Catalogue(str(root), tuple(_with_series(entries)), problems, others, old.turn)
-    _write(root, result)
+    _write(root, Index(root), result)
     return result
 
 
@@ -333,22 +334,23 @@ def _in_short(value: Any) -> str:
     return f"{value[0]}-{value[-1]}" if together else "+".join(map(str, value))
 
 
-def _read(root: Path) -> Catalogue:
-    """What the index file says; empty where there is none of ours."""
-    nothing = Catalogue(str(root), (), {})
-    try:
-        kept = read_json(root / INDEX)
-        if kept["version"] != VERSION or kept["folder"] != str(root) or kept["digest"] != digest(kept["entries"]):
-            return nothing
-        entries = [_sound(Entry(**e | {k: tuple(e[k]) for k in TUPLES})) for e in kept["entries"]]
-    except DAMAGE:
-        return nothing
-    inside = [e for e in entries if root in Path(e.path).parents[:2] and Path(e.path).name == e.name]
-    return Catalogue(str(root), tuple(inside), {})
+def _read(root: Path, index: Index) -> Catalogue:
+    """Return the entries of the index; empty where there are none of ours."""
+    entries = []
+    for part in index.read(KIND, ("",)):
+        with contextlib.suppress(*DAMAGE):
+            stored = json.loads(part.value) | {"name": Path(part.run).name, "path": str(root / part.run)}
+            if (
+                part.state == VERSION
+                and ".." not in part.run
+                and 0 < len(Path(part.run).parts) < 3
+                and part.run[0] != "/"
+            ):
+                entries.append(_sound(Entry(**stored | {k: tuple(stored[k]) for k in TUPLES})))
+    return Catalogue(str(root), tuple(sorted(entries, key=lambda e: Path(e.path).parts)), {})
 
 
-def _write(root: Path, content: Catalogue) -> None:
-    with contextlib.suppress(WorkbenchError):  # a folder that may only be read has no index
-        if root.is_dir():
-            rows = [dataclasses.asdict(entry) for entry in content.entries]
-            write_json(root / INDEX, {"version": VERSION, "folder": str(root), "digest": digest(rows), "entries": rows})
+def _write(root: Path, index: Index, content: Catalogue) -> None:
+    if root.is_dir():
+        rows = ((e.path.removeprefix(f"{root}/"), json.dumps(dataclasses.asdict(e)).encode()) for e in content.entries)
+        index.write(KIND, None, [Part(KIND, "", run, VERSION, value) for run, value in rows])

@@ -92,7 +92,7 @@ def write_table(table: pa.Table, path: Path, **how: Any) -> None:
 
 def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed: Sequence[str] = ()) -> pd.DataFrame:
     """Rows of all the files, typed; `BadCheckpoint` names a file that cannot be read or lacks what is `needed`."""
-    return typed(_read(paths, needed).to_pandas(), columns)
+    return typed(read_tables(list(paths), needed).to_pandas(), columns)
 
 
 def table_sum(data: bytes) -> bytes:
@@ -113,14 +113,52 @@ def table_bytes(path: Path) -> bytes:
     return data
 
 
-def _read(paths: Iterable[Path], needed: Sequence[str] = ()) -> pa.Table:
+def read_tables(files: Sequence[Path], needed: Sequence[str] = (), without: Sequence[str] = ()) -> pa.Table:
+    """Read the rows of some files, texts dictionary-encoded; empty columns and those named in `without` are left out.
+
+    Raises `BadCheckpoint` naming a file that cannot be read, or that lacks a column that is `needed`.
+    """
     import pyarrow as pa
 
-    tables = []
-    for path in paths:
-        with opened_table(path) as file:
-            tables.append(checked(file.read(), path, needed))
-    return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
+    tables = [_columns(file, needed, without) for file in files]
+    try:  # checking all files together takes a third of the time
+        return encoded(checked(joined(tables), files[0].parent, needed)) if files else pa.table({})
+    except (BadCheckpoint, pa.ArrowException):  # a file is damaged or has columns of other types
+        return joined([encoded(checked(table, file, needed)) for table, file in zip(tables, files, strict=True)])
+
+
+def _columns(path: Path, needed: Sequence[str], without: Sequence[str]) -> pa.Table:
+    with opened_table(path, [c for c in TEXT if c not in without]) as file:
+        if missing := set(needed) - set(file.schema_arrow.names):
+            raise BadCheckpoint(f"{path} is no table of records: it has no {' and no '.join(sorted(missing))}")
+        names = dict.fromkeys(needed)
+        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+            for column in map(group.column, range(group.num_columns)):
+                if column.statistics is None or column.statistics.null_count < group.num_rows:
+                    names[column.path_in_schema] = None
+        return file.read(columns=[name for name in names if name not in without], use_threads=False)
+
+
+def encoded(table: pa.Table) -> pa.Table:
+    """Return a table without its empty columns, texts dictionary-encoded, whole numbers in 32 bits where they fit."""
+    import pyarrow as pa
+
+    for i, name in reversed(list(enumerate(table.column_names))):
+        if table[name].null_count == len(table):
+            table = table.remove_column(i)
+        elif name in TEXT:
+            table = table.set_column(i, name, table[name].dictionary_encode())
+        elif name in WHOLE:
+            with contextlib.suppress(pa.ArrowInvalid):
+                table = table.set_column(i, name, table[name].cast(pa.int32()))
+    return table.combine_chunks()
+
+
+def joined(tables: Sequence[pa.Table]) -> pa.Table:
+    """Return the rows of all tables, columns that one of them lacks being null."""
+    import pyarrow as pa
+
+    return pa.concat_tables(tables, promote_options="permissive").unify_dictionaries().combine_chunks()
 
 
 @contextmanager
@@ -237,15 +275,13 @@ def run_records(folder: Path) -> pa.Table:
 
     Raises `BadCheckpoint` naming a file that cannot be read or is no table of records.
     """
-    return newest(_read(record_files(folder), NEEDED))
+    return newest(read_tables(record_files(folder), NEEDED))
 
 
 def load_records(folders: Iterable[Path]) -> pd.DataFrame:
     """The records of runs by their folders, see `run_records`."""
-    import pyarrow as pa
-
     tables = [run_records(folder) for folder in folders]
-    return typed(pa.concat_tables(tables, promote_options="permissive").to_pandas()) if tables else records([])
+    return typed(joined(tables).to_pandas()) if tables else records([])
 
 
 def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
